@@ -1,6 +1,6 @@
 """Parallelism: ``parallelize`` turns a model, its layout and a mesh into a Runner.
 
-One file per axis or step.
+Each file implements one axis of the mesh or one step of ``parallelize``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ __all__ = ["BATCH_AXES", "LOSS_AXES", "Mesh", "Runner", "build", "parallelize"]
 
 
 def use_chosen_kernels(model: nn.Module) -> None:
-    """Replace linear layers and norms with kernels that were measured to be faster on this CPU, in place."""
+    """Replace linear layers and norms in place with the kernels that are faster on this CPU.
+
+    The choice was measured before (``ops/chosen_kernels.py``).
+    """
     from shardtrain.ops import chosen_kernels
     from shardtrain.ops.cpu import layer_norm, onednn_linear, rms_norm
 
@@ -48,14 +51,15 @@ def use_chosen_kernels(model: nn.Module) -> None:
 def parallelize(
     model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vocab_size: int
 ) -> Runner:
-    """Cut a model into stages, replace modules and shard it, all on the meta device (a collective).
+    """Cut a model into stages, replace modules, and shard it (a collective).
 
-    ``Runner.materialize`` allocates the memory. Steps of features that are off are not called.
+    All this happens on the meta device. ``Runner.materialize`` allocates the memory later. Steps that
+    belong to disabled features are skipped.
 
     Raises:
         ConfigError: the model or the options do not support the mesh.
     """
-    # steps on the full model
+    # First the steps that need the full model, because they compare or replace modules of all stages.
     if config.training.dtype != "float32":
         model.to(getattr(torch, config.training.dtype))
     splits_hf_experts = expert_parallel.splits_hf_experts(model, config)
@@ -103,12 +107,12 @@ def parallelize(
         # last, because FSDP keeps references to parameters, so none may be replaced after it
         fsdp.apply(module, layout, mesh, config)
 
-    # the first stage of a rank may be the first of the model, which has the embedding
+    # Only the first stage of the model has the embedding, and so its noise.
     noise = None
     if has_noise:
         noise = embedding_noise.of_stage(modules[0], layout, mesh, config)
 
-    # the loss, whose vocabulary tensor parallelism may split
+    # Choose the loss function. Tensor parallelism may split the vocabulary, and then the loss too.
     vocabulary = None
     if mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel:
         vocabulary = SplitVocabulary(mesh, vocab_size)

@@ -30,7 +30,7 @@ from shardtrain.ops import accelerator
 from shardtrain.ops.dtensor import local_tensor
 
 _LINEAR = ("aten.linear.default", "shardtrain.onednn_product.default")
-"""Matmuls whose argument is the weight. The other matmuls receive its transpose."""
+"""Matmuls that receive the weight itself. All other matmuls receive its transpose."""
 _MATMULS = ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", *_LINEAR)
 _EXPENSIVE = (
     "aten._scaled_dot_product_flash_attention.default",
@@ -44,7 +44,7 @@ _EXPENSIVE = (
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_to_all_single.default",
 )
-"""Operations whose results "op" keeps, in addition to every second matmul: attention and communication."""
+"""Attention and communication operations. "op" keeps their results and those of every second matmul."""
 
 
 def _weight_shape(operation: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:
@@ -93,8 +93,8 @@ def _set_memory_budget(config: Config) -> None:
 
     options = config.activation_checkpoint
     compiler.activation_memory_budget = options.memory_budget
-    # Graphs of split layers contain process groups, which hold no tensors. PyTorch 2.13 does not guess
-    # their size.
+    # The graph of a split layer contains process groups. They hold no tensors, but PyTorch 2.13 fails
+    # because it does not know their size.
     if hasattr(compiler, "unsafe_treat_script_objects_as_zero_size"):
         compiler.unsafe_treat_script_objects_as_zero_size = True
     if options.visualize_memory_budget_pareto:
@@ -103,10 +103,10 @@ def _set_memory_budget(config: Config) -> None:
 
 
 def _is_not_policy_warning(record: logging.LogRecord) -> bool:
-    """Log filter that drops a warning of PyTorch about every compiled region with a recomputation policy.
+    """Log filter that drops the warning that PyTorch logs for each compiled region with a policy.
 
-    The warning is about in-place operations, which would change kept results. Our layers apply none to
-    kept results. (RMSNorm adds eps in place, but to a mean of squares.)
+    PyTorch warns because an in-place operation would change a kept result. Our layers never change a
+    kept result in place. (RMSNorm adds eps in place, but to a mean of squares, which is not kept.)
     """
     return "Detected that context_fn is passed" not in str(record.msg)
 
@@ -143,8 +143,8 @@ def _with_inputs_on_cpu(
 ) -> Callable[..., Any]:
     """Move the inputs of a recomputed layer to host memory between forward and backward.
 
-    Recomputation keeps only a layer's inputs. A compiled layer also keeps weights for its backward. They
-    stay on the device, where they are alive anyway.
+    An eager recomputed layer saves only its inputs. A compiled layer also saves weights for its
+    backward. These stay on the device, because moving them would free no memory.
     """
     host = torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)  # type: ignore[no-untyped-call]
 
@@ -180,10 +180,10 @@ def _storage_id(tensor: Tensor) -> int:
 
 @functools.cache
 def _operations(names: tuple[str, ...]) -> frozenset[Any]:
-    """Look up operations by name. Skip names that do not exist.
+    """Look up operations by name, and skip names that do not exist.
 
-    A version of PyTorch may lack an operation, and kernels for CPUs are registered only in a run on a
-    CPU. Call this when layers run, because kernels are registered before that.
+    Some versions of PyTorch lack an operation, and CPU kernels are registered only in a CPU run.
+    Results are cached, so the first call must come after kernels are registered, when layers run.
     """
     operations = []
     for name in names:
@@ -197,7 +197,7 @@ def _operations(names: tuple[str, ...]) -> frozenset[Any]:
 def _forced_shapes(
     layer: nn.Module, path: str, options: ActivationCheckpoint
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the weights whose products "op" must always recompute."""
+    """Return the weight shapes of the matmuls that "op" must always recompute."""
     patterns = options.per_op_sac_force_recompute_mm_shapes_by_fqns
     shapes = set()
     for name, module in layer.named_modules():
@@ -212,13 +212,13 @@ def _selective_contexts(
     forced_shapes: tuple[tuple[int, ...], ...],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return checkpoint contexts that keep the results of expensive operations and of every second matmul."""
-    # is_recompute -> matmuls so far, because both passes must decide alike
+    # Matmuls so far in the first pass and in recomputation. Each pass counts separately from 0, because
+    # the policy must make the same decisions in both.
     num_matmuls: Counter[bool] = Counter()
 
     def policy(ctx: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         if operation in _operations(_MATMULS):
-            # The policy sees operations but not modules, so a product is recognized by the shape of its
-            # weight.
+            # The policy sees operations, not modules. So recognize a matmul by the shape of its weight.
             if _weight_shape(operation, arguments) in forced_shapes:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             num_matmuls[ctx.is_recompute] += 1

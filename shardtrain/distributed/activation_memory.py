@@ -1,8 +1,8 @@
-"""Count the bytes that forward and backward keep alive, on tensors that have shapes but no memory.
+"""Count the bytes that forward and backward keep alive, using fake tensors (shapes without memory).
 
 PyTorch's own trackers are private, and count the gathered parameters of FSDP2 incorrectly. Here each
 storage counts from the operation that creates it until it is freed. Storages of FSDP, and copies in the
-compute dtype (compute_copies.py), are counted separately by their current size.
+compute dtype (compute_copies.py), are counted separately, because their size changes while they live.
 """
 
 from __future__ import annotations
@@ -28,17 +28,21 @@ class LiveMemory(TorchDispatchMode):
 
     Attributes:
         activations: live bytes outside FSDP's buffers.
-        most_activations: peak of ``activations`` and ``absent_activations`` together.
-        most_gathered: peak of ``gathered`` and ``absent_gathered`` together.
-        absent_activations: bytes of layers that are not run but would be alive, set by the caller.
-        absent_gathered: the same for FSDP's buffers.
-        scalar: if not None, the result of any operation that reads a number from a tensor.
+        most_activations: peak of ``activations`` + ``absent_activations``.
+        most_gathered: peak of ``gathered`` + ``absent_gathered``.
+        absent_activations: bytes that layers that the caller does not run would keep alive now. Set
+            by the caller.
+        absent_gathered: like ``absent_activations``, for FSDP's buffers.
+        scalar: if not None, the result of each operation that reads a number from a tensor (such as
+            ``.item()``), which fails on fake tensors otherwise.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        """``parameters``: the sharded parameters.
+        """Start with zero bytes.
 
-        FSDP allocates their gradients, which do not count as buffers.
+        Args:
+            parameters: the sharded parameters. FSDP allocates their gradients too, and these must
+                not count as buffers.
         """
         super().__init__()
         self.activations = 0
@@ -63,7 +67,7 @@ class LiveMemory(TorchDispatchMode):
         return sum(storage.nbytes() for storage in self._buffers)
 
     def _without_gradients(self, total: int) -> int:
-        """Subtract the reduced gradients from the total of the buffers."""
+        """Subtract the parameters' gradients from ``total``, the bytes of all storages made by FSDP."""
         storages = {}
         for parameter in self._parameters:
             if parameter.grad is None:
@@ -83,8 +87,9 @@ class LiveMemory(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Count the tensors that an operation creates, after subclasses such as DTensor have become plain
-        tensors.
+        """Run an operation and count the tensors that it creates.
+
+        Operations on subclasses such as DTensor are declined: they come back here on plain tensors.
         """
         if not all(issubclass(kind, FakeTensor) or kind in _PLAIN for kind in types):
             return NotImplemented
@@ -101,7 +106,7 @@ class LiveMemory(TorchDispatchMode):
         )
         if self._buffers:
             total = self._buffer_bytes()
-            # Finding the gradients takes long, so do it only if the total could be a new peak.
+            # Subtracting the gradients is slow, so do it only if the total could be a new peak.
             if total + self.absent_gathered > self.most_gathered:
                 gathered = self._without_gradients(total) + self.absent_gathered
                 self.most_gathered = max(self.most_gathered, gathered)
@@ -110,7 +115,7 @@ class LiveMemory(TorchDispatchMode):
     def _see(self, tensor: Tensor, is_result: bool) -> None:
         """Count the storage of a tensor when it appears for the first time.
 
-        Inputs from outside count as zero.
+        A storage that appears first as an argument existed before this mode, and counts as zero.
         """
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -137,13 +142,13 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not (is_grouped_mm and isinstance(args[0], FakeTensor) and args[0].dtype == torch.float32):
         return func(*args, **kwargs)
     # Fake tensors support grouped_mm only in bfloat16 (torch 2.13), but the CPU kernel also takes
-    # float32. The check of 16-byte alignment would count float32 as bfloat16. So compute the shape of the
-    # result here.
+    # float32. A cast to bfloat16 would not help, because narrow matrices would fail PyTorch's check of
+    # 16-byte alignment. So compute the shape of the result here.
     a, b = args[:2]
     # If one operand has a group dimension, the result has none.
     groups: list[int] = []
     if a.ndim == b.ndim == 2:
-        # both are split along the inner dimension, and each group returns a matrix
+        # both operands are split along the inner dimension, so each group has its own result matrix
         offsets = args[2] if len(args) > 2 else kwargs["offs"]
         groups = [offsets.numel()]
     elif a.ndim == b.ndim:
@@ -156,11 +161,11 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _caller() -> str:
-    """Return the entry of FSDP or SHAPES that is on the call stack, or an empty string.
+    """Return the entry of ``FSDP`` or ``SHAPES`` whose code is on the call stack, or an empty string.
 
-    FSDP works in hooks, so it is never on the stack of a layer's own operations. DTensor computes the
-    shape of a result by running the operation on full tensors without memory. They need no memory in a
-    real run either.
+    FSDP works in hooks, so it is never on the stack of a layer's own operations. ``SHAPES`` is where
+    DTensor runs an operation on meta tensors to find the shape of its result, so those tensors need
+    no memory in a real run.
     """
     frame = sys._getframe(2)
     while frame is not None:

@@ -1,11 +1,13 @@
-"""Low-rank adapters under tensor parallelism: the style name of a linear layer determines how its factors
-are split.
+"""Split low-rank adapters for tensor parallelism, according to the style of their linear layer.
 
-If outputs are split ("colwise", "head"), lora_a is replicated and lora_b is split by rows. If inputs are
-split ("rowwise"), lora_a is split by columns and lora_b is replicated. Either way both products have the
-placement of the layer's own output, to which ``lora/linear.py`` adds them. The only extra communication
-is the gradient of the replicated factor. DoRA's magnitude has one number per output. It is split as the
-outputs are. If inputs are split it is replicated, and ranks add the squares of their parts of each row.
+- Outputs are split ("colwise", "head"): lora_a is replicated, and lora_b is split by rows.
+- Inputs are split ("rowwise"): lora_a is split by columns, and lora_b is replicated.
+
+Either way the adapter's output has the same placement as the layer's own output, so that
+``lora/linear.py`` can add them. The only extra communication is for the gradient of the replicated
+factor. DoRA's magnitude has one number per output, so it is split like the outputs. If inputs are split,
+the magnitude is replicated, and each rank has only part of each weight row. The row's norm is then
+computed from the squares, summed over ranks.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ RemovedFactors = tuple[Mapping[str, dict[str, nn.Parameter]], set[str]]
 
 
 def set_aside(model: nn.Module, style_of: StyleLookup) -> RemovedFactors:
-    """Remove the factors of split layers from the model, because PyTorch's styles would split them like
-    weights.
+    """Remove the adapter factors of split layers from the model and return them for ``put_back``.
 
-    Also record the trainable parameters, because the styles do not keep ``requires_grad``.
+    PyTorch's styles would split them like weights. The styles also lose ``requires_grad``, so the names
+    of the trainable parameters are returned too.
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     factors_by_path = {}
@@ -59,7 +61,7 @@ def set_aside(model: nn.Module, style_of: StyleLookup) -> RemovedFactors:
 def put_back(
     model: nn.Module, style_of: StyleLookup, mesh: DeviceMesh, removed: RemovedFactors
 ) -> None:
-    """Split the removed factors, register them again, and restore ``requires_grad`` of all parameters."""
+    """Undo ``set_aside``: register the factors again, now split, and restore every ``requires_grad``."""
     factors_by_path, trained = removed
     for path, factors in factors_by_path.items():
         linear = model.get_submodule(path)

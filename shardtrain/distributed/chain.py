@@ -1,9 +1,8 @@
-"""Check that a model's forward is the chain that pipeline stages need: its modules in order, with only x
-between them.
+"""Check that a model's forward is a chain, which pipeline stages require.
 
-The check never computes with the model's weights. The modules run on the meta device, and the code
-between them runs on a few numbers. Both use copies of the model, because a forward may store values on
-its modules.
+A chain calls the modules in order, and passes only x from one to the next. The check never computes
+with the model's weights. It runs the modules on the meta device, and the code between them on small CPU
+tensors. Both passes use copies of the model, because a forward may store values on its modules.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shardtrain.ops.user_state import trial
 from shardtrain.utils.errors import ConfigError, Problem
 
 HIDDEN_STATES = "hidden_states"
-"""Name of the argument of a layer of transformers that is the residual stream."""
+"""Argument name of the residual stream in the layers of ``transformers``."""
 _TOKENS = 4
 
 
@@ -73,10 +72,7 @@ def names_of(model: nn.Module, layout: Layout) -> ChainNames:
 
 
 class Absent(nn.Identity):
-    """Placeholder for a first or last module that is on another stage.
-
-    Returns its first input, ignores the others.
-    """
+    """Placeholder for a module that is on another stage. Returns its first input, ignores the others."""
 
     def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return ``input`` unchanged."""
@@ -99,8 +95,8 @@ def check(model: nn.Module, layout: Layout, parts: Sequence[Sequence[str]], degr
         if name.partition(".")[0] not in units:
             rule = f"every parameter must be in a module of LAYOUT.first, layers or last, and {name} is not"
             raise _refusal(degree, rule, "move it into one of them")
-    # First check the tensors that flow between the modules, then the other arguments, which a stage must
-    # not change.
+    # First check x, the tensor between the modules. Then check the other arguments: in a stage they must
+    # be the same as in the full model.
     features = _ChainTrace(model, layout, degree).run()
     _compare_stages(model, layout, parts, degree, features)
 
@@ -112,12 +108,11 @@ def _refusal(degree: int, rule: str, fix: str) -> ConfigError:
 
 
 class _ChainTrace:
-    """One forward pass on the meta device, in which each module must receive the output object of the
-    previous one.
+    """A forward pass on the meta device that checks the chain.
 
-    A module's output may depend only on its x and its own parameters. The autograd graph reveals every
-    other dependency: through an argument, through a list or a dictionary that layers write, or through an
-    attribute.
+    Each module must receive as x the very object that the previous module returned, and its output may
+    depend only on x and its own parameters. The autograd graph reveals every other dependency, also one
+    through an argument, an attribute, or a list or dictionary that layers write.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, degree: int) -> None:
@@ -170,7 +165,7 @@ class _ChainTrace:
         return _refusal(self._degree, rule, fix)
 
     def _replace_forwards(self) -> None:
-        # Experts do an amount of work that depends on numbers, and meta tensors have none.
+        # The shapes inside experts depend on the router's values, which meta tensors do not have.
         for path, module in self._model.named_modules():
             if self._layout.expert and matches(path, self._layout.expert):
                 module.forward = _return_input  # type: ignore[method-assign]
@@ -189,11 +184,12 @@ class _ChainTrace:
         except Exception:
             if not is_layer:
                 raise
-            # A layer does not have to run, and some layers cannot run without numbers.
+            # Some layers cannot run on meta tensors. That is no violation: assume that the output has
+            # the shape of x.
             out = torch.empty_like(x)
         self._check_output(name, x, out)
 
-        # Cut the history here, so that the graph of the next output ends at this one.
+        # Detach, so that the autograd graph of the next output ends at this one.
         self._x = out.detach().requires_grad_(out.is_floating_point())
         self._x_origin = name
         self._num_called += 1
@@ -270,10 +266,10 @@ def autograd_leaves(out: Tensor) -> Iterator[Tensor]:
 def _compare_stages(
     model: nn.Module, layout: Layout, parts: Sequence[Sequence[str]], degree: int, features: int
 ) -> None:
-    """Refuse a forward that passes a layer other arguments in its stage than in the full model.
+    """Refuse a forward that passes different arguments to a layer in its stage than in the full model.
 
-    Stages have fewer layers. So arguments that depend on the number of layers, or on the position of a
-    layer in a loop, differ between a stage and the full model.
+    A stage has fewer layers, so an argument is wrong there if it depends on the number of layers, or on
+    the index of a layer in the loop over them.
     """
     try:
         expected = _extra_arguments(model, layout, names_of(model, layout).paths, features)
@@ -303,10 +299,7 @@ def _compare_stages(
 def _extra_arguments(
     model: nn.Module, layout: Layout, stage_names: Sequence[str], features: int
 ) -> dict[str, list[Any]]:
-    """Run a stage's forward on a CPU.
-
-    For each of its modules, return the arguments that it receives after x.
-    """
+    """Run a stage's forward on a CPU. Map each of its modules to the arguments that follow x."""
     recorded: dict[str, list[Any]] = {}
 
     def record(name: str, x: Tensor, *others: Any, **keywords: Any) -> Tensor:

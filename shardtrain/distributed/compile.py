@@ -36,19 +36,20 @@ first start and about 2 s at every other start.
 SHORT_STEP_SECONDS = 0.05
 """Shorter steps are not compiled by default, because no such step was measured."""
 _PEAK_FLOPS_PER_CORE = 2e11
-"""One core of AMD's Zen 5 in float32, and of Zen 4 in bfloat16."""
+"""Peak FLOP/s of one AMD core: Zen 5 in float32, and Zen 4 in bfloat16."""
 _PEAK_FLOPS_PER_CORE_AMX = 2e12
-"""One core with AMX in bfloat16."""
+"""Peak FLOP/s in bfloat16 of one core with AMX."""
 _EAGER_RECURRENCE = "a recurrence stays eager"
-"""Reason of a graph break."""
+"""Reason for a graph break that this file causes on purpose, see ``left_out``."""
 
 
 def decided(config: Config, mesh: Mesh, flops_per_token: float) -> Config:
-    """Set ``compile.enable`` for a CPU run that benefits, if the option is unset (a collective).
+    """If ``compile.enable`` is unset, set it for a CPU run that benefits (a collective).
 
-    Only measured cases are compiled by default: a model of this package that trains on next tokens, on
-    one process or with FSDP. The decision depends on the configuration and the kind of processor, not on
-    measured times. A resumed run therefore decides as before, and its results stay bitwise equal.
+    Only measured cases are compiled by default: a model of this package that is trained to predict the
+    next token, in one process or with FSDP. The decision depends on the configuration and the type of
+    processor, not on measured times. So a resumed run makes the same decision again, and its results
+    stay bitwise equal.
     """
     is_open = config.compile.enable is None and mesh.device.type == "cpu"
     if (
@@ -66,7 +67,7 @@ def decided(config: Config, mesh: Mesh, flops_per_token: float) -> Config:
 
 
 def _is_known_to_gain(config: Config, mesh: Mesh) -> bool:
-    """True for the combinations of options that were measured."""
+    """True for combinations of options that were measured to be faster when compiled."""
     is_native_model = config.model.name != "transformers" and not config.model.name.endswith(".py")
     has_chosen_kernels = config.training.cpu_kernels == "auto" and not config.debug.deterministic
     has_adapters = config.lora.enable or bool(config.model.converters)
@@ -96,11 +97,11 @@ def _is_long(config: Config, mesh: Mesh, flops_per_token: float) -> bool:
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Compile each layer in place.
 
-    With tensor parallelism or experts, compile attention and feed-forward separately.
-
-    Experts stay eager, because the number of rows of each is not known in advance, and recurrences,
-    because a graph would repeat their loop over blocks of tokens. With context parallelism or a
-    recurrence, layers that recompute are compiled already, see ``is_compiled_within``.
+    With tensor parallelism or experts, attention and feed-forward are compiled separately. Experts stay
+    eager, because the number of rows per expert is not known in advance. Recurrences stay eager,
+    because the compiler would unroll their loop over blocks of tokens. With context parallelism or a
+    recurrence, ``activation_checkpoint.apply`` has already compiled the layers that recompute, see
+    ``is_compiled_within``.
     """
     if not _compiles_layers(config):
         return
@@ -115,9 +116,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     if mesh.device.type == "cpu" and config.compile.backend == "inductor":
         _remember_vector_instructions()
         _remove_cut_libraries()
-    # All layers share one function's cache. Each kind of layer needs a graph for fixed and one for
-    # dynamic lengths, with gradients and, in validation, without. Beyond the limit (default 8) layers
-    # would silently run eagerly.
+    # All layers share one function, so all their graphs count against one limit. Each type of layer
+    # needs up to four graphs: for fixed and dynamic lengths, with gradients and without (validation).
+    # Beyond the limit (default 8) layers would silently run eagerly.
     torch._dynamo.config.recompile_limit = max(
         RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit
     )
@@ -134,12 +135,11 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
 
 def _remember_vector_instructions() -> None:
-    """Let inductor skip its test of this processor's vector instructions if a previous start has passed
-    it.
+    """Skip inductor's test of the vector instructions if this processor has passed it before.
 
-    The test takes a second at each start. For each instruction set that the processor reports, inductor
-    builds a small library (cached) and starts a process that loads it. If any set fails, the test is
-    repeated at each start.
+    The test takes a second at each start: for each instruction set that the processor reports, inductor
+    builds a small library (cached) and starts a process that loads it. If any set fails, nothing is
+    remembered, and inductor repeats the test at each start.
     """
     # These are private parts of inductor, which another version may not have.
     try:
@@ -149,8 +149,8 @@ def _remember_vector_instructions() -> None:
         compiler_path = shutil.which(os.environ.get("CXX", "g++"))
         if inductor.cpp.vec_isa_ok is not None or compiler_path is None:
             return
-        # Another compiler may not support all sets, so the key contains the size and modification time of
-        # its file.
+        # Another compiler may not support all sets, so test again when the compiler changes. The size
+        # and modification time of its file identify it.
         compiler = Path(compiler_path).resolve()
         status = compiler.stat()
         key = machine_key(str(compiler), str(status.st_size), str(status.st_mtime_ns))
@@ -172,9 +172,9 @@ def _remember_vector_instructions() -> None:
 def _remove_cut_libraries() -> None:
     """Remove truncated libraries, left by a killed run, from inductor's cache. Log each.
 
-    The linker writes a library under its final name, and inductor loads any file of that name. So every
-    later start would fail at its first step. A library that another process is writing is locked, and is
-    kept.
+    The linker writes a library directly under its final name, and inductor loads whatever file has that
+    name. So after a killed run, every later run would fail at its first step. A library that another
+    process is still writing is locked, and is kept.
     """
     # These are private parts of inductor, which another version may not have.
     try:
@@ -218,15 +218,15 @@ def _compiles_layers(config: Config) -> bool:
 
 
 def left_out(config: Config) -> str | None:
-    """Return a warning with the first graph break so far, or None if all layers were compiled.
+    """Return a warning that names the first graph break so far. None if all layers were compiled.
 
-    A graph break inside a recomputed region makes the entire layer run eagerly.
+    If a layer recomputes, a graph break inside it makes the entire layer run eagerly.
     """
     if not _compiles_layers(config):
         return None
     from torch._dynamo.utils import counters
 
-    # These cores disable the compiler on purpose.
+    # These modules disable the compiler on purpose, so do not report their graph breaks.
     on_purpose = ("SplitAttentionCore", "SplitRecurrenceCore", "RoutedCore", _EAGER_RECURRENCE)
     reasons = [str(reason) for reason in counters["graph_break"]]
     reasons = [reason for reason in reasons if not any(name in reason for name in on_purpose)]
@@ -244,9 +244,9 @@ def is_compiled_within(
 ) -> bool:
     """True if a layer is compiled inside its recomputed region instead of around it.
 
-    With context parallelism the attention core stays eager, and a recurrence always does. If the
-    compiler wraps a recomputed region that contains an eager part, it silently compiles nothing of the
-    region. Inside the region, only the core breaks the graph.
+    This is necessary for a layer with an eager core: a recurrence, or attention with context
+    parallelism. If the compiler wraps a recomputed region that contains an eager part, it silently
+    compiles nothing. If the region wraps the compiled layer, only the core breaks the graph.
     """
     has_eager_core = mesh.size("cp") > 1 or bool(_recurrences(layer, path, layout))
     if not _compiles_layers(config) or not has_eager_core:
@@ -282,7 +282,10 @@ def _compiled_parts(layer: nn.Module, path: str, layout: Layout, mesh: Mesh) -> 
 
 
 def chunk_loss(config: Config, terms: LossTerms = CROSS_ENTROPY) -> ChunkFunction | None:
-    """Return the loss of one chunk of tokens, compiled if configured. None for the default function."""
+    """Return the function that computes the loss of one chunk of tokens, compiled if configured.
+
+    None if the loss should use its default function.
+    """
     is_compiled = config.compile.enable and "loss" in config.compile.components
     if terms.is_cross_entropy and not is_compiled:
         return None

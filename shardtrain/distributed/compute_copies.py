@@ -1,11 +1,10 @@
 """Mixed precision without data parallelism: forward and backward use copies of the parameters in
 the compute dtype.
 
-FSDP2 supports this too, but with one data-parallel rank it would cost:
-
-- a copy of all weights and gradients through its buffers
-- hooks at each layer
-- a second set of gradients if there are several micro-batches
+FSDP2 supports this too. But with one data-parallel rank it would needlessly
+- copy all weights and gradients through its buffers
+- call hooks at each layer
+- keep a second set of gradients if there are several micro-batches
 
 The results are bitwise equal to those of FSDP2, with two exceptions:
 
@@ -40,7 +39,10 @@ def are_used(model: nn.Module) -> bool:
 
 
 def drop(model: nn.Module) -> None:
-    """Put the parameters back into the modules, after a backward pass or after forward passes without one."""
+    """Put the parameters back into the modules.
+
+    Call it after a backward pass, or after forward passes that have no backward pass.
+    """
     if model in _copies_of:
         _copies_of[model].drop()
 
@@ -51,13 +53,14 @@ def held_bytes(model: nn.Module, part: nn.Module) -> int:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard: the local tensor itself, while ``DTensor.to_local`` returns a view of it."""
+    """Return this rank's shard: the local tensor itself, not a view of it as ``DTensor.to_local`` does."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _placed_as(tensor: Tensor, local: Tensor) -> Tensor:
-    """Wrap a shard as a DTensor with the spec of ``tensor``, as FSDP does; plain tensors are
-    returned as they are.
+    """Wrap the shard ``local`` as a DTensor with the spec of ``tensor``, as FSDP does.
+
+    Return ``local`` unchanged if ``tensor`` is no DTensor.
     """
     return (
         DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
@@ -65,30 +68,31 @@ def _placed_as(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 class ComputeCopies:
-    """Copies of a model's parameters, which replace them in its modules from a forward pass on.
+    """Copies that replace a model's parameters in its modules, from the start of a forward pass.
 
-    In backward, as soon as the gradient of a copy is complete, it is added to the parameter's
-    gradient in the parameter's dtype. The parameter then returns to its modules, and the memory of
-    the copy is freed. Copies without a gradient stay until ``drop``.
+    In backward, as soon as the gradient of a copy is complete, it is cast and added to the parameter's
+    gradient. Then the parameter is put back into its modules, and the memory of the copy is freed.
+    Copies that receive no gradient stay until ``drop``.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        """Parameters that have a copy now, and their (module, name) pairs: several for tied parameters."""
+        """The (module, name) pairs of each parameter that has a copy now. Several if it is tied."""
         self._versions: list[int] = []
-        """PyTorch's version counter of each of these parameters when it was copied."""
+        """For each parameter in ``_places``, PyTorch's version counter when it was copied."""
 
     def before_forward(self, model: nn.Module, _: Any) -> None:
-        """Make the copies, unless those of an earlier forward pass are still valid.
+        """Make the copies, unless the copies of an earlier forward pass are still valid.
 
-        They are valid until ``drop`` is called or a parameter changes: the backward of that pass has not
-        run yet, or it has none.
+        Copies are valid until ``drop`` is called, a backward pass uses them up, or a parameter changes.
         """
         if self._places and self._versions == [
             _local(parameter)._version for parameter in self._places
         ]:
-            return  # a second pass of a loss that needs two, or validation: one gradient of each copy, one cast
+            # This is validation, or the second pass of a loss that needs two forward passes. Both passes
+            # then use the same copies, so each copy has one gradient, which is cast once.
+            return
         self.drop()
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -106,10 +110,11 @@ class ComputeCopies:
         ]
         if casts:
             with torch.no_grad():
-                torch._foreach_copy_(casts, stored)  # on an accelerator a few kernels for all
+                # one call, because on an accelerator it launches a few kernels for all tensors
+                torch._foreach_copy_(casts, stored)
         for (parameter, places), cast in zip(self._places.items(), casts, strict=True):
-            # A separate leaf: autograd adds up the gradients of all its uses in the compute dtype,
-            # as with FSDP
+            # A leaf of the autograd graph, so that autograd adds up the gradients of all its uses in the
+            # compute dtype, as with FSDP
             copy = nn.Parameter(_placed_as(parameter, cast), parameter.requires_grad)
             if parameter.requires_grad:
                 copy.register_post_accumulate_grad_hook(partial(self._add_gradient, parameter))
@@ -123,7 +128,7 @@ class ComputeCopies:
         if parameter.grad is None:
             parameter.grad = _placed_as(gradient, _local(gradient).to(parameter.dtype))
         elif isinstance(gradient, DTensor) and gradient.placements != parameter.grad.placements:  # type: ignore[attr-defined]
-            # placements differ if one is a partial sum
+            # the placements differ because one of the two gradients is a partial sum
             parameter.grad = parameter.grad + gradient.to(parameter.dtype)
         else:
             _local(parameter.grad).add_(_local(gradient))

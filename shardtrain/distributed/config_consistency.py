@@ -1,9 +1,7 @@
-"""Before ranks work together, compare their versions, number of ranks and options.
+"""Check before training that all ranks have the same versions, number of ranks and options.
 
-Report which ranks differ.
-
-Uses only the store, so that it works when a process group could not be created. Rank 0 compares the facts
-of all ranks.
+Each rank writes these facts to the store, and rank 0 compares them and reports which ranks differ. The
+check uses only the store, so it also works when different facts would make a process group fail.
 """
 
 from __future__ import annotations
@@ -28,22 +26,21 @@ OWN_TO_A_NODE = ("job.dump_folder",)
 _POLL_SECONDS = 0.05
 _RANKS_PER_POLL = 32
 _HEARD_SECONDS = 5.0
-"""Maximum time that rank 0 waits, after a difference, for the others to read its answer."""
+"""Maximum time that rank 0 waits for the other ranks to read its error message before it raises."""
 _OPTIONS = "options"
 
 RankReport = tuple[dict[str, str], dict[str, Any]]
-"""The facts of a rank, and its options that differ from rank 0's."""
+"""The facts of a rank, and those of its options that differ from rank 0's options."""
 
 
 def facts_of(config: Config, world_size: int) -> dict[str, str]:
-    """Return the facts that must be equal on all ranks, by name. All options together are one digest."""
+    """Return the facts that must be equal on all ranks, by name. One of them is a hash of all options."""
     options = json.dumps(_flat(config)).encode()
     return {
         "number of ranks": str(world_size),
         "shardtrain": __version__,
-        "torch": str(
-            torch.__version__
-        ),  # torch's own class would parse both versions in each comparison
+        # a plain string, because comparing objects of torch's class parses both versions each time
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
         _OPTIONS: hashlib.sha256(options).hexdigest(),
     }
@@ -59,8 +56,8 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
             ranks.
         PeerError: on rank 0, other ranks have not arrived within comm.init_timeout_seconds.
     """
-    # Keys of only this attempt (rendezvous/attempt_store.py). They have no number, because each agent
-    # counts restarts separately.
+    # Keys need no number of the restart, because this store belongs to one attempt
+    # (rendezvous/attempt_store.py). A number would not work: each agent counts restarts separately.
     store = dist.PrefixStore("agreement", store)
     facts = facts_of(config, world_size)
     options = _flat(config)
@@ -80,7 +77,8 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
     if not refusal:
         return
     if rank == 0:
-        # The store may be in this process and end with it, so let the other ranks read the answer first.
+        # The store's server may run in this process and would end with it. So wait until the other ranks
+        # have read the message.
         deadline = time.monotonic() + _HEARD_SECONDS
         keys = [f"heard-{peer}" for peer in range(1, world_size)]
         while time.monotonic() < deadline and not store.check(keys):
@@ -124,7 +122,7 @@ def _compare(store: Any, config: Config, facts: Mapping[str, str], world_size: i
 def _differences(
     facts: Mapping[str, str], reports: Mapping[int, RankReport], options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield a sentence for each fact that differs, and one for the first rank with other options."""
+    """Yield a sentence for each fact that differs, and one for the first rank whose options differ."""
     for name in facts:
         if name == _OPTIONS:
             continue

@@ -20,7 +20,7 @@ from shardtrain.ops.targets import IGNORE
 
 
 class DistillationRunner(PlainRunner):
-    """Runner of an unpipelined student. The caller sets ``teacher`` before the first step."""
+    """Runner of a student without pipeline stages. The caller must set ``teacher`` before the first step."""
 
     def __init__(self, plain: Runner, mix: Mix) -> None:
         super().__init__(plain.model_parts)
@@ -33,13 +33,14 @@ class DistillationRunner(PlainRunner):
         return super().forward_backward(batches, weight)
 
     def evaluate(self, batch: TokenBatch) -> Tensor:
-        """Return the student's cross-entropy, which is comparable with other runs and gives a perplexity."""
+        """Return the sum of the student's cross-entropy, so that validation is comparable with other runs."""
         with torch.no_grad():
             return super()._loss(batch, torch.ones((), device=self._mesh.device))
 
     def measures(self) -> dict[str, float]:
-        """Add ``cross_entropy`` and ``divergence``: means over the target tokens of the last step, in
-        nats (a collective).
+        """Return the measures of the step, with ``cross_entropy`` and ``divergence`` (a collective).
+
+        Both are means over the target tokens of the step, in nats.
         """
         loss, divergence, count = self._mesh.sum(self._sums_3, over=LOSS_AXES).tolist()
         num_targets = max(count, 1)
@@ -52,7 +53,7 @@ class DistillationRunner(PlainRunner):
         assert self.teacher is not None, "the teacher is opened before the first step"
         tokens_Bt, targets_Bt, positions_Bt = self._cut(batch)
         documents = context_parallel.document_argument([batch])
-        # free the teacher's gathered weights before the student's pass needs memory
+        # Free the teacher's gathered weights right away, because the student's pass needs the memory.
         with torch.no_grad():
             teacher_BtV = self.teacher(tokens_Bt, positions_Bt, **documents)
             free_gathered(self.teacher)

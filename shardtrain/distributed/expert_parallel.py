@@ -1,9 +1,9 @@
-"""Expert parallelism: each rank holds some experts of every layer, and tokens travel to them (Lepikhin et
-al. 2021).
+"""Expert parallelism: each rank holds some experts of every layer, and tokens are sent to the ranks of
+their experts (Lepikhin et al. 2021).
 
-The expert axis ``ep`` combines ranks of dp_shard, cp and tp, tp first. The remaining ranks of these axes
-form the axis ``efsdp``. Experts are split over ep on dim 0, and over efsdp by FSDP. So among all ranks
-that hold different tokens, each expert weight is stored once.
+The expert axis ``ep`` groups neighbouring ranks of the axes tp, cp and dp_shard: first those of tp, then cp,
+then dp_shard. The number of these groups is the size of the axis ``efsdp``. Experts are split over ep on dim
+0, and over efsdp by FSDP. So each expert weight is stored once among all ranks that hold different tokens.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _RECOMPUTING = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
 _IS_SPLIT = "is_split_over_ep"
 """Attribute of experts that are split over ep."""
 TOKEN_AXES = (*LOSS_AXES, "tp")
-"""Ranks along these axes send different tokens to a layer's experts.
+"""Axes along which ranks send different tokens to a layer's experts.
 
-With tp, sequences are split between layers.
+This includes tp, because tensor parallelism splits sequences between layers.
 """
 
 
 def mesh_of_experts(mesh: Mesh, config: Config) -> DeviceMesh:
     """Return all ranks as a mesh with the axes pp, dp_replicate, efsdp and ep.
 
-    Axes of size 1 are omitted, except efsdp. The first call is a collective; later calls return the same
-    object.
+    Axes of size 1 are omitted, except efsdp. The first call is a collective, and later calls return the
+    same object.
     """
     degree = config.parallelism.expert_parallel_degree
     if degree not in mesh.expert_meshes:
@@ -90,7 +90,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
 
 def apply_to_hf(model: Any, mesh: Mesh, config: Config) -> None:
-    """Split the stacked experts of a network of ``transformers`` over ep, in place.
+    """Split the stacked experts of a ``transformers`` network over ep, in place.
 
     Raises:
         ConfigError: the experts cannot be split.
@@ -104,7 +104,7 @@ def apply_to_hf(model: Any, mesh: Mesh, config: Config) -> None:
 
 
 def splits_hf_experts(model: nn.Module, config: Config) -> bool:
-    """True if the model is a network of ``transformers`` whose experts are split over ep."""
+    """True if the model is a ``transformers`` network whose experts are split over ep."""
     return config.parallelism.expert_parallel_degree > 1 and hasattr(model, "hf")
 
 
@@ -116,12 +116,11 @@ def are_sharded_separately(parts: Sequence[nn.Module], config: Config) -> bool:
 
 
 def shard(layer: nn.Module, mesh: Mesh, config: Config, options: Mapping[str, Any]) -> None:
-    """Make the experts of a layer a separate FSDP unit, sharded over all ranks that hold different
-    tokens.
+    """Make the experts of a layer a separate FSDP unit, if they need one.
 
-    Must run before the layer becomes a unit. If experts would be sharded over the same ranks as all other
-    weights, they stay in the layer's unit, unless there are more ranks than experts. FSDP would then
-    leave some ranks without an expert.
+    They need one if they are sharded over other ranks than the layer's other weights. They also need one if
+    there are more ranks than experts: in the layer's unit, FSDP would split them along the first dimension
+    and leave some ranks without an expert. Must run before the layer itself becomes a unit.
 
     Args:
         options: the arguments of ``fully_shard`` for the layer.
@@ -154,7 +153,7 @@ def has_experts(parts: Sequence[nn.Module]) -> bool:
 
 
 def before_step(parts: Sequence[nn.Module], weight: Tensor) -> None:
-    """Reset the load counts, and scale balance losses with ``weight``, as the loss of the step is scaled."""
+    """Reset the load counts, and set ``weight``, the scale of the step's loss, for balance losses too."""
     for moe in _all_blocks(parts):
         moe.balance.reset()
         moe.balance.loss_weight = weight
@@ -163,18 +162,18 @@ def before_step(parts: Sequence[nn.Module], weight: Tensor) -> None:
 def count(parts: Sequence[nn.Module], is_counted: bool) -> None:
     """Set whether the next batch contributes to balance losses and load counts.
 
-    A batch that only takes part in collectives does not. The setting must stay until the backward pass is
-    over, because recomputation runs the same forward again.
+    A rank without data runs an empty batch only to take part in collectives, and this batch must not count.
+    Do not change the setting before the backward pass is over, because recomputation runs the same forward
+    again.
     """
     for moe in _all_blocks(parts):
         moe.balance.counts = is_counted
 
 
 def load(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, Tensor]:
-    """Return the tokens per expert since ``before_step``, summed over ranks: block name -> int64 (E,) (a
-    collective).
+    """Return the tokens per expert since ``before_step``, summed over ranks (a collective).
 
-    Contains only the blocks of this rank's pipeline stages.
+    Maps the name of each block in this rank's pipeline stages to an int64 tensor (E,).
     """
     loads = {}
     for name, moe in _named_blocks(parts):
@@ -184,15 +183,15 @@ def load(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def update_biases(parts: Sequence[nn.Module], mesh: Mesh, applies: Tensor | None = None) -> None:
-    """Raise the bias of experts with fewer tokens than the mean, and lower that of the others (Wang et
-    al. 2024).
+    """Raise the router bias of experts with few tokens, and lower it for experts with many tokens.
 
-    bias += load_balance_coeff * sign(mean - count), once per optimizer step, with the tokens of all ranks
-    and batches. The comparison is exact, so it does not depend on the mesh. A collective: one small sum
-    per token axis.
+    After each optimizer step: bias += load_balance_coeff * sign(mean - count) (Wang et al. 2024). The count
+    includes the tokens of all ranks and micro-batches. It is compared with the mean in integers, so the
+    result does not depend on the mesh. This is a collective: one small sum per token axis.
 
     Args:
-        applies: a boolean scalar on the device. If it is False, nothing changes.
+        applies: a boolean scalar on the device. If it is False, biases do not change. (A tensor avoids
+            waiting for the device.)
     """
     blocks = []
     for moe in _all_blocks(parts):
@@ -201,11 +200,11 @@ def update_biases(parts: Sequence[nn.Module], mesh: Mesh, applies: Tensor | None
             blocks.append(moe)
     if not blocks:
         return
-    # all layers in one reduction
+    # sum the counts of all layers in one reduction
     counts = [_counts(moe) for moe in blocks]
     sums = mesh.sum(torch.cat(counts), over=TOKEN_AXES).split([count.numel() for count in counts])
     for moe, count_E in zip(blocks, sums, strict=True):
-        # sign(mean - count) in integers: both sides are multiplied by the number of experts
+        # sign(mean - count), computed exactly in integers: both are multiplied by the number of experts
         direction_E = (count_E.sum() - count_E * count_E.numel()).sign()
         if applies is not None:
             direction_E = direction_E * applies
@@ -213,11 +212,11 @@ def update_biases(parts: Sequence[nn.Module], mesh: Mesh, applies: Tensor | None
 
 
 def measure(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, float]:
-    """Return the imbalance of the step's load, equal on all ranks (a collective). Empty without experts.
+    """Return how unbalanced the experts were in this step (a collective). Empty without experts.
 
-    ``moe_max_load`` is the load of the busiest expert divided by the mean, in the worst layer.
-    ``moe_aux_loss`` is the mean of the balance losses, with their coefficients, over tokens and layers.
-    No token is ever dropped.
+    All ranks return the same values. ``moe_max_load`` is the load of the busiest expert divided by the mean
+    load, in the least balanced layer. ``moe_aux_loss`` is the mean of the balance losses, multiplied by their
+    coefficients, over tokens and layers. Dropped tokens are not reported, because no token is ever dropped.
     """
     blocks = list(_all_blocks(parts))
     num_blocks_and_losses = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -231,10 +230,10 @@ def measure(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, float]:
         lengths = [*(count.numel() for count in counts), len(blocks)]
         *summed_counts, losses_L = mesh.sum(summands, over=TOKEN_AXES).split(lengths)
         totals_L = torch.stack([count_E.sum() for count_E in summed_counts]).clamp_min(1.0)
-        # The busiest expert, relative to a perfect balance.
+        # The load of the busiest expert relative to the mean load: max / (total / experts).
         most_L = torch.stack([count_E.max() * count_E.numel() for count_E in summed_counts])
         worst = (most_L / totals_L).max()
-        # Each token is counted by top_k experts.
+        # Each token is counted by top_k experts, so the number of tokens is total / top_k.
         top_k_L = torch.tensor([float(moe.routing.top_k) for moe in blocks], device=mesh.device)
         mean_losses = (losses_L * top_k_L / totals_L).sum()
         num_blocks_and_losses = torch.stack([losses_L.new_tensor(len(blocks)), mean_losses])
@@ -246,9 +245,9 @@ def measure(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, float]:
 
 
 class AllToAllDispatch(nn.Module):
-    """Send rows to the ranks that hold their experts, and return the outputs.
+    """Send rows to the ranks that hold their experts, and return the experts' outputs.
 
-    Ranks may send different numbers of rows.
+    Each rank may send a different number of rows to each other rank.
 
     Shape suffixes: R rows of this rank, P rows received, D features, E experts of all ranks, r ranks, e
     experts of a rank.
@@ -266,18 +265,19 @@ class AllToAllDispatch(nn.Module):
         ``count_E`` is the number of rows for each expert.
         """
         ranks = self._group.size()
-        # Exchange the numbers of rows before the rows: (rank, local expert) -> rows that this rank will
-        # receive.
+        # Before the rows, exchange how many rows each rank sends to each expert. received_re is then the
+        # number of rows that this rank receives from rank r for its local expert e.
         received_E = torch.empty_like(count_E)
         dist.all_to_all_single(received_E, count_E.contiguous(), group=self._group)
         count_re = count_E.view(ranks, -1)
         received_re = received_E.view(ranks, -1)
-        # Message sizes must be known on the host, which waits for them once per layer and micro-batch.
+        # The collective needs message sizes on the host. So the host waits for the device here, once per
+        # layer and micro-batch.
         sent, received = read(
             torch.stack((count_re.sum(1), received_re.sum(1))), "rows of experts to exchange"
         )
         rows_PD = _Exchange.apply(x_RD, received, sent, self._group)
-        # Received rows are sorted by rank, then by expert. The grouped product needs them sorted by expert.
+        # Received rows are sorted by sender, then by expert. The grouped matmul needs them sorted by expert.
         local_E = torch.arange(received_re.size(1), device=x_RD.device).repeat(ranks)
         expert_P = local_E.repeat_interleave(received_E, output_size=sum(received))
         order_P = expert_P.argsort(stable=True)
@@ -308,15 +308,16 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
-    # contiguous, because a non-contiguous tensor is sent as if it were contiguous, without an error
-    # (torch 2.13)
+    # contiguous() is needed: all_to_all_single sends a non-contiguous tensor's memory as if it were
+    # contiguous, so wrong numbers, without an error (torch 2.13)
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
     return out
 
 
 def _token_positions(mesh: Mesh, config: Config, length: int) -> Tensor:
-    """Return the indices in the full sequence of this rank's ``length`` tokens, which are cut over cp,
-    then over tp.
+    """Return the positions in the full sequence of this rank's ``length`` tokens.
+
+    Sequences are split over cp first, and each part is then split over tp.
     """
     cp = mesh.size("cp")
     tp = mesh.size("tp")
@@ -334,7 +335,7 @@ def _sum_over_sequence(mesh: Mesh, count_BE: Tensor) -> Tensor:
 
 
 def _own_part(mesh: Mesh, is_balanced: bool, column_BT: Tensor) -> Tensor:
-    """Return this rank's part of a column of full sequences."""
+    """Return this rank's part of a tensor that covers full sequences, (B, T)."""
     part_BT = column_BT
     if mesh.size("cp") > 1:
         part_BT = sequence_part(part_BT, mesh.rank("cp"), mesh.size("cp"), is_balanced)
@@ -342,9 +343,9 @@ def _own_part(mesh: Mesh, is_balanced: bool, column_BT: Tensor) -> Tensor:
 
 
 def _split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep only this rank's experts.
+    """Keep only this rank's experts. The parameters become DTensors that are split on dim 0.
 
-    Parameters become DTensors split on dim 0; ``forward`` sees the local tensors.
+    ``forward`` still works with plain tensors: this rank's experts.
     """
     for name, parameter in list(experts.named_parameters(recurse=False)):
         num_experts, *other_sizes = parameter.shape
@@ -362,10 +363,10 @@ def _placement(dim: int, _: nn.Parameter) -> Shard:
 def _hide_from_modes(module: nn.Module) -> None:
     """Run the FSDP hooks of a module outside the dispatch modes of selective recomputation.
 
-    Such a mode counts operations, and fails if the second forward has more than the first. FSDP's
-    operations are not recomputed and differ: weights that were prefetched in the first forward are
-    gathered again in the second. Other modes stay active. Without the fake tensor mode, for example, FSDP
-    would allocate real memory.
+    Such a mode records the operations of the first forward, and fails if the recomputed forward has more.
+    FSDP's operations may differ: weights that were prefetched in the first forward are gathered inside the
+    second one. Other dispatch modes stay active. For example, without the fake tensor mode FSDP would
+    allocate real memory.
     """
 
     def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -375,7 +376,7 @@ def _hide_from_modes(module: nn.Module) -> None:
                 for mode in _get_current_dispatch_mode_stack()
                 if not isinstance(mode, _RECOMPUTING)
             ]
-            # leave all modes, then enter the other ones again
+            # leave all modes, then enter those again that do not belong to recomputation
             with contextlib.ExitStack() as stack:
                 stack.enter_context(_disable_current_modes())
                 for mode in modes:
@@ -390,14 +391,14 @@ def _hide_from_modes(module: nn.Module) -> None:
 
 
 def _check_even(experts: nn.Module, dim: int, ranks: int, config: Config) -> None:
-    """Raise ConfigError if experts must be split along ``dim`` > 0 and the ranks do not divide it."""
+    """Raise ConfigError if experts are split along ``dim`` > 0 and its size is no multiple of ``ranks``."""
     sizes = sorted({parameter.shape[dim] for parameter in experts.parameters()})
     if dim == 0 or all(size % ranks == 0 for size in sizes):
         return
     degree = config.parallelism.expert_parallel_degree
     rule = (
-        f"leaves {ranks} ranks to shard the experts of each expert-parallel rank. They are fewer, "
-        f"and their sizes {sizes} are not multiples of {ranks}"
+        f"leaves {ranks} ranks to shard the experts of each expert-parallel rank. There are fewer "
+        f"experts than that, and their sizes {sizes} are not all multiples of {ranks}"
     )
     fix = "use a larger degree"
     for name, parameter in experts.named_parameters():
@@ -407,7 +408,7 @@ def _check_even(experts: nn.Module, dim: int, ranks: int, config: Config) -> Non
 
 
 def _counts(moe: Any) -> Tensor:
-    """Return the block's tokens per expert on this rank, int64 (E,)."""
+    """Return this rank's number of tokens for each expert of a block, int64 (E,)."""
     count_E = moe.balance.count_E
     if count_E is None:
         return torch.zeros(

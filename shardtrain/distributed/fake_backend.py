@@ -1,7 +1,8 @@
-"""Simulate one rank of a distributed run: a process group that sends nothing, and tensors without memory.
+"""Simulate one rank of a distributed run, to count its memory.
 
-The real ``parallelize`` cuts and shards the model. Forward and backward of one micro-batch then run on
-shapes only. At most two layers of each kind run. The others count as copies of the second.
+The process group sends nothing, and tensors have no memory. The real ``parallelize`` cuts and shards the
+model. Forward and backward of one micro-batch then run on fake tensors. To save time, only two layers of
+each kind run. All others are assumed to use as much memory as the second.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from shardtrain.layout import Draw, Layout
 from shardtrain.ops import cross_entropy
 
 LAYERS_OF_A_KIND = 2
-"""Number of layers traced per kind.
+"""Number of layers of each kind that run.
 
-The first may include costs that layers share; the second has only its own.
+The first one may include memory that all layers share. The second one has only its own.
 """
 _UNTRACEABLE = (
     DataDependentOutputException,
@@ -47,16 +48,17 @@ _UNTRACEABLE = (
 
 @dataclass(frozen=True)
 class Traced:
-    """Memory that forward and backward of one micro-batch use on this rank, in bytes; see ``trace``.
+    """Memory that this rank needs for forward and backward, as counted by ``trace``.
 
     Attributes:
-        activations_bytes: peak of everything but FSDP's buffers, including a pipeline's micro-batches in
-            flight.
-        gathered_bytes: peak of FSDP's buffers: gathered parameters, and gradients before their reduction.
-        layers_traced: number of layers that were run.
+        activations_bytes: peak bytes of everything except FSDP's buffers. With a pipeline, this includes
+            all micro-batches that are in flight at the same time.
+        gathered_bytes: peak bytes of FSDP's buffers: gathered parameters, and gradients before their
+            reduction.
+        layers_traced: number of layers that ran.
         layers: number of layers of this rank.
-        most_in_flight: maximum number of micro-batches between forward and backward.
-        not_traced: the reason if nothing could be traced, else empty.
+        most_in_flight: peak number of micro-batches that have run forward but not yet backward.
+        not_traced: the reason if the model could not be traced, else empty.
     """
 
     activations_bytes: int = 0
@@ -69,7 +71,15 @@ class Traced:
 
 @dataclass
 class _Pass:
-    """Memory of one forward and backward: bytes kept from forward to backward, and the peaks."""
+    """Bytes of one forward and backward pass.
+
+    Attributes:
+        kept: bytes that stay allocated between forward and backward.
+        most: peak bytes of everything except FSDP's buffers.
+        gathered: peak bytes of FSDP's buffers.
+        layers_traced: number of layers that ran.
+        layers: number of layers.
+    """
 
     kept: int = 0
     most: int = 0
@@ -80,7 +90,7 @@ class _Pass:
 
 @dataclass
 class _AbsentLayers:
-    """The layers of a kind that are not traced, and the bytes that they would keep together."""
+    """The layers of one kind that do not run: their number, and the bytes that all of them would keep."""
 
     count: int = 0
     activations: int = 0
@@ -88,10 +98,10 @@ class _AbsentLayers:
 
 
 class _TracedLayer:
-    """Hooks on a traced layer, which add the memory of the absent layers of its kind.
+    """Hooks on a traced layer that add the memory of the layers of its kind that do not run.
 
-    Absent layers count as alive from the end of the last traced layer's forward to the start of the first
-    traced layer's backward. Each counts as much as the last traced layer.
+    Each of these absent layers counts as much as the last traced layer. Their memory is added when the last
+    traced layer's forward ends, and removed when the backward of the first traced layer starts.
     """
 
     def __init__(
@@ -108,7 +118,7 @@ class _TracedLayer:
         self._is_first = is_first
         self._is_last = is_last
         self._absent = absent
-        # before FSDP's own hook, which gathers
+        # prepend, so that it runs before FSDP's own hook gathers the weights
         layer.register_forward_pre_hook(self._enter, prepend=True)
         layer.register_forward_hook(self._leave)
 
@@ -139,10 +149,7 @@ class _TracedLayer:
 
 @contextmanager
 def join(rank: int, size: int) -> Iterator[World]:
-    """Become one rank of ``size`` in a process group whose collectives do nothing.
-
-    Leave it at the end of the block.
-    """
+    """Context manager: make this process rank ``rank`` of ``size``, with collectives that do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -165,7 +172,7 @@ def _forget_meshes() -> None:
 
 @contextmanager
 def materialized(runner: Runner) -> Iterator[None]:
-    """Create the runner's parameters as CPU tensors without memory. Use the runner only inside the block."""
+    """Context manager: create the runner's parameters as fake CPU tensors. Use the runner only inside it."""
     with FakeTensorMode(allow_non_fake_inputs=True), cross_entropy.few_chunks():
         runner.materialize({name: Draw("zeros") for name in runner.parameters()}, seed=0)
         yield
@@ -174,12 +181,11 @@ def materialized(runner: Runner) -> Iterator[None]:
 def trace(
     runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: TokenBatch, hidden: int
 ) -> Traced:
-    """Run forward and backward of one micro-batch on shapes, inside ``materialized``.
+    """Run forward and backward of one micro-batch on fake tensors, inside ``materialized``.
 
-    Can be called once per runner.
-
-    Pipeline stages do not communicate: each receives an input of the right shape. Models whose shapes
-    depend on data cannot be traced; the result then contains the reason.
+    Can be called only once per runner, because it removes layers. Pipeline stages do not communicate. Each
+    receives an input of the right shape. A model whose shapes depend on data cannot be traced, and the
+    result then contains the reason.
 
     Args:
         runner: the runner. Most of its layers are removed.
@@ -199,7 +205,7 @@ def trace(
 def trace_frozen(
     part: nn.Module, layout: Layout, mesh: Mesh, config: Config, batch: TokenBatch
 ) -> Traced:
-    """Run the forward pass of a frozen, unpipelined model on shapes, without gradients; see ``trace``."""
+    """Like ``trace``, for the forward pass (without gradients) of a frozen model that has no pipeline."""
     try:
         tokens_Bt, _, positions_Bt = context_parallel.cut(batch, mesh, config)
         with _watched(part, layout) as (_, done), torch.no_grad():
@@ -222,11 +228,11 @@ def _trace_stages(
     batch: TokenBatch,
     hidden: int,
 ) -> Traced:
-    """Trace each stage of this rank, then combine them in the order of the schedule."""
+    """Trace each stage of this rank, then combine their memory according to the pipeline schedule."""
     passes: dict[int, _Pass] = {}
     expert_parallel.before_step(runner.parts, torch.ones(()))
     tokens_Bt, targets_Bt, positions_Bt = context_parallel.cut(batch, mesh, config)
-    # A forward and a backward pass of one micro-batch for each stage.
+    # Run one micro-batch forward and backward through each stage.
     for part, index in zip(runner.parts, runner._indices, strict=True):
         inputs = tokens_Bt
         if index > 0:
@@ -236,7 +242,7 @@ def _trace_stages(
             output = part(inputs, **{runner._positions_name: positions_Bt})
             if index == runner._last:
                 output = runner._loss(output, targets_Bt)
-            # the memory of a micro-batch between forward and backward, while other micro-batches run
+            # This memory stays allocated between forward and backward, while other micro-batches run.
             done.kept = memory.activations + memory.absent_activations
             output.backward(torch.empty_like(output))
             del output
@@ -275,19 +281,20 @@ def _actions_of_step(runner: pipeline_parallel.PipelineRunner, mesh: Mesh) -> li
 
 @contextmanager
 def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pass]]:
-    """Count memory inside the block with at most two layers of each kind in ``part``. The others are removed.
+    """Context manager that counts the memory of passes through ``part``.
 
-    The peaks are stored in the yielded ``_Pass`` at the end of the block. They include the removed layers.
+    Keeps at most two layers of each kind in ``part``, and removes the others. At its end, it stores the peaks
+    in the yielded ``_Pass``. They include the memory of the removed layers.
     """
     layers: nn.ModuleDict = getattr(part, layout.layers)
-    # Layers of one kind keep equally many bytes.
+    # Group the layers: all layers of one kind need the same memory.
     by_kind: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         by_kind.setdefault(_kind(layer), []).append(name)
     done = _Pass(layers=len(layers))
     memory = LiveMemory(part.parameters())
     for names in by_kind.values():
-        # other containers than ModuleDict do not support the removal of layers
+        # Layers can only be removed from a ModuleDict. For other containers, run all layers.
         num_traced = LAYERS_OF_A_KIND if isinstance(layers, nn.ModuleDict) else len(names)
         traced_names = names[:num_traced]
         absent_names = names[num_traced:]
@@ -312,9 +319,9 @@ def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pas
 
 
 def _assume_even_load(dispatch: expert_parallel.AllToAllDispatch, memory: LiveMemory) -> None:
-    """Make every rank send equally many rows to every other rank.
+    """Assume that every rank sends the same number of rows to every other rank.
 
-    The real counts depend on data, which do not exist.
+    The real numbers depend on the data, and fake tensors contain none.
     """
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -328,7 +335,7 @@ def _assume_even_load(dispatch: expert_parallel.AllToAllDispatch, memory: LiveMe
 
 
 def _kind(layer: nn.Module) -> Any:
-    """Return the key of identical layers: recomputation, classes of modules, and shapes of weights."""
+    """Return a key that is equal for layers with the same recomputation, module classes and weight shapes."""
     is_recomputed = "forward" in vars(layer)
     classes = tuple(type(module).__name__ for module in layer.modules())
     shapes = []
@@ -338,17 +345,17 @@ def _kind(layer: nn.Module) -> Any:
 
 
 def _most_kept(kept_by_stage: dict[int, int], actions: Sequence[Any]) -> tuple[int, int]:
-    """Return the peaks of bytes and of micro-batches that are kept between forward and backward.
+    """Return two peaks during a step: bytes kept for backward, and micro-batches in flight.
 
-    Without a list of actions, assume one micro-batch per stage.
+    Without a list of actions, assume that each stage has one micro-batch in flight.
     """
     if not actions:
         return sum(kept_by_stage.values()), 1
     bytes_kept = most_bytes = in_flight = most_in_flight = 0
     for action in actions:
         kind = action.computation_type.value
-        # A forward keeps its activations until its backward, or the backward of its weights, is done. The
-        # backward of only inputs ("I") frees nothing.
+        # A forward pass ("F") keeps its activations until its full backward ("B"), or its backward for the
+        # weights ("W"), is done. The backward for only the inputs ("I") frees nothing.
         change = 0
         if kind == "F":
             change = 1

@@ -2,9 +2,10 @@
 
 The arithmetic is in ``ops/``.
 
-With float8 gathering, the owner of a shard rounds it and sends one byte per number. The receiver restores
-it in the compute dtype. The module that uses the weight rounds it again, to the same numbers, because
-scales are powers of two. So float8 gathering changes no bit of a step, and halves the traffic.
+With float8 gathering, the owner of a shard rounds it to float8 and sends one byte per number. The receiver
+converts it back to the compute dtype. The module that uses the weight rounds it again and gets the same
+float8 numbers, because scales are powers of two. So float8 gathering halves the traffic without changing
+any result.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
 SMALL = "auto_filter_small_kn"
-"""An entry of filter_fqns that excludes layers whose products are too small to gain from float8."""
+"""An entry of filter_fqns that excludes layers whose matmuls are too small to gain from float8."""
 _TITAN_NAMES = (("head", "output"), ("embed", "tok_embeddings"), (".attn.", ".attention."), (".ffn.", ".feed_forward."),
                 (".shared.", ".shared_experts."))  # fmt: skip
-"""Our names of modules and torchtitan's.
+"""Pairs of our module name and torchtitan's.
 
-Names with dots match inside a path, the others match a complete part.
+Names with dots are replaced anywhere inside a path. Names without dots must be a complete part of the path.
 """
 
 
@@ -47,8 +48,8 @@ def convert(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> Non
     Must run before all other steps of ``parallelize``.
 
     Raises:
-        ConfigError: the device has no such products, a filter names no module, or no module is left to
-            convert.
+        ConfigError: the device does not support the matmuls, a filter names no module, or no module is
+            left to convert.
     """
     converters = config.model.converters
     _check_device(mesh, config)
@@ -83,7 +84,7 @@ def check(model: nn.Module, config: Config) -> None:
 
 
 def _check_device(mesh: Mesh, config: Config) -> None:
-    """Raise ConfigError if a CUDA device lacks the products that the converters need."""
+    """Raise ConfigError if a CUDA device does not support the matmuls that the converters need."""
     options = config.quantize
     converters = config.model.converters
     # config/machine_rules.py refuses a CPU before ranks start
@@ -102,14 +103,15 @@ def _check_device(mesh: Mesh, config: Config) -> None:
         major, minor = torch.cuda.get_device_capability()
         name = f"{torch.cuda.get_device_name()} (capability {major}.{minor})"
         is_capable = (major, minor) >= (8, 9)
-        # grouped matrix products in float8 have a kernel only on Hopper
+        # PyTorch's grouped float8 matmul has a kernel only for Hopper
         if needs_grouped and major != 9:
             is_capable = False
     if not is_capable:
         rule = (
-            f"needs float8 products that {name} lacks; it computes in bfloat16, float16 and float32"
+            f"needs float8 matmuls, which {name} does not support; it computes in bfloat16, float16 "
+            "and float32"
         )
-        fix = "set emulate = true in its section, or remove it"
+        fix = "set emulate = true in the converter's section, or remove the converter"
         raise ConfigError(Problem(OPTION, list(converters), rule, fix))
 
 
@@ -125,21 +127,21 @@ def _check_mx_of_device(config: Config) -> None:
             f"needs MXFP8 matmuls (CUDA capability 10.0 or higher), which {name} does not support"
         )
         fix = (
-            'set its recipe_name = "mxfp8_emulated", which has the same results as mxfp8_cublas but is slow, '
-            'or use "quantize.linear.float8"'
+            'set recipe_name = "mxfp8_emulated" in its section, which has the same results as mxfp8_cublas '
+            'but is slow, or use "quantize.linear.float8"'
         )
         raise ConfigError(Problem(OPTION, list(config.model.converters), rule, fix))
 
 
 @dataclass(frozen=True)
 class _Selection:
-    """The linear layers that compute in 8 bits, and the paths of the others by reason.
+    """The linear layers of a model: which to convert, and why the others are not converted.
 
     Attributes:
-        converted: layers to convert, with their paths.
-        odd: layers whose sizes are not multiples of 16.
-        small: layers excluded by ``auto_filter_small_kn``.
-        filtered: layers excluded by another entry of filter_fqns.
+        converted: (path, layer) of each layer to convert.
+        odd: paths of layers whose sizes are not multiples of 16.
+        small: paths of layers that ``auto_filter_small_kn`` excludes.
+        filtered: paths of layers that another entry of filter_fqns excludes.
     """
 
     converted: list[tuple[str, nn.Linear]]
@@ -149,12 +151,12 @@ class _Selection:
 
 
 def _select_linears(model: nn.Module, config: Config) -> _Selection:
-    """Sort the linear layers of a model.
+    """Decide which linear layers of a model to convert.
 
     Raises:
         ConfigError: a filter names no module, or no layer is left to convert.
     """
-    # The options of the converter. Its filter may also exclude small layers.
+    # The options of the converter. The filter of float8 may contain SMALL, which is no module's name.
     is_mx = MX in config.model.converters
     converter = MX if is_mx else LINEAR
     options: Float8Linear | MXLinear = (
@@ -166,7 +168,7 @@ def _select_linears(model: nn.Module, config: Config) -> _Selection:
     if not is_mx:
         filters = [name for name in filters if name != SMALL]
 
-    # The default filter of MX names the head, which a model may not have.
+    # The default filter of MX names the head. Not every model has one, so do not check the default.
     is_default = is_mx and options.filter_fqns == MXLinear().filter_fqns
     if not is_default:
         paths = [path for path, _ in model.named_modules() if path]
@@ -178,7 +180,7 @@ def _select_linears(model: nn.Module, config: Config) -> _Selection:
 
     selection = _Selection([], [], [], [])
     for path, module in model.named_modules():
-        # A subclass may compute something else, which the conversion would replace.
+        # Skip subclasses. They may compute something else, which the conversion would lose.
         if type(module) is not nn.Linear:
             continue
         rows, columns = module.weight.shape
@@ -233,7 +235,7 @@ def _convert_linear(model: nn.Module, mesh: Mesh, config: Config) -> None:
 
 
 def _is_named(path: str, name: str) -> bool:
-    """True if ``name`` is a part of a module's path, in our spelling or in torchtitan's."""
+    """True if a module's path contains ``name``, with our module names or with torchtitan's."""
     titan_path = f".{path}."
     for ours, theirs in _TITAN_NAMES:
         if ours[0] == ".":
@@ -266,17 +268,17 @@ def _check_parts(
     for path, module in converted:
         for size in module.weight.shape:
             if size % (multiple * tp):
-                part = f"leaves a rank {size / tp:g} of the {size} features of {path}"
-                rule = f"{part}, which are not a multiple of {multiple}"
+                part = f"gives each rank {size / tp:g} of the {size} features of {path}"
+                rule = f"{part}, and that is not a multiple of {multiple}"
                 fix = f"use a smaller degree, or add {path.rpartition('.')[2]!r} to {converter}.filter_fqns"
                 raise ConfigError(Problem("parallelism.tensor_parallel_degree", tp, rule, fix))
 
 
 def _experts_of(model: nn.Module, config: Config) -> list[tuple[str, Any]]:
-    """Return the modules of experts that ``fqns`` names, with their paths.
+    """Return the expert modules that ``fqns`` names, with their paths.
 
     Raises:
-        ConfigError: there are none, or their sizes are not multiples of 16.
+        ConfigError: ``fqns`` names no experts, or their sizes are not multiples of 16.
     """
     option = f"{GROUPED}.fqns"
     fqns = config.quantize.grouped_mm.float8.fqns
@@ -298,14 +300,14 @@ def _experts_of(model: nn.Module, config: Config) -> list[tuple[str, Any]]:
 
 
 class GatheredInFloat8:
-    """FSDP2's all-gather extension for one weight: round it, send it as bytes, and restore it."""
+    """FSDP2's all-gather extension for one weight: round it to float8, send it as bytes, and convert it back."""
 
     def __init__(self, param: Any, dtype: torch.dtype) -> None:
         self._param = param
         self._dtype = dtype
         self._restored: Tensor | None = None
         self.amax: Tensor | None = None
-        """Largest magnitude over all ranks with a shard, if it was computed in advance."""
+        """Largest magnitude of the full weight. None if it was not computed in advance."""
 
     @property
     def shard(self) -> Tensor:
@@ -335,15 +337,17 @@ class GatheredInFloat8:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """Restore the gathered weight in the compute dtype, in new memory or, with ``out``, in the
-        earlier memory.
+        """Convert the gathered weight back to the compute dtype.
+
+        Allocates a tensor, or if ``out`` is given, writes to the tensor of the first call.
         """
         bits = gathered[0].view(float8.dtype_of(float8.E4M3))
         if out is None:
             self._restored = bits.to(dtype) * inverse.to(dtype)
             return self._restored, (self._restored,)
         assert self._restored is not None
-        # Backward gets the same numbers as forward, so autograd must not see a new version.
+        # Backward writes the same numbers again. Hide this from autograd, which would otherwise report
+        # that the saved weight was modified in place.
         with torch.autograd._unsafe_preserve_version_counter(self._restored):
             self._restored.copy_(bits).mul_(inverse.to(dtype))
         return None
@@ -352,9 +356,9 @@ class GatheredInFloat8:
 def gather_in_float8(
     parts: Sequence[nn.Module], mesh: Mesh, config: Config
 ) -> list[GatheredInFloat8]:
-    """Let FSDP gather the weights of float8 layers as bytes. Must run after their memory is allocated.
+    """Let FSDP gather the weights of float8 layers as bytes. Return the extension of each such weight.
 
-    Return the extensions of the changed weights.
+    Must run after the memory of the weights is allocated.
     """
     is_enabled = config.quantize.linear.float8.enable_fsdp_float8_all_gather
     if LINEAR not in config.model.converters or not is_enabled:
@@ -367,7 +371,8 @@ def gather_in_float8(
         info = param._module_info
         if isinstance(info.module, float8.Float8Linear) and info.param_name == "weight":
             extension = GatheredInFloat8(param, dtype)
-            # FSDP2 looks up its extension methods on the local tensor, whatever the tensor's class.
+            # FSDP2 looks up these two methods on the local tensor. Usually a tensor subclass defines them,
+            # but attributes of a plain tensor work too.
             local = param._sharded_local_tensor
             local.fsdp_pre_all_gather = extension.before
             local.fsdp_post_all_gather = extension.after
@@ -387,9 +392,7 @@ def _fsdp_params(parts: Sequence[nn.Module]) -> Iterator[Any]:
 
 @torch.no_grad()
 def precompute_scales(gathered: Sequence[GatheredInFloat8]) -> None:
-    """Compute the largest magnitudes of all weights that are gathered in float8, in one reduction (a
-    collective).
-    """
+    """Compute the largest magnitude of each weight gathered in float8, in one reduction (a collective)."""
     if not gathered:
         return
     norms = torch._foreach_norm([weight.shard for weight in gathered], float("inf"))
@@ -403,10 +406,10 @@ BeforePass = Callable[[], None]
 
 
 def before_pass(parts: Sequence[nn.Module], mesh: Mesh, config: Config) -> BeforePass | None:
-    """Set up float8 gathering, if it is enabled.
+    """Set up float8 gathering if it is enabled.
 
-    Return a function to call before the first forward pass of each step and evaluation, or None. It is a
-    collective.
+    Return a function that must be called before the first forward pass of each step and each evaluation,
+    or None. The function is a collective.
     """
     gathered = gather_in_float8(parts, mesh, config)
     if not config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp:

@@ -1,8 +1,8 @@
-"""Data parallelism by FSDP2: sharded, replicated (DDP) and both (HSDP) are one mesh with different sizes.
+"""Data parallelism by FSDP2. Sharding, replication (DDP) and both (HSDP) differ only in the mesh's sizes.
 
-Mixed precision is here too: parameters are stored in ``training.dtype`` and gathered in the compute
-dtype, and their gradients are reduced in the reduce dtype. One process, and meshes with only tensor
-parallelism, cast without FSDP (compute_copies.py). Must run last, because it must see the final
+FSDP also implements mixed precision: parameters are stored in ``training.dtype`` and gathered in the
+compute dtype, and gradients are reduced in the reduce dtype. One process, and meshes with only tensor
+parallelism, cast without FSDP (compute_copies.py). ``apply`` must run last, because FSDP must see the final
 parameters.
 """
 
@@ -38,7 +38,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 def is_needed(parts: Sequence[nn.Module], mesh: Mesh, config: Config) -> bool:
-    """True if there are several ranks, a cast or CPU offload, unless ``derived.does_without_fsdp``."""
+    """True if FSDP is needed: for several ranks, a cast or CPU offload, except ``derived.does_without_fsdp``."""
     size = mesh.device_mesh.size()
     has_cast = derived.compute_dtype(config) != config.training.dtype
     if size == 1 and not has_cast and not offloads(config, mesh.device):
@@ -66,24 +66,25 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     reshard = _reshard_after_forward(config, mesh)
     layers = list(getattr(model, layout.layers).values())
 
-    # Layers. Backward needs the last one again immediately, so by default its parameters stay gathered.
+    # Shard each layer. Backward needs the last layer again immediately, so by default its parameters stay
+    # gathered.
     keeps_last = config.parallelism.fsdp_reshard_after_forward == "default"
     for layer in layers:
         is_kept = keeps_last and layer is layers[-1]
         layer_options = {**options, "reshard_after_forward": reshard and not is_kept}
-        # before the layer, whose unit then excludes the experts
+        # Shard the experts first, because a unit excludes modules that are already units.
         expert_parallel.shard(layer, mesh, config, layer_options)
         fully_shard(layer, **layer_options)
 
-    # The first and last modules. A parameter belongs to one unit, so modules that share parameters stay
-    # in the root, which is gathered for the entire pass.
+    # Shard the first and the last modules. A parameter can belong to only one unit. So if first and last
+    # modules share parameters, both stay in the root, which remains gathered for the entire pass.
     first = [getattr(model, name) for name in layout.first]
     last = [getattr(model, name) for name in layout.last]
     if not _share_parameters(first, last) and not getattr(model, "ends_are_read", False):
         _shard_together(first, reshard_after_forward=reshard, **options)
         _shard_together(last, reshard_after_forward=reshard and not keeps_last, **options)
 
-    # The root, with the remaining parameters.
+    # Shard the root, which contains the remaining parameters.
     fully_shard(model, reshard_after_forward=reshard and not keeps_last, **options)
     if accelerator.is_accelerator(mesh.device):
         gather_ahead(model, layout)
@@ -93,10 +94,11 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are summed, not averaged: the loss was divided once, by the global number of
-            # tokens. A divide factor of 1 would use PREMUL_SUM, which gloo lacks, so plain sums are
-            # forced first.
+            # tokens. With a divide factor of 1, FSDP would use PREMUL_SUM, which gloo lacks. So force plain
+            # sums first.
             module.set_force_sum_reduction_for_comms(True)
-            # If no unit sums over ranks, no factor is needed, and FSDP would divide all gradients by it.
+            # If no unit sums over ranks, leave the factor unset. FSDP would divide all gradients by it,
+            # which takes time and changes nothing.
             if sums_over_ranks:
                 module.set_gradient_divide_factor(1.0)
     if mesh.device.type == "cpu" and dist.get_backend() == "gloo":
@@ -109,7 +111,10 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
 
 def _prepare_forward(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Replace or hook forward methods. One process needs this too, because its results must equal those of any mesh."""
+    """Replace or hook forward methods.
+
+    This also runs in a single process, so that its results equal those of any mesh.
+    """
     dtypes = {derived.compute_dtype(config), config.training.dtype}
     if mesh.device.type == "cpu" and dtypes & {"bfloat16", "float16"}:
         for module in model.modules():
@@ -118,10 +123,10 @@ def _prepare_forward(model: nn.Module, layout: Layout, mesh: Mesh, config: Confi
     has_experts = expert_parallel.are_sharded_separately([model], config)
     if derived.computes_with_copies(config, mesh.device_mesh.size(), has_experts):
         compute_copies.use(model, getattr(torch, derived.compute_dtype(config)))
-    # An in-place operation on an output that is a view removes FSDP's hook, and backward then lacks the
-    # gathered weights. On a view from tensor parallelism, autograd rejects the operation. Models of this
-    # package have no such operation. A user's model may, so the units of a user's model return copies of
-    # views.
+    # If a unit returns a view, an in-place operation on it removes FSDP's hook, and backward then lacks the
+    # gathered weights. With tensor parallelism, autograd rejects the operation. The models of this package
+    # have no such operation, so their warning is dropped. A user's model may have one, so its units return
+    # copies of views.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if config.model.name.endswith(".py"):
         for unit in (*model.children(), *getattr(model, layout.layers).values()):
@@ -129,7 +134,7 @@ def _prepare_forward(model: nn.Module, layout: Layout, mesh: Mesh, config: Confi
 
 
 def _shard_together(modules: list[nn.Module], **options: Any) -> None:
-    """Make the modules with parameters one unit."""
+    """Make one unit of all modules that have parameters."""
     with_parameters = [module for module in modules if any(True for _ in module.parameters())]
     if with_parameters:
         fully_shard(with_parameters, **options)
@@ -145,13 +150,13 @@ def _copy_of_view(tensor: Tensor) -> Tensor:
 
 
 def gather_ahead(model: nn.Module, layout: Layout) -> None:
-    """Prefetch: each FSDP unit starts the all-gather of the next layer and its experts before its own
-    computation.
+    """Make each FSDP unit prefetch: it starts the all-gather of the next layer before it computes.
 
-    By default FSDP starts a forward all-gather when its unit is reached. That is early enough only if the
-    host runs ahead of the device. It does not if layers are short or wait for the device, as for the row
-    counts of experts. Prefetching costs the memory of one more gathered layer in forward, as backward
-    does anyway. It gains nothing on CPUs, which have no separate stream for collectives.
+    By default FSDP starts a unit's all-gather in forward when the pass reaches the unit. That is early enough
+    only if the host runs ahead of the device. The host falls behind if layers are short, or if it waits for
+    the device, as for the number of rows per expert. Prefetching needs memory for one more gathered layer in
+    forward, which backward needs anyway. It gains nothing on CPUs, which have no separate stream for
+    collectives.
     """
     layers = [f"{layout.layers}.{name}" for name in getattr(model, layout.layers)]
     order = []
@@ -191,13 +196,14 @@ def _embedding_summed_in_float32(module: nn.Embedding, ids_BT: Tensor) -> Tensor
 def _check_parameters(model: nn.Module, layout: Layout) -> None:
     """Raise ConfigError for parameters that FSDP2 would silently untie, or reject without naming them.
 
-    Only first and last modules may share parameters. The trainable parameters of a unit must have one dtype.
+    Layers must not share parameters with other modules, every parameter needs a dimension, and all trainable
+    parameters of a unit must have the same dtype.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
-            rule = f"the parameter {name} without dimensions, which cannot be sharded"
+            rule = f"the 0-dimensional parameter {name}, which cannot be sharded"
             raise _refusal(rule, "make it torch.empty(1)")
-    # A tie may not reach across the units that FSDP shards: each layer, and all first and last
+    # Parameters may be tied only within one FSDP unit. Each layer is a unit, and so are all first and last
     # modules together.
     for names in tied_names(model):
         in_layers = [name for name in names if name.startswith(f"{layout.layers}.")]
@@ -205,9 +211,7 @@ def _check_parameters(model: nn.Module, layout: Layout) -> None:
         is_across_layers = len(layers) > 1
         is_with_ends = bool(layers) and len(in_layers) < len(names)
         if is_across_layers or is_with_ends:
-            rule = (
-                f"one parameter as {names[0]} and {names[-1]}, and each layer is sharded separately"
-            )
+            rule = f"the same parameter as {names[0]} and {names[-1]}, but each layer is sharded separately"
             raise _refusal(rule, "give each layer its own parameters")
     paths = {id(parameter): name for name, parameter in model.named_parameters()}
     ends = nn.ModuleList(getattr(model, name) for name in (*layout.first, *layout.last))
@@ -217,7 +221,7 @@ def _check_parameters(model: nn.Module, layout: Layout) -> None:
             first = trained[0]
             if parameter.dtype != first.dtype:
                 rule = f"{_with_dtype(first, paths)} and {_with_dtype(parameter, paths)}, which are sharded together"
-                raise _refusal(rule, "make all parameters of one dtype")
+                raise _refusal(rule, "use one dtype for all parameters")
 
 
 def _with_dtype(parameter: nn.Parameter, paths: Mapping[int, str]) -> str:
@@ -234,7 +238,7 @@ def _refusal(rule: str, fix: str) -> ConfigError:
 def precision_policy(config: Config) -> MixedPrecisionPolicy:
     """Return the dtypes of gathered parameters and reduced gradients.
 
-    Inputs are not cast: rotary angles stay float32.
+    Inputs of modules are not cast, because rotary angles must stay in float32.
     """
     compute = getattr(torch, derived.compute_dtype(config))
     reduce = getattr(torch, config.training.mixed_precision_reduce)
@@ -242,7 +246,7 @@ def precision_policy(config: Config) -> MixedPrecisionPolicy:
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Set whether the next backward reduces gradients or accumulates them without communication."""
+    """Choose whether the next backward pass reduces gradients, or accumulates them without communication."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(sync)
 
@@ -259,7 +263,8 @@ def free_gathered(model: nn.Module) -> None:
     compute_copies.drop(model)
     if not isinstance(model, FSDPModule):
         return
-    # This method also drops the recorded order of forward, from which backward would prefetch.
+    # Newer versions of PyTorch have this method, which reshards and also forgets the order of the forward
+    # pass. FSDP's next backward would prefetch in that order.
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
         return
@@ -271,7 +276,8 @@ def free_gathered(model: nn.Module) -> None:
 def _reshard_after_forward(config: Config, mesh: Mesh) -> bool:
     policy = config.parallelism.fsdp_reshard_after_forward
     if policy == "default":
-        # With one shard only the copy in the compute dtype would be freed, and backward would copy again.
+        # With a single shard there is nothing to gather. Resharding would free only the copy in the
+        # compute dtype, which backward would have to make again.
         return mesh.size("dp_shard", "cp") > 1 and mesh.size("pp") == 1
     return policy == "always"
 

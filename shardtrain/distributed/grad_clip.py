@@ -1,8 +1,8 @@
-"""The global gradient norm over every mesh axis, and clipping by it.
+"""The global gradient norm on any mesh, and clipping by it.
 
-PyTorch's own clip fails on parameters of different meshes and, with HSDP, has been wrong by the number of
-replicas. Here each gradient's squares are summed over exactly the axes on which it is split, so nothing
-is counted twice.
+PyTorch's own clipping fails if parameters are on different meshes. With HSDP it has returned a norm that was
+wrong by the number of replicas. Here each gradient's squares are summed over exactly the axes on which it is
+split, so nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from shardtrain.ops.dtensor import local_tensor, split_axes, squared_norm
 
 
 def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
-    """Return the L2 norm of all gradients of the model, a float64 scalar, equal on all ranks (a collective).
+    """Return the L2 norm of all gradients of the model, a float64 scalar (a collective).
 
-    Clipping scales by it, so it must not depend on how tensors are split, see ``squared_norm``.
+    The norm is the same on all ranks. Because clipping uses it, it must not depend on how tensors are split,
+    see ``squared_norm``.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     squares = SquaredNorm(mesh)
@@ -49,7 +50,8 @@ class SquaredNorm:
         for gradient in gradients:
             axes: tuple[str, ...] = ()
             if isinstance(gradient, DTensor):
-                # Only axes on which the gradient is split. A sum over a replicated axis would count replicas.
+                # Sum only over the axes on which the gradient is split. A sum over a replicated axis would
+                # count each replica.
                 mesh = gradient.device_mesh
                 split = split_axes(gradient)
                 names = mesh.mesh_dim_names or ()
@@ -64,9 +66,9 @@ class SquaredNorm:
             self._by_axes[axes] = squares
 
     def norm(self) -> Tensor:
-        """The square root of the sum over all ranks (a collective)."""
+        """Return the square root of the sum over all ranks (a collective)."""
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        # sorted by the names of axes, so that all ranks enter the all-reduces in one order
+        # sorted, so that all ranks run the all-reduces in the same order
         for axes in sorted(self._by_axes):
             squares = self._by_axes[axes]
             for axis in axes:
@@ -76,9 +78,9 @@ class SquaredNorm:
 
 
 NORMS_AGREE = 1e-5
-"""Relative tolerance within which two ranks' norms count as equal.
+"""Norms of two ranks count as equal within this relative tolerance.
 
-Replicas have equal bits. Ranks that add the same squares in another order may differ by 1e-7.
+Replicas compute the same bits. Ranks that add the same squares in a different order may differ by 1e-7.
 """
 
 
@@ -90,17 +92,20 @@ class Agreed:
     norm: float
     """Infinite if the norm of any rank is not finite."""
     same_norm: bool
-    """True if all ranks computed the same norm. ``norm`` is their mean.
+    """True if all ranks computed the same norm. ``norm`` is the mean over ranks.
 
-    With more than about 10,000 ranks, rounding can make it False. ``replica_check.refuse_norms`` checks
-    again.
+    With more than about 10,000 ranks, rounding can make it False although the norms are equal. So
+    ``replica_check.refuse_norms`` checks again.
     """
     applied: bool = False
     """True if the device has already decided to apply the update."""
 
 
 class OnDevice(NamedTuple):
-    """The device's decision on an update that is queued before the host knows loss and norm."""
+    """The decision whether to apply an update, computed on the device.
+
+    The host queues the update before it knows the loss and the norm.
+    """
 
     applies: Tensor
     """Boolean scalar: True if loss and norm are finite, and the norm is the same on all ranks."""
@@ -109,18 +114,17 @@ class OnDevice(NamedTuple):
 
 
 class Agreement:
-    """Sum the loss over all ranks, and check that all ranks computed the same norm.
+    """Sums the loss over all ranks, and checks that all ranks computed the same norm.
 
-    Construction is a collective.
-
-    All ranks must make the same decision, because a rank that skips an update while others apply it would
-    deadlock. A bit flip on one replica after the gradient reduction changes only its own norm.
+    The constructor is a collective. All ranks must make the same decision on the update: if one rank skips it
+    while others apply it, the run deadlocks. Norms can differ after a bit flip on one replica: if it happens
+    after the gradient reduction, only this replica's norm changes.
     """
 
     def __init__(self, loss: Tensor, norm: Tensor, mesh: Mesh) -> None:
         is_finite = torch.isfinite(norm)
         local_norm = torch.where(is_finite, norm, 0.0).double()
-        # Tensor-parallel peers have the same loss, which must count only once.
+        # All tensor-parallel ranks of a group have the same loss. Count it only once.
         counts_loss = mesh.rank("tp") == 0
         local_loss = loss.double() if counts_loss else torch.zeros_like(loss, dtype=torch.float64)
         not_finite = (~is_finite).double()
@@ -129,7 +133,7 @@ class Agreement:
         self._num_ranks = mesh.device_mesh.size()
 
     def on_device(self, max_norm: float) -> OnDevice:
-        """Make the decision that ``read`` leads to on the host, but on the device."""
+        """Decide on the device whether to apply the update, by the same rules as the host does after ``read``."""
         total_loss, not_finite, norms, squares = self._sums_4.unbind()
         mean = norms / self._num_ranks
         variance = (squares / self._num_ranks - mean * mean).clamp_min(0.0)
@@ -139,13 +143,13 @@ class Agreement:
         return OnDevice(are_all_finite & norms_agree, factor)
 
     def read(self, decision: OnDevice | None = None) -> Agreed:
-        """Return loss and norm. Only here does the host wait for an accelerator in a step.
+        """Return loss and norm. This is the only point of a step where the host waits for an accelerator.
 
-        With ``decision``, ``applied`` is the device's decision. The host does not compute it again.
+        ``applied`` is then the device's ``decision``, which the host does not compute again.
         """
         numbers = self._sums_4
         if decision is not None:
-            # in the same copy to the host, because a second copy would be a second synchronization
+            # Copy the decision to the host together with the sums, because a second copy would wait again.
             numbers = torch.cat([numbers, decision.applies.double().unsqueeze(0)])
         total_loss, not_finite, norms, squares, *applied_flag = Reading(
             numbers, "loss and gradient norm"
@@ -155,7 +159,7 @@ class Agreement:
         if not_finite:
             return Agreed(total_loss, math.inf, not_finite == num_ranks, applied)
         mean = norms / num_ranks
-        # The variance of the norms is zero for equal norms, and about d^2 / n if one of n is off by d.
+        # If all norms are equal, their variance is 0. If one of n norms is wrong by d, it is about d^2 / n.
         variance = max(0.0, squares / num_ranks - mean * mean)
         is_same = math.sqrt(variance * num_ranks) <= NORMS_AGREE * mean
         return Agreed(total_loss, mean, is_same, applied)
@@ -164,7 +168,7 @@ class Agreement:
 def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply every gradient by a number, in place.
 
-    A factor on the device is not read by the host, so it is applied even if it is 1.
+    The host does not read a factor that is a tensor, so it multiplies even if the factor is 1.
     """
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     if not gradients:

@@ -1,8 +1,9 @@
 """The load-balancing loss of ``transformers`` networks on a mesh (models/balance_loss.py).
 
-The loss of a step is that of one process with the entire batch: choices and probabilities are summed over
-all ranks and micro-batches before the first backward pass. With one micro-batch and without pipeline stages, they
-are known after its forward pass. Otherwise a forward pass without gradients counts first.
+The loss of a step equals the loss that one process would compute for the entire batch. For this, the routers'
+choices and probabilities must be summed over all ranks and micro-batches before the first backward pass. With
+one micro-batch and without pipeline stages, they are known after its forward pass. Otherwise an additional
+forward pass without gradients counts them first.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from shardtrain.ops.targets import IGNORE
 
 
 def apply(part: Any, mesh: Mesh, config: Config) -> None:
-    """Attach the balance loss of a model or a pipeline stage to its routers, in place. A no-op without the loss.
+    """Attach the balance loss of a model or a pipeline stage to its routers, in place.
 
-    Must run after tensor parallelism, which replaces the forwards of modules.
+    Does nothing if the model has no balance loss. Must run after tensor parallelism, which replaces the
+    forward of modules.
     """
     balance = getattr(part, "balance", None)
     if balance is None:
@@ -42,7 +44,7 @@ def apply(part: Any, mesh: Mesh, config: Config) -> None:
 
 
 def of(parts: Sequence[nn.Module], mesh: Mesh) -> GlobalBalance | None:
-    """Return the balance loss of this rank's modules, or None if the model trains without one."""
+    """Return the balance loss of this rank's modules, or None if the model is trained without one."""
     losses = [getattr(part, "balance", None) for part in parts]
     if not losses or losses[0] is None:
         return None
@@ -64,7 +66,7 @@ class GlobalBalance:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Count the choices of routers inside the ``with`` block, which must contain all passes of a step."""
+        """Context manager that counts the routers' choices. It must enclose all passes of a step."""
         for balance in self._losses:
             balance.start()
         try:
@@ -74,7 +76,10 @@ class GlobalBalance:
                 balance.end()
 
     def count(self, run: Callable[[], Any]) -> None:
-        """Run a forward pass without gradients, which draws the random numbers that the next pass draws again."""
+        """Run a forward pass without gradients, then restore the state of the random generators.
+
+        The real forward pass after it draws the same random numbers, and so makes the same choices.
+        """
         device = self._mesh.device
         devices = [device] if accelerator.is_accelerator(device) else []
         device_type = device.type if devices else "cuda"
@@ -86,8 +91,8 @@ class GlobalBalance:
 
         Args:
             batches: this rank's micro-batches of the step.
-            weight: weight of the main loss sum. The balance loss gets ``weight`` times the number of targets
-                of all ranks, which is 1 for a mean.
+            weight: factor of the main loss, which is a sum over targets. The factor of the balance loss is
+                ``weight`` times the number of targets on all ranks: 1 if the main loss is a mean.
         """
         device = self._mesh.device
         first, *others = self._losses
@@ -95,17 +100,21 @@ class GlobalBalance:
         for balance in others:
             sums_2E = sums_2E + balance.local_sums(device)
         num_targets = sums_2E.new_zeros(1)
-        # Ranks along these axes have the same targets, so only the first one counts them.
+        # Ranks along pp and cp read the same batches, so only the first one counts the targets.
         if self._mesh.rank("pp", "cp") == 0:
             for batch in batches:
                 num_targets += (batch.targets_BT != IGNORE).sum()
         summands = torch.cat([sums_2E.flatten(), num_targets])
-        # Tensor-parallel ranks route the same tokens. Stages hold different layers, which the loss pools.
+        # Do not sum over tp, because tensor-parallel ranks route the same tokens. Do sum over pp: the loss
+        # uses sums over all layers, and each stage has only some.
         totals = self._mesh.sum(summands, over=(*LOSS_AXES, "pp"))
         scale = weight.double() * totals[-1]
         for balance in self._losses:
             self._value = balance.set_totals(totals[:-1].view_as(sums_2E), scale)
 
     def measures(self) -> dict[str, float]:
-        """Return ``moe_aux_loss``, the loss of the last step with its coefficient, equal on all ranks."""
+        """Return ``moe_aux_loss``: the balance loss of the last step times its coefficient.
+
+        It is equal on all ranks.
+        """
         return {} if self._value is None else {"moe_aux_loss": self._value.item()}

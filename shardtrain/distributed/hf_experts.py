@@ -1,8 +1,8 @@
-"""Expert parallelism of ``transformers`` networks: the stacked experts of its experts interface are split over ep.
+"""Expert parallelism for ``transformers`` networks that store their experts as stacked weights.
 
-The router, its choice and its weights are those of the network. Only the call of the experts is replaced: tokens
-travel to the ranks of their experts, as in ``expert_parallel``. Between the split modules of tensor parallelism the
-tokens are replicated, so each tensor-parallel rank sends its part of them, and gathers the outputs of all.
+The network's own router runs unchanged. Only the call of the experts is replaced: tokens are sent to the
+ranks of their experts, as in ``expert_parallel``. With tensor parallelism, tokens are replicated at this point.
+So each tensor-parallel rank sends only its part of the tokens, and gathers the outputs of all parts.
 Shape suffixes: S tokens, D model, K experts per token, R = S K rows, E experts.
 """
 
@@ -24,14 +24,14 @@ from shardtrain.ops.row_order import inverse_of, permute, repeat_and_permute
 from shardtrain.utils.errors import ConfigError, Problem
 
 Compute = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""Called with the experts, rows sorted by expert, and the number of rows of each expert. Returns outputs."""
+"""Computes experts. Called with the module, rows sorted by expert, and the number of rows for each expert."""
 
 
 def check(model: Any, config: Config) -> None:
-    """Reject a network whose experts cannot be divided among ranks.
+    """Check that a network's experts can be divided among ranks.
 
     Raises:
-        ConfigError: the message names the module.
+        ConfigError: they cannot. The message names the module.
     """
     degree = config.parallelism.expert_parallel_degree
     name = model.config_name
@@ -52,13 +52,13 @@ def check(model: Any, config: Config) -> None:
         elif any(
             "." in parameter or stack.shape[0] != count for parameter, stack in parameters.items()
         ):
-            rule = f"requires weights with one row per expert, and {path} has others"
+            rule = f"requires weights with one row per expert, and {path} has other weights too"
         if rule:
             raise ConfigError(Problem(DEGREE, degree, rule, USE_FSDP))
 
 
 def _separate_experts(model: nn.Module) -> str:
-    """Return the path of the first module whose name or class contains "expert", or ""."""
+    """Return the path of the first module whose name or class contains "expert", or "" if there is none."""
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
         if "expert" in f"{name} {type(module).__name__}".lower():
@@ -69,15 +69,17 @@ def _separate_experts(model: nn.Module) -> str:
 def use_dispatch(
     experts: nn.Module, compute: Compute, dispatch: nn.Module, group: dist.ProcessGroup | None
 ) -> None:
-    """Replace the forward of experts, in place.
+    """Replace the forward of an experts module, in place.
 
     Args:
-        experts: the stacked experts.
-        compute: computes the experts of a rank.
-        dispatch: maps experts, rows sorted by expert, and rows per expert of all ranks to outputs.
-        group: the ranks with the same tokens, if there are several.
+        experts: the module.
+        compute: computes this rank's experts.
+        dispatch: sends rows to the ranks of their experts. Called with a function that computes this rank's
+            experts, this rank's rows sorted by expert, and its number of rows for each expert. Returns the
+            outputs for these rows.
+        group: the tensor-parallel ranks, which hold the same tokens. None without tensor parallelism.
     """
-    # a submodule, so that a dry run finds it and assumes an even load
+    # Register it as a submodule, so that a dry run finds it and assumes an even load.
     experts.add_module("shardtrain_dispatch", dispatch)
     rows = partial(compute, experts)
     num_experts = next(experts.parameters()).shape[0]
@@ -93,7 +95,7 @@ def _forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """Return the weighted sums of the experts' outputs (S, D) (a collective)."""
+    """Return for each token the weighted sum of its experts' outputs, (S, D) (a collective)."""
     num_tokens = hidden_states.size(0)
     x_SD, expert_SK, weights_SK = hidden_states, top_k_index, top_k_weights
     if group is not None:
@@ -101,7 +103,7 @@ def _forward(
         expert_SK = _own_part(expert_SK, group)
     top_k = expert_SK.size(-1)
     expert_R = expert_SK.flatten()
-    # A stable sort has the same order on every device
+    # stable, so that the order is the same on every device
     order_R = expert_R.argsort(stable=True)
     inverse_R = inverse_of(order_R)
     x_RD = repeat_and_permute(x_SD, top_k, order_R, inverse_R)
@@ -122,7 +124,7 @@ def _own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _gather(part: Tensor, group: dist.ProcessGroup, num_rows: int) -> Tensor:
     """All-gather the rows that ``_own_part`` divided among ranks."""
     sizes = [len(chunk) for chunk in torch.empty(num_rows, 0).tensor_split(group.size())]
-    # gloo gathers equal sizes only
+    # pad, because gloo only gathers tensors of equal size
     padded = part.new_zeros(sizes[0], *part.shape[1:])
     padded[: len(part)] = part
     gathered = [torch.empty_like(padded) for _ in sizes]
@@ -131,7 +133,7 @@ def _gather(part: Tensor, group: dist.ProcessGroup, num_rows: int) -> Tensor:
 
 
 class _OwnPart(torch.autograd.Function):
-    """This rank's rows of a replicated tensor. The gradient has the rows of all ranks."""
+    """Select this rank's rows of a replicated tensor. Backward gathers the gradients of all rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -145,7 +147,7 @@ class _OwnPart(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """The rows of all ranks. All ranks have the same gradient, so each keeps that of its rows."""
+    """Gather the rows of all ranks. The gradient is the same on all ranks, so backward selects own rows."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, num_rows: int) -> Tensor:

@@ -1,12 +1,13 @@
-"""Pipeline stages of a ``transformers`` network: its own forward runs in every stage, without the layers of the others.
+"""Pipeline stages of a ``transformers`` network. Every stage runs the network's own forward.
 
-A stage keeps the list of layers at its full length, so every index, pattern and mask of the architecture stays the one
-of the full model. ``_OtherLayer`` takes the place of a layer of another stage. The last one before the stage's own
-layers returns the received activations, and the first one behind them ends the forward pass. Code between the tokens
-and the first layer therefore runs in every stage, and provides masks and position embeddings. Its result for the
-residual stream is only used in the first stage.
+In a stage, ``_OtherLayer`` is a placeholder for each layer of another stage. So the list of layers keeps its
+full length, and everything that depends on a layer's index is the same as in the full model. The last
+placeholder before the stage's own layers returns the received activations. The first placeholder after them
+ends the forward pass. The code between the tokens and the first layer therefore runs in every stage, and
+computes masks and position embeddings there. Only the first stage uses the activations that this code
+computes.
 
-``trace`` finds which modules run before and behind the layers, and rejects networks that are not a chain.
+``trace`` finds which modules run before and after the layers, and rejects networks that are not a chain.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ USE_FSDP = "set it to 1 and use data_parallel_shard_degree"
 
 
 def is_hf(model: nn.Module) -> bool:
-    """True if the model is a network of ``transformers`` (``model.name = "transformers"``)."""
+    """True if the model is a ``transformers`` network (``model.name = "transformers"``)."""
     return hasattr(model, "hf")
 
 
 @dataclass(frozen=True)
 class HFChain:
-    """Facts about a network's forward.
+    """What a trace found out about a network's forward.
 
     Attributes:
         names: the modules with parameters or buffers, in the order of the forward pass.
-        features: size of the residual stream.
-        outputs: number of values in the tuple that a layer returns. 0 if it returns a tensor.
+        features: number of features of the residual stream.
+        outputs: length of the tuple that a layer returns. 0 if a layer returns a tensor.
     """
 
     names: ChainNames
@@ -53,10 +54,10 @@ class HFChain:
 
 
 def trace(model: nn.Module) -> HFChain:
-    """Run a network on the meta device, and return the order of its modules.
+    """Find the order of a network's modules by a forward pass whose layers run on the meta device.
 
     Raises:
-        ConfigError: a stage would repeat or miss a computation of the network.
+        ConfigError: the forward is not a chain, so stages would repeat or miss a computation.
     """
     if model not in _chains:
         _chains[model] = _Trace(model).run()
@@ -64,11 +65,11 @@ def trace(model: nn.Module) -> HFChain:
 
 
 _chains: WeakKeyDictionary[nn.Module, HFChain] = WeakKeyDictionary()
-"""Cached results of ``trace``, which a starting run needs several times."""
+"""Cached results of ``trace``, because it is called several times when a run starts."""
 
 
 class _EndOfStage(Exception):
-    """Ends the forward pass of a stage, with its output."""
+    """Raised to end the forward pass of a stage. Carries the stage's output."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -76,16 +77,15 @@ class _EndOfStage(Exception):
 
 
 class _Reading(nn.Module):
-    """A module without parameters in the place of another one, whose attributes it has.
+    """A placeholder for a module. It has no parameters, but all other attributes of the original.
 
-    Forwards read attributes of layers and embeddings, such as ``attention_type``.
+    The network's forward reads attributes of layers and embeddings, such as ``attention_type``.
     """
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.__dict__["original"] = (
-            original  # not as a submodule, because its parameters are not in this stage
-        )
+        # Not as a submodule, because the original's parameters must not belong to this stage.
+        self.__dict__["original"] = original
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -97,12 +97,13 @@ class _Reading(nn.Module):
 
 
 class _OtherLayer(_Reading):
-    """A layer of another stage.
+    """Placeholder for a layer of another stage.
 
     Attributes:
         outputs: see ``HFChain``.
-        received: activations that the previous stage sent, for the last layer before the stage's own layers.
-        ends: True for the first layer after the stage's own layers.
+        received: the activations from the previous stage, if this is the last layer before the stage's own
+            layers. Else None.
+        ends: True if this is the first layer after the stage's own layers.
     """
 
     def __init__(self, original: nn.Module, outputs: int) -> None:
@@ -112,7 +113,7 @@ class _OtherLayer(_Reading):
         self.ends = False
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return the residual stream unchanged, replace it by the received one, or end the stage."""
+        """Return the residual stream, or instead the received activations, or end the stage."""
         hidden = arguments[0] if arguments else keywords[HIDDEN_STATES]
         if self.ends:
             raise _EndOfStage(hidden)
@@ -122,10 +123,13 @@ class _OtherLayer(_Reading):
 
 
 class _OtherEnd(_Reading, chain.Absent):
-    """A module before or after the layers that is in another stage. Returns zeros in the shape of its output."""
+    """Placeholder for a module before or after the layers that is in another stage.
+
+    Returns zeros in the shape of the original's output. They do not affect the stage's output.
+    """
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Compute the shape on the meta device. The result is not part of the stage's output."""
+        """Run the original on the meta device to find the shape, and return zeros of this shape."""
         tensors = [
             value for value in tree_leaves([arguments, keywords]) if isinstance(value, Tensor)
         ]
@@ -175,18 +179,18 @@ def cut(model: Any, hf_chain: HFChain, keep: set[str]) -> nn.Module:
 
 
 def _meta_copy(module: nn.Module) -> nn.Module:
-    """Return a copy of a module that shares no parameter with the network, with constants on the meta device, too."""
+    """Return a copy of a module on the meta device. It shares no parameter with the network."""
     copied = copy.deepcopy(module).to("meta")
     for owner in copied.modules():
         for key, value in vars(owner).items():
-            # a buffer that ``models.transformers`` has made an attribute
+            # ``models.transformers`` has turned constant buffers into attributes, which ``to`` does not move
             if isinstance(value, Tensor):
                 owner.__dict__[key] = value.to("meta")
     return copied
 
 
 def _keep_own_constants(model: Any) -> None:
-    """Forget the constants of modules that have been replaced."""
+    """Drop modules that were replaced from the model's list of constants."""
     modules = set(model.modules())
     model._constants = [
         (owner, name)
@@ -196,7 +200,10 @@ def _keep_own_constants(model: Any) -> None:
 
 
 def _connect(model: Any, layers: Sequence[nn.Module], own: Sequence[int]) -> None:
-    """Make the layers around the stage's own layers ``own`` receive and end, and replace the model's forward."""
+    """Let the placeholder before the stage's own layers receive, and the one after them end the pass.
+
+    Also replaces the model's forward. ``own`` contains the indices of the stage's own layers.
+    """
     before = layers[own[0] - 1] if own[0] > 0 else None
     if own[-1] + 1 < len(layers):
         layers[own[-1] + 1].ends = True  # type: ignore[assignment]
@@ -206,7 +213,7 @@ def _connect(model: Any, layers: Sequence[nn.Module], own: Sequence[int]) -> Non
 def _run_stage(
     forward: Callable[..., Tensor], before: Any, x: Tensor, *arguments: Any, **keywords: Any
 ) -> Tensor:
-    """Return the output of a stage: activations, or the logits."""
+    """Run a stage, and return its output: activations, or logits in the last stage."""
     if before is not None:
         before.received = x
     try:
@@ -226,10 +233,10 @@ def _refusal(model: Any, rule: str) -> ConfigError:
 
 
 class _Trace:
-    """One forward pass in which each layer must receive the output of the previous one.
+    """A forward pass that checks that each layer receives exactly the output of the previous one.
 
-    The layers run on the meta device. The code around them runs on a CPU, because masks depend on numbers. The modules
-    before and behind the layers are not computed.
+    The layers run on the meta device. The code around them runs on a CPU, because masks depend on values.
+    The modules before and after the layers are replaced by placeholders that return zeros.
     """
 
     def __init__(self, model: Any) -> None:
@@ -239,7 +246,7 @@ class _Trace:
         self._parameter_names = self._names_of_parameters()
         self._num_layers_called = 0
         self._calls: dict[str, list[int]] = {}
-        """Path of a module outside the layers -> number of layers that had run at each of its calls."""
+        """For each module outside the layers: how many layers had run before each of its calls."""
         self._x: Tensor | None = None
         self._features = 0
         self._outputs: int | None = None
@@ -261,7 +268,7 @@ class _Trace:
         except Exception as error:  # a network may raise any exception
             first_line = (str(error).splitlines() or [""])[0]
             raise self._refusal(
-                f"its forward fails in a trial ({type(error).__name__}: {first_line})"
+                f"its forward fails in a test pass ({type(error).__name__}: {first_line})"
             ) from None
         if self._num_layers_called < len(self._layers):
             raise self._refusal(f"it does not call {self._layer_path(self._num_layers_called)}")
@@ -273,7 +280,7 @@ class _Trace:
         return _refusal(self._original, rule)
 
     def _find_layers(self) -> tuple[str, list[str]]:
-        """Return the path of the list of layers, and the keys in it."""
+        """Return the path of the container of the layers, and the layers' keys in it."""
         model = self._original
         if model.kind == "sequence_to_sequence":
             raise self._refusal("the layers of its decoder read the output of the encoder")
@@ -292,7 +299,7 @@ class _Trace:
 
     def _copied_layer(self, name: str) -> nn.Module:
         layer = _meta_copy(self._original.get_submodule(f"{self._path}.{name}"))
-        # adapters freeze parameters, and the trace needs the graph of every parameter
+        # With adapters, parameters are frozen. The trace must see every parameter in the autograd graph.
         for parameter in layer.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         for module in layer.modules():
@@ -324,7 +331,7 @@ class _Trace:
         return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
 
     def _model_without_parameters(self, outside: Sequence[str]) -> Any:
-        """Return a copy of the model with all modules that have parameters replaced."""
+        """Return a copy of the model in which every module with parameters is replaced by a placeholder."""
         memo: dict[int, Any] = {}
         for path in outside:
             module = self._original.get_submodule(path)
@@ -340,7 +347,7 @@ class _Trace:
         self._calls.setdefault(path, []).append(self._num_layers_called)
 
     def _ends(self, outside: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Divide the modules outside the layers into those called before the layers and those called after."""
+        """Split the modules outside the layers: first those called before the layers, then those after."""
         first = []
         last = []
         for path in outside:
@@ -359,7 +366,7 @@ class _Trace:
     def _call_layer(self, index: int, *arguments: Any, **keywords: Any) -> Any:
         path = self._layer_path(index)
         if index != self._num_layers_called:
-            raise self._refusal(f"{path} is not called once, in the order of its list")
+            raise self._refusal(f"{path} is called out of order or more than once")
         hidden, others = _split_arguments(arguments, keywords)
         if not isinstance(hidden, Tensor) or hidden.ndim != 3:
             raise self._refusal(f"the first argument of {path} is not one tensor of activations")
@@ -373,6 +380,8 @@ class _Trace:
                 f"{path} receives outputs of other modules in addition to {HIDDEN_STATES}"
             )
         self._features = hidden.size(-1)
+        # Run the layer on the meta device. A tensor that is passed twice is moved only once, so that the
+        # copies of one tensor stay the same object.
         x = torch.empty_like(hidden, device="meta").requires_grad_()
         moved: dict[int, Tensor] = {id(hidden): x}
 
@@ -399,7 +408,7 @@ class _Trace:
         if not isinstance(out_hidden, Tensor) or out_hidden.shape != x.shape:
             raise self._refusal(f"{path} does not return activations in the shape of its input")
         if self._outputs not in (None, outputs):
-            raise self._refusal(f"{path} returns another number of values than the layers before")
+            raise self._refusal(f"{path} returns a different number of values than earlier layers")
         self._outputs = outputs
         own_ids = {id(parameter) for parameter in self._layers[index].parameters()}
         own_ids.add(id(x))
@@ -410,9 +419,9 @@ class _Trace:
 
 
 class _TracedEnd(_OtherEnd):
-    """Stand-in for a module before or after the layers during the trace. It reports its calls.
+    """Placeholder for a module before or after the layers during the trace. It reports each call.
 
-    Its output requires a gradient, like the output of a module with parameters.
+    Its output requires a gradient, as if it depended on the module's parameters.
     """
 
     def __init__(self, original: nn.Module, report: Callable[[], None]) -> None:
@@ -430,7 +439,7 @@ class _TracedEnd(_OtherEnd):
 
 
 class _TracedLayer(_Reading):
-    """A layer whose calls go to a function."""
+    """Placeholder for a layer during the trace. It passes its calls to a function."""
 
     def __init__(self, original: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__(original)
@@ -447,7 +456,7 @@ def _token(model: Any) -> int:
 
 
 def _split_arguments(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the residual stream, and the other arguments of a layer."""
+    """Split the arguments of a layer into the residual stream and all others."""
     if arguments:
         return arguments[0], [arguments[1:], keywords]
     others = {name: value for name, value in keywords.items() if name != HIDDEN_STATES}
@@ -455,7 +464,7 @@ def _split_arguments(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tu
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """True for stacked experts, whose amount of work depends on numbers that meta tensors do not have."""
+    """True for stacked experts. Their shapes depend on the router's values, which meta tensors do not have."""
     stacked = [
         name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3
     ]
@@ -467,16 +476,16 @@ def _first_input(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def check(model: Any, hf_chain: HFChain, parts: Sequence[Sequence[str]]) -> None:
-    """Reject a network whose layers receive other arguments in a stage than in the full model.
+    """Check that layers receive the same arguments in their stage as in the full model.
 
     Raises:
-        ConfigError: the message names the layer. Or a stage has no layer.
+        ConfigError: a layer receives different arguments, or a stage has no layer.
     """
     layer_paths = [f"{hf_chain.names.layers}.{name}" for name in hf_chain.names.layer_names]
     for index, part in enumerate(parts):
         if not set(part) & set(layer_paths):
-            rule = f"leaves stage {index} without a layer, and each stage of {model.config_name} needs one"
-            fix = "give each stage a layer"
+            rule = f"leaves stage {index} without a layer, but each stage of {model.config_name} needs one"
+            fix = "give each stage at least one layer"
             raise ConfigError(Problem("parallelism.module_fqns_per_model_part", None, rule, fix))
     expected = _recorded(model, hf_chain, set(layer_paths))
     for part in parts:
@@ -484,28 +493,29 @@ def check(model: Any, hf_chain: HFChain, parts: Sequence[Sequence[str]]) -> None
         for path, arguments in _recorded(model, hf_chain, own).items():
             if not chain.are_equal(arguments, expected[path]):
                 raise _refusal(
-                    model, f"{path} receives other arguments in its stage than in the full model"
+                    model,
+                    f"{path} receives different arguments in its stage than in the full model",
                 )
 
 
 class _Recorder(_OtherLayer):
-    """A layer that notes its arguments and computes nothing."""
+    """Placeholder for a layer that records its arguments and computes nothing."""
 
     def __init__(self, original: nn.Module, outputs: int) -> None:
         super().__init__(original, outputs)
         self.arguments: list[Any] | None = None
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Note the arguments, and return the residual stream unchanged."""
+        """Record the arguments, and return the residual stream unchanged."""
         hidden, others = _split_arguments(arguments, keywords)
         self.arguments = tree_leaves(others)
         return _layer_output(hidden, self.outputs)
 
 
 def _recorded(model: Any, hf_chain: HFChain, own_paths: set[str]) -> dict[str, list[Any]]:
-    """Run a stage with two documents on a CPU, without computing its layers.
+    """Run a stage's forward on a CPU, on a row of two documents, without computing its layers.
 
-    Return the arguments of each layer after the residual stream.
+    Map the path of each of the stage's layers to its arguments other than the residual stream.
     """
     names = hf_chain.names
     skeleton = _skeleton(model, names, hf_chain.outputs, own_paths)
@@ -526,7 +536,7 @@ def _recorded(model: Any, hf_chain: HFChain, own_paths: set[str]) -> dict[str, l
 
 
 def _skeleton(model: Any, names: ChainNames, outputs: int, own_paths: set[str]) -> Any:
-    """Return a copy of a network in which no module has parameters."""
+    """Return a copy of a network in which placeholders replace all modules with parameters."""
     memo: dict[int, Any] = {}
     for path in (*names.first, *names.last):
         module = model.get_submodule(path)
@@ -536,7 +546,8 @@ def _skeleton(model: Any, names: ChainNames, outputs: int, own_paths: set[str]) 
         layer = model.get_submodule(path)
         kind = _Recorder if path in own_paths else _OtherLayer
         memo[id(layer)] = kind(layer, outputs)
-    # deepcopy takes the replacements from its memo, so it copies only what is between them
+    # deepcopy uses an object from its memo instead of copying the original. So the memo puts in the
+    # placeholders, and only the modules around them are copied.
     copied = copy.deepcopy(model, memo)
     _keep_own_constants(copied)
     return copied

@@ -1,4 +1,7 @@
-"""Let a module whose parameters are DTensors compute with plain tensors. Parameter names do not change."""
+"""Let a module compute with plain tensors although its parameters are DTensors.
+
+Parameter names do not change.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 Reader = Callable[[DTensor], Tensor]
-"""Returns the plain tensor that a forward pass uses instead of a parameter."""
+"""Converts a parameter to the plain tensor that the forward pass uses instead."""
 
 
 def use_local_weights(
@@ -24,10 +27,10 @@ def use_local_weights(
 
     Args:
         module: the module.
-        gradients: placements of the ranks' gradients, by default those of the parameter. ``Partial()``
-            means that the gradient is the sum over ranks.
+        gradients: placements of the gradients that the ranks compute. Defaults to the placements of the
+            parameter. ``Partial()`` means that the true gradient is the sum over ranks.
         sum_over_ranks: sums the gradient over ranks in backward (a collective). The gradient then has the
-            placement of the parameter, and ``gradients`` is not used.
+            placements of the parameter, and ``gradients`` is ignored.
     """
 
     def read(weight: DTensor) -> Tensor:
@@ -44,16 +47,16 @@ def use_plain_weights(reader: nn.Module, owner: nn.Module, reads: Mapping[str, R
     Args:
         reader: the module whose forward pass reads the parameters: the owner, or a module that contains it.
         owner: the module that registers the parameters.
-        reads: name of a direct parameter of ``owner`` -> conversion of its DTensor.
+        reads: maps the name of a direct parameter of ``owner`` to the function that converts it.
     """
     original_forward = reader.forward
 
     def forward(*inputs: Any, **keywords: Any) -> Any:
-        # An instance attribute hides the registered parameter of the same name, which stays registered.
+        # An instance attribute hides the parameter of the same name, which stays registered.
         shadowed: list[str] = []
         for name, read in reads.items():
             weight = owner._parameters.get(name)
-            # A module that contains this one may have converted the parameter already.
+            # Skip the parameter if the forward of an enclosing module has converted it already.
             if isinstance(weight, DTensor) and name not in owner.__dict__:
                 owner.__dict__[name] = read(weight)
                 shadowed.append(name)
@@ -74,12 +77,10 @@ def read_local(gradients: tuple[Placement, ...]) -> Reader:
 def local_weight(
     weight: DTensor, sum_over_ranks: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return a weight's local tensor.
+    """Return a weight's local tensor, whose gradient has the placements of the weight.
 
-    Its gradient has the placement of the weight. Not supported by compilers.
-
-    ``sum_over_ranks`` is applied to the gradient of a replicated weight if each rank computes only a part
-    of it.
+    Compilers do not support it. If each rank computes only part of a replicated weight's gradient, pass
+    ``sum_over_ranks``, which is applied to the gradient in backward.
     """
     return _LocalWeight.apply(weight, sum_over_ranks)  # type: ignore[no-any-return]
 
@@ -99,5 +100,5 @@ class _LocalWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[DTensor, None]:
         gradient = gradients[0] if ctx.sum_over_ranks is None else ctx.sum_over_ranks(gradients[0])
-        # FSDP creates its DTensors this way. The gradient has the placement of the weight.
+        # The gradient has the same placement as the weight. Construct it as FSDP does.
         return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False), None

@@ -1,5 +1,6 @@
-"""Compute the loss in the head, without materializing logits, if that saves memory
-(ops/linear_cross_entropy.py).
+"""Compute the loss inside the head, so that the logits never exist in full, if that saves memory.
+
+The computation itself is in ops/linear_cross_entropy.py.
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ from shardtrain.ops.linear_layers import computes_linear
 
 
 def saves(model: nn.Module, num_tokens: int, mesh: Mesh, config: Config) -> bool:
-    """True if the head can compute the loss, and this saves at least 256 MiB for ``num_tokens`` tokens
-    per rank.
+    """True if the head can compute the loss of ``num_tokens`` tokens, and this saves at least 256 MiB.
 
-    The model must declare that it returns the output of its module ``head``
+    The model must declare that it returns the output of its module ``head`` unchanged
     (``forward.gives_output_of_head``). The head must be an unsharded linear layer without a bias.
     """
     head = getattr(model, "head", None)
-    # A model may transform the output of its head, for example with a soft cap.
+    # The model must declare this, because it could transform the head's output, for example with a soft cap.
     returns_head_output = getattr(type(model).forward, "gives_output_of_head", False)
     if not returns_head_output or mesh.size("tp") > 1:
         return False
@@ -47,13 +47,13 @@ def saves(model: nn.Module, num_tokens: int, mesh: Mesh, config: Config) -> bool
 def in_place_of_logits(
     model: nn.Module, targets_Bt: Tensor, weight: Tensor, chunk: ChunkFunction | None
 ) -> Iterator[None]:
-    """Make ``model(...)`` return the loss sum of the targets inside the block.
+    """Context manager that makes ``model(...)`` return the sum of the targets' losses.
 
-    The head module is still called, so the hooks of FSDP gather its weight.
+    The head module is still called, so that FSDP's hooks gather its weight.
     """
     head: nn.Linear = model.head  # type: ignore[assignment]
 
-    # Uses the parameter at the time of the call, which FSDP has then gathered.
+    # Look up head.weight at the time of the call, when FSDP has gathered it.
     def loss(input: Tensor) -> Tensor:
         return linear_cross_entropy_sum(input, head.weight, targets_Bt, weight, chunk)
 

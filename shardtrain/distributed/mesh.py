@@ -1,4 +1,4 @@
-"""The device mesh, with its axes in torchtitan's order, and reductions of small tensors over them."""
+"""The device mesh, whose axes have torchtitan's order, and reductions of small tensors over axes."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from shardtrain.distributed.rendezvous import gloo_sockets
 from shardtrain.ops import host_collectives
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Outermost first, so that tensor-parallel peers have consecutive ranks and use the fastest links."""
+"""Outermost axis first. Ranks of a tensor-parallel group are consecutive, so they use the fastest links."""
 BATCH_AXES = ("dp_replicate", "dp_shard")
-"""Ranks along these axes read different samples."""
+"""Axes along which ranks read different samples."""
 LOSS_AXES = ("dp_replicate", "dp_shard", "cp")
-"""Ranks along these axes hold different target tokens."""
+"""Axes along which ranks hold different target tokens."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks as a grid. ``device_mesh`` omits axes of size 1, except dp_shard, which FSDP always needs."""
+    """All ranks, arranged in a grid with the axes ``AXES``.
+
+    ``device_mesh`` omits axes of size 1, except dp_shard, which FSDP always needs.
+    """
 
     device_mesh: DeviceMesh
     sizes: Mapping[str, int]
     device: torch.device
     expert_meshes: dict[int, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
-    """Expert-parallel degree -> the same ranks with an expert axis; see
-    ``expert_parallel.mesh_of_experts``.
-    """
+    """Cache of ``expert_parallel.mesh_of_experts``: expert-parallel degree -> mesh with an expert axis."""
 
     def size(self, *axes: str) -> int:
-        """Product of the sizes of the axes."""
+        """Return the product of the axes' sizes."""
         product = 1
         for axis in axes:
             product *= self.sizes[axis]
         return product
 
     def rank(self, *axes: str) -> int:
-        """Return this rank's index along the axes flattened into one. The last axis varies fastest."""
+        """Return this rank's index along the given axes, flattened into one. The last axis varies fastest."""
         index = 0
         existing_axes = self.device_mesh.mesh_dim_names or ()
         for axis in axes:
@@ -61,8 +62,9 @@ class Mesh:
         return self.device_mesh[axes]
 
     def data_mesh(self) -> DeviceMesh:
-        """Return the mesh for FSDP: dp_shard and cp as one axis, after the axis of replicas if there are
-        several.
+        """Return the mesh for FSDP: dp_shard and cp flattened to one axis.
+
+        With several replicas, dp_replicate is an additional first axis.
         """
         has_replicas = self.sizes["dp_replicate"] > 1
         if self.sizes["cp"] == 1:
@@ -91,9 +93,9 @@ class Mesh:
         return self._reduce(tensor, over, dist.ReduceOp.SUM)
 
     def sum_of_all(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a small tensor over all ranks, in one collective.
+        """Return the sum of a small tensor over all ranks, in a single collective.
 
-        CPU tensors are summed by gloo.
+        The backend may be gloo even in a run on accelerators: it sums CPU tensors.
         """
         if self.device_mesh.size() > 1:
             tensor = tensor.clone()

@@ -1,10 +1,10 @@
-"""Find weights that a user's model reads outside the module that holds them, such as a head that uses the
-embedding.
+"""Find weights that a user's model reads outside the module that owns them. An example is a head that reads
+the embedding's weight.
 
-A parameter that two modules register is found by its names (``tied_names``). A parameter that is reached
-through a Python reference has only one name. FSDP and tensor parallelism hook only the calls of its
-owner, so other modules would read a shard. A forward pass on the meta device reveals which module reads
-which weight.
+If two modules register the same parameter, it has two names, and ``tied_names`` finds it. But a module may
+also reach another module's parameter through a Python reference, and such a parameter has only one name.
+FSDP and tensor parallelism gather a weight only while its owner runs, so the other module would read a shard.
+A forward pass on the meta device shows which module reads which weight.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ _TOKENS = 4
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Set ``model.ends_are_read`` if other modules read weights of the first or last modules.
 
-    ``fsdp`` then keeps the first and last modules in the root unit. Does nothing on one rank or with
-    pipeline stages, for which ``chain.check`` finds such weights.
+    ``fsdp`` then keeps the first and last modules in the root unit. Does nothing on one rank, and nothing
+    with pipeline stages, where ``chain.check`` finds such weights.
 
     Raises:
-        ConfigError: a layer's weight is read by another module, or any weight is and tensor parallelism
-            splits it.
+        ConfigError: another module reads the weight of a layer. With tensor parallelism, another module
+            reads any weight.
     """
     if mesh.device_mesh.size() == 1 or mesh.size("pp") > 1:
         return
     readers = read_elsewhere(model, layout)
     for name, reader in readers.items():
-        rule = f"reads {name} in {reader}, where it is"
         if mesh.size("tp") > 1:
-            fix = "register it there as well (self.head.weight = self.embed.weight), or give each its own"
+            rule = f"does not support that {reader} reads {name}, which is split over ranks"
+            fix = "register the parameter in both modules (self.head.weight = self.embed.weight), or use two"
             option = "parallelism.tensor_parallel_degree"
-            raise ConfigError(Problem(option, mesh.size("tp"), f"{rule} split over ranks", fix))
+            raise ConfigError(Problem(option, mesh.size("tp"), rule, fix))
         if name.startswith(f"{layout.layers}."):
+            rule = f"reads {name} in {reader}, where the layer's weights are not gathered"
             fix = "give each layer its own parameters"
-            raise ConfigError(
-                Problem("model.name", config.model.name, f"{rule} a shard of its layer's", fix)
-            )
+            raise ConfigError(Problem("model.name", config.model.name, rule, fix))
     model.ends_are_read = bool(readers)  # type: ignore[assignment]
 
 
 def read_elsewhere(whole: nn.Module, layout: Layout) -> dict[str, str]:
-    """Return parameters that are read while no module that holds them runs: parameter name -> path of the
-    reader.
+    """Return the parameters that are read while no unit that holds them runs.
 
-    Modules here are the units that FSDP gathers: the first and last modules, and each layer. A forward
-    that fails on the meta device is checked up to the failure.
+    Units are the modules that FSDP gathers: the first and last modules, and each layer. If the forward fails
+    on the meta device, only the reads before the failure are found.
+
+    Returns:
+        Parameter name -> path of the module that reads it.
     """
     model = copy.deepcopy(whole)
     if len(inspect.signature(model.forward).parameters) < 2:
@@ -80,7 +81,7 @@ def read_elsewhere(whole: nn.Module, layout: Layout) -> dict[str, str]:
         for leaf in tree_leaves(arguments):
             if not isinstance(leaf, nn.Parameter) or id(leaf) not in holders:
                 continue
-            # A read is allowed while any module that holds the parameter runs.
+            # The read is allowed if a unit that holds the parameter is running, because it is gathered then.
             if not holders[id(leaf)] & set(running):
                 reader = running[-1] if running else "the model's own forward"
                 readers.setdefault(paths[id(leaf)], reader)
@@ -98,7 +99,7 @@ def read_elsewhere(whole: nn.Module, layout: Layout) -> dict[str, str]:
         if path:
             _track_calls(path, module, running)
     token = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    # Some forwards need numbers. Their errors are reported by the first step.
+    # Some forwards need the values of tensors and fail here. Ignore errors: the first step reports real ones.
     with suppress(Exception), trial(model), torch.no_grad(), torch.device("meta"), ReadWatch():
         model(token, token)
     return readers

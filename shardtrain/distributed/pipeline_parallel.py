@@ -3,9 +3,9 @@
 Uses PyTorch's schedules: GPipe (Huang et al. 2019), 1F1B and interleaved (Narayanan et al. 2021), and
 zero bubble (Qi et al. 2023).
 
-A stage is the model without the layers of other stages, and with ``chain.Absent`` in place of first and
-last modules that it lacks. So parameter names never change. Gradient accumulation adds micro-batches to
-one pass through the schedule, so a step has only one pipeline bubble.
+A stage is the model without the layers of other stages. ``chain.Absent`` replaces first and last modules
+that are on other stages. So parameter names never change. With gradient accumulation, a pass through the
+schedule has more micro-batches, so a step still has only one pipeline bubble.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def cut(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> list[nn
     Raises:
         ConfigError: ``module_fqns_per_model_part`` does not cover the model, or its forward is not a chain.
     """
-    # before the cut, because a forward that is not a chain would silently compute something else in stages
+    # Check this first, because in stages a forward that is not a chain would silently compute wrong results.
     parts = check(model, layout, config)
     own_modules = [set(parts[index]) for index in _own_stages(mesh, config, len(parts))]
     if hf_stages.is_hf(model):
@@ -121,14 +121,14 @@ def _check_parts(parts: list[list[str]], names: ChainNames) -> None:
 
 
 class _Stage(PipelineStage):
-    """PyTorch's stage with two fixes, for schedules that split the backward pass and for V-shaped
-    schedules.
+    """PyTorch's stage with fixes for two types of schedules.
 
-    Split backward: PyTorch computes gradients of the module's parameters, which must be the gathered
-    weights of the forward pass. FSDP units that reshard after forward register their shards, whose
-    gradients PyTorch would silently skip. So weights are gathered first.
+    Schedules that split the backward pass: PyTorch computes the gradients of the module's parameters, which
+    must be the gathered weights that forward used. After forward, an FSDP unit may have replaced them by its
+    shards, and PyTorch would silently skip the gradients. So the weights are gathered first.
 
-    Evaluation: a V-shaped schedule passes on gradients even if there are none.
+    V-shaped schedules: in evaluation they would pass on gradients that do not exist. And in the middle of the
+    V, two stages on one rank exchange tensors.
 
     Attributes:
         embedding_noise: noise on the embedding of the first stage, or None.
@@ -150,8 +150,7 @@ class _Stage(PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # The middle of a V is two stages of one rank, and gloo does not connect a rank to itself (torch
-        # 2.11).
+        # Skip the exchange in the middle of a V, because gloo cannot connect a rank to itself (torch 2.11).
         return [
             op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank
         ]
@@ -167,9 +166,7 @@ class _Stage(PipelineStage):
 
 
 def _no_op() -> None:
-    """Separate backward pass of weights, for stages that compute the gradients of weights with those of
-    inputs.
-    """
+    """Backward pass for the weights of a stage that computes their gradients together with the inputs'."""
 
 
 class PipelineRunner(Runner):
@@ -194,16 +191,16 @@ class PipelineRunner(Runner):
         self._ties = TiedStages(tied_names(whole), modules, self.ranks_of_stages, mesh)
         self._weight = torch.ones((), device=mesh.device)
         self._computes_loss = True
-        """False during a pass that only counts the choices of experts."""
+        """False during a pass that only counts how often each expert is chosen."""
         self._positions_name = _positions_name(whole)
         hidden = _hidden_size(whole, layout)
         self._features = hidden
-        # tensor-parallel ranks of a network of transformers hold complete sequences between layers
+        # number of tensor-parallel ranks that split sequences between layers (none in transformers networks)
         self.sequence_ranks = 1 if hf_stages.is_hf(whole) else mesh.size("tp")
         self._vocab_size = vocab_size
-        # With recomputation, compute gradients of weights together with those of inputs. Separately,
-        # PyTorch would compute them for each group of weights, and each time recompute the layer and keep
-        # its activations.
+        # With recomputation, compute the gradients of weights together with the inputs' gradients. A
+        # separate pass would run for each group of weights, and each time recompute the layer and keep its
+        # activations.
         recomputes = config.activation_checkpoint.mode in ("full", "selective")
         self._stages = []
         for part, index in zip(self.parts, self._indices, strict=True):
@@ -212,7 +209,8 @@ class PipelineRunner(Runner):
                 index,
                 num_stages,
                 mesh.device,
-                # Without shapes, the stages would send pickled shapes to each other in the first step.
+                # Pass the shapes here. Otherwise the stages would send each other pickled shapes in the
+                # first step.
                 input_args=_input(index, hidden, self.sequence_ranks, mesh, config),
                 output_args=_output(
                     index == self._last, hidden, vocab_size, self.sequence_ranks, mesh, config
@@ -227,7 +225,7 @@ class PipelineRunner(Runner):
 
     @property
     def indices(self) -> list[int]:
-        """Numbers of this rank's stages."""
+        """Indices of this rank's stages."""
         return self._indices
 
     @property
@@ -236,7 +234,7 @@ class PipelineRunner(Runner):
         return getattr(torch, derived.compute_dtype(self._config))  # type: ignore[no-any-return]
 
     def output_shape(self, index: int, rows: int, tokens: int) -> tuple[int, ...]:
-        """Return the shape of the output of a stage for this rank's part of some sequences."""
+        """Return the shape of a stage's output for ``rows`` rows with ``tokens`` tokens on this rank."""
         if index == self._last:
             return rows, tokens, _vocabulary_columns(self._vocab_size, self._mesh, self._config)
         return rows, tokens // self.sequence_ranks, self._features
@@ -268,14 +266,17 @@ class PipelineRunner(Runner):
             loss = self._run_with_balance_loss(self._balance, batches, weight)
         else:
             loss = self._run(self._schedule.step, batches)
-        # after all micro-batches, add the gradients of parameters that stages share
+        # Now that all micro-batches are done, add up the gradients of parameters that stages share.
         self._ties.sum_gradients(self.parts)
         return loss
 
     def _run_with_balance_loss(
         self, balance: GlobalBalance, batches: Sequence[TokenBatch], weight: Tensor
     ) -> Tensor:
-        """Count the choices of experts in all stages, before the first backward pass of any stage."""
+        """Run a step after a pass that counts the experts' choices in all stages.
+
+        The balance loss depends on all counts, so it needs them before the first backward pass of any stage.
+        """
         with balance.step():
             self._computes_loss = False
             try:
@@ -307,9 +308,8 @@ class PipelineRunner(Runner):
         if self.has_loss:
             keywords |= {"target": targets_Bt, "losses": losses}
         if "return_outputs" in inspect.signature(method).parameters:
-            keywords["return_outputs"] = (
-                False  # otherwise all logits of a step would stay in memory
-            )
+            # otherwise all logits of a step would stay in memory
+            keywords["return_outputs"] = False
         # Only the first stage receives tokens. The others receive activations from the previous stage.
         arguments = (tokens_Bt,) if 0 in self._indices else ()
         method(*arguments, **keywords)
@@ -347,11 +347,13 @@ class PipelineRunner(Runner):
 
 
 class AllStages(nn.Module):
-    """The full model for a forward pass without gradients: each rank computes its stages and sends their outputs to
-    all others. Slow, for tests of a few tokens.
+    """The full model on every pipeline rank, for forward passes without gradients on a few tokens.
+
+    Each rank computes its own stages and broadcasts their outputs. This is slow, because only one stage
+    computes at a time.
 
     Attributes:
-        config_name, hf: those of a network of ``transformers``.
+        config_name, hf: the attributes of a ``transformers`` network, so that its checks work here too.
     """
 
     def __init__(self, runner: PipelineRunner) -> None:
@@ -366,7 +368,10 @@ class AllStages(nn.Module):
         return self.parts[0].hf
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, **documents: Tensor) -> Tensor:
-        """Return this tensor-parallel rank's columns of the logits, on every pipeline rank (a collective)."""
+        """Return the logits on every pipeline rank (a collective).
+
+        With tensor parallelism, these are this rank's columns of the logits.
+        """
         x = tokens_BT
         for index, rank in enumerate(self._runner.ranks_of_stages):
             shape = self._runner.output_shape(index, *tokens_BT.shape)
@@ -395,7 +400,7 @@ class AllStages(nn.Module):
 
 
 def _input(index: int, hidden: int, sequence_ranks: int, mesh: Mesh, config: Config) -> Tensor:
-    """Return a stage's input without memory: tokens, or activations (batch, tokens of this rank, hidden)."""
+    """Return a meta tensor in the shape of a stage's input: tokens, or activations (batch, tokens, hidden)."""
     rows = config.parallelism.pipeline_parallel_microbatch_size
     tokens = _local_tokens(mesh, config)
     if index == 0:
@@ -406,7 +411,7 @@ def _input(index: int, hidden: int, sequence_ranks: int, mesh: Mesh, config: Con
 def _output(
     is_last: bool, hidden: int, vocab_size: int, sequence_ranks: int, mesh: Mesh, config: Config
 ) -> Tensor:
-    """Return a stage's output without memory: activations, or this rank's columns of the logits."""
+    """Return a meta tensor in the shape of a stage's output: activations, or this rank's part of the logits."""
     rows = config.parallelism.pipeline_parallel_microbatch_size
     tokens = _local_tokens(mesh, config)
     if not is_last:
@@ -415,7 +420,7 @@ def _output(
 
 
 def _vocabulary_columns(vocab_size: int, mesh: Mesh, config: Config) -> int:
-    """Return the number of columns of this rank's logits."""
+    """Return how many columns of the logits this tensor-parallel rank has."""
     if mesh.size("tp") == 1 or config.parallelism.disable_loss_parallel:
         return vocab_size
     per_rank = -(-vocab_size // mesh.size("tp"))
@@ -452,7 +457,7 @@ def _hidden_size(whole: nn.Module, layout: Layout) -> int:
 
 
 class _FirstLayerReached(Exception):
-    """Ends the forward pass, because some layers cannot run on the meta device."""
+    """Raised to end the forward pass before the first layer. Some layers cannot run on the meta device."""
 
     def __init__(self, features: int) -> None:
         super().__init__(features)
@@ -464,5 +469,5 @@ def _stop_at_first_layer(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 
 
 def _positions_name(model: nn.Module) -> str:
-    """Return the name of the model's second argument. Stages receive positions by keyword."""
+    """Return the name of the model's second argument, the positions. Stages receive them by keyword."""
     return list(inspect.signature(model.forward).parameters)[1]

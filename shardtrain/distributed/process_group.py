@@ -32,23 +32,19 @@ class World:
     local_rank: int
     device: torch.device
     store: dist.Store | None = None
-    """The store of the rendezvous. None if the ranks met in another way, as in tests."""
+    """The store of the rendezvous. None if there was no rendezvous, as in tests."""
 
 
 more_counters: set[Callable[[], int]] = set()
-"""Functions that count exchanges between ranks outside process groups, such as those through shared
-memory.
-"""
+"""Functions that return the number of exchanges outside process groups, such as through shared memory."""
 
 
 def collectives_begun() -> int:
-    """Return the number of collectives that this process has started, in all its groups.
+    """Return how many collectives this process has started, in all its groups. A sign of progress.
 
-    It grows with progress.
-
-    Cheap and thread-safe, also while groups are created and destroyed.
+    The call is cheap and thread-safe, even while groups are created and destroyed.
     """
-    # Copies of the collections, because other threads may change them.
+    # Iterate over copies, because other threads may change the collections.
     total = sum(count() for count in list(more_counters))
     with contextlib.suppress(Exception):  # a group is being destroyed, or has no sequence numbers
         for group in list(dist.distributed_c10d._world.pg_map):
@@ -65,7 +61,7 @@ def pick_device_type(wanted: str) -> str:
     """
     available = accelerator.found()
     if wanted == "auto":
-        # A device that exists may still not support training.
+        # Fall back to the CPU if training does not support the accelerator that exists.
         return available if available in ACCELERATOR_TYPES else "cpu"
     if wanted not in ("cpu", available):
         rule = "finds no such device"
@@ -79,11 +75,10 @@ def pick_device_type(wanted: str) -> str:
 def join(
     comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] | None = None
 ) -> Iterator[World]:
-    """Join the process group that the launcher's environment describes, and leave it at the end of the
-    block.
+    """Context manager: join the process group that the launcher's environment variables describe.
 
-    Reads RANK, WORLD_SIZE and LOCAL_RANK, which torchrun and ``shardtrain train`` set. Without them the
-    process is the only rank.
+    These are RANK, WORLD_SIZE and LOCAL_RANK, which torchrun and ``shardtrain train`` set. Without them the
+    process is the only rank. The group is destroyed at the end of the block.
 
     Args:
         comm: timeouts.
@@ -99,7 +94,7 @@ def join(
     device_type = pick_device_type(device)
     torch_device = accelerator.of_rank(device_type, local_rank)
     timeout = timedelta(seconds=comm.init_timeout_seconds)
-    # otherwise the rendezvous sets the variable, for only this group
+    # If the variable is not set, the rendezvous below may set it. It is then removed at the end.
     has_store = STORE in os.environ
     backend = accelerator.collectives(device_type)
     # gloo reads this variable when the group is created
@@ -109,7 +104,8 @@ def join(
         with _meeting(size, timeout) as store:
             if check:
                 check(store, rank, size)
-            # The prefix of PyTorch's own rendezvous, so that keys of other users of the store cannot collide.
+            # Use the same prefix as PyTorch's own rendezvous, so that keys do not collide with other users of
+            # the store.
             group_store = dist.PrefixStore("default_pg", store)
             gloo_sockets.private(
                 lambda: dist.init_process_group(
@@ -125,13 +121,14 @@ def join(
     finally:
         dist.destroy_process_group()
         signed_store.release()
-        if not has_store:  # a later group of this process may use another store
+        if not has_store:
+            # a later group of this process must not meet in the store of this one
             os.environ.pop(STORE, None)
 
 
 @contextmanager
 def _meeting(size: int, timeout: timedelta) -> Iterator[dist.Store]:
-    """Yield the store in which the ranks find each other. It must stay open until all ranks have joined."""
+    """Yield the store in which the ranks find each other. Keep it open until all ranks have joined."""
     if size == 1:  # without a launcher there is no address or port
         yield dist.HashStore()
         return
@@ -151,7 +148,7 @@ def set_timeout(seconds: int) -> None:
 
 
 def gather_flags(flag: bool, device: torch.device) -> list[int]:
-    """Return the ranks that pass True. All ranks get the same list (a collective)."""
+    """Return the list of ranks that pass ``flag=True``, on all ranks (a collective)."""
     # Each rank sets its own element, so the sum is a gather.
     flags = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
     flags[dist.get_rank()] = int(flag)

@@ -54,7 +54,7 @@ class ModelParts:
     has_experts: bool = False
     """True if the full model has experts, on this rank or on others."""
     training_chunk_loss: ChunkFunction | None = None
-    """Like ``chunk_loss``, with the terms that only training adds."""
+    """Like ``chunk_loss``, with the loss terms that only training adds."""
     embedding_noise: EmbeddingNoise | None = None
     """Noise on the output of the embedding, if this rank has one and training adds noise."""
 
@@ -65,7 +65,7 @@ def loss_terms(config: Config) -> LossTerms:
 
 
 class Runner(ABC):
-    """A sharded model: forward, backward and update.
+    """A sharded model that can run forward, backward and update.
 
     Attributes:
         model_parts: the modules of this rank and their configuration.
@@ -94,9 +94,10 @@ class Runner(ABC):
 
     @abstractmethod
     def forward_backward(self, batches: Sequence[TokenBatch], weight: Tensor) -> Tensor:
-        """Add the gradients of ``weight`` times the loss sum over all batches of all ranks to the parameters.
+        """Run forward and backward for all batches, and add the gradients to the parameters (a collective).
 
-        A collective. Gradients are reduced once, with the last batch.
+        The gradients are those of ``weight`` times the sum of the loss over all batches of all ranks. They
+        are reduced over ranks once, with the last batch.
 
         Returns:
             ``weight`` times this rank's loss sum, a float64 scalar. Zero if another stage computes the loss.
@@ -116,9 +117,7 @@ class Runner(ABC):
 
     @property
     def counts_filler(self) -> bool:
-        """True if batches must mark padding tokens (``data.mark_filler``), which expert load statistics
-        ignore.
-        """
+        """True if batches must mark padding tokens (``data.mark_filler``), so that experts do not count them."""
         if self._balance is not None:
             return True
         return self._has_experts and expert_parallel.has_experts(self.parts)
@@ -137,9 +136,9 @@ class Runner(ABC):
         return count
 
     def _loss_function(self) -> tuple[ChunkFunction | None, LossTerms]:
-        """Return the loss of a chunk, and its terms for a split vocabulary.
+        """Return the function for the loss of a chunk, and the loss terms for a split vocabulary.
 
-        Only training has label smoothing and z-loss. A validation loss is the cross-entropy.
+        Only the training loss has label smoothing and z-loss. The validation loss is the plain cross-entropy.
         """
         if torch.is_grad_enabled():
             return self._training_chunk_loss, self._terms
@@ -158,7 +157,7 @@ class Runner(ABC):
         for part in self.parts:
             to_empty(part, parameter_device)
             for module in part.modules():
-                # buffers start at zero, see LAYOUT.buffers
+                # buffers start at zero, because LAYOUT.buffers declares no other value
                 for name, buffer in module.named_buffers(recurse=False):
                     module._buffers[name] = torch.zeros_like(buffer, device=self._mesh.device)
         for name, parameter in self.parameters().items():
@@ -179,16 +178,16 @@ class Runner(ABC):
         }
 
     def counted_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that this rank adds to sums over stages.
+        """Return the parameters that this rank counts in sums over stages, such as the gradient norm.
 
-        A tied parameter is on two stages, and only one of them counts it.
+        A tied parameter is on two stages, but only one of them counts it.
         """
         return self.parameters()
 
     def buffers(self) -> dict[str, Tensor]:
         """Return this rank's buffers by name, such as router biases.
 
-        They are equal on all ranks that hold them.
+        A buffer is the same on all ranks that hold it.
         """
         return {name: buffer for part in self.parts for name, buffer in part.named_buffers()}
 
@@ -204,16 +203,11 @@ class Runner(ABC):
         return metrics
 
     def optimizer_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the tensors that the optimizer updates: the parameters, or with ZeRO-1 this replica's
-        slices of them.
-        """
+        """Return the tensors that the optimizer updates: the parameters, or with ZeRO-1 slices of them."""
         return self.parameters() if self._split_states is None else self._split_states.slices
 
     def update_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on, update each parameter in backward.
-
-        The caller then sets the learning rate before backward.
-        """
+        """Update each parameter during backward from now on. Set the learning rate before backward then."""
         parameters = self.optimizer_parameters().values()
         self._in_backward = UpdateInBackward(optimizer, parameters, self._mesh)
 
@@ -231,7 +225,7 @@ class Runner(ABC):
             applies: a boolean scalar on the device. If it is False, the update changes nothing. The host
                 does not read it; see ``optim.decides_on_device``.
         """
-        # backward has already updated the parameters
+        # Backward has already updated the parameters, so only the router biases are left.
         if self._in_backward is not None:
             if self._has_experts:
                 expert_parallel.update_biases(self.parts, self._mesh)
@@ -239,8 +233,8 @@ class Runner(ABC):
         if self._split_states is not None:
             self._split_states.before_update()
         if applies is not None:
-            # Fused kernels read this attribute on the device, and change neither weights nor state if it
-            # is 1. PyTorch's GradScaler skips updates the same way.
+            # A fused optimizer's kernels read this attribute on the device. If it is 1, they change neither
+            # weights nor optimizer state. PyTorch's GradScaler uses the same mechanism.
             optimizer.found_inf = (~applies).float()  # type: ignore[attr-defined]
         optimizer.step()
         if applies is not None:
@@ -263,13 +257,10 @@ class PlainRunner(Runner):
         super().__init__(parts)
         self._has_compute_copies = compute_copies.are_used(self.parts[0])
         self._loss_at_head: dict[int, bool] = {}
-        """Number of tokens -> True if the head computes the loss. Decided once for each number of tokens."""
+        """For each number of tokens, True if the head computes the loss. A cache of ``loss_at_head.saves``."""
 
     def forward_backward(self, batches: Sequence[TokenBatch], weight: Tensor) -> Tensor:
-        """Run one batch after the other.
-
-        The backward pass of the last batch reduces the sums of gradients.
-        """
+        """Run one batch after the other. The backward pass of the last batch reduces the summed gradients."""
         if self._has_experts:
             expert_parallel.before_step(self.parts, weight)
         if self._before_pass:
@@ -284,10 +275,11 @@ class PlainRunner(Runner):
     def _forward_backward(self, batches: Sequence[TokenBatch], weight: Tensor) -> Tensor:
         balance = self._balance
         counts_first = balance is not None and len(batches) > 1
-        # float64, because hundreds of micro-batches, and then ranks, are added one after the other
+        # float64, because the losses of hundreds of micro-batches, and then of all ranks, are added up
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         try:
-            # The balance loss of a micro-batch depends on the experts that all others choose
+            # The balance loss of a micro-batch depends on which experts the tokens of all other micro-batches
+            # choose. So first run all of them without gradients to count the choices.
             if balance is not None and counts_first:
                 balance.count(lambda: self._run_without_loss(batches))
                 balance.sum_over_ranks(batches, weight)
@@ -302,12 +294,12 @@ class PlainRunner(Runner):
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
         finally:
-            # Backward has dropped the copies that received a gradient. Drop the others; after an error
+            # Backward drops only copies that received a gradient. Drop the others too, and after an error
             # drop all.
             if self._has_compute_copies:
                 compute_copies.drop(self.parts[0])
-        # Only tensor-parallel ranks have partial sums. A collective per parameter, in the same order on
-        # all ranks, once for all micro-batches.
+        # With tensor parallelism, some gradients are partial sums. Complete them once after all micro-batches,
+        # with one collective per parameter, in the same order on all ranks.
         if self._mesh.size("tp") > 1:
             for parameter in self.parts[0].parameters():
                 partial_gradients.make_whole(parameter)
@@ -335,10 +327,11 @@ class PlainRunner(Runner):
     def _loss(self, batch: TokenBatch, weight: Tensor) -> Tensor:
         model = self.parts[0]
         tokens_Bt, targets_Bt, positions_Bt = self._cut(batch)
-        # Documents are not split over context-parallel ranks, because attention needs those of all tokens.
+        # Context-parallel ranks pass full rows of document numbers, because attention needs those of all
+        # tokens.
         documents = {} if batch.documents_BT is None else {"documents_BT": batch.documents_BT}
 
-        # compute head and loss in one function if that avoids large logits
+        # Let the head compute the loss if that avoids large logits.
         num_tokens = targets_Bt.numel()
         if num_tokens not in self._loss_at_head:
             self._loss_at_head[num_tokens] = loss_at_head.saves(

@@ -1,6 +1,4 @@
-"""A runner for tasks: the task defines the batches, the loss and the predictions, and the model is
-sharded as usual.
-"""
+"""A runner for tasks. The task defines batches, loss and predictions. The model is sharded as usual."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ class TaskLoss(Protocol):
         ...
 
     def predictions(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        """Return the tensors that evaluation keeps for each row."""
+        """Return the tensors that ``metrics`` needs, with one entry for each row of the batch."""
         ...
 
     def metrics(self, rows: Any) -> dict[str, float]:
@@ -35,7 +33,7 @@ class TaskLoss(Protocol):
         ...
 
     def step_sums(self, outputs: Any, batch: Any) -> Tensor | None:
-        """Return the sums over the rows of a batch that ``step_metrics`` needs, (K,) in float64, or None."""
+        """Return sums over the rows of a batch for ``step_metrics``, (K,) in float64, or None if unused."""
         ...
 
     def step_metrics(self, sums: list[float]) -> dict[str, float]:
@@ -44,7 +42,7 @@ class TaskLoss(Protocol):
 
 
 class TaskRunner(PlainRunner):
-    """Runner of an unpipelined model with the loss of a task. Batches are ``data.row_stream.RowBatch``."""
+    """Runner for a task, of a model without pipeline stages. Batches are ``data.row_stream.RowBatch``."""
 
     def __init__(self, plain: Runner, task: TaskLoss) -> None:
         super().__init__(plain.model_parts)
@@ -64,7 +62,7 @@ class TaskRunner(PlainRunner):
         return super().forward_backward(batches, weight)
 
     def measures(self) -> dict[str, float]:
-        """Add the task's metrics of the last step, over the rows of all ranks (a collective)."""
+        """Return the measures with the task's metrics of the step, over all ranks' rows (a collective)."""
         measures = super().measures()
         if self._step_sums_K is not None:
             sums = self._mesh.sum(self._step_sums_K, over=LOSS_AXES).tolist()
@@ -72,10 +70,9 @@ class TaskRunner(PlainRunner):
         return measures
 
     def predict(self, batch: Any, with_loss: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this rank's loss sum of one batch (zero without ``with_loss``) and the predictions for
-        its rows.
+        """Return the loss sum of a batch and the predictions for its rows, without gradients.
 
-        No gradients are computed.
+        The loss is zero if ``with_loss`` is False.
         """
         with torch.no_grad():
             outputs = self.task.forward(self.parts[0], batch)
@@ -86,7 +83,7 @@ class TaskRunner(PlainRunner):
             return loss.float(), self.task.predictions(outputs, batch)
 
     def _loss(self, batch: Any, weight: Tensor) -> Tensor:
-        # A batch without rows only takes part in collectives, so experts must not count it.
+        # A batch without rows only exists because of the collectives, so experts must not count it.
         if self._has_experts:
             expert_parallel.count(self.parts, bool(batch.num_rows))
         outputs = self.task.forward(self.parts[0], batch)
@@ -98,13 +95,11 @@ class TaskRunner(PlainRunner):
             sums_K = self.task.step_sums(outputs, batch)
         if sums_K is None:
             return
-        # A batch without rows contributes zeros, so all ranks have sums.
+        # A batch without rows contributes zeros, so that every rank has sums for the collective.
         sums_K = sums_K * bool(batch.num_rows)
         self._step_sums_K = sums_K if self._step_sums_K is None else self._step_sums_K + sums_K
 
 
 def _weight(batch: Any, weight: Tensor) -> Tensor:
-    """Return the weight of a batch: zero for a batch without rows, which only takes part in the
-    collectives.
-    """
+    """Return ``weight``, or zero for a batch without rows, which only exists because of the collectives."""
     return weight if batch.num_rows else torch.zeros_like(weight)

@@ -1,10 +1,9 @@
-"""Parameters that pipeline stages share, such as an embedding in the first stage and a tied head in the
-last.
+"""Parameters that pipeline stages share, such as an embedding in the first stage and a tied head in the last.
 
-Each stage has a copy. Copies start equal. After the backward pass of a step their gradients are added, so
-all copies get the same update (the method of Shoeybi et al. 2019 and Narayanan et al. 2021). The
-parameter has only its first name in the full model, so checkpoints do not depend on the mesh. If two
-ranks hold copies, they are replicas. In a V-shaped schedule one rank can hold two copies.
+Each of these stages has a copy, and all copies start equal. After the backward pass of a step, their
+gradients are added up, so that all copies get the same update (Shoeybi et al. 2019, Narayanan et al. 2021).
+The parameter is known only by the first of its names in the full model, so that checkpoints do not depend on
+the mesh. With a V-shaped schedule, one rank can hold two copies. Copies on different ranks are replicas.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ class TiedStages:
         self._mesh = mesh
         self._first_name = {name: names[0] for names in ties for name in names}
         self._holders: dict[str, list[int]] = {}
-        """First name of each shared parameter -> the ranks on the axis pp that hold it, in ascending
-        order.
-        """
+        """Maps the first name of each shared parameter to the pipeline ranks that hold it, in order."""
         for names in ties:
             holding_stages = []
             for index, modules in enumerate(stage_names):
@@ -54,9 +51,9 @@ class TiedStages:
                 self._holders[names[0]] = sorted({ranks[index] for index in holding_stages})
 
     def parameters(self, parts: Sequence[nn.Module]) -> dict[str, list[nn.Parameter]]:
-        """Return the copies of each of this rank's parameters.
+        """Map each parameter of this rank to all its copies on this rank.
 
-        A parameter with several names in the full model has the first of them as its key.
+        If a parameter has several names in the full model, the key is the first one.
         """
         copies: dict[str, list[nn.Parameter]] = {}
         for part in parts:
@@ -66,9 +63,9 @@ class TiedStages:
         return copies
 
     def is_counted_here(self, name: str) -> bool:
-        """True if this rank adds the parameter to sums over stages, such as the gradient norm.
+        """True if this rank counts the parameter in sums over stages, such as the gradient norm.
 
-        One holder does.
+        For a shared parameter, this is only the first rank that holds it.
         """
         holders = self._holders.get(name)
         if holders is None:
@@ -76,9 +73,9 @@ class TiedStages:
         return holders[0] == self._mesh.rank(AXIS)
 
     def copy_weights(self, parts: Sequence[nn.Module]) -> None:
-        """Copy the first copy on this rank to the others.
+        """Overwrite further copies on this rank with the first one.
 
-        Only the first is initialized, loaded and updated.
+        This is needed because only the first copy is initialized, loaded and updated.
         """
         if not self._holders:
             return
@@ -88,13 +85,13 @@ class TiedStages:
                     local_tensor(other).copy_(local_tensor(first))
 
     def sum_gradients(self, parts: Sequence[nn.Module]) -> None:
-        """Sum the gradients of all copies of each shared parameter. The sum is bitwise equal on each rank.
+        """For each shared parameter, sum the gradients of all copies into the first copy on each rank.
 
-        Only the ranks that hold a copy communicate. The sum is stored in the first copy on each rank.
+        Only the ranks that hold a copy communicate. They get bitwise equal sums.
         """
         parameters = self.parameters(parts)
         for name in sorted(self._holders.keys() & parameters.keys()):
-            # Stages of this rank first, then the other ranks.
+            # First add up the gradients of this rank's copies, then those of other ranks.
             first, *others = parameters[name]
             if not first.requires_grad:
                 continue
@@ -108,7 +105,7 @@ class TiedStages:
             self._sum_over_holders(gradient, self._holders[name])
 
     def _sum_over_holders(self, gradient: Tensor, holders: Sequence[int]) -> None:
-        """Replace a gradient with its sum over the holders."""
+        """Replace a gradient with its sum over the pipeline ranks ``holders``."""
         if len(holders) == 1:
             return
         group = self._mesh.group(AXIS)
@@ -122,7 +119,7 @@ class TiedStages:
                 peer = dist.get_global_rank(group, holder)
                 messages.append(dist.P2POp(dist.isend, sent, peer, group))
                 messages.append(dist.P2POp(dist.irecv, values[holder], peer, group))
-        # All messages are started before the first wait, so ranks cannot block each other.
+        # Start all messages before waiting for the first one, so that ranks cannot block each other.
         for work in dist.batch_isend_irecv(messages):
             work.wait()
         # Sum in the order of ranks, so that all copies get the same bits.

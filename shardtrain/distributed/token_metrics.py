@@ -1,4 +1,4 @@
-"""The user's training metrics: functions of logits and targets, averaged over the target tokens of a step.
+"""The user's training metrics: functions of logits and targets, averaged over a step's target tokens.
 
 Shape suffixes: N tokens, n target tokens of a chunk, V vocabulary, v this rank's columns of it.
 """
@@ -25,11 +25,11 @@ Measure = Callable[[Tensor, Tensor], Tensor]
 
 
 def find(path: str) -> Measure:
-    """Load the function ``measure`` of a file and check it with random logits of three tokens.
+    """Load the function ``measure`` from a file, and try it with random logits of three tokens.
 
     Raises:
         ConfigError: the file does not exist, has no such function, or returns something other than a
-            value per token. An exception of the function itself is not caught.
+            value per token. Exceptions of the function itself are not caught.
     """
     measure = own_file.load_function(path, own_file.TOKEN_METRIC, OPTION)
     logits_nV = torch.randn((3, 8), generator=torch.Generator().manual_seed(0))
@@ -49,10 +49,10 @@ def _values(path: str, measure: Measure, logits_nV: Tensor, targets_n: Tensor) -
 
 
 class TokenMetrics:
-    """Sums of the metrics over this rank's target tokens of a step.
+    """Sums of the metrics over this rank's target tokens in a step.
 
     Attributes:
-        is_on: True if logits are measured. Set to False before steps that are not logged, to save time.
+        is_on: True if logits are measured. Set it to False for steps that are not logged, to save time.
     """
 
     def __init__(self, paths: Sequence[str], mesh: Mesh) -> None:
@@ -68,7 +68,7 @@ class TokenMetrics:
         )
 
     def add(self, logits_BTV: Tensor, targets_BT: Tensor, vocabulary: Vocabulary | None) -> None:
-        """Measure logits. With a split vocabulary this is a collective, which gathers all columns."""
+        """Measure logits. With a split vocabulary, this gathers all columns (a collective)."""
         if not self.is_on:
             return
         logits_NV = logits_BTV.detach().flatten(0, -2)
@@ -109,7 +109,7 @@ class TokenMetrics:
             return
         with torch.no_grad():
             for index, (path, measure) in enumerate(self._measures.items()):
-                # Each function gets copies, so writing to them changes neither the loss nor the next metric.
+                # Pass copies, so that a function that writes to them changes neither the loss nor other metrics.
                 values_n = _values(path, measure, logits_nV[is_target_n].float(), targets_n.clone())
                 self._sums[index] += values_n.sum(dtype=torch.float64)
         self._sums[-1] += len(targets_n)

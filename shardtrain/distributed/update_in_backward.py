@@ -1,7 +1,7 @@
-"""Update each parameter in backward, as soon as its gradient is complete, so that few gradients exist at
-a time.
+"""Update each parameter during backward, as soon as its gradient is complete. This saves memory, because
+only few gradients exist at the same time.
 
-Options that change all gradients or skip an update are not supported with this, see
+It does not support options that need all gradients together or that may skip an update, see
 config/rules/option_pairs.py.
 """
 
@@ -18,10 +18,7 @@ from shardtrain.distributed.mesh import Mesh
 
 
 class UpdateInBackward:
-    """Hooks that step the optimizer for each parameter in backward and free its gradient.
-
-    They record the norm.
-    """
+    """Hooks that, for each parameter, add its gradient to the norm, step the optimizer, and free the gradient."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], mesh: Mesh
@@ -31,14 +28,15 @@ class UpdateInBackward:
         self._squares = SquaredNorm(mesh)
         for parameter in parameters:
             if parameter.requires_grad:
-                # FSDP2 and compute_copies.py call these hooks when the gradient is reduced.
+                # FSDP2 and compute_copies.py call these hooks only after the gradient is reduced or cast.
                 parameter.register_post_accumulate_grad_hook(self._update)
 
     def _update(self, parameter: Tensor) -> None:
         partial_gradients.make_whole(parameter)
         assert parameter.grad is not None
         self._squares.add(parameter.grad)
-        self._optimizer.step()  # only this parameter has a gradient now
+        # This updates only one parameter, because no other has a gradient now.
+        self._optimizer.step()
         parameter.grad = None
 
     def norm(self) -> Tensor:

@@ -1,9 +1,9 @@
-"""ZeRO stage 1 (Rajbhandari et al. 2020): split optimizer states over the replicas of parameters.
+"""ZeRO stage 1 (Rajbhandari et al. 2020): split optimizer states over data-parallel replicas.
 
-Each replica updates one slice of each parameter, and the slices are then gathered. Before each update the
-slice is copied from the parameter, so changes of the parameter, such as a loaded checkpoint, take effect.
-The optimizer sees the slices as DTensors split over dp_replicate, so its checkpoints reshard like all
-others.
+Each replica updates one slice of each parameter, and then all replicas gather the slices. Before each update,
+the slice is copied from the parameter, because the parameter may have changed, for example by loading a
+checkpoint. The optimizer sees the slices as DTensors that are split over dp_replicate, so its checkpoints can
+be resharded like all others.
 """
 
 from __future__ import annotations
@@ -29,8 +29,13 @@ class SplitStates:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, block: int = 1) -> None:
-        """``block``: number of columns of a matrix that must stay together, because their state has one
-        scale.
+        """Create the slices.
+
+        Args:
+            parameters: the trained parameters, by name.
+            mesh: the mesh. Slices are split over dp_replicate.
+            block: number of matrix columns that must stay on one replica, because an 8-bit optimizer state
+                has one scale for them.
         """
         self._group = mesh.group(AXIS)
         self._replicas = mesh.size(AXIS)
@@ -71,8 +76,8 @@ class SplitStates:
         for name in names:
             parameter = local_tensor(self._parameters[name]).detach()
             chunks_by_name[name] = _chunks(parameter, self._dims[name], self._replicas)
-        # Sizes of chunks may differ by one row. Each is padded to the size of the first, which is the
-        # largest.
+        # The last chunks may be smaller. All replicas send equal sizes, so pad each chunk to the size of the
+        # first one, which is the largest.
         padded_numel = sum(chunks[0].numel() for chunks in chunks_by_name.values())
         first_chunk = chunks_by_name[names[0]][0]
         sent = first_chunk.new_zeros(padded_numel)
@@ -83,7 +88,7 @@ class SplitStates:
             offset += chunks[0].numel()
         received = [torch.empty_like(sent) for _ in range(self._replicas)]
         dist.all_gather(received, sent, group=self._group)
-        # The chunks are views, so this writes to the parameters.
+        # The chunks are views of the parameters, so this updates the parameters.
         offset = 0
         for chunks in chunks_by_name.values():
             for replica, chunk in enumerate(chunks):
@@ -117,10 +122,10 @@ class SplitStates:
 
 
 def _free_dim(parameter: Tensor, replicas: int, block: int) -> int | None:
-    """Return the first dimension that replicas can split, or None.
+    """Return the first dimension that can be split over the replicas, or None.
 
-    It must not be split by another axis, must have a row for each replica, and its parts must not cut a
-    block.
+    No other axis may split it already, it must have at least one index per replica, and the split must not
+    cut through a block of columns.
     """
     assert isinstance(parameter, DTensor)
     mesh = parameter.device_mesh
@@ -140,7 +145,7 @@ def _free_dim(parameter: Tensor, replicas: int, block: int) -> int | None:
 
 
 def _chunks(parameter: Tensor, dim: int | None, replicas: int) -> list[Tensor]:
-    """Return one view per replica: the results of ``torch.chunk``, then empty ones."""
+    """Return one view per replica. ``torch.chunk`` may return fewer, so the last ones may be empty."""
     assert dim is not None
     chunks = list(parameter.chunk(replicas, dim))
     empty = parameter.narrow(dim, parameter.size(dim), 0)

@@ -1,5 +1,4 @@
-"""``torchrun -m shardtrain.train``: run the command ``train``, for users of torchtitan, who start it like
-this."""
+"""Run the command ``train``. Users of torchtitan start it like this: ``torchrun -m shardtrain.train``."""
 
 import runpy
 import sys

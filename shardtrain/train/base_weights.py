@@ -1,6 +1,6 @@
 """Load the frozen base weights of a LoRA run.
 
-They are never saved; a fingerprint in checkpoints identifies them.
+Checkpoints do not contain them, only a fingerprint that identifies them.
 """
 
 from __future__ import annotations
@@ -48,14 +48,16 @@ def load(
     device: torch.device,
     checkpoints: Checkpoints,
 ) -> dict[str, Any]:
-    """Fill the frozen weights and the initial values of modules that are trained in full (a collective).
+    """Load all weights except the adapters: frozen weights, and modules that are trained in full.
+
+    A collective.
 
     Returns:
-        The facts that checkpoints record: the adapters' options, and path and fingerprint of the base
-        weights.
+        The facts that checkpoints record: the adapters' options, and the path and the fingerprint of the
+        base weights.
 
     Raises:
-        ConfigError: the path contains adapters, or another model than the configured one.
+        ConfigError: the path contains adapters, or a different model than the configured one.
         CheckpointError: the weights cannot be read.
     """
     state: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
@@ -67,7 +69,7 @@ def load(
     if config.checkpoint.initial_load_in_hf:
         tensors = without_new_head(config, tensors)
 
-    # With quantization, this fills all weights, and only the fingerprint remains to be computed below.
+    # _load_quantized fills all weights, so that only the fingerprint remains to be computed below.
     if config.lora.base_dtype != quantize.WHOLE:
         _load_quantized(config, runner, device, tensors)
         tensors = {}
@@ -83,7 +85,7 @@ def load(
             config, place(str(config.checkpoint.initial_load_path)), checkpoints, tensors
         )
 
-    # DoRA starts its magnitudes from the norms of the loaded weights
+    # DoRA's magnitudes start as the norms of the weights, so compute them now that the weights are loaded.
     if adapters.use_dora:
         for part in runner.parts:
             spec.start_magnitudes(part)
@@ -95,13 +97,13 @@ def load(
 def without_new_head(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors to load from a Hugging Face folder.
 
-    The new classification head of a native model is skipped, because the folder does not contain it.
+    Skips the new classification head of a native model, because the folder does not contain it.
     """
     module = models.find(config.model.name)
     if not tasks.open_task(config).num_labels or is_as_is(module):
         return dict(tensors)
     logger.info(
-        f"the head of {config.task.name} is not in the folder; it keeps its initial weights"
+        f"the folder does not contain the head of {config.task.name}; it keeps its initial weights"
     )
     head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
@@ -110,7 +112,7 @@ def without_new_head(config: Config, tensors: Mapping[str, Tensor]) -> dict[str,
 def _load_quantized(
     config: Config, runner: Runner, device: torch.device, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Fill the frozen weights that are not quantized, and quantize the others one at a time (a collective).
+    """Load all weights (a collective). Quantize the frozen matrices one at a time, to save memory.
 
     Raises:
         ConfigError: see ``FrozenWeights``.
@@ -140,7 +142,7 @@ def _load_quantized(
 
 
 def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
-    """Reject a checkpoint without adapters, or with adapters that were trained on other base weights.
+    """Reject a checkpoint that has no adapters, or whose adapters were trained on different base weights.
 
     Raises:
         ConfigError: the base weights differ.
@@ -149,7 +151,8 @@ def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
     saved = facts.get(FACT)
     if spec.read_facts(facts, path) is None or not isinstance(saved, dict):
         raise CheckpointError(
-            f"checkpoint {path} contains a full model and no adapters; start from it with {PATH}, in another folder"
+            f"checkpoint {path} contains a full model and no adapters; to start from it, set {PATH} and use "
+            "another job.dump_folder"
         )
     base = saved.get("base")
     old_path = old_fingerprint = None
@@ -168,7 +171,7 @@ def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         all_ranks(partial(importing.fill_as_configured, tensors, folder, config))
 
     def hash_share() -> dict[str, str]:
-        """Hash this rank's share of the files."""
+        """Hash some of the files: the ranks divide the files among them."""
         return fingerprint(folder, True, dist.get_rank(), dist.get_world_size())
 
     hashes: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Build a run: numerics, mesh, model, optimizer and data, up to its first step."""
+"""Build everything that a run needs before its first step: numerics, mesh, model, optimizer and data."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def set_numerics(config: Config, device: torch.device) -> None:
 
 
 def use_fastest_kernels(config: Config, device: torch.device) -> Kernels | None:
-    """Use the kernels that are fastest on this CPU in all models built from now on (a collective).
+    """Choose the fastest kernels of this CPU for all models that are built afterwards (a collective).
 
-    None on other devices, and if the config requires PyTorch's own kernels.
+    Returns None on other devices, or if the configuration requires PyTorch's own kernels.
     """
     if device.type != "cpu":
         return None
@@ -54,9 +54,9 @@ def use_fastest_kernels(config: Config, device: torch.device) -> Kernels | None:
     if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
         chosen_kernels.use(chosen_kernels.PYTORCH)
         return None
-    # Before the measurement, which would otherwise include the time for clearing new pages.
+    # Call this before the measurement, which would otherwise include the time to clear new memory pages.
     keep_freed_memory()
-    # Rank 0 measures for all: ranks with different kernels would not agree to the last bit
+    # Rank 0 measures for all ranks, because results of different kernels differ in the last bits.
     kernels = chosen_kernels.Kernels(
         **first_rank(lambda: asdict(kernel_speed.remembered_or_measured()))
     )
@@ -65,15 +65,14 @@ def use_fastest_kernels(config: Config, device: torch.device) -> Kernels | None:
 
 
 def build(config: Config, world: World) -> Run:
-    """Build everything that the first step needs: mesh, sharded model with initial weights, optimizer,
-    data."""
-    # the model on its mesh, and the optimizer of this rank's shards
+    """Build mesh, sharded model with initial weights, optimizer and data."""
+    # Build the model on its mesh, and the optimizer of this rank's shards.
     mesh = distributed.build(config, world)
     built = build_model(config, mesh, may_compile=True)
     if built.config.compile.enable and not config.compile.enable:
         logger.info(
-            "compile.enable: this run is long enough that torch.compile pays off; the first start takes a minute more, "
-            "later ones a few seconds (compile.enable=false disables it)"
+            "compile.enable: torch.compile is used, because this run is long enough to benefit; the first start "
+            "takes about a minute longer, later starts a few seconds (compile.enable=false disables it)"
         )
     config = built.config
     task = built.task
@@ -84,12 +83,12 @@ def build(config: Config, world: World) -> Run:
     )
     if config.optimizer.early_step_in_backward:
         runner.update_in_backward(optimizer)
-    # only float16 has a range too small for unscaled gradients
+    # Scale the loss for float16, whose range is too small for many gradients.
     scaler = None
     if derived.compute_dtype(config) == "float16":
         scaler = optim.LossScaler(training.initial_loss_scale, training.loss_scale_growth_interval)
 
-    # the data: each data-parallel rank reads its own rows
+    # Open the data. Each data-parallel rank reads its own rows.
     with together(config):
         stream = task.open_dataloader(
             batch_rank=mesh.rank(*BATCH_AXES),
@@ -99,6 +98,7 @@ def build(config: Config, world: World) -> Run:
     task.check(stream, built.module, built.shape)
     reference_models.hold(task, runner, config, mesh)
     require_same_data(stream, "the training data")
+    # With training.epochs, the data determine the number of steps.
     total_steps = training.steps
     if training.epochs is not None and stream.steps_left is not None:
         total_steps = stream.steps_left
@@ -125,8 +125,10 @@ def build(config: Config, world: World) -> Run:
 
 
 def _mean_flops_per_token(built: BuiltModel, stream: DataLoader) -> float:
-    """Return the mean over the tokens of the data: attention depends on sequence length, which differs
-    between rows."""
+    """Return the mean over all tokens of the data.
+
+    A mean is needed because the cost of attention depends on the length of a row, and lengths differ.
+    """
     tokens_by_length = {length: length * count for length, count in stream.sequence_lengths.items()}
     if not tokens_by_length:
         tokens_by_length = {built.config.training.seq_len: 1}

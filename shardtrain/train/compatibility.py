@@ -28,10 +28,11 @@ BATCH = "training.global_batch_size"
 
 
 def keep_batch_size(loaded: Loaded, world: World) -> Loaded:
-    """Set an unset global batch size to that of the checkpoint to resume from (a collective).
+    """If the global batch size is unset, take it from the checkpoint to resume from (a collective).
 
-    Without this, the same command on another number of ranks would train with another batch size. Returns
-    ``loaded`` unchanged if this mesh does not support that batch size; ``refuse`` then reports the problem.
+    Otherwise the same command on a different number of ranks would train with a different batch size. If this
+    mesh does not support the checkpoint's batch size, ``loaded`` is returned unchanged, and ``refuse`` reports
+    the problem later.
     """
     config = loaded.config
     options = config.checkpoint
@@ -40,7 +41,7 @@ def keep_batch_size(loaded: Loaded, world: World) -> Loaded:
     } or "train_state" in options.exclude_from_loading
     if config.training.global_batch_size != -1 or not options.enable or may_change:
         return loaded
-    # Rank 0 decides, because ranks may see different checkpoints in a shared folder that lags. If nodes do
+    # Rank 0 decides, because in a shared folder some ranks may not see the newest checkpoint yet. If nodes do
     # not share disks, the rank with the newest checkpoint decides.
     steps_and_sizes = [first_rank(lambda: _saved_batch_size(loaded, world.size))]
     if options.storage == "first_node":
@@ -50,7 +51,7 @@ def keep_batch_size(loaded: Loaded, world: World) -> Loaded:
         return loaded
     default_size = derived.global_batch_size(config, world.size)
     logger.info(
-        f"{BATCH}={saved_size} is taken from the checkpoint (the default on this mesh is {default_size})"
+        f"{BATCH}={saved_size} is taken from the checkpoint (the default on this mesh would be {default_size})"
     )
     return _with_batch_size(loaded, saved_size)
 
@@ -61,9 +62,10 @@ def _with_batch_size(loaded: Loaded, size: int) -> Loaded:
 
 
 def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
-    """Return the step of the checkpoint to resume from, -1 without one, and its batch size.
+    """Return the step and the batch size of the checkpoint to resume from.
 
-    The batch size is 0 if it equals this run's, or if this mesh does not support it.
+    The step is -1 without a checkpoint. The batch size is 0 if there is nothing to change: it equals this
+    run's batch size, or this mesh does not support it.
     """
     options = loaded.config.checkpoint
     lora = loaded.config.lora
@@ -92,17 +94,19 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
 
 
 def record(run: Run) -> dict[str, Any]:
-    """Return the facts of a checkpoint about its options: those that matter, and all changes accepted so
-    far."""
+    """Return what a checkpoint records about options: their values, and all changes accepted so far.
+
+    Options that do not affect results are not recorded.
+    """
     options = changes.to_record(run.config, dist.get_world_size(), run.files)
-    # a seed checkpoint has no trained step, so a run of any batch size may start from it
+    # A seed checkpoint has no trained steps, so a run with any batch size may start from it.
     if not run.state.step:
         del options[BATCH]
     return {"config": options, "accepted_changes": run.accepted_changes}
 
 
 def find_changes(run: Run, facts: Mapping[str, Any], excluded: Sequence[str]) -> list[OptionChange]:
-    """Return the options that differ from the checkpoint's and matter to the parts that are loaded."""
+    """Return the options that differ from the checkpoint's and affect the parts that are loaded."""
     return changes.find(facts.get("config"), run.config, dist.get_world_size(), excluded, run.files)
 
 
@@ -111,7 +115,7 @@ def refuse(run: Run, path: object, found: Sequence[OptionChange], other_data: st
 
     Args:
         found: options that differ from the checkpoint's.
-        other_data: description of the differences in the data; empty if there are none.
+        other_data: description of how the data differ. Empty if they do not.
 
     Raises:
         ConfigError: one line per change that was not accepted, and one for the data.
@@ -126,26 +130,26 @@ def refuse(run: Run, path: object, found: Sequence[OptionChange], other_data: st
             fix = _how_to_keep_batch_size(run.config, change)
         accept = f'{ACCEPT} = ["{change.option}"]'
         lines.append(
-            f"checkpoint {path} was saved with another {change}; {fix}, or accept it with {accept}"
+            f"checkpoint {path} was saved with another {change}; {fix}, or accept the change with {accept}"
         )
     if other_data.startswith(("reference ", "teacher ")):
         lines.append(
-            f"checkpoint {path} was trained with another frozen model ({other_data}); use the same weights "
+            f"checkpoint {path} was trained with a different frozen model ({other_data}); use the same weights "
             "(task.reference_path or task.teacher_path, checkpoint.initial_load_path, lora.initial_load_path), or "
             "another job.dump_folder"
         )
     elif other_data:
         options = "".join(f", {change}" for change in found if change.kind == "data")
         lines.append(
-            f"checkpoint {path} was trained on other data ({other_data}{options}); use the same, "
-            'or start the data from the beginning with checkpoint.exclude_from_loading=["dataloader"]'
+            f"checkpoint {path} was trained on other data ({other_data}{options}); use the same data, "
+            'or start with the first row of the new data: checkpoint.exclude_from_loading=["dataloader"]'
         )
     if lines:
         raise ConfigError(lines)
 
 
 def _how_to_keep_batch_size(config: Config, change: OptionChange) -> str:
-    """Return the fix that lets this number of ranks use the global batch size of the checkpoint."""
+    """Return advice on how to get the checkpoint's global batch size on this number of ranks."""
     local_size = config.training.local_batch_size
     ranks = derived.data_parallel_degree(config, dist.get_world_size())
     cause = (
@@ -154,18 +158,18 @@ def _how_to_keep_batch_size(config: Config, change: OptionChange) -> str:
     for size in range(local_size, 0, -1):
         if change.old % (size * ranks) == 0:
             return f"{cause}: set training.local_batch_size={size}"
-    return f"{cause}: start a number of ranks that divides {change.old}"
+    return f"{cause}: use a number of ranks that divides {change.old}"
 
 
 def keep_history(run: Run, facts: Mapping[str, Any], found: Sequence[OptionChange]) -> None:
-    """Log the changes that were accepted, and add them to the record that later checkpoints contain."""
-    # start from the changes that earlier resumes accepted
+    """Log the changes that were accepted, and record them for later checkpoints."""
+    # Keep the changes that were accepted when the run was resumed before.
     earlier = facts.get("accepted_changes")
     run.accepted_changes = [*earlier] if isinstance(earlier, list) else []
     for change in found:
         if change.kind == "warn":
             logger.warning(
-                f"{change}: the rest of the learning-rate schedule may differ from the one begun"
+                f"{change}: the rest of the learning-rate schedule may not fit its beginning"
             )
         if change.kind == "error":
             logger.warning(f"{change}: accepted by {ACCEPT} at step {run.state.step}")

@@ -1,10 +1,10 @@
 """Test before the first step that a ``transformers`` network keeps the documents of a packed row apart.
 
-Such networks see documents by ``position_ids``, which restart at 0 with each document. Networks that build
-their masks with ``create_causal_mask`` of transformers respect these document boundaries, but no
-flag marks these networks. A network with other memory than attention (a convolution, a state) mixes
-documents whatever its mask is. So this module computes a short document once behind another one and once
-without it, with the weights and on the mesh of the run, and compares the logits.
+Such networks recognize documents by ``position_ids``, which restart at 0 with each document. Networks that
+build their masks with ``create_causal_mask`` of transformers respect these boundaries, but nothing marks
+these networks. And a network that also has other memory, such as a convolution or a recurrent state, mixes
+documents whatever its mask is. So this module computes the logits of a short document twice, after another
+document and alone, and compares them. It uses the run's weights and mesh.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 
 OPTION = "data.document_mask"
 _LENGTH = 8
-"""Number of tokens of each of the two documents. Rows of a mesh that splits sequences may need more."""
+"""Number of tokens of each of the two documents. More if the mesh cannot split a row of this length."""
 _MAX_RATIO = 0.1
-"""Maximum ratio of the logit change with a mask to the change without one. With a working mask only
-rounding in float32 or bfloat16 remains. If the network ignores the mask, the ratio is about 1."""
+"""How much a previous document changes the logits, as a ratio: the maximum change with a mask, relative to
+the change without one. With a working mask only rounding in float32 or bfloat16 remains. If the network
+ignores the mask, the ratio is about 1."""
 
 
 def check_run(run: Run) -> None:
-    """Call ``check`` for the model of a run, and for its frozen teacher if it is a transformers network."""
+    """Check the model of a run, and its frozen teacher if that is a transformers network, see ``check``."""
     model = run.runner.parts[0]
     if isinstance(run.runner, PipelineRunner):
         model = AllStages(run.runner)
@@ -50,17 +51,21 @@ def check_run(run: Run) -> None:
 def check(
     model: nn.Module, module: Any, mesh: Mesh | None = None, config: Config | None = None
 ) -> None:
-    """Reject a network whose logits of a document depend on the previous document in the row (a collective).
+    """Check that a document's logits do not depend on the previous document in the row (a collective).
 
-    ``mesh`` None means that each rank has all logits. ``config`` is required if the mesh splits sequences.
+    Args:
+        model: the network.
+        module: the Python module that defines the model. Only ``transformers`` networks are tested.
+        mesh: None if each rank computes all logits.
+        config: required if the mesh splits sequences.
 
     Raises:
-        ConfigError: the logits depend on it, or the network has no ``position_ids``.
+        ConfigError: the logits depend on the previous document, or the network has no ``position_ids``.
     """
     if not is_as_is(module):
         return
     name = model.config_name
-    fix = 'set data.packing to "padded", or this to "off"'
+    fix = f'set data.packing to "padded", or {OPTION} to "off"'
     if "position_ids" not in inspect.signature(model.hf.forward).parameters:  # type: ignore[union-attr,arg-type]
         raise ConfigError(
             Problem(
@@ -71,7 +76,7 @@ def check(
             )
         )
     embedding = model.hf.get_input_embeddings().weight  # type: ignore[union-attr,operator]
-    # distinct tokens that are the same on all ranks
+    # Make a row of two documents, with distinct tokens that are the same on all ranks.
     length = 2 * _LENGTH
     if mesh is not None and config is not None and mesh.size(context_parallel.AXIS) > 1:
         length = min(context_parallel.splittable_length(length, mesh), config.training.seq_len)
@@ -94,19 +99,20 @@ def check(
     with torch.no_grad():
         joined = logits(tokens_1T, columns_1T)[:, half:]
         packed = logits(tokens_1T, positions_1T, documents_BT=documents_1T)[:, half:]
-        # With the second document first, its logits do not depend on the mask.
+        # At the start of a row, no other document comes before it, so its logits do not depend on the mask.
         separate = logits(tokens_1T.roll(-half, dims=1), columns_1T)[:, :half]
     free_gathered(model)
     model.train(was_training)
 
     changes = torch.stack([_rms(joined - separate), _rms(packed - separate)])
-    # A rank with a part of the vocabulary sees only a part of the difference, so use the maximum over ranks.
+    # If the vocabulary is split, a rank sees only part of the difference. So use the maximum over ranks.
     if mesh is not None:
         changes = mesh.max(changes, over=tuple(mesh.sizes))
     unmasked_change, masked_change = changes
     if not torch.isfinite(unmasked_change) or unmasked_change <= 1e-6 * _rms(separate):
         logger.warning(
-            f"{name}: {OPTION} could not be tested, because a previous document does not change the logits yet"
+            f"{name}: {OPTION} could not be tested, because with these weights a previous document does not "
+            "change the logits even without a mask"
         )
     elif not masked_change <= _MAX_RATIO * unmasked_change:  # also if the change is NaN
         rule = (

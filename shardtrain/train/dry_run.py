@@ -1,8 +1,8 @@
-"""Dry run (``comm.mode="fake_backend"``): build one rank of any world in one CPU process, without training.
+"""Dry run (``comm.mode="fake_backend"``): build one rank of a run of any size in a single CPU process.
 
-Mesh, pipeline stages, tensor parallelism and FSDP are the real ones, on a process group without
-communication and on tensors without memory. The result is a report of the mesh, the batch, and the bytes
-that the rank would need.
+It runs the real code for the mesh, pipeline stages, tensor parallelism and FSDP, but the process group does
+not communicate, and tensors have no memory. The result is a report about the mesh, the batch, and the memory
+that the rank would need. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from shardtrain.utils.units import format_bytes, format_count, format_seconds
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A frozen model next to the trained one: the bytes of its weights on this rank, and its traced forward
-    pass."""
+    """A frozen model, such as a teacher: bytes of its weights on this rank, and its traced forward pass."""
 
     name: str
     dtype: str
@@ -64,14 +63,13 @@ class DryRun:
     low_bits_bytes: int = 0
     """Bytes of the frozen weights that ``lora.base_dtype`` quantizes."""
     average_bytes: int = 0
-    """Bytes of the averages of weights that ``training.ema_decay`` keeps."""
+    """Bytes of the averaged weights that ``training.ema_decay`` keeps."""
     accumulates: bool = False
-    """True if ``gradient_bytes`` counts unsharded gradients that accumulate over micro-batches before the
-    reduction."""
+    """True if ``gradient_bytes`` counts unsharded gradients, which accumulate over several micro-batches."""
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all parts. An upper bound, because their peaks do not coincide."""
+        """Sum of all parts. This is an upper bound, because their peaks are at different times."""
         states = (
             self.parameter_bytes + self.low_bits_bytes + self.gradient_bytes + self.optimizer_bytes
         )
@@ -84,7 +82,7 @@ class DryRun:
 
 
 def main(loaded: Loaded, rank: int, size: int, notices: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the lines of the report on rank ``rank`` of ``size``. The first line comes before the work."""
+    """Yield the lines of the report on rank ``rank`` of ``size``, the first one before the work starts."""
     started = time.perf_counter()
     yield (
         f'{versions()}: comm.mode="fake_backend" builds rank {rank} of {size} in this process; '
@@ -101,7 +99,7 @@ def build(config: Config, world: process_group.World) -> DryRun:
     """Build this rank's shards of the model, and trace one micro-batch. The fake process group must exist.
 
     Raises:
-        ConfigError: the errors of a run, or a task from a user's file, whose batches depend on its data.
+        ConfigError: a run would raise it too. Or the task is a user's file, whose batches depend on its data.
     """
     if config.task.name.endswith(".py"):
         raise ConfigError(
@@ -115,7 +113,7 @@ def build(config: Config, world: process_group.World) -> DryRun:
     task = tasks.open_task(config)
     config = _without_compiler(config)
 
-    # shard the model like train/task_model.py does, without drawing initial values
+    # Shard the model as train/task_model.py does, but without drawing initial values.
     mesh = distributed.build(config, world)
     module, shape = models.configured(config.model)
     layout = module.LAYOUT
@@ -130,10 +128,10 @@ def build(config: Config, world: process_group.World) -> DryRun:
     runner = distributed.parallelize(model, layout, mesh, config, task.num_outputs(shape))
     stage_modules = tuple(_modules_of(part, layout) for part in runner.parts)
 
-    # count the states, and trace forward and backward
+    # Count the bytes of weights, gradients and optimizer state, and trace forward and backward.
     with fake_backend.materialized(runner):
         low_bits_bytes = sum(quantize.count(part, config) for part in runner.parts)
-        # not runner.parameters(): a rank with two stages stores shared parameters twice
+        # Do not use runner.parameters(): a rank with two stages stores shared parameters twice.
         parameters = [parameter for part in runner.parts for parameter in part.parameters()]
         parameter_bytes = _local_bytes(parameters)
         optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
@@ -145,7 +143,7 @@ def build(config: Config, world: process_group.World) -> DryRun:
         accumulated_bytes = _accumulated_bytes(runner.parts, mesh, config)
         gradient_bytes = max(_gradient_bytes(runner.parts, layout, mesh, config), accumulated_bytes)
         del optimizer, states
-        # Create the batch here, where tensors have no memory. A real batch would be counted as activations.
+        # Create the batch inside this block, as fake tensors. Real tensors would count as activations.
         batch = _micro_batch(config, task.sequences_per_row)
         traced = fake_backend.trace(runner, layout, mesh, config, batch, hidden_size)
     frozen_configs = reference_models.frozen_configs(task, config)
@@ -232,7 +230,7 @@ def _stage_lines(run: DryRun, config: Config) -> list[str]:
 
 
 def _memory_table(run: DryRun, config: Config) -> list[str]:
-    """Return the table of memory per purpose, and notes on passes that could not be traced."""
+    """Return a table of the memory for each purpose, and notes on passes that could not be traced."""
     stored_dtype = config.training.dtype
     rows = [("parameters", run.parameter_bytes, f"{stored_dtype}; this rank's shards")]
     if run.low_bits_bytes:
@@ -246,7 +244,7 @@ def _memory_table(run: DryRun, config: Config) -> list[str]:
     if run.average_bytes:
         rows.append(("averages", run.average_bytes, "float32; training.ema_decay"))
 
-    # the trained model's forward and backward
+    # Rows for the trained model's forward and backward.
     traced = run.traced
     notes = []
     if traced.not_traced:
@@ -256,7 +254,7 @@ def _memory_table(run: DryRun, config: Config) -> list[str]:
     else:
         layers = f"{traced.layers_traced} of {traced.layers} layers traced"
         if traced.layers_traced != traced.layers:
-            layers += ", the others counted like the last of their kind"
+            layers += ", the others counted like the last traced layer of their kind"
         rows.append(("activations", traced.activations_bytes, f"peak; {layers}; CPU kernels"))
         rows.append(
             (
@@ -266,7 +264,7 @@ def _memory_table(run: DryRun, config: Config) -> list[str]:
             )
         )
 
-    # the forward of frozen models
+    # Rows for the frozen models.
     for frozen in run.frozen:
         rows.append(
             (frozen.name, frozen.weight_bytes, f"{frozen.dtype}, frozen; this rank's shards")
@@ -313,7 +311,7 @@ def _modules_of(part: nn.Module, layout: Any) -> str:
     def present(names: Iterable[str]) -> list[str]:
         return [name for name in names if not isinstance(getattr(part, name), nn.Identity)]
 
-    # a stage of a transformers network, whose modules have no place in a layout
+    # The layout of a transformers network does not name modules outside the layers. Its stage knows its paths.
     if hasattr(part, "stage_paths"):
         return _in_ranges(part.stage_paths, set(getattr(part, layout.layers)))  # type: ignore[arg-type]
     names = present(layout.first)
@@ -326,7 +324,7 @@ def _modules_of(part: nn.Module, layout: Any) -> str:
 
 
 def _in_ranges(paths: Sequence[str], layers: set[str]) -> str:
-    """Describe the modules of a stage, with its layers as one range."""
+    """Describe the modules of a stage, such as "embed, layers.0 to 7"."""
     names = [path for path in paths if path not in layers]
     own_layers = [path for path in paths if path in layers]
     text = own_layers[0]
@@ -341,19 +339,20 @@ def _local_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _accumulated_bytes(parts: Sequence[nn.Module], mesh: distributed.Mesh, config: Config) -> int:
-    """Bytes of unsharded gradients, in which FSDP accumulates several micro-batches in the dtype of the
-    reduction."""
+    """Return the bytes of the unsharded gradients in which FSDP accumulates several micro-batches.
+
+    They have the dtype of the reduction. 0 if nothing is accumulated.
+    """
     p = config.parallelism
     training = config.training
     rows = training.local_batch_size * derived.accumulation_steps(config, mesh.device_mesh.size())
-    # With a single micro-batch, backward reduces the gradients immediately and nothing accumulates
+    # With a single micro-batch, backward reduces each gradient immediately, so nothing accumulates.
     micro_batch_rows = training.local_batch_size
     if mesh.size("pp") > 1:
         micro_batch_rows = p.pipeline_parallel_microbatch_size
     if rows <= micro_batch_rows or not fsdp.is_needed(parts, mesh, config):
         return 0
-    # Not the runner's parameters: a rank with two stages stores shared parameters twice, so count them in
-    # both
+    # Do not use runner.parameters(): a rank with two stages stores shared parameters twice, so count both.
     num_elements = 0
     for part in parts:
         for parameter in part.parameters():
@@ -363,7 +362,7 @@ def _accumulated_bytes(parts: Sequence[nn.Module], mesh: distributed.Mesh, confi
 
 
 def _ranks_that_split(parameter: Tensor) -> int:
-    """Number of tensor-parallel and expert-parallel ranks over which a parameter is sharded."""
+    """Return the number of tensor-parallel and expert-parallel ranks over which a parameter is split."""
     if not isinstance(parameter, DTensor):
         return 1
     ranks = 1
@@ -381,7 +380,7 @@ def _gradient_bytes(
 ) -> int:
     """Return the peak bytes of gradients.
 
-    If the optimizer updates during backward, each gradient is freed after its update, and only those
+    If the optimizer updates during backward, each gradient is freed after its update. Then only gradients
     that exist at the same time count.
     """
     trained = [
@@ -391,7 +390,8 @@ def _gradient_bytes(
         return _local_bytes(trained)
     if not fsdp.is_needed(parts, mesh, config):
         return max(_local_bytes([parameter]) for parameter in trained)
-    # an update in backward frees the gradients of one FSDP unit before those of the next unit exist
+    # The gradients of one FSDP unit are freed before the gradients of the next unit exist, so count the
+    # largest unit.
     units: list[nn.Module] = []
     for part in parts:
         for names in (layout.first, layout.last):
@@ -405,8 +405,7 @@ def _gradient_bytes(
 
 
 def _micro_batch(config: Config, sequences_per_row: int = 1) -> data.Batch:
-    """Return a batch with the shapes of one forward pass of this rank, before context parallelism splits
-    it."""
+    """Return a batch of zeros in the shape of one forward pass, before context parallelism splits it."""
     p = config.parallelism
     training = config.training
     rows = training.local_batch_size
@@ -436,13 +435,14 @@ def _notes(config: Config) -> list[str]:
     notes = derived.notes_on_rows(config)
     if config.compile.enable:
         notes.append(
-            "compile.enable=true: nothing is compiled here; activations are those of the uncompiled model"
+            "compile.enable=true: a dry run does not compile; activations are those of the uncompiled model"
         )
     if config.parallelism.enable_async_tensor_parallel:
-        notes.append("parallelism.enable_async_tensor_parallel=true: nothing is overlapped here")
+        notes.append("parallelism.enable_async_tensor_parallel=true: a dry run ignores this option")
     if recompute.mode == "memory_budget":
         notes.append(
-            'activation_checkpoint.mode="memory_budget": the compiler would decide; here nothing is recomputed'
+            'activation_checkpoint.mode="memory_budget": in a run, the compiler decides what is recomputed; '
+            "a dry run recomputes nothing"
         )
     if recompute.cpu_offload:
         notes.append(
@@ -450,6 +450,7 @@ def _notes(config: Config) -> list[str]:
         )
     if config.training.enable_cpu_offload:
         notes.append(
-            "training.enable_cpu_offload=true: parameters, gradients and optimizer state are in host memory"
+            "training.enable_cpu_offload=true: in a run, parameters, gradients and optimizer state are in host "
+            "memory"
         )
     return notes

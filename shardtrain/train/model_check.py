@@ -1,9 +1,10 @@
 """Check a user's model file before parallel training: run a small copy on a mesh and in one process, and
 compare the results.
 
-The layout in a model file is only a claim of its author. A wrong layout trains without an error, for example
-if it splits a matrix across heads or applies different dropout to replicated activations. Rank 0 runs
-``shardtrain.tools.verify.before_training`` in a child process on its CPU, and all ranks receive the result.
+The layout in a model file may be wrong, and then training computes wrong results without an error. For
+example, the layout may split a matrix through the middle of a head, or apply different dropout to replicated
+activations. Rank 0 runs ``shardtrain.tools.verify.before_training`` in a child process on its CPU, and all
+ranks receive the result.
 """
 
 from __future__ import annotations
@@ -23,10 +24,7 @@ from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.temporary import temporary_folder
 
 LIMIT_SECONDS = 240
-"""Timeout of the comparison, which usually takes 10 seconds.
-
-Lower if ``comm.init_timeout_seconds`` is short.
-"""
+"""Timeout of the comparison, which usually takes 10 seconds. Shorter if ``comm.init_timeout_seconds`` is."""
 _RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -49,16 +47,15 @@ def is_about(config: Config) -> bool:
 
 
 def check(config: Config, store: Any, rank: int, world_size: int) -> list[str]:
-    """Stop if a small copy of the model computes other numbers on a mesh than in one process.
+    """Check that a small copy of the model computes the same results on a mesh as in one process.
 
     Every rank calls this with the store of the job, before the process group exists.
 
     Returns:
-        Lines for the log: comparisons with their differences, and comparisons that were skipped with the
-        reason.
+        Lines for the log: the largest difference of each comparison, and why comparisons were skipped.
 
     Raises:
-        ConfigError: the numbers differ. All ranks raise the same error.
+        ConfigError: the results differ. All ranks raise the same error.
     """
     if world_size == 1 or not is_about(config):
         return []
@@ -67,7 +64,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> list[str]:
         return [
             f"model.check=false: {config.model.name} is NOT compared with one process; run `{command}` to do so"
         ]
-    # There is no process group yet, so rank 0 answers through the store. Reading the key waits for it.
+    # There is no process group yet, so rank 0 sends the result through the store. The others wait for the key.
     store = dist.PrefixStore("model check", store)
     if rank == 0:
         store.set("found", json.dumps(_compare(config)))
@@ -81,7 +78,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> list[str]:
 
 
 def _with_option(line: str, model_name: str) -> str:
-    """Prefix a line with the model file that it is about, unless it already names an option."""
+    """Prefix a line with the model file that it is about, unless the line starts with an option's name."""
     if line.startswith(("model.", "parallelism.", "LAYOUT")):
         return line
     return f"model.name={model_name} {line}"
@@ -90,7 +87,7 @@ def _with_option(line: str, model_name: str) -> str:
 def _compare(config: Config) -> dict[str, list[str]]:
     """Run the comparison in a child process and return its result.
 
-    A failed child counts as a skipped comparison.
+    If the child fails, the comparison counts as skipped.
     """
 
     def skipped(reason: str) -> dict[str, list[str]]:
@@ -100,7 +97,8 @@ def _compare(config: Config) -> dict[str, list[str]]:
     with temporary_folder("model-check") as folder:
         path = folder / "config.toml"
         path.write_text(configs.resolved_toml(config), encoding="utf-8")
-        # A signal to all processes of a job must not skip the comparison.
+        # A request to stop is sent to all processes of a job. It must not end the comparison, which would count
+        # as skipped.
         with stop_signals.children_ignore_requests():
             process = subprocess.Popen(
                 python_child.command("shardtrain.tools.verify.before_training", str(path)),
@@ -114,12 +112,12 @@ def _compare(config: Config) -> dict[str, list[str]]:
         try:
             output, errors = process.communicate(timeout=limit_seconds)
         except subprocess.TimeoutExpired:
-            # kill the session, which includes the ranks that the child has forked
+            # Kill the child's entire session, because the child has forked ranks.
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             return skipped(f"the comparison took more than {limit_seconds:.0f} s")
     try:
-        # the result is the last line: the model file may have printed lines before it
+        # The result is the last line. The model file may have printed lines before it.
         result: dict[str, list[str]] = json.loads(output.splitlines()[-1])
     except (ValueError, IndexError):
         error_lines = errors.strip().splitlines() or [f"exit status {process.returncode}"]
@@ -128,8 +126,7 @@ def _compare(config: Config) -> dict[str, list[str]]:
 
 
 def _child_environment() -> dict[str, str]:
-    """Return this rank's environment without the variables of the job: the child must not use its devices
-    or cores."""
+    """Return this rank's environment without the job's variables and devices, and with one thread."""
     environment = {}
     for name, value in os.environ.items():
         if name not in _RANK_VARIABLES and not name.startswith(_RANK_VARIABLE_PREFIXES):

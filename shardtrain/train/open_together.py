@@ -1,9 +1,9 @@
-"""Let all ranks open the same data with one rank reading the storage.
+"""Open the same data on all ranks, while only one rank reads the storage.
 
-Rank 0 lists the files and broadcasts the result; the number of bytes does not depend on the number of
-ranks. The first rank of every other node then checks a few of the listed files. If one is missing, all
-ranks stop with an error that names the rank and its host. If sizes, times or inodes differ, the node has
-its own copy of the folder, and the first rank of that node lists the copy for its node.
+Rank 0 lists the files and broadcasts the result, so the load on the storage does not grow with the number of
+ranks. The first rank of every other node then checks a few of the listed files. If a file is missing, all
+ranks stop with an error that names the rank and its host. If sizes, times or inodes differ, the node has its
+own copy of the folder. The first rank of that node then lists this copy for its node.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from shardtrain.utils.errors import (
 )
 
 _PIECE_BYTES = 16 * 2**20
-"""Bytes per broadcast. Ranks can forward one piece while they receive the next."""
+"""Bytes per broadcast. Small enough that ranks can forward one piece while they receive the next."""
 _KEEP_ALIVE_SECONDS = 10.0
 
 
 def together(config: Config) -> AbstractContextManager[None]:
-    """Open data once for all ranks inside the block (a collective).
+    """Return a context manager inside which data are opened once for all ranks. Opening is a collective then.
 
-    No effect with one rank or in a dry run.
+    It does nothing with one rank or in a dry run.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return nullcontext()
@@ -57,7 +57,7 @@ def together(config: Config) -> AbstractContextManager[None]:
 
 
 class Together:
-    """Implementation of ``shared_opening.Ranks`` on the default process group."""
+    """Implements ``shared_opening.Ranks`` with the default process group."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._rank = dist.get_rank()
@@ -65,15 +65,15 @@ class Together:
         self._is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
         self._keep_alive_seconds = min(_KEEP_ALIVE_SECONDS, timeout_seconds / 4)
         self._places_with_copies: set[str] = set()
-        """Places of which at least one node has its own copy. Equal on all ranks."""
+        """Places that at least one node has its own copy of. The set is the same on all ranks."""
         self._copies_here: set[str] = set()
-        """Places of which this node has its own copy."""
+        """Places that this node has its own copy of."""
         self._opened_by_this_rank: set[str] = set()
-        """Places that only this rank opens."""
+        """Places that this rank opens for itself."""
         self._node: tuple[int, dist.ProcessGroup | None] | None = None
 
     def once(self, place: str, look: Look, listing: Listing | None) -> Any:
-        # rank 0 reads the storage; all ranks receive its result or raise its error
+        # Rank 0 reads the storage. All ranks receive its result or raise its error.
         first_place, result = self._broadcast_result(place, look, 0, dist.group.WORLD)
         if listing is None:
             if first_place in self._places_with_copies:
@@ -85,12 +85,12 @@ class Together:
                 return False
             return place != first_place or _differs_here(listing.witnesses(result))
 
-        # collectives: every rank must enter each of them in this order, whatever its own result
+        # These are collectives, so every rank must call all of them in this order, whatever its own result.
         has_copy_here = all_ranks_agree(has_copy)
         if any_ranks([has_copy_here])[0]:
             self._places_with_copies.add(first_place)
             source, group = self._find_node()
-            # the first rank of the node decides for the node, even if its ranks use different paths
+            # The first rank decides for its node, even if the node's ranks use different paths.
             if self._broadcast(lambda: has_copy_here, source, group):
                 self._copies_here.add(place)
         if any_ranks([place != first_place])[0]:
@@ -108,13 +108,13 @@ class Together:
     def _result_of_node(
         self, place: str, look: Look, result: Any, listing: Listing | None, first_place: str
     ) -> Any:
-        """Share one rank's result of opening the data (a collective): that of this node's first rank
-        if the node has its own copy, else rank 0's.
+        """Return the result that this rank should use (a collective).
 
-        A rank whose path differs from that rank's reads the storage itself.
+        This is usually rank 0's ``result``. If the node has its own copy of the data, it is the result of the
+        node's first rank. A rank whose path differs from the path of that rank opens the data itself.
 
         Raises:
-            ConfigError: the node's copy has other files than rank 0 has.
+            ConfigError: the node's copy has different files than rank 0's data.
         """
 
         def read() -> Any:
@@ -140,10 +140,13 @@ class Together:
     def _broadcast_result(
         self, place: str, look: Look, source: int, group: dist.ProcessGroup | None
     ) -> tuple[str, Any]:
-        """Call ``look`` on the source rank. Return its place and result on all ranks of the group, or raise
-        its error.
+        """Open the data on the source rank with ``look``, and share the result with the group.
 
-        The source rank raises its original error, the others one of the same class and message.
+        Returns:
+            The source rank's place and its result, on all ranks.
+
+        Raises:
+            Exception: ``look`` has raised it. Other ranks raise an error with the same class and message.
         """
         failure: list[Exception] = []
 
@@ -165,19 +168,20 @@ class Together:
     def _broadcast(
         self, make: Callable[[], Any], source: int, group: dist.ProcessGroup | None
     ) -> Any:
-        """Call ``make`` on the source rank and return its value on all ranks of the group.
+        """Call ``make`` on the source rank, and return its value on all ranks of the group.
 
-        While ``make`` runs, the source sends keep-alives, so the others do not time out. ``group`` is None
-        if this is the only rank of its node.
+        While ``make`` runs, the source sends keep-alives, so that the other ranks do not time out. If this
+        rank is alone in its group, ``group`` is None.
         """
         if group is None:
             return make()
         size = torch.zeros(1, dtype=torch.int64)
         if self._rank != source:
-            # size 0 is a keep-alive: keep waiting
+            # A size of 0 is a keep-alive, so continue to wait.
             while not int(size):
                 dist.broadcast(size, source, group=group)
-                activity.tick()  # waiting for slow storage or a download is not a hang
+                # Tell the watchdog that waiting for slow storage or a download is not a hang.
+                activity.tick()
             buffer = torch.empty(int(size), dtype=torch.uint8)
             for piece in buffer.split(_PIECE_BYTES):
                 dist.broadcast(piece, source, group=group)
@@ -193,8 +197,10 @@ class Together:
 
     @contextmanager
     def _keep_alives(self, source: int, group: dist.ProcessGroup | None) -> Iterator[None]:
-        """Broadcast a keep-alive at intervals, in a thread: storage may take longer than a collective may
-        wait."""
+        """Context manager that broadcasts keep-alives from a thread.
+
+        They are needed because reading the storage may take longer than the timeout of a collective.
+        """
         ended = threading.Event()
 
         def send() -> None:
@@ -202,7 +208,8 @@ class Together:
                 try:
                     dist.broadcast(torch.zeros(1, dtype=torch.int64), source, group=group)
                 except RuntimeError:
-                    return  # the next broadcast of the main thread reports the cause
+                    # The main thread's next broadcast raises the same error.
+                    return
 
         thread = threading.Thread(target=send, name="opening-data", daemon=True)
         thread.start()
@@ -215,7 +222,7 @@ class Together:
     def _find_node(self) -> tuple[int, dist.ProcessGroup | None]:
         """Return the first rank of this node, and the process group of its ranks (None for a single rank).
 
-        The first call is a collective over all ranks, with 16 bytes from each.
+        The first call is a collective over all ranks.
         """
         if self._node is not None:
             return self._node
@@ -237,9 +244,9 @@ class Together:
 
 
 def all_ranks_agree(action: Callable[[], Any]) -> Any:
-    """Call ``action`` on every rank and return this rank's result (a collective).
+    """Call ``action`` on every rank, and return this rank's result (a collective).
 
-    If one raises, all ranks raise.
+    If it raises on one rank, all ranks raise.
     """
     results: list[Any] = []
     all_ranks(lambda: results.append(action()))
@@ -247,7 +254,7 @@ def all_ranks_agree(action: Callable[[], Any]) -> Any:
 
 
 def _differs_here(witnesses: Sequence[Witness]) -> bool:
-    """True if a file that rank 0 listed has another size, time or inode on this node.
+    """True if a file that rank 0 listed has a different size, time or inode on this node.
 
     Raises:
         ConfigError: a file does not exist here. The message names this rank, its host and the file.
@@ -272,10 +279,10 @@ def _differs_here(witnesses: Sequence[Witness]) -> bool:
 
 
 def require_same_data(stream: Any, data: str) -> None:
-    """Raise ConfigError on all ranks unless they read the same data (a collective).
+    """Check that all ranks read the same data, and raise ConfigError on all ranks if not (a collective).
 
-    The message names ``data``, a file that differs, and the hosts. Without this check ranks with different
-    data would train without an error, repeat some rows and miss others.
+    Without this check, ranks with different data would train without an error, but repeat some rows and miss
+    others. The message names ``data``, a file that differs, and two hosts.
     """
     fingerprints, number_of_rank = gather_distinct_json(stream.fingerprint)
     if len(fingerprints) == 1:
@@ -298,7 +305,7 @@ def _rank_and_host() -> str:
 
 
 def _class_and_message(error: Exception, is_first: bool) -> tuple[str, str]:
-    """Return the class name and message with which other ranks raise an error of the source rank."""
+    """Return the class name and the message of the error that other ranks raise for a source rank's error."""
     origin = "" if is_first else _rank_and_host()
     class_name = type(error).__name__
     if isinstance(error, ShardtrainError) and hasattr(errors, class_name):
@@ -317,6 +324,6 @@ def _as_data_error(error: Exception) -> Exception:
 
 
 def _node_number() -> int:
-    """Return a number that is equal on all ranks of one machine, and differs between machines."""
+    """Return a number that is the same for all processes of a machine, and different on other machines."""
     name = f"{socket.gethostname()} {process_identity.boot_id()}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")

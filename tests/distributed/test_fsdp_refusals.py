@@ -52,8 +52,8 @@ def shared_by_both_ends(model: Model) -> None:
 
 
 REFUSED = {
-    without_dimensions: "the parameter layers.1.gain without dimensions",
-    shared_by_two_layers: "one parameter as layers.0.linear.weight and layers.3.linear.weight",
+    without_dimensions: "the 0-dimensional parameter layers.1.gain",
+    shared_by_two_layers: "the same parameter as layers.0.linear.weight and layers.3.linear.weight",
     with_two_dtypes: "layers.2.linear.weight of bfloat16 and layers.2.linear.bias of float32",
 }
 

@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "num_hidden_layers": 4,
             "num_attention_heads": 2,
         },
-        "is not called once, in the order of its list",
+        "is called out of order or more than once",
     ),
     "keys and values of another layer": (
         "Gemma3nForCausalLM",

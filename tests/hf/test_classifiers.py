@@ -226,10 +226,10 @@ def test_a_classifier_folder_loads_completely_and_trains_further(tmp_path: Path)
         )
         trained(opened)
         assert (
-            "is not in the folder"
+            "does not contain the head"
             not in (Path(job.dump_folder) / "logs" / "rank-0.log").read_text()
         )
-    assert "is not in the folder" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert "does not contain the head" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
 
 
 @pytest.mark.parametrize(

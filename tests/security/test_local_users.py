@@ -138,14 +138,14 @@ def test_another_user_cannot_access_the_rendezvous_folder(
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
 def test_rendezvous_folder_open_to_others_is_refused(mode: int, tmp_path: Path) -> None:
     tmp_path.chmod(mode)
-    with pytest.raises(StorageError, match="not a folder of this user alone"):
+    with pytest.raises(StorageError, match="must belong to this user and have mode 0700"):
         private_store.folder_of({STORE: str(tmp_path)})
 
 
 def test_link_to_a_rendezvous_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(StorageError, match="not a folder of this user alone"):
+    with pytest.raises(StorageError, match="must belong to this user and have mode 0700"):
         private_store.folder_of({STORE: str(tmp_path / "link")})
 
 
@@ -210,7 +210,7 @@ def test_variable_with_newlines_and_escapes_is_reported_in_one_line(tmp_path: Pa
 def test_socket_instead_of_a_rendezvous_folder_is_refused(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
-        with pytest.raises(StorageError, match="not a folder of this user alone"):
+        with pytest.raises(StorageError, match="must belong to this user and have mode 0700"):
             private_store.folder_of({STORE: str(tmp_path / "s")})
 
 

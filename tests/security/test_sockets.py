@@ -191,7 +191,7 @@ def test_user_who_connects_during_setup_is_named_and_the_run_stops(
         return server
 
     sockets: list[socket.socket] = []
-    with pytest.raises(PeerError, match=f"the user with id {NOBODY} of this machine connected"):
+    with pytest.raises(PeerError, match=f"the user with id {NOBODY} connected"):
         gloo_sockets.private(make)
     for opened in sockets:
         opened.close()

@@ -119,4 +119,4 @@ def test_error_suggests_a_local_batch_size_for_more_ranks(run: Path) -> None:
         "training.global_batch_size: 8 -> 16; 4 data-parallel ranks x training.local_batch_size=4 make 16"
         in message
     )
-    assert "set training.local_batch_size=2, or accept it with" in message
+    assert "set training.local_batch_size=2, or accept the change with" in message

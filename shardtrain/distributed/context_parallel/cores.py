@@ -1,9 +1,15 @@
-"""Context parallelism: each rank holds a part of every sequence, and only cores communicate.
+"""Context parallelism: each rank holds a part of every sequence, and only attention and recurrence cores
+communicate.
 
-The attention core is replaced with one of three methods. "allgather" gathers keys and values. "alltoall"
-passes them around a ring with a running log-sum-exp (ring attention, Liu et al. 2023). "ulysses"
-exchanges heads for tokens (Jacobs et al. 2023). Positions are split like the tokens, so rotary angles
-stay correct. The core of a recurrence passes states on (``recurrence.py``).
+The attention core is replaced with one of three methods:
+
+- "allgather" gathers all keys and values on each rank
+- "alltoall" passes keys and values around a ring, with a running log-sum-exp (ring attention, Liu et
+  al. 2023)
+- "ulysses" redistributes q, k and v from split tokens to split heads (Jacobs et al. 2023)
+
+Positions are split like the tokens, so rotary angles stay correct. A recurrence's core passes its state
+from rank to rank (``recurrence.py``).
 
 Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, H head.
 """
@@ -56,8 +62,9 @@ class SplitAttentionCore(nn.Module):
 
     Every forward is a collective.
 
-    It copies the attributes of the core that it replaces: ``window``, ``scale``, ``softcap``, ``chunk``,
-    ``alibi_slopes`` (of this rank's heads) and ``heads_first`` (see ``ops/attention_core.py``).
+    The constructor copies the settings of the core that it replaces: ``window``, ``scale``, ``softcap``,
+    ``chunk``, ``alibi_slopes`` (for this rank's heads) and ``heads_first``, see
+    ``ops/attention_core.py``.
     """
 
     def __init__(
@@ -84,10 +91,12 @@ class SplitAttentionCore(nn.Module):
 
         Args:
             q_BtNH: queries of this rank's tokens, or (B, N, t, H) if heads come first.
-            k_BtKH: keys of this rank's tokens, with the order of dimensions of the queries.
+            k_BtKH: keys of this rank's tokens. Dimensions are ordered as in the queries.
             v_BtKH: values, like the keys.
-            documents_BT: the document of each token of the full rows. Every rank has all of them.
-            sinks_N: scores of an additional key per head of this rank, whose value is zero.
+            documents_BT: document number of each token. Unlike the other arguments it covers the full
+                sequences on every rank.
+            sinks_N: attention sinks of this rank's heads: the score of an additional key whose value
+                is zero.
 
         Returns:
             The outputs, in the shape of the queries.
@@ -158,14 +167,14 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             _require_methods(path, original, mesh)
             core = SplitRecurrenceCore(original, mesh.group(AXIS), is_balanced(config))
         if config.compile.enable:
-            # Collectives in an autograd function break the graph anyway. A decorator would import the
-            # compiler.
+            # Collectives in an autograd function break the graph anyway. Do not use disable as a
+            # decorator: it would import the compiler in every run.
             core.forward = torch.compiler.disable(core.forward)  # type: ignore[method-assign]
         model.set_submodule(path, core)
 
 
 def _require_methods(path: str, core: nn.Module, mesh: Mesh) -> None:
-    """Raise ConfigError if the core of a recurrence cannot run a part of the tokens."""
+    """Raise ConfigError if a recurrence's core lacks a method that split sequences need."""
     missing = [name for name in RECURRENCE_METHODS if not hasattr(core, name)]
     if missing:
         rule = f"requires the method {missing[0]} of {path}, which LAYOUT.recurrence names"
@@ -181,10 +190,9 @@ def core_paths(model: nn.Module, pattern: str) -> list[str]:
 
 
 def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Test on small tensors that each kind of attention core can be split, by sequence (cp) and by heads
-    (tp).
+    """Test each type of attention core on small tensors: can it be split by sequence (cp) and heads (tp)?
 
-    Also check that no module outside the cores mixes tokens where a rank has only some of them.
+    Also check that no module outside the cores mixes tokens where a rank has only part of a sequence.
 
     Args:
         model: the full model, on the meta device.
@@ -206,8 +214,8 @@ def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) ->
         broken = token_mixing.outside_of_cores(model, layout)
         if broken:
             raise _mixing_refusal("parallelism.context_parallel_degree", mesh.size(AXIS), broken)
-    # Tensor parallelism also splits sequences between layers. Only next-token tasks are checked, because
-    # other tasks may pool over tokens there.
+    # Tensor parallelism also splits sequences between layers (sequence parallelism). Check this only for
+    # next-token tasks, because other tasks may pool over tokens there.
     if splits_heads and config.task.name in OF_NEXT_TOKENS:
         broken = token_mixing.outside_of_gathered(model, layout)
         if broken:
@@ -215,10 +223,10 @@ def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) ->
 
 
 def check_network(model: nn.Module, config: Config) -> None:
-    """Trace a network of ``transformers``, see ``hf_cores.check``.
+    """Check that context parallelism can split a ``transformers`` network, see ``hf_cores.check``.
 
     Raises:
-        ConfigError: its sequences cannot be split.
+        ConfigError: it cannot be split.
     """
     parallelism = config.parallelism
     degree = parallelism.context_parallel_degree
@@ -247,7 +255,7 @@ def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Confi
         if not matches(path, layout.context):
             continue
         call = calls.get(path)
-        # Cores with equal class, attributes and arguments are checked once.
+        # Layers usually have the same core: check each combination of class, attributes and arguments once.
         attributes = {name: value for name, value in vars(core).items() if name[0] != "_"}
         kind = (type(core), repr(attributes), repr(call))
         if kind in checked:
@@ -285,16 +293,17 @@ def _check_core(
 
 
 def is_balanced(config: Config) -> bool:
-    """True if each rank holds one chunk of the head and one of the tail of the sequence, for equal causal
-    work.
+    """True if each rank holds a chunk from the start and one from the end of each sequence.
+
+    This gives all ranks the same amount of work in causal attention.
     """
     return derived.is_context_balanced(config.parallelism)
 
 
 def cut(batch: TokenBatch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, targets and positions of this rank's part of each sequence, each (B, T / cp).
+    """Return this rank's part of each sequence: tokens, targets and positions, each (B, T / cp).
 
-    Documents are not split, because attention needs those of all tokens.
+    Document numbers are not split, because attention needs them for all tokens.
     """
     columns = (batch.tokens_BT, batch.targets_BT, batch.positions_BT)
     size = mesh.size(AXIS)
@@ -307,7 +316,7 @@ def cut(batch: TokenBatch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, 
 
 
 def splittable_length(tokens: int, mesh: Mesh) -> int:
-    """Return the smallest length of at least ``tokens`` that the mesh can split, also over balanced chunks."""
+    """Return the smallest length >= ``tokens`` that the mesh can split, with or without balanced chunks."""
     multiple = 1
     if mesh.size(AXIS) > 1:
         multiple = mesh.size(AXIS) * math.lcm(2, mesh.size("tp"))
@@ -322,7 +331,10 @@ def full_logits(
     config: Config,
     **documents: Tensor,
 ) -> Tensor:
-    """Return the logits (B, T, V) of rows that every rank has (a collective). They have no gradients."""
+    """Return the logits (B, T, V) of full rows, without gradients (a collective).
+
+    Every rank must pass the same rows.
+    """
     size = mesh.size(AXIS)
     if size == 1:
         return model(tokens_BT, positions_BT, **documents)  # type: ignore[no-any-return]
@@ -335,9 +347,9 @@ def full_logits(
 
 
 def document_argument(batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
-    """Return the model's keyword argument with the documents of all rows.
+    """Return the model's keyword argument ``documents_BT`` for the joined rows of all batches.
 
-    Empty if the batches have no documents.
+    Returns {} if the batches have no document numbers.
 
     Raises:
         ValueError: only some of the batches have documents.

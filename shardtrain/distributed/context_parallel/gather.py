@@ -1,9 +1,11 @@
 """Context parallelism by all-gather: each rank gathers all keys and values and attends with its own queries.
 
-With ``balanced`` rank r holds chunks r and 2P-1-r of 2P (head and tail), else chunk r of P. Every
-rank has the complete ``documents_BT``, so it knows the mask without communication, and skips blocks
-of queries and keys that share no document. Shape suffixes: B batch, t tokens of this rank, T all
-tokens, N heads, K key-value heads, n heads after an exchange, H head.
+With P ranks, rank r holds chunk r of P. With ``balanced`` it holds chunks r and 2P-1-r of 2P instead,
+one from the start and one from the end. Every rank has the complete ``documents_BT``, so it knows the
+mask without communication, and skips blocks of queries and keys that share no document.
+
+Shape suffixes: B batch, t tokens of this rank, T all tokens, l queries and s keys of one call, N heads,
+K key-value heads, H head.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from shardtrain.distributed.cpu.shared_memory import SequenceExchange
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""The collective's name since torch 2.13, or its old name, which torch 2.13 deprecates."""
+"""``reduce_scatter_single`` since torch 2.13, and before that its old name, which is now deprecated."""
 
 
 def gathered_attention(
@@ -40,15 +42,15 @@ def gathered_attention(
 ) -> Tensor:
     """Gather all keys and values, then attend with this rank's queries.
 
-    Backward reduce-scatters the gradients.
+    Backward reduce-scatters the gradients. If ``shared`` is given, both use shared memory instead of the
+    group's collectives.
 
-    ``shared`` replaces the group's collectives with shared memory.
-    Each chunk of queries attends to all earlier chunks, and causally to its own chunk, in two calls.
-    Their results are merged by log-sum-exp, so no mask (t, T) is needed.
+    Each chunk of queries makes two calls: to all earlier chunks without a mask, and to its own chunk with
+    a causal mask. The two results are merged by log-sum-exp, so no mask of shape (t, T) is needed.
     """
     documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
-    # Choose the kernel by the same rule as AttentionCore. Import it here, because accelerators do
-    # not need it.
+    # Choose the kernel by the same rule as AttentionCore. Import its file here, because it is only for
+    # CPUs.
     if sinks_N is None and scores.has_kernel and chosen_kernels.attends_in_blocks(q_BtNH):
         from shardtrain.distributed.cpu import gathered_blocks
 
@@ -65,8 +67,8 @@ def gathered_attention(
     for index, chunk in enumerate(chunks):
         q_BlNH = q_BtNH[:, index * length : (index + 1) * length]
         stop = (chunk + 1) * length
-        # Keys up to the end of the chunk. With a window, begin at the first key that the first query attends
-        # to.
+        # Use the keys up to the end of the chunk. With a window, skip the keys that even the chunk's first
+        # query does not see.
         first = max(0, stop - length - window + 1) if window else 0
         keys = slice(first, stop)
         documents_Bs = None if documents_BT is None else documents_BT[:, keys]
@@ -78,14 +80,15 @@ def gathered_attention(
 
 
 def natural_order(x_BTKH: Tensor, size: int, balanced: bool) -> Tensor:
-    """Reorder gathered chunks of balanced parts: 0, 2P-1, 1, 2P-2, ... become 0, 1, 2, ..."""
+    """Put the chunks of gathered, balanced sequences in order: 0, 2P-1, 1, 2P-2, ... to 0, 1, 2, ..."""
     if not balanced:
         return x_BTKH
     num_chunks = 2 * size
     chunks = x_BTKH.chunk(num_chunks, dim=1)
     in_order = []
     for index in range(num_chunks):
-        # The first half consists of the heads of the parts in order, the second of their tails in reverse.
+        # Rank r's two chunks are at 2r and 2r+1. The first half of the sequence consists of the ranks'
+        # first chunks, and the second half of their second chunks in reverse order.
         gathered_at = 2 * index
         if index >= size:
             gathered_at = 2 * (num_chunks - 1 - index) + 1

@@ -1,10 +1,10 @@
-"""Context parallelism for networks of ``transformers``: our cores become the attention function of the network.
+"""Context parallelism for ``transformers`` networks: our cores replace the network's attention function.
 
-``check`` traces how the network calls attention, and keeps each call in its attention module. ``apply`` puts a core
-into each of these modules. Rows of a rank are parts of sequences, so the network gets positions with every row.
-
-The documents of the full rows reach the cores as a keyword argument of each block. Recomputation calls a block a
-second time with the same arguments, so the documents are also those of its micro-batch if others ran in between.
+``check`` traces how the network calls attention, and stores each call on its attention module. ``apply``
+puts a core into each of these modules. A rank's rows are parts of sequences, so the network always
+receives their positions. The document numbers of the full rows reach the cores as a keyword argument of
+each block. An attribute would not be enough: recomputation calls a block again in backward, when other
+micro-batches may have run in between, and only the arguments are still those of its micro-batch.
 
 Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, H head, V head of values.
 """
@@ -29,15 +29,15 @@ from shardtrain.ops.attention_scores import Scores
 
 _CALL = "attention_call"
 _DOCUMENTS = "split_documents_BT"
-"""Keyword argument of the blocks."""
+"""Keyword argument of the blocks that carries the document numbers."""
 _CORES = "split_cores"
 
 
 class RoutedCore:
-    """Attention of a module of ``transformers`` over a split sequence. Every forward is a collective.
+    """Attention over a split sequence, for one module of ``transformers``. Each forward is a collective.
 
     Attributes:
-        documents_BT: the document of each token of the full rows, or None.
+        documents_BT: document number of each token of the full rows, or None.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class RoutedCore:
         value_width = v_BKtV.size(-1)
         scores = Scores(width**-0.5 if scale is None else scale, softcap or 0.0)
         if value_width != width:
-            # The kernels require heads of one width. Zeros change neither scores nor the outputs that remain
+            # The kernels require queries, keys and values of the same width. Padding with zeros changes
+            # neither the scores nor the outputs, whose padding is cut off below.
             widest = max(width, value_width)
             q_BNtH, k_BKtH, v_BKtV = (
                 F.pad(x, (0, widest - x.size(-1))) for x in (q_BNtH, k_BKtH, v_BKtV)
@@ -96,7 +97,8 @@ def check(model: Any, seq_len: int, ranks_over_heads: int) -> Broken | None:
     Args:
         model: the full model, on the meta device.
         seq_len: longest sequence of the run.
-        ranks_over_heads: number of ranks that must divide the key-value heads.
+        ranks_over_heads: number of ranks that heads are split over. It must divide the number of
+            key-value heads.
 
     Returns:
         The reason why sequences cannot be split, or None.
@@ -122,11 +124,11 @@ def check(model: Any, seq_len: int, ranks_over_heads: int) -> Broken | None:
 
 
 def _broken_angles(model: nn.Module, seq_len: int) -> Broken | None:
-    """Return a problem with rotary angles that depend on the positions of the rank's tokens."""
+    """Return a problem if rotary angles would depend on which tokens of a sequence the rank holds."""
     for path, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
         tables = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
-        # Newer networks have one type and one table per kind of layer
+        # In newer networks, each type of layer has its own rope type and table
         by_layer = kinds if isinstance(kinds, dict) else {"": kinds}
         for layer, kind in by_layer.items():
             if kind is None:
@@ -150,7 +152,10 @@ _FIX = "use a model without them"
 def apply(
     model: Any, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, is_compiled: bool
 ) -> None:
-    """Put a core into each traced attention module, in place. Parameters and their names do not change."""
+    """Put a core into each attention module that ``check`` traced, in place.
+
+    Parameters and their names do not change.
+    """
     model.passes_positions = True
     model.original_attention = model.hf.config._attn_implementation
     attention_interface.route(model.hf)
@@ -167,7 +172,7 @@ def apply(
 
 
 def _pass_documents(model: Any) -> None:
-    """Give the documents that the model receives to the cores of each block."""
+    """Install hooks that pass the model's ``documents_BT`` on to the cores of each block."""
     current: dict[str, Tensor | None] = {_DOCUMENTS: None}
 
     def remember(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -179,7 +184,8 @@ def _pass_documents(model: Any) -> None:
     model.register_forward_pre_hook(remember, with_kwargs=True)
     for block in model.blocks.values():
         block.__dict__[_CORES] = list(_cores(block))
-        # A forward in the instance would look like a recomputed block, so replace the class, as FSDP does
+        # Replace the class, as FSDP does. If the instance had its own forward, compile.apply would take
+        # the block for a recomputed one.
         block_class: Any = type(block)
         block.__class__ = _class_with_documents(block_class)
         block.register_forward_pre_hook(add, with_kwargs=True)
@@ -194,7 +200,10 @@ def _cores(block: nn.Module) -> Iterator[Any]:
 
 @functools.cache
 def _class_with_documents(block_class: Any) -> Any:
-    """Return a subclass with the same name whose forward also takes document numbers, for its attention cores."""
+    """Return a subclass with the same name whose forward also takes the document numbers.
+
+    It passes them to its attention cores.
+    """
 
     def forward(
         self: Any, *inputs: Any, split_documents_BT: Tensor | None = None, **keywords: Any

@@ -1,9 +1,10 @@
-"""Divide attention over split sequences into pieces: queries and keys that a kernel processes in one
-call.
+"""Divide attention over split sequences into pieces. A piece is a set of queries and a set of keys that
+a kernel processes in one call.
 
-Of P ranks, a "balanced" rank r holds chunks r and 2P-1-r of 2P (head and tail). Otherwise it holds chunk
-r of P. Pieces are cut to documents that their queries and keys share, and to the attention window. Every
-query of a piece has at least one key, so its log-sum-exp is finite.
+With P ranks, rank r holds chunk r of P. If chunks are balanced, it holds chunks r and 2P-1-r of 2P: one
+from the start (the head) and one from the end (the tail). A piece contains only documents that its
+queries and keys share, and only keys inside the attention window. Every query of a piece has at least one
+key, so its log-sum-exp is finite.
 
 Shape suffixes: B batch, T all tokens, l queries, s keys.
 """
@@ -24,7 +25,7 @@ class Window(NamedTuple):
     """An attention window.
 
     Attributes:
-        tokens: number of tokens that a token sees, 0 for no window.
+        tokens: number of tokens that a query attends to, including itself. 0 for no window.
         at_once: number of queries that a kernel processes in one call.
     """
 
@@ -33,14 +34,14 @@ class Window(NamedTuple):
 
 
 class ContextPiece(NamedTuple):
-    """Queries that attend to keys.
+    """A set of queries and the keys that they attend to.
 
     Attributes:
-        batch: rows of the batch.
-        rows: tokens of the queries.
-        columns: tokens of the keys.
+        batch: the batch rows.
+        rows: the tokens whose queries attend.
+        columns: the tokens whose keys they attend to.
         causal: True if the mask is causal.
-        band: the keys that each query sees; None for all, or for the causal mask.
+        band: the keys that each query attends to. None for all keys or a causal mask.
     """
 
     batch: slice
@@ -51,8 +52,8 @@ class ContextPiece(NamedTuple):
 
 
 Stretches = Sequence[tuple[slice, slice, int]]
-"""Tokens of queries, tokens of keys, and the distance in the sequence from the first key to the first
-query.
+"""(query tokens, key tokens, distance): the distance is from the first key to the first query, in tokens
+of the sequence.
 """
 
 
@@ -90,7 +91,7 @@ def prefix_pieces(
     if window.tokens:
         stretch = (queries, slice(0, total), total - length)
         return _within_window([stretch], query_documents_Bl, documents_Bs, window)
-    # Earlier keys have no mask. The keys of the queries' own tokens have a causal mask.
+    # All queries see all earlier keys, so they need no mask. The keys of the same tokens need a causal one.
     pieces = [(queries, own_keys, True)]
     if total > length:
         pieces.insert(0, (queries, slice(0, total - length), False))
@@ -100,8 +101,9 @@ def prefix_pieces(
 def ring_pieces(
     tokens: int, rank: int, size: int, balanced: bool, documents_BT: Tensor | None, window: Window
 ) -> list[list[ContextPiece]]:
-    """Return the pieces of each turn of the ring, in which this rank has its own keys, then its
-    predecessor's, ...
+    """Return the pieces of each turn of the ring.
+
+    In turn 0 this rank has its own keys, in turn 1 those of the previous rank, and so on.
     """
     document_parts: list[Tensor | None] = [None] * size
     if documents_BT is not None:
@@ -162,7 +164,8 @@ def _within_window(
     """Cut stretches to documents and to the blocks of a window."""
     for rows, columns, offset in stretches:
         for batch, queries, keys in documents_met(rows, columns, queries_Bl, keys_Bs):
-            # The window is relative to positions in the sequence, so track the distance of the piece.
+            # The window counts tokens of the sequence, so pass the distance from the first key of this
+            # document to its first query.
             past = offset + queries.start - keys.start
             num_queries = queries.stop - queries.start
             num_keys = keys.stop - keys.start
@@ -175,9 +178,10 @@ def _within_window(
 def documents_met(
     rows: slice, columns: slice, queries_Bl: Tensor | None, keys_Bs: Tensor | None
 ) -> list[Shared]:
-    """Return the documents of a stretch, with tokens counted from the start of the stretch.
+    """Return the documents that the queries ``rows`` and the keys ``columns`` share.
 
-    Without documents, the entire stretch is one document.
+    Their tokens are counted from the start of ``rows`` and ``columns``. Without document numbers, all
+    tokens are one document.
     """
     if queries_Bl is None or keys_Bs is None:
         queries = slice(0, rows.stop - rows.start)
@@ -189,15 +193,16 @@ def documents_met(
 def _causal_parts(
     tokens: int, source: int, rank: int, balanced: bool
 ) -> list[tuple[slice, slice, bool]]:
-    """Return the queries of ``rank`` and the keys of ``source`` that attend to each other, and True for a
-    causal mask.
+    """Return which queries of ``rank`` attend to which keys of ``source``, and True for a causal mask.
 
-    A balanced part consists of a head chunk and a tail chunk. With a rank's own keys, the mask is causal.
-    All its queries come after an earlier rank's head chunk and before its tail chunk. Only its tail
-    queries come after both chunks of a later rank.
+    With a rank's own keys, the mask is causal. If parts are balanced, each consists of a head and a tail
+    chunk, and:
+
+    - keys of an earlier rank: all queries attend to its head chunk, and none to its tail chunk
+    - keys of a later rank: only the tail queries attend, to both of its chunks
     """
     all_tokens = slice(0, tokens)
-    # The tokens of the head chunk come first.
+    # A balanced part stores the head chunk first, then the tail chunk.
     half = tokens // 2
     if source == rank:
         return [(all_tokens, all_tokens, True)]

@@ -1,7 +1,8 @@
-"""Exact attention over pieces of queries and keys, merged by a running softmax, forward and backward.
+"""Exact attention over pieces of queries and keys, forward and backward.
 
-Used by gather, ring and Ulysses. Shape suffixes: B batch, t tokens of this rank, T all tokens, N
-heads, K key-value heads, n heads after an exchange, H head.
+The results of the pieces are merged by a running softmax. Used by gather, ring and Ulysses. Shape
+suffixes: B batch, t tokens of this rank, l queries and s keys of one call, N heads, K key-value heads, H
+head.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ CoreFunction = Callable[
     [Tensor, Tensor, Tensor, dist.ProcessGroup, bool, Tensor | None, int, Scores, Tensor | None],
     Tensor,
 ]
-"""Attention of this rank's queries to the keys of all ranks: queries, keys, values, group, balanced, documents,
-window, scores and sinks."""
+"""A method of attention from this rank's queries to the keys of all ranks.
+
+Its arguments are queries, keys, values, group, balanced, documents, window, scores and sinks.
+"""
 
 
 class PrefixAttention(torch.autograd.Function):
-    """Causal attention of queries that are the last tokens of the keys.
+    """Causal attention in which the queries belong to the last of the keys' tokens.
 
-    The last query attends to all keys, and each earlier query to one fewer. A window limits them to the
-    nearest keys.
+    The last query attends to all keys, and each earlier query to one key fewer. A window limits each
+    query to its nearest keys.
     """
 
     @staticmethod
@@ -101,8 +104,9 @@ def sinks_gradient_of(
 def window_of(window: int, tokens: int, q_BtNH: Tensor, scores: Scores) -> Window:
     """Return the window and the number of queries per block.
 
-    Scores without a flash kernel are also computed in blocks. Without a window, the window has all tokens.
-    Blocks are contiguous and have the offset of their queries from their keys, which ALiBi requires.
+    Scores that no flash kernel supports are always computed in blocks. If they have no window, use one
+    that covers all tokens. ALiBi depends on this, because a block's tokens are contiguous and the block
+    knows the distance from its keys to its queries.
     """
     if scores.has_kernel:
         return Window(window, queries_at_once(window, q_BtNH.device))
@@ -110,8 +114,9 @@ def window_of(window: int, tokens: int, q_BtNH: Tensor, scores: Scores) -> Windo
 
 
 class Merged:
-    """A running softmax over parts of the keys: outputs and log-sum-exp in float32 (Milakov and
-    Gimelshein 2018).
+    """Attention outputs and log-sum-exp over the keys so far, in float32.
+
+    This is the online softmax of Milakov and Gimelshein (2018).
     """
 
     def __init__(self, q_BtNH: Tensor, scores: Scores = PLAIN) -> None:
@@ -128,7 +133,7 @@ class Merged:
         v_BsKH = v_BsKH[batch, columns]
         out_BlNH, lse_BNl = attend(q_BlNH, k_BsKH, v_BsKH, causal, band, self._scores)
         old_BNl = self.lse_BNt[batch, :, rows]
-        # Rescale both parts to the softmax over all keys so far.
+        # Rescale the old and the new output to the softmax over all keys so far, then add them.
         new_BNl = torch.logaddexp(old_BNl, lse_BNl)
         keep = (old_BNl - new_BNl).exp().transpose(1, 2)[..., None]
         take = (lse_BNl - new_BNl).exp().transpose(1, 2)[..., None]

@@ -1,10 +1,11 @@
 """Context parallelism of a recurrence: ranks compute their chunks of the sequence in parallel and exchange states.
 
-A chunk is an affine map of its incoming state, S_out = A S_in + B (``ops/gated_delta_net.py``). Each rank computes A
-and B of its chunks. An all-gather collects A and B of all chunks. Each rank then computes its incoming states by
-applying the maps of the earlier chunks in order. A short convolution also needs the last tokens before a chunk, which
-are gathered too. The size of the exchanged tensors does not depend on the length of the sequence. Tokens stay where
-attention has them: a balanced rank has two chunks, one in each half of the sequence.
+A chunk maps its incoming state to its outgoing state by S_out = A S_in + B (``ops/gated_delta_net.py``).
+Each rank computes A and B of its own chunks, and an all-gather collects A and B of all chunks. Each rank
+then computes its incoming states by applying the maps of the earlier chunks in order. A short
+convolution also reads the last tokens before its chunk, so these are gathered too. The size of the
+exchanged tensors does not depend on the length of the sequence. Tokens are split over ranks in the same
+way as for attention: if chunks are balanced, a rank has two, one in each half of the sequence.
 
 Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, H rows of a state, V columns of a state, p chunks
 of this rank, P chunks of all ranks, w tokens before a chunk, X features.
@@ -25,20 +26,23 @@ from shardtrain.ops.gated_delta_net import document_starts, last_tokens
 
 
 class RecurrenceChunk(Protocol):
-    """Consecutive tokens of a recurrence."""
+    """A recurrence over consecutive tokens, whose incoming state is not known yet."""
 
     def run(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs (B, tokens, ...) and the outgoing state for an incoming state (B, N, H, V)."""
 
     def transition(self) -> tuple[Tensor, Tensor]:
-        """Return A (B, N, H, H) and B (B, N, H, V) of the map from the incoming to the outgoing state."""
+        """Return A (B, N, H, H) and B (B, N, H, V): the outgoing state is A times the incoming one, plus B."""
 
 
 class RecurrenceCore(Protocol):
     """A core that ``LAYOUT.recurrence`` names (docs/own_model.md)."""
 
     def look_back(self, weights: tuple[Tensor, ...]) -> int:
-        """Return the number of tokens before a chunk whose first input the chunk needs."""
+        """Return how many tokens before a chunk it also reads, for a short convolution.
+
+        Only ``inputs[0]`` is read there.
+        """
 
     def chunk(
         self,
@@ -47,9 +51,14 @@ class RecurrenceCore(Protocol):
         before: Tensor,
         starts_BT: Tensor | None,
     ) -> RecurrenceChunk:
-        """Return the map of a chunk, whose inputs are (B, tokens, ...).
+        """Return the chunk of the given tokens.
 
-        ``before`` is zero for tokens of another document than that of the chunk's first token.
+        Args:
+            inputs: inputs of the chunk's tokens, each (B, tokens, ...).
+            weights: weights of the core.
+            before: ``inputs[0]`` of the tokens before the chunk. Zero for tokens that belong to another
+                document than the chunk's first token.
+            starts_BT: True for the first token of each document. None without documents.
         """
 
 
@@ -78,7 +87,7 @@ class SplitRecurrenceCore(nn.Module):
         Args:
             inputs: inputs of this rank's tokens, each (B, t, ...).
             weights: weights of the core, equal on all ranks.
-            documents_BT: the document of each token of the full rows. Every rank has all of them.
+            documents_BT: document number of each token of the full rows, on every rank.
         """
         parts = len(self._chunks)
         length = inputs[0].size(1) // parts
@@ -101,7 +110,10 @@ class SplitRecurrenceCore(nn.Module):
         return torch.cat(outputs, dim=1)
 
     def _before(self, x_BtX: Tensor, length: int, count: int) -> Tensor:
-        """Return the ``count`` tokens before each of this rank's chunks, (p, B, w, X), with zeros before the row."""
+        """Return the ``count`` tokens before each of this rank's chunks, (p, B, w, X).
+
+        Tokens before the start of the row are zero.
+        """
         if count == 0:
             rows, _, *features = x_BtX.shape
             return x_BtX.new_zeros(len(self._chunks), rows, 0, *features)
@@ -113,19 +125,22 @@ class SplitRecurrenceCore(nn.Module):
         return _Before.apply(torch.stack(ends), known, self)  # type: ignore[no-any-return]
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Return the tensors of all chunks of the sequence in order, given those of this rank's, (p, ...)."""
+        """All-gather one tensor per chunk. Return the tensors of all chunks, in the order of the sequence.
+
+        ``x`` (p, ...) contains the tensors of this rank's chunks.
+        """
         x = x.contiguous()
         gathered = [torch.empty_like(x) for _ in range(self._group.size())]
         dist.all_gather(gathered, x, group=self._group)
         return [gathered[rank][place] for rank, place in self._owners]
 
     def own(self, of_chunks: Sequence[Tensor]) -> Tensor:
-        """Return the tensors of this rank's chunks, (p, ...), given those of all chunks in order."""
+        """Select the tensors of this rank's chunks, (p, ...), from the tensors of all chunks."""
         return torch.stack([of_chunks[number] for number in self._chunks])
 
 
 def _of_first_document(before_BwX: Tensor, documents_BT: Tensor, first: int) -> Tensor:
-    """Set tokens before a chunk to zero if their document is not that of the chunk's first token."""
+    """Zero the tokens before a chunk that belong to another document than the chunk's first token."""
     known_Bw = documents_BT[:, max(0, first - before_BwX.size(1)) : first]
     is_same_Bw = known_Bw == documents_BT[:, first, None]
     # tokens before the start of the row are zero already
@@ -154,8 +169,8 @@ class _IncomingStates(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         factors_pBNHH, own_states_pBNHV = ctx.saved_tensors
         H = factors_pBNHH.size(-1)
-        # The state after chunk i is the incoming state of chunk i + 1, whose gradient has two parts: that of its
-        # own outputs, and that of the states after it.
+        # The state after chunk i is the incoming state of chunk i + 1. Its gradient has two parts: one
+        # comes from the outputs of chunk i + 1, the other from the state after chunk i + 1.
         after = torch.zeros_like(gradients[0][0])
         of_outgoing = []
         for both in reversed(ctx.core.gather(torch.cat((factors_pBNHH, gradients[0]), dim=-1))):
@@ -167,10 +182,10 @@ class _IncomingStates(torch.autograd.Function):
 
 
 class _Before(torch.autograd.Function):
-    """Exchange the last tokens of chunks for the tokens before chunks. Both passes are collectives.
+    """Gather the last tokens of all chunks, and return the tokens before each of this rank's chunks.
 
-    ``known`` is the number of tokens that a chunk contributes: all of its tokens, if it has fewer than it looks back.
-    The last tokens then begin with zeros.
+    Both passes are collectives. Each chunk contributes its last ``known`` tokens: as many as a chunk
+    looks back, or all of its tokens if it is shorter. A shorter chunk's ``ends_pBwX`` begin with zeros.
     """
 
     @staticmethod

@@ -34,7 +34,10 @@ def ring_attention(
     scores: Scores = PLAIN,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Attend to all keys by passing parts of them around the ring. Only one part is in memory at a time."""
+    """Attend to the keys of all ranks, which are passed around the ring.
+
+    A rank holds the keys and values of only one rank at a time.
+    """
     documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
     inputs = (q_BtNH, k_BtKH, v_BtKH, group, balanced, documents_BT, window, scores, sinks_N)
     return _Ring.apply(*inputs)  # type: ignore[no-any-return]
@@ -76,8 +79,8 @@ class _Ring(torch.autograd.Function):
         q_BtNH, k_BtKH, v_BtKH, out_BtNH, lse_BNt, sinks_N = ctx.saved_tensors
         dq_BtNH = torch.zeros_like(q_BtNH, dtype=torch.float32)
         keys_values = torch.stack((k_BtKH, v_BtKH))
-        # Gradients of keys and values are passed along with them. Every rank adds its contribution.
-        # After a complete round, they are back at the rank that holds the keys and values.
+        # Keys and values travel around the ring together with their gradients, to which every rank adds
+        # its contribution. After a complete round, they are back at the rank that owns them.
         summed = torch.zeros_like(keys_values, dtype=torch.float32)
         for pieces in ctx.pieces:
             for piece in pieces:

@@ -1,5 +1,4 @@
-"""Context parallelism by exchange of heads (DeepSpeed-Ulysses): each rank attends to all tokens
-with some heads.
+"""Context parallelism by DeepSpeed-Ulysses: an all-to-all gives each rank all tokens of some heads.
 
 Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, n heads
 after an exchange, H head.
@@ -30,7 +29,7 @@ def ulysses_attention(
     scores: Scores = PLAIN,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Exchange heads for tokens, attend to full sequences with some of the heads, and exchange back."""
+    """Redistribute q, k and v to full sequences of some heads, attend, and redistribute the output back."""
     q_BTnH = _HeadsForTokens.apply(q_BtNH, group)
     k_BTkH = _HeadsForTokens.apply(k_BtKH, group)
     v_BTkH = _HeadsForTokens.apply(v_BtKH, group)
@@ -64,7 +63,7 @@ def ulysses_attention(
 
 
 class _HeadsForTokens(torch.autograd.Function):
-    """Exchange (B, t, N, H), all heads of some tokens, for (B, T, N / P, H), some heads of all tokens."""
+    """All-to-all from all heads of some tokens, (B, t, N, H), to some heads of all tokens, (B, T, N / P, H)."""
 
     @staticmethod
     def forward(ctx: Any, x_BtNH: Tensor, group: dist.ProcessGroup) -> Tensor:

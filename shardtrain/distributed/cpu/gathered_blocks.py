@@ -1,11 +1,11 @@
-"""Blocked attention on a CPU from a rank's queries to keys and values that are gathered over
-context-parallel ranks.
+"""Context parallelism by all-gather on a CPU, with attention computed in blocks.
 
-Keys and values are written once, in the layout that blocks multiply: heads before tokens, tokens in the
-order of the sequence. All chunks of a rank read them there in forward and backward, and add to one sum of
-gradients. A rank has only keys up to its last chunk, because none of its queries sees later ones.
+Gathered keys and values are written once, in the layout that the block kernel needs: heads before
+tokens, and tokens in the order of the sequence. All chunks of a rank read this one copy in forward and
+backward, and add their gradients into one tensor. A rank stores only the keys up to the end of its last
+chunk, because none of its queries attends to later keys.
 
-Shape suffixes: B batch, t tokens of this rank, T all tokens, s keys that this rank has, l tokens of a
+Shape suffixes: B batch, t tokens of this rank, T all tokens, s keys that this rank stores, l tokens of a
 chunk, N heads, K key-value heads, H head; 2 keys and values.
 """
 
@@ -25,7 +25,7 @@ from shardtrain.ops.shared_documents import shifted
 from shardtrain.ops.sliding_window import Band
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch 2.13 has renamed the function, and warns of the old name."""
+"""``reduce_scatter_single`` since torch 2.13, and before that its old name, which is now deprecated."""
 
 _ALL = 1 << 62
 """A window larger than any sequence."""
@@ -42,7 +42,10 @@ def attention(
     balanced: bool,
     shared: SequenceExchange | None,
 ) -> Tensor:
-    """Compute ``gather.gathered_attention`` for plain scores without sinks. Documents must be on the host."""
+    """Return what ``gather.gathered_attention`` returns, for plain scores without sinks.
+
+    ``documents_BT`` must be in host memory.
+    """
     chunks = _Chunks(group, balanced, shared)
     return _GatheredBlocks.apply(q_BtNH, k_BtKH, v_BtKH, documents_BT, window, scale, chunks)  # type: ignore[no-any-return]
 
@@ -64,7 +67,7 @@ class _GatheredBlocks(torch.autograd.Function):
         B, tokens, K, H = k_BtKH.shape
         length = tokens // len(chunks.own)
         keys_values_2BKsH = k_BtKH.new_empty(2, B, K, chunks.seen * length, H)
-        # Write this rank's keys and values directly to their place in the gathered tensor.
+        # Write this rank's keys and values directly to their position in the gathered tensor.
         own = chunks.views(keys_values_2BKsH, chunks.rank)
         for index, own_2BKlH in enumerate(own):
             places = slice(index * length, (index + 1) * length)
@@ -95,16 +98,16 @@ class _GatheredBlocks(torch.autograd.Function):
 def chunk_pieces(
     length: int, chunks: Sequence[int], documents_BT: Tensor | None, window: int
 ) -> Iterator[blocked_attention.Piece]:
-    """Yield pieces of the queries of each chunk of ``length`` tokens.
+    """Yield the pieces of this rank's ``chunks``, which have ``length`` tokens each.
 
-    Keys start at the beginning of the sequence.
-
-    A piece contains all keys of its queries. Its band limits the keys that each query sees.
+    A piece contains all keys that any of its queries sees. Its band limits them for each query. Positions
+    of keys are counted from the start of the sequence.
     """
     for index, chunk in enumerate(chunks):
         stop = (chunk + 1) * length
         start = stop - length
-        # Causal: keys up to the end of the chunk, with a window from the first key that the first query sees.
+        # Attention is causal, so use keys up to the end of the chunk. With a window, skip the keys that
+        # even the chunk's first query does not see.
         first_key = max(0, start - window + 1) if window else 0
         query_documents = None
         key_documents = None
@@ -122,7 +125,7 @@ def chunk_pieces(
 
 
 class _Chunks:
-    """All-gather of keys and values and reduce-scatter of their gradients between the chunks of all ranks."""
+    """Collectives on chunks of the sequence: all-gather keys and values, reduce-scatter their gradients."""
 
     def __init__(
         self, group: dist.ProcessGroup, balanced: bool, shared: SequenceExchange | None
@@ -133,21 +136,21 @@ class _Chunks:
         self.rank = group.rank()
         self.own = self._of_ranks[self.rank]
         self.seen = self._seen_by(self.rank)
-        """Number of chunks, from the first on, whose keys and values this rank has."""
+        """This rank stores the keys and values of the first ``seen`` chunks of the sequence."""
 
     def _seen_by(self, rank: int) -> int:
         return max(self._of_ranks[rank]) + 1
 
     def views(self, x_2BKsH: Tensor, rank: int) -> list[Tensor | None]:
-        """Return views of the chunks of a rank, each (2, B, K, l, H).
+        """Return views of the chunks of ``rank``, each (2, B, K, l, H).
 
-        None for a chunk that this rank does not see.
+        None for a chunk that this rank does not store.
         """
         chunks = x_2BKsH.chunk(self.seen, dim=3)
         return [chunks[chunk] if chunk < self.seen else None for chunk in self._of_ranks[rank]]
 
     def gather(self, x_2BKsH: Tensor) -> None:
-        """All-gather the chunks in place. This rank's chunks must be filled (a collective)."""
+        """Fill in the chunks of the other ranks (a collective). This rank's chunks must be filled already."""
         of_ranks = [self.views(x_2BKsH, rank) for rank in range(len(self._of_ranks))]
         if self._shared is not None:
             self._shared.gather_parts(of_ranks)
@@ -155,7 +158,7 @@ class _Chunks:
         own = torch.stack([part for part in of_ranks[self.rank] if part is not None])
         gathered = [torch.empty_like(own) for _ in of_ranks]
         dist.all_gather(gathered, own, group=self._group)
-        # Copy only the chunks that this rank sees.
+        # Copy only the chunks that this rank stores.
         for rank, parts in enumerate(of_ranks):
             if rank == self.rank:
                 continue
@@ -164,11 +167,10 @@ class _Chunks:
                     part.copy_(received)
 
     def reduce_scatter(self, sums_2BKsH: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum the gradients of all ranks, and return those of this rank's chunks, (2, B, t, K, H) (a
-        collective).
+        """Sum the gradients over ranks, and return the sums for this rank's chunks, (2, B, t, K, H).
 
-        ``sums_2BKsH`` may be overwritten. Sums are in float32, because bfloat16 would lose small
-        contributions.
+        A collective. ``sums_2BKsH`` may be overwritten. Sums are computed in float32, because bfloat16
+        would lose small contributions.
         """
         of_ranks = [self.views(sums_2BKsH, rank) for rank in range(len(self._of_ranks))]
         _, B, K, keys, H = sums_2BKsH.shape
@@ -182,7 +184,7 @@ class _Chunks:
                 contributes.append([chunk < num_seen for chunk in self.own])
             self._shared.reduce_scatter_parts(of_ranks, contributes, outs)
             return out_2BtKH
-        # the collective needs equal sizes, so chunks that this rank does not see are zero
+        # the collective needs equal sizes, so send zeros for the chunks that this rank does not store
         zeros = torch.zeros_like(
             outs[0], dtype=sums_2BKsH.dtype, memory_format=torch.contiguous_format
         )

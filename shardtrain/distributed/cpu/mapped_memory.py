@@ -1,4 +1,4 @@
-"""Memory shared by the processes of one machine: a file in /dev/shm that each process maps."""
+"""Shared memory for the processes of one machine: a file in /dev/shm that each process maps."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def path(token: bytes) -> Path:
 
 
 def create(token: bytes, size: int) -> mmap.mmap | None:
-    """Create and map a file that only this user can open, with its memory reserved.
+    """Create a file that only this user can open, reserve its memory, and map it.
 
-    Return None if the system is not Linux, or the memory is not available.
+    Return None if the system is not Linux, or there is not enough memory.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -34,7 +34,8 @@ def create(token: bytes, size: int) -> mmap.mmap | None:
     except OSError:
         return None
     try:
-        # Reserve the memory. Otherwise the kernel would kill a rank that exceeds the limit of its container.
+        # Reserve all memory now, where a failure can be handled. Otherwise a later write could exceed the
+        # limit of the container, and the kernel would kill the rank.
         os.posix_fallocate(file, 0, size)
         return mmap.mmap(file, size)
     except OSError:
@@ -46,7 +47,7 @@ def create(token: bytes, size: int) -> mmap.mmap | None:
 
 
 def _remove_leftovers() -> None:
-    """Remove files of this user that killed ranks have left.
+    """Remove this user's old files, which killed ranks could not remove.
 
     Each would occupy memory until the machine restarts.
     """

@@ -1,10 +1,10 @@
-"""A barrier for processes with shared memory.
+"""A barrier for processes that share memory.
 
-Early processes sleep in Linux's futex, and late ones wake them.
+A process that arrives early sleeps in a Linux futex until the late ones wake it.
 
-gloo's all-reduce between ranks of one machine wakes a thread, writes to a socket, and wakes the thread
-that reads sockets, which wakes the caller: 171 microseconds of CPU time per rank. Here ranks that arrive
-together need 2 microseconds, and ranks that sleep about 50 (benchmarks/LOG.md).
+An all-reduce of gloo, used as a barrier within a machine, costs 171 microseconds of CPU time per rank. It
+wakes a thread, which writes to a socket and wakes the thread that reads sockets, which wakes the caller.
+Here ranks that arrive together need 2 microseconds, and ranks that sleep about 50 (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ _WAIT = 0
 _WAKE = 1
 _ALL = 2**31 - 1
 _CHECK_SECONDS = 1.0
-"""Interval at which a waiting rank checks that the other one still runs, and that the time limit has not
-passed.
-"""
+"""How often a waiting rank checks whether the late rank has ended, and whether the timeout has passed."""
 
 
 class Process(NamedTuple):
@@ -51,7 +49,7 @@ class Process(NamedTuple):
 
 
 def own_process() -> Process:
-    """Describe this process, with zeros if it cannot wait at such a barrier."""
+    """Return this process's description. All fields are zero if it cannot wait at such a barrier."""
     try:
         if not _has_futex():
             return Process(0, 0, 0)
@@ -61,7 +59,7 @@ def own_process() -> Process:
 
 
 def can_meet(processes: list[Process]) -> bool:
-    """True if processes can wait for each other: all have futexes, and see each other's process ids."""
+    """True if the processes can use a barrier: all support futexes and share one PID namespace."""
     namespaces = {process.namespace for process in processes}
     return all(process.number > 0 for process in processes) and len(namespaces) == 1
 
@@ -70,16 +68,18 @@ _begun = 0
 
 
 def waits_begun() -> int:
-    """Return the number of barrier waits of this process, which grows while ranks exchange through shared
-    memory.
-    """
+    """Return how often this process has waited at a barrier. The watchdog uses it as a sign of progress."""
     return _begun
 
 
 class Barrier:
-    """A barrier of processes that map the same memory.
+    """A barrier for processes that map the same memory.
 
-    ``memory`` starts with ``LINE_BYTES`` zeros per process. ``limit`` returns the timeout in seconds.
+    Args:
+        memory: the shared memory. It begins with ``LINE_BYTES`` zeros per process, for the counters.
+        processes: all processes, by rank.
+        rank: this process's index in ``processes``.
+        limit: returns the timeout in seconds. It is called while waiting, because it may change.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Barrier:
         process_group.more_counters.add(waits_begun)  # the watchdog sees these waits as progress
 
     def wait(self) -> None:
-        """Return when all ranks have called this as often as this rank.
+        """Wait until all ranks have made as many calls as this rank.
 
-        Their earlier writes are then visible.
+        After it returns, this rank sees everything that the others wrote before their calls.
 
         Raises:
             PeerError: another rank has ended, or did not arrive within ``limit()`` seconds.
@@ -107,8 +107,8 @@ class Barrier:
         global _begun
         _begun += 1
         self._turn += 1
-        # On x86, other processes see writes in order: a process that sees the counter also sees all
-        # earlier writes.
+        # x86 keeps the order of writes. So a process that sees the new counter also sees all earlier
+        # writes of this rank, and no memory fence is needed.
         self._counters[self._rank].value = self._turn % 2**32
         _futex(self._addresses[self._rank], _WAKE, _ALL)
         for rank in range(len(self._processes)):
@@ -121,10 +121,11 @@ class Barrier:
         waiting_since = 0.0
         while True:
             seen = counter.value
-            # Ranks are at most one turn apart. Counters wrap around at 2^32.
+            # The rank has arrived if its counter is at least this rank's turn. Ranks are at most one turn
+            # apart, so the comparison modulo 2^32 is safe when counters wrap around.
             if (seen - self._turn) % 2**32 < 2**31:
                 return
-            # returns immediately if the counter has changed since it was read
+            # the futex call returns immediately if the counter has changed since it was read above
             if _futex(address, _WAIT, seen, _CHECK_SECONDS) != errno.ETIMEDOUT:
                 continue
             waiting_since = waiting_since or time.monotonic() - _CHECK_SECONDS
@@ -150,7 +151,11 @@ class _Seconds(ctypes.Structure):
 
 
 def _futex(address: int, operation: int, value: int, seconds: float | None = None) -> int:
-    """Sleep while a counter has a value, or wake the processes that sleep. Return 0 or the error number."""
+    """Call Linux's futex. Return 0 or the error number.
+
+    ``_WAIT`` sleeps while the counter at ``address`` equals ``value``, at most for ``seconds``. ``_WAKE``
+    wakes up to ``value`` processes that sleep there.
+    """
     assert _libc is not None
     limit = None
     if seconds is not None:
@@ -168,7 +173,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") el
 
 
 def _has_futex() -> bool:
-    # Other processors have another call number, or may reorder writes.
+    # On other processors the system call has another number, or writes may be reordered.
     if _libc is None or platform.machine() != "x86_64" or sys.maxsize < 2**32:
         return False
     counter = ctypes.c_uint32(0)

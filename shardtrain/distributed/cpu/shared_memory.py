@@ -1,12 +1,15 @@
-"""Collectives of FSDP and tensor parallelism on CPUs, through memory that the ranks of a machine share.
+"""Collectives on CPUs for FSDP and tensor parallelism, through memory that the ranks of a machine share.
 
-gloo uses sockets even within a machine, which copies each number into the kernel and out again. Its
-reduce-scatter is an all-reduce that discards most of the result. Here each rank writes the data for the
-other ranks to shared memory, waits until all have written, and reads. Without shared memory, FSDP sends
-half as many bytes as with gloo's own reduce-scatter, and tensor parallelism uses gloo's collectives.
+Each rank writes the data for the other ranks to shared memory, waits until all have written, and reads.
+gloo is slower: it uses sockets even within a machine, which copy each number into the kernel and out
+again, and its reduce-scatter is an all-reduce that discards most of the result. If ranks share no
+memory, FSDP's reduce-scatter becomes an all-to-all and a local sum, which sends half as many bytes as
+gloo's own, and tensor parallelism uses gloo's collectives.
 
-Sums are computed in the order of ranks, in float32 or wider, and rounded once. FSDP's sums are bitwise
+Sums are computed in the order of ranks, in float32 or wider, and rounded once. So FSDP's sums are bitwise
 equal with and without shared memory.
+
+Each rank has a buffer with two halves, which it uses in turn (see ``Exchange``).
 
 Shape suffixes: B batch, t tokens of this rank, T all tokens, D features, R ranks, n elements, m elements
 of a row, C parts of a rank, O other ranks.
@@ -29,14 +32,14 @@ from shardtrain.distributed.cpu.shared_barrier import LINE_BYTES, Barrier, Proce
 from shardtrain.utils.log import logger
 
 _HALF_BYTES = 1 << 20
-"""Size of each of a rank's two buffers, chosen to fit into a core's private cache."""
+"""Size of one half of a rank's buffer, chosen to fit into a core's private cache."""
 
 _MAX_VIEWS = 256
-"""Limit of the cache of tensor views of the buffers."""
+"""Maximum number of cached tensor views of the buffers."""
 
 
 def use(model: nn.Module) -> None:
-    """Make the FSDP units of a model use these collectives. Their process groups must be gloo groups."""
+    """Make all FSDP units of a model use these collectives. The units' process groups must use gloo."""
     gather = AllGather()
     reduce = ReduceScatter()
     reduce.exchanges = gather.exchanges
@@ -47,13 +50,13 @@ def use(model: nn.Module) -> None:
 
 
 class _Collective:
-    """Allocation of FSDP's buffers, and the shared memory of each group."""
+    """Base class: allocates FSDP's buffers, and keeps the shared memory of each process group."""
 
     def __init__(self) -> None:
         self.exchanges: dict[str, Exchange | None] = {}
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer in private memory, where gradients stay until the update."""
+        """Allocate one of FSDP's buffers, in private memory: gradients stay in it until the update."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def exchange(self, group: dist.ProcessGroup) -> Exchange | None:
@@ -84,12 +87,12 @@ class AllGather(_Collective):
         if exchange is None:
             dist.all_gather(list(out_Rn.unbind()), in_n, group=group)
             return
-        # Exchange in pieces that fit into a half.
+        # Exchange one piece at a time that fits into half of a buffer.
         for part in exchange.parts(in_n.numel(), in_n.dtype):
             given = exchange.give(in_n[part])
             for rank in range(group.size()):
                 source = in_n[part] if rank == group.rank() else given[rank]
-                # FSDP's input is already in its place in the output
+                # Skip this rank's own data if FSDP's input is a view of the output.
                 if source.data_ptr() != out_Rn[rank, part].data_ptr():
                     out_Rn[rank, part].copy_(source)
 
@@ -105,9 +108,7 @@ class ReduceScatter(_Collective):
         op: Any = dist.ReduceOp.SUM,
         async_op: bool = False,
     ) -> None:
-        """Split the inputs (ranks * n,) by rank, and write the sum over ranks of this rank's pieces to
-        the output (n,).
-        """
+        """Sum the inputs (ranks * n,) of all ranks, and write this rank's piece of the sum to the output (n,)."""
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"FSDP requests {op}, but only sums are supported")
         ranks = group.size()
@@ -125,10 +126,10 @@ class ReduceScatter(_Collective):
 
 
 def _sum(addends: list[Tensor], out: Tensor) -> None:
-    """Write the sum of tensors to ``out``. Add in the given order, in float32 or wider, and round once."""
+    """Write the sum of tensors to ``out``, added in the given order in float32 or wider, and rounded once."""
     exact = torch.promote_types(out.dtype, torch.float32)
     if len(addends) == 2 or out.dtype == exact:
-        # PyTorch adds two 16-bit tensors in float32 and rounds once, so they need no copies in float32
+        # No float32 copies are needed: PyTorch adds two 16-bit tensors in float32 and rounds once.
         torch.add(addends[0], addends[1], out=out)
         for addend in addends[2:]:
             out += addend
@@ -152,18 +153,18 @@ def _sum_into(own: Tensor, addends: Sequence[Tensor], out: Tensor) -> None:
         torch.add(own, addends[0], out=out)
         addends = addends[1:]
     else:
-        # With one addend, round ``own`` too. PyTorch adds both in float32 and rounds the sum once.
+        # Round ``own``, which here is the complete sum. Or there is exactly one addend left: then ``own``
+        # is rounded to the addend's dtype first, and the sum of both is rounded once more.
         out.copy_(own)
     for addend in addends:
         out += addend
 
 
 class SequenceExchange:
-    """All-gather and reduce-scatter of (B, T, D) along T, without copies that would make T the first
-    dimension.
+    """All-gather and reduce-scatter along the sequence dimension T of tensors (B, T, D).
 
-    Each is the gradient of the other. T must be a multiple of the number of ranks. All methods are
-    collectives.
+    The collectives of PyTorch need T as the first dimension, and so two more copies. Each of the two is the
+    gradient of the other. T must be a multiple of the number of ranks. All methods are collectives.
     """
 
     def __init__(self, exchange: Exchange, ranks: int, rank: int) -> None:
@@ -218,12 +219,13 @@ class SequenceExchange:
         """All-gather the C parts of each rank in place. All parts have the same shape (2, B, K, l, H).
 
         Args:
-            parts_RC: the parts of each rank. This rank's are read, and the others are written, except None.
+            parts_RC: the parts of each rank. This rank's own parts are sent. The parts of the other ranks
+                are overwritten, and None skips a part.
         """
-        # for mypy: no own part is None
+        # this filter is only for mypy, because no own part is None
         own_C = [part for part in parts_RC[self._rank] if part is not None]
         for places in self._stretches(own_C[0], len(own_C)):
-            # Write this rank's parts to its half, then copy those of the others from theirs.
+            # Write this rank's parts to its half, then copy the other ranks' parts from their halves.
             shape = own_C[0][places].shape
             halves_RC = self._exchange.halves(own_C[0].dtype, torch.Size((len(own_C), *shape)))
             for half, part in zip(halves_RC[self._rank], own_C, strict=True):
@@ -244,24 +246,21 @@ class SequenceExchange:
     ) -> None:
         """For each of this rank's C parts, sum the contributions of all ranks.
 
-        All have the shape (2, B, K, l, H).
-
-        Contributions are sent in the dtype of ``out_C``, summed in float32 or wider, and the sum is
-        rounded.
+        All tensors have the shape (2, B, K, l, H). Contributions are sent in the dtype of ``out_C``, summed
+        in float32 or wider, and the sum is rounded.
 
         Args:
-            contributions_RC: this rank's contributions to the parts of each rank, None for zeros. Those
-                to its own parts may be overwritten.
-            contributes_RC: True where a rank contributes to a part of this rank.
-            out_C: the sums.
+            contributions_RC: this rank's contributions to the parts of each rank, None for zeros. The
+                contributions to its own parts may be overwritten.
+            contributes_RC: for each rank, True for the parts of this rank that it contributes to.
+            out_C: receives the sums.
         """
-        # for mypy: none is None
+        # this filter is only for mypy, because no own part is None
         own_C = [part for part in contributions_RC[self._rank] if part is not None]
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         for places in self._stretches(out_C[0], len(others) * len(out_C)):
             shape = out_C[0][places].shape
-            # The half of a rank has a slot for each other rank, with the contributions to the parts of
-            # that rank.
+            # A rank's half has one slot for each other rank, which contains what it sends to that rank.
             slots = torch.Size((len(others), len(out_C), *shape))
             halves_ROC = self._exchange.halves(out_C[0].dtype, slots)
             for slot_C, receiver in zip(halves_ROC[self._rank], others, strict=True):
@@ -280,9 +279,10 @@ class SequenceExchange:
     def _stretches(
         self, part_2BKlH: Tensor, copies: int
     ) -> Iterator[tuple[slice, slice, slice, slice]]:
-        """Divide a part into pieces of which ``copies`` fit into a half. Yield the slices of each piece.
+        """Divide a part into pieces so small that ``copies`` of them fit into half of a buffer.
 
-        Each contains several rows, several heads of one row, or several tokens of one head.
+        Yield the slices of each piece. It contains several rows, several heads of one row, or several
+        tokens of one head.
         """
         two, rows, heads, tokens, features = part_2BKlH.shape
         token_bytes = copies * two * features * part_2BKlH.element_size()
@@ -299,10 +299,9 @@ class SequenceExchange:
                     yield slice(None), row_slice, head_slice, token_slice
 
     def _parts(self, x_Bm: Tensor, copies: int) -> Iterator[tuple[slice, slice]]:
-        """Divide a tensor into pieces of which ``copies`` fit into a half: several rows, or a part
-        of one row.
+        """Divide a tensor into pieces so small that ``copies`` of them fit into half of a buffer.
 
-        Yield the slices of rows and columns of each piece.
+        Yield the slices of rows and columns of each piece. It contains several rows, or part of one row.
         """
         num_rows, num_columns = x_Bm.shape
         bytes_per_element = max(1, copies) * x_Bm.element_size()
@@ -315,14 +314,13 @@ class SequenceExchange:
 
 
 class Exchange:
-    """Shared memory of the ranks of a group on one machine.
+    """Shared memory of a group whose ranks are all on one machine.
 
-    Each rank has two buffers (halves) that only it writes.
-
-    A rank writes its halves alternately, with a barrier in every turn. When a rank writes a half, it has
-    passed the barrier of the previous turn. All other ranks entered that barrier after they had read the
-    data of the turn before, which is the data that the half still contains. So no rank reads a half while
-    it is written.
+    Each rank has one buffer that only this rank writes. It consists of two halves that are used in turn:
+    in every turn, a rank writes one half, waits at a barrier, and reads the same half of the other
+    ranks. One barrier per turn is enough. Suppose a rank writes a half in turn i. It has passed the barrier
+    of turn i - 1, so every other rank has reached that barrier too, and has finished reading the data of
+    turn i - 2. That is the data that this half still contains, so nobody reads it any more.
     """
 
     def __init__(
@@ -369,8 +367,8 @@ class Exchange:
                 logger.info(
                     f"collectives on CPUs: could not reserve {size:,} bytes in {folder}; using gloo's sockets"
                 )
-        # All ranks take part in both collectives, even if the first rank has no memory. The name is then
-        # zero.
+        # All ranks take part in both collectives, even if rank 0 could not create the file. It then
+        # broadcasts zeros as the name.
         first = dist.get_global_rank(group, 0)
         dist.broadcast(name, first, group=group)
         token = bytes(name.tolist())
@@ -381,7 +379,7 @@ class Exchange:
             dist.all_reduce(all_have_memory, dist.ReduceOp.MIN, group=group)
         finally:
             if group.rank() == 0 and any(token):
-                # Mappings stay valid, and no other process can find the file.
+                # Delete the file, so that no other process can open it. Mappings of it stay valid.
                 mapped_memory.path(token).unlink(missing_ok=True)
         if not all_have_memory or memory is None:
             return None
@@ -392,13 +390,14 @@ class Exchange:
         return cls(group, memory, processes)
 
     def parts(self, numel: int, dtype: torch.dtype, rows: int = 1) -> Iterator[slice]:
-        """Split ``numel`` columns into slices, so that ``rows`` rows of a slice fit into half of a rank's buffer."""
+        """Split ``numel`` columns into slices so that ``rows`` rows of a slice fit into half of a buffer."""
         step = max(1, _HALF_BYTES // (max(1, rows) * dtype.itemsize))
         return (slice(start, min(start + step, numel)) for start in range(0, numel, step))
 
     def give(self, own: Tensor) -> list[Tensor]:
-        """All-gather: return the tensor of each rank, in memory that is valid until the next call (a
-        collective).
+        """All-gather: send a tensor to all ranks, and return the tensors of all ranks (a collective).
+
+        The results are in shared memory, and valid until the next call.
         """
         tensors = self.halves(own.dtype, own.shape)
         tensors[self._rank].copy_(own)
@@ -406,14 +405,14 @@ class Exchange:
         return tensors
 
     def give_each(self, own_Rm: Tensor) -> list[Tensor]:
-        """All-to-all: send row r to rank r, and return the rows for this rank, by sender (a collective).
+        """All-to-all: send row r to rank r, and return the rows sent to this rank, by sender (a collective).
 
-        They are valid until the next call.
+        The results are in shared memory, and valid until the next call.
         """
         rank = self._rank
         slots_shape = torch.Size((len(own_Rm) - 1, *own_Rm.shape[1:]))
         slots_by_sender = self.halves(own_Rm.dtype, slots_shape)
-        # This rank's slots are those of the other ranks, in order.
+        # This rank's half has one slot for each other rank, in the order of ranks.
         slots_by_sender[rank][:rank].copy_(own_Rm[:rank])
         slots_by_sender[rank][rank:].copy_(own_Rm[rank + 1 :])
         self.meet()
@@ -426,7 +425,7 @@ class Exchange:
         return rows
 
     def meet(self) -> None:
-        """Wait for all ranks. The halves of this turn can then be read until the next ``meet`` returns."""
+        """Wait for all ranks. The halves of this turn may then be read until the next call of ``meet``."""
         if self._barrier is not None:
             self._barrier.wait()
         else:
@@ -441,7 +440,7 @@ class Exchange:
         key = (self._turn, dtype, shape)
         self._turn = 1 - self._turn
         if key not in self._known_views:
-            # Shapes of variable-length batches could fill the memory.
+            # Batches of variable length have many shapes, so limit the size of the cache.
             if len(self._known_views) >= _MAX_VIEWS:
                 self._known_views.clear()
             used = shape.numel() * dtype.itemsize
@@ -451,9 +450,7 @@ class Exchange:
 
 
 def _slot(sender: int, receiver: int) -> int:
-    """Return the index of the receiver's slot in the sender's half, which has no slot for the sender
-    itself.
-    """
+    """Return the index of the receiver's slot in the sender's half. A sender has no slot for itself."""
     return receiver if receiver < sender else receiver - 1
 
 

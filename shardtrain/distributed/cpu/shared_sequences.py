@@ -1,4 +1,4 @@
-"""Exchange sequences between tensor-parallel ranks of one machine as plain tensors in shared memory.
+"""Sequence parallelism between ranks of one machine, through shared memory and with plain tensors.
 
 Shape suffixes: B batch, t tokens of this rank, T all tokens, D input and O output features, R rows (batch
 and tokens).
@@ -23,14 +23,15 @@ from shardtrain.ops.linear_layers import is_plain_linear
 
 
 def between(mesh: Mesh) -> Sequences:
-    """Return the exchange of the tensor-parallel ranks (a collective).
+    """Return the collectives of the tensor-parallel ranks (a collective).
 
-    Ranks without shared memory use PyTorch's.
+    They use shared memory if the ranks have some, and PyTorch's process group otherwise.
     """
     exchange = SequenceExchange.between(mesh.group("tp"))
     if exchange is None:
         return Sequences()
-    # In a pipeline, ranks may compute gradients of weights in different orders. FSDP must then sum them.
+    # In a pipeline, ranks may compute the gradients of weights in different orders, so they must not meet
+    # in a sum of each gradient. FSDP sums the gradients later.
     return SharedSequences(exchange, sums_weights=mesh.size("pp") == 1)
 
 
@@ -52,7 +53,8 @@ class SharedSequences(Sequences):
     def gather(self, x_BtD: Tensor, device_mesh: DeviceMesh) -> DTensor:
         if isinstance(x_BtD, DTensor) or x_BtD.ndim != 3:
             return super().gather(x_BtD, device_mesh)
-        # All split layers with this input share the plain tensor and the sum of their gradients.
+        # All split layers that read this sequence use one plain tensor, and add their gradients of it to
+        # one sum.
         gradient = GradientSum()
         plain_BTD, x_BTD = _GatherSequence.apply(x_BtD, self._exchange, device_mesh, gradient)
         x_BTD.for_local_products = (plain_BTD, gradient if self._sums_weights else None)
@@ -71,10 +73,7 @@ class SharedSequences(Sequences):
 
 
 class GradientSum:
-    """The gradient of a gathered sequence.
-
-    In backward, each tensor-parallel linear layer that used the sequence adds its contribution.
-    """
+    """The gradient of a gathered sequence, to which each split linear layer that read it adds its part."""
 
     def __init__(self) -> None:
         self._total_BTD: Tensor | None = None
@@ -103,10 +102,7 @@ class GradientSum:
     def product(
         self, linear: nn.Linear, x_BTD: Tensor, weight: DTensor, bias_O: Tensor | None
     ) -> Tensor:
-        """Return a split linear layer's output.
-
-        Its backward pass adds the gradient of ``x_BTD`` to this sum.
-        """
+        """Return a split linear layer's output. In backward, the gradient of ``x_BTD`` is added to this sum."""
         by_onednn = type(linear) is OneDnnLinear and onednn_linear.can_multiply(
             x_BTD, weight._local_tensor
         )
@@ -121,8 +117,8 @@ class GradientSum:
 class _GatherSequence(torch.autograd.Function):
     """All-gather a sequence, and return it as a plain tensor and as a DTensor.
 
-    Autograd runs its backward after that of all layers that use the sequence, whether they return the
-    gradient of their input to autograd or add it to ``gradient``.
+    Layers that read the sequence return its gradient to autograd, or add it to ``gradient`` and return
+    None. Either way, autograd runs the backward of all these layers before this one.
     """
 
     @staticmethod
@@ -150,7 +146,7 @@ class _GatherSequence(torch.autograd.Function):
         gradient_BtD = None
         if partial_BTD is not None:
             gradient_BtD = ctx.shared.reduce_scatter(partial_BTD)
-        # Any other DTensor is already complete.
+        # A DTensor that is not a partial sum is complete, so it needs no reduction.
         if dtensor_BTD is not None and not is_partial:
             part_BtD = dtensor_BTD.redistribute(placements=(Shard(1),)).to_local()
             gradient_BtD = part_BtD if gradient_BtD is None else gradient_BtD + part_BtD
@@ -158,11 +154,9 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class _ProductOfGathered(torch.autograd.Function):
-    """Output of a split linear layer.
+    """Compute the output of a split linear layer, by oneDNN if ``by_onednn``, as in ``OneDnnLinear``.
 
-    Backward adds the gradient of the input to ``gradient`` and returns None for it.
-
-    With ``by_onednn``, oneDNN multiplies, as in ``OneDnnLinear``.
+    Backward adds the gradient of the input to ``gradient``, and returns None for it.
     """
 
     @staticmethod
@@ -198,7 +192,7 @@ class _ProductOfGathered(torch.autograd.Function):
             x_RD = x_BTD.flatten(0, -2)
             multiply = onednn_linear.weight_gradient if ctx.by_onednn else _weight_gradient
             dweight_OD = multiply(gradient_RO, x_RD)
-            # FSDP creates its DTensors this way. The gradient has the placement of the weight.
+            # The gradient has the same placement as the weight. Construct it as FSDP does.
             dweight = DTensor(dweight_OD, ctx.spec, requires_grad=False)
         dbias_O = gradient_RO.sum(0) if needs_bias else None
         return None, dweight, dbias_O, None, None

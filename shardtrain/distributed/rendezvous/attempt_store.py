@@ -1,14 +1,14 @@
-"""A separate store for each attempt of a run, for launchers such as torchrun whose store serves all attempts.
+"""A separate store for each attempt of a run, because some launchers use one store for all attempts.
 
-Ranks find each other by keys in a store. torchrun keeps one store for all restarts. A restarted
-rank may therefore read the address of a dead rank, connect to it, and fail or wait (PyTorch issue
-135712). The restart count does not identify an attempt: each agent has its own count, and a node
-that joined later has a lower one. Instead, rank 0 draws a random name for the attempt. Every other
-rank requests the name with a random token, and rank 0 replies under that token.
+Ranks find each other by keys in a store. torchrun, for example, keeps one store for all restarts. A restarted
+rank could therefore read the address of a dead rank, try to connect, and fail or wait (PyTorch issue
+135712). The restart count does not identify an attempt: each agent counts separately, and a node that
+joined later has a lower count. Instead, rank 0 draws a random name for the attempt. Every other rank
+writes a random token to request the name, and rank 0 writes its reply under that token.
 
 The launcher's store has no password. If all ranks are on this machine, or are tasks of a Slurm step
-on one node, they meet in a private folder instead. Ranks on several nodes sign their values if they
-share a secret.
+on one node, they use a private folder instead. Ranks on several nodes sign their values if they share a
+secret.
 """
 
 from __future__ import annotations
@@ -45,17 +45,16 @@ _MOST_AT_ONCE = 65_536
 def store_of_attempt(
     environment: MutableMapping[str, str], timeout: timedelta
 ) -> Iterator[dist.Store | None]:
-    """Yield the store for joining the process group, or None to use PyTorch's default. Exit after joining.
+    """Context manager that yields the store for joining the process group. None means PyTorch's default.
 
-    If attempts share the launcher's store and all ranks are on this machine, the ranks use a private folder
-    instead.
-    Its path is then set in ``environment``.
+    Leave it after joining. If attempts share the launcher's store and all ranks are on this machine, the
+    ranks use a private folder instead, and this sets its path in ``environment``.
 
     Raises:
         StorageError: the private folder cannot be used.
         dist.DistError: the launcher's store cannot be reached, or rank 0 does not answer within ``timeout``.
     """
-    # This package's launcher creates a new folder for each attempt.
+    # If the variable is set, this package's launcher has created a new folder for this attempt.
     if folder := private_store.folder_of(environment):
         yield private_store.group_store(folder)
         return
@@ -111,7 +110,7 @@ def store_at_address(
     """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 serves it, unless its launcher does.
 
     Args:
-        size: number of ranks for which rank 0 waits. None: for none.
+        size: number of ranks that must connect before rank 0 returns. None: rank 0 does not wait.
 
     Raises:
         ConfigError: this process cannot listen at that address.
@@ -138,10 +137,11 @@ def store_at_address(
 
 
 def _listener(address: str, port: int, timeout: timedelta) -> int | None:
-    """Return the descriptor of a socket that listens for the store. None if another socket uses the port.
+    """Return the descriptor of a socket on which rank 0 serves the store.
 
-    PyTorch then shares the store that this process already serves, or fails with the same error.
-    After any other error it would listen on all addresses of this machine.
+    None if the port is in use. PyTorch then reuses the store that this process already serves there, or
+    fails with the same error. All other errors are raised, because PyTorch would react to None by listening
+    on all addresses of this machine.
 
     Raises:
         ConfigError: ``address`` does not resolve within ``timeout``, or this user may not use the port.
@@ -180,16 +180,19 @@ def _connect(
 
 
 def _answer(store: dist.Store | FolderStore, name: str, done: threading.Event) -> None:
-    """Reply with the attempt's name to every request until ``done`` is set, also to earlier attempts."""
+    """Reply to every request with the attempt's name, until ``done`` is set.
+
+    The store may still contain requests of earlier attempts. Nobody reads the replies to them.
+    """
     seen = 0
     open_numbers = set[int]()
     while not done.wait(POLL_SECONDS):
         try:
-            # Any process may increase the counter. The limit keeps it from filling the memory.
+            # Any process may increase the counter. Limit its growth, so that it cannot fill the memory.
             count = min(store.add(_ASKED, 0), seen + _MOST_AT_ONCE)
             open_numbers.update(range(seen + 1, count + 1))
             seen = count
-            # A rank that was killed after it took a number never sends its request.
+            # Do not wait for a request: a rank may have been killed after it took a number.
             with_request = [
                 number for number in open_numbers if store.check([f"{_ASKED}/{number}"])
             ]
@@ -200,5 +203,5 @@ def _answer(store: dist.Store | FolderStore, name: str, done: threading.Event) -
                     request = store.get(f"{_ASKED}/{number}").decode()
                     store.set(f"{_ASKED}/answer/{request}", name)
         except dist.DistError:
-            # The launcher's store is gone. Joining the group fails with its own message.
+            # The launcher's store is gone. Just stop: joining the group fails with a better message.
             return

@@ -1,12 +1,14 @@
-"""Protection of gloo's sockets from other processes.
+"""Protect gloo's sockets from other processes.
 
 Gloo does not authenticate peers. It accepts every connection, keeps it as long as the process group
 exists, and aborts the process when there are too many (``accept: Too many open files``).
 
-- On one machine, the sockets are in a network namespace of the run, if the system supports it.
-- Otherwise, gloo's listeners drop all packets once the group exists. By then all pairs of ranks are connected, so the
-  run needs no later connection. Only gloo can close its listeners. A socket filter makes the kernel
-  drop the packets, and any user may set one (Linux, Documentation/networking/filter.rst).
+- If all ranks are on one machine, their sockets are in a network namespace that only this run can reach, if
+  the system supports it.
+- Otherwise, gloo's listening sockets are blocked as soon as the group exists. By then all pairs of ranks are
+  connected, so the run needs no later connection. Gloo has no way to close its listening sockets. So a
+  socket filter makes the kernel drop all their packets. Any user may set such a filter (Linux,
+  Documentation/networking/filter.rst).
 """
 
 from __future__ import annotations
@@ -27,23 +29,24 @@ from shardtrain.utils.process import meeting_folder
 
 T = TypeVar("T")
 MOST_IN_A_FULL_MESH = 128
-"""Largest number of ranks for which all pairs connect when the group is created.
+"""Maximum number of ranks for which all pairs connect when the group is created.
 
-With more ranks, a full mesh would need too many descriptors per rank. The store's work is quadratic in the
-ranks.
-Larger groups connect pairs on first use, about 2 log2(ranks) per rank. Their listeners must stay open.
+With more ranks, each rank would need too many file descriptors, and the store's work would grow with the
+square of the number of ranks. In larger groups, a pair connects on its first use, about 2 log2(ranks) pairs
+per rank. Their listening sockets must stay open.
 """
 _SO_ATTACH_FILTER = 26
 _RETURN = 0x06
-"""BPF_RET | BPF_K: return the number of bytes of a packet to keep. The filter returns 0."""
+"""BPF_RET | BPF_K: return a constant, the number of bytes of a packet to keep. Our filter returns 0."""
 _TABLES = ("tcp", "tcp6")
 
 
 def private(make: Callable[[], T]) -> T:
-    """Call a function that creates gloo process groups, and protect their sockets. Only Linux supports this.
+    """Call a function that creates gloo process groups, and protect their sockets (only on Linux).
 
     Raises:
-        PeerError: the ranks meet on the shared loopback interface, and another user connected meanwhile.
+        PeerError: the ranks use the machine's loopback interface, and another user has connected to a socket
+            before it was protected.
     """
     if private_network.exists():
         return private_network.call_inside(make)
@@ -105,8 +108,8 @@ def _refuse_others(inodes: set[str]) -> None:
         if user is not None and row[9] != "0" and row[7] != user:
             raise PeerError(
                 fix_first(
-                    f"the user with id {row[7]} of this machine connected to this run while its ranks did",
-                    "start again, in its own container or network namespace if this persists",
-                    "no step was made with that connection",
+                    f"the user with id {row[7]} connected to a socket of this run while its ranks connected",
+                    "start again; if it happens again, use a separate container or network namespace",
+                    "the run stops before its first step, so that connection had no effect",
                 )
             )

@@ -1,10 +1,10 @@
-"""Rendezvous of the ranks of one machine in a private folder, which other users of the machine cannot enter.
+"""Rendezvous for ranks on one machine, in a private folder that other users cannot enter.
 
 PyTorch's TCPStore has no password. Any process that reaches its port can read and set keys, and so disrupt
-the run.
-The kernel protects files in a folder of mode 0700.
-Process groups use PyTorch's FileStore, which never frees old values.
-The heartbeat sets values throughout the run, so it uses ``FolderStore`` instead.
+the run. Files in a folder of mode 0700 are protected by the kernel.
+
+Process groups use PyTorch's FileStore, which never frees old values. The heartbeat sets new values
+throughout the run, so it uses ``FolderStore`` instead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def folder_of(environment: Mapping[str, str]) -> Path | None:
-    """Return the folder in which the ranks meet, or None if they meet at an address.
+    """Return the folder that the ranks use for the rendezvous, or None if they use a network address.
 
     Raises:
         StorageError: the folder does not exist, another user owns it, or other users may enter it.
@@ -53,7 +53,7 @@ def own(folder: Path) -> Path:
         status = folder.lstat()
     except OSError as error:
         raise StorageError(
-            f"the folder {folder}, in which the ranks meet, is gone: {error.strerror}"
+            f"the folder {folder} for the rendezvous of the ranks cannot be read: {error.strerror}"
         ) from error
     if (
         not folder.is_dir()
@@ -62,17 +62,17 @@ def own(folder: Path) -> Path:
         or status.st_mode & 0o077
     ):
         raise StorageError(
-            f"{folder}, in which the ranks meet, is not a folder of this user alone; unset {STORE}"
+            f"the folder {folder} for the rendezvous of the ranks must belong to this user and have mode "
+            f"0700; unset {STORE}"
         )
     return folder
 
 
 def folder_of_launcher(environment: Mapping[str, str]) -> Path | None:
-    """Return the folder shared by the ranks of a launcher with its own store (torchrun).
+    """Return the folder for ranks that a launcher with its own store (torchrun) has started on one node.
 
-    None with several nodes.
-
-    Its name depends on the launcher's port, which is unique within a network namespace.
+    None if the run has several nodes. All ranks compute the same name, from the launcher's port and the
+    network namespace, in which the port is unique.
 
     Raises:
         StorageError: no candidate folder can be used by this user only.
@@ -90,7 +90,9 @@ def folder_of_launcher(environment: Mapping[str, str]) -> Path | None:
 
 
 def folder_of_step(environment: Mapping[str, str]) -> Path | None:
-    """Return the folder shared by the tasks of a Slurm step. None with several nodes or another launcher.
+    """Return the folder for the tasks of a Slurm step on one node.
+
+    None if the step has several nodes, or a launcher has started the ranks.
 
     Raises:
         StorageError: no candidate folder can be used by this user only.
@@ -120,7 +122,7 @@ def _folder_named(environment: Mapping[str, str], *names: str) -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Delete the subfolders of earlier attempts, and sibling folders without a write for a day."""
+    """Delete the subfolders of earlier attempts, and sibling folders that have not changed for a day."""
     _sweep_beside(folder)
     for attempt in folder.iterdir():
         if attempt.is_dir():
@@ -134,9 +136,9 @@ def _sweep_beside(folder: Path) -> None:
 
 
 def _newest_write(folder: Path) -> float:
-    """Return the time of the last write to a folder, in Unix seconds.
+    """Return the time of the last write to a folder or its files, in Unix seconds.
 
-    Now if a file disappears during the scan.
+    If a file disappears during the scan, the folder is in use, so return the current time.
     """
     try:
         return max(one.stat().st_mtime for one in (folder, *folder.glob("*"), *folder.glob("*/*")))
@@ -147,9 +149,9 @@ def _newest_write(folder: Path) -> float:
 def _own_folder(environment: Mapping[str, str]) -> Path:
     """Return this user's folder for rendezvous files: the first candidate that only this user can enter.
 
-    The candidates are below ``XDG_RUNTIME_DIR``, the folder for temporary files, and the home
-    folder. Another user may have taken the name in the folder for temporary files, but not the one
-    in the home folder.
+    The candidates are subfolders of ``XDG_RUNTIME_DIR``, of the folder for temporary files, and of the home
+    folder. The last one is needed because another user could have created the folder of that name among the
+    temporary files.
 
     Raises:
         StorageError: no candidate can be used.
@@ -165,12 +167,13 @@ def _own_folder(environment: Mapping[str, str]) -> Path:
             place.mkdir(mode=0o700, parents=place == places[-1], exist_ok=True)
             return own(place)
     raise StorageError(
-        f"no folder can be used for the rendezvous of the ranks: {', '.join(map(str, places))} are not private"
+        f"no folder is usable for the rendezvous of the ranks; tried {', '.join(map(str, places))}, which "
+        "cannot be created or which other users can enter"
     )
 
 
 def new_folder(environment: Mapping[str, str], name: str) -> Path:
-    """Create a private folder for the ranks of one node. Delete sibling folders without a write for a day.
+    """Create a private folder for the ranks of one node. Delete sibling folders unchanged for a day.
 
     Raises:
         StorageError: no candidate folder can be used by this user only.
@@ -183,15 +186,12 @@ def new_folder(environment: Mapping[str, str], name: str) -> Path:
 
 def group_store(folder: Path) -> dist.FileStore:
     """Return the store of process groups."""
-    # With -1, PyTorch counts no users to delete the file. The entire folder is deleted instead.
+    # -1 as the number of users: PyTorch then does not delete the file. The folder is deleted instead.
     return dist.FileStore(str(folder / "store"), -1)
 
 
 class FolderStore:
-    """The subset of a store's methods that the heartbeat needs.
-
-    One file per key holds only the newest value.
-    """
+    """A store with only the methods that the heartbeat needs. Each key is a file with its newest value."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -247,9 +247,9 @@ class FolderStore:
         return int(self._change(key, lambda old: str(int(old or b"0") + amount).encode()))
 
     def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
-        """Set a key if it has the expected value.
+        """Set a key if it has the expected value, and return its value afterwards.
 
-        An expected "" matches a missing key. Return the resulting value.
+        ``expected=""`` means that the key must not exist.
         """
 
         def change(old: bytes) -> bytes:
@@ -271,8 +271,8 @@ class FolderStore:
                 self.set(key, value)
                 return value
             finally:
-                # Closing is not enough. A process forked meanwhile, such as a data worker, holds the lock
-                # too.
+                # Unlock explicitly. Closing is not enough, because a process that was forked in the meantime,
+                # such as a data worker, would keep the lock.
                 fcntl.flock(lock, fcntl.LOCK_UN)
                 os.close(lock)
 

@@ -1,10 +1,10 @@
-"""A store for several machines with signed values. Ranks reject values without a valid signature.
+"""A store with signed values, for runs on several machines. Ranks reject values without a valid signature.
 
-PyTorch's TCPStore has no password. Any process that reaches its port can set keys.
-It could redirect a rank to another address, or end the run.
-Ranks that share a secret (``SHARDTRAIN_SECRET`` in the environment) sign their values with HMAC-SHA-256 (RFC
-2104).
-The signature covers the key and the attempt, so a value is not valid for another key or a later attempt.
+PyTorch's TCPStore has no password. Any process that reaches its port can set keys. It could redirect a rank
+to another address, or end the run. So ranks that share a secret (``SHARDTRAIN_SECRET`` in the environment)
+sign their values with HMAC-SHA-256 (RFC 2104). The signature covers the key and the attempt, so a value is
+not valid for another key or a later attempt.
+
 Counters are not signed, because the store itself adds to them. No decision depends only on counters.
 """
 
@@ -23,9 +23,9 @@ _SIGNATURE_BYTES = 2 * hashlib.sha256().digest_size
 
 
 _alive: list[SignedStore] = []
-"""References to the stores.
+"""References that keep the stores alive.
 
-PyTorch only keeps the C++ object, which cannot work without the Python object.
+PyTorch keeps only the C++ part of a store, and that part does not work without the Python object.
 """
 
 
@@ -129,7 +129,8 @@ class SignedStore(dist.Store):
 
     def _seal(self, key: str, value: str | bytes) -> bytes:
         body = value if isinstance(value, bytes) else value.encode()
-        # The length of the key separates it from the value, so different pairs never have the same message.
+        # The message starts with the length of the key, so that different pairs of key and value always have
+        # different messages.
         message = f"{len(key)} {key}\0".encode() + body
         return (
             SIGNATURE_PREFIX
@@ -143,6 +144,6 @@ class SignedStore(dist.Store):
         if not hmac.compare_digest(bytes(sealed), self._seal(key, body)):
             raise ForgedError(
                 f"the value of {key!r} in the rendezvous store is not signed with this node's {SECRET}: "
-                "give every node the same secret, or somebody else has reached the store's port"
+                "give every node the same secret; if they have it, another process has written to the store"
             )
         return body

@@ -18,11 +18,11 @@ from shardtrain.utils.errors import ConfigError, Problem
 def refuse_replicated_dropout(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Raise ConfigError in the first forward pass that applies dropout to replicated activations.
 
-    Random numbers differ between ranks (``seeding.seed_step``), as split activations need. On replicated
-    activations each rank would drop other elements, and ranks would diverge. Activations count as
-    replicated if they are a replicated DTensor or the output of a "replicate" module. Tensors that a
-    model computes from these are not tracked. Their wrong results show when ``train`` compares a model
-    file before its first step (``verify.judge``).
+    Ranks draw different random numbers (``seeding.seed_step``), which is right for split activations. But
+    of replicated activations each rank would drop different elements, and the ranks would diverge.
+    Activations count as replicated if they are a replicated DTensor or the output of a "replicate" module.
+    Tensors that a model computes from them are not tracked. Dropout of such a tensor is found when
+    ``train`` compares a model file's results before its first step (``verify.judge``).
     """
 
     def refuse(place: str) -> None:
@@ -39,7 +39,7 @@ def refuse_replicated_dropout(model: nn.Module, layout: Layout, mesh: Mesh, conf
                 refuse(f"in {path}")
 
         module.register_forward_pre_hook(check_input)
-    # Attributes of tensors and a TorchFunctionMode would break the compiler's graphs.
+    # Skip the rest for compiled models: attributes on tensors and a TorchFunctionMode break the graph.
     if not config.compile.enable:
         for path, module in model.named_modules():
             if style_of(layout, path) == "replicate":
@@ -72,7 +72,7 @@ def _check_dropout_calls(model: nn.Module, refuse: Callable[[str], None]) -> Non
                 names_of_refused.append(name)
             return function(*args, **(kwargs or {}))
 
-    # The mode slows down every call of PyTorch, so hooks enter it for only the first forward pass.
+    # The mode slows down every call of a PyTorch function. So enter it only for the first forward pass.
     modes_to_enter = [DropoutWatch()]
     active_modes: list[DropoutWatch] = []
 
@@ -93,9 +93,7 @@ def _check_dropout_calls(model: nn.Module, refuse: Callable[[str], None]) -> Non
 
 
 def _drops_replicated(arguments: list[Any]) -> bool:
-    """True if a dropout function with these arguments (input, p, training) drops elements of a replicated
-    tensor.
-    """
+    """True if dropout called with these arguments (input, p, training) changes a replicated tensor."""
     if not arguments:
         return False
     is_evaluation = len(arguments) > 2 and arguments[2] is False

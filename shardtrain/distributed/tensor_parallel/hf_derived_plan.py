@@ -1,9 +1,10 @@
-"""A tensor-parallel plan for ``transformers`` networks without one, from the structure of their blocks.
+"""Derive a tensor-parallel plan from the structure of a network's blocks, if ``transformers`` has none for it.
 
-Some older architectures (OPT, StableLM) have no plan, but the usual projections: ``q_proj``, ``k_proj``, ``v_proj`` and
-an output projection in attention, and linear layers of known names in the feed-forward part. Their attention counts its
-heads in attributes, which are divided by the number of ranks. A plan is only derived if attention has no other weights,
-and if a copy of the network with the sizes of one rank runs on the meta device.
+Some older architectures (OPT, StableLM) have no plan but usual layers: ``q_proj``, ``k_proj``, ``v_proj`` and
+an output projection in attention, and linear layers with known names in the feed-forward part. Their
+attention stores its numbers of heads as attributes, which are divided by the number of ranks. A plan is
+derived only if attention has no other weights, and if a copy of the network with the sizes of one rank runs
+on the meta device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HEAD_COUNTS = ("num_heads", "num_key_value_heads")
 _INPUTS = {"q_proj", "k_proj", "v_proj"}
 _OUTPUTS = ("o_proj", "out_proj")
 _FEED_FORWARD = (({"gate_proj", "up_proj"}, "down_proj"), ({"fc1"}, "fc2"))
-"""Layers with split outputs -> layer with split inputs."""
+"""(Names of the layers with split outputs, name of the layer with split inputs)."""
 _TOKENS = 4
 
 
@@ -47,13 +48,13 @@ def derive(model: Any, ranks: int) -> dict[str, str]:
 
 
 def split_attention(model: nn.Module, plan: dict[str, str]) -> list[nn.Module]:
-    """Return the attention modules of a derived plan."""
+    """Return the attention modules whose layers a derived plan splits."""
     owners = {path.rpartition(".")[0] for path in plan if path.endswith("q_proj")}
     return [module for path, module in model.named_modules() if path in owners]
 
 
 def divide_heads(attention: nn.Module, ranks: int) -> None:
-    """Set the attributes that count heads to the numbers of one rank, in place."""
+    """Divide the attributes with numbers of heads by the number of ranks, in place."""
     for name in HEAD_COUNTS:
         count = getattr(attention, name, None)
         if isinstance(count, int):
@@ -70,7 +71,8 @@ def _attention(block_path: str, block: nn.Module) -> Iterator[tuple[str, str]]:
         known = _INPUTS | set(outputs)
         if _linear_children(module) != known or len(outputs) != 1:
             continue
-        # Another weight, such as a norm of each head, could belong to the heads of other ranks.
+        # Reject other weights, such as one norm per head: some of their numbers could belong to heads of
+        # other ranks.
         has_others = any(
             name.partition(".")[0] not in known for name, _ in module.named_parameters()
         )

@@ -1,9 +1,9 @@
-"""Find the partial gradients under the tensor-parallel plan of a ``transformers`` network.
+"""Find which replicated weights of a ``transformers`` network have partial gradients with tensor parallelism.
 
-A plan names the split modules and may omit replicated weights. The gradient of a replicated weight is
-complete on every rank if the weight is applied to replicated activations, such as by a norm of the
-residual stream. It is partial if each rank applies the weight only to its own heads, such as by a norm of
-queries. Partial gradients must be summed over ranks.
+A plan names the split modules and may omit replicated weights. A replicated weight that is applied to
+replicated activations has its complete gradient on every rank. An example is a norm of the residual stream. A
+weight that each rank applies only to its own heads, such as a norm of queries, has a partial gradient on each
+rank, and these must be summed over ranks.
 
 To distinguish the two cases, ``follow`` runs a forward pass on the meta device. It labels every activation
 as split or replicated, from the modules that split activations to the modules that sum them.
@@ -27,11 +27,11 @@ from shardtrain.ops.user_state import trial
 
 _TOKENS = 8
 SPLIT = "split"
-"""Effect of a module: its input is replicated, and its output differs between ranks, for example by heads."""
+"""Effect of a module: its input is replicated, and each rank has a different part of its output, such as heads."""
 REPLICATED = "replicated"
-"""Effect of a module: its input and output are replicated, and the gradient of its input is complete."""
+"""Effect of a module: input and output are replicated, and backward returns the complete input gradient."""
 SUMMED = "summed"
-"""Effect of a module: its input differs between ranks, and its output is the sum over ranks."""
+"""Effect of a module: each rank has a different part of its input, and its output is the sum over ranks."""
 SHARED = "shared"
 """Effect of a module: like REPLICATED, but ranks may also combine its output with their own heads."""
 
@@ -42,8 +42,9 @@ class Findings:
 
     Attributes:
         partial: names of replicated parameters whose gradients are partial sums.
-        problems: one phrase for each module that would compute or cause a wrong gradient.
-        is_complete: True if the forward pass finished. Otherwise the other attributes cover only its start.
+        problems: a phrase for each module that would compute or cause a wrong gradient.
+        is_complete: True if the forward pass finished. If it failed, the other attributes cover only the
+            modules before the failure.
     """
 
     partial: set[str] = field(default_factory=set)
@@ -57,9 +58,9 @@ class _Label:
 
     Attributes:
         is_split: True if the tensor differs between ranks.
-        is_trained: True if it is an activation that depends on parameters, so it has a gradient.
-        is_shared: True if it is computed only from constants and outputs of modules with the effect SHARED.
-        weights: names of replicated parameters, for a tensor that is computed only from parameters.
+        is_trained: True for an activation that depends on parameters, so that it has a gradient.
+        is_shared: True if it is computed only from constants and the outputs of SHARED modules.
+        weights: for a tensor that is computed only from parameters: the names of the replicated ones.
     """
 
     is_split: bool = False
@@ -74,13 +75,13 @@ _CONSTANT = _Label()
 def follow(
     model: nn.Module, effects: Mapping[str, str], split_parameters: set[str], experts: set[str]
 ) -> Findings:
-    """Label the activations of one forward pass on the meta device.
+    """Find partial gradients and problems by labelling the activations of a forward pass.
 
     Args:
         model: the unsplit model, with parameters on the meta device. It is not changed.
-        effects: effect of each module with a style: SPLIT, REPLICATED, SUMMED or SHARED, by path.
-        split_parameters: names of parameters that are split over ranks but do not belong to a module with an
-            effect, such as attention sinks.
+        effects: maps the path of each module with a style to its effect: SPLIT, REPLICATED, SUMMED or SHARED.
+        split_parameters: names of parameters that are split over ranks, but whose module has no effect, such
+            as attention sinks.
         experts: paths of modules that select tokens by value, which the meta device does not support. They
             return a copy of their first input instead.
     """
@@ -119,9 +120,9 @@ class _Watch(MetaPass):
         self._findings = findings
         self._labels: dict[int, _Label] = {}
         self._kept: list[Any] = []
-        """All labelled storages. They are kept because a new storage could reuse the address of a freed one."""
+        """All labelled storages. Kept alive, because a new storage could reuse the address of a freed one."""
         self._running: list[str] = []
-        """Paths of the modules that are running, from the outermost to the innermost."""
+        """Paths of the modules that are running now, outermost first."""
         self._opaque_depth = 0
         """Number of running modules with an effect. Operations inside them are not labelled."""
 
@@ -160,7 +161,7 @@ class _Watch(MetaPass):
         is_split = any(self.label(tensor).is_split for tensor in _tensors(inputs))
         if effect == SUMMED and not is_split:
             self._findings.problems.append(
-                f"{path} sums outputs over ranks, and its input is not split"
+                f"{path} sums outputs over ranks, but its input is not split"
             )
         if effect != SUMMED and is_split:
             self._findings.problems.append(f"{path} has an input that is split over ranks")
@@ -174,7 +175,8 @@ class _Watch(MetaPass):
         label = self._combined(labels)
         storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         for tensor in _tensors(output):
-            # A view already has the label of its storage. An in-place operation changes that label.
+            # Skip views, which already have the label of their storage. But an in-place operation changes
+            # this label.
             is_view = tensor.untyped_storage()._cdata in storages
             if is_view and not func._schema.is_mutable:
                 continue
@@ -191,7 +193,8 @@ class _Watch(MetaPass):
         trained = [label for label in labels if label.is_trained]
         of_weights = [label for label in labels if label.weights]
         if any(label.is_split for label in labels):
-            # Each rank combines the weights with its own part, so it computes its part of their gradient.
+            # Each rank combines the weights with its own part of the activations. So it computes only part of
+            # the weights' gradient.
             for label in of_weights:
                 self._findings.partial |= label.weights
             # The gradient of a replicated activation would be partial too, and nothing would sum it.

@@ -1,9 +1,9 @@
-"""Tensor parallelism by the plan of a ``transformers`` network: its style names become PyTorch's parallel
-styles.
+"""Tensor parallelism for ``transformers`` networks, whose plan assigns a style name to each split module.
 
-Between the split modules, sequences are split if the blocks of the network allow it (``hf_sequences.py``).
-Otherwise activations are replicated (Megatron-LM, Shoeybi et al. 2019, section 3). Weights that the plan does
-not name are replicated. ``hf_gradients.py`` finds out which of them each rank uses only for its own heads.
+``resolve`` checks the plan, and ``apply`` turns its style names into PyTorch's parallel styles. Between the
+split modules, sequences are split if the blocks of the network allow it (``hf_sequences.py``). Otherwise
+activations are replicated there (Megatron-LM, Shoeybi et al. 2019, section 3). Weights that the plan does not
+name are replicated. ``hf_gradients.py`` finds out which of them each rank uses only for its own heads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 AXIS = "tp"
 OPTION = "parallelism.tensor_parallel_degree"
 STYLES = {
-    "colwise": "linear: output features split; one number per head: split like the heads",
+    "colwise": "linear: output features split; parameter with one number per head: split like the heads",
     "rowwise": "linear: input features split, outputs summed",
     "colwise_gather_output": "linear: output features split; outputs gathered, unless the loss is split like them",
     "colwise_rep": "older name of colwise_gather_output",
@@ -57,12 +57,12 @@ STYLES = {
     "moe_tp_experts": "stacked experts: split by expert, outputs summed",
     "moe_identity_expert": "expert without weights: computed on all ranks",
     "mla_kv_a_proj": "linear: replicated; gradients of its last outputs, the rotary key, are summed over ranks",
-    "local_params": "module that uses the numbers of its own heads",
+    "local_params": "module with one number per head: each rank uses the numbers of its own heads",
     "all_reduce": "module whose outputs are summed",
     "replicated_with_grad_allreduce": "replicated weights used on a rank's own heads: gradients are summed over ranks",
     "replicate": "replicated weights; all ranks compute the same",
 }
-"""Supported style names of a plan, with their meaning. A plan with any other is refused."""
+"""Supported style names, with their meaning. A plan that contains any other style is refused."""
 HEADS = ("colwise_gather_output", "colwise_rep")
 _SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
 _SPLIT_BY_ROWS = {"colwise", *HEADS, "embedding_rowwise"}
@@ -77,7 +77,7 @@ _EFFECTS = {
     _EXPERTS: hf_gradients.REPLICATED,
     **dict.fromkeys((*HEADS, *_SPLIT_INPUT, *_EMBEDDING), hf_gradients.REPLICATED),
 }
-"""Style name -> effect on activations; see ``hf_gradients``."""
+"""Maps a style name to its effect on activations, see ``hf_gradients``."""
 
 
 @dataclass
@@ -86,13 +86,14 @@ class Resolved:
 
     Attributes:
         names: module path -> style name.
-        partial: module path -> replicated parameters whose gradients are summed over ranks.
-        gathered: module path -> parameter -> split dimension, for modules that cannot compute with parts.
-        of_heads: module path -> parameters with one number per head, split like the heads.
-        experts: paths of modules that choose tokens for experts, split or not.
-        sequences: how blocks run on parts of sequences, or None if they run on full ones.
-        unsplit_sequences: the reason why they run on full ones, a phrase that follows the name of the network.
-        derived: the plan, if it was derived from the structure of the network; see ``hf_derived_plan``.
+        partial: module path -> names of replicated parameters whose gradients are summed over ranks.
+        gathered: for modules that can compute only with full weights: module path -> parameter name -> the
+            dimension along which the parameter is stored in parts.
+        of_heads: module path -> names of parameters with one number per head, which are split like the heads.
+        experts: paths of modules that select the tokens of each expert, whether they are split or not.
+        sequences: how blocks run on parts of sequences. None if they run on full sequences.
+        unsplit_sequences: the reason why blocks run on full sequences. The phrase follows the network's name.
+        derived: the plan, if ``hf_derived_plan`` derived it from the structure of the network.
     """
 
     names: dict[str, str] = field(default_factory=dict)
@@ -109,8 +110,8 @@ def resolve(model: Any, config: Config) -> Resolved:
     """Return the style of each module of an unsplit model on the meta device.
 
     Raises:
-        ConfigError: the plan does not exist, contains an unknown style, does not give correct gradients, or
-            does not fit the sizes, the loss or tied weights.
+        ConfigError: the plan does not exist, contains an unknown style, would compute wrong gradients, or
+            does not fit the model's sizes, its loss or its tied weights.
     """
     ranks = config.parallelism.tensor_parallel_degree
     refuse = _Refusal(ranks, model.config_name)
@@ -121,11 +122,12 @@ def resolve(model: Any, config: Config) -> Resolved:
         raise refuse.error(f"needs the plan of {model.config_name}, which does not exist")
     unknown = sorted(set(plan.values()) - STYLES.keys())
     if unknown:
-        rule = f"needs the plan of {model.config_name}, which has unknown styles ({', '.join(unknown)})"
+        rule = f"does not support styles in the plan of {model.config_name} ({', '.join(unknown)})"
         raise refuse.error(rule)
 
     ties = tied_names(model)
     resolved = _styles_by_module(model, plan, ties, ranks)
+    # Leave out experts that expert parallelism splits.
     for path in _expert_parallel(model, config):
         resolved.names.pop(path, None)
         resolved.gathered.pop(path, None)
@@ -135,7 +137,7 @@ def resolve(model: Any, config: Config) -> Resolved:
     has_loss_parallel = not config.parallelism.disable_loss_parallel
     head = _path(model, model.hf.get_output_embeddings())
     if has_loss_parallel and resolved.names.get(head) not in HEADS:
-        rule = f"splits the loss over the vocabulary, and the plan of {model.config_name} does not split its head"
+        rule = f"splits the loss over the vocabulary, but the plan of {model.config_name} does not split its head"
         raise ConfigError(
             Problem("parallelism.disable_loss_parallel", False, rule, "set it to true")
         )
@@ -146,7 +148,10 @@ def resolve(model: Any, config: Config) -> Resolved:
 
 
 def apply(model: Any, mesh: Mesh, config: Config) -> None:
-    """Split a model or a pipeline stage by ``model.resolved_plan``, in place. Every parameter becomes a DTensor."""
+    """Split a model or a pipeline stage in place, according to ``model.resolved_plan``.
+
+    Every parameter becomes a DTensor.
+    """
     resolved: Resolved = model.resolved_plan
     ties = tied_names(model)
     head = _path(model, model.hf.get_output_embeddings())
@@ -161,10 +166,11 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
         style = _style(path, module, model, resolved, keeps_logits_split and path == head)
         if style is not None:
             styles[path] = style
-    # Adapters are split separately, because styles would treat their factors as weights.
+    # Adapters are split separately, because the styles would split their factors like the layer's weight.
     factors = adapter_styles.set_aside(model, resolved.names.get)
     parallelize_module(model, mesh.submesh(AXIS), styles)
-    # Networks add the output of experts to that of a shared expert in place.
+    # Some networks change the output of an embedding or a shared expert in place. This output is a view, and
+    # FSDP would lose the hooks on it. So return a copy.
     blocks_of_experts = tuple(f"{_owner_path(path)}." for path in resolved.experts)
     for path, module in model.named_modules():
         is_shared_expert = resolved.names.get(path) == "rowwise" and path.startswith(
@@ -172,7 +178,6 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
         )
         is_embedding = resolved.names.get(path) in _EMBEDDING and isinstance(module, nn.Embedding)
         if is_embedding or is_shared_expert:
-            # The output is a view. If a network changes a view in place, FSDP loses the hooks on it.
             module.register_forward_hook(_copy_output)
     tie(model, ties)  # parallelize_module has created a separate parameter for each module
     adapter_styles.put_back(model, resolved.names.get, mesh.submesh(AXIS), factors)
@@ -183,7 +188,7 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
 
 
 def _expert_parallel(model: Any, config: Config) -> set[str]:
-    """Return the paths of experts that expert parallelism splits instead."""
+    """Return the paths of experts that expert parallelism splits, so that tensor parallelism must not."""
     return set(model.experts) if config.parallelism.expert_parallel_degree > 1 else set()
 
 
@@ -193,7 +198,7 @@ def _copy_output(_: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Creates the errors about a plan that cannot be used.
+    """Creates errors for a plan that cannot be used.
 
     Attributes:
         ranks: tensor-parallel degree.
@@ -204,12 +209,12 @@ class _Refusal:
     class_name: str
 
     def error(self, rule: str) -> ConfigError:
-        """Return an error about the degree. ``rule`` is a phrase that follows the option and its value."""
+        """Return an error about the degree. In the message, ``rule`` follows the option and its value."""
         fix = "set it to 1 and use data_parallel_shard_degree, or a newer version of transformers"
         return ConfigError(Problem(OPTION, self.ranks, rule, fix))
 
     def uneven(self, size: int, things: str) -> ConfigError:
-        """Return an error about a size that the degree does not divide."""
+        """Return the error that ``size`` is not a multiple of the degree."""
         return ConfigError(
             Problem(
                 OPTION, self.ranks, f"does not divide the {size} {things}", "set it to a divisor"
@@ -220,7 +225,7 @@ class _Refusal:
 def _styles_by_module(
     model: Any, plan: Mapping[str, str], ties: list[list[str]], ranks: int
 ) -> Resolved:
-    """Assign the styles of a plan, which names modules or parameters, to modules."""
+    """Assign the plan's styles to modules. The plan itself may name modules or parameters."""
     resolved = Resolved()
     for path, module in model.named_modules():
         style = _planned(plan, path)
@@ -259,8 +264,8 @@ def _planned(plan: Mapping[str, str], name: str) -> str | None:
 
 
 def _takes_pairs(module: nn.Module) -> bool:
-    """True for an experts module that is called with tokens, and the experts and weights of each token."""
-    # Adapters replace the forward of the instance.
+    """True for an experts module whose arguments are tokens, and for each token its experts and weights."""
+    # Inspect the class, because adapters replace the forward of the instance.
     _, *inputs = inspect.signature(type(module).forward).parameters
     return tuple(inputs) == EXPERT_INPUTS and any(True for _ in module.parameters(recurse=False))
 
@@ -273,7 +278,12 @@ def _assign_parameters(
     ranks: int,
     resolved: Resolved,
 ) -> None:
-    """Choose how a module other than a linear layer or an embedding uses the parameters that the plan names."""
+    """Choose the style of a module that is neither a linear layer nor an embedding.
+
+    Args:
+        planned: maps the module's parameters that the plan names to their styles.
+        style: the module's own style in the plan, or None.
+    """
     own = dict(module.named_parameters(recurse=False))
     has_children = any(True for child in module.children() for _ in child.parameters())
     counts = {parameter.size(0) if parameter.ndim > 1 else 0 for parameter in own.values()}
@@ -288,7 +298,8 @@ def _assign_parameters(
     if is_of_heads and style != _EXPERTS:
         resolved.of_heads[path] = set(planned)
         return
-    # All ranks compute the same with gathered weights. Each weight is stored in parts if it can be.
+    # Otherwise all ranks gather the weights and compute the same. A weight is stored in parts if one of its
+    # dimensions can be divided evenly.
     dims = {}
     for name, parameter in own.items():
         even = [dim for dim, size in enumerate(parameter.shape) if size % ranks == 0]
@@ -298,7 +309,7 @@ def _assign_parameters(
 
 
 def _check_sizes(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
-    """Require that all ranks have the same number of split features and heads."""
+    """Check that split features and heads can be divided evenly among the ranks."""
     ranks = refuse.ranks
     for path, style in resolved.names.items():
         module = model.get_submodule(path)
@@ -339,7 +350,7 @@ def _complete(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
     split = {f"{path}.{name}" for path, names in resolved.of_heads.items() for name in names}
     findings = hf_gradients.follow(model, effects, split, resolved.experts)
     if findings.problems:
-        rule = f"needs a plan with correct gradients, and with that of {refuse.class_name} {findings.problems[0]}"
+        rule = f"would compute wrong gradients with the plan of {refuse.class_name}: {findings.problems[0]}"
         raise refuse.error(rule)
     if not findings.is_complete:
         _check_neighbours(model, resolved, refuse)
@@ -353,12 +364,14 @@ def _complete(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
 
 
 def _split_sequences(model: Any, resolved: Resolved, config: Config) -> None:
-    """Let the blocks run on parts of sequences if they and the rows of the run allow it."""
+    """Let the blocks run on parts of sequences, if they support it and the sequence length can be split."""
     ranks = config.parallelism.tensor_parallel_degree
     tokens = config.training.seq_len // config.parallelism.context_parallel_degree
     try:
         if config.task.name != "language_model" or tokens % ranks:
-            raise hf_sequences.Unsplittable(f"has rows whose length {ranks} ranks do not divide")
+            raise hf_sequences.Unsplittable(
+                f"has rows whose length is not a multiple of {ranks} ranks"
+            )
         sequences = hf_sequences.find(model, resolved.names, resolved.experts)
         for path in sequences.partial:
             if path in resolved.gathered or path in resolved.of_heads:
@@ -372,15 +385,16 @@ def _split_sequences(model: Any, resolved: Resolved, config: Config) -> None:
 
 
 def _check_neighbours(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
-    """Require a style for every weight inside a module with split children: a rank may use it on its own
-    heads.
+    """Check that every weight in a module with split children has a style.
+
+    Without one, its gradient would be wrong if each rank applies it only to its own heads.
     """
     owners = {
         _owner_path(path)
         for path, style in resolved.names.items()
         if style in ("colwise", "rowwise")
     }
-    # Not the model and its layers, which contain replicated norms next to split modules.
+    # Exclude the model and its layers: their norms next to split modules are applied to replicated activations.
     owners -= {"", *model.blocks}
     planned = {*resolved.names, *resolved.gathered, *resolved.of_heads}
     for path, module in model.named_modules():
@@ -388,7 +402,7 @@ def _check_neighbours(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
             continue
         if any(path == owner or path.startswith(f"{owner}.") for owner in owners):
             raise refuse.error(
-                f"needs a plan that names {path}, and that of {refuse.class_name} does not"
+                f"needs a style for {path}, which the plan of {refuse.class_name} does not name"
             )
 
 
@@ -398,26 +412,29 @@ def _path(model: nn.Module, wanted: nn.Module | None) -> str:
 
 
 def _check_ties(ties: list[list[str]], style_names: Mapping[str, str], refuse: _Refusal) -> None:
-    """Require that all names of a tied parameter are split by rows, or that all are replicated."""
+    """Check that a tied parameter is split by rows under all of its names, or under none."""
     for names in ties:
-        # A tied parameter is one tensor, so it has only one placement.
+        # A tied parameter is one tensor, so it can have only one placement.
         modules = [_owner_path(parameter) for parameter in names]
         styles = [style_names.get(module, "replicate") for module in modules]
         is_by_rows = [style in _SPLIT_BY_ROWS for style in styles]
         has_both = any(is_by_rows) and not all(is_by_rows)
         is_by_columns = {"rowwise", "embedding_colwise", *_SPLIT_INPUT} & set(styles)
         if has_both or is_by_columns:
-            rule = f"splits {names[0]} and {names[-1]} of {refuse.class_name} in two ways, and they are one tensor"
+            rule = (
+                f"splits {names[0]} and {names[-1]} of {refuse.class_name} differently, but they are one "
+                "tied parameter"
+            )
             raise refuse.error(rule)
 
 
 def _style(
     path: str, module: nn.Module, model: nn.Module, resolved: Resolved, keeps_output_split: bool
 ) -> ParallelStyle | None:
-    """Return the parallel style of a module, or None for a module without weights of its own."""
+    """Return the parallel style of a module. None if it has no direct parameters and needs no style."""
     name = resolved.names.get(path)
     if not any(True for _ in module.parameters(recurse=False)):
-        # Another pipeline stage may have the module of this path.
+        # Without any parameters, this is only a placeholder: the module is on another pipeline stage.
         is_present = any(True for _ in module.parameters())
         return SummedOutput() if name == "all_reduce" and is_present else None
     if name == "colwise":
@@ -448,12 +465,12 @@ def _style(
 
 
 def _may_be_read_by_owner(module: nn.Module, owner_path: str, model: Any) -> bool:
-    """True if the module's owner may use its weights without calling it.
+    """True if the module that contains this one may use its weights without calling it.
 
     Recurrent layers do this with causal convolutions, and Mamba with the projection of time steps (in Jamba).
     """
-    # A linear layer directly in a block is excluded: context parallelism replaces the forward of the
-    # block's class.
+    # Exclude linear layers that are direct children of a block. For these, the block's forward would be
+    # replaced, but context parallelism already replaces the forward of its class.
     is_in_module_of_block = any(owner_path.startswith(f"{block}.") for block in model.blocks)
     return isinstance(module, nn.Conv1d) or (
         isinstance(module, nn.Linear) and is_in_module_of_block

@@ -1,11 +1,12 @@
-"""Sequence parallelism of ``transformers`` networks: between split modules, each tensor-parallel rank has some tokens.
+"""Sequence parallelism for ``transformers`` networks (Korthikanti et al. 2022).
 
-The method is that of Korthikanti et al. 2022. The blocks of a network run on this rank's part of the tokens: the first
-block cuts its input, and the last one gathers the parts. Children of a block with matrices, such as attention, run on
-full sequences: their input is gathered and their output is cut. A reduce-scatter replaces the sum and the cut if the
-output is that of a split linear layer. Norms run on parts, so the gradients of their weights are partial sums.
+Between split modules, each tensor-parallel rank holds only its part of the tokens. The first block cuts its
+input to this part, and the last block gathers all parts. Inside a block, children with matrices, such as
+attention, run on full sequences: their input is gathered, and their output is cut again. If the output comes
+from a split linear layer, one reduce-scatter replaces the sum over ranks and the cut. Norms run on parts, so
+the gradients of their weights are partial sums.
 
-``find`` runs a copy of the network on the meta device, to reject blocks that combine tokens in their own code.
+``find`` runs a copy of the network on the meta device, to reject blocks whose own code combines tokens.
 Shape suffixes: B batch, T tokens, t tokens of this rank, D features.
 """
 
@@ -29,7 +30,7 @@ from shardtrain.ops.user_state import trial
 from shardtrain.utils.errors import ConfigError, Problem
 
 _PART = 11
-"""Tokens per rank in the trial forward pass. A network should have no other dimension of this size."""
+"""Tokens per rank in the test pass. Chosen so that hardly any network has another dimension of this size."""
 _ATEN = torch.ops.aten
 _TOKENWISE = {
     _ATEN.alias.default,
@@ -42,28 +43,32 @@ _TOKENWISE = {
     _ATEN.zeros_like.default,
     _ATEN._to_copy.default,
 }
-"""Operations on (B, t, D) that compute each token from the same token, in addition to the pointwise ones."""
+"""Operations on (B, t, D) that do not mix tokens, in addition to PyTorch's pointwise operations."""
 _OVER_FEATURES = {
     _ATEN.mean.dim,
     _ATEN.sum.dim_IntList,
     _ATEN.linalg_vector_norm.default,
     _ATEN.var.correction,
 }
-"""Operations that do so if they reduce only the last dimension."""
+"""Operations that do not mix tokens if they reduce only the last dimension."""
 
 
 class Unsplittable(Exception):
-    """Reason why the blocks of a network cannot run on parts: a phrase that follows the name of the network."""
+    """The blocks of a network cannot run on parts of sequences.
+
+    The message is the reason, a phrase that follows the network's name.
+    """
 
 
 @dataclass
 class SplitSequences:
-    """Modules of blocks that run on parts.
+    """How the modules of a network's blocks run when blocks get parts of sequences.
 
     Attributes:
-        full: paths of the modules in blocks that run on full sequences.
-        scattered: split linear layer -> the module of ``full`` whose output it computes.
-        partial: module path -> parameters whose gradients are partial sums, because they are used on parts.
+        full: paths of the modules that run on full sequences.
+        scattered: maps the path of a split linear layer to the module in ``full`` whose output it computes.
+        partial: module path -> names of parameters that are applied to parts of sequences, so that their
+            gradients are partial sums.
     """
 
     full: set[str] = field(default_factory=set)
@@ -76,7 +81,7 @@ def find(model: Any, split: Mapping[str, str], experts: set[str]) -> SplitSequen
 
     Args:
         model: the unsplit model, on the meta device. It is not changed.
-        split: path of each module that tensor parallelism splits -> "colwise", "rowwise" or another style.
+        split: maps the path of each module that tensor parallelism splits to its style, such as "colwise".
         experts: paths of modules that select tokens by value, which the meta device does not support.
 
     Raises:
@@ -116,7 +121,10 @@ def _full_children(path: str, module: nn.Module) -> Iterator[str]:
 
 
 class _Trial(MetaPass):
-    """One forward pass on the meta device, in which the blocks run on half of the tokens."""
+    """A test pass on the meta device, which raises ``Unsplittable`` if a block combines tokens.
+
+    It simulates two ranks: blocks run on half of the tokens, and modules in ``found.full`` on all.
+    """
 
     def __init__(
         self, model: Any, found: SplitSequences, split: Mapping[str, str], experts: set[str]
@@ -129,7 +137,7 @@ class _Trial(MetaPass):
         self._blocks = list(model.blocks)
         self._num_finished = 0
         self._running: list[str] = []
-        """Paths of the running modules inside blocks, from the outermost to the innermost."""
+        """Paths of the modules inside a block that are running now, outermost first."""
         self._depth_of_full = 0
         self._last_sum: tuple[str, Any] | None = None
         """Path and output of the last linear layer whose output is a sum over ranks."""
@@ -147,13 +155,12 @@ class _Trial(MetaPass):
                 self._model(tokens)
         except Unsplittable:
             raise
-        except (
-            Exception
-        ) as error:  # shapes that do not fit, or values that meta tensors do not have
+        except Exception as error:
+            # Shapes do not fit, or the network needs values, which meta tensors do not have.
             first_line = (str(error).splitlines() or [""])[0]
-            raise Unsplittable(f"fails in a trial with split sequences: {first_line}") from None
+            raise Unsplittable(f"fails in a test with split sequences: {first_line}") from None
         if self._num_finished != len(self._blocks):
-            raise Unsplittable("does not call each block once, in the order of its list")
+            raise Unsplittable("does not call each block once and in order")
 
     def _entry(self, path: str) -> Callable[..., Any]:
         """Return the forward pre-hook of a module."""
@@ -174,7 +181,7 @@ class _Trial(MetaPass):
         return enter
 
     def _enter_full(self, path: str, inputs: Any, keywords: Any) -> Any:
-        """Give a full sequence to a module of ``full``. Its other arguments must not be activations."""
+        """Pass a full sequence to a module in ``full``. Its other arguments must not be parts of sequences."""
         self._depth_of_full += 1
         hidden = _hidden(inputs, keywords)
         self._require(path, hidden, _PART)
@@ -190,7 +197,7 @@ class _Trial(MetaPass):
             or self._num_finished >= len(self._blocks)
             or self._blocks[self._num_finished] != path
         ):
-            raise Unsplittable("does not call each block once, in the order of its list")
+            raise Unsplittable("does not call each block once and in order")
         self._running.append(path)
         hidden = _hidden(inputs, keywords)
         self._require(path, hidden, _PART if self._num_finished else 2 * _PART)
@@ -226,7 +233,7 @@ class _Trial(MetaPass):
         return _replace_output(output, full)
 
     def _leave_full(self, path: str, hidden: Any, output: Any) -> Any:
-        """Cut the output of a module of ``full``, and note the split linear layer that computed it."""
+        """Cut the output of a module in ``full``, and record the split linear layer that computed it."""
         self._depth_of_full -= 1
         self._require(path, hidden, 2 * _PART)
         if self._last_sum is not None and self._last_sum[1] is hidden:
@@ -239,14 +246,14 @@ class _Trial(MetaPass):
         return not self._running and 0 < self._num_finished < len(self._blocks)
 
     def _is_unknown(self, path: str) -> bool:
-        """True if a module must not run on parts."""
+        """True if a module has matrices but is not in ``full``, so that it must not run on parts."""
         own = self._model.get_submodule(path).parameters(recurse=False)
         return path not in self._found.full and any(parameter.ndim > 1 for parameter in own)
 
     def _require(self, path: str, hidden: Any, tokens: int) -> None:
         if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.size(1) != tokens:
             raise Unsplittable(
-                f"has activations of another shape than (batch, tokens, features) at {path}"
+                f"has activations at {path} whose shape is not (batch, tokens, features)"
             )
 
     def __torch_dispatch__(
@@ -281,7 +288,7 @@ def _copy_of_first_input(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _hidden(inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """Return the activations among the arguments of a module: the first one, or the one of the usual name."""
+    """Return a module's activations: its first positional argument, or the keyword argument HIDDEN_STATES."""
     return inputs[0] if inputs else keywords.get(HIDDEN_STATES)
 
 
@@ -318,12 +325,15 @@ def apply(model: Any, found: SplitSequences, mesh: DeviceMesh) -> None:
 
 
 class _Parts:
-    """Hooks that exchange parts of sequences. Each of them is a collective, in forward or in backward."""
+    """Hooks that cut, gather and reduce sequences. Each is a collective in forward or in backward."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._is_split = True
-        """False during a pass without gradients over a sequence that the ranks do not divide, which is not split."""
+        """False if the current pass runs on full sequences, because the ranks cannot divide their length.
+
+        Only a pass without gradients, such as validation, may have such a length.
+        """
 
     def cut_input(self, _: nn.Module, inputs: Any, keywords: Any) -> Any:
         """Forward pre-hook of the first block: take this rank's part."""
@@ -334,29 +344,26 @@ class _Parts:
             return _replace_hidden(inputs, keywords, self._cut(hidden_BTD))
         if torch.is_grad_enabled():
             rule = f"does not divide a sequence of {tokens} tokens"
-            raise ConfigError(
-                Problem(
-                    "parallelism.tensor_parallel_degree", ranks, rule, "use a multiple as seq_len"
-                )
-            )
+            fix = "set training.seq_len to a multiple of it"
+            raise ConfigError(Problem("parallelism.tensor_parallel_degree", ranks, rule, fix))
         return None
 
     def gather_input(self, _: nn.Module, inputs: Any, keywords: Any) -> Any:
-        """Forward pre-hook of a module that needs full sequences."""
+        """Forward pre-hook of a module that needs full sequences: gather all parts."""
         if not self._is_split:
             return None
         return _replace_hidden(inputs, keywords, self._gather(_hidden(inputs, keywords)))
 
     def cut_output(self, _: nn.Module, inputs: Any, output: Any) -> Any:
-        """Forward hook of a module on full sequences: take this rank's part."""
+        """Forward hook of a module that needs full sequences: take this rank's part."""
         return self._change_output(output, self._cut)
 
     def gather_output(self, _: nn.Module, inputs: Any, output: Any) -> Any:
-        """Forward hook of the last block."""
+        """Forward hook of the last block: gather all parts."""
         return self._change_output(output, self._gather)
 
     def reduce_scatter(self, _: nn.Module, inputs: Any, output: DTensor) -> Tensor:
-        """Forward hook of a split linear layer whose output is a partial sum."""
+        """Forward hook of a split linear layer: sum its partial outputs, and take this rank's part."""
         placement = Shard(1) if self._is_split else Replicate()
         gradient = None if self._is_split else (Replicate(),)
         return output.redistribute(placements=(placement,)).to_local(grad_placements=gradient)
@@ -370,7 +377,7 @@ class _Parts:
     def _cut(self, hidden_BTD: Tensor) -> Tensor:
         full = DTensor.from_local(hidden_BTD, self._mesh, (Replicate(),), run_check=False)
         part_BtD = full.redistribute(placements=(Shard(1),)).to_local()
-        # FSDP loses its hooks on a view that a network changes in place.
+        # Do not return a view: if the network changes it in place, FSDP loses its hooks.
         return part_BtD.contiguous() if not part_BtD._is_view() else part_BtD.clone()
 
     def _gather(self, hidden_BtD: Tensor) -> Tensor:

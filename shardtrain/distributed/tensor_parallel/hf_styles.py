@@ -1,6 +1,7 @@
 """Parallel styles for modules of ``transformers`` that PyTorch's own styles do not split.
 
-Inputs and outputs of the modules are plain tensors, equal on all ranks unless a style states otherwise.
+Inputs and outputs of the modules are plain tensors. They are equal on all ranks unless a style states
+otherwise.
 Shape suffixes: N tokens, K experts of a token, P pairs of a token and an expert, D features.
 """
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardtrain.distributed.local_weights import read_local, use_plain_weights
 
 EXPERT_INPUTS = ("hidden_states", "top_k_index", "top_k_weights")
-"""Arguments of an experts module that ``SplitExperts`` can split."""
+"""``SplitExperts`` supports only experts modules whose forward has these arguments."""
 
 
 class PlannedReplicatedWeights(ParallelStyle):
@@ -71,9 +72,9 @@ class SplitHeadParameters(ParallelStyle):
 
 
 class GatheredWeights(ParallelStyle):
-    """Store parameters in parts and gather them in forward, so all ranks compute the same outputs.
+    """Store parameters in parts and gather them in forward. All ranks then compute the same outputs.
 
-    Use this style for fused weights and for modules with an unknown forward.
+    This saves memory but no time. It is for fused weights and for modules with an unknown forward.
 
     Args:
         dims: the split dimension of each parameter, by name. The module's other direct parameters are
@@ -98,13 +99,15 @@ class GatheredWeights(ParallelStyle):
 
 
 class SplitExperts(ParallelStyle):
-    """Split stacked experts by expert. Each rank computes its experts for all tokens, and sums the outputs.
+    """Split stacked experts so that each rank holds some of them.
 
-    The plans of ``transformers`` split the features of each expert instead. The sum is the same, but a rank's
-    part of a fused weight is then two boxes, and checkpoints and initialization support only one.
+    Each rank computes its experts for all tokens, and the outputs are summed over ranks. The plans of
+    ``transformers`` split the features of each expert instead. The result is the same. But a rank's part of
+    a fused weight would then consist of two separate ranges, and checkpoints and initialization support only
+    one.
 
-    The original forward gets one row for each pair of a token and an expert of this rank, as if each token had
-    one expert. It therefore needs no support for experts on other ranks.
+    The original forward receives one row for each pair of a token and one of this rank's experts, as if each
+    token had a single expert. So it needs no support for experts on other ranks.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -126,7 +129,7 @@ class SplitExperts(ParallelStyle):
         module.add_module("shardtrain_pairs", pairs)
 
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            # Each rank computes a partial gradient of the tokens and the router weights.
+            # Each rank computes only its experts' part of the gradients of tokens and router weights.
             tokens_ND = sum_gradients(hidden_states.flatten(0, -2), device_mesh)
             weights_NK = sum_gradients(top_k_weights, device_mesh)
             own_index_NK = top_k_index - first
@@ -135,8 +138,8 @@ class SplitExperts(ParallelStyle):
             index_P = own_index_NK[token_P, choice_P]
             weight_P = weights_NK[token_P, choice_P]
             if not len(token_P):
-                # Without a pair, compute one with the weight 0. All ranks must have a gradient of their experts,
-                # because FSDP reduces the gradients of all ranks together.
+                # If no token chose this rank's experts, compute one token with weight 0. The experts need a
+                # gradient on every rank, because FSDP reduces it in a collective.
                 token_P = index_P = torch.zeros(1, dtype=torch.int64, device=top_k_index.device)
                 weight_P = weights_NK[0, :1] * 0
             out_PD = compute_pairs(tokens_ND[token_P], index_P[:, None], weight_P[:, None])
@@ -173,8 +176,8 @@ class OwnPairs(nn.Module):
 class SharedRotaryKey(PlannedReplicatedWeights):
     """Replicate the down-projection of latent attention, whose last outputs are the rotary key.
 
-    The split projection that reads the other outputs sums their gradient over ranks. The rotary key has no
-    such projection: each rank uses it with its own heads. This style sums the gradient of the rotary key.
+    A split projection reads the other outputs, and sums their gradient over ranks. No such projection reads
+    the rotary key: each rank uses it directly, with its own heads. So this style sums its gradient.
 
     Args:
         rotary_dim: number of features of the rotary key.
@@ -208,7 +211,7 @@ class SummedOutput(ParallelStyle):
 
 
 class UnreducedRowwise(RowwiseParallel):
-    """Split input features, and return the partial sums of each rank as a DTensor."""
+    """Split input features, and return each rank's partial sums as a DTensor, without reducing them."""
 
     @staticmethod
     def _prepare_output_fn(

@@ -10,12 +10,13 @@ from shardtrain.distributed.local_weights import local_weight
 
 
 def multiply_local_parts(linear: nn.Linear) -> None:
-    """Make a split linear layer multiply this rank's part of its weight as a plain tensor, in place.
+    """Make a split linear layer multiply with this rank's part of its weight as a plain tensor, in place.
 
-    DTensor decides for each operation, forward and backward, how to compute it on shards. The kernels
-    chosen for a CPU support only plain tensors. If sequences are exchanged through shared memory, the
-    layer's input and output are plain tensors too: a gathered sequence carries a plain copy
-    (``for_local_products``), and the input of a "rowwise" layer is this rank's features.
+    This is faster, because DTensor decides for each operation in forward and backward how to compute it on
+    shards. It is also necessary for CPU kernels, which support only plain tensors. If sequences are exchanged
+    through shared memory, the layer's input and output are plain tensors too: a gathered sequence has a plain
+    copy (its attribute ``for_local_products``), and the input of a "rowwise" layer contains only this rank's
+    features.
     """
     original_forward = linear.forward
     splits_outputs = linear.weight.placements == (Shard(0),)  # type: ignore[attr-defined]
@@ -32,7 +33,7 @@ def multiply_local_parts(linear: nn.Linear) -> None:
         stays_plain = hasattr(x, "for_local_products") if splits_outputs else not is_dtensor
         if stays_plain and splits_outputs:
             x_local, gradient = x.for_local_products  # type: ignore[attr-defined]
-            # A hook on the input must see its complete gradient, so use the DTensor.
+            # If there is a hook on the input, use the DTensor, so that the hook sees the complete gradient.
             if x._backward_hooks or x.retains_grad:
                 x_local = x.to_local(grad_placements=partial_sum)  # type: ignore[attr-defined]
             elif (
@@ -45,15 +46,13 @@ def multiply_local_parts(linear: nn.Linear) -> None:
         elif stays_plain:
             x_local = x
         elif is_dtensor and splits_outputs and x.placements == (Replicate(),):
-            # The gradient of a replicated input is the sum over ranks, because each rank computes a part
-            # of it.
+            # Each rank computes only part of the gradient of a replicated input, so it is summed over ranks.
             x_local = x.to_local(grad_placements=partial_sum)
         elif is_dtensor and not splits_outputs and x.placements == (Shard(x.ndim - 1),):
             x_local = x.to_local()
         else:
             return original_forward(x)
-        # An instance attribute hides the registered parameter of the same name, so forward sees a plain
-        # tensor.
+        # An instance attribute hides the parameter of the same name, so forward sees a plain tensor.
         linear.__dict__["weight"] = local_weight(weight)
         linear.__dict__["bias"] = (
             bias.to_local() if splits_outputs and isinstance(bias, DTensor) else None
@@ -64,8 +63,8 @@ def multiply_local_parts(linear: nn.Linear) -> None:
             del linear.__dict__["weight"], linear.__dict__["bias"]
         mesh = weight.device_mesh
         if not splits_outputs and isinstance(bias, DTensor):
-            # Outputs are summed over ranks, so only one rank adds the bias. Its gradient is summed over
-            # ranks too.
+            # Outputs are summed over ranks, so only one rank may add the bias. The others multiply it by 0,
+            # and its gradient is summed over ranks.
             out = out + bias.to_local(grad_placements=partial_sum) * float(
                 mesh.get_local_rank() == 0
             )

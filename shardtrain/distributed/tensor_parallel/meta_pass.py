@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class MetaPass(TorchDispatchMode):
-    """Let a network on the meta device read numbers of tensors: they are all 0.
+    """Let a network on the meta device read numbers from tensors: every number is 0.
 
-    Networks test properties of masks, such as whether rows are packed. Either result is fine in a pass without values.
+    Networks read masks, for example to find out whether rows are packed. Any answer is fine here, because the
+    pass computes no values.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -46,11 +46,11 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Split the model's layers over the tensor-parallel ranks, in place. Parameters become DTensors.
 
     Raises:
-        ConfigError: LAYOUT.tensor is empty, or assigns a style of linear layers to another kind of module.
+        ConfigError: LAYOUT.tensor is empty, or assigns a style for linear layers to another type of module.
     """
     if mesh.size(AXIS) == 1:
         return
-    # the plan of a network from the transformers library has other styles
+    # A network from the transformers library brings its own plan, which has other style names.
     if hasattr(model, "tensor_plan"):
         if not hasattr(model, "resolved_plan"):
             prepare(model, config)
@@ -64,10 +64,10 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     model.register_forward_pre_hook(splitting.length.set_from_positions, with_kwargs=True)
     styles = _styles(model, layout, splitting)
     if not layout.tensor:
-        rule = "needs LAYOUT.tensor of the model, which names no module"
+        rule = "requires LAYOUT.tensor, which is empty for this model"
         fix = f"give every weight one of the styles {', '.join(TENSOR_STYLES)}, or set the degree to 1"
         raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
-    # PyTorch would fail on these with an error about its parallel styles.
+    # Check this here, because PyTorch's own error would be about its parallel styles, which users do not know.
     problems = misnamed(model, layout)
     if problems:
         raise ConfigError(problems)
@@ -76,7 +76,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
     # parallelize_module would silently untie parameters.
     ties = tied_names(model)
-    # Adapters are split by the style of their linear layer. PyTorch's style for it does not know them.
+    # Set adapters aside, because PyTorch's styles do not know them. They are split below like their layer.
     factors = adapter_styles.set_aside(model, partial(style_of, layout))
     parallelize_module(model, mesh.submesh(AXIS), styles)
     tie(model, ties)  # parallelize_module has created a separate parameter for each module
@@ -90,7 +90,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
 
 def prepare(model: Any, config: Config) -> None:
-    """Resolve the plan of a ``transformers`` network, before pipeline stages leave out parts of its forward.
+    """Resolve the plan of a ``transformers`` network while it is complete, before it is cut into stages.
 
     Raises:
         ConfigError: the plan cannot be used.
@@ -114,7 +114,14 @@ def check(model: nn.Module, layout: Layout, config: Config) -> None:
 
 
 class Splitting(NamedTuple):
-    """Values that all styles share: number of ranks, split of the loss, and exchange of sequences."""
+    """Values that all styles need.
+
+    Attributes:
+        ranks: tensor-parallel degree.
+        loss_parallel: True if the loss is computed on logits that are split over the vocabulary.
+        length: the sequence length of the current pass.
+        sequences: all-gather and reduce-scatter along the sequence.
+    """
 
     ranks: int
     loss_parallel: bool
@@ -149,7 +156,7 @@ def _split_alibi_slopes(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
     if not layout.context:
         return
     for path, core in model.named_modules():
-        # Other modules may have slopes too, for example as a tensor. Only a core's are a list of numbers.
+        # Skip other modules, whose attribute of this name need not be a list of numbers.
         if not matches(path, layout.context):
             continue
         slopes_N = getattr(core, "alibi_slopes", None)
@@ -162,11 +169,12 @@ def _split_alibi_slopes(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
 def style_for(path: str, module: nn.Module, name: str, splitting: Splitting) -> ParallelStyle:
     """Return the parallel style of a module by its style name in ``LAYOUT.tensor``."""
     ranks, loss_parallel, length, sequences = splitting
-    # The ends of the model are split by their vocabulary if each rank gets a part.
+    # Embedding and head: split by vocabulary, if each rank gets a part of it.
     if name == "embed":
-        if not isinstance(module, nn.Embedding):  # computes from positions, has no table
+        if not isinstance(module, nn.Embedding):
+            # for example sinusoidal positions, which have no table to split
             return ReplicatedEmbedding()
-        # FSDP fails if a rank has no rows
+        # Replicate a small table, because FSDP fails if a rank has no rows.
         rows_per_rank = -(-module.num_embeddings // ranks)
         if rows_per_rank * (ranks - 1) >= module.num_embeddings:
             return ReplicatedEmbedding()
@@ -178,7 +186,7 @@ def style_for(path: str, module: nn.Module, name: str, splitting: Splitting) -> 
                 return ReplicatedHead(sequences)
         output = Shard(-1) if loss_parallel else Replicate()
         return GatheringColwise(length, sequences, input_layouts=Shard(1), output_layouts=output)
-    # Modules between them, whose input or output is a part of the sequence.
+    # Modules in layers whose input or output is this rank's part of the sequence.
     if name == "sequence":
         take = partial(length.require, path, name, part=True)
         return ReplicatedWeights(Partial(), take, sequences.sum_weights())
@@ -190,7 +198,7 @@ def style_for(path: str, module: nn.Module, name: str, splitting: Splitting) -> 
         return ScatteringRowwise(partial(length.require, path, name, part=False), sequences)
     if name == "local":
         return LocalSequence()
-    # Replicated modules, numbers per head, and modules that need all features.
+    # Replicated modules, parameters with one number per head, and modules that need all features.
     if name in ("router", "heads"):
         return ReplicatedWeights(Partial(), sum_over_ranks=sequences.sum_weights())
     if name == "per_head":
@@ -207,10 +215,10 @@ def style_for(path: str, module: nn.Module, name: str, splitting: Splitting) -> 
 def misnamed(model: nn.Module, layout: Layout) -> list[Problem]:
     """Return a problem for each rule of LAYOUT.tensor that applies a style of nn.Linear to another module."""
     fixes = {
-        "colwise": 'write "per_head" if dim 0 of its weights belongs to the heads or features that a rank has, and '
-        'if it takes its sizes from them; else "replicate"',
-        "rowwise": "end in an nn.Linear",
-        "head": "end in an nn.Linear, which a module around it may scale or cap",
+        "colwise": 'write "per_head" if dim 0 of its weights can be split like heads or features, and its '
+        'forward takes sizes from its weights; else "replicate"',
+        "rowwise": "let the rule match an nn.Linear inside it",
+        "head": "let the rule match an nn.Linear; a module around it may scale or cap the logits",
     }
     classes = {"head": nn.Linear}
     problems = {}
@@ -229,9 +237,8 @@ def misnamed(model: nn.Module, layout: Layout) -> list[Problem]:
 def _accept_keyword_input(module: nn.Module) -> None:
     """Let callers pass a module's first argument by keyword.
 
-    Parallel styles expect it as a positional argument.
+    Parallel styles transform the first positional argument, so a hook makes it positional.
     """
-    # The name of the argument that parallel styles transform.
     first = next(iter(inspect.signature(module.forward).parameters), "")
 
     def make_positional(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -245,9 +252,13 @@ def _accept_keyword_input(module: nn.Module) -> None:
 
 
 def sequences_of(mesh: Mesh, config: Config) -> Sequences:
-    """Return the exchange of sequences between the tensor-parallel ranks of a mesh (a collective)."""
+    """Return the collectives along the sequence for the tensor-parallel ranks of a mesh (a collective).
+
+    They use shared memory on a CPU if possible.
+    """
     recompute = config.activation_checkpoint
-    # "op" keeps the outputs of reduce-scatters, which it recognizes by PyTorch's operation.
+    # Recomputation by "op" keeps the outputs of PyTorch's reduce-scatter operation. It would not recognize
+    # the one through shared memory.
     keeps_exchanges = recompute.mode == "selective" and recompute.selective_ac_option == "op"
     if mesh.device.type != "cpu" or config.compile.enable or keeps_exchanges:
         return Sequences()

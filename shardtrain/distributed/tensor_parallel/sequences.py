@@ -18,8 +18,7 @@ def plain(x: Tensor) -> Tensor:
 
 
 class SequenceLength:
-    """The sequence length of the current pass, which tells a rank's part of a sequence from a full one by
-    its shape.
+    """The sequence length of the current pass. By it, styles recognize whether a tensor has all tokens.
 
     The length is read from the positions, because every pipeline stage receives them and they are never
     split over tensor-parallel ranks.
@@ -32,7 +31,7 @@ class SequenceLength:
     def set_from_positions(
         self, model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
-        """Forward pre-hook of the model: store the length T of its argument of positions (B, T)."""
+        """Forward pre-hook of the model: store the length T of its argument with the positions (B, T)."""
         positions_BT = inputs[1] if len(inputs) > 1 else next(iter(keywords.values()))
         self._tokens = positions_BT.size(1)
 
@@ -41,7 +40,7 @@ class SequenceLength:
         return x_BtD.ndim == 3 and x_BtD.size(1) * self._ranks == self._tokens
 
     def require(self, path: str, style_name: str, x_BtD: Tensor, part: bool) -> Tensor:
-        """Return a module's input as a plain tensor.
+        """Check the length of a module's input, and return the input as a plain tensor.
 
         Args:
             path: the module's path, for the message.
@@ -51,15 +50,15 @@ class SequenceLength:
                 sequence.
 
         Raises:
-            ConfigError: the input has the other length.
+            ConfigError: the input is a full sequence instead of a part, or a part instead of a full sequence.
         """
-        # A replicated DTensor contains the full sequence, and so does its local tensor.
+        # The local tensor of a replicated DTensor is the full tensor.
         x_BtD = plain(x_BtD)
         if part and x_BtD.ndim == 3 and x_BtD.size(1) == self._tokens:
-            rule = "works on this rank's part of the sequence, and receives the full sequence"
-            fix = 'write "replicate" for a module inside one that is gathered'
+            rule = "needs this rank's part of the sequence, but receives the full sequence"
+            fix = 'write "replicate" for a module inside a module with the style "gather"'
         elif not part and self.is_part(x_BtD):
-            rule = "works on the full sequence, and receives this rank's part of it"
+            rule = "needs the full sequence, but receives this rank's part of it"
             style_for_parts = "router" if style_name == "rowwise" else "sequence"
             fix = f'write "{style_for_parts}", or put it into a module with the style "gather"'
         else:
@@ -76,19 +75,19 @@ class Sequences:
     """
 
     def sum_weights(self) -> Callable[[Tensor], Tensor] | None:
-        """Return a function that sums the ranks' gradients of a weight in backward.
+        """Return a function that sums a weight's gradient over ranks in backward.
 
-        None if FSDP or ``partial_gradients.py`` sums them.
+        None if FSDP or ``partial_gradients.py`` does this.
         """
         return None
 
     def keep_plain(self, module: nn.Module) -> bool:
-        """True if a split linear layer receives and returns plain tensors."""
+        """True if this split linear layer should receive and return plain tensors."""
         return False
 
     def gather(self, x_BtD: Tensor, device_mesh: DeviceMesh) -> DTensor:
         """All-gather the parts (B, t, D) of a sequence (a collective)."""
-        # Without a DTensor, x is this rank's part of the sequence.
+        # A plain tensor is this rank's part of the sequence.
         if not isinstance(x_BtD, DTensor):
             x_BtD = DTensor.from_local(x_BtD, device_mesh, (Shard(1),), run_check=False)
         return x_BtD.redistribute(placements=(Replicate(),))

@@ -13,8 +13,8 @@ class SplitVocabulary:
     """Implements ``cross_entropy.Vocabulary`` for tensor-parallel ranks. All methods are collectives.
 
     Attributes:
-        size: number of columns of all ranks together.
-        columns: maximum number of columns per rank.
+        size: size of the vocabulary: the number of columns on all ranks together.
+        columns: number of columns per rank. The last ranks may have fewer.
         offset: index of this rank's first column.
     """
 

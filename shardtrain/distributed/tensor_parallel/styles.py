@@ -30,7 +30,7 @@ from shardtrain.distributed.tensor_parallel.sequences import SequenceLength, Seq
 class GatherSequence(ParallelStyle):
     """All-gather a module's first input along the sequence.
 
-    Other inputs, such as rotary angles, are not split.
+    The other inputs, such as rotary angles, are passed on unchanged, because they are not split.
     """
 
     def __init__(self, sequences: Sequences) -> None:
@@ -45,10 +45,7 @@ class GatherSequence(ParallelStyle):
 
 
 class GatheringColwise(ColwiseParallel):
-    """Split output features.
-
-    An input that is a part of the sequence is all-gathered, as in a "gather" module.
-    """
+    """Split a linear layer's output features. If its input is a part of the sequence, all-gather it first."""
 
     def __init__(
         self,
@@ -69,14 +66,14 @@ class GatheringColwise(ColwiseParallel):
             return (self._sequences.gather(x, device_mesh), *inputs[1:])
 
         def prepare_input(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-            # a gathered sequence with a plain copy is used as it is
+            # a gathered sequence with a plain copy needs no conversion
             if hasattr(inputs[0], "for_local_products"):
                 return inputs
             return self._prepare_input_fn(self.input_layouts, (Replicate(),), module, inputs, mesh)
 
         def prepare_output(_: nn.Module, output: Tensor, mesh: DeviceMesh) -> Any:
             if not isinstance(output, DTensor):
-                # a plain output is this rank's features
+                # a plain output contains only this rank's features
                 if self.output_layouts == (Shard(-1),):
                     return output
                 output = DTensor.from_local(
@@ -97,8 +94,9 @@ class GatheringColwise(ColwiseParallel):
 class ScatteringRowwise(RowwiseParallel):
     """Split input features, and reduce-scatter the output along the sequence.
 
-    A replicated input, for example the output of a "replicate" module, is split by features. Its gradient
-    is gathered. ``take`` converts such an input to a plain tensor, and may raise ConfigError.
+    If the input is replicated, for example the output of a "replicate" module, it is split by features first,
+    and its gradient is gathered in backward. ``take`` converts such an input to a plain tensor, and may raise
+    ConfigError.
     """
 
     def __init__(self, take: Callable[[Tensor], Tensor], sequences: Sequences) -> None:
@@ -109,7 +107,7 @@ class ScatteringRowwise(RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def split_features(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             x = inputs[0]
-            # An input with fewer features than the layer is already split.
+            # An input with fewer features than the layer is split already.
             if (
                 not isinstance(linear, nn.Linear)
                 or isinstance(x, DTensor)
@@ -129,7 +127,8 @@ class ScatteringRowwise(RowwiseParallel):
 
         keeps_plain = self._sequences.keep_plain(module)
         module.register_forward_pre_hook(split_features)
-        module.register_forward_hook(scatter)  # before PyTorch's hook, which ignores plain tensors
+        # before PyTorch's own hook, which then gets a plain tensor and ignores it
+        module.register_forward_hook(scatter)
         if keeps_plain:
             return distribute_module(module, device_mesh, self._partition_linear_fn)
         return super()._apply(module, device_mesh)
@@ -168,8 +167,8 @@ class ReplicatedWeights(ParallelStyle):
         """Configure the style.
 
         Args:
-            gradient: placement of each rank's gradient: Partial if ranks compute on different tokens or
-                heads, Replicate if all compute the same.
+            gradient: placement of the gradient that a rank computes. Partial if ranks use the weights for
+                different tokens or heads, Replicate if all ranks compute the same.
             take: converts the first input to a plain tensor, and may raise ConfigError.
             sum_over_ranks: sums Partial gradients in backward. By default FSDP or
                 ``partial_gradients.py`` sums them.
@@ -196,7 +195,7 @@ class ReplicatedWeights(ParallelStyle):
 
 
 class SplitHeadNumbers(ParallelStyle):
-    """Parameters with one scalar per head, sharded over ranks like the heads. Computes with local tensors."""
+    """Split parameters that have one scalar per head, like the heads. The module sees local tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -209,11 +208,12 @@ class SplitHeadNumbers(ParallelStyle):
 
 
 class SplitEmbedding(RowwiseParallel):
-    """Embedding table split by rows. Each rank looks up its rows, and the result is the sum over ranks.
+    """Split an embedding table by rows. Each rank looks up its own rows, and the results are summed.
 
-    Unlike in PyTorch's RowwiseParallel the output is synchronous, because compiled modules lose the
-    gradient of an asynchronous one (torch 2.13). A subclass of nn.Embedding with its own forward may
-    apply nonlinear functions, so there each lookup is reduced instead of the output.
+    Unlike PyTorch's RowwiseParallel, this waits for the sum before it returns, because compiled modules lose
+    the gradient of an asynchronous output (torch 2.13). A subclass of nn.Embedding with its own forward may
+    apply nonlinear functions to what it looks up. There, the sum is computed for each lookup instead of the
+    output.
     """
 
     def __init__(self, sequences: Sequences) -> None:
@@ -221,7 +221,7 @@ class SplitEmbedding(RowwiseParallel):
         self._sequences = sequences
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # A subclass with its own forward: reduce each lookup inside it.
+        # For a subclass with its own forward, reduce each lookup inside this forward.
         if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
             original_forward = module.forward
 
@@ -240,7 +240,7 @@ class SplitEmbedding(RowwiseParallel):
         """
         rows = -(-module.num_embeddings // device_mesh.size())
         first_id = rows * device_mesh.get_local_rank()
-        # from the pre-hook to the hook of one forward: a mask of tokens whose rows are on other ranks
+        # The pre-hook stores here for the hook which tokens have their rows on other ranks.
         masks: list[Tensor] = []
 
         def take_own(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -250,7 +250,7 @@ class SplitEmbedding(RowwiseParallel):
             # Tokens whose rows are on other ranks look up row 0, and their output is set to zero.
             is_other_BT = (ids_BT < 0) | (ids_BT >= local_VD.size(0))  # type: ignore[union-attr]
             masks[:] = [is_other_BT.unsqueeze(-1)]
-            # An instance attribute hides the parameter of that name, also from functions that replace
+            # An instance attribute hides the parameter of that name, even from functions that have replaced
             # forward.
             module.__dict__["weight"] = local_VD
             return (ids_BT.masked_fill(is_other_BT, 0), *inputs[1:])
@@ -279,9 +279,7 @@ class SplitEmbedding(RowwiseParallel):
 
 
 class _ReducedLookups(TorchFunctionMode):
-    """Reduce-scatter each lookup in a split table immediately, to this rank's part of the sequence as a
-    plain tensor.
-    """
+    """Reduce-scatter the result of each lookup in a split table to this rank's part of the sequence."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -293,10 +291,10 @@ class _ReducedLookups(TorchFunctionMode):
 
 
 class ReplicatedEmbedding(ReplicatedWeights):
-    """A replicated embedding. Each rank looks up its part of the sequence.
+    """A replicated embedding. Each rank looks up only its part of the sequence.
 
-    For tables with fewer rows than ranks, such as token types, and for formulas, such as sinusoidal
-    positions.
+    This is for tables with fewer rows than ranks, such as token types, and for embeddings that are computed
+    without a table, such as sinusoidal positions.
     """
 
     def __init__(self) -> None:
@@ -313,7 +311,7 @@ class ReplicatedEmbedding(ReplicatedWeights):
 
 
 class ReplicatedHead(ReplicatedWeights):
-    """A replicated head on full sequences, for outputs that cannot be split evenly, such as a reward."""
+    """A replicated head, which gathers the full sequences. For few outputs, such as a single reward."""
 
     def __init__(self, sequences: Sequences) -> None:
         super().__init__(Replicate())
@@ -338,8 +336,8 @@ class GatherFeatures(ReplicatedWeights):
         forward_of_all = module.forward
 
         def forward(x: Tensor, *others: Any, **keywords: Any) -> Tensor:
-            # DTensor provides the gradients: a split of the gathered gradient, and an all-gather of the
-            # split one.
+            # DTensor provides the gradients of both conversions: backward splits where forward gathers, and
+            # gathers where forward splits.
             split = DTensor.from_local(x, device_mesh, (Shard(-1),), run_check=False)
             gathered = split.redistribute(placements=(Replicate(),)).to_local()
             out = forward_of_all(gathered, *others, **keywords)
@@ -351,9 +349,9 @@ class GatherFeatures(ReplicatedWeights):
 
 
 class CopyToHeads(ParallelStyle):
-    """Identity on a replicated tensor that each rank uses for its heads.
+    """Return the output unchanged, and sum its gradient over ranks in backward.
 
-    The gradient is summed over ranks.
+    This is for a replicated tensor that each rank uses only for its own heads.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

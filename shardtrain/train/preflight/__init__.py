@@ -1,9 +1,9 @@
-"""Preflight checks: find everything that would stop ``train`` before its first step. Also run by ``config
-check``.
+"""Preflight checks: find everything that would stop ``train`` before its first step.
 
-``judge`` applies the rules of ``config``, and then the checks that need files or the model: data,
-tokenizer, initial weights, building the model on the meta device, and the memory for weights, gradients and
-optimizer state. Torch is imported only if a check needs it.
+``config check`` runs them too. ``judge`` applies the rules of ``config`` first. Then it runs the checks that
+need files or the model: it opens data, tokenizer and initial weights, builds the model on the meta device,
+and estimates the memory for weights, gradients and optimizer state. It imports torch only if a check needs
+it.
 """
 
 from __future__ import annotations
@@ -49,29 +49,31 @@ class PreflightResult:
     """Errors and notes of the preflight checks."""
 
     errors: tuple[ShardtrainError, ...] = ()
-    """Errors that would end a run, each with one or more lines."""
+    """Errors that would stop a run. Each may have several lines."""
     notes: tuple[str, ...] = ()
-    """Notes that do not stop a run."""
+    """Notes on problems that would not stop a run."""
     warnings: tuple[str, ...] = ()
-    """The notes that ``train`` prints before it starts its ranks, because no rank repeats them."""
+    """Notes that ``train`` prints before it starts its ranks. (The ranks print all other notes.)"""
 
     @property
     def lines(self) -> list[str]:
-        """One line per problem, in the order in which they were found, without duplicates."""
+        """One line per problem, in the order in which the problems were found, without duplicates."""
         lines = [str(line) for error in self.errors for line in getattr(error, "problems", [error])]
         return list(dict.fromkeys(lines))
 
     @property
     def exit_code(self) -> int:
-        """Exit status of a run with these errors: the lowest, so configuration comes before data and
-        storage."""
+        """Exit status of a run with these errors: the lowest of their exit codes.
+
+        So errors of the configuration take precedence over errors of data and storage.
+        """
         return min((error.exit_code for error in self.errors), default=0)
 
     def raise_errors(self) -> None:
         """Raise all errors as one error with all lines. No-op without errors."""
         if not self.errors:
             return
-        # its class, which determines the exit code, is that of the first error by exit code
+        # The class determines the exit code, so use the class of the error with the lowest exit code.
         first = min(self.errors, key=lambda error: error.exit_code)
         if len(self.errors) == 1:
             raise first
@@ -98,9 +100,9 @@ class _Findings:
     warnings: list[str] = field(default_factory=list)
 
     def is_clean(self, *starts: str) -> bool:
-        """True if no problem is about an option with one of these prefixes.
+        """True if no problem so far is about an option with one of these prefixes.
 
-        Checks of wrong options are skipped.
+        A check calls this first, because with wrong options it would only report follow-up errors.
         """
         for problem in self.problems:
             if isinstance(problem, Problem) and any(
@@ -110,7 +112,7 @@ class _Findings:
         return True
 
     def add(self, errors: Sequence[ShardtrainError]) -> None:
-        """Add errors of a check. Configuration errors are added to the problems of the configuration."""
+        """Add the errors of a check. Those that are about the configuration become problems."""
         for error in errors:
             if isinstance(error, ConfigError) and not isinstance(error, FolderTaken):
                 self.problems += error.problems
@@ -119,16 +121,15 @@ class _Findings:
 
 
 MANY_RANKS = 64
-"""With more ranks, only rank 0 of a job that a launcher has started checks files, to limit the load on
-storage."""
+"""If a launcher has started more ranks than this, only rank 0 checks files, to limit the load on storage."""
 
 
 def require(loaded: Loaded, machine: Machine, looks_at_files: bool = True) -> None:
-    """Run all checks before ranks start. Raise their errors as one, and print their warnings on rank 0.
+    """Run all checks before ranks start. Raise all errors as one error, and print warnings on rank 0.
 
     Raises:
-        ConfigError: the configuration has a problem. The message also contains all errors of data
-            and weights.
+        ConfigError: the configuration has a problem. The message also contains the errors of data and
+            weights, if there are any.
         DataError, CheckpointError: only the data or the initial weights have a problem.
     """
     with limits.memory_errors():
@@ -140,22 +141,23 @@ def require(loaded: Loaded, machine: Machine, looks_at_files: bool = True) -> No
 
 
 def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Failure | None:
-    """Call ``require`` in a child process, because it starts threads and this process must still fork its
-    ranks.
+    """Call ``require`` in a child process.
+
+    The checks start threads, and this process must not have any, because it will fork the ranks.
 
     Returns:
         None if all checks passed. A Failure if the child was killed, or stopped on request.
 
     Raises:
-        ShardtrainError: the error of ``require``; or the child failed with another exception, which it has
-            printed.
+        ShardtrainError: ``require`` has raised it. Or the child failed with another exception, which the
+            child has printed.
     """
     with tempfile.TemporaryFile("w+") as answer:
-        # otherwise the child would also print the buffered output
+        # Flush, because otherwise the child would print the buffered output once more.
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        # block signals until the child has dropped the handlers of this process
+        # Block signals until the child has removed the handlers that it inherits from this process.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals.GRACEFUL)
         pid = os.fork()
         if pid == 0:
@@ -170,7 +172,8 @@ def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Fai
                 traceback.print_exc()
             finally:
                 sys.stderr.flush()
-                # skip the parent's atexit handlers: they would delete files that the parent still uses
+                # os._exit skips the parent's atexit handlers, which would delete files that the parent still
+                # uses.
                 os._exit(code)
         watch.begin({0: pid})
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -181,7 +184,7 @@ def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Fai
         text = answer.read()
     reason = watch.reason
     if -status in stop_signals.FROM_OUTSIDE:
-        # The signal was a request to stop, sent to this child only, or to it before its parent.
+        # The signal was a request to stop. The parent did not get it, or has not got it yet.
         reason = reason or signal.Signals(-status).name
     if status < 0 and reason:
         return failure.stopped(None, reason, run_end=run_ends.BEFORE_FIRST_STEP)
@@ -197,8 +200,7 @@ def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Fai
 
 
 def _refusals(loaded: Loaded, machine: Machine) -> list[Any]:
-    """Return the class name and the lines of the error that ``require`` raises; an empty list without an
-    error."""
+    """Call ``require``. Return a list with the class name and the lines of its error, empty if it passed."""
     try:
         require(loaded, machine)
     except (ShardtrainError, OSError) as raised:
@@ -210,13 +212,13 @@ def _refusals(loaded: Loaded, machine: Machine) -> list[Any]:
 
 
 def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) -> PreflightResult:
-    """Check a configuration for a machine, or only the configuration if ``machine`` is None.
+    """Check a configuration, and whether it fits a machine. None checks only the configuration.
 
-    Files, packages and devices are checked only if the machine is this one.
+    Files, packages and devices are checked only if the machine is the one that this process runs on.
     """
     findings = _Findings()
     if machine is not None and machine.is_here:
-        # first the rules: options that they reject are not checked further
+        # Apply the rules first, because options that they reject are not checked further.
         findings.problems += config.problems_of(
             loaded, machine.world_size, machine.device, machine.num_devices
         )
@@ -236,7 +238,7 @@ def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) 
             problem := watching_problem(loaded, machine.world_size, machine.local_ranks)
         ):
             findings.problems.append(problem)
-        # keep warnings of the log as notes: a run logs them again
+        # Turn logged warnings into notes, because the run will log them itself.
         with kept_warnings() as warnings:
             _check_model(loaded, machine, findings)
         findings.notes += warnings
@@ -252,7 +254,7 @@ def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) 
 
 
 def _without_secondary(loaded: Loaded, problems: Sequence[Problem | str]) -> list[Problem | str]:
-    """Drop problems that follow from another one: a wrong option may make others look wrong."""
+    """Drop problems that only follow from other problems, because one wrong option may make others look wrong."""
     with_option = [problem for problem in problems if isinstance(problem, Problem)]
     primary = {
         str(problem)
@@ -262,7 +264,7 @@ def _without_secondary(loaded: Loaded, problems: Sequence[Problem | str]) -> lis
 
 
 def _too_many_ranks(machine: Machine) -> Problem | None:
-    """Return a problem if a host has more ranks than accelerators: each rank needs its own."""
+    """Return a problem if a host has more ranks than accelerators, because each rank needs its own one."""
     num_devices = machine.num_devices
     if machine.device in ("cpu", None) or not num_devices or machine.local_ranks <= num_devices:
         return None
@@ -271,7 +273,7 @@ def _too_many_ranks(machine: Machine) -> Problem | None:
         "ranks of this machine",
         machine.local_ranks,
         rule=f"exceeds its {num_devices} {unit}",
-        fix=f'start {num_devices} (--nproc {num_devices}), or use more nodes or training.device="cpu"',
+        fix=f'start {num_devices} ranks (--nproc {num_devices}), use more nodes, or set training.device="cpu"',
     )
 
 
@@ -305,7 +307,7 @@ def _check_data(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
     from shardtrain.train.preflight import data_opening
 
     if findings.is_clean("training.", "data.sources"):
-        # count the steps of the data only if the options that determine the batch are right
+        # Count the steps of the data only if there is no problem with the options that determine the batch.
         can_count_steps = findings.is_clean("parallelism.", "training.", "checkpoint.")
         world_size = machine.world_size if can_count_steps else None
         errors, notes = data_opening.look(loaded.config, "training", world_size)
@@ -318,7 +320,7 @@ def _check_data(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
 
 
 def _check_model(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
-    """Check the size of batches, the model and its memory, and the space for checkpoints."""
+    """Check whether batches fit into memory, the model, its memory, and the free space for checkpoints."""
     if not findings.is_clean(
         "model", "task", "lora", "optimizer", "parallelism", "training", "compile"
     ):
@@ -328,7 +330,8 @@ def _check_model(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
     if problem := memory_fit.batch_problem(loaded, machine):
         findings.problems.append(problem)
 
-    # Build the model at most once, and only if the sizes do not show that it fits: building imports PyTorch
+    # Building the model imports PyTorch. So build it at most once, and only if its sizes leave it open whether
+    # it fits.
     @functools.cache
     def build() -> list[memory_fit.ParameterMemory] | None:
         from shardtrain.train.preflight import meta_model

@@ -1,5 +1,4 @@
-"""Open the data of a configuration as a run does: all rows of a small dataset, the first rows of a large
-one."""
+"""Open the data of a configuration as a run does, but read only the first rows of a large dataset."""
 
 from __future__ import annotations
 
@@ -21,20 +20,20 @@ from shardtrain.utils.errors import ConfigError, ShardtrainError
 from shardtrain.utils.log import kept_warnings
 
 SMALL_BYTES = 2 * 2**20
-"""Maximum size of a dataset that is read completely: one second for a slow tokenizer."""
+"""Maximum size of a dataset that is read completely. This takes a slow tokenizer about one second."""
 FIRST_ROWS = 64
-"""Maximum number of rows to read of a larger dataset."""
+"""Maximum number of rows to read from a larger dataset."""
 FIRST_CHARACTERS = 2**17
-"""Stop after the row that reaches this number of characters, which takes about a tenth of a second."""
+"""Stop reading after the row that reaches this number of characters (about a tenth of a second)."""
 _LANGUAGE_MODELS = ("language_model", "distillation")
 
 
 def look(
     config: Config, section: str, world_size: int | None
 ) -> tuple[list[ShardtrainError], list[str]]:
-    """Return the errors and notes of opening the data of a section, "training" or "validation".
+    """Open the data of the section "training" or "validation". Return the errors and notes.
 
-    With ``world_size``, also check that the training data are enough for the steps of the run.
+    If ``world_size`` is given, also check that the training data are enough for all steps of the run.
     """
     part: Training | Validation = config.training if section == "training" else config.validation
     with kept_warnings() as notes:
@@ -55,8 +54,8 @@ def look(
 
 
 def _open(config: Config, part: Training | Validation, notes: list[str]) -> int | None:
-    """Open datasets of documents. Return their number of rows if it is known."""
-    # Try the first rows of each dataset. Small ones are read completely at the end.
+    """Open datasets of documents. Return the number of rows, or None if it is not known."""
+    # Encode the first rows of each dataset. Small datasets are read completely at the end instead.
     tokenizer = build_dataset.tokenizer_of(config)
     _check_ids(config, tokenizer.vocab_size)
     are_all_small = True
@@ -73,7 +72,8 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
             module.open_line(request, tokenizer)
             continue
         source = module.open_source(request)
-        # small datasets that are not streamed are opened below, with all their rows
+        # Skip small datasets here, because they are opened below with all their rows. This is impossible in a
+        # stream.
         is_small = source.total_bytes is not None and source.total_bytes <= SMALL_BYTES
         if is_small and config.data.mode != "stream":
             continue
@@ -111,7 +111,7 @@ def _first_rows(rows: Iterator[tuple[Key, Row]]) -> Iterator[tuple[Key, Row]]:
 
 
 def _read_rows(config: Config, part: Training | Validation, world_size: int | None) -> int | None:
-    """Read all rows of a small dataset of a row task. Return their number, None if they were not read."""
+    """Read all rows of a small dataset of a row task. Return their number, or None if it is not small."""
     from shardtrain import tasks
     from shardtrain.tasks import _files
 
@@ -124,7 +124,7 @@ def _read_rows(config: Config, part: Training | Validation, world_size: int | No
         source = _files.open_files(config, split)
         if source.total_bytes is None or source.total_bytes > SMALL_BYTES:
             return None
-    # open all rows, as the first data-parallel rank of the run will
+    # Open the data with the arguments that the run's first data-parallel rank will use.
     accumulation = num_batch_ranks = 1
     if world_size:
         accumulation = derived.accumulation_steps(config, world_size)
@@ -140,20 +140,20 @@ def _read_rows(config: Config, part: Training | Validation, world_size: int | No
 
 
 def _check_ids(config: Config, num_ids: int) -> None:
-    """Raise ConfigError if the tokenizer has more ids than the model, its teacher or its reference has rows."""
+    """Raise ConfigError if the tokenizer has more ids than the vocabulary of the model or a frozen model."""
     problems = list(frozen_models.check_ids(config, num_ids))
     if problems:
         raise ConfigError(problems)
 
 
 def _is_remote(source: DataSource) -> bool:
-    """True if a dataset is on the hub, which is not contacted before the run starts."""
+    """True if a dataset is on the hub. The checks do not contact the hub."""
     path = source.dataset_path or ""
     return "://" in path or (source.dataset == "huggingface" and not build_dataset.is_local(path))
 
 
 def _has_a_checkpoint(config: Config) -> bool:
-    """True if the run would resume from its own checkpoint, so its steps are not those of a new run."""
+    """True if the run would resume from its own checkpoint, so that it needs data for fewer steps."""
     if not config.checkpoint.enable:
         return False
     from shardtrain.checkpoint import retention
@@ -162,4 +162,5 @@ def _has_a_checkpoint(config: Config) -> bool:
     try:
         return bool(retention.steps(folder_of(config.job.dump_folder, config.checkpoint.folder)))
     except (OSError, ShardtrainError):
-        return True  # not known: the storage is read when the run starts
+        # Unknown, because the storage does not answer. The run itself will read it and report the error.
+        return True

@@ -1,4 +1,4 @@
-"""The machine that preflight checks assume: this one, as ``train`` would use it, or a known one by name."""
+"""The machine that preflight checks assume: the one they run on, or a known machine by name."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Machine:
     """Ranks, devices and memory of a run.
 
     Attributes:
-        world_size: number of ranks of the run; None if not known.
+        world_size: number of ranks of the run. None if unknown.
         local_ranks: number of ranks on one host.
-        device: "cpu", "cuda" or "xpu"; None if not known.
-        num_devices: number of accelerators of a host.
+        device: "cpu", "cuda" or "xpu". None if unknown.
+        num_devices: number of accelerators on one host.
         name: name of the device for messages.
-        memory_bytes: memory of one accelerator, or on a CPU the memory shared by all ranks of the host;
-            0 if not known.
-        is_here: True for this machine, so its files are checked too.
+        memory_bytes: memory of one accelerator. On a CPU, the memory that all ranks of the host share. 0 if
+            unknown.
+        is_here: True for the machine that this process runs on. Its files are checked too.
     """
 
     world_size: int | None
@@ -44,7 +44,7 @@ class Machine:
     is_here: bool = True
 
     def notes(self, config: Config) -> list[str]:
-        """Return notes on options that the device ignores, or executes slowly."""
+        """Return notes on options that this device ignores or that are slow on it."""
         if self.device == "cpu":
             return without_effect_on_a_cpu(config)
         dtype = derived.compute_dtype(config)
@@ -85,8 +85,9 @@ def this_machine(
 
 
 def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
-    """Return a machine with one known accelerator (h100, a100-40gb, ...) per rank, and as few ranks as the
-    mesh needs.
+    """Return a machine with accelerators of a known type (h100, a100-40gb, ...), one for each rank.
+
+    It has ``nproc`` ranks, or if this is None, as few ranks as the mesh needs.
 
     Raises:
         ConfigError: the name is unknown, or ``train`` does not run on such a device.
@@ -129,10 +130,12 @@ def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
 
 
 def _host(ranks: int) -> tuple[str, int]:
-    """Return name and size in bytes of the memory that all ``ranks`` of this host may use, including used
-    memory."""
+    """Return the size in bytes of the memory that all ranks of this host may use together, and its name.
+
+    The memory that other processes use now is included.
+    """
     memory = limits.host_memory()
-    # swap counts: a run that needs it is slow, but is not killed
+    # Include swap, because a run that needs swap is slow but is not killed.
     swap_bytes = memory.get("swap", 0)
     memory_limits = [("this machine", memory.get("total", 0) + swap_bytes)]
     cgroup_limit, _ = limits.cgroup_memory()
@@ -145,9 +148,9 @@ def _host(ranks: int) -> tuple[str, int]:
 
 
 def _gpu(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return name and memory bytes of the largest GPU here.
+    """Return the name and the bytes of memory of this host's largest GPU.
 
-    Uses nvidia-smi, because PyTorch would allocate on it.
+    Uses nvidia-smi, because PyTorch would allocate memory on the GPU.
     """
     program = shutil.which("nvidia-smi")
     if program is None:

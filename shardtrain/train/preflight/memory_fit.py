@@ -1,8 +1,8 @@
-"""Estimate without torch if weights, gradients and optimizer state fit, from shapes and layout.
+"""Estimate from shapes and layout whether weights, gradients and optimizer state fit into memory.
 
-The estimate is a lower bound: activations, FSDP buffers and the allocator's overhead are not counted, so a
-run that passes may still be too large. A dry run (``comm.mode="fake_backend"``) counts activations and
-buffers too.
+This file does not import torch. The estimate is a lower bound: it does not count activations, FSDP buffers
+and the allocator's overhead, so a run that passes may still be too large. A dry run
+(``comm.mode="fake_backend"``) counts activations and buffers too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shardtrain.utils.errors import Problem
 from shardtrain.utils.units import format_bytes
 
 _BYTES_PER_TOKEN = 16
-"""Bytes of a token in a batch: id and target, int64 each."""
+"""Bytes of a token in a batch: its id and its target, int64 each."""
 _SAFE_SHARE = 0.5
-"""The size is not counted exactly if its upper bound is below this fraction of the memory."""
+"""If the upper bound of the size is below this fraction of the memory, the exact size is not computed."""
 _TASKS_WITH_RULES = ("language_model",)
 """Tasks whose models can be checked completely without importing torch."""
 _BUILTIN_BACKENDS = ("inductor", "eager", "aot_eager")
@@ -43,7 +43,7 @@ class ParameterMemory:
 
 
 def only_building_tells(loaded: Loaded) -> bool:
-    """True if building the model can find problems that the torch-free rules miss."""
+    """True if building the model may find problems that the rules without torch cannot find."""
     c = loaded.config
     return (
         c.lora.enable
@@ -58,9 +58,9 @@ def only_building_tells(loaded: Loaded) -> bool:
 
 
 def _optimizer_bytes(config: Config) -> float:
-    """Return the bytes of optimizer state per trained element, at least.
+    """Return a lower bound of the bytes of optimizer state per trained element.
 
-    A user's optimizer may have no state.
+    It is 0 for a user's own optimizer, which may have no state.
     """
     name = config.optimizer.name
     num_states = OPTIMIZERS[name].state_tensors if name in OPTIMIZERS else 0
@@ -68,7 +68,7 @@ def _optimizer_bytes(config: Config) -> float:
 
 
 def surely_fits(loaded: Loaded, machine: Machine) -> bool:
-    """True if an upper bound of the number of weights, from sizes only, is far below the available memory."""
+    """True if even an upper bound of the number of weights needs far less memory than is available."""
     if not machine.memory_bytes:
         return True
     sizes = model_shape(loaded)
@@ -79,7 +79,7 @@ def surely_fits(loaded: Loaded, machine: Machine) -> bool:
     bytes_per_rank = state_bytes(
         loaded.config, machine.world_size or machine.local_ranks, [parameter]
     )
-    # ranks on CPUs share the memory of their host
+    # On CPUs, all ranks of a host share its memory.
     ranks = machine.local_ranks if machine.device == "cpu" else 1
     return bytes_per_rank * ranks < _SAFE_SHARE * machine.memory_bytes
 
@@ -96,7 +96,7 @@ def generous_guess(sizes: dict[str, Any]) -> int | None:
     vocab_size = size("vocab_size")
     if not dim or not num_layers or not vocab_size:
         return None
-    # the widest feed-forward layer that any option could mean
+    # Use the widest feed-forward layer that any option could mean.
     ffn_widths = [value for key, value in sizes.items() if "ffn" in key and isinstance(value, int)]
     ffn_width = max([4 * dim, *ffn_widths])
     num_heads = size("num_heads", 1)
@@ -107,15 +107,13 @@ def generous_guess(sizes: dict[str, Any]) -> int | None:
 
 
 def state_bytes(config: Config, world_size: int, parameters: list[ParameterMemory]) -> int:
-    """Return a lower bound of the bytes of weights, gradients and optimizer state on the rank that
-    has the most.
-    """
+    """Return a lower bound of the bytes of weights, gradients and optimizer state on the fullest rank."""
     p = config.parallelism
     weight_bytes = ITEM_BYTES[config.training.dtype]
-    # gradients do not all exist at the same time if backward frees them
+    # With an update in backward, gradients do not all exist at the same time, so count none of them.
     gradient_bytes = 0 if config.optimizer.early_step_in_backward else weight_bytes
     optimizer_bytes = _optimizer_bytes(config)
-    # FSDP also shards over context-parallel ranks; tensor parallelism splits further
+    # FSDP also shards over context-parallel ranks. Tensor parallelism splits some parameters further.
     fsdp_shards = max(1, derived.shard_degree(config, world_size)) * max(
         1, p.context_parallel_degree
     )
@@ -131,7 +129,7 @@ def state_bytes(config: Config, world_size: int, parameters: list[ParameterMemor
             element_bytes += gradient_bytes + optimizer_bytes / max(1, replicas)
             element_bytes += derived.average_bytes(config)
         total += parameter.num_elements * element_bytes / shards
-    # pipeline stages differ in size, and the largest is at least the mean
+    # Pipeline stages differ in size. The largest stage has at least the mean size.
     return int(total / max(1, p.pipeline_parallel_degree))
 
 
@@ -149,13 +147,14 @@ def checkpoint_bytes(config: Config, parameters: list[ParameterMemory]) -> int:
 
 
 def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
-    """Return a problem if the ids of the batches and the input of the first layer exceed the memory."""
+    """Return a problem if even the batches' token ids and the first layer's input exceed the memory."""
     config = loaded.config
     t = config.training
     p = config.parallelism
     if not machine.world_size or not machine.memory_bytes:
         return None
-    # On each rank: the input of the first layer, and on a CPU also the ids of all micro-batches.
+    # Each rank needs memory for the input of the first layer, and on a CPU also for the ids of all
+    # micro-batches.
     tokens = t.local_batch_size * t.seq_len
     dim = (model_shape(loaded) or {}).get("dim")
     activation_bytes = 0
@@ -169,7 +168,7 @@ def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
         needed_bytes *= machine.local_ranks
     if needed_bytes <= machine.memory_bytes:
         return None
-    # name the option that dominates: many micro-batches, or large ones
+    # Blame the option with the larger effect: there are too many micro-batches, or they are too large.
     has_many_micro_batches = activation_bytes * 2 < needed_bytes and accumulation > 1
     option = "training.local_batch_size"
     rows = t.local_batch_size
@@ -177,7 +176,7 @@ def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
         option = "training.global_batch_size"
         rows *= accumulation
     rule = (
-        f"makes {rows} sequences of seq_len={t.seq_len} on a rank: "
+        f"means {rows} sequences of seq_len={t.seq_len} on a rank: "
         f"their ids and the input of the first layer take {format_bytes(needed_bytes)} or more on "
         f"{machine.name}, which has {format_bytes(machine.memory_bytes)}"
     )
@@ -200,10 +199,10 @@ def problems(
     config = loaded.config
     if not machine.world_size or not machine.memory_bytes:
         return
-    # this module does not know the size of quantized weights
+    # Skip quantized weights, whose size this file does not know.
     if config.lora.enable and config.lora.base_dtype != "training":
         return
-    # The host memory of a machine with accelerators is not known here.
+    # With CPU offload, the states are in host memory, whose size is not known here.
     if config.training.enable_cpu_offload and machine.device != "cpu":
         return
     is_on_cpu = machine.device == "cpu"
@@ -221,7 +220,7 @@ def problems(
         f"{format_bytes(needed_bytes)} or more, and {machine.name} has "
         f"{format_bytes(machine.memory_bytes)}"
     )
-    # The usual ways to need less.
+    # List the usual ways to need less memory.
     fixes = []
     if not is_on_cpu:
         fixes.append("more ranks to shard over (parallelism.data_parallel_shard_degree)")

@@ -33,11 +33,11 @@ from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 def build(
     config: Config, world_size: int | None = None
 ) -> tuple[list[ShardtrainError], list[ParameterMemory] | None]:
-    """Build the model with head and adapters on the meta device, and its optimizer, as a run on
-    ``world_size`` ranks.
+    """Build the model, with head and adapters, and its optimizer on the meta device.
 
     Returns:
-        The errors that the run would raise, and the parameters of the unsharded model (None with errors).
+        The errors that a run on ``world_size`` ranks would raise, and the parameters of the unsharded model.
+        None instead of the parameters if there are errors.
     """
     try:
         parameters = _parameters(config)
@@ -58,7 +58,7 @@ def _parameters(config: Config) -> list[ParameterMemory]:
     """Build the unsharded model and its optimizer, and return its parameters.
 
     Raises:
-        ShardtrainError: the error of a run with this configuration.
+        ShardtrainError: a run with this configuration would raise it too.
     """
     if config.compile.enable:
         backends = torch._dynamo.list_backends(exclude_tags=())
@@ -78,7 +78,7 @@ def _parameters(config: Config) -> list[ParameterMemory]:
         context_parallel.check_network(model, config)
     if expert_parallel.splits_hf_experts(model, config):
         hf_experts.check(model, config)
-    # Adapters, float8 and the optimizer check their own options.
+    # Adapters, float8 and the optimizer check their options themselves when they are built.
     spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     float8_modules.check(model, config)
     named = dict(model.named_parameters())
@@ -86,7 +86,7 @@ def _parameters(config: Config) -> list[ParameterMemory]:
         optim.check_own(config.optimizer)
     optim.build(named.items(), config.optimizer, list(named))
     _check_ranks(model, layout, config)
-    # The sizes of the parameters, by which later checks estimate memory.
+    # Collect the sizes of the parameters, from which later checks estimate the memory.
     parameters = []
     for name, parameter in named.items():
         style = style_of(layout, name.rpartition(".")[0])
@@ -116,11 +116,11 @@ def _model(
 
 
 def _build_on_ranks(config: Config, world_size: int) -> None:
-    """Build the optimizer of the first rank of each pipeline stage, on a fake process group and without
-    memory.
+    """Build the optimizer on one rank of each pipeline stage, with a fake process group and fake tensors.
 
-    A block of quantized optimizer state must not be split, which depends on the sharded parameters. Not
-    called in a rank of torchrun, because that process is about to join the real group.
+    An 8-bit optimizer raises an error if sharding would split one of its blocks, so it must be built on
+    sharded parameters. Do not call this in a rank that torchrun has started, because that process will join
+    the real process group.
     """
     stride = max(1, world_size // config.parallelism.pipeline_parallel_degree)
     for rank in range(0, world_size, stride):

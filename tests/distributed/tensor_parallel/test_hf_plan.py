@@ -261,7 +261,8 @@ def test_unknown_style_is_refused_by_name_before_ranks_start(
 ) -> None:
     monkeypatch.delitem(hf_plan.STYLES, "rowwise_split_input")
     (problem,) = problems(config_folder("phi3", tmp_path / "folder"), 2)
-    assert "which has unknown styles (rowwise_split_input)" in problem
+    assert "does not support styles in the plan of" in problem
+    assert "(rowwise_split_input)" in problem
 
 
 def resolved(folder: Path, without: str) -> hf_plan.Resolved:

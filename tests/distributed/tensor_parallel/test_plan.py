@@ -318,7 +318,7 @@ def _check_rowwise_on_full_features(rank: int) -> None:
         )
     # replicated weights have full gradients, which must not be summed
     torch.testing.assert_close(split.into.weight.grad.to_local(), alone.into.weight.grad)
-    with pytest.raises(ConfigError, match='"rowwise" works on the full sequence.*write "router"'):
+    with pytest.raises(ConfigError, match='"rowwise" needs the full sequence.*write "router"'):
         split.out(torch.zeros(3, 2, 12))
 
 

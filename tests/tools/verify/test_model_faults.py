@@ -338,7 +338,7 @@ FAULTS: dict[str, Fault] = {
           '"blocks.*.mix.*": Draw("normal", std=0.02),'),
          ("dropout: float = 0.1", "dropout: float = 0.0"),
          ('"blocks.*.ffn_norm": "sequence"', '"blocks.*.ffn_norm": "sequence", "blocks.*.mix": "rowwise"')],
-        "tp=2", "not possible", ["blocks.0.mix", '"rowwise" works on the full sequence', 'write "router"'], True,
+        "tp=2", "not possible", ["blocks.0.mix", '"rowwise" needs the full sequence', 'write "router"'], True,
     ),
     "new zeros from a gathered tensor": Fault(
         [("turn(k, positions), v)", "turn(k, positions), v + x.new_zeros(v.shape))"),
@@ -368,7 +368,7 @@ FAULTS: dict[str, Fault] = {
     "a norm on the sequence declared replicated": Fault(
         [('"blocks.*.ffn_norm": "sequence"', '"blocks.*.ffn_norm": "replicate"'),
          ("dropout: float = 0.1", "dropout: float = 0.0")],
-        "tp=2", "not possible", ["blocks.0.ffn_norm", '"replicate" works on the full', 'write "sequence"'], True,
+        "tp=2", "not possible", ["blocks.0.ffn_norm", '"replicate" needs the full', 'write "sequence"'], True,
     ),
     "a weight without a style": Fault(
         [('        "blocks.*.ffn.up": "colwise",\n', "")],
