@@ -11,7 +11,7 @@ from typing import Any
 
 from shardtrain import models
 from shardtrain.config import Config
-from shardtrain.tools.verify import dropout, update_rounding, verify_report
+from shardtrain.tools.verify import dropout, gathered_modules, update_rounding, verify_report
 from shardtrain.tools.verify.compare import (
     USUAL,
     Errors,
@@ -82,11 +82,18 @@ def judge_precision(
     number = next(update_rounding.wrong_numbers(expected, records, config, steps), None)
     if number is not None and number.step <= first_step:
         return fields | {"first": number.first, "cause": number.cause}
+    layout = models.find(config.model.name).LAYOUT
+    of_first_step = First("gradient", 0, [], 0.0)
+    evidence = Evidence(
+        config, degrees, expected, records, of_first_step, noisy[0], _of_step(allowed, 0)
+    )
+    of_modules = gathered_modules.found_in(evidence)
+    if of_modules is not None:
+        return {**fields, **of_modules}
     if not wrong:
         return fields
 
     first = _first_of(wrong, errors)
-    layout = models.find(config.model.name).LAYOUT
     place = describe(first, expected, records[0].losses, layout.layers)
     place += f"; rounding explains {allowed[wrong[0]]:.2g}"
     evidence = Evidence(

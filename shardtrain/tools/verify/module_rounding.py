@@ -9,7 +9,9 @@ So each comparison contains the errors of a single module, or of the code of a m
 An error is allowed if random rounding of the float64 result explains it (``rounding_limits``):
 
 - a module without submodules may round twice, or twice per matrix if it has several
-- the code between two submodules may round ``OWN_CODE_ROUNDINGS`` times
+- the code between two submodules may round a few times
+
+The dtype of a rounding is the promised one (``promised_precision``), also if the result has a shorter dtype.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ from shardtrain.data.batch import Batch
 from shardtrain.distributed import Runner
 from shardtrain.distributed.process_group import World
 from shardtrain.layout import Layout, matches
+from shardtrain.models.moe import Balance
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.float8 import Float8Linear
 from shardtrain.ops.microscaling import MXLinear
 from shardtrain.ops.targets import IGNORE
-from shardtrain.tools.verify import casts, dropout
+from shardtrain.tools.verify import casts, dropout, promised_precision
 from shardtrain.tools.verify.batches import whole_batch
 from shardtrain.tools.verify.rounding_limits import DRAWS, MARGIN, Deviation, deviation, distance
 from shardtrain.tools.verify.rounding_noise import ROUNDOFF, perturbed, unit_roundoff
@@ -47,8 +50,8 @@ from shardtrain.tools.verify.verify_rank import (
     plain_model,
 )
 
-OWN_CODE_ROUNDINGS = 4
-"""Number of roundings of the code between two submodules: residual sums, rotary angles, activations."""
+CORE_ROUNDINGS = 4
+"""Number of roundings of an attention core, whose softmax rounds more often than a product."""
 LOSS_MARGIN = 1e-5
 """Allowed relative error of the loss for given logits, which is computed in float32 and added in float64."""
 
@@ -62,6 +65,8 @@ class Recorded:
 
     inputs: dict[str, list[list[Tensor]]] = field(default_factory=lambda: defaultdict(list))
     outputs: dict[str, list[list[Tensor]]] = field(default_factory=lambda: defaultdict(list))
+    balance_losses: dict[str, float] = field(default_factory=dict)
+    """Sum of the balance losses of the micro-batch, by path of the module."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +113,13 @@ def check_modules(
     for name, parameter in runner.parameters().items():
         weights[name] = local_tensor(parameter).detach().cpu()
     model = _in_float64(config, weights)
-    replay = Replay(model, layout, recorded, products)
+    compute = getattr(torch, derived.compute_dtype(config))
+    replay = Replay(model, layout, recorded, products, compute)
     skipped = ""
     with casts.off(torch.float64):
         try:
             replay.run(batch)
+            replay.compare_balance_losses()
         except Exception as error:  # a user's file may raise anything, for example if it reads the bits of a number
             skipped = f"modules were not compared with float64: {type(error).__name__}: {error}"
 
@@ -186,6 +193,9 @@ def _record(runner: Runner, batch: Batch, config: Config) -> tuple[list[Excess],
         handles.append(module.register_forward_hook(after(path), with_kwargs=True))
     weight = torch.full((), 1.0 / max(1, batch.num_targets))
     loss = runner.forward_backward([batch], weight)
+    for path, module in runner.parts[0].named_modules():
+        if isinstance(module, Balance) and module.loss_sum is not None:
+            recorded.balance_losses[path] = float(module.loss_sum)
     runner.zero_grad()
     for handle in handles:
         handle.remove()
@@ -247,13 +257,19 @@ class Replay:
     """
 
     def __init__(
-        self, model: nn.Module, layout: Layout, recorded: Recorded, products: Sequence[str]
+        self,
+        model: nn.Module,
+        layout: Layout,
+        recorded: Recorded,
+        products: Sequence[str],
+        compute: torch.dtype,
     ) -> None:
         self.excess: list[Excess] = []
         self._model = model
         self._layout = layout
         self._recorded = recorded
         self._products = frozenset(products)
+        self._compute = compute
         self._num_calls: dict[str, int] = defaultdict(int)
         self._open: list[tuple[str, int]] = []
 
@@ -283,7 +299,8 @@ class Replay:
             recorded = self._recorded.inputs[path][call]
             if path:
                 computed = _tensors((positional, named))
-                self._compare_own_code(parent, f"own code before {path}", computed, recorded)
+                what = f"own code before {path}"
+                self._compare_own_code(parent, what, computed, recorded, child=path)
             return _replaced((positional, named), recorded)
 
         return replace_inputs
@@ -305,10 +322,19 @@ class Replay:
         return replace_outputs
 
     def _compare_own_code(
-        self, path: str, what: str, computed: list[Tensor], recorded: list[Tensor]
+        self, path: str, what: str, computed: list[Tensor], recorded: list[Tensor], child: str = ""
     ) -> None:
+        """Compare results of the code of a module: its outputs, or the inputs of its submodule ``child``."""
         if len(computed) != len(recorded):
             return
+        module = self._model.get_submodule(path)
+        judged = module
+        promised = promised_precision.dtype_of_outputs(module, self._compute)
+        if child:
+            judged = self._model.get_submodule(child)
+            promised = promised_precision.dtype_of_inputs(judged, self._compute)
+        roundings = promised_precision.own_code_roundings(module)
+        is_rotated = promised_precision.is_rotated_once(module) and self._is_core(child)
         for exact, actual in zip(computed, recorded, strict=True):
             if exact.shape != actual.shape:
                 continue
@@ -319,35 +345,82 @@ class Replay:
                     cause = f"integers differ from those of float64: they are cast to {_name(actual)} on the way"
                     self.excess.append(Excess(path, what, 1.0, 0.0, cause))
                 continue
-            found = deviation(actual, exact, OWN_CODE_ROUNDINGS, is_by_row=False)
-            self._note(path, what, found, actual, exact)
+            found = deviation(actual, exact, roundings, is_by_row=False, promised=promised)
+            if is_rotated and found.is_rounding and actual.element_size() < 4:
+                self._compare_rotated(path, what, actual, exact)
+            self._note(path, what, found, actual, exact, judged)
+
+    def _compare_rotated(self, path: str, what: str, actual: Tensor, exact: Tensor) -> None:
+        """Compare queries, keys or values, which are exact or rounded once."""
+        fraction = promised_precision.fraction_not_rounded_once(actual, exact)
+        if fraction > promised_precision.ROUNDED_ONCE:
+            error = distance(actual.double(), exact)
+            cause = (
+                f"rotation in {_name(actual)} instead of float32, or another rounding before the core: "
+                f"{fraction:.0%} of the numbers are not the exact result, rounded once"
+            )
+            nearest = torch.empty_like(actual).copy_(exact).double()
+            self.excess.append(Excess(path, what, error, distance(nearest, exact), cause))
+
+    def compare_balance_losses(self) -> None:
+        """Compare the sums of balance losses with float64, for the recorded logits and scores."""
+        for path, loss in self._recorded.balance_losses.items():
+            balance: Any = self._model.get_submodule(path)
+            inputs = []
+            for tensor in self._recorded.inputs[path][0]:
+                inputs.append(tensor.double() if tensor.is_floating_point() else tensor)
+            balance.loss_weight = torch.ones((), dtype=torch.float64)
+            balance.reset()
+            with torch.enable_grad():
+                weights = inputs[0].requires_grad_()
+                balance.forward(weights, *inputs[1:]).sum().backward()
+            if balance.loss_sum is None:
+                continue
+            exact = float(balance.loss_sum)
+            error = abs(loss - exact) / max(abs(exact), 1e-30)
+            if not error <= LOSS_MARGIN:
+                cause = "the balance loss of these scores is not computed in float32"
+                self.excess.append(Excess(path, "balance loss", error, LOSS_MARGIN, cause))
+
+    def _is_core(self, path: str) -> bool:
+        return bool(path and self._layout.context) and matches(path, self._layout.context)
 
     def _compare_leaf(
         self, path: str, module: nn.Module, inputs: Any, computed: Any, recorded: list[Tensor]
     ) -> None:
         if len(computed) != len(recorded):
             return
-        is_core = bool(self._layout.context) and matches(path, self._layout.context)
+        is_core = self._is_core(path)
+        promised = promised_precision.dtype_of_outputs(module, self._compute)
         matrices = sum(parameter.ndim > 1 for parameter in module.parameters())
         roundings = 2 * max(1, matrices)
         if is_core:
-            # The softmax of an attention core rounds more often than a product.
-            roundings = OWN_CODE_ROUNDINGS
+            roundings = CORE_ROUNDINGS
         for index, (exact, actual) in enumerate(zip(computed, recorded, strict=True)):
             if exact.shape != actual.shape or not exact.is_floating_point():
                 continue
             in_8_bits = path in self._products
             is_by_row = not is_core and not in_8_bits and matrices <= 1
-            found = deviation(actual, exact, roundings, is_by_row)
+            found = deviation(actual, exact, roundings, is_by_row, promised)
             if in_8_bits:
                 of_operands = _error_of_8_bits(module, inputs, index, exact)
                 found = Deviation(found.error, found.allowed + of_operands)
-            self._note(path, "output", found, actual, exact)
+            self._note(path, "output", found, actual, exact, module)
 
-    def _note(self, path: str, what: str, found: Deviation, actual: Tensor, exact: Tensor) -> None:
+    def _note(
+        self,
+        path: str,
+        what: str,
+        found: Deviation,
+        actual: Tensor,
+        exact: Tensor,
+        module: nn.Module,
+    ) -> None:
         if found.is_rounding:
             return
-        cause = _cause_of(distance(actual.double(), exact.double()), actual)
+        cause = promised_precision.cause_of(module, actual)
+        if not cause:
+            cause = _cause_of(distance(actual.double(), exact.double()), actual)
         self.excess.append(Excess(path, what, found.error, found.allowed, cause))
 
 

@@ -17,6 +17,9 @@ from shardtrain.layout import Layout
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.tools.verify import dropout
 
+EMBEDDING = "embedding"
+"""Prefix of the keys of tokens and gradients of an embedding."""
+
 
 class ModuleWatch:
     """Record the first call of each module: inputs, outputs and the gradients of both. Also locate errors.
@@ -27,7 +30,8 @@ class ModuleWatch:
         layout: Layout of the model, once it is known.
         calls: Paths of the modules, in the order in which their first calls ended.
         tensors: Local tensors by key: "trace/CALL/in/INDEX", "trace/CALL/out/INDEX", "back/..." for
-            gradients, and "dropped/INDEX" for inputs of disabled dropout.
+            gradients, "dropped/INDEX" for inputs of disabled dropout, and "embedding/PATH/INDEX/ids" and
+            ".../gradient" for each micro-batch.
         drops: Module path and description of each disabled dropout that ran.
     """
 
@@ -44,6 +48,7 @@ class ModuleWatch:
         # Copy inputs when a module is entered, because it may modify them in place.
         self._inputs: dict[str, list[Tensor]] = {}
         self._copies: dict[str, list[Tensor | None]] = {}
+        self._num_embedded: dict[str, int] = {}
 
     def begin(self, parts: Sequence[nn.Module]) -> None:
         """Start to watch the modules of this rank's model parts."""
@@ -55,6 +60,9 @@ class ModuleWatch:
                 after = functools.partial(self._leave, path)
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+                if self._keep and isinstance(module, nn.Embedding):
+                    keep = functools.partial(self._keep_embedding, path)
+                    self._handles.append(module.register_forward_hook(keep))
 
     def end(self) -> None:
         """Remove all hooks, so later steps run without them."""
@@ -133,6 +141,17 @@ class ModuleWatch:
         module = self._stack[-1] if self._stack else ""
         self.tensors[f"dropped/{number}"] = local_copy(dropped)
         self.drops.append((module, name))
+
+    def _keep_embedding(self, path: str, _: nn.Module, inputs: Any, output: Any) -> None:
+        """Keep tokens and output gradient of an embedding, whose gradient is a sum over all micro-batches."""
+        is_plain = isinstance(output, Tensor) and not isinstance(output, DTensor)
+        if not is_plain or not output.requires_grad:
+            return
+        number = self._num_embedded.get(path, 0)
+        self._num_embedded[path] = number + 1
+        key = f"{EMBEDDING}/{path}/{number}"
+        self.tensors[f"{key}/ids"] = local_copy(inputs[0])
+        output.register_hook(functools.partial(self._record_gradient, f"{key}/gradient"))
 
     def _record(
         self,

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from shardtrain import cli, config
 from shardtrain.distributed import compute_copies, float8_modules, fsdp, grad_clip, runner
+from shardtrain.distributed.context_parallel import merged_attention, ring
 from shardtrain.models import layers, llama, moe
 from shardtrain.ops import cross_entropy, float8
 from shardtrain.ops.dtensor import local_tensor
@@ -113,6 +114,80 @@ def a_router_in_bfloat16(monkeypatch):
         return F.linear(x.bfloat16(), self.weight.bfloat16()).float()
 
     monkeypatch.setattr(moe.Gate, "forward", in_bfloat16)
+
+
+@fault(
+    "module layers.0.moe.router.gate",
+    "promised in float32, but computed in bfloat16: router logits",
+    options=QWEN3_MOE,
+)
+def logits_of_a_router_kept_in_bfloat16(monkeypatch):
+    def in_bfloat16(self, x):
+        return F.linear(x.bfloat16(), self.weight.bfloat16())
+
+    monkeypatch.setattr(moe.Gate, "forward", in_bfloat16)
+
+
+@fault(
+    "module layers.0.moe.router.gate",
+    "computed in bfloat16, or rounded to it, although the result is float32",
+    options=(*QWEN3_MOE, *FLOAT32),
+)
+def weights_of_a_router_kept_in_bfloat16(monkeypatch):
+    def rounded(self, x):
+        return F.linear(x.float(), self.weight.bfloat16().float())
+
+    monkeypatch.setattr(moe.Gate, "forward", rounded)
+
+
+@fault(
+    "own code before layers.0.moe.balance",
+    "promised in float32, but computed in bfloat16: weights of experts",
+    options=QWEN3_MOE,
+)
+def weights_of_experts_kept_in_bfloat16(monkeypatch):
+    wrap(
+        monkeypatch,
+        moe.Router,
+        "weights",
+        lambda f, self, scores, expert: f(self, scores, expert).bfloat16(),
+    )
+
+
+@fault("balance loss in module layers.0.moe.balance", "not computed in float32", options=QWEN3_MOE)
+def a_balance_loss_in_bfloat16(monkeypatch):
+    def in_bfloat16(loss, self, logits, scores, *counts):
+        return loss(self, logits.bfloat16(), scores.bfloat16(), *counts).float()
+
+    wrap(monkeypatch, moe.Balance, "_loss", in_bfloat16)
+
+
+@fault("own code before layers.0.attn.core in module layers.0.attn", "rotation in bfloat16")
+def queries_and_keys_rotated_in_bfloat16(monkeypatch):
+    def rotate(x, angles):
+        cos, sin = (angle.to(x.dtype) for angle in angles)
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    monkeypatch.setattr(layers, "rotate", rotate)
+
+
+@fault("own code before layers.0.attn.core in module layers.0.attn", "rotation in bfloat16")
+def angles_rounded_to_bfloat16_before_the_rotation(monkeypatch):
+    def rotate(original, x, angles):
+        return original(x, tuple(angle.to(x.dtype).float() for angle in angles))
+
+    wrap(monkeypatch, layers, "rotate", rotate)
+
+
+@fault("module rope", "promised in float32, but computed in bfloat16: rotary angles")
+def rotary_angles_kept_in_bfloat16(monkeypatch):
+    wrap(
+        monkeypatch,
+        layers.RotaryAngles,
+        "forward",
+        lambda f, self, positions: tuple(angle.bfloat16() for angle in f(self, positions)),
+    )
 
 
 @fault("module layers.0.moe.router", "computed in bfloat16", options=QWEN3_MOE)
@@ -238,6 +313,67 @@ def gradients_of_micro_batches_added_in_bfloat16(monkeypatch):
         gradient.copy_(gradient.bfloat16())
 
     wrap(monkeypatch, compute_copies.ComputeCopies, "_add_gradient", rounded)
+
+
+@fault(
+    "gradient of the weight in module embed",
+    "a token that occurs several times are added in a shorter dtype than float32",
+    on="dp_shard=2",
+)
+def gradients_of_embeddings_added_in_bfloat16(monkeypatch):
+    def in_bfloat16(original, module, ids):
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return F.embedding(ids, module.weight)
+        return original(module, ids)
+
+    wrap(monkeypatch, fsdp, "_embedding_summed_in_float32", in_bfloat16)
+
+
+# meshes
+
+
+class ShortMerge(merged_attention.Merged):
+    """A merge whose log-sum-exp is in the dtype of the queries."""
+
+    def attend(self, piece, q, k, v):
+        super().attend(piece, q, k, v)
+        self.lse_BNt = self.lse_BNt.to(q.dtype).float()
+
+
+RING = ("--parallelism.context_parallel_rotate_method=alltoall",)
+ULYSSES = ("--parallelism.context_parallel_method=ulysses",)
+
+
+def short_merge(monkeypatch):
+    for module in (merged_attention, ring):
+        monkeypatch.setattr(module, "Merged", ShortMerge)
+
+
+@fault(
+    "in module layers.0.attn.core", "merge of the parts of cp", on="cp=2", mesh="cp=2", options=RING
+)
+def log_sum_exp_of_the_ring_in_bfloat16(monkeypatch):
+    short_merge(monkeypatch)
+
+
+@fault("in module layers.0.attn.core", "merge of the parts of cp", on="cp=2", mesh="cp=2")
+def log_sum_exp_of_gathered_keys_in_bfloat16(monkeypatch):
+    short_merge(monkeypatch)
+
+
+@fault(
+    "module layers.0.moe.router.gate",
+    "promised in float32, but computed in bfloat16: router logits",
+    on="dp_shard=2",
+    options=QWEN3_MOE,
+)
+def a_router_in_bfloat16_on_meshes(monkeypatch):
+    def in_bfloat16(gate, self, x):
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return F.linear(x.bfloat16(), self.weight.bfloat16())
+        return gate(self, x)
+
+    wrap(monkeypatch, moe.Gate, "forward", in_bfloat16)
 
 
 @fault(
@@ -376,7 +512,9 @@ def test_a_fault_of_low_precision_is_detected_and_named(name, tmp_path, monkeypa
 
 
 IN_NORM = (
-    "out = F.layer_norm(x.float(), self.normalized_shape) * self.weight.float() + self.bias.float()"
+    "out = (\n"
+    "            F.layer_norm(x.float(), self.normalized_shape) * self.weight.float() + self.bias.float()\n"
+    "        )"
 )
 MODEL_FAULTS = {
     "a norm by hand in the dtype of the model": (

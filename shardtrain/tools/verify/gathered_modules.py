@@ -1,0 +1,294 @@
+"""Compare modules on a mesh with float64, on the inputs and gradients that its ranks recorded.
+
+``module_rounding`` runs on one process, so it does not see code that only a mesh executes. End-to-end tolerances are
+too wide for it. Here, the tensors of the ranks are put together, and these results are computed again in float64:
+
+- attention cores under cp: output, and gradients of queries, keys and values
+- router logits and norms: outputs
+- embeddings: the gradient of the first step
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from shardtrain.config import Config, derived
+from shardtrain.layout import matches
+from shardtrain.tools.verify import casts, promised_precision
+from shardtrain.tools.verify.compare import assemble
+from shardtrain.tools.verify.evidence import Evidence
+from shardtrain.tools.verify.module_rounding import Excess, sentence
+from shardtrain.tools.verify.module_watch import EMBEDDING
+from shardtrain.tools.verify.rounding_limits import LEAST, deviation, distance
+from shardtrain.tools.verify.verify_rank import RankRecord, model_of
+
+MORE_THAN_ONE_PROCESS = 1.6
+"""Allowed error of a core on a mesh, divided by that of the core of one process in the same dtype."""
+RESULTS = ("output", "gradient of queries", "gradient of keys", "gradient of values")
+SEQUENCE_DIM = 1
+"""Dimension of tokens in the tensors of a core, (B, T, N, H), unless it has heads first."""
+
+
+class GatheredModules:
+    """The modules of a mesh in its first forward and backward pass.
+
+    Args:
+        evidence: Records of the ranks, and the rows and positions of each rank.
+    """
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        _, _, self._model = model_of(evidence.config)
+        self._layout = evidence.layout
+        self._compute = getattr(torch, derived.compute_dtype(evidence.config))
+
+    def excess(self) -> Iterator[Excess]:
+        """Yield the results with more error than the promised precision explains."""
+        for path in self._evidence.expected.record.facts["calls"]:
+            module = self._submodule(path)
+            if module is None:
+                continue
+            if self._layout.context and matches(path, self._layout.context):
+                # Only context parallelism replaces a core.
+                if self._evidence.size("cp") > 1:
+                    yield from self._core(path, module)
+            elif isinstance(module, promised_precision.ON_EACH_TOKEN):
+                yield from self._on_each_token(path, module)
+        yield from self._embeddings()
+
+    def _submodule(self, path: str) -> nn.Module | None:
+        try:
+            return self._model.get_submodule(path)
+        except AttributeError:
+            return None
+
+    def _core(self, path: str, core: nn.Module) -> Iterator[Excess]:
+        """Compare an attention core for each group of ranks that share sequences."""
+        groups: dict[tuple[int, ...], list[RankRecord]] = defaultdict(list)
+        for record in self._evidence.records:
+            if path in record.facts["calls"]:
+                place = record.place
+                groups[place["pp"], place["dp_replicate"], place["dp_shard"]].append(record)
+        for records in groups.values():
+            yield from self._core_of_group(path, core, records)
+
+    def _core_of_group(
+        self, path: str, core: nn.Module, records: Sequence[RankRecord]
+    ) -> Iterator[Excess]:
+        inputs = []
+        for index in range(self._num_inputs(path, records[0])):
+            inputs.append(self._gathered(path, records, f"in/{index}", "trace"))
+        output = self._gathered(path, records, "out/0", "trace")
+        gradient = self._gathered(path, records, "out/0", "back")
+        known = [tensor for tensor in inputs if tensor is not None]
+        if len(known) < 3 or len(known) < len(inputs) or output is None:
+            return
+        exact = _run_core(core, known, gradient, torch.float64)
+        plain = _run_core(core, known, gradient, self._compute)
+        if exact is None or plain is None or exact[0].shape != output.shape:
+            return
+        actual: list[Tensor | None] = [output]
+        for index in range(len(exact) - 1):
+            actual.append(self._gathered(path, records, f"in/{index}", "back"))
+        for what, mine, one, wanted in zip(RESULTS, actual, plain, exact, strict=False):
+            if mine is not None:
+                yield from self._judged(path, what, mine, one, wanted)
+
+    def _judged(
+        self, path: str, what: str, actual: Tensor, plain: Tensor, exact: Tensor
+    ) -> Iterator[Excess]:
+        """Compare the error of a result with that of the core of one process on the same inputs."""
+        error = distance(actual.double(), exact)
+        of_rounding = deviation(exact.to(self._compute), exact, 1, False, self._compute)
+        allowed = max(MORE_THAN_ONE_PROCESS * distance(plain.double(), exact), of_rounding.allowed)
+        if error <= allowed:
+            return
+        cause = (
+            "the merge of the parts of cp rounds more than attention on one process: "
+            "log-sum-exp and sums must be float32"
+        )
+        yield Excess(path, what, error, allowed, cause)
+
+    def _num_inputs(self, path: str, record: RankRecord) -> int:
+        call = record.facts["calls"].index(path)
+        prefix = f"trace/{call}/in/"
+        return sum(key.startswith(prefix) for key in record.parts)
+
+    def _gathered(
+        self, path: str, records: Sequence[RankRecord], side: str, kind: str
+    ) -> Tensor | None:
+        """Put the parts of a tensor together: heads of tp ranks, and tokens of cp ranks. None if one is missing."""
+        heads_first = bool(getattr(self._submodule(path), "heads_first", False))
+        head_dim, token_dim = (1, 2) if heads_first else (2, SEQUENCE_DIM)
+        of_cp: dict[int, list[Tensor]] = defaultdict(list)
+        for record in sorted(records, key=lambda one: one.place["tp"]):
+            key = f"{kind}/{record.facts['calls'].index(path)}/{side}"
+            if key not in record.parts:
+                return None
+            of_cp[record.place["cp"]].append(record.parts[key])
+        parts = {}
+        for place, of_tp in of_cp.items():
+            if of_tp[0].ndim == 1:
+                # One number for each head, such as a sink. Ranks of cp have copies.
+                return torch.cat(of_tp)
+            if of_tp[0].ndim != 4:
+                return None
+            parts[place] = torch.cat(of_tp, dim=head_dim)
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        tokens = torch.cat([parts[place] for place in sorted(parts)], dim=token_dim)
+        positions: list[int] = []
+        for place in sorted(parts):
+            positions += self._evidence.context_part(place)
+        if len(positions) != tokens.size(token_dim):
+            return None
+        return tokens.index_select(token_dim, torch.tensor(positions).argsort())
+
+    def _on_each_token(self, path: str, module: nn.Module) -> Iterator[Excess]:
+        """Compare a module that computes each token separately, on the inputs of each rank."""
+        weights = {}
+        for name, _ in module.named_parameters():
+            key = f"initial/{path}.{name}"
+            full = self._evidence.expected.record.parts.get(key)
+            if full is None:
+                return
+            weights[name] = full.to(self._compute).double()
+        promised = promised_precision.dtype_of_outputs(module, self._compute)
+        for record in self._evidence.records:
+            # A pipeline stage has an identity instead of each module of other stages.
+            has_weights = all(f"initial/{path}.{name}" in record.parts for name in weights)
+            if path not in record.facts["calls"] or not has_weights:
+                continue
+            call = record.facts["calls"].index(path)
+            x = record.parts.get(f"trace/{call}/in/0")
+            actual = record.parts.get(f"trace/{call}/out/0")
+            if x is None or actual is None:
+                continue
+            with casts.off(torch.float64), torch.no_grad():
+                exact = torch.func.functional_call(module, weights, (x.double(),))
+            if exact.shape != actual.shape:
+                continue
+            found = deviation(actual, exact, 2, is_by_row=True, promised=promised)
+            if not found.is_rounding:
+                cause = promised_precision.cause_of(module, actual)
+                if not cause:
+                    cause = "computed in a shorter dtype on this mesh than on one process"
+                yield Excess(
+                    path, f"output on rank {record.rank}", found.error, found.allowed, cause
+                )
+                return
+
+    def _embeddings(self) -> Iterator[Excess]:
+        """Compare the gradients of embeddings with the sum over tokens, micro-batches and ranks."""
+        config = self._evidence.config
+        if not _sums_embeddings_in_float32(config) or self._evidence.size("tp") > 1:
+            return
+        for name in self._layout.first:
+            embedding = self._submodule(name)
+            if not isinstance(embedding, nn.Embedding) or embedding.padding_idx is not None:
+                continue
+            weight = f"{name}.weight"
+            if _num_uses(self._model, embedding.weight) > 1:
+                continue
+            expected = self._evidence.expected.record.parts.get(f"gradient/0/{weight}")
+            if expected is None:
+                continue
+            actual = assemble(self._evidence.records, f"gradient/0/{weight}", expected.shape)
+            rounded = self._sum_of_embeddings(name, expected.shape)
+            if actual is not None and rounded is not None:
+                yield from _compare_sums(name, actual, rounded)
+
+    def _sum_of_embeddings(self, name: str, shape: torch.Size) -> Tensor | None:
+        """Return the gradient in float64 if each micro-batch of each rank is rounded once to the compute dtype."""
+        total = torch.zeros(shape, dtype=torch.float64)
+        has_part = False
+        scale = 1.0
+        if self._compute == torch.float16:
+            scale = self._evidence.config.training.initial_loss_scale
+        for record in self._evidence.records:
+            number = 0
+            while (key := f"{EMBEDDING}/{name}/{number}") + "/ids" in record.parts:
+                gradient = record.parts.get(f"{key}/gradient")
+                if gradient is None:
+                    return None
+                has_part = True
+                of_batch = torch.zeros(shape, dtype=torch.float64)
+                ids = record.parts[f"{key}/ids"].flatten()
+                of_batch.index_add_(0, ids, gradient.flatten(0, -2).double())
+                rounded = torch.empty_like(of_batch, dtype=self._compute).copy_(of_batch)
+                total += rounded.double() / scale
+                number += 1
+        return total if has_part else None
+
+
+def _run_core(
+    core: nn.Module, inputs: Sequence[Tensor], gradient: Tensor | None, dtype: torch.dtype
+) -> list[Tensor] | None:
+    """Return the output of a core, and the gradients of queries, keys and values if the output has a gradient.
+
+    Return None if a user's core does not run with these inputs.
+    """
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
+    named = {}
+    if len(leaves) == 4 and getattr(core, "has_sinks", False):
+        named["sinks_N"] = leaves[3]
+    elif len(leaves) > 3:
+        return None
+    context = casts.off(torch.float64) if dtype == torch.float64 else nullcontext()
+    try:
+        with context, torch.enable_grad():
+            output = core(*leaves[:3], **named)
+            if not isinstance(output, Tensor):
+                return None
+            if gradient is None:
+                return [output.detach()]
+            gradients = torch.autograd.grad(output, leaves[:3], gradient.to(dtype))
+    except Exception:  # a user's core may not run in float64, or require positions
+        return None
+    return [output.detach(), *gradients]
+
+
+def _sums_embeddings_in_float32(config: Config) -> bool:
+    """True if gradients are added over micro-batches and ranks in float32."""
+    training = config.training
+    return training.mixed_precision_reduce == "float32" and training.dtype == "float32"
+
+
+def _num_uses(model: nn.Module, weight: Tensor) -> int:
+    """Return the number of modules that share a weight."""
+    named = model.named_parameters(remove_duplicate=False)
+    return sum(parameter is weight for _, parameter in named)
+
+
+def _compare_sums(name: str, actual: Tensor, rounded: Tensor) -> Iterator[Excess]:
+    """Compare a gradient with a sum of exactly rounded parts. A few parts may be near ties."""
+    error = (actual.double() - rounded).abs()
+    largest = rounded.abs().amax(-1, keepdim=True)
+    is_wrong = error > LEAST * largest
+    has_gradient = largest > 0
+    share = float(
+        (is_wrong & has_gradient).sum() / max(1, int(has_gradient.sum()) * actual.size(-1))
+    )
+    if share <= promised_precision.ROUNDED_ONCE:
+        return
+    cause = (
+        "gradients of a token that occurs several times are added in a shorter dtype than float32: "
+        f"{share:.0%} of the numbers differ"
+    )
+    yield Excess(name, "gradient of the weight", distance(actual.double(), rounded), LEAST, cause)
+
+
+def found_in(evidence: Evidence) -> Mapping[str, str] | None:
+    """Return the fields of ``verify_report.MeshResult`` if a result has too large an error, or None."""
+    excess = list(GatheredModules(evidence).excess())
+    if not excess:
+        return None
+    first = sentence(vars(excess[0]))
+    if len(excess) > 1:
+        first += f" (and {len(excess) - 1} more results)"
+    return {"first": first, "cause": excess[0].cause}
