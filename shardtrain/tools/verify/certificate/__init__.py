@@ -3,7 +3,7 @@
 - ``small_run`` and ``substitutes`` derive a small configuration from the user's.
 - ``dimensions`` lists what is varied.
 - ``trial``, ``trial_runs``, ``trial_rank`` and ``trial_batches`` run the variants through the trainer.
-- ``comparison`` judges the errors, and ``certificate_table`` prints them.
+- ``comparison`` judges the errors, ``trial_causes`` names causes, and ``certificate_table`` prints them.
 - ``mesh_engine`` holds the functions of the mesh comparison.
 - ``check_command`` is ``verify --check``.
 
@@ -23,7 +23,13 @@ from typing import Any
 from shardtrain.config import Loaded, certificate
 from shardtrain.tools.verify import meshes as mesh_plans
 from shardtrain.tools.verify import verify_report
-from shardtrain.tools.verify.certificate import certificate_table, comparison, small_run, trial_runs
+from shardtrain.tools.verify.certificate import (
+    certificate_table,
+    comparison,
+    small_run,
+    trial_causes,
+    trial_runs,
+)
 from shardtrain.tools.verify.certificate.certificate_table import DimensionResult
 from shardtrain.tools.verify.certificate.comparison import VariantResult
 from shardtrain.tools.verify.certificate.dimensions import (
@@ -37,7 +43,14 @@ from shardtrain.tools.verify.certificate.dimensions import (
 )
 from shardtrain.tools.verify.certificate.mesh_engine import MeshEngine
 from shardtrain.tools.verify.certificate.small_run import ROWS, SmallRun
-from shardtrain.tools.verify.certificate.trial import REFERENCE, SHAKEN, Trial, TrialErrors
+from shardtrain.tools.verify.certificate.trial import (
+    REFERENCE,
+    SHAKEN,
+    NumberError,
+    Trial,
+    TrialErrors,
+)
+from shardtrain.tools.verify.certificate.trial_causes import Differing
 from shardtrain.tools.verify.meshes import changed
 from shardtrain.tools.verify.verify_request import VerifyOptions
 from shardtrain.utils.errors import ConfigError, Problem
@@ -164,18 +177,21 @@ def _run_variants(
     for name, of_dimension in variants.items():
         compared[name] = []
         for variant in of_dimension:
-            result = _judge(variant, answers, None)
+            result = _judge(name, variant, answers, None)
             if result is None:
                 # Only a shaken run can tell whether this is rounding. Most certificates do not need it.
                 shaken = shaken or _shaken(run)
-                result = _judge(variant, answers, shaken)
+                result = _judge(name, variant, answers, shaken)
                 assert result is not None
             compared[name].append(result)
     return compared
 
 
 def _judge(
-    variant: Variant, answers: dict[str, TrialErrors], shaken: TrialErrors | None
+    dimension: str,
+    variant: Variant,
+    answers: dict[str, TrialErrors],
+    shaken: TrialErrors | None,
 ) -> VariantResult | None:
     if variant.impossible:
         return VariantResult(variant.label, "not possible", first=variant.impossible)
@@ -211,9 +227,14 @@ def _judge(
         return VariantResult(
             variant.label, "failed", first=f"was not compared: {', '.join(missing)}"
         )
-    return comparison.judge(
-        variant.label, errors, variant.is_exact, None if shaken is None else shaken.errors
-    )
+
+    def explain(beyond: Sequence[NumberError], first: NumberError) -> str:
+        expected = answers[last.compared_with].facts
+        one = Differing(dimension, variant.label, beyond, first, facts, expected)
+        return trial_causes.cause_of(one)
+
+    shaken_errors = None if shaken is None else shaken.errors
+    return comparison.judge(variant.label, errors, variant.is_exact, shaken_errors, explain)
 
 
 def _shaken(run: SmallRun) -> TrialErrors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -75,11 +75,16 @@ class VariantResult:
         return asdict(self)
 
 
+Explain = Callable[[Sequence[NumberError], NumberError], str]
+"""Returns the likely cause, given all numbers beyond their tolerances and the first of them."""
+
+
 def judge(
     compared: str,
     errors: Sequence[NumberError],
     is_exact: bool,
     shaken: Sequence[NumberError] | None,
+    explain: Explain | None = None,
 ) -> VariantResult | None:
     """Compare errors with their tolerances.
 
@@ -88,6 +93,7 @@ def judge(
         errors: Errors of the variant.
         is_exact: True if every error must be 0.
         shaken: Errors of a run whose weights were moved by one unit in the last place, if it exists.
+        explain: Finds the likely cause of a difference.
 
     Returns:
         The comparison. None if a number exceeds its usual tolerance, and a shaken run is needed to find out whether
@@ -97,6 +103,7 @@ def judge(
     ranked = sorted(errors, key=lambda error: (error.step, _ORDER.index(error.kind)))
     worst: WorstDifference | None = None
     first: WorstDifference | None = None
+    beyond: list[NumberError] = []
     largest_ratio = -1.0
     for error in ranked:
         effect = effects.get((error.kind, error.step, error.tensor), 0.0)
@@ -112,13 +119,18 @@ def judge(
         if ratio > largest_ratio:
             largest_ratio = ratio
             worst = difference
-        if first is None and not error.error <= tolerance:
-            first = difference
+        if not error.error <= tolerance:
+            beyond.append(error)
+            first = first or difference
     if first is None:
         return VariantResult(compared, "same", worst)
     if shaken is None and not is_exact and first.kind != "initial":
         return None
-    return VariantResult(compared, "differs", worst, f"the first difference is {first}")
+    cause = ""
+    if explain is not None:
+        # In the order of the forward pass, which the sort by kinds keeps for tensors.
+        cause = explain(beyond, beyond[0])
+    return VariantResult(compared, "differs", worst, f"the first difference is {first}", cause)
 
 
 def _tolerance(kind: str, effect: float) -> float:

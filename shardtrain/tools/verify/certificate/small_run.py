@@ -149,7 +149,10 @@ def prepare(
 
     small = _small_model(loaded, requested_meshes, notes, small_copy)
     seq_len = min(config.training.seq_len, _MAX_TOKENS[config.task.name in OF_NEXT_TOKENS])
-    notes.append(f"{STEPS} steps of {ROWS} sequences of {seq_len} tokens, some targets removed")
+    notes.append(
+        f"{STEPS} steps of {ROWS} sequences of {seq_len} tokens, some targets removed; "
+        "gradients clipped only in the last step"
+    )
     sections = _one_process(config)
     sections["model"]["overrides"] = small
     sections["training"] |= {"seq_len": seq_len}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,14 @@ class NumberError:
         step: Step, from 1. Initial weights have step 0.
         tensor: Name of the tensor or of the validation metric. Empty for the loss and the norm.
         error: Relative for gradients and the norm, absolute for others.
+        factor: Factor of a gradient, if it is that of the reference multiplied by a number, else None.
     """
 
     kind: str
     step: int
     tensor: str
     error: float
+    factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,21 @@ class TrialFacts:
     Attributes:
         layout_difference: First difference of packed rows from the documents of the reader, or "".
         num_shared_rows: Number of rows in which several documents have targets. None if they were not counted.
+        rows: Hash of the rows of each step, over all ranks. Empty if rows are not comparable.
+        targets: Number of target tokens of each step, over all ranks.
+        outputs: Sum of squares of the outputs of each module in the first step, by path, in the order of the forward
+            pass. Empty if ranks have parts of an output.
+        num_gradients: Number of gradients of a step.
+        core: Pattern of the paths of attention cores, or "".
     """
 
     layout_difference: str = ""
     num_shared_rows: int | None = None
+    rows: Mapping[str, int] = field(default_factory=dict)
+    targets: Mapping[str, int] = field(default_factory=dict)
+    outputs: Mapping[str, float] = field(default_factory=dict)
+    num_gradients: int = 0
+    core: str = ""
 
 
 @dataclass(frozen=True)

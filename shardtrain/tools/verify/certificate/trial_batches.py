@@ -35,19 +35,27 @@ class TrialBatches:
         self._expected: ExpectedRows | None = None
         self._difference = ""
         self._num_shared_rows = 0
+        self._loader: DataLoader | None = None
+        self._rows: dict[str, int] = {}
 
     def facts(self) -> TrialFacts:
         """Return what was found in all micro-batches so far."""
-        if not self._trial.separates_documents:
-            return TrialFacts()
-        return TrialFacts(self._difference, self._num_shared_rows)
+        if self._trial.separates_documents:
+            return TrialFacts(self._difference, self._num_shared_rows)
+        return TrialFacts(rows=self._rows)
 
     def reader(self) -> Callable[[DataLoader], Any]:
         """Return the loader's ``__next__`` with the changes of the trial."""
         read = DataLoader.__next__
 
         def next_batch(loader: DataLoader) -> Any:
+            step = loader.samples_consumed // loader.global_batch + 1
             batch = read(loader)
+            # Training reads before validation does.
+            self._loader = self._loader or loader
+            if loader is self._loader:
+                key = str(step)
+                self._rows[key] = self._rows.get(key, 0) + _hash_of(batch.sample_ids_B)
             if self._trial.separates_documents:
                 return self._separate(batch, loader)
             return keep_some_targets(batch) if self._has_equal_rows else batch
@@ -108,6 +116,14 @@ def keep_some_targets(batch: Batch) -> Batch:
         draws_T[(targets_BT[row] != IGNORE).int().argmax()] = 0.0
         targets_BT[row, draws_T >= _KEPT[sample % len(_KEPT)]] = IGNORE
     return replace(batch, targets_BT=targets_BT)
+
+
+def _hash_of(sample_ids_B: Tensor) -> int:
+    """Return a number of the samples of a batch. Sums over batches do not depend on their order."""
+    total = 0
+    for sample in sample_ids_B.tolist():
+        total += (sample + 2) * 2654435761 % 2**31 if sample >= 0 else 0
+    return total
 
 
 def end_after(loader: DataLoader, rows: int) -> None:

@@ -6,15 +6,19 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from shardtrain import models
+from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.data import DataLoader
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.distributed.process_group import World
@@ -38,6 +42,8 @@ from shardtrain.utils import log
 
 VALIDATION_ROWS = 21
 """Number of validation rows. Few batch sizes divide it, so the last batch is not full."""
+MATCH = 1e-4
+"""Relative distance of a gradient from a multiple of the reference that counts as rounding."""
 Key = tuple[str, int, str]
 """Kind, step and tensor of a number: see ``trial.NumberError``."""
 
@@ -70,11 +76,10 @@ def run_trials(rank: int, num_ranks: int, trials: Sequence[Trial], folder: str) 
             key for key in (*reference.scalars, *reference.tensors) if _is_compared(key, trial)
         ]
         # Also numbers that the reference lacks, whose error is infinite.
-        errors = [
-            (*key, error)
-            for key, error in errors_of(numbers, reference)
-            if _is_compared(key, trial)
-        ]
+        errors = []
+        for key, error in errors_of(numbers, reference):
+            if _is_compared(key, trial):
+                errors.append((*key, error, _factor_of(key, numbers, reference)))
         text = json.dumps({"wanted": wanted, "errors": errors, "facts": asdict(facts)})
         errors_file(Path(folder), trial.name, rank).write_text(text, encoding="utf-8")
 
@@ -99,6 +104,8 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
     original_step = trainer.step
     original_validation = Validator.run
     started: list[trainer.Run] = []
+    outputs = OutputSizes()
+    targets: dict[str, int] = {}
 
     def step(run: trainer.Run) -> trainer.Outcome | None:
         if run.state.step == trial.stop_after:
@@ -106,9 +113,19 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
         if not started:
             started.append(run)
             _begin(run, numbers, trial)
+            outputs.begin(run, trial)
+        # Clipping scales all gradients if one differs, and hides a factor of all. So only the last step clips.
+        of_run = run.config
+        if run.state.step + 1 < of_run.training.steps:
+            training = replace(of_run.training, max_norm=math.inf)
+            run.config = replace(of_run, training=training)
         outcome = original_step(run)
+        # Checkpoints contain the configuration.
+        run.config = of_run
+        outputs.end()
         if outcome is not None:
             _keep_step(run, outcome, numbers)
+            targets[str(run.state.step)] = int(outcome.global_tokens)
         return outcome
 
     def validate(validator: Validator, at: int) -> Evaluation | None:
@@ -138,7 +155,21 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
             pass
         finally:
             log.reset()
-    return numbers, batches.facts()
+    facts = batches.facts()
+    num_gradients = sum(kind == "gradient" and step == 1 for kind, step, _ in numbers.tensors)
+    rows: Mapping[str, int] = {}
+    # Ranks of other axes have the same rows.
+    if started and started[0].mesh.rank("tp", "cp", "pp") == 0:
+        rows = facts.rows
+    facts = replace(
+        facts,
+        rows=rows,
+        targets=targets,
+        outputs=outputs.sums,
+        num_gradients=num_gradients,
+        core=models.find(config.model.name).LAYOUT.context or "",
+    )
+    return numbers, facts
 
 
 def _open_short(open_dataloader: Any) -> Any:
@@ -235,6 +266,62 @@ def _tensor_error(key: Key, tensor: Tensor, expected: Tensor, totals: Mapping[in
         scale = max(float(expected.float().norm()), SMALL * totals[step])
         return _finite(float(difference.norm()) / max(scale, 1e-30))
     return _finite(float(difference.abs().max())) if difference.numel() else 0.0
+
+
+def _factor_of(key: Key, numbers: TrialNumbers, reference: TrialNumbers) -> float | None:
+    """Return the factor between a gradient and that of the reference, or None if no factor explains it."""
+    mine = numbers.tensors.get(key)
+    theirs = reference.tensors.get(key)
+    if key[0] != "gradient" or mine is None or theirs is None or mine.shape != theirs.shape:
+        return None
+    mine, theirs = mine.double(), theirs.double()
+    square = float(theirs.square().sum())
+    if not square:
+        return None
+    factor = float((mine * theirs).sum()) / square
+    rest = float((mine - factor * theirs).norm())
+    is_explained = rest <= MATCH * math.sqrt(square)
+    return factor if is_explained else None
+
+
+class OutputSizes:
+    """Sums of squares of the outputs of modules in the first step, which do not depend on how rows are divided.
+
+    Attributes:
+        sums: Sum over all calls of each module, by path, in the order in which their first calls ended.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self._handles: list[Any] = []
+
+    def begin(self, run: trainer.Run, trial: Trial) -> None:
+        """Start with the first step, if each rank has complete outputs for its rows and tokens."""
+        config = trial.loaded.config
+        has_parts = run.mesh.size("tp", "pp") > 1 or config.parallelism.expert_parallel_degree > 1
+        # Tasks of rows pad each micro-batch, and separate documents have other padding.
+        has_padding = config.task.name not in OF_NEXT_TOKENS or trial.separates_documents
+        if run.state.step or has_parts or has_padding or config.compile.enable:
+            return
+        for part in run.runner.parts:
+            for path, module in part.named_modules():
+                self._handles.append(module.register_forward_hook(partial(self._add, path)))
+
+    def end(self) -> None:
+        """Stop after the first step."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _add(self, path: str, _: nn.Module, _inputs: Any, output: Any) -> None:
+        # Recomputation calls a module again, within the backward pass.
+        if torch._C._current_graph_task_id() != -1:
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                square = float(leaf.detach().double().square().sum())
+                self.sums[path] = self.sums.get(path, 0.0) + square
+                return
 
 
 def _finite(error: float) -> float:

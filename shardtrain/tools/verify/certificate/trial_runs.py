@@ -90,22 +90,38 @@ def _run_until_failure(
             assert failed is not None, f"{trial.name} wrote no errors"
             answers[trial.name] = TrialErrors(failure=str(failed), is_refused=failed.refused)
             break
-        facts = json.loads(ranks[0].read_text(encoding="utf-8"))["facts"]
-        answers[trial.name] = TrialErrors(tuple(_errors_of(ranks)), facts=TrialFacts(**facts))
+        answers[trial.name] = TrialErrors(tuple(_errors_of(ranks)), facts=_facts_of(ranks))
     return answers
+
+
+def _facts_of(paths: Sequence[Path]) -> TrialFacts:
+    """Return the facts of a trial. Ranks add their shares of rows and outputs."""
+    of_ranks = [json.loads(path.read_text(encoding="utf-8"))["facts"] for path in paths]
+    facts = of_ranks[0]
+    for name in ("rows", "outputs"):
+        total: dict[str, float] = {}
+        for of_rank in of_ranks:
+            for key, value in of_rank[name].items():
+                total[key] = total.get(key, 0) + value
+        facts[name] = total
+    facts["num_gradients"] = max(of_rank["num_gradients"] for of_rank in of_ranks)
+    return TrialFacts(**facts)
 
 
 def _errors_of(paths: Sequence[Path]) -> Iterator[NumberError]:
     """Yield the largest error of each number over the ranks, and an infinite one for a number that no rank has."""
     largest: dict[tuple[str, int, str], float] = {}
+    factors: dict[tuple[str, int, str], float | None] = {}
     wanted: set[tuple[str, int, str]] = set()
     for path in paths:
         answer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         wanted.update((kind, step, tensor) for kind, step, tensor in answer["wanted"])
-        for kind, step, tensor, error in answer["errors"]:
+        for kind, step, tensor, error, factor in answer["errors"]:
             key = (kind, step, tensor)
+            if error >= largest.get(key, 0.0):
+                factors[key] = factor
             largest[key] = max(largest.get(key, 0.0), error)
     for kind, step, tensor in wanted - largest.keys():
         largest[kind, step, tensor] = float("inf")
     for (kind, step, tensor), error in largest.items():
-        yield NumberError(kind, step, tensor, error)
+        yield NumberError(kind, step, tensor, error, factors.get((kind, step, tensor)))

@@ -40,6 +40,9 @@ def check(tmp_path: Path) -> Check:
         )
         request = VerifyOptions(dimensions=(dimension,), meshes=meshes, quick=quick)
         results = certificate.check_all(run, request, trainer, ENGINE)
-        return next(result for result in results if result.name == dimension)
+        result = next(result for result in results if result.name == dimension)
+        for one in result.comparisons:
+            print(f"\n{dimension}, {one.compared}: {one.verdict}: {one.first}; {one.cause}")
+        return result
 
     return result_of

@@ -35,9 +35,9 @@ def test_a_divisor_that_each_rank_counts_itself(check, monkeypatch):
     monkeypatch.setattr(StepSums, "all_reduce", lambda self, _: self)
     result = check("task", meshes=("dp_shard=2",))
     assert result.verdict == "differs", result
-    assert (
-        "gradient of" in result.comparisons[0].first and "in step 1" in result.comparisons[0].first
-    )
+    first = result.comparisons[0].first
+    assert "gradient of" in first and "in step 1" in first
+    assert "the loss of step 1 is divided by" in result.comparisons[0].cause
 
 
 def test_a_forgotten_reduction(check, monkeypatch):
@@ -50,7 +50,11 @@ def test_a_forgotten_reduction(check, monkeypatch):
                 module.set_gradient_divide_factor(2.0)
 
     monkeypatch.setattr(fsdp, "apply", average)
-    assert check("mesh", meshes=("dp_shard=2",)).verdict == "differs"
+    for dimension in ("mesh", "task"):
+        result = check(dimension, meshes=("dp_shard=2",))
+        assert result.verdict == "differs"
+        cause = result.comparisons[0].cause
+        assert "axis dp_shard" in cause and "averaged where" in cause, cause
 
 
 def test_a_loss_divided_by_the_targets_of_each_micro_batch(check, monkeypatch):
@@ -67,6 +71,8 @@ def test_a_loss_divided_by_the_targets_of_each_micro_batch(check, monkeypatch):
     monkeypatch.setattr(runner.PlainRunner, "forward_backward", mean_of_means)
     result = check("accumulation")
     assert result.verdict == "differs" and "in step 1" in result.comparisons[0].first, result
+    cause = result.comparisons[0].cause
+    assert "backward pass first differs in module head: check the divisor" in cause, cause
 
 
 def test_a_resume_that_skips_a_batch(check, monkeypatch):
@@ -80,6 +86,7 @@ def test_a_resume_that_skips_a_batch(check, monkeypatch):
     result = check("resume")
     assert result.verdict == "differs", result
     assert "in step 3" in result.comparisons[0].first
+    assert "does not continue at its position in the data" in result.comparisons[0].cause
 
 
 def test_a_resume_that_starts_again(check, monkeypatch):
@@ -95,6 +102,8 @@ def test_a_resume_that_forgets_the_optimizer(check, monkeypatch):
     monkeypatch.setattr("shardtrain.train.run.Run.optimizer_state_dict", lambda self: {})
     result = check("resume")
     assert result.verdict == "differs" and "weights of" in result.comparisons[0].first, result
+    cause = result.comparisons[0].cause
+    assert "update of module embed" in cause and "optimizer states" in cause, cause
 
 
 def test_a_requested_mesh_that_is_impossible_is_not_checked(check):
@@ -112,6 +121,7 @@ def test_a_batch_order_that_depends_on_workers(check, monkeypatch):
     monkeypatch.setattr(MicroBatches, "__getitem__", next_of_worker)
     result = check("workers")
     assert result.verdict == "differs" and "in step 1" in result.comparisons[0].first, result
+    assert "order of rows depends on worker processes" in result.comparisons[0].cause
 
 
 PACKED = ("--data.packing", "first_fit")
@@ -141,6 +151,8 @@ def test_attention_between_documents(check, monkeypatch):
     )
     result = check("packing", *PACKED)
     assert result.verdict == "differs" and "gradient of" in result.comparisons[0].first, result
+    cause = result.comparisons[0].cause
+    assert "documents affect each other" in cause and "layers.*.attn.core" in cause, cause
 
 
 CONCATENATED = ("--data.packing", "concat", "--data.document_mask", "on")
@@ -263,6 +275,24 @@ def test_a_recomputation_with_another_result(check, monkeypatch):
     for dimension in ("recompute", "offload"):
         result = check(dimension)
         assert result.verdict == "differs" and "in step 1" in result.comparisons[0].first, result
+        cause = result.comparisons[0].cause
+        assert "first differs in the output of module layers.0" in cause, cause
+
+
+def test_a_recomputation_that_differs_from_the_first_pass(check, monkeypatch):
+    """The activation returns another result while the backward pass computes it again."""
+    silu = torch.nn.functional.silu
+
+    def changed(x, *arguments, **named):
+        is_backward = torch._C._current_graph_task_id() != -1
+        return silu(x * 1.001 if is_backward else x, *arguments, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "silu", changed)
+    result = check("recompute")
+    assert result.verdict == "differs", result
+    cause = result.comparisons[0].cause
+    assert "the forward pass agrees, and the backward pass first differs in module layers." in cause
+    assert "recomputed forward pass" in cause
 
 
 @pytest.mark.nightly("compiling takes 20 seconds")

@@ -1,0 +1,172 @@
+"""Name the module and the likely cause of the first difference of a variant.
+
+The evidence is small: the rows and target tokens of each step, the size of the outputs of each module in the first
+step, and the factor between two gradients. The mesh comparison has more (``verify.diagnose``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardtrain.tools.verify.certificate.trial import NumberError, TrialFacts
+
+SAME_FACTOR = 1e-3
+"""Relative distance of two factors that are equal except for rounding."""
+SAME_SIZE = 1e-5
+"""Relative distance of two sums of squares that are equal except for rounding."""
+
+_OTHER_ROWS = {
+    "workers": "the order of rows depends on worker processes",
+    "resume": "the run does not continue at its position in the data",
+    "task": "check which rows each rank reads",
+    "accumulation": "check the rows of a micro-batch",
+}
+_FORWARD = {
+    "compile": "its compiled code computes something else",
+    "recompute": "recomputation changes what it computes",
+    "offload": "offloading changes what it computes",
+    "accumulation": "its output for a row depends on the other rows of the micro-batch",
+    "resume": "it does not have the weights or buffers of the checkpoint",
+}
+_BACKWARD = {
+    "recompute": "the recomputed forward pass differs from the first one",
+    "offload": "the tensors that come back from host memory are not those that were moved",
+    "compile": "its compiled backward pass computes something else",
+    "resume": "it does not have the weights or buffers of the checkpoint",
+    "accumulation": "check the divisor of the loss and the sum over micro-batches",
+    "task": "check sums over ranks, and the divisor of the loss",
+}
+
+
+@dataclass(frozen=True)
+class Differing:
+    """A variant that differs from its reference.
+
+    Attributes:
+        dimension: Name of the dimension.
+        label: Description of the variant, such as "dp_shard=2" or "8 micro-batches of 1".
+        errors: Numbers beyond their tolerances, in the order of the reference.
+        first: The first of them in time.
+        facts: Facts of the variant.
+        expected: Facts of its reference.
+    """
+
+    dimension: str
+    label: str
+    errors: Sequence[NumberError]
+    first: NumberError
+    facts: TrialFacts
+    expected: TrialFacts
+
+    def of_first_step(self, kind: str) -> list[NumberError]:
+        """Return the numbers of a kind that differ in the step of the first difference."""
+        step = self.first.step
+        return [error for error in self.errors if error.kind == kind and error.step == step]
+
+
+def cause_of(one: Differing) -> str:
+    """Return the likely cause, with the module where one can be named."""
+    if one.first.kind == "initial":
+        return f"the initial weights of {_module(one.first)} depend on the mesh: check their seed and blocks"
+    if one.first.kind == "validation":
+        return "the validation rows or the divisor depend on ranks or batch size: sum over all rows, and divide once"
+    step = str(one.first.step)
+    # A run that continues at another position has no rows of this step.
+    if one.facts.rows and one.facts.rows.get(step) != one.expected.rows.get(step):
+        fix = _OTHER_ROWS.get(one.dimension, "check the order of the data")
+        return f"step {step} has other rows than on one process: {fix}"
+    mine = one.facts.targets.get(step)
+    theirs = one.expected.targets.get(step)
+    if mine != theirs:
+        return (
+            f"the loss of step {step} is divided by {mine} instead of {theirs} target tokens: "
+            "each rank or micro-batch uses its own count, or some are counted twice"
+        )
+    if one.dimension == "packing":
+        return (
+            f"rows are laid out correctly, so documents affect each other: check module {one.facts.core}, "
+            "the document mask, and other modules that mix tokens"
+        )
+    gradients = one.of_first_step("gradient")
+    if gradients:
+        return _scaled(one, gradients) or _forward(one) or _backward(one, gradients)
+    return _of_numbers(one)
+
+
+def _module(error: NumberError) -> str:
+    path = error.tensor.rpartition(".")[0]
+    return f"module {path}" if path else f"the tensor {error.tensor}"
+
+
+def _scaled(one: Differing, gradients: Sequence[NumberError]) -> str:
+    """Return the cause if all gradients that differ are those of the reference, times a factor."""
+    factors = [error.factor for error in gradients]
+    first = factors[0]
+    if first is None:
+        return ""
+    for factor in factors:
+        if factor is None or abs(factor - first) > SAME_FACTOR * max(abs(first), SAME_FACTOR):
+            return ""
+    which = "all gradients"
+    if len(gradients) < one.facts.num_gradients:
+        which = f"{len(gradients)} gradients, first that of {gradients[0].tensor} in {_module(gradients[0])},"
+    if abs(first) < SAME_FACTOR:
+        return f"{which} are zero: they are not computed, or lost"
+    text = f"{which} are scaled by {first:.4g}"
+    for size, name in _sizes(one.label):
+        if abs(first * size - 1) < SAME_FACTOR:
+            return f"{text}, 1/{size} for {name}: averaged where they must be summed, or a share is missing"
+        if abs(first / size - 1) < SAME_FACTOR:
+            return f"{text}, {name}: counted {size} times"
+    return f"{text}: check the divisor of the loss"
+
+
+def _sizes(label: str) -> list[tuple[int, str]]:
+    """Return the numbers above 1 of ranks or micro-batches in a label, each with a name."""
+    sizes = [
+        (int(size), f"the size of axis {axis}") for axis, size in re.findall(r"(\w+)=(\d+)", label)
+    ]
+    for number in re.findall(r"(\d+) micro-batches", label):
+        sizes.append((int(number), f"the {number} micro-batches"))
+    return [(size, name) for size, name in sizes if size > 1]
+
+
+def _forward(one: Differing) -> str:
+    """Return the first module whose outputs differ in the first forward pass, with the cause, or ""."""
+    if one.first.step != 1 or not one.facts.outputs:
+        return ""
+    for path, expected in one.expected.outputs.items():
+        mine = one.facts.outputs.get(path)
+        if mine is None or abs(mine - expected) <= SAME_SIZE * max(abs(expected), 1e-30):
+            continue
+        where = f"module {path}" if path else "the model's own forward"
+        cause = f"the forward pass first differs in the output of {where}"
+        hint = _FORWARD.get(one.dimension, "check its forward on this mesh")
+        return f"{cause}: {hint}"
+    return ""
+
+
+def _backward(one: Differing, gradients: Sequence[NumberError]) -> str:
+    """Return the module with the first wrong gradient in the order of the backward pass, with the cause."""
+    module = _module(gradients[-1])
+    hint = _BACKWARD.get(one.dimension, "check its backward pass")
+    if one.first.step == 1 and one.facts.outputs and one.expected.outputs:
+        return f"the forward pass agrees, and the backward pass first differs in {module}: {hint}"
+    return f"the gradient first differs in {module}, counted from the loss: {hint}"
+
+
+def _of_numbers(one: Differing) -> str:
+    """Return the cause of a loss, norm or weight that differs although all gradients agree."""
+    if one.first.kind == "loss":
+        return "the gradients agree, the reported loss does not: check its sum over ranks and micro-batches"
+    if one.first.kind == "norm":
+        return "the gradients agree, their norm does not: check its sum over ranks and its tensors"
+    module = _module(one.first)
+    if one.dimension == "resume":
+        return (
+            f"the gradients agree, the update of {module} does not: "
+            "the optimizer states, the learning rate or the weights are not those of the checkpoint"
+        )
+    return f"the gradients agree, the update of {module} does not: check clipping, learning rate and optimizer states"
