@@ -202,7 +202,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     def end_now(reason: str) -> None:
         report = stopped(loaded, rank, reason)
         request = signals.current()
-        if request.is_starting and request.remaining_seconds() <= 0:
+        if request.was_starting and request.remaining_seconds() <= 0:
             report = failure.stopped(rank, request.reason, run_end=run_ends.BEFORE_FIRST_STEP)
             report = dataclasses.replace(report, kind=Preempted.__name__)
         exit_report.record(report, log_path(loaded, rank), run_folder, world_size, is_cause=True)

@@ -70,6 +70,8 @@ class StopRequest:
         assumed_save_seconds: Assumed duration of a save until the first save is measured.
         is_starting: True before the first step, when nothing can be lost and
             the process can end immediately.
+        was_starting: True if the request arrived before the first step. The first step may have begun since,
+            with a deadline that is too short for a save.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class StopRequest:
         self.assumed_save_seconds = 0.0
         self.warned_of_grace = False
         self.is_starting = False
+        self.was_starting = False
         self.can_save = can_save
         self._grace_seconds = grace_seconds
         self._deadline = math.inf
@@ -195,9 +198,10 @@ class StopRequest:
         now = time.monotonic()
         if self.can_save and now >= self._end - self.margin_seconds - LOOK_SECONDS:
             reason = END_OF_JOB  # a rank whose clock is ahead has sent the signal
+        self.was_starting = self.is_starting
         self._deadline = min(
             self._end,
-            now + (grace if self.can_save and not self.is_starting else AT_ONCE_SECONDS),
+            now + (grace if self.can_save and not self.was_starting else AT_ONCE_SECONDS),
         )
         self.reason = reason
 

@@ -161,6 +161,7 @@ def test_user_with_few_processes_is_refused_in_one_line(most: int, tmp_path: Pat
         parent.chmod(parent.stat().st_mode | 0o055)
     user = user_of_this_test()
     environment = {**os.environ, "HOME": str(tmp_path), "USER": "tester", "OMP_NUM_THREADS": "1"}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "compiler")
     done = subprocess.run(
         [*prefix_of_user(user), *small_run(2, tmp_path / "run"), "--metrics.sample_prompt="],
         env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=patience.seconds(120),
