@@ -27,6 +27,7 @@ from shardtrain.config import config_command, help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
 from shardtrain.facts.file_kinds import FOREIGN_CONFIGS
 from shardtrain.utils import (
+    atomic_io,
     garbage_collection,
     library_environment,
     limits,
@@ -256,6 +257,8 @@ def _train(words: list[str]) -> int:
     if loaded.config.comm.mode == "fake_backend":
         stop_signals.handle_requests(signal.SIG_DFL)  # there is no run to stop
         return int(import_part("shardtrain.train.simulated").run(loaded, arguments.nproc))
+    # This process, also the agent of a node, may write reports into the run folder from now on.
+    atomic_io.guard(loaded.config.job.dump_folder)
     local.end_at_request(loaded)
     if environment.is_rank(os.environ) and not arguments.nnodes:
         # a rank of several: of torchrun, srun, or of this command with fresh processes

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -129,11 +130,11 @@ class NodeReports:
             ends_others: True if the ranks of other nodes must end, although those of this node stopped on request.
         """
         report = [asdict(one) for one in failures]
-        with contextlib.suppress(OSError):
-            atomic_io.write(
-                run_folder / "logs" / f"node-{self._number}.json",
-                json.dumps(report, indent=2) + "\n",
-            )
+        path = run_folder / "logs" / f"node-{self._number}.json"
+        try:
+            atomic_io.write(path, json.dumps(report, indent=2) + "\n")
+        except OSError as error:
+            print(f"warning: {path} is not written: {error.strerror}", file=sys.stderr, flush=True)
         reports = {self._number: list(failures)}
         # If all ranks stopped on request, they ended after the same step, and none of them has failed.
         all_stopped = all(one.exit_code in (PREEMPTED, NOT_SAVED) for one in failures)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import multiprocessing
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import patience
 import pytest
 import storage_faults
+import torch.distributed as dist
+from ports import free_port
 from tiers import cases
-from tiny import shallow_config
+from tiny import shallow_config, text_file
 
 import shardtrain
 from shardtrain.checkpoint.lease import Lease
@@ -22,7 +27,8 @@ from shardtrain.config import Loaded
 from shardtrain.config.machine_rules import machine_notes
 from shardtrain.config.rules.safety_rules import FILES_OF_A_RUN
 from shardtrain.config.schema import Config
-from shardtrain.launch import local
+from shardtrain.launch import failure, local
+from shardtrain.launch.node_reports import NodeReports
 from shardtrain.train import trainer
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import Problem, StorageError
@@ -349,3 +355,114 @@ def test_folder_that_becomes_a_link_after_the_checks_is_refused(tmp_path: Path) 
         Lease(run / "checkpoint").acquire()
     assert not list(elsewhere.iterdir())
     atomic_io.guard()
+
+
+def test_node_report_does_not_follow_a_linked_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The link may be planted on any node after its checks."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run.mkdir()
+    (run / "logs").symlink_to(elsewhere)
+    store = dist.HashStore()
+
+    def node(number: int) -> int:
+        reports = NodeReports(store, "run", number, 2, first_rank=number)
+        cause = reports.explain([failure.killed(number, 9, 10.0)], False, run)
+        assert cause is not None
+        return cause.exit_code
+
+    atomic_io.guard(run)
+    try:
+        with ThreadPoolExecutor(2) as nodes:
+            assert [*nodes.map(node, range(2))] == [6, 6]
+    finally:
+        atomic_io.guard()
+    assert not list(elsewhere.iterdir())
+    rule = f"{run}/logs is a link to {elsewhere}, which a run does not follow"
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(lines) == [
+        f"warning: {run}/logs/node-{number}.json is not written: {rule}" for number in (0, 1)
+    ]
+
+
+FILES_OF_NODES = (
+    "exit.json", ".exit.json.reserved", "metrics.jsonl", "goodput.jsonl", "logs/node-0.json", "logs/node-1.json",
+    "logs/rank-0.log", "logs/rank-1.log", "logs/rank-1.out", "logs/rank-1.err",
+)  # fmt: skip
+FOLDERS_OF_NODES = ("logs", "tb", "checkpoint", "profile_traces")
+
+
+def train_on_two_nodes(homes: list[Path], *more: str) -> list[tuple[int, str]]:
+    """Run two agents of this machine, each in its folder. Return their exit statuses and output."""
+    port = free_port()
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1",
+    }
+    options = [
+        "--nproc=1", "--job.dump_folder=run", "--training.dataset=text", f"--training.dataset_path={text_file()}",
+        "--training.device=cpu", "--training.seq_len=32", "--training.local_batch_size=1", "--training.steps=4",
+        "--model.overrides.num_layers=1", "--lr_scheduler.warmup_steps=1", "--metrics.enable_tensorboard",
+        "--profiling.enable_profiling", "--profiling.profile_freq=2", "--profiling.profiler_warmup=1",
+        "--profiling.profiler_active=1", "--checkpoint.interval=2", *more,
+    ]  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        agents = []
+        for number, home in enumerate(homes):
+            place = ["--nnodes=2", f"--node_rank={number}", f"--rdzv_endpoint=127.0.0.1:{port}"]
+            command = [sys.executable, "-P", "-m", "shardtrain", "train", "debug", *place, *options]
+            agent = subprocess.Popen(
+                command, cwd=home, env=environment, stderr=subprocess.PIPE, text=True
+            )
+            stack.callback(agent.kill)
+            agents.append(agent)
+        with ThreadPoolExecutor(2) as readers:
+            limit = patience.seconds(120)
+            outputs = list(readers.map(lambda agent: agent.communicate(timeout=limit)[1], agents))
+    return [(agent.returncode, output) for agent, output in zip(agents, outputs, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "planted_on"),
+    cases(
+        [("files", 0)],
+        nightly=[("files", 1), *((folder, node) for folder in FOLDERS_OF_NODES for node in (0, 1))],
+    ),
+)
+def test_two_nodes_write_nothing_through_planted_links(
+    name: str, planted_on: int, tmp_path: Path
+) -> None:
+    """Node 0 has a link in a folder that both nodes share. Node 1 has a link on its own disk."""
+    homes = [tmp_path / "a", tmp_path / "a"]
+    if planted_on == 1:
+        homes[1] = tmp_path / "b"
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    names = FILES_OF_NODES if name == "files" else (name,)
+    for number, planted in enumerate(names):
+        link = homes[planted_on] / "run" / planted
+        link.parent.mkdir(parents=True, exist_ok=True)
+        target = precious / str(number)
+        if name == "files":
+            target.write_text("kept")
+        else:
+            target.mkdir()
+            (target / "inside").write_text("kept")
+        link.symlink_to(target)
+    for home in homes:
+        home.mkdir(exist_ok=True)
+    ends = train_on_two_nodes(
+        homes, f"--checkpoint.enable={str(name == 'checkpoint' or planted_on == 0).lower()}"
+    )
+    kept = [path for path in precious.rglob("*") if path.is_file()]
+    assert len(kept) == len(names) and {path.read_text() for path in kept} == {"kept"}
+    if name == "files":
+        assert [code for code, _ in ends] == [0, 0], ends
+        return
+    assert [code for code, _ in ends] == [2, 2], ends
+    assert f"run/{name}, a link to {precious / '0'}" in ends[planted_on][1], ends
