@@ -98,6 +98,7 @@ def parallelize(
         if splits_hf_experts:
             expert_parallel.apply_to_hf(module, mesh, config)
         if hf_stages.is_hf(module):
+            hf_experts.give_gradients(module)
             hf_balance.apply(module, mesh, config)
         # before compile, to compile a layer together with its recomputation
         if config.activation_checkpoint.mode != "none":

@@ -66,6 +66,59 @@ def _separate_experts(model: nn.Module) -> str:
     return ""
 
 
+def give_gradients(part: nn.Module) -> None:
+    """Give each expert of a list a gradient in every backward pass, zero if no token chose it.
+
+    Networks of ``transformers`` 4 only compute the experts that have tokens. These differ between ranks, and FSDP
+    reduces the gradients of the same weights on all ranks. Stacks of experts always have a gradient. Must run
+    before recomputation and FSDP. In place.
+    """
+    for path in _lists_of_experts(part):
+        block = part.get_submodule(path.rpartition(".")[0])
+        block.register_forward_hook(_touch_experts)
+
+
+def has_lists(part: nn.Module) -> bool:
+    """True if a network of ``transformers`` has lists of experts."""
+    return hasattr(part, "hf") and bool(_lists_of_experts(part))
+
+
+def _lists_of_experts(part: nn.Module) -> list[str]:
+    paths = []
+    for path, module in part.named_modules():
+        has_weights = any(True for _ in module.parameters())
+        if isinstance(module, nn.ModuleList) and has_weights and path.endswith(".experts"):
+            paths.append(path)
+    return paths
+
+
+def _touch_experts(block: Any, _: Any, output: Any) -> Any:
+    """Forward hook of a block with a list of experts. Its first output is that of the experts."""
+    hidden, *others = output if isinstance(output, tuple) else (output,)
+    if not (torch.is_grad_enabled() and hidden.requires_grad):
+        return output
+    weights = [weight for weight in block.experts.parameters() if weight.requires_grad]
+    hidden = _ZeroGradients.apply(hidden, *weights)
+    return (hidden, *others) if isinstance(output, tuple) else hidden
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """Identity. Its backward gives zeros to the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
+        ctx.weights = [(weight.shape, weight.dtype, weight.device) for weight in weights]
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        zeros = []
+        for shape, dtype, device in ctx.weights:
+            # one number in memory, which autograd adds to the gradient of the expert
+            zeros.append(torch.zeros((), dtype=dtype, device=device).expand(shape))
+        return gradients[0], *zeros
+
+
 def use_dispatch(
     experts: nn.Module, compute: Compute, dispatch: nn.Module, group: dist.ProcessGroup | None
 ) -> None:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardtrain.config.rules.pipeline_rules import DEGREE
 from shardtrain.distributed import chain
 from shardtrain.distributed.chain import HIDDEN_STATES, ChainNames
+from shardtrain.ops.no_token_chosen import NoTokenChosen
 from shardtrain.utils.errors import ConfigError, Problem
 
 _TOKENS = 16
@@ -389,7 +390,7 @@ class _Trace:
             return moved.setdefault(id(tensor), tensor.to("meta"))
 
         meta_arguments, meta_keywords = tree_map_only(Tensor, move, (arguments, keywords))
-        with torch.device("meta"):
+        with torch.device("meta"), NoTokenChosen():
             out = self._layers[index](*meta_arguments, **meta_keywords)
         if len(tree_leaves([meta_arguments, meta_keywords])) != len(
             tree_leaves([arguments, keywords])

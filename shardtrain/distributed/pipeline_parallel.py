@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
 
 from shardtrain.config import derived, stages
 from shardtrain.config.schema import Config
-from shardtrain.distributed import chain, expert_parallel, fsdp, hf_stages
+from shardtrain.distributed import chain, expert_parallel, fsdp, hf_experts, hf_stages
 from shardtrain.distributed.chain import ChainNames
 from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.context_parallel.cores import TokenBatch
@@ -202,6 +202,9 @@ class PipelineRunner(Runner):
         # separate pass would run for each group of weights, and each time recompute the layer and keep its
         # activations.
         recomputes = config.activation_checkpoint.mode in ("full", "selective")
+        # PyTorch also fails to separate them if the graph differs between micro-batches, as the loops over
+        # lists of experts do (torch 2.13).
+        keeps_together = recomputes or any(hf_experts.has_lists(part) for part in self.parts)
         self._stages = []
         for part, index in zip(self.parts, self._indices, strict=True):
             new_stage = _Stage(
@@ -216,7 +219,7 @@ class PipelineRunner(Runner):
                     index == self._last, hidden, vocab_size, self.sequence_ranks, mesh, config
                 ),
                 group=mesh.group(AXIS),
-                dw_builder=(lambda: _no_op) if recomputes else None,
+                dw_builder=(lambda: _no_op) if keeps_together else None,
             )
             if index == 0:
                 new_stage.embedding_noise = parts.embedding_noise

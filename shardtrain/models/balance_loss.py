@@ -100,7 +100,7 @@ class BalanceLoss:
         num_rows = (choices_E.sum() / self.top_k).clamp_min(1)
         load_E = choices_E / num_rows
         factor = self.coefficient * self.num_experts / num_rows
-        self._slope_E = (scale * factor * load_E).float()
+        self._slope_E = scale * factor * load_E
         return factor * (load_E * probabilities_E).sum()
 
     def attach(self, output: Any, index: int) -> Any:
@@ -140,8 +140,8 @@ class BalanceLoss:
             raise RuntimeError(
                 "the balance loss needs the counts of all ranks; call set_totals first"
             )
-        probabilities_NE = logits_NE.float().softmax(-1)
-        slope_E = self._slope_E
+        probabilities_NE = _probabilities(logits_NE)
+        slope_E = self._slope_E.to(probabilities_NE.dtype)
         mean_N1 = (probabilities_NE * slope_E).sum(-1, keepdim=True)
         gradient_NE = probabilities_NE * (slope_E - mean_N1)
         if is_text_N is not None:
@@ -151,7 +151,7 @@ class BalanceLoss:
     def _sums_of(self, logits_NE: Tensor, is_text_N: Tensor | None) -> Tensor:
         """Return choices and probabilities of each expert over the rows without padding, (2, E)."""
         with torch.no_grad():
-            probabilities_NE = logits_NE.float().softmax(-1)
+            probabilities_NE = _probabilities(logits_NE)
             chosen_NK = probabilities_NE.topk(self.top_k, dim=-1).indices
             choices_NE = torch.zeros_like(probabilities_NE).scatter_(-1, chosen_NK, 1.0)
             if is_text_N is not None:
@@ -195,6 +195,12 @@ class _AddGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (logits_NE,) = ctx.saved_tensors
         return gradients[0], ctx.balance.gradient(logits_NE, ctx.is_text_N), None, None
+
+
+def _probabilities(logits_NE: Tensor) -> Tensor:
+    """Return the softmax in float32, or in float64 for float64 logits."""
+    dtype = torch.promote_types(logits_NE.dtype, torch.float32)
+    return logits_NE.to(dtype).softmax(-1)
 
 
 def _unchanged(documents_BT: Tensor) -> Tensor:

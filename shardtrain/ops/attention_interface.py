@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from shardtrain.ops import token_mixing
 from shardtrain.ops.attention_core import Broken
 from shardtrain.ops.meta_autocast import meta_autocast
+from shardtrain.ops.no_token_chosen import NoTokenChosen
 
 ROUTED = "shardtrain_core"
 """Name under which ``transformers`` knows the function that calls our cores."""
@@ -183,7 +184,7 @@ def trace(model: Any, seq_len: int) -> dict[str, AttentionCall]:
     row_1T = torch.zeros(1, watch.length, dtype=torch.int64, device="meta")
     failure = None
     try:
-        with torch.no_grad(), torch.device("meta"), meta_autocast(), watch:
+        with torch.no_grad(), torch.device("meta"), meta_autocast(), NoTokenChosen(), watch:
             copied(row_1T, row_1T)
     except Untraceable:
         raise

@@ -128,12 +128,16 @@ def starts(rank: int, config: Config) -> dict[str, Tensor]:
 
 
 def test_random_weights_follow_the_architecture_and_are_equal_on_every_mesh(tmp_path: Path) -> None:
+    import transformers
+
     alone = run_ranks(1, starts, config_for("gpt2", tmp_path / "a", in_hf=False))[0]
     split = run_ranks(2, starts, config_for("gpt2", tmp_path / "b", in_hf=False))[0]
     assert_bitwise(split, alone)
     residual = alone["hf.transformer.h.0.mlp.c_proj.weight"].std()
-    # GPT-2 divides residual projections by the root of twice its layers; 2,048 samples distinguish 3 %
-    assert abs(float(residual) - 0.02 / math.sqrt(4)) < 5e-4
+    # GPT-2 divides residual projections by the root of twice its layers; 2,048 samples distinguish 3 %.
+    # transformers 5.0.0 does not
+    is_scaled = not transformers.__version__.startswith("5.0.")
+    assert abs(float(residual) - 0.02 / math.sqrt(4 if is_scaled else 1)) < 5e-4
     assert abs(float(alone["hf.transformer.wte.weight"].std()) - 0.02) < 5e-4
     assert (
         alone["hf.transformer.ln_f.weight"].eq(1).all()

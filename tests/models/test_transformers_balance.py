@@ -153,9 +153,10 @@ def assert_same(answers: list[Step], name: str, path: Path) -> None:
         assert abs(answer.loss - loss) <= 1e-5 * loss
         seen |= answer.gradients.keys()
         for parameter, gradient in answer.gradients.items():
-            expected = gradients[parameter]
+            # transformers 4 gives no gradient to an expert without tokens
+            expected = gradients.get(parameter, torch.zeros_like(gradient))
             torch.testing.assert_close(gradient, expected, atol=1e-5 * scale, rtol=0, msg=parameter)
-    assert seen == gradients.keys()
+    assert seen >= gradients.keys()
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -163,6 +164,9 @@ def test_balance_loss_of_a_mesh_equals_that_of_transformers(mesh: str, tmp_path:
     ranks, degrees, sections = MESHES[mesh]
     path = path_of("qwen3_moe")
     config = hf_tiny(path, tmp_path, parallelism=degrees, **sections)
+    network = build(path)
+    if not network.experts and {"tensor_parallel_degree", "expert_parallel_degree"} & set(degrees):
+        pytest.skip("this version has no stacked experts, and the mesh is rejected")
     assert_same(run_ranks(ranks, first_step, config), "qwen3_moe", path)
 
 
