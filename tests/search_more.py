@@ -776,6 +776,13 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
         "task.loss_type", "task.label_smoothing", "task.nll_weight", "task.reference_free", "task.reference_path",
         "training.label_smoothing", "training.z_loss_weight",
     ),
+    "an average of weights, which training does not read: tests/train/test_moving_average.py": (
+        "training.ema_decay", "validation.use_ema",
+    ),
+    "noise that tests/distributed/test_embedding_noise.py compares on meshes": ("training.neftune_noise_alpha",),
+    "used by the task image_text: tests/tasks/test_image_text.py": (
+        "data.images_field", "data.image_folder", "data.max_image_pixels", "data.max_image_bytes",
+    ),
 }  # fmt: skip
 """Options that no case draws, by the reason why they cannot change a result. A name that ends in a dot is a section."""
 

@@ -294,20 +294,23 @@ def test_a_host_with_another_version_is_reported_with_both(network, tmp_path, co
 
 @pytest.fixture
 def work(tmp_path):
-    """A folder with package and torch, an interpreter limited to it, and an empty folder that can replace it."""
-    for name in ("parent/folder", "bin", "nothing"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "bin/python").symlink_to(Path(sys.executable).resolve())
-    (tmp_path / "parent/folder/shardtrain").symlink_to(ROOT / "shardtrain")
+    """A work folder next to an environment with only the package and torch, and an empty folder."""
+    packages = Path("lib", f"python3.{sys.version_info.minor}", "site-packages")
+    for folder in ("parent/folder", "bin", "nothing", packages):
+        (tmp_path / folder).mkdir(parents=True)
+    interpreter = Path(sys.executable).resolve()
+    (tmp_path / "pyvenv.cfg").write_text(f"home = {interpreter.parent}\n")
+    (tmp_path / "bin/python").symlink_to(interpreter)
+    (tmp_path / packages / "shardtrain").symlink_to(ROOT / "shardtrain")
     (torch,) = importlib.util.find_spec("torch").submodule_search_locations
-    (tmp_path / "parent/folder/torch").symlink_to(torch)
+    (tmp_path / packages / "torch").symlink_to(torch)
     return tmp_path / "parent/folder"
 
 
 @pytest.mark.parametrize(
     ("hidden", "expected"),
     [
-        ("parent/folder", ["No module named", "install shardtrain and torch there"]),
+        ("lib", ["No module named", "install shardtrain and torch"]),
         ("bin", ["bin/python", "set launch.python"]),
         ("parent", ["parent/folder", "launch.workdir"]),
     ],
@@ -358,7 +361,9 @@ def test_ctrl_c_before_all_hosts_have_answered_starts_nothing(network, tmp_path)
 def _is_refused(result: subprocess.CompletedProcess[str], folder: Path, texts: list[str]) -> None:
     """Check for status 2, one error line with these texts, and no start."""
     assert result.returncode == 2, result.stderr
-    (line,) = errors(result.stderr)
+    lines = errors(result.stderr)
+    assert len(lines) == 1, result.stderr
+    line = lines[0]
     assert line.startswith("error[2]: ") and all(text in line for text in texts), line
     assert not folder.exists()
 

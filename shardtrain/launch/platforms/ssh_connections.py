@@ -282,11 +282,15 @@ class SshConnections:
                 rule=f"cannot be reached by ssh: {message}",
                 fix=f"{hint} try `{by_hand} true`",
             )
+        fix = "install shardtrain and torch on it, or set launch.python to an interpreter that has them"
+        # the shell cannot change to the folder
+        if ": cd: " in message:
+            fix = "create this folder on it, or set launch.workdir to one that exists"
         return Problem(
             "host",
             one.name,
             rule=f"cannot start shardtrain: {message}",
-            fix="install shardtrain and torch on it, or set launch.python to an interpreter that has them",
+            fix=fix,
         )
 
     def _lost(self, one: _Connection) -> PeerError:
