@@ -27,9 +27,13 @@ def compute(experts: Any, x_RD: Tensor, count_E: Tensor) -> Tensor:
 
     ``count_E`` is the number of rows for each expert of this rank.
     """
-    name = "gate_up_proj" if experts.has_gate else "up_proj"
-    hidden_RF = _linear(experts, name, x_RD, count_E)
-    hidden_RF = experts._apply_gate(hidden_RF) if experts.has_gate else experts.act_fn(hidden_RF)
+    if experts.has_gate:
+        gate_and_up_RF = _linear(experts, "gate_up_proj", x_RD, count_E)
+        # The network's own gate, which may clamp or interleave
+        hidden_RF = experts._apply_gate(gate_and_up_RF)
+    else:
+        up_RF = _linear(experts, "up_proj", x_RD, count_E)
+        hidden_RF = experts.act_fn(up_RF)
     return _linear(experts, "down_proj", hidden_RF, count_E)
 
 
@@ -37,5 +41,8 @@ def _linear(experts: Any, name: str, x_RI: Tensor, count_E: Tensor) -> Tensor:
     weight_EOI = getattr(experts, name)
     if experts.is_transposed:
         weight_EOI = weight_EOI.transpose(-2, -1)
-    bias_EO = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    return add_bias(product(x_RI, count_E, weight_EOI), count_E, bias_EO)
+    out_RO = product(x_RI, count_E, weight_EOI)
+    bias_EO = None
+    if experts.has_bias:
+        bias_EO = getattr(experts, f"{name}_bias")
+    return add_bias(out_RO, count_E, bias_EO)

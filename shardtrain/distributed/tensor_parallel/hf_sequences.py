@@ -93,17 +93,20 @@ def find(model: Any, split: Mapping[str, str], experts: set[str]) -> SplitSequen
     for path, block in model.blocks.items():
         found.full |= set(_full_children(path, block))
         for child_path, child in block.named_modules(prefix=path):
-            is_full = any(
-                child_path == full or child_path.startswith(f"{full}.") for full in found.full
-            )
             names = {name for name, _ in child.named_parameters(recurse=False)}
-            if names and not is_full:
+            # Each rank sees only its tokens here, so the gradients of these weights are partial sums
+            if names and not _is_in_full(child_path, found.full):
                 found.partial[child_path] = names
     for path in sorted(found.full):
         if split.get(path) in ("colwise", "rowwise"):
             raise Unsplittable(f"has blocks that call the split layer {path} themselves")
     _Trial(model, found, split, experts).run()
     return found
+
+
+def _is_in_full(path: str, full: set[str]) -> bool:
+    """True if a module is one of those on full sequences, or inside one."""
+    return any(f"{path}.".startswith(f"{full_path}.") for full_path in full)
 
 
 def _full_children(path: str, module: nn.Module) -> Iterator[str]:
@@ -185,25 +188,28 @@ class _Trial(MetaPass):
         self._depth_of_full += 1
         hidden = _hidden(inputs, keywords)
         self._require(path, hidden, _PART)
-        others = [leaf for leaf in tree_leaves([inputs, keywords]) if leaf is not hidden]
-        if any(_is_part(leaf) for leaf in others):
-            raise Unsplittable(f"passes several activations to {path}")
+        for leaf in tree_leaves([inputs, keywords]):
+            # Only the first argument is gathered. Another part would meet a full sequence inside
+            if leaf is not hidden and _is_part(leaf):
+                raise Unsplittable(f"passes several activations to {path}")
         full = hidden.new_empty(1, 2 * _PART, hidden.size(-1))
         return _replace_hidden(inputs, keywords, full)
 
     def _enter_block(self, path: str, inputs: Any, keywords: Any) -> Any:
-        if (
-            self._running
-            or self._num_finished >= len(self._blocks)
-            or self._blocks[self._num_finished] != path
-        ):
+        expected = ""
+        if self._num_finished < len(self._blocks):
+            expected = self._blocks[self._num_finished]
+        if self._running or path != expected:
             raise Unsplittable("does not call each block once and in order")
         self._running.append(path)
         hidden = _hidden(inputs, keywords)
-        self._require(path, hidden, _PART if self._num_finished else 2 * _PART)
         if self._num_finished:
+            self._require(path, hidden, _PART)
             return None
-        return _replace_hidden(inputs, keywords, hidden.new_empty(1, _PART, hidden.size(-1)))
+        # The first block receives full sequences, and its hook takes this rank's part
+        self._require(path, hidden, 2 * _PART)
+        part = hidden.new_empty(1, _PART, hidden.size(-1))
+        return _replace_hidden(inputs, keywords, part)
 
     def _exit(self, path: str) -> Callable[..., Any]:
         """Return the forward hook of a module."""
@@ -259,13 +265,14 @@ class _Trial(MetaPass):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        runs_on_parts = (self._running or self._is_between_blocks()) and not self._depth_of_full
-        has_part = any(_is_part(leaf) for leaf in tree_leaves([args, kwargs]))
-        if runs_on_parts and has_part and not _is_tokenwise(function, args):
-            place = self._running[-1] if self._running else "the model"
-            raise Unsplittable(
-                f"may combine tokens with {function.__name__.partition('.')[0]} in {place}"
-            )
+        is_in_blocks = bool(self._running) or self._is_between_blocks()
+        # Modules on full sequences may combine tokens
+        if is_in_blocks and not self._depth_of_full:
+            has_part = any(_is_part(leaf) for leaf in tree_leaves([args, kwargs]))
+            if has_part and not _is_tokenwise(function, args):
+                place = self._running[-1] if self._running else "the model"
+                operation = function.__name__.partition(".")[0]
+                raise Unsplittable(f"may combine tokens with {operation} in {place}")
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
@@ -278,9 +285,11 @@ def _is_tokenwise(function: Any, args: Any) -> bool:
         return True
     if function not in _OVER_FEATURES:
         return False
+    # The arguments of a vector norm are the tensor, the order of the norm, and the dimensions
     position = 2 if function is _ATEN.linalg_vector_norm.default else 1
-    dims = args[position]
-    return list(dims) in ([-1], [args[0].ndim - 1])
+    dims = list(args[position])
+    last_dim = args[0].ndim - 1
+    return dims in ([-1], [last_dim])
 
 
 def _copy_of_first_input(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -311,9 +320,11 @@ def apply(model: Any, found: SplitSequences, mesh: DeviceMesh) -> None:
     blocks[0].register_forward_pre_hook(parts.cut_input, with_kwargs=True)
     blocks[-1].register_forward_hook(parts.gather_output)
     scattering = set(found.scattered.values())
+    # A pipeline stage has only some of the modules
     paths = {path for path, _ in model.named_modules()}
     for path in sorted(found.full & paths):
-        if not any(path.startswith(f"{block}.") for block in model.blocks):
+        is_in_own_block = any(path.startswith(f"{block}.") for block in model.blocks)
+        if not is_in_own_block:
             continue
         module = model.get_submodule(path)
         module.register_forward_pre_hook(parts.gather_input, with_kwargs=True)
