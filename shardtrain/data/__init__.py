@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardtrain.data.batch import IGNORE, Batch
     from shardtrain.data.filler import mark_filler
-    from shardtrain.data.loader import DataLoader
+    from shardtrain.data.loader import DataLoader, sources_of_rows
     from shardtrain.data.open_loader import open_dataloader
     from shardtrain.data.tokenizers.open_tokenizer import Tokenizer, open_tokenizer
     from shardtrain.data.workers import death_of_worker
@@ -25,6 +25,7 @@ __all__ = [
     "mark_filler",
     "open_dataloader",
     "open_tokenizer",
+    "sources_of_rows",
 ]
 
 _HOMES = {
@@ -32,6 +33,7 @@ _HOMES = {
     "Batch": "batch",
     "mark_filler": "filler",
     "DataLoader": "loader",
+    "sources_of_rows": "loader",
     "death_of_worker": "workers",
     "open_dataloader": "open_loader",
     "Tokenizer": "tokenizers.open_tokenizer",

@@ -10,7 +10,7 @@ can resume on any other R.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -64,6 +64,15 @@ class RankSlice:
             + step * self.global_batch
             + micro_batches_before * self.local_batch_size
         )
+
+
+def sources_of_rows(batches: Sequence[Batch]) -> list[int]:
+    """Return the number of the source of each row of some batches; 0 for padding rows, which have no targets."""
+    sources = []
+    for batch in batches:
+        for sample in batch.sample_ids_B.tolist():
+            sources.append(max(0, sample >> SOURCE_BITS))
+    return sources
 
 
 BatchWithCursors = tuple[Batch, list[tuple[int, CursorUpdate]]]

@@ -36,6 +36,7 @@ from shardtrain.distributed.embedding_noise import EmbeddingNoise
 from shardtrain.distributed.hf_balance import GlobalBalance
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.runner import ModelParts, Runner
+from shardtrain.distributed.source_losses import SourceLosses
 from shardtrain.distributed.tied_stages import TiedStages
 from shardtrain.layout import Layout
 from shardtrain.ops.cross_entropy import cross_entropy_sum
@@ -131,15 +132,16 @@ class _Stage(PipelineStage):
     V, two stages on one rank exchange tensors.
 
     Attributes:
-        embedding_noise: noise on the embedding of the first stage, or None.
+        row_users: objects that must know the rows of a forward pass.
+        rows: rows of a micro-batch.
     """
 
-    embedding_noise: EmbeddingNoise | None = None
+    row_users: Sequence[EmbeddingNoise | SourceLosses] = ()
+    rows = 1
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, *others: Any, **keywords: Any) -> Any:
-        if self.embedding_noise is not None:
-            num_rows = args[0].size(0)
-            self.embedding_noise.use_rows(fwd_chunk_id * num_rows, num_rows)
+        for user in self.row_users:
+            user.use_rows(fwd_chunk_id * self.rows, self.rows)
         return super().forward_one_chunk(fwd_chunk_id, args, *others, **keywords)
 
     def backward_maybe_with_nosync(
@@ -221,8 +223,12 @@ class PipelineRunner(Runner):
                 group=mesh.group(AXIS),
                 dw_builder=(lambda: _no_op) if keeps_together else None,
             )
-            if index == 0:
-                new_stage.embedding_noise = parts.embedding_noise
+            new_stage.rows = config.parallelism.pipeline_parallel_microbatch_size
+            if index == 0 and self.embedding_noise is not None:
+                new_stage.row_users = [self.embedding_noise]
+            # the loss follows the forward pass of the last stage
+            if index == self._last and self.source_losses is not None:
+                new_stage.row_users = [self.source_losses]
             self._stages.append(new_stage)
         self._schedule = self._build_schedule()
 
@@ -326,7 +332,12 @@ class PipelineRunner(Runner):
         if self.token_metrics:
             self.token_metrics.add(logits_BtV, targets_Bt, self._vocabulary)
         return cross_entropy_sum(
-            logits_BtV, targets_Bt, self._weight, self._vocabulary, *self._loss_function()
+            logits_BtV,
+            targets_Bt,
+            self._weight,
+            self._vocabulary,
+            *self._loss_function(),
+            grouped=self._grouped_loss(targets_Bt),
         )
 
     def _build_schedule(self) -> Any:

@@ -29,12 +29,14 @@ from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.context_parallel.cores import TokenBatch
 from shardtrain.distributed.embedding_noise import EmbeddingNoise
 from shardtrain.distributed.mesh import Mesh
+from shardtrain.distributed.source_losses import SourceLosses
 from shardtrain.distributed.token_metrics import TokenMetrics
 from shardtrain.distributed.update_in_backward import UpdateInBackward
 from shardtrain.distributed.zero1 import SplitStates
 from shardtrain.layout import Draw
 from shardtrain.ops import init_weights
-from shardtrain.ops.cross_entropy import ChunkFunction, Vocabulary, cross_entropy_sum
+from shardtrain.ops.cross_entropy import ChunkFunction, Vocabulary, chunk_loss, cross_entropy_sum
+from shardtrain.ops.grouped_loss import GroupedLoss
 from shardtrain.ops.loss_terms import CROSS_ENTROPY, LossTerms
 from shardtrain.ops.targets import IGNORE
 from shardtrain.ops.tied import to_empty
@@ -72,6 +74,7 @@ class Runner(ABC):
         parts: the modules of this rank.
         token_metrics: the user's training metrics, or None.
         embedding_noise: noise that the trainer begins and ends with each step, or None.
+        source_losses: losses by data source, which the trainer begins and ends with each step, or None.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -84,6 +87,10 @@ class Runner(ABC):
         self._terms = loss_terms(parts.config)
         self._vocabulary = parts.vocabulary
         self.embedding_noise = parts.embedding_noise
+        self.source_losses = None
+        if parts.config.metrics.per_source_loss:
+            num_sources = len(parts.config.data.sources)
+            self.source_losses = SourceLosses(num_sources, parts.mesh.device)
         self._has_experts = parts.has_experts
         self._split_states: SplitStates | None = None
         self._before_pass: float8_modules.BeforePass | None = None
@@ -143,6 +150,12 @@ class Runner(ABC):
         if torch.is_grad_enabled():
             return self._training_chunk_loss, self._terms
         return self._chunk_loss, CROSS_ENTROPY
+
+    def _grouped_loss(self, targets_Bt: Tensor) -> GroupedLoss | None:
+        """Return the sums by data source to which a loss must be added, or None."""
+        if self.source_losses is None:
+            return None
+        return self.source_losses.grouped(targets_Bt)
 
     def _cut(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, targets and positions of this rank's part of each sequence, each (B, T / cp)."""
@@ -287,7 +300,7 @@ class PlainRunner(Runner):
                 is_last = index == len(batches) - 1
                 if len(batches) > 1:
                     fsdp.set_gradient_sync(self.parts[0], is_last)
-                self._select_noise(index, batch)
+                self._select_rows(index, batch)
                 loss = self._loss(batch, weight)
                 if balance is not None and not counts_first:
                     balance.sum_over_ranks(batches, weight)
@@ -313,16 +326,17 @@ class PlainRunner(Runner):
 
     def _run_without_loss(self, batches: Sequence[TokenBatch]) -> None:
         for index, batch in enumerate(batches):
-            self._select_noise(index, batch)
+            self._select_rows(index, batch)
             tokens_Bt, _, positions_Bt = self._cut(batch)
             documents = context_parallel.document_argument([batch])
             self.parts[0](tokens_Bt, positions_Bt, **documents)
 
-    def _select_noise(self, index: int, batch: TokenBatch) -> None:
-        """Select the noise of a micro-batch of the step. All have the same number of rows."""
-        if self.embedding_noise is not None:
-            num_rows = batch.tokens_BT.size(0)
-            self.embedding_noise.use_rows(index * num_rows, num_rows)
+    def _select_rows(self, index: int, batch: TokenBatch) -> None:
+        """Select the noise and the sources of a micro-batch of the step. All have equally many rows."""
+        num_rows = batch.tokens_BT.size(0)
+        for user in (self.embedding_noise, self.source_losses):
+            if user is not None:
+                user.use_rows(index * num_rows, num_rows)
 
     def _loss(self, batch: TokenBatch, weight: Tensor) -> Tensor:
         model = self.parts[0]
@@ -341,6 +355,9 @@ class PlainRunner(Runner):
             chunk, _ = self._loss_function()
             if self.token_metrics:
                 chunk = self.token_metrics.measuring(chunk)
+            grouped = self._grouped_loss(targets_Bt)
+            if grouped is not None:
+                chunk = grouped.dividing(chunk or chunk_loss)
             with loss_at_head.in_place_of_logits(model, targets_Bt, weight, chunk):
                 return model(tokens_Bt, positions_Bt, **documents)  # type: ignore[no-any-return]
 
@@ -355,4 +372,11 @@ class PlainRunner(Runner):
             raise ConfigError(Problem("model.name", self._config.model.name, rule, fix))
         if self.token_metrics:
             self.token_metrics.add(out, targets_Bt, self._vocabulary)
-        return cross_entropy_sum(out, targets_Bt, weight, self._vocabulary, *self._loss_function())
+        return cross_entropy_sum(
+            out,
+            targets_Bt,
+            weight,
+            self._vocabulary,
+            *self._loss_function(),
+            grouped=self._grouped_loss(targets_Bt),
+        )

@@ -142,6 +142,7 @@ class Metrics:
         extra: Mapping[str, float] | None = None,
         order_hash: int = 0,
         computed_tokens: int | None = None,
+        source_sums: Tensor | None = None,
     ) -> Record | None:
         """Report a finished step. On log steps this is a collective, so every rank must report every step.
 
@@ -158,6 +159,7 @@ class Metrics:
             extra: other metrics, logged unchanged on log steps.
             order_hash: hash of the data so far, written in hex to ``metrics.jsonl``.
             computed_tokens: tokens of all ranks that the model computes with, by default the target tokens.
+            source_sums: this rank's sums of losses and target tokens by data source, (2, sources).
 
         Returns:
             The record on a log step, otherwise None.
@@ -169,7 +171,9 @@ class Metrics:
         self._steps_without_targets += global_tokens == 0
         computed_tokens = global_tokens if computed_tokens is None else computed_tokens
         self._computed_tokens += computed_tokens
-        self._window.add(loss_sum, local_tokens, global_tokens, data_seconds, computed_tokens)
+        self._window.add(
+            loss_sum, local_tokens, global_tokens, data_seconds, computed_tokens, source_sums
+        )
         record = None
         if self.is_log_step(step):
             # No guard here, because these are collectives: a rank that skips one after an error
@@ -239,6 +243,7 @@ class Metrics:
         """Compute the record of a log step from the means of its window."""
         if self._steps_without_targets:
             extra = {**extra, "steps_without_targets": self._steps_without_targets}
+        extra = {**extra, **self._of_sources(means)}
         tps = means.tokens_per_second / self._facts.world_size
         flops_per_second = tps * self._facts.flops_per_token
         return Record(
@@ -261,6 +266,17 @@ class Metrics:
             extra=extra,
             order_hash=order_hash,
         )
+
+    def _of_sources(self, means: WindowMeans) -> dict[str, float]:
+        """Return loss and target tokens of each data source that had targets in the window."""
+        values = {}
+        if means.loss_sums:
+            of_sources = zip(self._facts.sources, means.loss_sums, means.target_counts, strict=True)
+            for name, loss_sum, num_targets in of_sources:
+                if num_targets:
+                    values[f"loss_of/{name}"] = loss_sum / num_targets
+                    values[f"targets_of/{name}"] = num_targets
+        return values
 
     def _to_sinks(self, action: Callable[[Sink], None]) -> None:
         """Call ``action`` with every sink, each in its own guard."""

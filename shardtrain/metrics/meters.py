@@ -34,6 +34,10 @@ class WindowMeans:
     """Wall time of the window, without pauses."""
     data_seconds: float
     """Mean time per step that this rank waited for data."""
+    loss_sums: tuple[float, ...] = ()
+    """Sum of losses of each data source over ranks and steps. Empty without ``source_sums``."""
+    target_counts: tuple[int, ...] = ()
+    """Number of target tokens of each data source, like ``loss_sums``."""
 
     @property
     def step_seconds(self) -> float:
@@ -57,6 +61,7 @@ class _Sums:
 
     start: float
     loss: Tensor | None = None
+    of_sources: Tensor | None = None
     local_tokens: int = 0
     global_tokens: int = 0
     computed_tokens: int = 0
@@ -79,6 +84,7 @@ class MeterWindow:
         global_tokens: int,
         data_seconds: float,
         computed_tokens: int | None = None,
+        source_sums: Tensor | None = None,
     ) -> None:
         """Add one step.
 
@@ -88,12 +94,16 @@ class MeterWindow:
             global_tokens: target tokens of all ranks.
             data_seconds: time that this rank waited for data.
             computed_tokens: tokens of all ranks without padding, by default the target tokens.
+            source_sums: this rank's losses and target tokens by data source, (2, sources) float64.
         """
         # Sum in float64, because a window contains many steps. The addition runs on the device, so the host
         # does not wait.
         loss = loss_sum.detach().double()
         sums = self._sums
         sums.loss = loss if sums.loss is None else sums.loss + loss
+        if source_sums is not None:
+            before = sums.of_sources
+            sums.of_sources = source_sums if before is None else before + source_sums
         sums.local_tokens += local_tokens
         sums.global_tokens += global_tokens
         sums.computed_tokens += global_tokens if computed_tokens is None else computed_tokens
@@ -123,7 +133,16 @@ class MeterWindow:
         per_token = local.new_full((), -float("inf"))
         if sums.local_tokens:
             per_token = local / sums.local_tokens
-        total = float(reduce.sum(local.clone()))
+        # one collective for all sums
+        num_values = 1
+        if sums.of_sources is not None:
+            num_values += sums.of_sources.numel()
+        values = local.new_zeros(num_values)
+        values[0] = local
+        if sums.of_sources is not None:
+            values[1:] = sums.of_sources.flatten()
+        total, *of_sources = reduce.sum(values).tolist()
+        num_sources = len(of_sources) // 2
         largest = float(reduce.max(per_token))
         # Read the clock after the device has finished, so the window includes the work and not only its
         # launch.
@@ -136,6 +155,8 @@ class MeterWindow:
             steps=sums.steps,
             seconds=now - sums.start - sums.paused_seconds,
             data_seconds=sums.data_seconds / sums.steps,
+            loss_sums=tuple(of_sources[:num_sources]),
+            target_counts=tuple(int(count) for count in of_sources[num_sources:]),
         )
         self._sums = _Sums(start=now)
         return means

@@ -52,6 +52,8 @@ class RunFacts:
     description: str = ""
     model: str = ""
     """Name and size, such as "llama3/8B"."""
+    sources: tuple[str, ...] = ()
+    """Names of [data.sources], in the order of their numbers."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardtrain.ops.grouped_loss import GroupedLoss
 from shardtrain.ops.loss_terms import CROSS_ENTROPY, LossTerms
 from shardtrain.ops.split_cross_entropy import SplitCrossEntropySum, Vocabulary
 from shardtrain.ops.targets import IGNORE
@@ -63,6 +64,7 @@ def cross_entropy_sum(
     vocabulary: Vocabulary | None = None,
     chunk: ChunkFunction | None = None,
     terms: LossTerms = CROSS_ENTROPY,
+    grouped: GroupedLoss | None = None,
 ) -> Tensor:
     """Return ``weight`` times the sum of -log softmax(logits)[target] over targets except IGNORE, in float32.
 
@@ -73,6 +75,7 @@ def cross_entropy_sum(
             is then a collective.
         chunk: Replacement of ``chunk_loss``, such as a compiled function. Not used with ``vocabulary``.
         terms: Label smoothing and z-loss with ``vocabulary``. Without it, ``chunk`` computes them.
+        grouped: Receives the sums by group of tokens.
     """
     weight = torch.as_tensor(weight, dtype=torch.float32, device=logits_BTV.device)
     # On a CPU, chunk_loss reads and writes each chunk several times, so a chunk must fit into the cache.
@@ -83,8 +86,13 @@ def cross_entropy_sum(
     targets_N = targets_BT.flatten()
     chunks = _chunks(logits_NV.size(0), rows)
     if vocabulary is not None:
-        return SplitCrossEntropySum.apply(logits_NV, targets_N, weight, vocabulary, chunks, terms)  # type: ignore[no-any-return]
-    return _CrossEntropySum.apply(logits_NV, targets_N, weight, chunk or chunk_loss, chunks)  # type: ignore[no-any-return]
+        return SplitCrossEntropySum.apply(  # type: ignore[no-any-return]
+            logits_NV, targets_N, weight, vocabulary, chunks, terms, grouped
+        )
+    function = chunk or chunk_loss
+    if grouped is not None:
+        function = grouped.dividing(function)
+    return _CrossEntropySum.apply(logits_NV, targets_N, weight, function, chunks)  # type: ignore[no-any-return]
 
 
 def chunk_loss(logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardtrain.ops.grouped_loss import GroupedLoss
 from shardtrain.ops.loss_terms import LossTerms
 from shardtrain.ops.targets import IGNORE
 
@@ -52,6 +53,7 @@ class SplitCrossEntropySum(torch.autograd.Function):
         vocabulary: Vocabulary,
         chunks: list[slice],
         terms: LossTerms,
+        grouped: GroupedLoss | None,
     ) -> Tensor:
         num_tokens, columns = logits_Nv.shape
 
@@ -107,7 +109,10 @@ class SplitCrossEntropySum(torch.autograd.Function):
         if not terms.is_cross_entropy:
             mean_N = logit_sums_RN[0].sum(0) / vocabulary.size if logit_sums_RN else target_N
             losses_N = terms.losses(lse_N, target_N, mean_N)
-        loss = (losses_N * kept_N).sum(dtype=torch.float64)
+        kept_losses_N = losses_N * kept_N
+        loss = kept_losses_N.sum(dtype=torch.float64)
+        if grouped is not None:
+            grouped.add(kept_losses_N)
 
         # Compute the gradient for this rank's columns: softmax - one_hot(target), and the gradient of the
         # terms. It needs no communication.
@@ -139,11 +144,12 @@ class SplitCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, *gradient_outputs: Tensor
-    ) -> tuple[Tensor, None, None, None, None, None]:
+    ) -> tuple[Tensor, None, None, None, None, None, None]:
         (gradient_Nv,) = ctx.saved_tensors
         # In place: the trainer calls backward once, with an output gradient of exactly one.
         return (
             gradient_Nv.mul_(gradient_outputs[0].to(gradient_Nv.dtype)),
+            None,
             None,
             None,
             None,

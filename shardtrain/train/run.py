@@ -146,6 +146,8 @@ class Outcome:
     """Gradient norm as computed on this rank, for comparison with other ranks."""
     lr: float
     data_seconds: float
+    source_sums: Tensor | None = None
+    """Sums of losses and numbers of target tokens of this rank by data source, (2, sources)."""
 
 
 def run_facts(run: Run, world: World) -> RunFacts:
@@ -164,6 +166,7 @@ def run_facts(run: Run, world: World) -> RunFacts:
         compute_dtype=derived.compute_dtype(config),
         description=config.job.description,
         model=derived.model_label(config.model, run.num_params).replace(" ", "/"),
+        sources=tuple(config.data.sources),
     )
 
 

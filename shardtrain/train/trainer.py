@@ -257,6 +257,7 @@ def _steps(
                 extra=extra,
                 order_hash=state.order_hash,
                 computed_tokens=outcome.computed_tokens,
+                source_sums=outcome.source_sums,
             )
 
             # before saving: weights that differ between replicas must not reach a checkpoint
@@ -362,6 +363,9 @@ def step(run: Run) -> Outcome | None:
     noise = run.runner.embedding_noise
     if noise is not None:
         noise.begin_step(state.step, host_batches)
+    source_losses = run.runner.source_losses
+    if source_losses is not None:
+        source_losses.begin_step(data.sources_of_rows(host_batches))
     lr = learning_rate(
         config.optimizer, config.lr_scheduler, run.total_steps, state.updates, run.schedule
     )
@@ -370,6 +374,8 @@ def step(run: Run) -> Outcome | None:
     loss = run.runner.forward_backward(batches, weight)
     if noise is not None:
         noise.end_step()
+    if source_losses is not None:
+        source_losses.end_step()
 
     # agree on one loss and norm: ranks that took different branches below would deadlock
     norm = run.runner.gradient_norm() / scale
@@ -406,6 +412,7 @@ def step(run: Run) -> Outcome | None:
         norm,
         lr,
         data_seconds,
+        None if source_losses is None else source_losses.sums_2S,
     )
 
 

@@ -363,6 +363,27 @@ def data_workers(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, f"{section}.prefetch_factor", "requires workers", fix)
 
 
+def loss_of_sources(loaded: Loaded) -> Iterator[Problem]:
+    """``metrics.per_source_loss`` compares the sources of a mixture, and knows the loss of language_model."""
+    c = loaded.config
+    if not c.metrics.per_source_loss:
+        return
+    if len(c.data.sources) < 2:
+        yield problem(
+            loaded,
+            "metrics.per_source_loss",
+            rule="requires several [data.sources]",
+            fix="add another source, or remove it",
+        )
+    if c.task.name != "language_model":
+        yield problem(
+            loaded,
+            "metrics.per_source_loss",
+            rule=f'is not supported with task.name = "{c.task.name}"',
+            fix="remove it",
+        )
+
+
 def averages_without_use(loaded: Loaded) -> Iterator[Problem]:
     """Averages of weights are kept for checkpoints and validation, which need them to exist."""
     c = loaded.config
@@ -406,6 +427,7 @@ PAIR_RULES: tuple[Rule, ...] = (
     profile_interval,
     data_workers,
     averages_without_use,
+    loss_of_sources,
 )
 
 

@@ -67,6 +67,10 @@ class Metrics:
     """Your own training metrics: files with a function measure(logits, targets), such as ["my_metric.py"],
     averaged over the target tokens of a logged step; see docs/extend.md (shardtrain).
     """
+    per_source_loss: bool = False
+    """Log the mean training loss and the target tokens of each of [data.sources], with task.name =
+    "language_model" (shardtrain).
+    """
     peak_flops: float | None = None
     """Dense peak of one device in FLOP/s for the MFU, if the device is not in the table (shardtrain)."""
     legacy_tags: bool = False

@@ -163,7 +163,7 @@ def _seconds(value: float) -> str:
 
 def _is_shown(key: str, value: float) -> bool:
     """True for metrics that the console shows. Parts of the goodput and counts of 0 are only in the files."""
-    if key.startswith(("goodput_", "rows_of/")):
+    if key.startswith(("goodput_", "rows_of/", "loss_of/", "targets_of/")):
         return False
     return bool(value) or key not in _COUNTS
 

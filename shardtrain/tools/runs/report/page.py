@@ -33,7 +33,12 @@ CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
 )
 # Metrics without a chart: the page shows them elsewhere, or they repeat another metric.
 LEFT_OUT = ("max_loss", "tps", "tflops", "tokens_seen", "skipped_updates", "spikes", "rewinds")
-_ROWS_OF = "rows_of/"
+_OF_SOURCES = {
+    "loss_of/": "Loss of each source",
+    "targets_of/": "Target tokens of each source",
+    "rows_of/": "Rows read of each source",
+}
+"""Prefix of the metrics of data sources, and the title of their chart."""
 _COUNTS = ("skipped_updates", "spikes", "rewinds")
 _VALIDATIONS = 20
 _MOST_CHARTS = 60
@@ -121,9 +126,10 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
 
     metrics_of_runs: set[str] = set().union(*(run.metrics for run in runs))
     validations_of_runs: set[str] = set().union(*(run.validation for run in runs))
-    charts.append(_sources_chart(lines, sorted(metrics_of_runs)))
+    for prefix, title in _OF_SOURCES.items():
+        charts.append(_sources_chart(title, prefix, lines, sorted(metrics_of_runs)))
     for name in sorted(metrics_of_runs - known):
-        if not name.startswith(("goodput_", _ROWS_OF)):
+        if not name.startswith(("goodput_", *_OF_SOURCES)):
             charts.append(Chart(name, lines(name)))
     for name in sorted(validations_of_runs - {"loss"}):
         charts.append(Chart(f"{name} (validation)", lines(name, is_validation=True)))
@@ -131,15 +137,20 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
     return charts[:_MOST_CHARTS]
 
 
-def _sources_chart(lines: Callable[[str, str], list[ChartLine]], metrics: Sequence[str]) -> Chart:
-    """Return one chart with the rows that were read of each data source. Every curve has its own color."""
+def _sources_chart(
+    title: str,
+    prefix: str,
+    lines: Callable[[str, str], list[ChartLine]],
+    metrics: Sequence[str],
+) -> Chart:
+    """Return one chart with a metric of each data source. Every curve has its own color."""
     curves: list[ChartLine] = []
     for metric in metrics:
-        if metric.startswith(_ROWS_OF):
-            source = metric.removeprefix(_ROWS_OF)
+        if metric.startswith(prefix):
+            source = metric.removeprefix(prefix)
             for curve in lines(metric, f" {source}"):
                 curves.append(dataclasses.replace(curve, color=len(curves)))
-    return Chart("Rows read of each source", curves)
+    return Chart(title, curves)
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

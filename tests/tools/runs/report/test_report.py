@@ -87,7 +87,10 @@ def test_a_page_has_the_curves_and_the_last_numbers_of_its_run(tmp_path: Path) -
 
 
 def test_samples_sources_and_planned_values_are_shown(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", more={"rows_of/web": 3, "rows_of/books": 1})
+    folder = run_folder(
+        tmp_path / "run",
+        more={"rows_of/web": 3, "rows_of/books": 1, "loss_of/web": 2.5, "targets_of/web": 64},
+    )
     lines = [
         json.dumps({"step": step, "prompt": "def ", "text": f"f_{step}(<b>)"})
         for step in range(1, 100)
@@ -108,7 +111,10 @@ def test_samples_sources_and_planned_values_are_shown(tmp_path: Path) -> None:
         "run books",
         "run web",
     ]
-    assert "rows_of/web" not in charts(text)
+    for name in ("rows_of/web", "loss_of/web", "targets_of/web"):
+        assert name not in charts(text)
+    for title in ("Loss of each source", "Target tokens of each source"):
+        assert [line["name"] for line in charts(text)[title]["lines"]] == ["run web"]
 
 
 def test_compared_runs_show_only_the_options_that_differ(tmp_path: Path) -> None:
