@@ -59,23 +59,32 @@ class Bucket:
         """
         self.tensors = list(tensors)
         self._axes = matrix_axes(self.tensors[0])
-        first = self.tensors[0]
-        self._mesh = first.device_mesh if isinstance(first, DTensor) else None
+        self._mesh = None
         self._coordinate: list[int] = []
         """This rank's coordinate along all axes of the mesh."""
         self._sizes: tuple[int, ...] = ()
         """Ranks along the axes that shard matrices."""
-        if self._mesh is not None:
-            self._coordinate = [self._mesh.get_local_rank(i) for i in range(self._mesh.ndim)]
-            self._sizes = tuple(self._mesh.size(axis) for axis in self._axes)
+        first = self.tensors[0]
+        if isinstance(first, DTensor):
+            mesh = first.device_mesh
+            self._mesh = mesh
+            self._coordinate = [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
+            self._sizes = tuple(mesh.size(axis) for axis in self._axes)
         self._position = tuple(self._coordinate[axis] for axis in self._axes)
         # the plan is the same in every step
         self._matrices = self._assign(load)
-        self._hops = [self._plan_hop(k) for k in range(len(self._axes))]
+        self._hops: list[_Hop] = []
+        for k in range(len(self._axes)):
+            self._hops.append(self._plan_hop(k))
+
         # the slices of all shards that this rank holds at any point of the exchange
-        keys = {(m, self._position) for m in range(len(self._matrices))}
+        keys: set[Key] = set()
+        for m in range(len(self._matrices)):
+            keys.add((m, self._position))
         for hop in self._hops:
-            for keys_of_rank in (*hop.sent, *hop.received):
+            for keys_of_rank in hop.sent:
+                keys.update(keys_of_rank)
+            for keys_of_rank in hop.received:
                 keys.update(keys_of_rank)
         self._slices = {key: self._slices_of(key) for key in keys}
 
@@ -92,30 +101,45 @@ class Bucket:
             shards[m, self._position] = _matrix_of(parts, matrix)
         for hop in self._hops:
             shards = self._exchange(hop.axis, shards, hop.sent, hop.received, parts[0])
+
         # Now each owner has all shards of its matrices. Ranks that own none wait in the next all-to-all.
         results_of_owner: dict[Key, Tensor] = {}
         for m, matrix in enumerate(self._matrices):
             if matrix.owner == self._position:
-                results_of_owner |= self._apply(m, shards, function)
+                shards_of_result = self._apply(m, shards, function)
+                results_of_owner.update(shards_of_result)
+
+        # The shards return on the same way, so each rank now sends what it received.
         shards = results_of_owner
         for hop in reversed(self._hops):
             shards = self._exchange(hop.axis, shards, hop.received, hop.sent, parts[0])
-        results = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
+
+        results = []
+        for part in parts:
+            results.append(torch.empty_like(part, memory_format=torch.contiguous_format))
         for m, matrix in enumerate(self._matrices):
-            _matrix_of(results, matrix).copy_(shards[m, self._position])
+            result = _matrix_of(results, matrix)
+            result.copy_(shards[m, self._position])
         return results
 
     def _apply(
         self, m: int, shards: dict[Key, Tensor], function: Callable[[Tensor], Tensor]
     ) -> dict[Key, Tensor]:
         """Assemble a matrix from its shards, apply the function, and return the shards of the result."""
-        origins = list(product(*(range(size) for size in self._sizes)))
-        matrix = shards[m, origins[0]].new_empty(self._matrices[m].shape)
+        origins = _coordinates(self._sizes)
+        first_shard = shards[m, origins[0]]
+        matrix = first_shard.new_empty(self._matrices[m].shape)
         for origin in origins:
+            rows, columns = self._slices[m, origin]
             # pop frees the shard
-            matrix[self._slices[m, origin]] = shards.pop((m, origin))
+            matrix[rows, columns] = shards.pop((m, origin))
+
         result = function(matrix)
-        return {(m, origin): result[self._slices[m, origin]] for origin in origins}
+        shards_of_result = {}
+        for origin in origins:
+            rows, columns = self._slices[m, origin]
+            shards_of_result[m, origin] = result[rows, columns]
+        return shards_of_result
 
     def _exchange(
         self,
@@ -131,16 +155,24 @@ class Bucket:
         """
         assert self._mesh is not None
         # one flat buffer per direction, with shards in an order that both sides know
-        outgoing = [shards[key].reshape(-1) for keys in sent for key in keys]
+        outgoing: list[Tensor] = []
+        send_counts = []
+        for keys in sent:
+            outgoing.extend(shards[key].reshape(-1) for key in keys)
+            send_counts.append(self._total_numel(keys))
         send_buffer = torch.cat(outgoing) if outgoing else like.new_empty(0)
-        send_counts = [sum(self._numel(key) for key in keys) for keys in sent]
-        receive_counts = [sum(self._numel(key) for key in keys) for keys in received]
+
+        received_keys = []
+        receive_counts = []
+        for keys in received:
+            received_keys.extend(keys)
+            receive_counts.append(self._total_numel(keys))
         receive_buffer = like.new_empty(sum(receive_counts))
+
         group = self._mesh.get_group(axis)
         dist.all_to_all_single(
             receive_buffer, send_buffer, receive_counts, send_counts, group=group
         )
-        received_keys = [key for keys in received for key in keys]
         if not received_keys:
             return {}
         pieces = receive_buffer.split([self._numel(key) for key in received_keys])
@@ -157,19 +189,24 @@ class Bucket:
         unassigned: list[tuple[int, int | None, tuple[int, int]]] = []
         for t, tensor in enumerate(self.tensors):
             rows, columns = tensor.shape[-2:]
+            shape = (rows, columns)
             if tensor.ndim != 3:
-                unassigned.append((t, None, (rows, columns)))
+                unassigned.append((t, None, shape))
                 continue
+            # only the part of a stack that this rank holds
             stack = local_slices(tensor)[0]
             for place in range(stack.stop - stack.start):
-                unassigned.append((t, place, (rows, columns)))
-        owners = list(product(*(range(size) for size in self._sizes)))
-        matrices = []
+                unassigned.append((t, place, shape))
+
         # longest processing time first: the largest load is at most 4/3 of the optimum (Graham 1969)
-        for t, index, shape in sorted(unassigned, key=lambda item: -_work(item[2])):
+        unassigned.sort(key=lambda item: _work(item[2]), reverse=True)
+        owners = _coordinates(self._sizes)
+        matrices = []
+        for t, index, shape in unassigned:
             least = load.index(min(load))
             load[least] += _work(shape)
-            matrices.append(_Matrix(t, index, shape, owners[least]))
+            matrix = _Matrix(t, index, shape, owner=owners[least])
+            matrices.append(matrix)
         return matrices
 
     def _plan_hop(self, k: int) -> _Hop:
@@ -178,22 +215,25 @@ class Bucket:
         Before this hop, a rank holds shards of the matrices whose owner has the same coordinates as this
         rank on the axes before k. The shards come from all ranks along those axes.
         """
-        coordinate = self._position
-        own_coordinate = coordinate[k]
+        before_k = self._position[:k]
+        own_coordinate = self._position[k]
+        after_k = self._position[k + 1 :]
         size = self._sizes[k]
-        origins_so_far = list(product(*(range(n) for n in self._sizes[:k])))
+        origins_before_k = _coordinates(self._sizes[:k])
         sent: list[list[Key]] = [[] for _ in range(size)]
         received: list[list[Key]] = [[] for _ in range(size)]
         for m, matrix in enumerate(self._matrices):
-            if matrix.owner[:k] != coordinate[:k]:
+            if matrix.owner[:k] != before_k:
                 continue
             owner = matrix.owner[k]
-            for origin in origins_so_far:
-                sent[owner].append((m, (*origin, *coordinate[k:])))
+            for origin in origins_before_k:
+                key = (m, (*origin, own_coordinate, *after_k))
+                sent[owner].append(key)
                 if owner != own_coordinate:
                     continue
                 for sender in range(size):
-                    received[sender].append((m, (*origin, sender, *coordinate[k + 1 :])))
+                    key = (m, (*origin, sender, *after_k))
+                    received[sender].append(key)
         return _Hop(self._axes[k], sent, received)
 
     def _slices_of(self, key: Key) -> tuple[slice, slice]:
@@ -213,6 +253,9 @@ class Bucket:
     def _numel(self, key: Key) -> int:
         rows, columns = self._shape(key)
         return rows * columns
+
+    def _total_numel(self, keys: list[Key]) -> int:
+        return sum(self._numel(key) for key in keys)
 
 
 def matrix_axes(tensor: Tensor) -> tuple[int, ...]:
@@ -237,19 +280,21 @@ def plan(tensors: Sequence[Tensor], local_elements: int = LOCAL_ELEMENTS) -> lis
     """
     by_axes: dict[tuple[int, ...], list[Tensor]] = {}
     for tensor in tensors:
-        by_axes.setdefault(matrix_axes(tensor), []).append(tensor)
+        axes = matrix_axes(tensor)
+        by_axes.setdefault(axes, []).append(tensor)
     buckets = []
     for axes, members in by_axes.items():
         num_ranks = 1
         for axis in axes:
             assert isinstance(members[0], DTensor)
             num_ranks *= members[0].device_mesh.size(axis)
+        # one bucket is exchanged at a time, so its size bounds the memory
+        elements_per_bucket = local_elements * num_ranks
         load = [0] * num_ranks
         waiting: list[Tensor] = []
         elements = 0
         for tensor in members:
-            # one bucket is exchanged at a time, so its size bounds the memory
-            if waiting and elements + tensor.numel() > local_elements * num_ranks:
+            if waiting and elements + tensor.numel() > elements_per_bucket:
                 buckets.append(Bucket(waiting, load))
                 waiting = []
                 elements = 0
@@ -259,9 +304,17 @@ def plan(tensors: Sequence[Tensor], local_elements: int = LOCAL_ELEMENTS) -> lis
     return buckets
 
 
+def _coordinates(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the coordinates of all ranks along axes of these sizes, the last axis fastest."""
+    return list(product(*(range(size) for size in sizes)))
+
+
 def _matrix_of(parts: Sequence[Tensor], matrix: _Matrix) -> Tensor:
+    """Return the tensor, or the entry of a stack, that a matrix is."""
     part = parts[matrix.tensor]
-    return part if matrix.index is None else part[matrix.index]
+    if matrix.index is None:
+        return part
+    return part[matrix.index]
 
 
 def _work(shape: tuple[int, int]) -> int:

@@ -46,15 +46,18 @@ def code(signed: bool) -> tuple[float, ...]:
     """
     numbers = [0.0, 1.0]
     for decade in range(7):
+        # a signed codebook needs the other half of its numbers for negative values
         count = 2**decade if signed else 2 ** (decade + 1)
         largest = 10.0 ** (decade - 6)
-        centers = [largest * (0.1 + 0.9 * (part + 0.5) / count) for part in range(count)]
-        numbers += centers
-        if signed:
-            numbers += [-center for center in centers]
+        for part in range(count):
+            center = largest * (0.1 + 0.9 * (part + 0.5) / count)
+            numbers.append(center)
+            if signed:
+                numbers.append(-center)
     # replace the smallest number with -1, so every value in [-1, 1] lies between two entries of the codebook
     if signed:
-        numbers[numbers.index(-max(numbers[2:]))] = -1.0
+        smallest = -max(numbers[2:])
+        numbers[numbers.index(smallest)] = -1.0
     return tuple(sorted(numbers))
 
 
@@ -72,17 +75,17 @@ class LowBitsAdam(torch.optim.Optimizer):
         seed: int,
     ) -> None:
         self._config = config
-        self._keys = {
-            parameter: stochastic_rounding.key_of(seed, name) for parameter, name in names.items()
-        }
+        self._keys: dict[Tensor, int] = {}
+        for parameter, name in names.items():
+            self._keys[parameter] = stochastic_rounding.key_of(seed, name)
         self._tables: dict[tuple[str, torch.device], Tensor] = {}
         self._compiled: Callable[..., None] | None = None
         self._constants = Constants(
-            config.name == "Adam",
-            config.beta1,
-            config.beta2,
-            config.eps,
-            config.bf16_stochastic_round,
+            is_adam=config.name == "Adam",
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            rounds_stochastically=config.bf16_stochastic_round,
         )
         super().__init__(groups, {"lr": config.lr})
         if config.name == EIGHT_BITS:
@@ -129,21 +132,16 @@ class LowBitsAdam(torch.optim.Optimizer):
     ) -> None:
         """Update the local shard of a parameter and of its state, in chunks of rows."""
         step = state["step"].add_(1)
-        # Random numbers depend on the index of an element in the unsharded tensor, so every mesh rounds alike
-        shape = parameter.shape or torch.Size([1])
-        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        starts = [part.start for part in local_slices(parameter) or (slice(0, 1),)]
-        column_offset = sum(
-            start * stride for start, stride in zip(starts[1:], strides[1:], strict=True)
-        )
+        strides, row_offset, column_offset = _index_in_unsharded(parameter)
         assert parameter.grad is not None
         weight = _at_least_1d(local_tensor(parameter))
         gradient = _at_least_1d(local_tensor(parameter.grad))
-        states = {
-            name: _at_least_1d(local_tensor(tensor))
-            for name, tensor in state.items()
-            if name != "step"
-        }
+        states = {}
+        for name, tensor in state.items():
+            if name != "step":
+                states[name] = _at_least_1d(local_tensor(tensor))
+        constants = self._constants
+        l2_penalty = weight_decay if constants.is_adam else 0.0
         update = self._kernel(weight, states)
         begin = 0
         while begin < weight.size(0):
@@ -156,22 +154,25 @@ class LowBitsAdam(torch.optim.Optimizer):
                 )
                 is_8bit = "exp_avg_scale" in states
                 chunk_elements = _COMPILED_CHUNK_8BIT if is_8bit else _COMPILED_CHUNK
-            chunk_rows = max(1, chunk_elements // max(1, weight[:1].numel()))
-            chunk = slice(begin, min(begin + chunk_rows, weight.size(0)))
-            first = (starts[0] + begin) * strides[0] + column_offset
+            row_elements = max(1, weight[:1].numel())
+            chunk_rows = max(1, chunk_elements // row_elements)
+            end = min(begin + chunk_rows, weight.size(0))
+            first = (row_offset + begin) * strides[0] + column_offset
+            key = self._keys[parameter]
+            device = weight.device
             try:
                 update(
-                    weight[chunk],
-                    gradient[chunk],
-                    {name: tensor[chunk] for name, tensor in states.items()},
-                    {name: self._table(name, weight.device) for name in ("exp_avg", "exp_avg_sq")},
+                    weight[begin:end],
+                    gradient[begin:end],
+                    {name: tensor[begin:end] for name, tensor in states.items()},
+                    {name: self._table(name, device) for name in ("exp_avg", "exp_avg_sq")},
                     step,
-                    torch.full((), self._keys[parameter], dtype=torch.int64, device=weight.device),  # type: ignore[index]
-                    torch.full((), first, dtype=torch.int64, device=weight.device),
+                    torch.full((), key, dtype=torch.int64, device=device),
+                    torch.full((), first, dtype=torch.int64, device=device),
                     strides,
                     *lr_and_decay,
-                    weight_decay if self._constants.is_adam else 0.0,
-                    self._constants,
+                    l2_penalty,
+                    constants,
                 )
             # compilation fails before any part of the update has run, so repeat the chunk without it
             except torch._dynamo.exc.TorchDynamoException as error:
@@ -180,14 +181,14 @@ class LowBitsAdam(torch.optim.Optimizer):
                 logger.warning(f"the update of {name} cannot be compiled, so it is slow: {cause}")
                 update = self._compiled = update_part
                 continue
-            begin = chunk.stop
+            begin = end
 
     def _table(self, name: str, device: torch.device) -> Tensor:
-        if (name, device) not in self._tables:
-            self._tables[name, device] = torch.tensor(
-                code(name == "exp_avg"), dtype=torch.float32, device=device
-            )
-        return self._tables[name, device]
+        key = (name, device)
+        if key not in self._tables:
+            codebook = code(signed=name == "exp_avg")
+            self._tables[key] = torch.tensor(codebook, dtype=torch.float32, device=device)
+        return self._tables[key]
 
     def _kernel(self, weight: Tensor, states: Mapping[str, Tensor]) -> Callable[..., None]:
         """Return the function that updates a chunk: compiled on an accelerator, ``update_part`` otherwise.
@@ -285,9 +286,10 @@ def _rounded(x: Tensor, dtype: torch.dtype, random: Tensor, c: Constants) -> Ten
 
 def _read(states: Mapping[str, Tensor], name: str, tables: Mapping[str, Tensor]) -> Tensor:
     """Return a mean in float32."""
+    stored = states[name]
     if f"{name}_scale" not in states:
-        return states[name].float()
-    numbers = tables[name][states[name].int()]
+        return stored.float()
+    numbers = tables[name][stored.int()]
     scale = states[f"{name}_scale"].unsqueeze(-1)
     return _rows(_blocks(numbers) * scale, numbers.size(-1))
 
@@ -316,9 +318,28 @@ def _write(
     states[f"{name}_scale"].copy_(scale)
 
 
+def _index_in_unsharded(parameter: Tensor) -> tuple[list[int], int, int]:
+    """Return the strides of the unsharded tensor, the first row of this rank's shard, and the offset of its
+    first column.
+
+    Random numbers depend on the index of an element in the unsharded tensor, so every mesh rounds alike.
+    """
+    shape = parameter.shape or torch.Size([1])
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    if parameter.ndim == 0:
+        return strides, 0, 0
+    slices = local_slices(parameter)
+    column_offset = 0
+    for part, stride in zip(slices[1:], strides[1:], strict=True):
+        column_offset += part.start * stride
+    return strides, slices[0].start, column_offset
+
+
 def _at_least_1d(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return tensor if tensor.ndim else tensor.view(1)
+    if tensor.ndim == 0:
+        return tensor.view(1)
+    return tensor
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -365,7 +386,10 @@ def _check_blocks(parameter: Tensor, name: str) -> None:
         return
     columns = local_slices(parameter)[-1]
     size = parameter.size(-1)
-    if columns.start % STATE_BLOCK or (columns.stop % STATE_BLOCK and columns.stop != size):
+    splits_at_start = columns.start % STATE_BLOCK != 0
+    # the last block of a row may be shorter
+    splits_at_stop = columns.stop % STATE_BLOCK != 0 and columns.stop != size
+    if splits_at_start or splits_at_stop:
         rule = (
             f"requires each block of {STATE_BLOCK} columns on one rank, but the sharding of {name} with {size} columns "
             "splits a block"

@@ -71,27 +71,43 @@ def muon_groups(
         ConfigError: a pattern that is not a default matches nothing, or the patterns leave no parameter to
             Muon.
     """
-    patterns = config.muon_adamw_patterns
-    names = [name for name, _ in named_parameters] if all_names is None else list(all_names)
+    if all_names is None:
+        all_names = [name for name, _ in named_parameters]
+    names = list(all_names)
+    _check_patterns(config.muon_adamw_patterns, names)
+
+    by_algorithm: dict[str, list[tuple[str, Parameter]]] = {MUON: [], ADAMW: []}
+    for name, parameter in named_parameters:
+        # A stack of vectors, such as the filters of a convolution per channel, is not a stack of matrices.
+        is_stack = parameter.ndim == 3 and min(parameter.shape[1:]) > 1
+        is_matrix = parameter.ndim == 2 or is_stack
+        if is_matrix and not _matches(name, config.muon_adamw_patterns):
+            by_algorithm[MUON].append((name, parameter))
+        else:
+            by_algorithm[ADAMW].append((name, parameter))
+    groups = []
+    for algorithm, members in by_algorithm.items():
+        for group in parameter_groups(members, config.no_weight_decay, config.weight_decay):
+            groups.append({**group, "algorithm": algorithm})
+    return groups
+
+
+def _check_patterns(patterns: Sequence[str], names: list[str]) -> None:
+    """Raise ConfigError for patterns that match no parameter, or that leave no parameter to Muon."""
+    option = "optimizer.muon_adamw_patterns"
     # a default pattern may match nothing: some models have no biases
     default_patterns = Optimizer().muon_adamw_patterns
     problems = []
     for pattern in patterns:
-        if pattern not in default_patterns and not any(
-            fnmatchcase(name, pattern) for name in names
-        ):
-            problems.append(
-                Problem(
-                    "optimizer.muon_adamw_patterns",
-                    pattern,
-                    rule="matches no parameter",
-                    fix=f"use a pattern of names like {', '.join(names[:3])}",
-                )
-            )
+        if pattern in default_patterns:
+            continue
+        if not any(fnmatchcase(name, pattern) for name in names):
+            fix = f"use a pattern of names like {', '.join(names[:3])}"
+            problems.append(Problem(option, pattern, rule="matches no parameter", fix=fix))
     if names and all(_matches(name, patterns) for name in names):
         problems.append(
             Problem(
-                "optimizer.muon_adamw_patterns",
+                option,
                 list(patterns),
                 rule="leave no parameter to Muon",
                 fix='set optimizer.name = "AdamW", or use fewer patterns',
@@ -99,18 +115,6 @@ def muon_groups(
         )
     if problems:
         raise ConfigError(problems)
-    by_algorithm: dict[str, list[tuple[str, Parameter]]] = {MUON: [], ADAMW: []}
-    for name, parameter in named_parameters:
-        # A stack of vectors, such as the filters of a convolution per channel, is not a stack of matrices.
-        is_stack = parameter.ndim == 3 and min(parameter.shape[1:]) > 1
-        is_matrix = parameter.ndim == 2 or is_stack
-        algorithm = MUON if is_matrix and not _matches(name, patterns) else ADAMW
-        by_algorithm[algorithm].append((name, parameter))
-    groups = []
-    for algorithm, members in by_algorithm.items():
-        for group in parameter_groups(members, config.no_weight_decay, config.weight_decay):
-            groups.append({**group, "algorithm": algorithm})
-    return groups
 
 
 class Muon(torch.optim.Optimizer):
@@ -138,15 +142,19 @@ class Muon(torch.optim.Optimizer):
             raise ValueError("Muon does not support closures; compute the gradients before step()")
         with torch.no_grad():
             for group in self.param_groups:
-                parameters = [
-                    parameter for parameter in group["params"] if parameter.grad is not None
-                ]
-                for parameter in parameters:
-                    if not self.state[parameter]:
-                        self.state[parameter].update(self.zero_state(parameter, group))
-                if parameters and group["algorithm"] == MUON:
+                parameters = []
+                for parameter in group["params"]:
+                    if parameter.grad is None:
+                        continue
+                    parameters.append(parameter)
+                    state = self.state[parameter]
+                    if not state:
+                        state.update(self.zero_state(parameter, group))
+                if not parameters:
+                    continue
+                if group["algorithm"] == MUON:
                     self._muon(parameters, group)
-                elif parameters:
+                else:
                     self._adamw(parameters, group)
 
     def zero_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -162,16 +170,21 @@ class Muon(torch.optim.Optimizer):
         key = tuple(map(id, parameters))
         if key not in self._buckets:
             self._buckets[key] = plan(parameters)
-        steps = self._config.muon_steps
         lr = group["lr"]
+        decay = 1 - lr * group["weight_decay"]
+
+        def direction_to_update(matrix: Tensor) -> Tensor:
+            return orthogonalize(matrix, self._config.muon_steps)
+
         for bucket in self._buckets[key]:
             directions = [self._direction(parameter) for parameter in bucket.tensors]
-            updates = bucket.map(directions, lambda matrix: orthogonalize(matrix, steps))
+            updates = bucket.map(directions, direction_to_update)
             for parameter, update in zip(bucket.tensors, updates, strict=True):
                 # an orthogonal matrix has a root mean square of 1 / sqrt(max(rows, columns))
-                scale = self._config.muon_update_rms * math.sqrt(max(parameter.shape[-2:]))
+                larger_side = max(parameter.shape[-2:])
+                scale = self._config.muon_update_rms * math.sqrt(larger_side)
                 local = local_tensor(parameter)
-                local.mul_(1 - lr * group["weight_decay"])
+                local.mul_(decay)
                 local.add_(update.to(local.device), alpha=-lr * scale)
 
     def _direction(self, parameter: Tensor) -> Tensor:
@@ -181,7 +194,9 @@ class Muon(torch.optim.Optimizer):
         gradient = local_tensor(parameter.grad)
         momentum = local_tensor(self.state[parameter]["momentum"])
         momentum.lerp_(gradient, 1 - decay)
-        direction = gradient.lerp(momentum, decay) if self._config.muon_nesterov else momentum
+        direction = momentum
+        if self._config.muon_nesterov:
+            direction = gradient.lerp(momentum, decay)
         # parameters offloaded to the host are exchanged and orthogonalized on the device of the mesh
         device = parameter.device.type
         if isinstance(parameter, DTensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,19 +95,30 @@ def state_tensors(
     skipped.
     """
     # map each parameter to its group, which determines its update
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    groups: dict[Tensor, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            groups[parameter] = group
     tensors = {}
     for name, parameter in named_parameters:
         if parameter not in groups:
             continue
         state = optimizer.state[parameter]
-        if not state and isinstance(optimizer, Muon | LowBitsAdam | torch.optim.Adam):
-            group = groups[parameter]
-            if isinstance(optimizer, Muon):
-                state.update(optimizer.zero_state(parameter, group))
-            elif isinstance(optimizer, LowBitsAdam):
-                state.update(optimizer.zero_state(parameter))
-            else:
-                state.update(adam_zero_state(parameter, group["fused"]))
-        tensors.update({f"{name}.{key}": tensor for key, tensor in state.items()})
+        if not state:
+            state.update(_zero_state(optimizer, parameter, groups[parameter]))
+        for key, tensor in state.items():
+            tensors[f"{name}.{key}"] = tensor
     return tensors
+
+
+def _zero_state(
+    optimizer: torch.optim.Optimizer, parameter: Parameter, group: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return the state of a parameter before its first update. Empty for a user's optimizer."""
+    if isinstance(optimizer, Muon):
+        return optimizer.zero_state(parameter, group)
+    if isinstance(optimizer, LowBitsAdam):
+        return optimizer.zero_state(parameter)
+    if isinstance(optimizer, torch.optim.Adam):
+        return adam_zero_state(parameter, group["fused"])
+    return {}

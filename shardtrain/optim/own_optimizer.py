@@ -54,32 +54,29 @@ def check(config: Optimizer) -> None:
     initial_names = [set(optimizer.state[parameter]) for parameter in parameters]
     _train(optimizer, parameters, gradients[:_STEPS])
     for parameter, names in zip(parameters, initial_names, strict=True):
-        differing = sorted(map(str, names ^ set(optimizer.state[parameter])))
+        state = optimizer.state[parameter]
+        differing = names ^ set(state)
         if differing:
-            rule = f"has different state after a step than initial_state returns ({', '.join(differing)})"
-            raise _problem(
-                config,
-                rule,
-                "make initial_state return exactly the tensors that step stores in its state",
-            )
-        _check_state(parameter, optimizer.state[parameter], config)
+            listed = ", ".join(sorted(map(str, differing)))
+            rule = f"has different state after a step than initial_state returns ({listed})"
+            fix = "make initial_state return exactly the tensors that step stores in its state"
+            raise _problem(config, rule, fix)
+        _check_state(parameter, state, config)
 
     # the second half twice: continued, and from a copy of parameters and state like after a resume
     copies = [parameter.detach() for parameter in parameters]
     resumed_parameters, resumed_optimizer = _fresh(module, copies, config)
     for resumed, parameter in zip(resumed_parameters, parameters, strict=True):
+        resumed_state = resumed_optimizer.state[resumed]
         for key, tensor in optimizer.state[parameter].items():
-            resumed_optimizer.state[resumed][key].copy_(tensor)
+            resumed_state[key].copy_(tensor)
     _train(optimizer, parameters, gradients[_STEPS:])
     _train(resumed_optimizer, resumed_parameters, gradients[_STEPS:])
     for resumed, parameter in zip(resumed_parameters, parameters, strict=True):
         if not torch.equal(resumed, parameter):
             rule = "continues differently after a resume: it has state outside of state[parameter]"
-            raise _problem(
-                config,
-                rule,
-                "keep counts and means in state[parameter], as tensors from initial_state",
-            )
+            fix = "keep counts and means in state[parameter], as tensors from initial_state"
+            raise _problem(config, rule, fix)
 
 
 def _module(config: Optimizer) -> ModuleType:
@@ -95,15 +92,12 @@ def _build(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of a module, and create and check its initial state."""
     # the file may form its own groups, but of exactly these parameters
-    expected = [parameter for group in groups for parameter in group["params"]]
+    expected = _parameters_of(groups)
     optimizer = module.build(groups, config)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise _problem(
-            config,
-            f"builds a {type(optimizer).__name__}",
-            "return a torch.optim.Optimizer from build",
-        )
-    actual = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        rule = f"builds a {type(optimizer).__name__}"
+        raise _problem(config, rule, "return a torch.optim.Optimizer from build")
+    actual = _parameters_of(optimizer.param_groups)
     if set(map(id, actual)) != set(map(id, expected)):
         rule = f"has {len(actual)} of the {len(expected)} parameters that build received"
         raise _problem(config, rule, "pass all param_groups to the optimizer")
@@ -115,15 +109,20 @@ def _build(
     return optimizer
 
 
+def _parameters_of(groups: list[dict[str, Any]]) -> list[Parameter]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def _check_state(parameter: Tensor, state: dict[Any, Any], config: Optimizer) -> None:
     for key, value in state.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
-            rule = f"stores {key!r} of a parameter as {type(value).__name__}, which a checkpoint cannot store"
-            raise _problem(
-                config, rule, "store tensors with string keys; use torch.zeros(()) for a count"
-            )
+            kind = type(value).__name__
+            rule = f"stores {key!r} of a parameter as {kind}, which a checkpoint cannot store"
+            fix = "store tensors with string keys; use torch.zeros(()) for a count"
+            raise _problem(config, rule, fix)
         if value.shape not in (parameter.shape, ()):
-            rule = f"stores {key} with shape {list(value.shape)} for a parameter with shape {list(parameter.shape)}"
+            shape = list(value.shape)
+            rule = f"stores {key} with shape {shape} for a parameter with shape {list(parameter.shape)}"
             fix = "store scalars, or tensors with the parameter's shape, which fit every mesh"
             raise _problem(config, rule, fix)
 
