@@ -82,11 +82,11 @@ class Grid:
 
     @cached_property
     def box(self) -> Box:
-        """What all its boxes cover together."""
-        whole = list(self.sizes)
+        """The box that all boxes of the grid cover together."""
+        sizes = list(self.sizes)
         for axis in self.axes:
-            whole[axis.dim] *= axis.repeats
-        return self.offsets, tuple(whole)
+            sizes[axis.dim] *= axis.repeats
+        return self.offsets, tuple(sizes)
 
     def is_in(self, file: int) -> bool:
         """True if a file contains one of its boxes."""
@@ -99,24 +99,28 @@ class Grid:
         wanted = overlap(self.box, box)
         if wanted is None:
             return None
+        wanted_offsets, wanted_sizes = wanted
+        low = np.array(wanted_offsets, np.int64)
+        high = low + wanted_sizes
         # Start with the entire grid and divide it, outermost axis first. Keep only repeats that
         # reach into ``wanted``. ``files`` and ``offsets`` describe the areas kept so far, and
         # ``extent`` is the size of each of them.
-        low = np.array(wanted[0], np.int64)
-        high = low + wanted[1]
         files = np.array([self.file])
         offsets = np.array([self.offsets], np.int64)
-        extent = list(self.box[1])
+        _, covered_sizes = self.box
+        extent = list(covered_sizes)
         for repeats, dim, file_step in reversed(self.axes):
             step = extent[dim] // repeats
             start = offsets[:, dim]
             stop = start + extent[dim]
-            first_repeat = (np.maximum(low[dim], start) - start) // step
+            wanted_start = np.maximum(low[dim], start)
+            wanted_stop = np.minimum(high[dim], stop)
+            first_repeat = (wanted_start - start) // step
             # Rounded up, by a division of the negative number.
-            stop_repeat = -((start - np.minimum(high[dim], stop)) // step)
+            stop_repeat = -((start - wanted_stop) // step)
             repeat, area = ranges(first_repeat, stop_repeat)
-            offsets = offsets[area]
             files = files[area] + repeat * file_step
+            offsets = offsets[area]
             offsets[:, dim] += repeat * step
             extent[dim] = step
         shared_starts = np.maximum(offsets, low)

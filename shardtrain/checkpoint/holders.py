@@ -79,14 +79,14 @@ def table_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
         CheckpointError: the sharding of a tensor is not supported.
     """
     digits: dict[int, list[tuple[int, int] | None]] = {}
-    known: dict[Any, Any] = {}  # one entry per kind, because layers have equal tensors
+    rules: dict[Any, Any] = {}  # one entry per kind, because layers have equal tensors
     table = {}
     for name, tensor in tensors.items():
-        key = _kind(tensor)
-        if key not in known:
-            known[key] = _rule(tensor, digits)
+        kind = _kind(tensor)
+        if kind not in rules:
+            rules[kind] = _rule(tensor, digits)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        table[name] = [dtype, list(tensor.shape), known[key]]
+        table[name] = [dtype, list(tensor.shape), rules[kind]]
     return table
 
 
@@ -101,10 +101,11 @@ def find_holders(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
     return held_by_all(tables, table_of_rank)
 
 
-def tables_of_ranks(own: Table) -> tuple[list[Table], list[int]]:
+def tables_of_ranks(own_table: Table) -> tuple[list[Table], list[int]]:
     """Return the distinct tables of all ranks, and the index of each rank's table (a collective)."""
-    folded, number_of = gather_distinct_json(fold(own))
-    return [unfold(one) for one in folded], number_of
+    distinct, index_of_rank = gather_distinct_json(fold(own_table))
+    tables: list[Table] = [unfold(folded) for folded in distinct]
+    return tables, index_of_rank
 
 
 def fold(table: Table) -> list[list[Any]]:
@@ -115,11 +116,14 @@ def fold(table: Table) -> list[list[Any]]:
     """
     lines: dict[tuple[str, str, str], list[Any]] = {}
     for name, value in table.items():
-        before, number, after = name, "", ""
+        before = name
+        number = ""
+        after = ""
         match = _LAYER.fullmatch(name)
         if match:
             before, number, after = match.groups()
-        line = lines.setdefault((before, after, repr(value)), [before, after, value, []])
+        key = (before, after, repr(value))
+        line = lines.setdefault(key, [before, after, value, []])
         if not number:
             continue
         # A run of consecutive layer numbers is [first, stop].
@@ -150,34 +154,40 @@ def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[s
     Raises:
         CheckpointError: as ``find_holders``.
     """
+    index_of_rank = np.asarray(table_of_rank)
+    ranks_of_table = []
+    for index in range(len(tables)):
+        ranks_of_table.append(np.flatnonzero(index_of_rank == index))
+
     # Collect the tables that contain each tensor, with their splits. They must agree on its dtype and shape.
-    number_of_rank = np.asarray(table_of_rank)
-    ranks_of = [np.flatnonzero(number_of_rank == number) for number in range(len(tables))]
     rules: dict[str, list[tuple[int, Any]]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for number, table in enumerate(tables):
+    for index, table in enumerate(tables):
         for name, (dtype, shape, rule) in table.items():
-            kind = (dtype, tuple(shape))
             if dtype not in ITEM_BYTES:
                 raise CheckpointError(
                     f"{name} cannot be saved: its type {dtype} is not one of {', '.join(ITEM_BYTES)}",
                 )
-            if kinds.setdefault(name, kind) != kind:
-                rank = ranks_of[number][0]
+            kind = (dtype, tuple(shape))
+            earlier_kind = kinds.setdefault(name, kind)
+            if earlier_kind != kind:
+                rank = ranks_of_table[index][0]
                 raise CheckpointError(
-                    f"{name} cannot be saved: it is {kind} on rank {rank}, and {kinds[name]} before",
+                    f"{name} cannot be saved: it is {kind} on rank {rank}, and {earlier_kind} before",
                 )
-            rules.setdefault(name, []).append((number, rule))
+            rules.setdefault(name, []).append((index, rule))
 
     # Compute the boxes once per shape and splits, because a model has few of them.
-    known: dict[Any, tuple[HeldBoxes, ...]] = {}
+    parts: dict[Any, tuple[HeldBoxes, ...]] = {}
     held = {}
     for name, (dtype, shape) in kinds.items():
         key = (shape, repr(rules[name]))
-        if key not in known:
-            rules_of_ranks = [(ranks_of[number], rule) for number, rule in rules[name]]
-            known[key] = _parts(shape, rules_of_ranks)
-        held[name] = Held(dtype, shape, known[key])
+        if key not in parts:
+            rules_of_ranks = []
+            for index, rule in rules[name]:
+                rules_of_ranks.append((ranks_of_table[index], rule))
+            parts[key] = _parts(shape, rules_of_ranks)
+        held[name] = Held(dtype, shape, parts[key])
     return held
 
 
@@ -185,7 +195,9 @@ def num_replicated(held: Mapping[str, Held]) -> int:
     """Return the number of boxes that more than one rank holds."""
     count = 0
     for tensor in held.values():
-        count += sum(len(part.ranks) for part in tensor.parts if part.holders > 1)
+        for part in tensor.parts:
+            if part.holders > 1:
+                count += len(part.ranks)
     return count
 
 
@@ -194,11 +206,11 @@ def box_of(tensor: Tensor) -> Box:
     slices = local_slices(tensor)
     offsets = tuple(s.start for s in slices)
     sizes = tuple(s.stop - s.start for s in slices)
-    own_shape = tuple(local_tensor(tensor).shape)
-    are_both_empty = 0 in own_shape and 0 in sizes
-    if own_shape != sizes and not are_both_empty:
+    local_shape = tuple(local_tensor(tensor).shape)
+    are_both_empty = 0 in local_shape and 0 in sizes
+    if local_shape != sizes and not are_both_empty:
         raise CheckpointError(
-            f"a shard has shape {own_shape} instead of {sizes}: this sharding is not supported",
+            f"a shard has shape {local_shape} instead of {sizes}: this sharding is not supported",
         )
     return offsets, sizes
 
@@ -208,12 +220,16 @@ def boxes_of(shape: Sequence[int], rule: Any, ranks: Ints) -> tuple[Ints, Ints]:
 
     ``rule`` is a list of splits (size, stride, dim), or a dict with the box of all of them.
     """
-    starts = np.zeros((len(ranks), len(shape)), np.int64)
-    stops = np.broadcast_to(np.asarray(shape, np.int64), starts.shape).copy()
+    num_ranks = len(ranks)
+    dims = len(shape)
+    starts = np.zeros((num_ranks, dims), np.int64)
     if isinstance(rule, dict):
         starts[:] = rule["offsets"]
-        sizes = rule["sizes"]
-        return starts, np.broadcast_to(np.asarray(sizes, np.int64), starts.shape)
+        sizes = np.asarray(rule["sizes"], np.int64)
+        return starts, np.broadcast_to(sizes, starts.shape)
+
+    full_shape = np.asarray(shape, np.int64)
+    stops = np.broadcast_to(full_shape, starts.shape).copy()
     # Each split divides the result of the previous ones like torch.chunk: the last chunks may be
     # smaller or empty.
     for size, stride, dim in rule:
@@ -239,7 +255,7 @@ def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> An
     """Describe the shard of a rank in the form that ``boxes_of`` evaluates for any rank.
 
     Return the splits (size, stride, dim) in the order in which they apply. If no splits describe this
-    rank's shard exactly, return its box as a dict.
+    rank's shard exactly, return its box as a dict. ``digits`` caches the result of ``_digits`` per mesh.
     """
     offsets, sizes = box_of(tensor)
     if not is_distributed(tensor):
@@ -247,24 +263,31 @@ def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> An
     mesh = tensor.device_mesh
     if id(mesh) not in digits:
         digits[id(mesh)] = _digits(mesh.mesh.numpy())
+    digits_of_axes = digits[id(mesh)]
+
     # The order of ops.dtensor.local_slices: strided splits (FSDP over tensor parallelism) come last.
-    order = sorted(
-        enumerate(tensor.placements), key=lambda item: type(item[1]).__name__ == "_StridedShard"
-    )
+    order = sorted(enumerate(tensor.placements), key=lambda item: _is_strided(item[1]))
     rule = []
     for axis, placement in order:
         if mesh.size(axis) <= 1:
             continue
-        digit = digits[id(mesh)][axis]
+        digit = digits_of_axes[axis]
         dim = sharded_dim(placement)
         if digit is not None and dim is not None:
-            rule.append([*digit, dim])
+            size, stride = digit
+            rule.append([size, stride, dim])
+
     # Use the splits only if they describe this rank's shard exactly. Otherwise return its box.
-    split_offsets, split_sizes = boxes_of(tensor.shape, rule, np.array([dist.get_rank()]))
+    this_rank = np.array([dist.get_rank()])
+    split_offsets, split_sizes = boxes_of(tensor.shape, rule, this_rank)
     split_box = (tuple(split_offsets[0].tolist()), tuple(split_sizes[0].tolist()))
     if split_box == (offsets, sizes):
         return rule
     return {"offsets": offsets, "sizes": sizes}
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
 
 
 def _digits(mesh: Ints) -> list[tuple[int, int] | None]:
@@ -274,10 +297,12 @@ def _digits(mesh: Ints) -> list[tuple[int, int] | None]:
     digits: list[tuple[int, int] | None] = []
     for axis, size in enumerate(mesh.shape):
         # The ranks along the axis must be equally far apart, in ascending order.
-        line = np.moveaxis(mesh, axis, 0).reshape(size, -1)[:, 0]
-        steps = np.unique(np.diff(line)).tolist()
-        is_digit = len(steps) == 1 and steps[0] > 0
-        digits.append((size, steps[0]) if is_digit else None)
+        lines = np.moveaxis(mesh, axis, 0).reshape(size, -1)
+        steps = np.unique(np.diff(lines[:, 0])).tolist()
+        if len(steps) == 1 and steps[0] > 0:
+            digits.append((size, steps[0]))
+        else:
+            digits.append(None)
     return digits
 
 
@@ -288,37 +313,48 @@ def _parts(
 
     ``splits_of_ranks`` are pairs of ranks and the rule of their shards (see ``boxes_of``).
     """
-    ranks = np.concatenate([ranks for ranks, _ in splits_of_ranks])
-    boxes = [boxes_of(shape, rule, ranks) for ranks, rule in splits_of_ranks]
-    offsets = np.concatenate([box_offsets for box_offsets, _ in boxes])
-    sizes = np.concatenate([box_sizes for _, box_sizes in boxes])
-    full = (sizes > 0).all(1)
-    is_even = bool(full.all() and (sizes == sizes[0]).all())
-    ranks = ranks[full]
-    offsets = offsets[full]
-    sizes = sizes[full]
+    all_ranks = []
+    all_offsets = []
+    all_sizes = []
+    for ranks_of_rule, rule in splits_of_ranks:
+        offsets_of_rule, sizes_of_rule = boxes_of(shape, rule, ranks_of_rule)
+        all_ranks.append(ranks_of_rule)
+        all_offsets.append(offsets_of_rule)
+        all_sizes.append(sizes_of_rule)
+    ranks = np.concatenate(all_ranks)
+    offsets = np.concatenate(all_offsets)
+    sizes = np.concatenate(all_sizes)
+
+    # A rank with an empty shard is not a holder.
+    is_full = (sizes > 0).all(1)
+    has_equal_size = (sizes == sizes[0]).all()
+    is_even = bool(is_full.all() and has_equal_size)
+    ranks = ranks[is_full]
     if not len(ranks):
         return ()
 
     # Sort by offsets, sizes and rank, so the holders of a box are adjacent.
-    both = np.concatenate([offsets, sizes], 1)
-    order = np.lexsort((ranks, *both.T[::-1]))
+    boxes = np.concatenate([offsets[is_full], sizes[is_full]], 1)
+    columns = boxes.T[::-1]  # lexsort takes the most significant key last
+    order = np.lexsort((ranks, *columns))
     ranks = ranks[order]
-    both = both[order]
-    is_other_box = (both[1:] != both[:-1]).any(1)
-    firsts = np.concatenate([[0], 1 + is_other_box.nonzero()[0]])
+    boxes = boxes[order]
+    is_next_box = (boxes[1:] != boxes[:-1]).any(1)
+    firsts = np.concatenate([[0], 1 + is_next_box.nonzero()[0]])
     counts = np.diff([*firsts, len(ranks)])
 
     # Create one part for each number of holders, so the ranks of a part form a matrix.
     dims = len(shape)
     parts = []
     for count in np.unique(counts):
-        boxes_at = firsts[counts == count]
-        ranks_of_boxes = ranks[boxes_at[:, None] + np.arange(count)]
-        is_only_part = len(boxes_at) == len(firsts)
-        offsets_of_part = both[boxes_at, :dims]
-        sizes_of_part = both[boxes_at, dims:]
-        parts.append(
-            HeldBoxes(offsets_of_part, sizes_of_part, ranks_of_boxes, is_even and is_only_part)
+        firsts_of_part = firsts[counts == count]
+        rows = firsts_of_part[:, None] + np.arange(count)
+        is_only_part = len(firsts_of_part) == len(firsts)
+        part = HeldBoxes(
+            offsets=boxes[firsts_of_part, :dims],
+            sizes=boxes[firsts_of_part, dims:],
+            ranks=ranks[rows],
+            is_even=is_even and is_only_part,
         )
+        parts.append(part)
     return tuple(parts)

@@ -137,7 +137,8 @@ class Manifest:
         version = 1
         tensors = {}
         for name, tensor in self.tensors.items():
-            tensors[name] = [tensor.dtype, tensor.shape, [_fields(grid) for grid in tensor.grids]]
+            grids = [_fields(grid) for grid in tensor.grids]
+            tensors[name] = [tensor.dtype, tensor.shape, grids]
             if any(grid.axes for grid in tensor.grids):
                 version = 2
         body = {
@@ -152,7 +153,9 @@ class Manifest:
             "tensors": tensors,
             "facts": dict(self.facts),
         }
-        rest = ("\n" + json.dumps(body, allow_nan=False)[1:] + "\n").encode()
+        # The first line replaces the opening brace of the body.
+        text = json.dumps(body, allow_nan=False)
+        rest = f"\n{text[1:]}\n".encode()
         if len(rest) > MAX_BYTES - 100:
             raise CheckpointError(too_large(len(rest)))
         digest = hashlib.sha256(rest).hexdigest().encode()
@@ -203,22 +206,23 @@ def read_bytes(path: Path | ObjectPath) -> bytes:
             )
         return file.read_bytes()
     except OSError as error:
-        reason = error.strerror or str(error)
-        if way := way_from_dcp(path):
-            raise CheckpointError(f"checkpoint {path}: {way}") from error
-        if isinstance(path, Path) and (path / "config.json").is_file():
-            way = "it is a Hugging Face folder; to start from its weights, set checkpoint.initial_load_in_hf = true"
-            raise CheckpointError(f"checkpoint {path}: {way}") from error
-        if isinstance(path, Path) and (path.is_symlink() or path.is_file()):
-            raise CheckpointError(
-                f"checkpoint {path} {why_not_one(path)}; use another one"
-            ) from error
-        if isinstance(path, Path) and not path.exists():
-            fix = "give an existing one, such as outputs/checkpoint/step-100"
-            raise CheckpointError(f"checkpoint {path} does not exist; {fix}") from error
-        raise CheckpointError(
-            f"checkpoint {path}: {MANIFEST} cannot be read: {reason}; use another one",
-        ) from error
+        raise CheckpointError(f"checkpoint {path}{_why_unreadable(path, error)}") from error
+
+
+def _why_unreadable(path: Path | ObjectPath, error: OSError) -> str:
+    """Return why a manifest cannot be read and what to do, as the text after the checkpoint's path."""
+    way = way_from_dcp(path)
+    if way:
+        return f": {way}"
+    if isinstance(path, Path):
+        if (path / "config.json").is_file():
+            return ": it is a Hugging Face folder; to start from its weights, set checkpoint.initial_load_in_hf = true"
+        if path.is_symlink() or path.is_file():
+            return f" {why_not_one(path)}; use another one"
+        if not path.exists():
+            return " does not exist; give an existing one, such as outputs/checkpoint/step-100"
+    reason = error.strerror or str(error)
+    return f": {MANIFEST} cannot be read: {reason}; use another one"
 
 
 def why_not_one(path: Path) -> str:
@@ -263,19 +267,7 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _parse(data: bytes) -> Manifest:
-    # Check the hash and the version.
-    first_line = _FIRST_LINE.match(data)
-    if not first_line:
-        _refuse("is damaged: its bytes are not those that were written")
-    digest = hashlib.sha256(data[first_line.end() :]).hexdigest()
-    if digest.encode() != first_line.group(1):
-        _refuse("is damaged: its bytes are not those that were written")
-    try:
-        body = checked_json.parse(data, unique_keys=True)
-    except (ValueError, RecursionError) as error:
-        _refuse(f"is not a manifest's JSON: {str(error)[:100]}")
-    if body.get("format") != FORMAT:
-        _refuse("was not written by shardtrain")
+    body = _verified_body(data)
     version = _count(body.get("version"), "version")
     if not 1 <= version <= VERSION:
         writer = _text(body.get("created_by"), "created_by")
@@ -285,10 +277,12 @@ def _parse(data: bytes) -> Manifest:
 
     # A hash protects against damage, not against intent, so check every value.
     files = tuple(_file(entry) for entry in _list(body.get("files"), "files"))
-    if len({file.name for file in files}) != len(files):
+    distinct_names = {file.name for file in files}
+    if len(distinct_names) != len(files):
         _refuse("names a file twice")
-    entries = _dict(body.get("tensors"), "tensors")
-    tensors = {name: _tensor(name, entry, version, len(files)) for name, entry in entries.items()}
+    tensors = {}
+    for name, entry in _dict(body.get("tensors"), "tensors").items():
+        tensors[name] = _tensor(name, entry, version, len(files))
     _check_places(files, tensors)
     facts = _dict(body.get("facts"), "facts")
     if not isinstance(facts.get("state"), dict):
@@ -305,6 +299,24 @@ def _parse(data: bytes) -> Manifest:
     )
 
 
+def _verified_body(data: bytes) -> dict[str, Any]:
+    """Return the JSON object of a manifest whose hash and format are right."""
+    first_line = _FIRST_LINE.match(data)
+    if not first_line:
+        _refuse("is damaged: its bytes are not those that were written")
+    rest = data[first_line.end() :]
+    digest = hashlib.sha256(rest).hexdigest()
+    if digest.encode() != first_line.group(1):
+        _refuse("is damaged: its bytes are not those that were written")
+    try:
+        body = checked_json.parse(data, unique_keys=True)
+    except (ValueError, RecursionError) as error:
+        _refuse(f"is not a manifest's JSON: {str(error)[:100]}")
+    if body.get("format") != FORMAT:
+        _refuse("was not written by shardtrain")
+    return body
+
+
 def _file(entry: Any) -> TensorFile:
     name, size, digest = _list(entry, "files", 3)
     if not isinstance(name, str) or not _FILE.fullmatch(name):
@@ -315,42 +327,41 @@ def _file(entry: Any) -> TensorFile:
 
 
 def _tensor(name: str, entry: Any, version: int, num_files: int) -> StoredTensor:
-    dtype, shape, grids = _list(entry, "tensors", 3)
+    dtype, shape, grid_entries = _list(entry, "tensors", 3)
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
         _refuse("has an invalid tensor name")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         _refuse(f"has a dtype of {name} that is not one of {', '.join(ITEM_BYTES)}")
     # A load allocates the tensor, so limit its size.
-    whole = _counts(shape, name)
-    if math.prod(whole) * ITEM_BYTES[dtype] > MAX_SIZE:
+    full_shape = _counts(shape, name)
+    num_bytes = math.prod(full_shape) * ITEM_BYTES[dtype]
+    if num_bytes > MAX_SIZE:
         _refuse(f"has a too large shape of {name}")
-    dims = len(whole)
-    checked = tuple(_grid(name, grid, version, dims, num_files) for grid in _list(grids, name))
-    problem = check_tiling(whole, [grid.box for grid in checked])
+    grids = []
+    for grid_entry in _list(grid_entries, name):
+        grids.append(_grid(name, grid_entry, version, len(full_shape), num_files))
+    problem = check_tiling(full_shape, [grid.box for grid in grids])
     if problem:
         _refuse(f"has pieces of {name} that {problem}")
-    return StoredTensor(dtype, whole, checked)
+    return StoredTensor(dtype, full_shape, tuple(grids))
 
 
 def _grid(name: str, entry: Any, version: int, dims: int, num_files: int) -> Grid:
     fields = _list(entry, name)
+    # the fifth field, the axes, exists since version 2
     if len(fields) != 4 and not (len(fields) == 5 and version > 1):
         _refuse(f"has an entry of {name} that is not a list of the right length")
-    offsets, sizes, file, begin, *rest = fields
-    axes = []
-    axis_entries = _list(rest[0], name) if rest else []
-    for axis in axis_entries:
-        repeats, dim, step = _list(axis, name, 3)
-        is_int = isinstance(step, int) and not isinstance(step, bool)
-        if not is_int or abs(step) > num_files or _count(dim, name) >= dims:
-            _refuse(f"has pieces of {name} with an invalid repetition")
-        axes.append(Axis(_count(repeats, name), dim, step))
+    axes: list[Axis] = []
+    if len(fields) == 5:
+        for axis_entry in _list(fields[4], name):
+            axes.append(_axis(name, axis_entry, dims, num_files))
+    offsets, sizes, file, begin = fields[:4]
     grid = Grid(
-        _counts(offsets, name),
-        _counts(sizes, name),
-        _count(file, name),
-        _count(begin, name),
-        tuple(axes),
+        offsets=_counts(offsets, name),
+        sizes=_counts(sizes, name),
+        file=_count(file, name),
+        begin=_count(begin, name),
+        axes=tuple(axes),
     )
     has_right_dims = len(grid.sizes) == dims and len(axes) <= MAX_DIMS
     if not has_right_dims or not 1 <= grid.count <= max(1, num_files):
@@ -360,6 +371,14 @@ def _grid(name: str, entry: Any, version: int, dims: int, num_files: int) -> Gri
     return grid
 
 
+def _axis(name: str, entry: Any, dims: int, num_files: int) -> Axis:
+    repeats, dim, step = _list(entry, name, 3)
+    is_int = isinstance(step, int) and not isinstance(step, bool)
+    if not is_int or abs(step) > num_files or _count(dim, name) >= dims:
+        _refuse(f"has pieces of {name} with an invalid repetition")
+    return Axis(_count(repeats, name), dim, step)
+
+
 def _check_places(files: tuple[TensorFile, ...], tensors: Mapping[str, StoredTensor]) -> None:
     """Check that every piece is inside its file, and that no two pieces share a byte.
 
@@ -367,47 +386,58 @@ def _check_places(files: tuple[TensorFile, ...], tensors: Mapping[str, StoredTen
     checked. The files of ranks with equal shards of all tensors are of one kind, so this is fast
     for many ranks.
     """
+    # The spans (first byte, end, name) that a grid occupies in each of its files, by first file and axes.
     spans: dict[tuple[int, tuple[Axis, ...]], list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
         for grid in tensor.grids:
             end = grid.begin + grid.numel * ITEM_BYTES[tensor.dtype]
-            spans.setdefault((grid.file, grid.axes), []).append((grid.begin, end, name))
-    num_places = sum(math.prod(axis.repeats for axis in axes) for _, axes in spans)
+            span = (grid.begin, end, name)
+            spans.setdefault((grid.file, grid.axes), []).append(span)
+    num_places = 0
+    for _, axes in spans:
+        num_places += math.prod(axis.repeats for axis in axes)
     if num_places > _MAX_PLACES:
         _refuse("has pieces that are too many to check")
 
     # The kind of a file identifies the grids that it contains boxes of. It is the exclusive or of a
     # random number per grid, so an attacker cannot construct two kinds that look equal.
-    reached: list[list[int]] = []
+    files_of_grids: list[list[int]] = []
     kinds = [0] * len(files)
-    for (file, axes), pieces in spans.items():
-        numbers = file_numbers(file, axes)
-        reached.append(numbers)
-        name = pieces[0][2]
-        furthest = max(end for _, end, _ in pieces)
+    for (first_file, axes), spans_of_grid in spans.items():
+        numbers = file_numbers(first_file, axes)
+        files_of_grids.append(numbers)
+        name = spans_of_grid[0][2]
+        _check_files_of_grid(name, numbers, max(end for _, end, _ in spans_of_grid), files)
         token = secrets.randbits(128)
-        has_no_file = min(numbers) < 0 or max(numbers) >= len(files)
-        if has_no_file or any(furthest > files[number].bytes for number in numbers):
-            _refuse(f"has a piece of {name} outside its file")
-        if len(set(numbers)) != len(numbers):
-            _refuse(f"has pieces of {name} that share bytes")
         for number in numbers:
             kinds[number] ^= token
 
     # Sort the pieces in a file of each kind by their offset. None may begin before the previous one ends.
-    places: dict[int, list[tuple[int, int, str]]] = {}
+    spans_by_kind: dict[int, list[tuple[int, int, str]]] = {}
     left = _MAX_PLACES
-    for pieces, numbers in zip(spans.values(), reached, strict=True):
+    for spans_of_grid, numbers in zip(spans.values(), files_of_grids, strict=True):
         for kind in {kinds[number] for number in numbers}:
-            left -= len(pieces)
+            left -= len(spans_of_grid)
             if left < 0:
                 _refuse("has pieces that are too many to check")
-            places.setdefault(kind, []).extend(pieces)
-    for spans_of_kind in places.values():
+            spans_by_kind.setdefault(kind, []).extend(spans_of_grid)
+    for spans_of_kind in spans_by_kind.values():
         spans_of_kind.sort()
         for (_, end, _), (begin, _, _) in itertools.pairwise(spans_of_kind):
             if begin < end:
                 _refuse("has two pieces that share bytes")
+
+
+def _check_files_of_grid(
+    name: str, numbers: list[int], end: int, files: tuple[TensorFile, ...]
+) -> None:
+    """Check that the files ``numbers`` exist, are distinct, and have at least ``end`` bytes."""
+    if min(numbers) < 0 or max(numbers) >= len(files):
+        _refuse(f"has a piece of {name} outside its file")
+    if any(end > files[number].bytes for number in numbers):
+        _refuse(f"has a piece of {name} outside its file")
+    if len(set(numbers)) != len(numbers):
+        _refuse(f"has pieces of {name} that share bytes")
 
 
 def _dict(value: Any, what: str) -> dict[str, Any]:

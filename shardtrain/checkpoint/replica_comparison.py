@@ -46,68 +46,83 @@ def find_odd(
     rank = dist.get_rank()
     if size == 1:
         return ""
-    # This rank's values: the step's counters, and the checksum of each box that has other holders.
+    # This rank's values, with the ranks that must have the same value: the counters of the step, and the
+    # checksum of each box that has other holders.
     everybody = np.arange(size)
-    own: dict[str, tuple[Ints, int]] = {
-        f"counter {name}": (everybody, counters.get(name, 0)) for name in COUNTERS
-    }
-    replicated = []
+    values_of_rank: dict[str, tuple[Ints, int]] = {}
+    for counter in COUNTERS:
+        values_of_rank[f"counter {counter}"] = (everybody, counters.get(counter, 0))
+    names = list(values_of_rank)
+    checked_names = []
+    checksums = []
     for name, tensor in held.items():
-        if any(part.holders > 1 for part in tensor.parts):
-            replicated.append(name)
-    names = [*own, *replicated]
-    checked = []
-    for name in replicated:
-        for part in held[name].parts:
-            if part.holders <= 1:
-                continue
+        replicated = [part for part in tensor.parts if part.holders > 1]
+        if not replicated:
+            continue
+        names.append(name)
+        for part in replicated:
             row = part.row_of(rank)
             if row is not None:
-                checked.append((name, part.ranks[row]))
-    if checked:
-        sums = torch.stack([checksum(tensors[name]) for name, _ in checked]).tolist()
-        for (name, ranks), value in zip(checked, sums, strict=True):
-            own[name] = (ranks, value)
+                values_of_rank[name] = (part.ranks[row], 0)
+                checked_names.append(name)
+                checksums.append(checksum(tensors[name]))
+    if checksums:
+        # one copy to the host for all of them
+        for name, value in zip(checked_names, torch.stack(checksums).tolist(), strict=True):
+            ranks, _ = values_of_rank[name]
+            values_of_rank[name] = (ranks, value)
 
     # Two numbers for each name, in one all-reduce. int64 wraps around, so the sums are modulo 2^64.
     numbers = []
     for name in names:
-        if name not in own:
+        if name not in values_of_rank:
             numbers += [0, 0]
             continue
-        ranks, value = own[name]
-        for balancing in (ranks[-1], ranks[0]):
-            factor = 1 - len(ranks) if rank == balancing else 1
+        ranks, value = values_of_rank[name]
+        for balancing_rank in (ranks[-1], ranks[0]):
+            factor = 1
+            if rank == balancing_rank:
+                factor = 1 - len(ranks)
             numbers.append(_signed(factor * _mixed(value)))
     totals = torch.tensor(numbers)
     host_collectives.all_reduce(totals)
-    odd = totals.view(-1, 2).any(1).nonzero().reshape(-1).tolist()
-    if not odd:
+    is_odd = totals.view(-1, 2).any(1)
+    odd_names = [names[place] for place in is_odd.nonzero().reshape(-1).tolist()]
+    if not odd_names:
         return ""
 
-    # All ranks exchange their checksum of the first odd name, with the first holder of their box.
-    # The odd ranks are among the holders of a box whose checksums differ.
-    first = names[odd[0]]
+    listed = ", ".join(name.removeprefix("model.") for name in odd_names[:3])
+    if len(odd_names) > 3:
+        listed += f" and {len(odd_names) - 3} more"
+    checksums_of_box = _unequal_box(values_of_rank.get(odd_names[0]))
+    return f"{listed}: {_who(checksums_of_box)}"
+
+
+def _unequal_box(value_of_rank: tuple[Ints, int] | None) -> dict[int, int]:
+    """Return the value of each holder of the first box whose holders differ (a collective).
+
+    ``value_of_rank`` are the holders of this rank's box and its value. None if this rank has no box.
+    """
     answer = None
-    if first in own:
-        ranks, value = own[first]
-        answer = [int(ranks[0]), value & _MASK]
-    values = all_gather_json([answer])
-    boxes: dict[int, dict[int, int]] = {}  # first holder of a box -> checksum of each holder
-    for holder, (part,) in enumerate(values):
-        if part:
-            first_holder, box_sum = part
-            boxes.setdefault(first_holder, {})[holder] = box_sum
-    unlike = next(sums for sums in boxes.values() if len({*sums.values()}) > 1)
-    listed = ", ".join(names[place].removeprefix("model.") for place in odd[:3])
-    if len(odd) > 3:
-        listed += f" and {len(odd) - 3} more"
-    return f"{listed}: {_who(unlike)}"
+    if value_of_rank is not None:
+        ranks, value = value_of_rank
+        first_holder = int(ranks[0])
+        answer = [first_holder, value & _MASK]
+    answers = all_gather_json([answer])
+    boxes: dict[int, dict[int, int]] = {}  # first holder of a box -> value of each holder
+    for holder, (answer_of_rank,) in enumerate(answers):
+        if answer_of_rank:
+            first_holder, value = answer_of_rank
+            boxes.setdefault(first_holder, {})[holder] = value
+    for values in boxes.values():
+        if len(set(values.values())) > 1:
+            return values
+    raise AssertionError("the values of no box differ")
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A sum of a local tensor's bits, 8 bytes at a time and weighted by their place, modulo 2^64:
-    an int64 scalar.
+    """Return a checksum of a local tensor's bits as an int64 scalar: a weighted sum of groups of 8 bytes
+    modulo 2^64.
 
     Exact, changed by every flip of a single bit, and by any two numbers that change places within 8 KiB.
     """
@@ -115,12 +130,14 @@ def checksum(tensor: Tensor) -> Tensor:
     # A view as int64 needs bytes that begin at a multiple of 8.
     if data.storage_offset() % 8:
         data = data.clone()
-    whole = len(data) - len(data) % (8 * _WIDTH)
-    sums = data[:whole].view(torch.int64).view(-1, _WIDTH).sum(0)
-    if whole < len(data):
-        rest = data.new_zeros(8 * _WIDTH)
-        rest[: len(data) - whole] = data[whole:]
-        sums += rest.view(torch.int64)
+    row_bytes = 8 * _WIDTH
+    bytes_in_rows = len(data) - len(data) % row_bytes
+    rows = data[:bytes_in_rows].view(torch.int64).view(-1, _WIDTH)
+    sums = rows.sum(0)
+    if bytes_in_rows < len(data):
+        last_row = data.new_zeros(row_bytes)
+        last_row[: len(data) - bytes_in_rows] = data[bytes_in_rows:]
+        sums += last_row.view(torch.int64)
     return (sums * _weights(data.device)).sum()
 
 
@@ -131,7 +148,7 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _mixed(value: int) -> int:
-    """One of 2^64 numbers as another, none as two (the end of SplitMix64): near ones become unlike."""
+    """Permute the numbers below 2^64 so that close numbers become dissimilar (the end of SplitMix64)."""
     value &= _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
@@ -144,10 +161,11 @@ def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-def _who(sums: Mapping[int, int]) -> str:
-    most, count = Counter(sums.values()).most_common(1)[0]
-    if 2 * count > len(sums):
-        odd = [str(rank) for rank, value in sums.items() if value != most]
+def _who(values: Mapping[int, int]) -> str:
+    """Name the ranks to blame. ``values`` are the checksums of the holders of a box."""
+    majority_value, count = Counter(values.values()).most_common(1)[0]
+    if 2 * count > len(values):
+        odd = [str(rank) for rank, value in values.items() if value != majority_value]
         return f"rank {', '.join(odd[:8])} differs from the other {count} that hold it"
-    ranks = [str(rank) for rank in sums]
+    ranks = [str(rank) for rank in values]
     return f"ranks {', '.join(ranks[:8])} differ, and no majority says which is right"

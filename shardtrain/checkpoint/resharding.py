@@ -44,13 +44,15 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
     >>> check_tiling((4,), [((0,), (3,)), ((2,), (1,))])
     'overlap'
     """
+    covered_elements = 0
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return "have a wrong number of dimensions"
         for offset, size, full_size in zip(offsets, sizes, shape, strict=True):
             if offset + size > full_size or size == 0:
                 return "are outside of it or empty"
-    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        covered_elements += math.prod(sizes)
+    if covered_elements != math.prod(shape):
         return "do not cover it exactly"
     if len(boxes) < 2:
         return ""
@@ -60,7 +62,13 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
     # The boxes have as many elements as the tensor, so they cover it if they do not overlap. Sweep
     # along the dimension with most cuts, and compare each box only with those that reach beyond its
     # start.
-    along = max(range(len(shape)), key=lambda dim: len({box[0][dim] for box in boxes}))
+    along = 0
+    most_cuts = 0
+    for dim in range(len(shape)):
+        cuts = {offsets[dim] for offsets, _ in boxes}
+        if len(cuts) > most_cuts:
+            most_cuts = len(cuts)
+            along = dim
     open_boxes: list[Box] = []
     comparisons = 0
     for box in sorted(boxes, key=lambda box: box[0][along]):

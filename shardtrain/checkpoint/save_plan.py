@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch.distributed as dist
 from torch import Tensor
 
@@ -75,15 +76,18 @@ def plan(tensors: Mapping[str, Tensor], earlier: SavePlan | None = None) -> Save
             manifest would be too large to be read again.
     """
     # Exchange one flag instead of all tables, because tensors rarely change between saves.
-    own = holders.table_of(tensors)
-    if not any_rank(earlier is None or earlier.own != own):
+    table = holders.table_of(tensors)
+    has_changed = earlier is None or earlier.own != table
+    if not any_rank(has_changed):
         assert earlier is not None
         return earlier
-    held = holders.held_by_all(*holders.tables_of_ranks(own))
+    tables, table_of_rank = holders.tables_of_ranks(table)
+    held = holders.held_by_all(tables, table_of_rank)
     stored, load = share_out(held, dist.get_world_size())
-    if (num_bytes := least_bytes(stored)) > MAX_BYTES:
+    num_bytes = least_bytes(stored)
+    if num_bytes > MAX_BYTES:
         raise CheckpointError(too_large(num_bytes))
-    return SavePlan(stored, load, held, own)
+    return SavePlan(stored, load, held, table)
 
 
 def share_out(
@@ -96,38 +100,18 @@ def share_out(
     together. Evenly sharded tensors come first in the files. They then begin at the same offset of
     each file, and are one grid.
     """
-    # The order determines the assignment, so it must be equal on all ranks: by holders, evenness and name.
-    order: list[tuple[int, bool, str, HeldBoxes]] = []
-    for name, tensor in held.items():
-        for part in tensor.parts:
-            order.append((part.holders, not part.is_even, name, part))
-    order.sort(key=lambda item: item[:3])
-    item_bytes = {name: ITEM_BYTES[one.dtype] for name, one in held.items()}
-
-    def place(load: Ints) -> Iterator[tuple[str, HeldBoxes, Ints, Ints]]:
-        """Assign the boxes of each part. Yield the writer of each box, and its offset in the
-        writer's file.
-        """
-        for _, _, name, part in order:
-            # Each rank holds at most one box of a part, so no writer occurs twice. Of the ranks that
-            # hold a box, the one with the fewest bytes so far writes it.
-            writers = part.ranks[:, 0]
-            if part.holders > 1:
-                writers = part.ranks[np.arange(len(writers)), load[part.ranks].argmin(1)]
-            begins = load[writers]
-            load[writers] = begins + part.numels * item_bytes[name]
-            yield name, part, writers, begins
+    parts = _parts_in_order(held)
 
     # Only ranks that write something have a file. A rank that is the only holder of a box writes
     # it. If that does not apply to all ranks, assign everything once to find the ranks that write.
     load = np.zeros(num_ranks, np.int64)
-    parts_of_one_holder = {id(part): part for *_, part in order if part.holders == 1}
+    parts_of_one_holder = {id(one.part): one.part for one in parts if one.part.holders == 1}
     for part in parts_of_one_holder.values():
         load[part.ranks] = 1
     if not load.all():
         load[:] = 0
-        for _ in place(load):
-            pass
+        for one in parts:
+            _assign(one, load)
     numbers = _file_numbers(load)
 
     # Many tensors are sharded in the same way but have different offsets in their files. A grid only
@@ -135,25 +119,71 @@ def share_out(
     # per sharding pattern, with indices instead of offsets.
     load = np.zeros(num_ranks, np.int64)
     grids: dict[str, list[Grid]] = {name: [] for name in held}
-    known: dict[Any, list[Grid]] = {}
-    for name, part, writers, begins in place(load):
+    grids_of_pattern: dict[Any, list[Grid]] = {}
+    for one in parts:
+        part = one.part
+        writers, begins = _assign(one, load)
         # Runs of boxes with equal offsets, and the index of each run's offset among the distinct offsets.
         runs = np.concatenate([[0], 1 + np.flatnonzero(np.diff(begins))])
-        values, number = np.unique(begins[runs], return_inverse=True)
-        pattern = hashlib.sha256(runs.tobytes() + number.tobytes()).digest()
+        distinct_begins, index = np.unique(begins[runs], return_inverse=True)
+        pattern = hashlib.sha256(runs.tobytes() + index.tobytes()).digest()
         # The writers of boxes with one holder follow from the part.
         assignment = None
         if part.holders > 1:
             assignment = hashlib.sha256(writers.tobytes()).digest()
         key = (id(part), assignment, pattern)
-        if key not in known:
-            which = np.repeat(number, np.diff([*runs, len(begins)]))
-            known[key] = _fewest(part.offsets, part.sizes, numbers[writers], which)
-        grids[name] += [replace(grid, begin=int(values[grid.begin])) for grid in known[key]]
+        if key not in grids_of_pattern:
+            run_lengths = np.diff([*runs, len(begins)])
+            index_of_box = np.repeat(index, run_lengths)
+            files = numbers[writers]
+            grids_of_pattern[key] = _fewest(part.offsets, part.sizes, files, index_of_box)
+        for grid in grids_of_pattern[key]:
+            begin = int(distinct_begins[grid.begin])
+            grids[one.name].append(replace(grid, begin=begin))
     stored = {}
     for name in sorted(held):
-        stored[name] = StoredTensor(held[name].dtype, held[name].shape, tuple(grids[name]))
+        tensor = held[name]
+        stored[name] = StoredTensor(tensor.dtype, tensor.shape, tuple(grids[name]))
     return stored, load.tolist()
+
+
+class _Part(NamedTuple):
+    """Boxes of a tensor with an equal number of holders, and the bytes per element."""
+
+    name: str
+    part: HeldBoxes
+    item_bytes: int
+
+
+def _parts_in_order(held: Mapping[str, Held]) -> list[_Part]:
+    """Return the parts of all tensors in the order in which they are assigned to ranks.
+
+    The order determines the assignment, so it must be equal on all ranks: by holders, evenness and name.
+    """
+    parts = []
+    for name, tensor in held.items():
+        item_bytes = ITEM_BYTES[tensor.dtype]
+        for part in tensor.parts:
+            parts.append(_Part(name, part, item_bytes))
+    parts.sort(key=lambda one: (one.part.holders, not one.part.is_even, one.name))
+    return parts
+
+
+def _assign(one: _Part, load: Ints) -> tuple[Ints, Ints]:
+    """Return the writer of each box of a part, and the offset of the box in the writer's file.
+
+    ``load`` is the number of bytes that each rank writes, and is updated in place.
+    """
+    # Each rank holds at most one box of a part, so no writer occurs twice. Of the ranks that
+    # hold a box, the one with the fewest bytes so far writes it.
+    ranks = one.part.ranks
+    writers = ranks[:, 0]
+    if one.part.holders > 1:
+        least_loaded = load[ranks].argmin(1)
+        writers = ranks[np.arange(len(ranks)), least_loaded]
+    begins = load[writers]
+    load[writers] = begins + one.part.numels * one.item_bytes
+    return writers, begins
 
 
 def _fewest(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid]:
@@ -161,8 +191,8 @@ def _fewest(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid]
     grids = compress(offsets, sizes, files, begins)
     if len(grids) <= 2:
         return grids
-    num_split_dims = (offsets != offsets[0]).any(0).sum()
-    if num_split_dims <= 1:
+    is_split_dim = (offsets != offsets[0]).any(0)
+    if is_split_dim.sum() <= 1:
         return grids
     order = np.lexsort(offsets.T)
     by_last = compress(offsets[order], sizes[order], files[order], begins[order])
@@ -184,82 +214,92 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
     # For each run: its first box, the size of its area, and the axes that repeat the box. Initially
     # each box is a run.
     firsts = np.arange(len(offsets))
-    whole = sizes.copy()
+    areas = sizes.copy()
     axes: list[tuple[Axis, ...]] = [()] * len(offsets)
-    dims = offsets.shape[1]
     while len(firsts) > 1:
-        # Find neighbors that can be joined: they differ only in the file and in one dimension,
-        # along which they follow each other.
         at = firsts[:-1]
         to = firsts[1:]
-        moved = offsets[to] - offsets[at]
         step = files[to] - files[at]
-        alike = (
-            (begins[to] == begins[at])
-            & (whole[1:] == whole[:-1]).all(1)
-            & (sizes[to] == sizes[at]).all(1)
-        )
+        has_equal_boxes = (begins[to] == begins[at]) & (sizes[to] == sizes[at]).all(1)
+        has_equal_areas = (areas[1:] == areas[:-1]).all(1)
+        joined = has_equal_boxes & has_equal_areas & (step != 0)
         if any(axes):
-            alike &= np.fromiter((a == b for a, b in itertools.pairwise(axes)), bool, len(at))
-        moved_along = (moved != 0).sum(1) == 1
-        if dims:
-            dim = np.abs(moved).argmax(1)
-            links = np.arange(len(at))
-            follows = moved[links, dim] == whole[:-1][links, dim]
-        else:
-            # Scalars have no dimension along which they could follow each other.
-            dim = np.zeros(len(at), np.int64)
-            follows = np.zeros(len(at), bool)
-        joined = alike & moved_along & follows & (step != 0)
+            has_equal_axes = [a == b for a, b in itertools.pairwise(axes)]
+            joined &= np.array(has_equal_axes)
+        follows, dim = _followers(offsets[to] - offsets[at], areas[:-1])
+        joined &= follows
         if not joined.any():
             break
 
         # Group the links between neighbors by dimension and step.
         key = np.where(joined, dim * (2**40) + step, -(2**62))
         changes = np.flatnonzero(key[1:] != key[:-1]) + 1
+        edges = [0, *changes.tolist(), len(key)]
 
         # Link i joins the runs i and i + 1, so the links begin..end-1 of a group merge the runs
         # begin..end. If the previous group already merged run ``begin``, start after it. Runs without
         # links stay as they are. ``place`` is the first run that is not handled yet.
-        kept = []
-        new_whole = []
-        new_axes = []
+        kept: list[int] = []
+        new_areas: list[Ints] = []
+        new_axes: list[tuple[Axis, ...]] = []
         place = 0
-        for begin, end in zip([0, *changes.tolist()], [*changes.tolist(), len(key)], strict=True):
+        for begin, end in itertools.pairwise(edges):
+            start = max(begin, place)
             if not joined[begin]:
-                for single in range(max(begin, place), end):
-                    kept.append(single)
-                    new_whole.append(whole[single])
-                    new_axes.append(axes[single])
+                kept.extend(range(start, end))
+                new_areas.extend(areas[start:end])
+                new_axes.extend(axes[start:end])
                 place = max(place, end)
                 continue
-            start = max(begin, place)
             count = end + 1 - start
             if count > 1:
                 along = int(dim[begin])
-                covers = whole[start].copy()
-                covers[along] *= count
+                area = areas[start].copy()
+                area[along] *= count
+                axis = Axis(count, along, int(step[begin]))
                 kept.append(start)
-                new_whole.append(covers)
-                new_axes.append((*axes[start], Axis(count, along, int(step[begin]))))
+                new_areas.append(area)
+                new_axes.append((*axes[start], axis))
                 place = end + 1
-        for single in range(place, len(firsts)):
-            kept.append(single)
-            new_whole.append(whole[single])
-            new_axes.append(axes[single])
+        kept.extend(range(place, len(firsts)))
+        new_areas.extend(areas[place:])
+        new_axes.extend(axes[place:])
         firsts = firsts[kept]
-        whole = np.array(new_whole)
+        areas = np.array(new_areas)
         axes = new_axes
+
     grids = []
     for first, axes_of_run in zip(firsts.tolist(), axes, strict=True):
-        offsets_of_first = tuple(offsets[first].tolist())
-        sizes_of_first = tuple(sizes[first].tolist())
-        grids.append(
-            Grid(
-                offsets_of_first, sizes_of_first, int(files[first]), int(begins[first]), axes_of_run
-            ),
+        grid = Grid(
+            offsets=tuple(offsets[first].tolist()),
+            sizes=tuple(sizes[first].tolist()),
+            file=int(files[first]),
+            begin=int(begins[first]),
+            axes=axes_of_run,
         )
+        grids.append(grid)
     return grids
+
+
+def _followers(moved: Ints, areas: Ints) -> tuple[npt.NDArray[np.bool_], Ints]:
+    """Find neighbors that follow each other without a gap along one dimension.
+
+    Args:
+        moved: (n, dims), the offset of each next run relative to the run before.
+        areas: (n, dims), the size of each run before.
+
+    Returns:
+        True for each run that follows the run before, and the dimension along which it does.
+    """
+    num_links, dims = moved.shape
+    if not dims:
+        # Scalars have no dimension along which they could follow each other.
+        return np.zeros(num_links, bool), np.zeros(num_links, np.int64)
+    differs_in_one_dim = (moved != 0).sum(1) == 1
+    dim = np.abs(moved).argmax(1)
+    links = np.arange(num_links)
+    is_adjacent = moved[links, dim] == areas[links, dim]
+    return differs_in_one_dim & is_adjacent, dim
 
 
 def _file_numbers(load: Ints) -> Ints:

@@ -47,11 +47,13 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
     while pieces := _next_pieces(cuts):
         copied.forget()
         # Read file by file. Open each file once for all of its known pieces.
-        changes = np.flatnonzero(pieces.files[1:] != pieces.files[:-1]) + 1
+        is_next_file = pieces.files[1:] != pieces.files[:-1]
+        changes = np.flatnonzero(is_next_file) + 1
         edges = [0, *changes.tolist(), len(pieces.files)]
         for first, last in itertools.pairwise(edges):
-            stored_file = manifest.files[pieces.files[first]]
-            with contextlib.closing(files.open_stored(folder / stored_file.name)) as reader:
+            number = pieces.files[first]
+            path = folder / manifest.files[number].name
+            with contextlib.closing(files.open_stored(path)) as reader:
                 _read_of_file(reader, pieces, slice(first, last), copied)
 
 
@@ -104,18 +106,22 @@ class _Copied:
 
     def put(self, begin: int, num_bytes: int, target: _Target, cut: _Cut, row: int) -> None:
         """Copy the needed part of a piece into the shard, and convert the dtype if it differs."""
-        place = self._places.get((id(cut), row))
+        key = (id(cut), row)
+        place = self._places.get(key)
         if place is None:
             if len(self._places) > _MOST_PLACES:
                 self._places.clear()
-            place = self._places[id(cut), row] = cut.place(row)
-        shape, needed, to = place
+            place = cut.place(row)
+            self._places[key] = place
+        shape, needed, destination = place
+        end = begin + num_bytes
         if target.is_as_stored:
-            data = self._bytes[begin : begin + num_bytes].view(target.integers.dtype)
-            target.integers[to] = data.reshape(shape)[needed]
+            integers = self._bytes[begin:end].view(target.integers.dtype)
+            piece = integers.reshape(shape)
+            target.integers[destination] = piece[needed]
         else:
-            rows = self._tensor[begin : begin + num_bytes].view(target.dtype).reshape(shape)
-            target.local[to].copy_(rows[needed])
+            rows = self._tensor[begin:end].view(target.dtype).reshape(shape)
+            target.local[destination].copy_(rows[needed])
 
     def forget(self) -> None:
         """Drop the locations of cuts that may have been freed."""
@@ -175,117 +181,150 @@ class _Pieces(NamedTuple):
 def _find(
     tensors: Mapping[str, Tensor], manifest: Manifest
 ) -> Iterator[tuple[_Target, Grid, _Cut]]:
+    """Yield each grid that this rank needs, with the pieces that it needs of it."""
     known: dict[tuple[object, ...], _Cut | None] = {}
     rows_known = 0
     for name, tensor in tensors.items():
         stored = manifest.tensors[name]
-        own = box_of(tensor)
+        shard = box_of(tensor)
         target = _Target(tensor, stored.dtype)
         for grid in stored.grids:
-            key = (grid.offsets, grid.sizes, grid.axes, own, target.item, target.is_direct)
+            # everything that the cut depends on: file and offset of the grid are added later
+            key = (grid.offsets, grid.sizes, grid.axes, shard, target.item, target.is_direct)
             if key not in known:
                 if rows_known > MOST_PIECES:  # many tensors with different sharding
                     known = {}
                     rows_known = 0
-                known[key] = _cut(grid, own, target.item, target.is_direct)
-                new_cut = known[key]
+                new_cut = _cut(grid, shard, target.item, target.is_direct)
+                known[key] = new_cut
                 rows_known += len(new_cut.files) if new_cut else 1
             cut = known[key]
             if cut:
                 yield target, grid, cut
 
 
-def _cut(grid: Grid, own: Box, item: int, is_direct: bool) -> _Cut | None:
-    overlaps = grid.overlaps(own)
+def _cut(grid: Grid, shard: Box, item: int, is_direct: bool) -> _Cut | None:
+    """Divide the part of a grid that a shard needs into pieces. None if they do not overlap."""
+    overlaps = grid.overlaps(shard)
     if overlaps is None:
         return None
+    shard_offsets, shard_sizes = shard
     of_box = overlaps.shared_offsets - overlaps.offsets
+    of_local = overlaps.shared_offsets - np.array(shard_offsets, np.int64)
     sizes = overlaps.shared_sizes
-    of_local = overlaps.shared_offsets - np.array(own[0], np.int64)
     file = overlaps.files - grid.file
-    dims = len(own[0])
-    row_bytes = [item * math.prod(grid.sizes[dim + 1 :]) for dim in range(dims)]
+    dims = len(shard_offsets)
+    row_bytes = []
+    for dim in range(dims):
+        row_elements = math.prod(grid.sizes[dim + 1 :])
+        row_bytes.append(item * row_elements)
 
-    # Divide the needed part of all boxes into pieces of at most PIECE_BYTES. A piece consists of
-    # consecutive rows along the first dimension whose rows are small enough.
-    along = next((dim for dim in range(dims) if row_bytes[dim] <= files.PIECE_BYTES), 0)
+    # A piece has at most PIECE_BYTES. It consists of consecutive rows along the first dimension whose
+    # rows are small enough. Along the dimensions before, it has an extent of one.
+    along = 0
+    for dim in range(dims):
+        if row_bytes[dim] <= files.PIECE_BYTES:
+            along = dim
+            break
     for dim in range(min(along + 1, dims)):
-        most = files.PIECE_BYTES // row_bytes[dim] if dim == along else 1
+        most = 1
+        if dim == along:
+            most = files.PIECE_BYTES // row_bytes[dim]
         num_pieces = -(-sizes[:, dim] // most)
         number, which = ranges(np.zeros(len(sizes), np.int64), num_pieces)
         file = file[which]
         of_box = of_box[which]
         of_local = of_local[which]
         sizes = sizes[which]
-        of_box[:, dim] += number * most
-        of_local[:, dim] += number * most
-        sizes[:, dim] = np.minimum(sizes[:, dim] - number * most, most)
+        skipped = number * most
+        of_box[:, dim] += skipped
+        of_local[:, dim] += skipped
+        sizes[:, dim] = np.minimum(sizes[:, dim] - skipped, most)
 
-    # Compute the locations of the pieces in their files. Complete rows are read directly into the
-    # shard. For incomplete rows, the complete row is read, and the needed part is copied.
+    # Compute the locations of the pieces in their files.
     bytes_along = np.array(row_bytes[: along + 1], np.int64)
     begins = of_box[:, : along + 1] @ bytes_along
-    num_bytes = sizes[:, along] * row_bytes[along] if dims else np.full(1, item)
-    of_rows = own[1][1:]
-    has_complete_rows = grid.sizes[1:] == of_rows
-    if is_direct and has_complete_rows and (overlaps.shared_sizes[:, 1:] == of_rows).all():
-        begins_in_shard = of_local[:, : along + 1] @ bytes_along
-        return _Cut(file, begins, num_bytes, begins_in_shard, (), sizes[:0, None])
+    num_bytes = np.full(1, item)
+    if dims:
+        num_bytes = sizes[:, along] * row_bytes[along]
+
+    # Complete rows are read directly into the shard. For incomplete rows, the complete row is read, and
+    # the needed part is copied.
+    row_sizes = shard_sizes[1:]
+    shard_has_complete_rows = grid.sizes[1:] == row_sizes
+    if is_direct and shard_has_complete_rows:
+        needs_complete_rows = overlaps.shared_sizes[:, 1:] == row_sizes
+        if needs_complete_rows.all():
+            begins_in_shard = of_local[:, : along + 1] @ bytes_along
+            no_copies = sizes[:0, None]
+            return _Cut(file, begins, num_bytes, begins_in_shard, (), no_copies)
     of_box[:, : along + 1] = 0  # the bytes before a piece are not read
     copies = np.stack([of_box, of_local, sizes], 1)
-    return _Cut(file, begins, num_bytes, None, grid.sizes[along + 1 :], copies)
+    tail = grid.sizes[along + 1 :]
+    return _Cut(file, begins, num_bytes, None, tail, copies)
 
 
-def _next_pieces(found: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None:
+def _next_pieces(needed: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None:
     """Return the next ``MOST_PIECES`` pieces, or a few more to complete the last grid. None at the end."""
     cuts = []
-    columns = []
+    files_of_cuts = []
+    begins_of_cuts = []
+    sizes_of_cuts = []
+    pieces_of_cuts = []
     count = 0
-    for target, grid, cut in found:
-        num_pieces = len(cut.files)
+    for target, grid, cut in needed:
         cuts.append((target, cut))
-        columns.append((cut.files + grid.file, cut.begins + grid.begin, cut.num_bytes, num_pieces))
-        count += num_pieces
+        files_of_cuts.append(cut.files + grid.file)
+        begins_of_cuts.append(cut.begins + grid.begin)
+        sizes_of_cuts.append(cut.num_bytes)
+        pieces_of_cuts.append(len(cut.files))
+        count += len(cut.files)
         if count >= MOST_PIECES:
             break
     if not cuts:
         return None
+
     # Create one row per piece, ordered by file and offset.
-    in_files, begins, num_bytes, numbers = zip(*columns, strict=True)
-    row, which = ranges(np.zeros(len(cuts), np.int64), np.array(numbers))
-    file = np.concatenate(in_files)
-    begin = np.concatenate(begins)
-    size = np.concatenate(num_bytes)
+    row, which = ranges(np.zeros(len(cuts), np.int64), np.array(pieces_of_cuts))
+    file = np.concatenate(files_of_cuts)
+    begin = np.concatenate(begins_of_cuts)
+    size = np.concatenate(sizes_of_cuts)
     order = np.lexsort((begin, file))
-    return _Pieces(file[order], begin[order], size[order], which[order], row[order], cuts)
+    return _Pieces(
+        files=file[order],
+        begins=begin[order],
+        num_bytes=size[order],
+        cut=which[order],
+        row=row[order],
+        cuts=cuts,
+    )
 
 
 def _read_of_file(
-    reader: files.StoredFileReader, pieces: _Pieces, own: slice, copied: _Copied
+    reader: files.StoredFileReader, pieces: _Pieces, of_file: slice, copied: _Copied
 ) -> None:
-    which = pieces.cut[own].tolist()
-    rows = pieces.row[own].tolist()
-    sizes = pieces.num_bytes[own].tolist()
+    """Read the pieces of one file, whose rows in ``pieces`` are ``of_file``."""
+    cuts = pieces.cut[of_file].tolist()
+    rows = pieces.row[of_file].tolist()
+    sizes = pieces.num_bytes[of_file].tolist()
     # Read consecutive pieces with one call of preadv, each into its own memory.
-    for start, stop, position in _runs(pieces.begins[own], pieces.num_bytes[own]):
+    for start, stop, position in _runs(pieces.begins[of_file], pieces.num_bytes[of_file]):
         views = []
         copies = []
         used = 0
-        for number, row, num_bytes in zip(
-            which[start:stop],
-            rows[start:stop],
-            sizes[start:stop],
-            strict=True,
-        ):
-            target, cut = pieces.cuts[number]
+        for place in range(start, stop):
+            row = rows[place]
+            num_bytes = sizes[place]
+            target, cut = pieces.cuts[cuts[place]]
             if cut.to is not None:
                 to = int(cut.to[row])
                 views.append(target.bytes[to : to + num_bytes])
-            else:
-                views.append(copied.view(used, num_bytes))
-                copies.append((used, num_bytes, target, cut, row))
-                used += -(-num_bytes // 8) * 8
-        if reader.read_into_all(views, position) != sum(sizes[start:stop]):
+                continue
+            views.append(copied.view(used, num_bytes))
+            copies.append((used, num_bytes, target, cut, row))
+            used += -(-num_bytes // 8) * 8
+        num_read = reader.read_into_all(views, position)
+        if num_read != sum(sizes[start:stop]):
             raise shorter()
         for copy in copies:
             copied.put(*copy)
@@ -300,21 +339,24 @@ def _runs(begins: Ints, num_bytes: Ints) -> Iterator[tuple[int, int, int]]:
     # The first piece of each run. The last entry is the end of the last run.
     bounds = np.concatenate([[0], 1 + gaps, [len(ends)]])
     positions = begins[bounds[:-1]]
-    run_bytes = ends[bounds[1:] - 1] - positions
-    is_short = (run_bytes <= files.PIECE_BYTES) & (np.diff(bounds) <= files.MOST_VIEWS)
-    runs = itertools.pairwise(bounds.tolist())
-    for (start, end), position, fits_one_read in zip(
-        runs,
+    last_pieces = bounds[1:] - 1
+    run_bytes = ends[last_pieces] - positions
+    run_pieces = np.diff(bounds)
+    fits_one_read = (run_bytes <= files.PIECE_BYTES) & (run_pieces <= files.MOST_VIEWS)
+    runs = zip(
+        itertools.pairwise(bounds.tolist()),
         positions.tolist(),
-        is_short.tolist(),
+        fits_one_read.tolist(),
         strict=True,
-    ):
-        if fits_one_read:
+    )
+    for (start, end), position, fits in runs:
+        if fits:
             yield start, end, position
             continue
         # Cut a long run after the last piece that is within both limits.
         while start < end:
-            candidates = ends[start : min(end, start + files.MOST_VIEWS)]
+            most_end = min(end, start + files.MOST_VIEWS)
+            candidates = ends[start:most_end]
             limit = begins[start] + files.PIECE_BYTES
             count = int(np.searchsorted(candidates, limit, "right"))
             stop = start + max(1, count)

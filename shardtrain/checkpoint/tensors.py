@@ -36,9 +36,9 @@ def write(tensors: Mapping[str, Tensor], shares: SavePlan, folder: Place) -> Ten
     names = shares.names_of(rank)
     if not names:
         return None
-    return write_blocks(
-        (bytes_of(tensors[name]) for name in names), rank, dist.get_world_size(), folder
-    )
+    # A generator, so only one tensor at a time is copied to the host.
+    blocks = (bytes_of(tensors[name]) for name in names)
+    return write_blocks(blocks, rank, dist.get_world_size(), folder)
 
 
 def write_blocks(
@@ -78,13 +78,15 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
             checkpoint has additional names in a section that the run uses ("model", "optimizer").
     """
     # Combine the tensors of all ranks, because a pipeline stage only has some of the names.
-    asked = {}
+    expected_here = {}
     for name, tensor in tensors.items():
-        asked[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-    everyone: dict[str, list[Any]] = {}
-    for table in tables_of_ranks(asked)[0]:
-        everyone.update(table)
-    for name, (dtype, shape) in sorted(everyone.items()):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        expected_here[name] = [dtype, list(tensor.shape)]
+    tables, _ = tables_of_ranks(expected_here)
+    expected: dict[str, list[Any]] = {}
+    for table in tables:
+        expected.update(table)
+    for name, (dtype, shape) in sorted(expected.items()):
         stored = manifest.tensors.get(name)
         if stored is None:
             raise CheckpointError(
@@ -95,14 +97,15 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
                 f"checkpoint {folder} holds {name} of shape {list(stored.shape)}, "
                 f"and this run has {shape}; use the model that it was saved from"
             )
-        if stored.dtype != dtype and not (_is_float(stored.dtype) and _is_float(dtype)):
+        can_convert = _is_float(stored.dtype) and _is_float(dtype)
+        if stored.dtype != dtype and not can_convert:
             raise CheckpointError(
                 f"checkpoint {folder} holds {name} as {stored.dtype}, and this run has {dtype}",
             )
-    sections = {name.partition(".")[0] for name in everyone}
+    sections = {_section(name) for name in expected}
     surplus = []
     for name in manifest.tensors:
-        if name not in everyone and name.partition(".")[0] in sections:
+        if name not in expected and _section(name) in sections:
             surplus.append(name)
     if surplus:
         raise CheckpointError(
@@ -125,18 +128,19 @@ def read_part(manifest: Manifest, folder: Place, name: str, wanted: Sequence[sli
     ``wanted`` has one slice per dimension.
     """
     stored = manifest.tensors[name]
-    offsets = tuple(one.start for one in wanted)
-    sizes = tuple(one.stop - one.start for one in wanted)
-    box = offsets, sizes
+    offsets = tuple(extent.start for extent in wanted)
+    sizes = tuple(extent.stop - extent.start for extent in wanted)
+    box = (offsets, sizes)
     tensor = torch.empty(sizes, dtype=getattr(torch, stored.dtype))
     for chunk, shared in stored.overlapping(box):
-        stored_file = manifest.files[chunk.file]
-        with contextlib.closing(files.open_stored(folder / stored_file.name)) as reader:
-            # The box consists of complete rows of one stored piece, so no copy is needed.
-            if shared == box and chunk.sizes[1:] == sizes[1:]:
-                return read_box(reader, chunk, stored.dtype, shared)
-            target = part(tensor, shared, offsets)
-            target.copy_(read_box(reader, chunk, stored.dtype, shared))
+        path = folder / manifest.files[chunk.file].name
+        with contextlib.closing(files.open_stored(path)) as reader:
+            values = read_box(reader, chunk, stored.dtype, shared)
+        # The box consists of complete rows of one stored piece, so no copy is needed.
+        if shared == box and chunk.sizes[1:] == sizes[1:]:
+            return values
+        target = part(tensor, shared, offsets)
+        target.copy_(values)
     return tensor
 
 
@@ -153,31 +157,37 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def read_box(reader: files.StoredFileReader, chunk: Chunk, dtype: str, wanted: Box) -> Tensor:
     """Return the wanted box of a stored piece. Reads only the rows that overlap it."""
-    rows = 1
-    first = 0
-    shape = chunk.sizes
-    if shape:
-        first = wanted[0][0] - chunk.offsets[0]
-        rows = wanted[1][0]
+    offsets, sizes = wanted
     # Read complete rows along the first dimension, and return a view of their wanted elements.
-    row_bytes = ITEM_BYTES[dtype] * math.prod(shape[1:])
+    rows = 1
+    first_row = 0
+    shape_of_rows = chunk.sizes
+    if shape_of_rows:
+        rows = sizes[0]
+        first_row = offsets[0] - chunk.offsets[0]
+        shape_of_rows = (rows, *chunk.sizes[1:])
+    row_bytes = ITEM_BYTES[dtype] * math.prod(chunk.sizes[1:])
     data = torch.empty(rows * row_bytes, dtype=torch.uint8)
-    begin = chunk.begin + first * row_bytes
-    if reader.read_into(memoryview(data.numpy().data), begin) != len(data):
+    begin = chunk.begin + first_row * row_bytes
+    num_read = reader.read_into(memoryview(data.numpy().data), begin)
+    if num_read != len(data):
         raise tensor_reader.shorter()
-    shape_of_rows = (rows, *shape[1:]) if shape else ()
-    rows_of = data.view(getattr(torch, dtype)).reshape(shape_of_rows)
-    origin = (*wanted[0][:1], *chunk.offsets[1:])
-    return part(rows_of, wanted, origin)
+    values = data.view(getattr(torch, dtype)).reshape(shape_of_rows)
+    origin = (*offsets[:1], *chunk.offsets[1:])
+    return part(values, wanted, origin)
 
 
 def part(tensor: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
     """Return a view of a box of a tensor whose first element has the global index ``origin``."""
-    shape = tensor.shape
-    for dim, (offset, size, start) in enumerate(zip(box[0], box[1], origin, strict=True)):
-        if size != shape[dim]:
-            tensor = tensor.narrow(dim, offset - start, size)
+    offsets, sizes = box
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size != tensor.size(dim):
+            tensor = tensor.narrow(dim, offset - origin[dim], size)
     return tensor
+
+
+def _section(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _is_float(dtype: str) -> bool:

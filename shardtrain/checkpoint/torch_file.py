@@ -89,10 +89,12 @@ class Stored:
     @property
     def last_byte(self) -> int:
         """Number of bytes that the storage must have."""
-        reach = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
-        if math.prod(self.shape):
-            return (self.offset + reach + 1) * ITEM_BYTES[self.dtype]
-        return 0
+        if math.prod(self.shape) == 0:
+            return 0
+        last_element = self.offset
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            last_element += (size - 1) * stride
+        return (last_element + 1) * ITEM_BYTES[self.dtype]
 
     def of(self, data: bytearray) -> Tensor:
         """Return the tensor as a view of the bytes of its storage."""
@@ -123,30 +125,34 @@ class TorchFile:
         """
         self.path = path
         self._old_places: dict[str, int] = {}
-        with self._opened() as (file, length), damage(str(path)):
-            steps = FREE_STEPS + length // BYTES_PER_STEP
+        where = str(path)
+        with self._opened() as (file, length), damage(where):
+            max_steps = FREE_STEPS + length // BYTES_PER_STEP
             if file.read(2) == _OLD_BEGINNING:
                 described, self._sizes, self._old_places = _describe_old(
-                    file, length, str(path), steps
+                    file, length, where, max_steps
                 )
             else:
-                described, self._sizes = describe(
-                    zipfile.ZipFile(file), length, _NAMES, str(path), steps
-                )
-            self.value = _Plain(self._sizes, str(path)).of(described)
+                archive = zipfile.ZipFile(file)
+                described, self._sizes = describe(archive, length, _NAMES, where, max_steps)
+            self.value = _Plain(self._sizes, where).of(described)
 
     def tensor(self, stored: Stored) -> Tensor:
         """Return a tensor on the CPU, with separate memory.
 
         Raises CheckpointError if its bytes are damaged.
         """
-        with self._opened() as (file, length), damage(str(self.path)):
-            if stored.key in self._old_places:
-                file.seek(self._old_places[stored.key])
-                data = bytearray(file.read(self._sizes[stored.key]))
+        where = str(self.path)
+        key = stored.key
+        with self._opened() as (file, length), damage(where):
+            if key in self._old_places:
+                file.seek(self._old_places[key])
+                data = bytearray(file.read(self._sizes[key]))
             else:
-                data = read_storage(zipfile.ZipFile(file), length, stored.key, str(self.path))
-            return stored.of(data).clone(memory_format=torch.contiguous_format)
+                archive = zipfile.ZipFile(file)
+                data = read_storage(archive, length, key, where)
+            view = stored.of(data)
+            return view.clone(memory_format=torch.contiguous_format)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[BinaryIO, int]]:
@@ -182,6 +188,10 @@ class FlatFile:
         self._add("", self._file.value, _MAX_NAMES)
 
     def _add(self, start: str, table: Any, budget: int) -> int:
+        """Add the values of a nested dict or list under dotted names that begin with ``start``.
+
+        Return how many of the ``budget`` names are left.
+        """
         items = table.items() if isinstance(table, dict) else enumerate(table)
         for key, value in items:
             budget -= 1
@@ -192,9 +202,10 @@ class FlatFile:
                 )
             if isinstance(value, dict | list) and value:
                 budget = self._add(f"{name}.", value, budget)
-            elif name in self.tensors or name in self.objects:
+                continue
+            if name in self.tensors or name in self.objects:
                 raise CheckpointError(f"{self.folder} has {name} twice; use another checkpoint")
-            elif isinstance(value, Stored):
+            if isinstance(value, Stored):
                 self.tensors[name] = value
             else:
                 self.objects[name] = value
@@ -207,11 +218,13 @@ class FlatFile:
     def value(self, name: str) -> Any:
         """Return a number, text, or short tuple of them. None for other values."""
         value = self.objects[name]
-        plain = (value,)
+        elements = (value,)
         if isinstance(value, tuple) and len(value) < 100:
-            plain = value
-        is_plain = all(one is None or isinstance(one, bool | int | float | str) for one in plain)
-        return value if is_plain else None
+            elements = value
+        for element in elements:
+            if element is not None and not isinstance(element, bool | int | float | str):
+                return None
+        return value
 
 
 def describe(
@@ -230,8 +243,10 @@ def describe(
                 f"{where} was written big-endian; convert it on the machine that wrote it"
             )
 
-        value = parse(archive.read(f"{top}/data.pkl"), names, where, _storage, max_steps=max_steps)
-        return value, {key: member.file_size for key, member in members.items()}
+        pickle = archive.read(f"{top}/data.pkl")
+        value = parse(pickle, names, where, _storage, max_steps=max_steps)
+        sizes = {key: member.file_size for key, member in members.items()}
+        return value, sizes
 
 
 def _describe_old(
@@ -243,17 +258,23 @@ def _describe_old(
     """
     types: dict[str, str] = {}
 
-    def storage(said: Any) -> TorchStorage:
-        if not isinstance(said, tuple) or len(said) != 6 or said[5] is not None:
+    def storage(persistent_id: Any) -> TorchStorage:
+        if not isinstance(persistent_id, tuple) or len(persistent_id) != 6:
             raise ValueError("a storage is invalid")
-        found = _storage(said[:5])
-        types[found[0]] = found[1]
-        return found
+        # the sixth entry is not None for a view of another storage
+        if persistent_id[5] is not None:
+            raise ValueError("a storage is invalid")
+        described = _storage(persistent_id[:5])
+        key, dtype = described
+        types[key] = dtype
+        return described
 
     file.seek(0)
     # Five pickles: a magic number, the version, the byte order, the value, and the keys of the storages.
     pickles = io.BytesIO(file.read(_MOST_OLD_PICKLES))
-    magic, version, system = (parse(pickles, NAMES, where) for _ in range(3))
+    magic = parse(pickles, NAMES, where)
+    version = parse(pickles, NAMES, where)
+    system = parse(pickles, NAMES, where)
     if (magic, version) != (_OLD_MAGIC, 1001):
         raise ValueError("it is not in the format of torch.save")
     if system.get("little_endian") is not True:
@@ -276,49 +297,59 @@ def _describe_old(
     return value, sizes, places
 
 
-def _storage(said: Any) -> TorchStorage:
+def _storage(persistent_id: Any) -> TorchStorage:
     """Return the storage of a persistent ID. Raises ValueError if the ID is not that of a storage."""
-    if not isinstance(said, tuple) or len(said) != 5:
+    if not isinstance(persistent_id, tuple) or len(persistent_id) != 5:
         raise ValueError("a storage is invalid")
-    word, kind, key = said[:3]
+    word, kind, key = persistent_id[:3]
     if word != "storage" or not isinstance(kind, Name) or not isinstance(key, str):
         raise ValueError("a storage is invalid")
-    if str(kind) not in _STORAGES and str(kind) != _UNTYPED:
+    class_name = str(kind)
+    if class_name == _UNTYPED:
+        return TorchStorage((key, ""))
+    if class_name not in _STORAGES:
         raise ValueError("a storage is of no known type")
-    return TorchStorage((key, _STORAGES.get(str(kind), "")))
+    return TorchStorage((key, _STORAGES[class_name]))
 
 
 def read_storage(archive: zipfile.ZipFile, length: int, key: str, where: str) -> bytearray:
     """Return the bytes of one storage after verifying their CRC-32."""
-    return _bytes_of(archive, _members(archive, length, where)[1][key])
+    _, members = _members(archive, length, where)
+    return _bytes_of(archive, members[key])
 
 
-def stored(made: Any) -> Stored:
+def stored(value: Any) -> Stored:
     """Return the tensor that a pickle describes. Raises ValueError if it does not describe one."""
-    while isinstance(made, Made) and str(made.name) == _PARAMETER and made.arguments:
-        made = made.arguments[0]
-    if not isinstance(made, Made) or str(made.name) not in REBUILD or len(made.arguments) < 4:
+    while isinstance(value, Made) and str(value.name) == _PARAMETER and value.arguments:
+        value = value.arguments[0]
+    is_rebuilt = isinstance(value, Made) and str(value.name) in REBUILD
+    if not is_rebuilt or len(value.arguments) < 4:
         raise ValueError("it holds no tensor")
-    storage, offset, shape, strides = made.arguments[:4]
+    storage, offset, shape, strides = value.arguments[:4]
     if isinstance(shape, Made) and str(shape.name) == "torch.Size":
         shape = shape.arguments[0] if len(shape.arguments) == 1 else None
-    key = ""
-    dtype: Any = None
-    if isinstance(storage, TorchStorage):
-        key, dtype = storage
-    if dtype == "":
+    if not isinstance(storage, TorchStorage):
+        raise ValueError("a tensor is invalid")
+    key, dtype = storage
+    if dtype == "" and len(value.arguments) > 6:
         # An untyped storage has no dtype. The seventh argument of _rebuild_tensor_v3 is the tensor's dtype.
-        last = made.arguments[6] if len(made.arguments) > 6 else None
-        if isinstance(last, Name) and last.module == "torch":
-            dtype = last.name
-    if dtype not in ITEM_BYTES or not isinstance(shape, tuple) or not isinstance(strides, tuple):
+        dtype_name = value.arguments[6]
+        if isinstance(dtype_name, Name) and dtype_name.module == "torch":
+            dtype = dtype_name.name
+    if dtype not in ITEM_BYTES:
+        raise ValueError("a tensor is invalid")
+
+    # Check every number, because they decide how much memory is allocated and which bytes are viewed.
+    if not isinstance(shape, tuple) or not isinstance(strides, tuple):
+        raise ValueError("a tensor is invalid")
+    if len(shape) != len(strides) or len(shape) > MAX_DIMS:
         raise ValueError("a tensor is invalid")
     for number in (*shape, *strides, offset):
         if type(number) is not int or not 0 <= number <= MAX_SIZE:
             raise ValueError("a tensor is invalid")
-    if len(shape) != len(strides) or len(shape) > MAX_DIMS or math.prod(shape) > MAX_SIZE:
+    if math.prod(shape) > MAX_SIZE:
         raise ValueError("a tensor is invalid")
-    return Stored(str(dtype), shape, strides, offset, key)
+    return Stored(dtype, shape, strides, offset, key)
 
 
 class _Plain:
@@ -334,55 +365,66 @@ class _Plain:
         self._within: set[int] = set()
 
     def of(self, value: Any) -> Any:
-        if not isinstance(value, Made | dict | list | tuple) or isinstance(value, TorchStorage):
-            if isinstance(value, Name | TorchStorage):
-                return Other(str(value))
+        if isinstance(value, Name | TorchStorage):
+            return Other(str(value))
+        if not isinstance(value, Made | dict | list | tuple):
             return value
-        if id(value) in self._done:
-            return self._done[id(value)][1]
-        if id(value) in self._within or len(self._within) > _MAX_DEPTH:
+        key = id(value)
+        if key in self._done:
+            _, plain = self._done[key]
+            return plain
+        if key in self._within or len(self._within) > _MAX_DEPTH:
             raise ValueError("its values are nested too deeply")
-        self._within.add(id(value))
+        self._within.add(key)
         plain = self._of(value)
-        self._within.discard(id(value))
+        self._within.discard(key)
         # Keep a reference to the value. Otherwise another value may get its id.
-        self._done[id(value)] = (value, plain)
+        self._done[key] = (value, plain)
         return plain
 
     def _of(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return {self._key(key): self.of(one) for key, one in value.items()}
+            return {self._key(key): self.of(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [self.of(one) for one in value]
+            return [self.of(item) for item in value]
         if isinstance(value, tuple):
-            return tuple(self.of(one) for one in value)
+            return tuple(self.of(item) for item in value)
         kind = str(value.name)
-        # A tensor must be within its storage. The storage must not be much larger, because reading a tensor
-        # reads all of its storage.
         if kind in REBUILD or kind == _PARAMETER:
             tensor = stored(value)
-            size = self._sizes.get(tensor.key)
-            if size is None:
-                raise ValueError(f"the storage {tensor.key[:40]!r} of a tensor is missing")
-            if tensor.last_byte > size:
-                raise ValueError("a tensor is longer than its storage")
-            own = math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
-            if own > size:
-                raise ValueError("a tensor repeats its storage (expanded, and not contiguous)")
-            if size > _VIEWS_OF_A_STORAGE * own + 2**20:
-                raise ValueError(f"a tensor of {own} bytes lies in a storage of {size}")
+            self._check_storage(tensor)
             return tensor
         if kind in ("collections.OrderedDict", "collections.defaultdict"):
             # The dict is filled after its creation or, as in older Pythons, created from a list of pairs.
-            pairs = value.items
-            if not pairs and value.arguments and isinstance(value.arguments[0], list):
-                pairs = [one for pair in value.arguments[0] for one in pair]
-            keys = pairs[::2]
-            values = pairs[1::2]
+            keys_and_values = value.items
+            if not keys_and_values and value.arguments and isinstance(value.arguments[0], list):
+                keys_and_values = []
+                for pair in value.arguments[0]:
+                    keys_and_values.extend(pair)
+            keys = keys_and_values[::2]
+            values = keys_and_values[1::2]
             return {self._key(key): self.of(item) for key, item in zip(keys, values, strict=True)}
         if kind == "torch.Size" and len(value.arguments) == 1:
             return self.of(value.arguments[0])
         return Other(kind)
+
+    def _check_storage(self, tensor: Stored) -> None:
+        """Raise ValueError unless a tensor is within its storage, and the storage is not much larger.
+
+        Reading a tensor reads all of its storage, so a large one would cost more than the tensor.
+        """
+        storage_bytes = self._sizes.get(tensor.key)
+        if storage_bytes is None:
+            raise ValueError(f"the storage {tensor.key[:40]!r} of a tensor is missing")
+        if tensor.last_byte > storage_bytes:
+            raise ValueError("a tensor is longer than its storage")
+        tensor_bytes = math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+        if tensor_bytes > storage_bytes:
+            raise ValueError("a tensor repeats its storage (expanded, and not contiguous)")
+        if storage_bytes > _VIEWS_OF_A_STORAGE * tensor_bytes + 2**20:
+            raise ValueError(
+                f"a tensor of {tensor_bytes} bytes lies in a storage of {storage_bytes}"
+            )
 
     def _key(self, key: Any) -> Any:
         if isinstance(key, str | int):
@@ -395,14 +437,13 @@ def _members(
 ) -> tuple[str, dict[str, zipfile.ZipInfo]]:
     """Return the name of an archive, and its storages."""
     members = archive.infolist()
-    if any(
-        member.compress_type != zipfile.ZIP_STORED or member.file_size > length
-        for member in members
-    ):
-        raise CheckpointError(
-            f"{where} is compressed, which torch.save does not do; use another checkpoint"
-        )
-    tops = {member.filename.partition("/")[0] for member in members}
+    tops = set()
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size > length:
+            raise CheckpointError(
+                f"{where} is compressed, which torch.save does not do; use another checkpoint"
+            )
+        tops.add(member.filename.partition("/")[0])
     if len(tops) != 1:
         raise ValueError("it is not an archive of torch.save")
     (top,) = tops

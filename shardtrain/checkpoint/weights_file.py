@@ -33,16 +33,13 @@ def write(checkpoint: Place, output: Path) -> int:
         damage = files.find_damage(checkpoint, file)
         if damage:
             raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another one")
-    weights = {
-        name: tensor for name, tensor in stored.tensors.items() if name.startswith(WEIGHTS_PREFIX)
-    }
-    kinds = {
-        name.removeprefix(WEIGHTS_PREFIX): (tensor.dtype, tensor.shape)
-        for name, tensor in weights.items()
-    }
+    weights = {}
+    for name, tensor in stored.tensors.items():
+        if name.startswith(WEIGHTS_PREFIX):
+            weights[name.removeprefix(WEIGHTS_PREFIX)] = tensor
 
     def blocks() -> Iterator[memoryview]:
-        yield header(kinds)
+        yield header({name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()})
         for tensor in weights.values():
             yield memoryview(whole_bytes(stored, checkpoint, tensor))
 
@@ -62,26 +59,29 @@ def write(checkpoint: Place, output: Path) -> int:
 
 def whole_bytes(stored: Manifest, checkpoint: Place, tensor: StoredTensor) -> bytearray:
     """Return the bytes of a full tensor in row-major order, assembled from its stored pieces."""
-    item = ITEM_BYTES[tensor.dtype]
-    whole = bytearray(math.prod(tensor.shape) * item)
+    item_bytes = ITEM_BYTES[tensor.dtype]
+    data = bytearray(math.prod(tensor.shape) * item_bytes)
+    view = memoryview(data)
     for chunk in tensor.chunks():
-        stored_file = stored.files[chunk.file]
-        with contextlib.closing(files.open_stored(checkpoint / stored_file.name)) as reader:
-            # The trailing dimensions that a piece covers completely are contiguous in both.
-            dims = len(tensor.shape)
-            while dims and chunk.sizes[dims - 1] == tensor.shape[dims - 1]:
-                dims -= 1
-            run_dims = max(dims - 1, 0)
-            run_bytes = math.prod(chunk.sizes[run_dims:]) * item
-            num_runs = math.prod(chunk.sizes[:run_dims])
+        # The trailing dimensions that a piece covers completely are contiguous in both.
+        dims = len(tensor.shape)
+        while dims and chunk.sizes[dims - 1] == tensor.shape[dims - 1]:
+            dims -= 1
+        run_dims = max(dims - 1, 0)
+        run_bytes = math.prod(chunk.sizes[run_dims:]) * item_bytes
+        num_runs = math.prod(chunk.sizes[:run_dims])
+        path = checkpoint / stored.files[chunk.file].name
+        with contextlib.closing(files.open_stored(path)) as reader:
             for number in range(num_runs):
-                start = _place(number, chunk.offsets, chunk.sizes, tensor.shape, run_dims) * item
-                target = memoryview(whole)[start : start + run_bytes]
-                if reader.read_into(target, chunk.begin + number * run_bytes) != run_bytes:
+                first = _place(number, chunk.offsets, chunk.sizes, tensor.shape, run_dims)
+                start = first * item_bytes
+                target = view[start : start + run_bytes]
+                num_read = reader.read_into(target, chunk.begin + number * run_bytes)
+                if num_read != run_bytes:
                     raise CheckpointError(
                         f"checkpoint {checkpoint}: a file became shorter while it was read"
                     )
-    return whole
+    return data
 
 
 def _place(
