@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from shardtrain.resilience.watched_run import WatchedRun
 from shardtrain.utils.checked_json import is_count
@@ -69,18 +69,19 @@ class Guard:
         norms have a long tail: this rule would find one spike in 250 steps of a healthy run. Therefore a norm
         must also exceed ``NORM_FACTOR`` times the mean.
         """
-        spikes = []
+        # Too few values do not show the usual spread.
+        min_values = min(window, max(MIN_VALUES, window // 2))
         series = (
             ("loss", loss, self.losses, 0.0),
             ("gradient norm", grad_norm, self.grad_norms, NORM_FACTOR),
         )
+        spikes = []
         for name, value, values, factor in series:
-            # Too few values do not show the usual spread.
-            if len(values) < min(window, max(MIN_VALUES, window // 2)):
+            if len(values) < min_values:
                 continue
             mean = math.fsum(values) / len(values)
-            variance = math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
-            spread = math.sqrt(variance)
+            sum_of_squares = math.fsum((v - mean) ** 2 for v in values)
+            spread = math.sqrt(sum_of_squares / (len(values) - 1))
             threshold = sigmas * max(spread, _ROUNDING * abs(mean))
             if value - mean > threshold and value > factor * mean:
                 usual = f"{mean:.6g} ± {spread:.2g} of {len(values)} steps"
@@ -126,32 +127,22 @@ class Guard:
         Raises:
             CheckpointError: the values do not have the form that ``to_dict`` writes.
         """
-        losses = values.get("losses")
-        norms = values.get("grad_norms")
-        skipped = values.get("skipped_steps")
-        spikes = values.get("spikes")
-        rewinds = values.get("rewinds")
-        is_valid = (
-            _are_finite(losses)
-            and _are_finite(norms)
-            and len(losses) == len(norms)  # type: ignore[arg-type]
-            and _are_counts(skipped)
-            and _are_counts([spikes])
-            and isinstance(rewinds, list)
-            and all(
-                _are_counts(rewind) and len(rewind) == len(Rewind._fields) for rewind in rewinds
-            )
-        )
-        if not is_valid:
+        losses: Any = values.get("losses")
+        norms: Any = values.get("grad_norms")
+        skipped: Any = values.get("skipped_steps")
+        spikes: Any = values.get("spikes")
+        rewinds: Any = values.get("rewinds")
+        has_history = _are_finite(losses) and _are_finite(norms) and len(losses) == len(norms)
+        has_counts = _are_counts(skipped) and _are_counts([spikes])
+        if not has_history or not has_counts or not _are_rewinds(rewinds):
             raise CheckpointError(
                 "the guard's state in the checkpoint is invalid; use another checkpoint"
             )
-        # mypy does not see that the types are checked above.
-        self.losses = list(losses)  # type: ignore[arg-type]
-        self.grad_norms = list(norms)  # type: ignore[arg-type]
-        self.skipped_steps = list(skipped)  # type: ignore[arg-type]
-        self.spikes = int(spikes)  # type: ignore[arg-type]
-        self.rewinds = [Rewind(*rewind) for rewind in rewinds]  # type: ignore[union-attr]
+        self.losses = list(losses)
+        self.grad_norms = list(norms)
+        self.skipped_steps = list(skipped)
+        self.spikes = int(spikes)
+        self.rewinds = [Rewind(*rewind) for rewind in rewinds]
 
 
 class RollbackRequested(Exception):
@@ -175,37 +166,51 @@ def may_apply(run: WatchedRun, guard: Guard, loss: float, grad_norm: float) -> b
     step = run.state.step + 1
     if training.spike_policy == "off":
         return True
+    is_skipped = False
     spike = guard.find_spike(loss, grad_norm, training.spike_window, training.spike_sigmas)
     if spike:
         guard.spikes += 1
         if training.spike_policy == "rewind":
-            # Repeated rollbacks from nearly the same step would never end.
-            near = sum(
-                abs(step - rewind.step) <= training.spike_rewind_steps for rewind in guard.rewinds
-            )
-            if near < training.max_rewinds:
-                raise RollbackRequested(f"step {step}: {spike}")
-            raise NumericalError(
-                fix_first(
-                    f"step {step}: {spike}",
-                    "lower optimizer.lr, or check the data",
-                    f"the run rolled back from here {near} times (training.max_rewinds)",
-                    f"the weights are still those of step {run.state.step}",
-                )
-            )
-    is_skipped = bool(spike) and training.spike_policy == "skip"
-    if spike:
+            _roll_back(run, guard, step, spike)
+        is_skipped = training.spike_policy == "skip"
         suffix = "; the update is skipped" if is_skipped else ""
         logger.warning(f"step {step}: spike: {spike}{suffix}")
     guard.add(loss, grad_norm, training.spike_window)
     return not is_skipped
 
 
-def _are_finite(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        type(value) in (int, float) and math.isfinite(value) for value in values
+def _roll_back(run: WatchedRun, guard: Guard, step: int, spike: str) -> NoReturn:
+    """Raise RollbackRequested, or NumericalError if the run has rolled back too often from near this step."""
+    training = run.config.training
+    # Repeated rollbacks from nearly the same step would never end.
+    near = 0
+    for rewind in guard.rewinds:
+        if abs(step - rewind.step) <= training.spike_rewind_steps:
+            near += 1
+    if near < training.max_rewinds:
+        raise RollbackRequested(f"step {step}: {spike}")
+    raise NumericalError(
+        fix_first(
+            f"step {step}: {spike}",
+            "lower optimizer.lr, or check the data",
+            f"the run rolled back from here {near} times (training.max_rewinds)",
+            f"the weights are still those of step {run.state.step}",
+        )
     )
+
+
+def _are_finite(values: Any) -> bool:
+    if not isinstance(values, list):
+        return False
+    return all(type(value) in (int, float) and math.isfinite(value) for value in values)
 
 
 def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(map(is_count, values))
+
+
+def _are_rewinds(values: Any) -> bool:
+    if not isinstance(values, list):
+        return False
+    num_fields = len(Rewind._fields)
+    return all(_are_counts(value) and len(value) == num_fields for value in values)

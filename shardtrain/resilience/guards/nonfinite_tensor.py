@@ -7,7 +7,6 @@ Before a save, check the tensors to save.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -42,8 +41,8 @@ def find(run: WatchedRun, local: list[data.Batch], in_loss: bool) -> tuple[str, 
         The description and the advice, equal on all ranks.
     """
     # Check in the order of computation: weights, activations, gradients.
-    tensors = {**run.runner.parameters(), **run.runner.buffers()}
-    names = _agree(run, _not_finite(tensors))
+    parameters = run.runner.parameters()
+    names = _agree(run, _not_finite({**parameters, **run.runner.buffers()}))
     if names:
         return f"{names} itself is not finite", "continue from the last checkpoint"
     if in_loss:
@@ -51,7 +50,10 @@ def find(run: WatchedRun, local: list[data.Batch], in_loss: bool) -> tuple[str, 
         if names:
             return f"the first non-finite output is that of {names}", _ADVICE
         return "a second forward pass of the same rows was finite", "check the device"
-    gradients = {name: p.grad for name, p in run.runner.parameters().items() if p.grad is not None}
+    gradients = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad
     names = _agree(run, _not_finite(gradients))
     if names:
         return f"the first non-finite gradient is that of {names}", _ADVICE
@@ -87,8 +89,13 @@ def refuse_to_save(run: WatchedRun, tensors: Mapping[str, Tensor], checkpoints: 
 
 def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the first few tensors whose local part contains NaN or infinity."""
-    names = (name for name, tensor in tensors.items() if not _is_finite(tensor))
-    return list(itertools.islice(names, _SHOWN))
+    names: list[str] = []
+    for name, tensor in tensors.items():
+        if len(names) == _SHOWN:
+            break
+        if not _is_finite(tensor):
+            names.append(name)
+    return names
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -129,29 +136,29 @@ def _outputs(run: WatchedRun, local: list[data.Batch]) -> list[str]:
     the micro-batch.
     """
     mesh = run.mesh
-    first_module: list[str] = []
-    seed_step(
-        run.config.debug.seed,
-        run.state.step,
-        mesh.rank("pp"),
-        mesh.rank(*BATCH_AXES),
-        mesh.rank("cp", "tp"),
-    )
+    step = run.state.step
+    batch_rank = mesh.rank(*BATCH_AXES)
+    seed_step(run.config.debug.seed, step, mesh.rank("pp"), batch_rank, mesh.rank("cp", "tp"))
     # A pipeline processes all micro-batches of a step as one batch.
-    batches = [_joined(local)] if mesh.size("pp") > 1 and local else local
+    batches = local
+    if mesh.size("pp") > 1 and local:
+        batches = [_joined(local)]
+    first_module: list[str] = []
     # A compiled layer does not call hooks that were registered after it was compiled.
     with torch.compiler.set_stance("force_eager"), _Watch(run.runner.parts) as watch:
         for number, batch in enumerate(batches):
             loss = run.runner.evaluate(batch.to(mesh.device))
             if watch.first is None and not _is_finite(loss):
                 watch.first = "the loss function"
-            if watch.first is not None and not first_module:
-                first_module = [watch.first]
-                ids = batch.sample_ids_B.tolist()
-                logger.error(
-                    f"step {run.state.step + 1}, micro-batch {number}: the first output that is not finite is that of "
-                    f"{watch.first}; sample ids {ids}"
-                )
+            # The other micro-batches are computed as well, because all ranks take part in their collectives.
+            if watch.first is None or first_module:
+                continue
+            first_module = [watch.first]
+            ids = batch.sample_ids_B.tolist()
+            logger.error(
+                f"step {step + 1}, micro-batch {number}: the first output that is not finite is that of "
+                f"{watch.first}; sample ids {ids}"
+            )
     for part in run.runner.parts:
         free_gathered(part)  # normally backward frees them
     return first_module
@@ -169,8 +176,10 @@ class _Watch:
         for part in self._parts:
             for name, module in part.named_modules():
                 # An nn.Identity is a placeholder for a module of another stage.
-                if name and not isinstance(module, nn.Identity):
-                    self._handles.append(module.register_forward_hook(self._hook(name)))
+                if not name or isinstance(module, nn.Identity):
+                    continue
+                handle = module.register_forward_hook(self._hook(name))
+                self._handles.append(handle)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -179,7 +188,9 @@ class _Watch:
 
     def _hook(self, name: str) -> Any:
         def check(_module: nn.Module, _inputs: object, output: object) -> None:
-            if self.first is None and not all(map(_is_finite, _tensors(output))):
+            if self.first is not None:
+                return
+            if not all(_is_finite(tensor) for tensor in _tensors(output)):
                 self.first = name
 
         return check
@@ -195,10 +206,11 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 def _joined(batches: list[data.Batch]) -> data.Batch:
     """Concatenate the micro-batches of a step."""
-    columns = ((b.tokens_BT, b.targets_BT, b.positions_BT, b.sample_ids_B) for b in batches)
-    tokens_BT, targets_BT, positions_BT, sample_ids_B = (
-        torch.cat(column) for column in zip(*columns, strict=True)
+    documents = [batch.documents_BT for batch in batches if batch.documents_BT is not None]
+    return data.Batch(
+        torch.cat([batch.tokens_BT for batch in batches]),
+        torch.cat([batch.targets_BT for batch in batches]),
+        torch.cat([batch.positions_BT for batch in batches]),
+        torch.cat([batch.sample_ids_B for batch in batches]),
+        torch.cat(documents) if documents else None,
     )
-    documents = [b.documents_BT for b in batches if b.documents_BT is not None]
-    documents_BT = torch.cat(documents) if documents else None
-    return data.Batch(tokens_BT, targets_BT, positions_BT, sample_ids_B, documents_BT)

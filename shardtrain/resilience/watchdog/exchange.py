@@ -75,10 +75,9 @@ class HeartbeatExchange:
 
         Without one, this rank writes to the store itself.
         """
-        if (
-            isinstance(self._store, FolderStore)
-            or variables.number(environment, "LOCAL_WORLD_SIZE", "1") < 2
-        ):
+        if isinstance(self._store, FolderStore):
+            return
+        if variables.number(environment, "LOCAL_WORLD_SIZE", "1") < 2:
             return
         # Two hosts may have the same name, but their boot IDs differ.
         node = f"folder/{socket.gethostname()}/{process_identity.boot_id()}"
@@ -89,7 +88,8 @@ class HeartbeatExchange:
                 self._store.set(node, str(folder))
             else:
                 self._store.wait([node], timedelta(seconds=FOLDER_SECONDS))
-                folder = private_store.own(Path(self._store.get(node).decode()))
+                path = self._store.get(node).decode()
+                folder = private_store.own(Path(path))
             self._node = FolderStore(folder)
             self._folder = folder
 
@@ -152,22 +152,29 @@ class HeartbeatExchange:
         """Return the last heartbeat of every rank that has ever sent one."""
         # Adding 0 reads the counter. Another process may have increased it, so limit it.
         count = min(self._store.add(_PLACES, 0), self._most_places)
-        places = [f"{_PLACE}-{number}" for number in range(1, count + 1)]
-        for place in places:
+        written_places = []
+        for number in range(1, count + 1):
+            place = f"{_PLACE}-{number}"
             if place not in self._known and self._store.check([place]):
                 self._known.add(place)
-        written_places = [place for place in places if place in self._known]
+            if place in self._known:
+                written_places.append(place)
+
         heartbeats: dict[int, Heartbeat] = {}
         for place, text in zip(written_places, self._signs_at(written_places), strict=True):
+            previous_text, signs = self._heard.get(place, (b"", {}))
             # Most texts have not changed, so parse only those that have.
-            if text is not None and self._heard.get(place, (b"",))[0] != text:
-                self._heard[place] = bytes(text), rank_heartbeat.read_many(text)
-            for rank, sign in self._heard.get(place, (b"", {}))[1].items():
+            if text is not None and text != previous_text:
+                signs = rank_heartbeat.read_many(text)
+                self._heard[place] = (bytes(text), signs)
+            for rank, sign in signs.items():
                 # Keep the newest heartbeat: a node that lost its folder has written to several store
                 # keys, and old heartbeats can be replayed.
-                if rank not in self._newest or self._newest[rank].beat < sign.beat:
+                newest = self._newest.get(rank)
+                if newest is None or newest.beat < sign.beat:
+                    newest = sign
                     self._newest[rank] = sign
-                heartbeats[rank] = self._newest[rank]
+                heartbeats[rank] = newest
         return heartbeats
 
     def _signs_at(self, places: list[str]) -> list[bytes | None]:
@@ -177,12 +184,14 @@ class HeartbeatExchange:
         with contextlib.suppress(ForgedError):
             return list(self._store.multi_get(places))
 
-        def sign_at(place: str) -> bytes | None:
+        # One of them is forged. Read them one at a time to keep the others.
+        texts: list[bytes | None] = []
+        for place in places:
+            text = None
             with contextlib.suppress(ForgedError):
-                return bytes(self._store.get(place))
-            return None
-
-        return [sign_at(place) for place in places]
+                text = bytes(self._store.get(place))
+            texts.append(text)
+        return texts
 
     def wait_for_others(self, living: int, seconds: float) -> None:
         """Wait until ``living`` ranks have called this, for at most ``seconds``. May be called in any thread."""
@@ -221,38 +230,45 @@ class HeartbeatExchange:
         node.set(f"sign-{self._rank}", text)
         if has_left:
             node.set(f"left-{self._rank}", "")
-        if not has_left and not self._is_speaker():
+        elif not self._is_speaker():
             return
         # One key of the store holds all heartbeats of the node.
         ranks = self._ranks("sign-")
-        texts = [f'"{rank}":{node.get(f"sign-{rank}").decode()}' for rank in ranks]
-        self._post("{" + ",".join(texts) + "}")
+        entries = []
+        for rank in ranks:
+            sign_text = node.get(f"sign-{rank}").decode()
+            entries.append(f'"{rank}":{sign_text}')
+        self._post("{" + ",".join(entries) + "}")
         if has_left and len(self._ranks("left-")) == len(ranks):
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _is_speaker(self) -> bool:
         """True if no lower rank of this node is alive."""
+        assert self._folder is not None
         now = time.monotonic()
+        stale_seconds = STALE_BEATS * self._beat
         left = self._ranks("left-")
         for rank in self._ranks("sign-"):
             if rank >= self._rank or rank in left:
                 continue
-            assert self._folder is not None
             written = os.stat(self._folder / f"sign-{rank}").st_mtime_ns
-            if rank not in self._changed or self._changed[rank][0] != written:
-                self._changed[rank] = written, now
-            if now - self._changed[rank][1] < STALE_BEATS * self._beat:
+            known_written, first_seen = self._changed.get(rank, (None, now))
+            if written != known_written:
+                first_seen = now
+                self._changed[rank] = (written, now)
+            if now - first_seen < stale_seconds:
                 return False
         # At the start, lower ranks may not have written a heartbeat yet.
-        return self._first or now - self._begun > STALE_BEATS * self._beat
+        return self._first or now - self._begun > stale_seconds
 
     def _ranks(self, prefix: str) -> list[int]:
+        """Return the ranks that have a file with this prefix in the node's folder."""
         assert self._folder is not None
-        return sorted(
-            int(name.removeprefix(prefix))
-            for name in os.listdir(self._folder)
-            if name.startswith(prefix)
-        )
+        ranks = []
+        for name in os.listdir(self._folder):
+            if name.startswith(prefix):
+                ranks.append(int(name.removeprefix(prefix)))
+        return sorted(ranks)
 
     def _post(self, text: str) -> None:
         """Write a text to this rank's or node's key of the store. The first call reserves the key."""

@@ -91,9 +91,24 @@ class HangDetector:
             now: the time in seconds.
             signs: rank -> its last heartbeat.
         """
+        self._record(now, signs)
+        # A rank that has left is not expected to arrive. ``_blame`` checks if others wait for it.
+        present = {rank: seen for rank, seen in self._seen.items() if not seen.sign.has_left}
+        if not present:
+            return None
+        self._limit = self._limit_of([seen.sign for seen in present.values()])
+        if not self._limit:
+            return None
+        if self._is_over_time(now, list(present.values())):
+            return self._blame(now, present)
+        return None
+
+    def _record(self, now: float, signs: Mapping[int, Heartbeat]) -> None:
+        """Update ``_seen`` with the heartbeats at the time ``now``."""
         # If this process was suspended, or slept with its machine, the pause must not count against any rank.
         paused = now - self._last if self._last else 0.0
-        if self._last and paused > max(MISSED_BEATS * self._beat, SILENT_SHARE * self._limit):
+        longest_pause = max(MISSED_BEATS * self._beat, SILENT_SHARE * self._limit)
+        if paused > longest_pause:
             for seen in self._seen.values():
                 seen.beat_seconds += paused
                 seen.moved_seconds += paused
@@ -110,33 +125,32 @@ class HangDetector:
             has_moved = sign.progress != seen.sign.progress
             if has_moved:
                 seen.moved_seconds = now
-            if has_moved or sign.waits_in != seen.sign.waits_in or not seen.waits_seconds:
+            waits_elsewhere = sign.waits_in != seen.sign.waits_in
+            if has_moved or waits_elsewhere or not seen.waits_seconds:
                 seen.waits_seconds = now
             seen.sign = sign
-        # A rank that has left is not expected to arrive. ``_blame`` checks if others wait for it.
-        present = {rank: seen for rank, seen in self._seen.items() if not seen.sign.has_left}
-        if not present:
-            return None
-        self._limit = self._limit_of([seen.sign for seen in present.values()])
-        if not self._limit:
-            return None
+
+    def _is_over_time(self, now: float, present: list[_Seen]) -> bool:
+        """True if the ranks have made no progress for longer than the limit."""
         # Progress of one rank is sufficient, because the others may be waiting for it.
-        since = max(seen.moved_seconds for seen in present.values())
-        waiting = [seen for seen in present.values() if seen.sign.collective]
-        if waiting:
-            # All ranks may have compiled or loaded for a long time. Count from the time at which the first
-            # rank began to wait, so the others get the usual time to arrive.
-            first = min(seen.waits_seconds for seen in waiting)
-            since = max(since, first)
-            # Ranks that arrive one after the other look like progress, but the collective of the
-            # first rank times out.
-            working = [seen.moved_seconds for seen in present.values() if not seen.sign.collective]
-            most = min(self._collective_limits[seen.sign.is_cold] for seen in waiting)
-            if working and now - max(*working, first) >= most:
-                return self._blame(now, present)
-        if now - since < self._limit:
-            return None
-        return self._blame(now, present)
+        since = max(seen.moved_seconds for seen in present)
+        waiting = [seen for seen in present if seen.sign.collective]
+        if not waiting:
+            return now - since >= self._limit
+
+        # Ranks that arrive one after the other look like progress, but the collective of the
+        # first rank times out.
+        first_wait = min(seen.waits_seconds for seen in waiting)
+        working = [seen.moved_seconds for seen in present if not seen.sign.collective]
+        if working:
+            timeout = min(self._collective_limits[seen.sign.is_cold] for seen in waiting)
+            last_progress = max(*working, first_wait)
+            if now - last_progress >= timeout:
+                return True
+        # All ranks may have compiled or loaded for a long time. Count from the time at which the first
+        # rank began to wait, so the others get the usual time to arrive.
+        since = max(since, first_wait)
+        return now - since >= self._limit
 
     def _limit_of(self, signs: list[Heartbeat]) -> float:
         """Return the maximum time without progress in seconds, or 0 for no limit."""
@@ -146,45 +160,53 @@ class HangDetector:
         waiting = [sign for sign in signs if sign.collective]
         if not waiting and any(sign.is_cold for sign in signs):
             return 0.0
+        limit = max(sign.limit_seconds for sign in signs)
         # Stay below PyTorch's timeout, whose error would name the waiting rank.
-        caps = [self._collective_limits[sign.is_cold] for sign in waiting]
-        return min([max(sign.limit_seconds for sign in signs), *caps])
+        for sign in waiting:
+            limit = min(limit, self._collective_limits[sign.is_cold])
+        return limit
 
     def _blame(self, now: float, present: dict[int, _Seen]) -> HangReport:
         """Return the verdict on a run without progress."""
-        quiet = max(MISSED_BEATS * self._beat, SILENT_SHARE * self._limit)
-        silent = [rank for rank, seen in present.items() if now - seen.beat_seconds > quiet]
-        signs = {rank: seen.sign for rank, seen in present.items()}
+        quiet_seconds = max(MISSED_BEATS * self._beat, SILENT_SHARE * self._limit)
+        signs: dict[int, Heartbeat] = {}
+        silent = []
+        busy = []
+        for rank, seen in present.items():
+            signs[rank] = seen.sign
+            if now - seen.beat_seconds > quiet_seconds:
+                silent.append(rank)
+            if not seen.sign.collective:
+                busy.append(rank)
         table = tuple(table_of(signs, silent))
-        busy = [rank for rank, sign in signs.items() if not sign.collective]
-        left = {}
-        for rank, seen in self._seen.items():
-            if seen.sign.has_left and seen.sign.phase != "end":
-                left[rank] = seen.sign
+
         # Ranks that wait in a collective have arrived. Blame the silent ranks, or else the ranks that are still busy.
         behind = silent or _furthest_behind(signs, busy)
-        if left and not behind:
-            sign = left[min(left)]
-            message = (
-                f"has left in phase {sign.phase} of step {sign.step}, but other ranks wait for it"
-            )
-            return HangReport(min(left), sign.host, sign.phase, message, table)
-        if behind:
-            first = min(behind)
-            sign = signs[first]
-            age = now - present[first].moved_seconds
-            state = "has not arrived"
-            place = f"phase {sign.phase} of step {sign.step}"
-            if silent:
-                state += " and sends no heartbeat"
-            elif sign.at:
-                place += f" at {sign.at}"
-            message = f"{state}: last seen in {place}, {age:.0f} s ago"
-            others = [rank for rank in behind if rank != first]
-            if others:
-                message += f"; nor have ranks {spans(others)}"
-            return HangReport(first, sign.host, sign.phase, message, table, num_silent=len(silent))
-        return _all_wait(signs, table)
+        if not behind:
+            return self._blame_left(table) or _all_wait(signs, table)
+        blamed = min(behind)
+        sign = signs[blamed]
+        state = "has not arrived"
+        place = f"phase {sign.phase} of step {sign.step}"
+        if silent:
+            state += " and sends no heartbeat"
+        elif sign.at:
+            place += f" at {sign.at}"
+        age = now - present[blamed].moved_seconds
+        message = f"{state}: last seen in {place}, {age:.0f} s ago"
+        others = [rank for rank in behind if rank != blamed]
+        if others:
+            message += f"; nor have ranks {spans(others)}"
+        return HangReport(blamed, sign.host, sign.phase, message, table, num_silent=len(silent))
+
+    def _blame_left(self, table: tuple[str, ...]) -> HangReport | None:
+        """Return the verdict on the lowest rank that has left before the end, or None if there is none."""
+        for rank in sorted(self._seen):
+            sign = self._seen[rank].sign
+            if sign.has_left and sign.phase != "end":
+                message = f"has left in phase {sign.phase} of step {sign.step}, but other ranks wait for it"
+                return HangReport(rank, sign.host, sign.phase, message, table)
+        return None
 
 
 def _furthest_behind(signs: Mapping[int, Heartbeat], ranks: Iterable[int]) -> list[int]:
@@ -202,19 +224,24 @@ def _all_wait(signs: Mapping[int, Heartbeat], table: tuple[str, ...]) -> HangRep
     # Blame the smallest group. Of groups with equal size, blame the one with less progress, then
     # the one with higher ranks.
     odd = min(groups.values(), key=lambda ranks: (len(ranks), signs[ranks[0]].entered, -ranks[0]))
-    sign = signs[odd[0]]
+    blamed = odd[0]
+    sign = signs[blamed]
     # If all ranks wait in the same place, no rank is missing, so blame the network.
     if len(groups) == 1:
         message = f"waits, like all ranks, in {sign.waits_in} of step {sign.step}: no rank is behind; check the network"
-    else:
-        shown = sorted(groups, key=lambda place: len(groups[place]))[:MOST_LINES]
-        places = ", ".join(
-            f"{_name(groups[place])} in {place}" for place in groups if place in shown
-        )
-        message = (
-            f"waits in a different collective in phase {sign.phase} of step {sign.step}: {places}"
-        )
-    return HangReport(odd[0], sign.host, sign.phase, message, table)
+        return HangReport(blamed, sign.host, sign.phase, message, table)
+
+    smallest_first = sorted(groups, key=lambda place: len(groups[place]))
+    shown = smallest_first[:MOST_LINES]
+    places = []
+    for place, ranks in groups.items():
+        if place in shown:
+            places.append(f"{_name(ranks)} in {place}")
+    message = (
+        f"waits in a different collective in phase {sign.phase} of step {sign.step}: "
+        f"{', '.join(places)}"
+    )
+    return HangReport(blamed, sign.host, sign.phase, message, table)
 
 
 def table_of(signs: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[str]:
@@ -226,18 +253,25 @@ def table_of(signs: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[str]
             place = f"waits in {sign.waits_in}"
         elif sign.at:
             place = f"at {sign.at}"
-        life = ", no heartbeat" if rank in silent else ""
-        groups.setdefault(f"phase {sign.phase} of step {sign.step}, {place}{life}", []).append(rank)
-    others: list[int] = []
+        activity = f"phase {sign.phase} of step {sign.step}, {place}"
+        if rank in silent:
+            activity += ", no heartbeat"
+        groups.setdefault(activity, []).append(rank)
+
     # Every node receives the table, so limit it. The smallest groups are the most unusual ones.
-    for text in sorted(groups, key=lambda text: len(groups[text]))[MOST_LINES:]:
-        others += groups.pop(text)
-    lines = [f"{_name(ranks)}: {text}" for text, ranks in groups.items()]
-    return [*lines, f"{_name(others)}: other activities"] if others else lines
+    smallest_first = sorted(groups, key=lambda activity: len(groups[activity]))
+    others: list[int] = []
+    for activity in smallest_first[MOST_LINES:]:
+        others += groups.pop(activity)
+    lines = [f"{_name(ranks)}: {activity}" for activity, ranks in groups.items()]
+    if others:
+        lines.append(f"{_name(others)}: other activities")
+    return lines
 
 
 def _name(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
+    word = "ranks" if len(ranks) > 1 else "rank"
+    return f"{word} {spans(ranks)}"
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -254,8 +288,11 @@ def spans(numbers: Iterable[int]) -> str:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    text = ",".join(
-        str(low) if low == high else f"{low}-{high}" for low, high in ranges[:MOST_RANGES]
-    )
+    texts = []
+    for low, high in ranges[:MOST_RANGES]:
+        texts.append(str(low) if low == high else f"{low}-{high}")
+    text = ",".join(texts)
     num_others = sum(high - low + 1 for low, high in ranges[MOST_RANGES:])
-    return f"{text} and {num_others} more" if num_others else text
+    if num_others:
+        text += f" and {num_others} more"
+    return text

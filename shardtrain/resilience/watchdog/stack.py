@@ -63,13 +63,15 @@ def main_thread(device_type: str = "cpu") -> StackPosition:
     if frame is None:
         return StackPosition("", "")
     place = locate(frame, device_type)
-    if not place.collective and frame.f_code.co_name == "_engine_run_backward":
-        # Python's threading module does not list the backward threads of PyTorch.
-        known = {thread.ident for thread in threading.enumerate()}
-        for other in [f for ident, f in sys._current_frames().items() if ident not in known]:
-            collective = _collective(other, device_type)
-            if collective:
-                return StackPosition(collective, place.at)
+    is_in_backward = frame.f_code.co_name == "_engine_run_backward"
+    if place.collective or not is_in_backward:
+        return place
+    # Python's threading module does not list the backward threads of PyTorch.
+    known = {thread.ident for thread in threading.enumerate()}
+    for other in [f for ident, f in sys._current_frames().items() if ident not in known]:
+        collective = _collective(other, device_type)
+        if collective:
+            return StackPosition(collective, place.at)
     return place
 
 
@@ -126,9 +128,9 @@ def _collective(frame: FrameType, device_type: str) -> str:
 
 
 def _is_own(file: str) -> bool:
-    return file.startswith(_OURS) or not any(
-        part in file for part in ("/torch/", "/lib/python", "<frozen")
-    )
+    if file.startswith(_OURS):
+        return True
+    return not any(part in file for part in ("/torch/", "/lib/python", "<frozen"))
 
 
 def _outwards(frame: FrameType) -> Iterator[FrameType]:

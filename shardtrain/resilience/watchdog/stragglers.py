@@ -24,14 +24,22 @@ def common(signs: Mapping[int, Heartbeat], world_size: int, after: int) -> dict[
     """Return the newest marks that all ranks made at the same step after ``after``, or None if there are none."""
     if len(signs) < world_size:
         return None
-    complete: list[dict[int, Mark]] = []
-    for grain in next(iter(signs.values())).marks:
+    newest: dict[int, Mark] | None = None
+    newest_step = after
+    first_sign = next(iter(signs.values()))
+    for grain in first_sign.marks:
         marks = {rank: sign.marks[grain] for rank, sign in signs.items() if grain in sign.marks}
-        begun = {mark.begun for mark in marks.values()}
+        if len(marks) < world_size:
+            continue
         # Only marks of the same step are comparable. A rank whose heartbeat was read later may be a step ahead.
-        if len(marks) == world_size and len(begun) == 1 and max(begun) > after:
-            complete.append(marks)
-    return max(complete, key=lambda marks: marks[0].begun, default=None)
+        steps = {mark.begun for mark in marks.values()}
+        if len(steps) > 1:
+            continue
+        (step,) = steps
+        if step > newest_step:
+            newest = marks
+            newest_step = step
+    return newest
 
 
 def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> HangReport | None:
@@ -48,13 +56,14 @@ def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> HangR
         label = "ranks" if len(ranks) > 1 else "rank"
         descriptions.append(f"{label} {spans(ranks)}: {facts}")
     counters = "; ".join(descriptions)
-    sign = signs[odd[0]]
-    common_steps = marks[odd[0]].begun
+    blamed = odd[0]
+    common_steps = marks[blamed].begun
     message = (
         f"has counters that differ from those of the other ranks after {common_steps} common steps: "
         f"{counters}"
     )
-    return HangReport(odd[0], sign.host, sign.phase, message, kind="Divergence")
+    sign = signs[blamed]
+    return HangReport(blamed, sign.host, sign.phase, message, kind="Divergence")
 
 
 @dataclass(frozen=True)
@@ -92,20 +101,29 @@ class Stragglers:
             return None
         windows = {rank: _Window(self._before[rank], mark) for rank, mark in marks.items()}
         # With few samples, differences are random. Keep the start of the window, so it grows until the next call.
-        if min(window.samples for window in windows.values()) < MIN_SAMPLES:
+        fewest_samples = min(window.samples for window in windows.values())
+        if fewest_samples < MIN_SAMPLES:
             return None
         self._before = marks
-        slow = {straggler.rank: straggler for straggler in self._slow(windows, signs)}
-        # A rank that is fast in one window starts again at zero.
-        self._strikes = {rank: self._strikes.get(rank, 0) + 1 for rank in slow}
-        return [straggler for rank, straggler in slow.items() if self._strikes[rank] >= WINDOWS]
+        strikes: dict[int, int] = {}
+        stragglers = []
+        for straggler in self._slow(windows, signs):
+            rank = straggler.rank
+            strikes[rank] = self._strikes.get(rank, 0) + 1
+            if strikes[rank] >= WINDOWS:
+                stragglers.append(straggler)
+        # A rank that is fast in one window has no entry, so it starts again at zero.
+        self._strikes = strikes
+        return stragglers
 
     def _slow(
         self, windows: Mapping[int, _Window], signs: Mapping[int, Heartbeat]
     ) -> Iterator[Straggler]:
+        """Yield the ranks that were slower than their peers in this window."""
         stages: dict[int, list[float]] = {}
         for rank, window in windows.items():
-            stages.setdefault(rank // self._per_stage, []).append(window.work)
+            stage = rank // self._per_stage
+            stages.setdefault(stage, []).append(window.work)
         for works in stages.values():
             works.sort()  # once, so that the median of a rank's peers needs only a binary search
         for rank, window in windows.items():
@@ -113,10 +131,9 @@ class Stragglers:
             if len(works) == 1:
                 continue  # no peer does the same work
             usual = median_without(works, window.work)
-            if (
-                window.work > RATIO * usual
-                and window.work - usual > SHARE_OF_STEP * window.step_seconds
-            ):
+            is_slower = window.work > RATIO * usual
+            matters_in_step = window.work - usual > SHARE_OF_STEP * window.step_seconds
+            if is_slower and matters_in_step:
                 yield Straggler(rank, signs[rank].host, window.work, usual, window.phase)
 
 
@@ -131,7 +148,11 @@ def median_without(ordered: Sequence[float], one: float) -> float:
     # Take the two middle elements, which are the same for an odd count. Indices after the gap are shifted by one.
     low = (count - 1) // 2
     high = count // 2
-    return (ordered[low + (low >= gap)] + ordered[high + (high >= gap)]) / 2
+    if low >= gap:
+        low += 1
+    if high >= gap:
+        high += 1
+    return (ordered[low] + ordered[high]) / 2
 
 
 class _Window:
@@ -139,9 +160,11 @@ class _Window:
 
     def __init__(self, before: Mark, after: Mark) -> None:
         steps = after.begun - before.begun
+        seconds = after.seconds - before.seconds
+        self.step_seconds = seconds / steps
         self.samples = after.samples - before.samples
-        data = after.busy_data - before.busy_data
-        step = after.busy_step - before.busy_step
-        self.step_seconds = (after.seconds - before.seconds) / steps
-        self.work = self.step_seconds * (data + step) / max(1, self.samples)
-        self.phase = "data" if data > step else "step"
+        data_samples = after.busy_data - before.busy_data
+        step_samples = after.busy_step - before.busy_step
+        busy_samples = data_samples + step_samples
+        self.work = self.step_seconds * busy_samples / max(1, self.samples)
+        self.phase = "data" if data_samples > step_samples else "step"
