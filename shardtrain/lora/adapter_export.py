@@ -49,22 +49,31 @@ def export(
     model = models.build(module, shape, labels)
     linears = list(their_names(linears_of(model), module, shape).values())
     fields = peft.config_fields(adapters.spec, names, linears, base)
-    first_of_tied = {name: group[0] for group in tied_names(model) for name in group}
-    kind = getattr(torch, dtype)
-    ours = {name: adapters.read(first_of_tied.get(name, name)).to(kind) for name in names.tensors}
+    # A checkpoint contains a tied tensor once, under the first of its names.
+    first_of_tied = {}
+    for group in tied_names(model):
+        for name in group:
+            first_of_tied[name] = group[0]
+    torch_dtype = getattr(torch, dtype)
     tensors = {}
+    peft_tensors = {}
     for name, peft_name in names.tensors.items():
-        tensors[peft_name] = names.theirs(name, ours[name]).contiguous().clone()
+        stored_name = first_of_tied.get(name, name)
+        tensor = adapters.read(stored_name).to(torch_dtype)
+        tensors[name] = tensor
+        peft_tensors[peft_name] = names.theirs(name, tensor).contiguous().clone()
 
     # Write to a temporary folder, read it back and compare. Rename it to ``output`` only if it is equal.
     with files.new_folder(output) as temporary:
-        files.write_durable(temporary / peft.WEIGHTS, save(tensors, metadata={"format": "pt"}))
-        files.write_durable(temporary / peft.CONFIG, (json.dumps(fields, indent=2) + "\n").encode())
+        config_text = json.dumps(fields, indent=2) + "\n"
+        files.write_durable(temporary / peft.WEIGHTS, save(peft_tensors, metadata={"format": "pt"}))
+        files.write_durable(temporary / peft.CONFIG, config_text.encode())
         written = peft.PeftFolder(temporary, module, shape, labels)
-        read_back = {name: torch.zeros_like(tensor) for name, tensor in ours.items()}
+        read_back = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         written.fill(read_back)
-        if not all(torch.equal(read_back[name], tensor) for name, tensor in ours.items()):
-            raise CheckpointError(
-                f"{temporary} differs from the written data when read back, so nothing was exported; check the disk"
-            )
+        for name, tensor in tensors.items():
+            if not torch.equal(read_back[name], tensor):
+                raise CheckpointError(
+                    f"{temporary} differs from the written data when read back, so nothing was exported; check the disk"
+                )
     return sorted(path.name for path in output.iterdir())

@@ -28,7 +28,7 @@ from shardtrain.hf import as_is, importing, mapping
 from shardtrain.hf.hub_model import check_same, recognise, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.source import dtypes_of
-from shardtrain.hf.weights import weight_files
+from shardtrain.hf.weights import HubWeights, weight_files
 from shardtrain.hub_formats.config_json import CONFIG
 from shardtrain.layout import Draw
 from shardtrain.lora import FACT, PATH, quantize, stacks
@@ -76,112 +76,139 @@ class FrozenWeights:
         model = models.build(module, shape, num_labels)
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
-        self.transposed = {
-            f"{path}.weight" for path, m in model.named_modules() if is_transposed(m)
-        }
+        self.transposed = set()
+        for module_path, submodule in model.named_modules():
+            if is_transposed(submodule):
+                self.transposed.add(f"{module_path}.weight")
         self.stacks = stacks.find(model)
         self._kind = kind
         self._rounded = set()
+        if kind != quantize.WHOLE:
+            quantized = quantize.names(model, module.LAYOUT)
+            self._rounded = {f"{module_path}.weight" for module_path in quantized}
         self._packed_from = torch.float32
         if config is not None:
             self._packed_from = getattr(torch, config.training.dtype)
-        if kind != quantize.WHOLE:
-            self._rounded = {f"{path}.weight" for path in quantize.names(model, module.LAYOUT)}
-        self._stored, self._weights = None, None
-        self.dtype: str
-        self._draws = {}
+        self._stored: manifest.Manifest | None = None
+        self._weights: HubWeights | None = None
+        self._draws: Mapping[str, Draw] = {}
         self._seed = 0
 
-        # Initial weights are drawn again for each read.
         if path is None:
             assert config is not None
-            layers = len(getattr(model, module.LAYOUT.layers))
-            rules = {**module.initial(shape), **dict.fromkeys(module.LAYOUT.buffers, Draw("zeros"))}
-            self._draws = init_weights.plan(self.shapes, rules, module.LAYOUT, layers)
-            self._seed = config.debug.seed
-            self.dtype = config.training.dtype
-        # A checkpoint of this package. Each rank verifies the hashes of some of the files.
-        elif (path / manifest.MANIFEST).exists():
-            self._stored = manifest.read(path)
-            if FACT in self._stored.facts:
-                raise CheckpointError(
-                    f"checkpoint {path} contains adapters instead of base weights; name their base weights"
-                )
-            damage = collectives.first_word(tensor_files.find_damaged_file(self._stored, path))
-            if damage:
-                raise CheckpointError(f"checkpoint {path}: {damage}; use another one")
-            expected = {}
-            for name, size in self.shapes.items():
-                expected[WEIGHTS_PREFIX + name] = torch.empty(size, device="meta")
-            tensor_files.check_names(expected, self._stored, path)
-            stored_weights = [
-                name for name in self._stored.tensors if name.startswith(WEIGHTS_PREFIX)
-            ]
-            self.dtype = "float32"
-            if stored_weights:
-                self.dtype = self._stored.tensors[stored_weights[0]].dtype
-        # A Hugging Face folder for a transformers class. Its tensor names are those of the model.
+            self.dtype = self._plan_initial(model, module, shape, config)
+            self.dtypes = dict.fromkeys(self.shapes, self.dtype)
+            return
+        if (path / manifest.MANIFEST).exists():
+            self.dtype = self._open_checkpoint(path)
+            self._translation = translation_of(module, shape, str(path))
         elif as_is.is_as_is(module):
-            as_is.check_same(shape, path)
-            self._weights = self._stack.enter_context(open_weights(path, None))
-            if config is not None and config.checkpoint.initial_load_resize_embeddings:
-                shape = as_is.own_sizes(shape)
-                model = models.build(module, shape)
-            self._translation, passed = as_is.fit(model, shape, self._weights)
-            mapping.check(self._translation, self._weights, passed)
-            self.dtype = str(self._weights.dtype(self._weights.names()[0])).removeprefix("torch.")
-        # A Hugging Face folder for a model of this package.
+            self.dtype = self._open_as_is(path, model, module, shape, config)
         else:
-            recognised = recognise(path)
-            resized = config is not None and config.checkpoint.initial_load_resize_embeddings
-            own_sizes = shape
-            if resized:
-                own_sizes = importing.sized_as(recognised, shape)
-            self._translation = translation_of(module, own_sizes, str(path))
-            chosen: Collection[str] = ()
-            if config is not None:
-                chosen = config.model.overrides.keys()
-            check_same(module, own_sizes, recognised, path, chosen)
-            prefix = self._translation.hub.prefix
-            self._weights = self._stack.enter_context(open_weights(path, recognised.block, prefix))
-            mapping.check(self._translation, self._weights, recognised.passed_over)
-            first = self._weights.dtype(next(iter(self._translation.their_shapes())))
-            self.dtype = str(first).removeprefix("torch.")
-
+            self.dtype = self._open_hub(path, module, shape, config)
         # Some tensors may be stored with a different dtype.
         self.dtypes = dict.fromkeys(self.shapes, self.dtype)
-        if path is not None:
-            if self._weights is None:
-                self._translation = translation_of(module, shape, str(path))
-            self.dtypes |= dtypes_of(path, self._translation)
+        self.dtypes |= dtypes_of(path, self._translation)
+
+    def _plan_initial(
+        self, model: torch.nn.Module, module: ModuleType, shape: Any, config: Config
+    ) -> str:
+        """Prepare initial weights, which are drawn again for each read. Return their dtype."""
+        layout = module.LAYOUT
+        num_layers = len(getattr(model, layout.layers))
+        rules = {**module.initial(shape), **dict.fromkeys(layout.buffers, Draw("zeros"))}
+        self._draws = init_weights.plan(self.shapes, rules, layout, num_layers)
+        self._seed = config.debug.seed
+        return config.training.dtype
+
+    def _open_checkpoint(self, path: Path) -> str:
+        """Open a checkpoint of this package. Return the dtype of its first weight."""
+        stored = manifest.read(path)
+        self._stored = stored
+        if FACT in stored.facts:
+            raise CheckpointError(
+                f"checkpoint {path} contains adapters instead of base weights; name their base weights"
+            )
+        # Each rank verifies the hashes of some of the files.
+        damage = collectives.first_word(tensor_files.find_damaged_file(stored, path))
+        if damage:
+            raise CheckpointError(f"checkpoint {path}: {damage}; use another one")
+        expected = {}
+        for name, size in self.shapes.items():
+            expected[WEIGHTS_PREFIX + name] = torch.empty(size, device="meta")
+        tensor_files.check_names(expected, stored, path)
+        for name, tensor in stored.tensors.items():
+            if name.startswith(WEIGHTS_PREFIX):
+                return tensor.dtype
+        return "float32"
+
+    def _open_as_is(
+        self,
+        path: Path,
+        model: torch.nn.Module,
+        module: ModuleType,
+        shape: Any,
+        config: Config | None,
+    ) -> str:
+        """Open a Hugging Face folder for a transformers class, whose tensor names are those of the model.
+
+        Return the dtype of its first tensor.
+        """
+        as_is.check_same(shape, path)
+        self._weights = self._stack.enter_context(open_weights(path, None))
+        if config is not None and config.checkpoint.initial_load_resize_embeddings:
+            shape = as_is.own_sizes(shape)
+            model = models.build(module, shape)
+        self._translation, passed = as_is.fit(model, shape, self._weights)
+        mapping.check(self._translation, self._weights, passed)
+        first_name = self._weights.names()[0]
+        return str(self._weights.dtype(first_name)).removeprefix("torch.")
+
+    def _open_hub(self, path: Path, module: ModuleType, shape: Any, config: Config | None) -> str:
+        """Open a Hugging Face folder for a model of this package. Return the dtype of its first tensor."""
+        recognised = recognise(path)
+        chosen: Collection[str] = ()
+        if config is not None:
+            chosen = config.model.overrides.keys()
+            if config.checkpoint.initial_load_resize_embeddings:
+                shape = importing.sized_as(recognised, shape)
+        self._translation = translation_of(module, shape, str(path))
+        check_same(module, shape, recognised, path, chosen)
+        prefix = self._translation.hub.prefix
+        self._weights = self._stack.enter_context(open_weights(path, recognised.block, prefix))
+        mapping.check(self._translation, self._weights, recognised.passed_over)
+        first_name = next(iter(self._translation.their_shapes()))
+        return str(self._weights.dtype(first_name)).removeprefix("torch.")
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill this rank's part of the tensors in place. Keys are names in our model."""
         for name in self._rounded & tensors.keys():
             tensor = tensors[name]
-            local_tensor(tensor).detach().copy_(self.read(name)[local_slices(tensor)])
+            rounded = self.read(name)
+            local_tensor(tensor).detach().copy_(rounded[local_slices(tensor)])
         self._fill({name: tensor for name, tensor in tensors.items() if name not in self._rounded})
 
     def _fill(self, tensors: Mapping[str, Tensor]) -> None:
         # A checkpoint of this package.
         if self._stored is not None:
+            assert self.path is not None
             by_key = {WEIGHTS_PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
-            tensor_reader.read(by_key, self._stored, self.path)  # type: ignore[arg-type]
+            tensor_reader.read(by_key, self._stored, self.path)
+            return
         # A Hugging Face folder. It may lack buffers.
-        elif self._weights is not None:
+        if self._weights is not None:
             sources = self._translation.sources
-            in_folder = {name: tensors[name] for name in tensors if name in sources}
+            in_folder = {name: tensor for name, tensor in tensors.items() if name in sources}
             importing.fill_rows(in_folder, self._translation, self._weights)
+            return
         # Neither: draw the initial weights.
-        else:
-            for name, tensor in tensors.items():
-                init_weights.draw_(tensor, name, self._draws[name], self._seed)
+        for name, tensor in tensors.items():
+            init_weights.draw_(tensor, name, self._draws[name], self._seed)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """Return an unsharded tensor in the dtype of the file. A quantized weight is returned as float32."""
-        tensor = torch.zeros(
-            self.shapes[name], dtype=getattr(torch, self.dtypes[name]), device=device
-        )
+        dtype = getattr(torch, self.dtypes[name])
+        tensor = torch.zeros(self.shapes[name], dtype=dtype, device=device)
         self._fill({name: tensor})
         if name not in self._rounded:
             return tensor
@@ -189,7 +216,8 @@ class FrozenWeights:
         # values as in the run.
         weight = tensor.to(self._packed_from)
         if name in self.transposed:
-            return quantize.Packed(weight.t().contiguous(), self._kind).restored(torch.float32).t()
+            packed = quantize.Packed(weight.t().contiguous(), self._kind)
+            return packed.restored(torch.float32).t()
         return quantize.Packed(weight, self._kind).restored(torch.float32)
 
     def __enter__(self) -> FrozenWeights:
@@ -217,14 +245,12 @@ def find(
         ConfigError: the path does not exist, or its fingerprint differs.
         CheckpointError: the weights cannot be read.
     """
-    mark = facts[FACT].get("base")
-    expected = mark.get("fingerprint") if isinstance(mark, dict) else None
     path = named
     if path is None and not config.lora.random_base:
         path = Path(str(derived.initial_weights(config)))
     option = "--base" if named else PATH
     if path is None:
-        found = random_fingerprint(config, "cpu")
+        actual = random_fingerprint(config, "cpu")
     elif not path.is_dir():
         raise ConfigError(
             Problem(
@@ -235,8 +261,10 @@ def find(
             )
         )
     else:
-        found = fingerprint_of(path)
-    if found != expected:
+        actual = fingerprint_of(path)
+    base = facts[FACT].get("base")
+    expected = base.get("fingerprint") if isinstance(base, dict) else None
+    if actual != expected:
         raise ConfigError(
             Problem(
                 option,

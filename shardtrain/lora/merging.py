@@ -45,7 +45,8 @@ class Adapters:
         if use_ema:
             self.stored = self.stored.with_averages(checkpoint)
         for file in self.stored.files:
-            if damage := files.find_damage(checkpoint, file):
+            damage = files.find_damage(checkpoint, file)
+            if damage:
                 raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another one")
         spec = read_facts(self.stored.facts, checkpoint)
         if spec is None:
@@ -54,18 +55,24 @@ class Adapters:
             )
         self.spec: Spec = spec
         # The factors of a stack have one more dimension than those of a linear module: the experts.
-        adapters = [(path, f"{path}.", 2) for path in spec.modules]
-        adapters += [(path, f"{path}_", 3) for path in spec.parameters]
-        for path, begin, dims in adapters:
-            a = self._shape(f"{begin}lora_a")
-            b = self._shape(f"{begin}lora_b")
-            if not len(a) == len(b) == dims or not a[-2] == b[-1] == spec.rank:
-                raise CheckpointError(
-                    f"checkpoint {checkpoint} has no adapter of rank {spec.rank} for {path}; use another one"
-                )
-        missing = [name for name in spec.factors() if not self._shape(name)]
-        if missing:
-            raise CheckpointError(f"checkpoint {checkpoint} lacks {missing[0]}; use another one")
+        for path in spec.modules:
+            self._check_factors(path, f"{path}.", dims=2)
+        for path in spec.parameters:
+            self._check_factors(path, f"{path}_", dims=3)
+        for name in spec.factors():
+            if not self._shape(name):
+                raise CheckpointError(f"checkpoint {checkpoint} lacks {name}; use another one")
+
+    def _check_factors(self, path: str, prefix: str, dims: int) -> None:
+        """Raise CheckpointError unless both factors have this number of dimensions and the adapters' rank."""
+        a = self._shape(f"{prefix}lora_a")
+        b = self._shape(f"{prefix}lora_b")
+        rank = self.spec.rank
+        has_dims = len(a) == len(b) == dims
+        if not has_dims or not a[-2] == b[-1] == rank:
+            raise CheckpointError(
+                f"checkpoint {self._folder} has no adapter of rank {rank} for {path}; use another one"
+            )
 
     def num_labels(self, module: Any) -> int:
         """Return the number of rows of the classification head saved with the adapters,
@@ -77,8 +84,11 @@ class Adapters:
         return 0
 
     def _shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a stored tensor, or () if it is missing."""
         stored = self.stored.tensors.get(WEIGHTS_PREFIX + name)
-        return stored.shape if stored is not None else ()
+        if stored is None:
+            return ()
+        return stored.shape
 
     def read(self, name: str) -> Tensor:
         """Return an unsharded tensor of the adapters on the CPU."""
@@ -108,17 +118,17 @@ def merge(
         StorageError: the checkpoint cannot be written.
     """
     # Collect the weights that the merge changes: those of adapted linear modules and of adapted stacks.
-    adapted = {f"{path}.weight" for path in spec.modules}
-    stacked: dict[str, tuple[stacks.Stack, int]] = {}
     unknown = sorted(set(spec.parameters) - frozen.stacks.keys())
     if unknown:
         raise CheckpointError(
             f"the adapters are for {unknown[0]}, which {frozen.path} does not have; use the model they were trained on"
         )
+    stacked: dict[str, tuple[stacks.Stack, int]] = {}
     for path in spec.parameters:
         stack = frozen.stacks[path]
         for part, weight in enumerate(stack.weights):
             stacked[f"{stack.owner}.{weight}"] = (stack, part)
+    adapted = {f"{path}.weight" for path in spec.modules}
     missing = sorted(adapted - frozen.shapes.keys())
     if missing:
         raise CheckpointError(
@@ -127,45 +137,65 @@ def merge(
             "change two modules, shardtrain generate --adapter"
         )
 
-    def read(name: str) -> Tensor:
-        name = name.removeprefix(WEIGHTS_PREFIX)
+    def read(key: str) -> Tensor:
+        name = key.removeprefix(WEIGHTS_PREFIX)
         if spec.holds(name):
             return factor(name)
         weight = frozen.read(name)
         if name in stacked:
             stack, part = stacked[name]
-            a_ERI = factor(f"{stack.path}_lora_a")
-            b_EOR = factor(f"{stack.path}_lora_b")
-            sizes = (
-                (stack.experts, spec.rank, stack.inputs),
-                (stack.experts, stack.outputs, spec.rank),
-            )
-            if (tuple(a_ERI.shape), tuple(b_EOR.shape)) != sizes:
-                raise CheckpointError(
-                    f"the adapter of {stack.path} does not have the shapes {sizes[0]} and {sizes[1]}",
-                )
-            return stacks.merged(weight, stack, a_ERI, b_EOR, part, spec.scale)
-        if name not in adapted:
-            return weight
-        path = name.removesuffix(".weight")
-        turned = name in frozen.transposed
-        a_RI = factor(f"{path}.lora_a")
-        b_OR = factor(f"{path}.lora_b")
-        weight_OI = weight.t() if turned else weight
-        if tuple(weight_OI.shape) != (b_OR.shape[0], a_RI.shape[1]):
-            raise CheckpointError(
-                f"the adapter of {path} does not fit a weight of shape {list(weight.shape)}",
-            )
-        magnitude_O = None
-        if spec.use_dora:
-            magnitude_O = factor(f"{path}.lora_magnitude")
-        whole_OI = merged(weight_OI, a_RI, b_OR, spec.scale, magnitude_O)
-        return whole_OI.t().contiguous() if turned else whole_OI
+            return _merged_stack(weight, stack, part, spec, factor)
+        if name in adapted:
+            return _merged_linear(weight, name, name in frozen.transposed, spec, factor)
+        return weight
 
     facts: dict[str, Any] = {"state": TrainState().to_dict(), "model": model}
-    beside = {}
+    other_files = {}
     if source is not None:
-        beside[sources.FILE], facts[sources.FACT] = sources.packed(source)
-    kinds = {WEIGHTS_PREFIX + name: dtype or frozen.dtypes[name] for name in frozen.shapes}
-    shapes = {WEIGHTS_PREFIX + name: shape for name, shape in frozen.shapes.items()}
-    single_process_writer.write(output, shapes, kinds, read, facts, beside)
+        other_files[sources.FILE], facts[sources.FACT] = sources.packed(source)
+    dtypes = {}
+    shapes = {}
+    for name, shape in frozen.shapes.items():
+        dtypes[WEIGHTS_PREFIX + name] = dtype or frozen.dtypes[name]
+        shapes[WEIGHTS_PREFIX + name] = shape
+    single_process_writer.write(output, shapes, dtypes, read, facts, other_files)
+
+
+def _merged_stack(
+    weight: Tensor, stack: stacks.Stack, part: int, spec: Spec, factor: Callable[[str], Tensor]
+) -> Tensor:
+    """Return one weight of a stack of experts with its adapter added."""
+    a_ERI = factor(f"{stack.path}_lora_a")
+    b_EOR = factor(f"{stack.path}_lora_b")
+    a_shape = (stack.experts, spec.rank, stack.inputs)
+    b_shape = (stack.experts, stack.outputs, spec.rank)
+    if tuple(a_ERI.shape) != a_shape or tuple(b_EOR.shape) != b_shape:
+        raise CheckpointError(
+            f"the adapter of {stack.path} does not have the shapes {a_shape} and {b_shape}",
+        )
+    return stacks.merged(weight, stack, a_ERI, b_EOR, part, spec.scale)
+
+
+def _merged_linear(
+    weight: Tensor,
+    name: str,
+    is_transposed: bool,
+    spec: Spec,
+    factor: Callable[[str], Tensor],
+) -> Tensor:
+    """Return the weight of a linear module with its adapter added."""
+    path = name.removesuffix(".weight")
+    a_RI = factor(f"{path}.lora_a")
+    b_OR = factor(f"{path}.lora_b")
+    weight_OI = weight.t() if is_transposed else weight
+    if tuple(weight_OI.shape) != (b_OR.shape[0], a_RI.shape[1]):
+        raise CheckpointError(
+            f"the adapter of {path} does not fit a weight of shape {list(weight.shape)}",
+        )
+    magnitude_O = None
+    if spec.use_dora:
+        magnitude_O = factor(f"{path}.lora_magnitude")
+    merged_OI = merged(weight_OI, a_RI, b_OR, spec.scale, magnitude_O)
+    if is_transposed:
+        return merged_OI.t().contiguous()
+    return merged_OI

@@ -7,7 +7,7 @@ because it may change the output of the adapters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -81,11 +81,9 @@ def config_fields(spec: Spec, names: Names, linears: list[str], base: str) -> di
     """
     # A short name adapts every module with that name. Use short names only if all of these modules are adapted.
     paths = {names.modules[path] for path in spec.modules}
-    ends = sorted({path.rpartition(".")[2] for path in paths})
-    every = {path for path in linears if path.rpartition(".")[2] in ends}
-    targets = sorted(paths)
-    if every == paths:
-        targets = ends
+    short_names = {_last_component(path) for path in paths}
+    with_short_names = {path for path in linears if _last_component(path) in short_names}
+    targets = sorted(short_names) if with_short_names == paths else sorted(paths)
     fields: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": spec.task_type,
@@ -103,9 +101,12 @@ def config_fields(spec: Spec, names: Names, linears: list[str], base: str) -> di
         "modules_to_save": sorted(names.saved) or None,
     }
     if spec.parameters:
-        stacked = [stack_name(path) for path in spec.parameters]
-        fields["target_parameters"] = sorted(dict.fromkeys(stacked))
+        fields["target_parameters"] = sorted({stack_name(path) for path in spec.parameters})
     return fields
+
+
+def _last_component(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -133,19 +134,18 @@ class Names:
 
     def theirs(self, name: str, tensor: Tensor) -> Tensor:
         """Convert one of our tensors to its form in PEFT's file."""
-        written = tensor
         if name in self.experts:
-            written = stacks.to_peft(name, tensor)
+            tensor = stacks.to_peft(name, tensor)
         if name in self.rows:
-            return written[self.rows[name].argsort()]
-        return written
+            tensor = tensor[self.rows[name].argsort()]
+        return tensor
 
     def ours(self, name: str, tensor: Tensor) -> Tensor:
         """Convert a tensor of PEFT's file to our form: the inverse of ``theirs``."""
         if name in self.rows:
             tensor = tensor[self.rows[name]]
         if name in self.experts:
-            return stacks.from_peft(name, tensor, self.experts[name])
+            tensor = stacks.from_peft(name, tensor, self.experts[name])
         return tensor
 
 
@@ -162,91 +162,130 @@ def names_of(
         ConfigError: PEFT's format cannot represent an adapter.
     """
     model = models.build(module, shape, num_labels)
-    known = dict(model.named_modules())
+    modules = dict(model.named_modules())
     hub = getattr(module, "HUB", None)
     theirs = their_names(spec.modules, module, shape)
-    # Find modules that are parts of a larger module in the Hugging Face format, and reject those
-    # that PEFT cannot represent.
-    parts = {}
+    parts = _parts(spec.modules, hub, shape)
     for path in spec.modules:
-        source = None
-        if hub is not None:
-            source = hub.source(f"{path}.weight", shape)
-        if isinstance(source, Heads):
-            parts[path] = source
-        if path in theirs and (reads or path not in parts):
-            continue
-        larger = "no module"
-        if path in parts:
-            larger = f"a part of {parts[path].name.removesuffix('.weight')}"
-        raise ConfigError(
-            f"{path} is {larger} in the Hugging Face format of this model, "
-            "so PEFT cannot store its adapter; merge the adapters (shardtrain merge) and export "
-            "the merged model"
-        )
-    found = {}
-    shapes = {}
-    experts = {}
-    rows = {}
+        if path not in theirs or (path in parts and not reads):
+            raise ConfigError(_not_representable(path, parts.get(path)))
+    draft = _Draft()
 
     # Each linear module has two factors and, with DoRA, magnitudes.
     for path in spec.modules:
-        linear: Any = FrozenLinear(known[path])
+        linear: Any = FrozenLinear(modules[path])
+        draft.add_linear(path, theirs[path], linear, spec, parts.get(path), shape)
+
+    # Each stack of experts has two factors. If one module owns two adapted stacks, PEFT nests their wrappers.
+    _check_experts(
+        spec.parameters, hub, "merge the adapters (shardtrain merge) and export the merged model"
+    )
+    all_stacks = stacks.find(model)
+    adapted_stacks = [stack for path, stack in all_stacks.items() if path in spec.parameters]
+    for path in spec.parameters:
+        stack = all_stacks[path]
+        siblings = [other.path for other in adapted_stacks if other.owner == stack.owner]
+        # The first parameter of the module has the innermost wrapper.
+        num_wrappers_inside = len(siblings) - 1 - siblings.index(path)
+        source = None
+        if hub is not None:
+            source = hub.source(f"{stack.owner}.{stack.weights[0]}", shape)
+        draft.add_stack(stack, spec.rank, num_wrappers_inside, source)
+
+    # Add the fully trained modules.
+    saved = _saved_names(module, shape, model, spec.task_type == CLASSIFIES, spec)
+    for name, their_name in saved.items():
+        peft_name = PREFIX + their_name
+        draft.tensors[name] = peft_name
+        draft.shapes[peft_name] = tuple(model.get_parameter(name).shape)
+    saved_modules = dict.fromkeys(word.rpartition(".")[0] for word in saved.values())
+    return Names(
+        tensors=draft.tensors,
+        modules=theirs,
+        saved=tuple(saved_modules),
+        transposed=any(is_transposed(modules[path]) for path in spec.modules),
+        experts=draft.experts,
+        rows=draft.rows,
+        shapes=draft.shapes,
+    )
+
+
+def _parts(paths: Iterable[str], hub: HubFormat | None, shape: Any) -> dict[str, Heads]:
+    """Return the modules that are parts of a larger module in the Hugging Face format."""
+    parts: dict[str, Heads] = {}
+    if hub is None:
+        return parts
+    for path in paths:
+        source = hub.source(f"{path}.weight", shape)
+        if isinstance(source, Heads):
+            parts[path] = source
+    return parts
+
+
+def _not_representable(path: str, part: Heads | None) -> str:
+    """Return the message for a module whose adapter PEFT's format cannot represent."""
+    counterpart = "no module"
+    if part is not None:
+        counterpart = f"a part of {part.name.removesuffix('.weight')}"
+    return (
+        f"{path} is {counterpart} in the Hugging Face format of this model, "
+        "so PEFT cannot store its adapter; merge the adapters (shardtrain merge) and export "
+        "the merged model"
+    )
+
+
+class _Draft:
+    """Names, shapes and layouts of adapter tensors, before they become a ``Names``."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.experts: dict[str, int] = {}
+        self.rows: dict[str, Tensor] = {}
+
+    def add_linear(
+        self, path: str, their_path: str, linear: Any, spec: Spec, part: Heads | None, shape: Any
+    ) -> None:
+        """Add the factors of a linear module. ``part`` is its place in a larger module of PEFT, or None."""
         outputs = linear.out_features
-        if path in parts:
-            outputs *= parts[path].parts
+        if part is not None:
+            outputs *= part.parts
         sizes = {
             "lora_a": (spec.rank, linear.in_features),
             "lora_b": (outputs, spec.rank),
             "lora_magnitude": (outputs,),
         }
         factors = NAMES if spec.use_dora else NAMES[:2]
-        for own in factors:
-            name = f"{path}.{own}"
-            found[name] = f"{PREFIX}{theirs[path]}.{_FACTORS[own]}"
-            shapes[found[name]] = sizes[own]
+        for factor in factors:
+            name = f"{path}.{factor}"
+            peft_name = f"{PREFIX}{their_path}.{_FACTORS[factor]}"
+            self.tensors[name] = peft_name
+            self.shapes[peft_name] = sizes[factor]
             # Our module has every n-th group of rows, because the Hugging Face module
             # stores the parts of each head together.
-            if path in parts and own != "lora_a":
-                heads = torch.arange(outputs).unflatten(0, (-1, parts[path].parts, shape.head_dim))
-                rows[name] = heads[:, parts[path].part].flatten()
+            if part is not None and factor != "lora_a":
+                heads = torch.arange(outputs).unflatten(0, (-1, part.parts, shape.head_dim))
+                self.rows[name] = heads[:, part.part].flatten()
 
-    # Each stack of experts has two factors. If one module owns two adapted stacks, PEFT nests their wrappers.
-    all_stacks = stacks.find(model)
-    _check_experts(
-        spec.parameters, hub, "merge the adapters (shardtrain merge) and export the merged model"
-    )
-    for path in spec.parameters:
-        stack = all_stacks[path]
-        source = None
-        if hub is not None:
-            source = hub.source(f"{stack.owner}.{stack.weights[0]}", shape)
-        adapted_stacks = [other for other in all_stacks if other in spec.parameters]
-        owned = [other for other in adapted_stacks if all_stacks[other].owner == stack.owner]
-        # The first parameter of the module has the innermost wrapper.
-        inner = ".base_layer" * (len(owned) - 1 - owned.index(path))
-        for own in NAMES[:2]:
-            name = f"{path}_{own}"
-            found[name] = f"{PREFIX}{stack_name(path).rpartition('.')[0]}{inner}.{_FACTORS[own]}"
-            experts[name] = stack.experts
-            # PEFT concatenates the factors of all experts along the rank.
-            ranks = spec.rank * stack.experts
-            shapes[found[name]] = (stack.outputs, ranks)
-            if own == "lora_a":
-                shapes[found[name]] = (ranks, stack.inputs)
+    def add_stack(
+        self, stack: stacks.Stack, rank: int, num_wrappers_inside: int, source: object
+    ) -> None:
+        """Add the factors of a stack of experts. ``source`` is its first weight in the Hugging Face format."""
+        # PEFT concatenates the factors of all experts along the rank.
+        ranks = rank * stack.experts
+        sizes = {"lora_a": (ranks, stack.inputs), "lora_b": (stack.outputs, ranks)}
+        their_owner = stack_name(stack.path).rpartition(".")[0]
+        their_owner += ".base_layer" * num_wrappers_inside
+        for factor, size in sizes.items():
+            name = f"{stack.path}_{factor}"
+            peft_name = f"{PREFIX}{their_owner}.{_FACTORS[factor]}"
+            self.tensors[name] = peft_name
+            self.shapes[peft_name] = size
+            self.experts[name] = stack.experts
         # An interleaved format alternates the rows of the parts, ours concatenates them.
         if isinstance(source, Stacked) and source.interleaved:
             output_rows = torch.arange(stack.outputs).unflatten(0, (-1, source.parts))
-            rows[f"{path}_lora_b"] = output_rows.t().flatten()
-
-    # Add the fully trained modules.
-    saved = _saved_names(module, shape, model, spec.task_type == CLASSIFIES, spec)
-    for name, word in saved.items():
-        found[name] = PREFIX + word
-        shapes[found[name]] = tuple(model.get_parameter(name).shape)
-    owners = tuple(dict.fromkeys(word.rpartition(".")[0] for word in saved.values()))
-    has_transposed = any(is_transposed(known[path]) for path in spec.modules)
-    return Names(found, theirs, owners, has_transposed, experts, rows, shapes)
+            self.rows[f"{stack.path}_lora_b"] = output_rows.t().flatten()
 
 
 def _check_experts(parameters: tuple[str, ...], hub: HubFormat | None, fix: str) -> None:
@@ -269,19 +308,19 @@ def _saved_names(
 
     Every name of a tied tensor is included. Without a ``spec``, all tensors that have a PEFT name are mapped.
     """
-    found = {}
+    peft_names = {}
     hub = getattr(module, "HUB", None)
     new_head = module.LAYOUT.last[-1]
     for name, _ in model.named_parameters(remove_duplicate=False):
         if spec is not None and not spec.holds(name):
             continue
         # A transformers model already has PEFT's names after its wrapper's prefix. A new head has PEFT's fixed name.
-        owner, _, leaf = name.rpartition(".")
         if as_is.is_as_is(module):
-            found[name] = name.partition(".")[2]
+            peft_names[name] = name.partition(".")[2]
             continue
+        owner, _, leaf = name.rpartition(".")
         if classifies and owner == new_head:
-            found[name] = f"{SCORE}.{leaf}"
+            peft_names[name] = f"{SCORE}.{leaf}"
             continue
 
         # The other names are those of the Hugging Face format, if the tensor exists there.
@@ -289,14 +328,14 @@ def _saved_names(
         if hub is not None:
             source = hub.source(name, shape)
         if isinstance(source, str):
-            found[name] = source
+            peft_names[name] = source
         elif spec is not None:
             raise ConfigError(
                 f"{name} is not a separate tensor in the Hugging Face format of this model, "
                 "so PEFT cannot store it; merge the adapters (shardtrain merge) and export the "
                 "merged model"
             )
-    return found
+    return peft_names
 
 
 class PeftFolder:
@@ -354,45 +393,30 @@ class PeftFolder:
             getattr(module, "HUB", None),
             "merge them with PEFT (merge_and_unload)",
         )
-        # Find the linear modules and stacks that have factors in the file.
         model = models.build(module, shape, num_labels)
-        linears = linears_of(model)
-        theirs = their_names([path for path, _ in model.named_modules()], module, shape)
-        owners = set()
-        for end in _FIRST_FACTORS:
-            owners |= {name.removesuffix(end) for name in shapes if name.endswith(end)}
-        adapted = [path for path in theirs if PREFIX + theirs[path] in owners]
-        modules = [path for path in adapted if path in linears]
-        # PEFT names the factors of a stack after the module that contains the stack.
-        all_stacks = stacks.find(model)
-        with_stacks = {path.rpartition(".")[0] for path in all_stacks}
-        for path in adapted:
-            if path in linears or path in with_stacks:
-                continue
-            raise ConfigError(
-                f"{self.folder / WEIGHTS} has an adapter for {theirs[path]}, of class "
-                f"{type(model.get_submodule(path)).__name__}, "
-                "but only nn.Linear and experts can have adapters; "
-                "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save"
-            )
-        stacked = [path for path in all_stacks if self._has_stack(path, partial_spec.parameters)]
+        modules = self._adapted_linears(shapes, model, module, shape)
+        stacked = []
+        for path in stacks.find(model):
+            if self._has_stack(path, partial_spec.parameters):
+                stacked.append(path)
 
         # Find the fully trained modules in the file.
-        kind = CLASSIFIES if num_labels else partial_spec.task_type
-        all_names = _saved_names(module, shape, model, kind == CLASSIFIES)
+        task_type = CLASSIFIES if num_labels else partial_spec.task_type
+        all_names = _saved_names(module, shape, model, task_type == CLASSIFIES)
         present = {name for name, word in all_names.items() if PREFIX + word in shapes}
         for group in tied_names(model):
-            theirs_of_group = {
-                name: PREFIX + all_names[name] for name in group if name in all_names
-            }
-            self._check_tied(theirs_of_group, present)
-        saved = [name.rpartition(".")[0] for name in all_names if name in present]
+            peft_names = {}
+            for name in group:
+                if name in all_names:
+                    peft_names[name] = PREFIX + all_names[name]
+            self._check_tied(peft_names, present)
+        saved = dict.fromkeys(name.rpartition(".")[0] for name in all_names if name in present)
         spec = replace(
             partial_spec,
             modules=tuple(modules),
             parameters=tuple(stacked),
-            saved=tuple(dict.fromkeys(saved)),
-            task_type=kind,
+            saved=tuple(saved),
+            task_type=task_type,
         )
 
         # The file must have exactly the tensors of these adapters.
@@ -400,7 +424,8 @@ class PeftFolder:
         expected = names.shapes
         all_tensors = sorted(expected.keys() | shapes.keys())
         wrong = [name for name in all_tensors if expected.get(name) != shapes.get(name)]
-        if wrong or not (spec.modules or spec.parameters):
+        has_adapters = bool(spec.modules or spec.parameters)
+        if wrong or not has_adapters:
             first = wrong[0] if wrong else "no adapter"
             raise CheckpointError(
                 f"{self.folder / WEIGHTS} does not fit this model: {len(wrong)} tensors differ, "
@@ -409,17 +434,53 @@ class PeftFolder:
             )
         return spec, names
 
+    def _adapted_linears(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        model: torch.nn.Module,
+        module: ModuleType,
+        shape: Any,
+    ) -> list[str]:
+        """Return the linear modules that have factors in the file.
+
+        Raise ConfigError if a module has factors that is neither linear nor the owner of a stack.
+        """
+        owners = set()
+        for name in shapes:
+            for end in _FIRST_FACTORS:
+                if name.endswith(end):
+                    owners.add(name.removesuffix(end))
+        linears = linears_of(model)
+        # PEFT names the factors of a stack after the module that contains the stack.
+        with_stacks = {stack.owner for stack in stacks.find(model).values()}
+        modules = []
+        theirs = their_names([path for path, _ in model.named_modules()], module, shape)
+        for path, their_path in theirs.items():
+            if PREFIX + their_path not in owners:
+                continue
+            if path in linears:
+                modules.append(path)
+            elif path not in with_stacks:
+                raise ConfigError(
+                    f"{self.folder / WEIGHTS} has an adapter for {their_path}, of class "
+                    f"{type(model.get_submodule(path)).__name__}, "
+                    "but only nn.Linear and experts can have adapters; "
+                    "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save"
+                )
+        return modules
+
     def _check_tied(self, group: Mapping[str, str], present: set[str]) -> None:
         """Raise CheckpointError if the file has only some names of a tied tensor, or different values for them."""
-        theirs = [their for name, their in group.items() if name in present]
-        tensors = [self._file.get_tensor(name) for name in theirs]
-        if not tensors:
+        stored_names = [peft_name for name, peft_name in group.items() if name in present]
+        if not stored_names:
             return
+        tensors = [self._file.get_tensor(name) for name in stored_names]
         are_equal = all(torch.equal(tensor, tensors[0]) for tensor in tensors)
         if len(tensors) < len(group) or not are_equal:
-            rest = ", ".join(sorted({*group.values()} - {theirs[0]}))
+            first = stored_names[0]
+            others = ", ".join(sorted({*group.values()} - {first}))
             raise CheckpointError(
-                f"{self.folder / WEIGHTS} has {theirs[0]} without an equal {rest}, "
+                f"{self.folder / WEIGHTS} has {first} without an equal {others}, "
                 "although this model ties them; merge these adapters with PEFT, which unties them"
             )
 
@@ -430,7 +491,8 @@ class PeftFolder:
 
     def read(self, name: str) -> Tensor:
         """Return an unsharded tensor by its name in our model."""
-        return self.names.ours(name, self._file.get_tensor(self.names.tensors[name]))
+        tensor = self._file.get_tensor(self.names.tensors[name])
+        return self.names.ours(name, tensor)
 
     def check_copies(self, weights: Mapping[str, Tensor]) -> None:
         """Compare this rank's part of the frozen ``weights``, by name, with their copies in the file.
@@ -439,22 +501,24 @@ class PeftFolder:
             CheckpointError: a copy differs, so the adapters were trained on another model.
         """
         for name in self.copies.keys() & weights.keys():
-            weight = weights[name]
-            copy = self._file.get_slice(self.copies[name])
-            same = tuple(copy.get_shape()) == tuple(weight.shape)
-            if same:
-                ours = local_tensor(weight).detach()
-                theirs = copy[tuple(local_slices(weight))].to(ours.device)
-                # Either tensor may have been rounded to the dtype of the other.
-                same = torch.equal(theirs.to(ours.dtype), ours) or torch.equal(
-                    ours.to(theirs.dtype), theirs
-                )
-            if not same:
+            if not self._equals_copy(weights[name], self.copies[name]):
                 raise CheckpointError(
                     f"{self.folder / WEIGHTS}: {self.copies[name]} differs from the weights of the "
                     "model; use the model that the adapters were trained on, "
                     "or merge them with PEFT (merge_and_unload)"
                 )
+
+    def _equals_copy(self, weight: Tensor, peft_name: str) -> bool:
+        """True if this rank's part of a weight is equal to that of its copy in the file."""
+        copy = self._file.get_slice(peft_name)
+        if tuple(copy.get_shape()) != tuple(weight.shape):
+            return False
+        ours = local_tensor(weight).detach()
+        theirs = copy[tuple(local_slices(weight))].to(ours.device)
+        # Either tensor may have been rounded to the dtype of the other.
+        if torch.equal(theirs.to(ours.dtype), ours):
+            return True
+        return torch.equal(ours.to(theirs.dtype), theirs)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill this rank's part of the adapters in place. Keys are names in our model.
@@ -464,13 +528,14 @@ class PeftFolder:
         """
         self.check_copies(tensors)
         for name in self.names.tensors.keys() & tensors.keys():
-            box = tuple(local_slices(tensors[name]))
+            tensor = tensors[name]
+            box = tuple(local_slices(tensor))
             # A converted tensor has another row order, so read all of it. Otherwise read only this part.
             if name in self.names.experts or name in self.names.rows:
                 part = self.read(name)[box]
             else:
                 part = self._file.get_slice(self.names.tensors[name])[box]
-            local_tensor(tensors[name]).detach().copy_(part)
+            local_tensor(tensor).detach().copy_(part)
 
 
 def load(

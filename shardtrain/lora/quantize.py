@@ -43,8 +43,11 @@ class Packed:
     def restored(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantized weight."""
         # torchao's NF4 tensors have a separate method for a full dequantization.
-        get = getattr(self._packed, "get_original_weight", None) or self._packed.dequantize
-        return get().reshape(self._shape).to(dtype)  # type: ignore[no-any-return]
+        dequantize = getattr(self._packed, "get_original_weight", None)
+        if dequantize is None:
+            dequantize = self._packed.dequantize
+        weight: Tensor = dequantize()
+        return weight.reshape(self._shape).to(dtype)
 
     @property
     def bytes(self) -> int:
@@ -89,19 +92,23 @@ def names(model: nn.Module, layout: Layout) -> list[str]:
 
     All of them are in the layers.
     """
+    paths = []
     # A transformers class has no tensor-parallel styles. All linear modules of its blocks can be quantized.
     if hasattr(model, "hf"):
         blocks = tuple(f"{block}." for block in model.blocks)  # type: ignore[union-attr]
-        found = []
         for path, module in model.named_modules():
-            if path.startswith(blocks) and (is_linear(module) or isinstance(module, FrozenLinear)):
-                found.append(path)
-        return found
+            if not path.startswith(blocks):
+                continue
+            if is_linear(module) or isinstance(module, FrozenLinear):
+                paths.append(path)
+        return paths
 
-    styles = ("colwise", "rowwise", "replicate")
-    linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    in_layers = [path for path in linears if path.startswith(f"{layout.layers}.")]
-    return [path for path in in_layers if style_of(layout, path) in styles]
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or not path.startswith(f"{layout.layers}."):
+            continue
+        if style_of(layout, path) in ("colwise", "rowwise", "replicate"):
+            paths.append(path)
+    return paths
 
 
 def packed_bytes(shape_OI: tuple[int, int], kind: str, dtype: torch.dtype) -> int:
@@ -187,7 +194,10 @@ def _scales_per_group(blocks: int) -> int:
     """Return how many scales are quantized together: the largest power of two up to 256 that divides the number of
     blocks, each of which has one scale.
     """
-    return next(size for size in (_SCALES >> shift for shift in range(9)) if blocks % size == 0)
+    size = _SCALES
+    while blocks % size:
+        size //= 2
+    return size
 
 
 @functools.cache
@@ -212,9 +222,9 @@ def _int8(weight_OI: Tensor) -> Any:
 
 def _bytes(tensor: Any) -> int:
     # A tensor subclass lists the names of the plain tensors that it contains.
-    inner = ()
+    inner_names = ()
     if hasattr(tensor, "__tensor_flatten__"):
-        inner = tensor.__tensor_flatten__()[0]
-    if inner:
-        return sum(_bytes(getattr(tensor, name)) for name in inner)
-    return int(tensor.nbytes)
+        inner_names, _ = tensor.__tensor_flatten__()
+    if not inner_names:
+        return int(tensor.nbytes)
+    return sum(_bytes(getattr(tensor, name)) for name in inner_names)

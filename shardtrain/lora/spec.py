@@ -104,52 +104,61 @@ def read_facts(facts: Mapping[str, Any], where: object) -> Spec | None:
     Raises:
         CheckpointError: the description is invalid.
     """
-    found = facts.get(FACT)
-    if found is None:
+    description = facts.get(FACT)
+    if description is None:
         return None
-    # The checkpoint may be damaged or come from elsewhere, so check types and limits first.
-    kinds: dict[str, Any] = {
-        "rank": int,
-        "alpha": (int, float),
-        "rank_stabilized": bool,
-        "modules": list,
-    }
-    has_types = isinstance(found, dict) and all(
-        isinstance(found.get(key), kind) for key, kind in kinds.items()
-    )
-    lists = []
-    if has_types:
-        lists = [found.get(key, []) for key in ("modules", "parameters", "saved")]
-    if (
-        not has_types
-        or not 1 <= found["rank"] <= 2**20
-        or not 0 < found["alpha"] < math.inf
-        or not all(map(_is_list_of_texts, lists))
-        or not 1 <= sum(map(len, lists)) <= _MAX_MODULES
-    ):
+    if not _is_valid(description):
         raise CheckpointError(
             f"checkpoint {where}: the description of its adapters is invalid; use another one",
         )
 
     # The following keys are optional.
-    dropout = 0.0
-    if isinstance(found.get("dropout"), int | float) and 0 <= found["dropout"] < 1:
-        dropout = float(found["dropout"])
-    modules, parameters, saved = map(tuple, lists)
-    kind = found.get("task_type", CAUSAL)
-    if kind not in TASK_TYPES.values():
-        kind = None
+    dropout = description.get("dropout")
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        dropout = 0.0
+    task_type = description.get("task_type", CAUSAL)
+    if task_type not in TASK_TYPES.values():
+        task_type = None
     return Spec(
-        found["rank"],
-        float(found["alpha"]),
-        found["rank_stabilized"],
-        modules,
-        dropout,
-        found.get("use_dora") is True,
-        parameters,
-        saved,
-        kind,
+        rank=description["rank"],
+        alpha=float(description["alpha"]),
+        rank_stabilized=description["rank_stabilized"],
+        modules=tuple(description["modules"]),
+        dropout=float(dropout),
+        use_dora=description.get("use_dora") is True,
+        parameters=tuple(description.get("parameters", [])),
+        saved=tuple(description.get("saved", [])),
+        task_type=task_type,
     )
+
+
+def _is_valid(description: Any) -> bool:
+    """True if the values that ``read_facts`` uses have the right types and sizes.
+
+    The checkpoint may be damaged or come from elsewhere.
+    """
+    if not isinstance(description, dict):
+        return False
+    types: dict[str, Any] = {
+        "rank": int,
+        "alpha": (int, float),
+        "rank_stabilized": bool,
+        "modules": list,
+    }
+    for key, types_of_key in types.items():
+        if not isinstance(description.get(key), types_of_key):
+            return False
+    if not 1 <= description["rank"] <= 2**20:
+        return False
+    if not 0 < description["alpha"] < math.inf:
+        return False
+    num_modules = 0
+    for key in ("modules", "parameters", "saved"):
+        paths = description.get(key, [])
+        if not _is_list_of_texts(paths):
+            return False
+        num_modules += len(paths)
+    return 1 <= num_modules <= _MAX_MODULES
 
 
 def _is_list_of_texts(value: object) -> bool:
@@ -248,36 +257,46 @@ def draws(model: nn.Module, start: str = "kaiming") -> dict[str, Draw]:
 
     After loading the frozen weights, ``start_magnitudes`` replaces the initial DoRA magnitudes.
     """
-    inputs = {f"{path}.lora_a": linear.in_features for path, linear in adapted(model)}
-    inputs |= {f"{path}_lora_a": factor.shape[2] for path, factor in stacks.adapted(model)}
+    inputs: dict[str, int] = {}
+    for path, linear in adapted(model):
+        inputs[f"{path}.lora_a"] = linear.in_features
+    for path, factor in stacks.adapted(model):
+        inputs[f"{path}_lora_a"] = factor.shape[2]
     parameters = dict(model.named_parameters())
-    found = {}
+    initializers = {}
     for name, size in inputs.items():
-        rank = parameters[name].shape[-2]
-        found[name] = Draw("normal", std=1 / rank)
         # Uniform within 1 / sqrt(inputs) is kaiming_uniform with a = sqrt(5), the
         # initialization of the paper's code.
         if start == "kaiming":
-            found[name] = Draw("uniform", std=(3 * size) ** -0.5)
+            initializers[name] = Draw("uniform", std=(3 * size) ** -0.5)
+        else:
+            rank = parameters[name].shape[-2]
+            initializers[name] = Draw("normal", std=1 / rank)
         # B starts at zero, so the adapted model starts as the base model.
-        found[f"{name[:-1]}b"] = Draw("zeros", std=0.0)
-    return found | {name: Draw("ones") for name in parameters if name.endswith("lora_magnitude")}
+        name_of_b = f"{name[:-1]}b"
+        initializers[name_of_b] = Draw("zeros", std=0.0)
+    for name in parameters:
+        if name.endswith("lora_magnitude"):
+            initializers[name] = Draw("ones")
+    return initializers
 
 
 @torch.no_grad()
 def start_magnitudes(model: nn.Module) -> None:
     """Set DoRA's magnitudes to the row norms of the frozen weights, which must be loaded. Collective."""
     for _, linear in adapted(model):
-        if linear.lora_magnitude is not None:
-            # A quantized weight has no parameter. It is dequantized as (O, I).
-            if linear.weight is None:
-                full_OI = linear.weight_OI(torch.float32)
-            elif linear.transposed:
-                full_OI = to_full(linear.weight.detach()).t()
-            else:
-                full_OI = to_full(linear.weight.detach())
-            length_O = torch.linalg.vector_norm(full_OI.float(), dim=1)
-            local_tensor(linear.lora_magnitude).copy_(length_O[local_slices(linear.lora_magnitude)])
+        magnitude = linear.lora_magnitude
+        if magnitude is None:
+            continue
+        # A quantized weight has no parameter. It is dequantized as (O, I).
+        if linear.weight is None:
+            full_OI = linear.weight_OI(torch.float32)
+        else:
+            full_OI = to_full(linear.weight.detach())
+            if linear.transposed:
+                full_OI = full_OI.t()
+        length_O = torch.linalg.vector_norm(full_OI.float(), dim=1)
+        local_tensor(magnitude).copy_(length_O[local_slices(magnitude)])
 
 
 def apply(model: nn.Module, spec: Spec) -> None:
@@ -288,9 +307,9 @@ def apply(model: nn.Module, spec: Spec) -> None:
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    known = dict(model.named_modules())
+    modules = dict(model.named_modules())
     for path in spec.modules:
-        linear = known.get(path)
+        linear = modules.get(path)
         if linear is None or not is_linear(linear):
             raise CheckpointError(
                 f"the adapters are for {path}, which is not a linear module of this model; use their base model"
@@ -299,30 +318,38 @@ def apply(model: nn.Module, spec: Spec) -> None:
         lora = LoraLinear(linear, spec.rank, spec.scale, spec.dropout, spec.use_dora)
         setattr(model.get_submodule(owner), leaf, lora)
     if spec.parameters:
-        found = stacks.find(model)
+        all_stacks = stacks.find(model)
+        adapted_stacks = []
         for path in spec.parameters:
-            if path not in found:
+            if path not in all_stacks:
                 raise CheckpointError(
                     f"the adapters are for {path}, which is not a stack of experts in this model; use their base model"
                 )
-        stacks.apply(model, [found[path] for path in spec.parameters], spec.rank, spec.scale)
+            adapted_stacks.append(all_stacks[path])
+        stacks.apply(model, adapted_stacks, spec.rank, spec.scale)
     for path in spec.saved:
-        if path not in known:
+        if path not in modules:
             raise CheckpointError(
                 f"the adapters include {path}, which is not a module of this model; use their base model"
             )
-        known[path].requires_grad_(True)
+        modules[path].requires_grad_(True)
 
 
 def _tell(model: nn.Module, spec: Spec) -> None:
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    beside = [*spec.modules, *spec.parameters]
-    shown = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in beside))
+    """Log which modules have adapters, and how many parameters are trained."""
+    total = 0
+    trained = 0
+    for parameter in model.parameters():
+        total += parameter.numel()
+        if parameter.requires_grad:
+            trained += parameter.numel()
+    adapted_paths = [*spec.modules, *spec.parameters]
+    last_components = dict.fromkeys(path.rpartition(".")[2] for path in adapted_paths)
+    shown = ", ".join(last_components)
     fully_trained = ""
     if spec.saved:
         fully_trained = f", {', '.join(spec.saved)} fully trained"
     logger.info(
-        f"lora: adapters of rank {spec.rank} for {len(beside)} modules ({shown}){fully_trained}: "
+        f"lora: adapters of rank {spec.rank} for {len(adapted_paths)} modules ({shown}){fully_trained}: "
         f"{trained:,} of {total:,} parameters ({100 * trained / total:.2f} %) are trained"
     )

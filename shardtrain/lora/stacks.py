@@ -48,23 +48,34 @@ class Stack:
 
 def find(model: nn.Module) -> dict[str, Stack]:
     """Return the stacks of a model that can be adapted, by path."""
-    foreign = hasattr(model, "hf")
-    found = {}
+    is_transformers = hasattr(model, "hf")
+    stacks = []
     for path, module in model.named_modules():
         if isinstance(module, moe.Experts):
             for name, weights in OURS.items():
-                experts, _, inputs = getattr(module, weights[0]).shape
-                outputs = sum(getattr(module, weight).shape[1] for weight in weights)
-                found[f"{path}.{name}"] = Stack(f"{path}.{name}", weights, experts, inputs, outputs)
-        elif foreign:
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.ndim == 3 and "_lora_" not in name:
-                    turned = bool(getattr(module, "is_transposed", False))
-                    experts, rows, columns = parameter.shape
-                    inputs, outputs = (rows, columns) if turned else (columns, rows)
-                    key = f"{path}.{name}"
-                    found[key] = Stack(key, (name,), experts, inputs, outputs, turned)
-    return found
+                num_experts, _, inputs = getattr(module, weights[0]).shape
+                outputs = 0
+                for weight in weights:
+                    outputs += getattr(module, weight).shape[1]
+                stacks.append(Stack(f"{path}.{name}", weights, num_experts, inputs, outputs))
+        elif is_transformers:
+            stacks += _transformers_stacks(path, module)
+    return {stack.path: stack for stack in stacks}
+
+
+def _transformers_stacks(path: str, module: nn.Module) -> list[Stack]:
+    """Return the stacks that a module of a transformers network owns: its parameters of three dimensions."""
+    is_transposed = bool(getattr(module, "is_transposed", False))
+    stacks = []
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.ndim != 3 or "_lora_" in name:
+            continue
+        num_experts, outputs, inputs = parameter.shape
+        if is_transposed:
+            num_experts, inputs, outputs = parameter.shape
+        stack = Stack(f"{path}.{name}", (name,), num_experts, inputs, outputs, is_transposed)
+        stacks.append(stack)
+    return stacks
 
 
 def apply(model: nn.Module, stacks: list[Stack], rank: int, scale: float) -> None:
@@ -74,15 +85,16 @@ def apply(model: nn.Module, stacks: list[Stack], rank: int, scale: float) -> Non
     """
     for stack in stacks:
         owner = model.get_submodule(stack.owner)
-        name = stack.path.rpartition(".")[2]
         weight = getattr(owner, stack.weights[0])
         if isinstance(owner, moe.Experts) and not isinstance(owner, LoraExperts):
             above, _, leaf = stack.owner.rpartition(".")
             owner = LoraExperts(owner, scale)
             setattr(model.get_submodule(above), leaf, owner)
-        for factor, sizes in (("lora_a", (rank, stack.inputs)), ("lora_b", (stack.outputs, rank))):
-            parameter = nn.Parameter(weight.new_empty(stack.experts, *sizes))
-            owner.register_parameter(f"{name}_{factor}", parameter)
+        name = stack.path.rpartition(".")[2]
+        a_ERI = weight.new_empty(stack.experts, rank, stack.inputs)
+        b_EOR = weight.new_empty(stack.experts, stack.outputs, rank)
+        owner.register_parameter(f"{name}_lora_a", nn.Parameter(a_ERI))
+        owner.register_parameter(f"{name}_lora_b", nn.Parameter(b_EOR))
         if not isinstance(owner, LoraExperts):
             _add_at_each_use(owner, name, scale, stack.transposed)
 
@@ -115,42 +127,49 @@ class LoraExperts(moe.Experts):
     def forward(self, x_RD: Tensor, count_E: Tensor | None, choice: Choice | None = None) -> Tensor:
         """Map rows (R, D), sorted by expert, to (R, D). ``count_E`` is the number of rows per expert."""
         assert count_E is not None
-        gate_RF = moe.add_bias(moe.product(x_RD, count_E, self.w1), count_E, self.w1_bias)
-        up_RF = moe.add_bias(moe.product(x_RD, count_E, self.w3), count_E, self.w3_bias)
+        gate_RF = moe.product(x_RD, count_E, self.w1)
+        gate_RF = moe.add_bias(gate_RF, count_E, self.w1_bias)
+        up_RF = moe.product(x_RD, count_E, self.w3)
+        up_RF = moe.add_bias(up_RF, count_E, self.w3_bias)
         added = self._added("gate_up_proj", x_RD, count_E)
         if added is not None:
-            more_gate_RF, more_up_RF = added.chunk(2, dim=-1)
-            gate_RF = gate_RF + more_gate_RF
-            up_RF = up_RF + more_up_RF
+            added_gate_RF, added_up_RF = added.chunk(2, dim=-1)
+            gate_RF = gate_RF + added_gate_RF
+            up_RF = up_RF + added_up_RF
         hidden_RF = self.gate(gate_RF, up_RF)
-        out_RD = moe.add_bias(moe.product(hidden_RF, count_E, self.w2), count_E, self.w2_bias)
+        out_RD = moe.product(hidden_RF, count_E, self.w2)
+        out_RD = moe.add_bias(out_RD, count_E, self.w2_bias)
         added = self._added("down_proj", hidden_RF, count_E)
-        return out_RD if added is None else out_RD + added
+        if added is None:
+            return out_RD
+        return out_RD + added
 
     def _added(self, name: str, x_RI: Tensor, count_E: Tensor) -> Tensor | None:
+        """Return the output of the adapter of a stack, or None if the stack has no adapter."""
         a_ERI = getattr(self, f"{name}_lora_a", None)
         b_EOR = getattr(self, f"{name}_lora_b", None)
         if a_ERI is None or b_EOR is None:
             return None
-        return moe.product(moe.product(x_RI, count_E, a_ERI), count_E, b_EOR) * self.scale
+        low_rank = moe.product(x_RI, count_E, a_ERI)
+        return moe.product(low_rank, count_E, b_EOR) * self.scale
 
 
 def _add_at_each_use(owner: nn.Module, name: str, scale: float, transposed: bool) -> None:
-    whole_forward: Callable[..., Any] = owner.forward
+    """Replace the forward of a module by one that adds the adapter to the weight ``name`` during the call."""
+    forward_of_class: Callable[..., Any] = owner.forward
 
     def forward(*inputs: Any, **keywords: Any) -> Any:
         # During forward, an instance attribute hides the parameter with the same name. With tensor parallelism,
         # plain tensors of this rank already hide the parameters.
-        weight, a_ERI, b_EOR = (
-            getattr(owner, key) for key in (name, f"{name}_lora_a", f"{name}_lora_b")
-        )
+        weight = getattr(owner, name)
         assert not isinstance(weight, DTensor)
+        a_ERI = getattr(owner, f"{name}_lora_a")
+        b_EOR = getattr(owner, f"{name}_lora_b")
+        left, right = _factors(a_ERI, b_EOR, transposed)
         was_hidden = name in owner.__dict__
-        owner.__dict__[name] = torch.baddbmm(
-            weight, *_factors(a_ERI, b_EOR, transposed), alpha=scale
-        )
+        owner.__dict__[name] = torch.baddbmm(weight, left, right, alpha=scale)
         try:
-            return whole_forward(*inputs, **keywords)
+            return forward_of_class(*inputs, **keywords)
         finally:
             del owner.__dict__[name]
             if was_hidden:
@@ -160,9 +179,10 @@ def _add_at_each_use(owner: nn.Module, name: str, scale: float, transposed: bool
 
 
 def _factors(a_ERI: Tensor, b_EOR: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Return the two factors in the order in which their product has the orientation of the weight."""
     if transposed:
-        return (a_ERI.transpose(1, 2), b_EOR.transpose(1, 2))
-    return (b_EOR, a_ERI)
+        return a_ERI.transpose(1, 2), b_EOR.transpose(1, 2)
+    return b_EOR, a_ERI
 
 
 @torch.no_grad()
