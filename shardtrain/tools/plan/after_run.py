@@ -53,38 +53,40 @@ def beside_measured(folder: Path, world_size: int, device_name: str) -> list[str
     """
     # A successful run must not fail because of this comparison.
     with contextlib.suppress(Exception):
-        known = devices.find(device_name)
-        if known is None:
-            return []
-        metrics = {
-            name: list(series.values) for name, series in run_files.read(folder).metrics.items()
-        }
-        if len(metrics.get("tps", [])) < FEWEST_STEPS:
-            return []
-        config = configs.load(str(folder / "config.resolved.toml"), []).config
-        plan = planning.make(config, world_size, hardware.find(known))
-        # The first steps compile and warm up, so only the later half counts.
-        later = metrics["tps"][len(metrics["tps"]) // 2 :]
-        pairs = {"tokens per second and device": (plan.tps, statistics.median(later), ",.0f")}
-        if "memory_gib" in metrics:
-            # PyTorch does not count the memory of the driver.
-            pairs["peak memory in GiB"] = (
-                plan.fullest.peak / GIB,
-                max(metrics["memory_gib"]),
-                ".1f",
-            )
-        kept = {name: [planned, measured] for name, (planned, measured, _) in pairs.items()}
-        atomic_io.write(folder / "planned.json", json.dumps(kept) + "\n")
-        lines = []
-        for name, (planned, measured, form) in pairs.items():
-            off = measured / planned - 1
-            text = f"{name}: planned {planned:{form}}, measured {measured:{form}} ({off:+.0%})"
-            if name.startswith("tokens per second") and plan.time.seconds < _SHORT_SECONDS:
-                text += ": the speed of such short steps depends on the host, which is not planned"
-            elif name.startswith("peak memory") and abs(planned - measured) < _SMALL_GIB:
-                text += ": the difference is within the accuracy of a plan"
-            elif abs(off) > OFF:
-                text = f"warning: {text}: more than {OFF:.0%} off"
-            lines.append(text)
-        return lines
+        return _compare(folder, world_size, device_name)
     return []
+
+
+def _compare(folder: Path, world_size: int, device_name: str) -> list[str]:
+    device = devices.find(device_name)
+    if device is None:
+        return []
+    metrics = run_files.read(folder).metrics
+    if "tps" not in metrics or len(metrics["tps"].values) < FEWEST_STEPS:
+        return []
+    config = configs.load(str(folder / "config.resolved.toml"), []).config
+    plan = planning.make(config, world_size, hardware.find(device))
+    # The first steps compile and warm up, so only the later half counts.
+    speeds = list(metrics["tps"].values)
+    measured_tps = statistics.median(speeds[len(speeds) // 2 :])
+    pairs = {"tokens per second and device": [plan.tps, measured_tps]}
+    formats = {"tokens per second and device": ",.0f", "peak memory in GiB": ".1f"}
+    if "memory_gib" in metrics:
+        # PyTorch does not count the memory of the driver.
+        planned_gib = plan.fullest.peak / GIB
+        pairs["peak memory in GiB"] = [planned_gib, max(metrics["memory_gib"].values)]
+    atomic_io.write(folder / "planned.json", json.dumps(pairs) + "\n")
+
+    lines = []
+    for name, (planned, measured) in pairs.items():
+        form = formats[name]
+        off = measured / planned - 1
+        text = f"{name}: planned {planned:{form}}, measured {measured:{form}} ({off:+.0%})"
+        if name.startswith("tokens per second") and plan.time.seconds < _SHORT_SECONDS:
+            text += ": the speed of such short steps depends on the host, which is not planned"
+        elif name.startswith("peak memory") and abs(planned - measured) < _SMALL_GIB:
+            text += ": the difference is within the accuracy of a plan"
+        elif abs(off) > OFF:
+            text = f"warning: {text}: more than {OFF:.0%} off"
+        lines.append(text)
+    return lines

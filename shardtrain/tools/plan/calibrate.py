@@ -138,23 +138,29 @@ def learn_report(path: Path, device: Device) -> Measured:
         flops = {str(dtype): float(rate) for dtype, rate in rates["flops"].items()}
         threads = int(rates["threads"])
         collectives = []
-        for one in rates["collectives"]:
-            collectives.append(
-                (int(one["ranks"]), int(one["ranks_per_host"]), float(one["bytes_per_second"])),
-            )
+        for row in rates["collectives"]:
+            num_ranks = int(row["ranks"])
+            ranks_per_host = int(row["ranks_per_host"])
+            collectives.append((num_ranks, ranks_per_host, float(row["bytes_per_second"])))
     except OSError as error:
         raise wrong(f"cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise wrong("is not a report of the doctor") from error
-    measured = [*flops.values(), *(rate for _, _, rate in collectives)]
-    if not flops or not all(map(_is_rate, measured)):
+    measured_rates = list(flops.values())
+    for _, _, rate in collectives:
+        measured_rates.append(rate)
+    if not flops or not all(map(_is_rate, measured_rates)):
         raise wrong("has impossible rates")
+
     # A report about another known device is a mistake. A device without a row in the file may be
     # the planned one.
-    found = "cpu" if rates.get("type") == "cpu" else devices.find(name)
-    if found is not None and found != device.name and device.name in devices.names():
+    reported = devices.find(name)
+    if rates.get("type") == "cpu":
+        reported = "cpu"
+    is_other = reported is not None and reported != device.name
+    if is_other and device.name in devices.names():
         raise wrong(
-            f"is about {name[:80]}, not {device.name}", f"plan for it with --device {found}"
+            f"is about {name[:80]}, not {device.name}", f"plan for it with --device {reported}"
         )
     return _with_rates(device, flops, threads, collectives, wrong)
 
@@ -175,42 +181,48 @@ def _with_rates(
     Raises:
         ConfigError: made by ``wrong``; a rate is too far from that of the device.
     """
-    # The planned rate of matrix products, relative to the measured one.
-    dtype = next((dtype for dtype in flops if dtype in device.flops), None)
-    if dtype is None:
+    dtypes = [dtype for dtype in flops if dtype in device.flops]
+    if not dtypes:
         raise wrong(
             f"measured products in {', '.join(flops)}, for which the row of {device.name} has no peak",
         )
+    # The planned rate of matrix products, relative to the measured one.
+    dtype = dtypes[0]
     rate = flops[dtype]
     if device.is_cpu:
         # The row of a CPU describes one core, but the measurement used several threads.
         rate = rate / max(1, threads) ** timing.THREADS_EXPONENT
-    products = f"{dtype} products"
-    ratios = {products: device.flops[dtype] * device.matmul_efficiency / rate}
+    slower = device.flops[dtype] * device.matmul_efficiency / rate
+    ratios = {f"{dtype} products": slower}
     changes: dict[str, Any] = {}
-    # Ranks of a host share its network, so a rank has its part of the measured rate.
     if not device.is_cpu:
-        within_host = []
-        between_hosts = []
-        for ranks, per_host, rank_rate in collectives:
-            if per_host == ranks > 1:
-                within_host.append(rank_rate)
-            if per_host < ranks:
-                between_hosts.append(rank_rate / per_host)
-        for name, field, link_rates in (
-            ("links", "link", within_host),
-            ("network", "network", between_hosts),
-        ):
-            if not link_rates:
-                continue
-            link: Link = getattr(device, field)
-            fastest = max(link_rates)
-            ratios[name] = link.bytes_per_second * link.efficiency / fastest
-            changes[field] = replace(link, bytes_per_second=fastest / link.efficiency)
+        within_host, between_hosts = _link_rates(collectives)
+        if within_host:
+            changes["link"], ratios["links"] = _with_rate(device.link, max(within_host))
+        if between_hosts:
+            changes["network"], ratios["network"] = _with_rate(device.network, max(between_hosts))
     for name, ratio in ratios.items():
         if not 1 / _FARTHEST < ratio < _FARTHEST:
             rule = f"has {name} with {1 / ratio:.3g} times the speed of {device.name}"
             raise wrong(rule, "set --device to the device of the report")
-    slower = ratios[products]
     changes["flops"] = {name: peak / slower for name, peak in device.flops.items()}
     return Measured(replace(device, **changes), ratios)
+
+
+def _link_rates(collectives: list[tuple[int, int, float]]) -> tuple[list[float], list[float]]:
+    """Return the bytes per second of a rank in groups within one host, and in groups of several hosts."""
+    within_host = []
+    between_hosts = []
+    for num_ranks, ranks_per_host, rate in collectives:
+        if ranks_per_host == num_ranks > 1:
+            within_host.append(rate)
+        if ranks_per_host < num_ranks:
+            # Ranks of a host share its network, so a rank has its part of the measured rate.
+            between_hosts.append(rate / ranks_per_host)
+    return within_host, between_hosts
+
+
+def _with_rate(link: Link, rate: float) -> tuple[Link, float]:
+    """Return a link with the measured rate, and its planned rate relative to the measured one."""
+    ratio = link.bytes_per_second * link.efficiency / rate
+    return replace(link, bytes_per_second=rate / link.efficiency), ratio

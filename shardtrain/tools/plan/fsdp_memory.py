@@ -29,121 +29,149 @@ class GatheredBytes:
     """
 
     def __init__(self, model: ModelShape, job: PlannedJob, index: int) -> None:
-        is_first = index == 0
-        is_last = index == len(job.stages) - 1
-        parameters_by_layer = [model.layers[number].parameters for number in job.stages[index]]
-        embed_trained = trained(model.first) if is_first else ()
-        head_trained = trained(model.last) if is_last else ()
+        unit = _Units(model, job, index)
+        layer_shards = []
+        for parameters in unit.parameters_by_layer:
+            layer_shards.append(_gradient_shards(trained(parameters), job))
+        self.layer_shard = layer_shards[0] if layer_shards else 0
+        self.head_shard = _gradient_shards(unit.trained_of_head, job)
+        self.embed_shard = _gradient_shards(unit.trained_of_embed, job)
+        self.all_shards = self.head_shard + self.embed_shard + sum(layer_shards)
 
-        # Elements. A tied head is the same tensor as the embedding, so it counts as zero.
-        layers = [unsharded(parameters, job.tp, job.ep) for parameters in parameters_by_layer]
-        layer_gradients = [
-            unsharded(trained(parameters), job.tp, job.ep) for parameters in parameters_by_layer
-        ]
-        embed = unsharded(model.first, job.tp, job.ep) if is_first else 0
-        head = unsharded(model.last, job.tp, job.ep) if is_last else 0
-        embed_gradient = 0
-        if embed_trained:
-            embed_gradient = unsharded(embed_trained, job.tp, job.ep)
-        head_gradient = 0
-        if head_trained:
-            head_gradient = unsharded(head_trained, job.tp, job.ep)
-        if model.tied and is_first and is_last:
-            head = 0
-            head_gradient = 0
-
-        trained_of_head = head_trained if head_gradient else ()
-        self._set_shards(job, parameters_by_layer, embed_trained, trained_of_head)
-
-        compute = job.compute_width
-        first_layer = layers[0] if layers else 0
-        last_layer = layers[-1] if layers else 0
-        largest = max(layers, default=0)
-        largest_gradient = max(layer_gradients, default=0)
-        all_weights = (sum(layers) + embed + head) * compute
+        self.most = 0
+        self.end_of_forward = 0
+        self.loss = 0
+        self.backward_of_head = 0
+        self.backward_of_last = 0
+        self.backward_of_layer = 0
+        self.backward_of_embed = 0
         if job.copies:
-            # Each copy is freed in backward once its gradient is complete.
-            self.most = all_weights
-            self.end_of_forward = all_weights
-            self.loss = all_weights
-            self.backward_of_head = all_weights
-            self.backward_of_last = all_weights - head * compute
-            self.backward_of_layer = (embed + first_layer) * compute
-            self.backward_of_embed = embed * compute
-            return
-        if not job.fsdp:
-            self.most = 0
-            self.end_of_forward = 0
-            self.loss = 0
-            self.backward_of_head = 0
-            self.backward_of_last = 0
-            self.backward_of_layer = 0
-            self.backward_of_embed = 0
-            return
-        reduce = job.reduce_width
-        if not job.frees_gathered:
-            # Weights stay gathered until their backward, which also produces unreduced gradients.
-            self.end_of_forward = all_weights
-            self.loss = all_weights
-            self.backward_of_head = all_weights
-            self.backward_of_last = all_weights - head * compute + head_gradient * reduce
-            self.backward_of_layer = (embed + first_layer) * compute + largest_gradient * reduce
-            self.backward_of_embed = embed * compute + embed_gradient * reduce
-            copies_of_last_layer = 1 if is_last else 2
-            self.most = (
-                sum(layers) + embed + 2 * head
-            ) * compute + last_layer * compute * copies_of_last_layer
-            return
+            self._set_copies(unit, job)
+        elif job.fsdp and job.frees_gathered:
+            self._set_freed(unit, job)
+        elif job.fsdp:
+            self._set_kept(unit, job)
 
-        # Weights are freed after their forward, so at most two layers are gathered: the one in use and the
-        # prefetched one.
-        pair = 2 * largest if len(layers) > 1 else largest
-        has_experts = any(model.layers[number].experts for number in job.stages[index])
-        if has_experts and job.ep * job.cp * job.tp > 1:
-            # Experts are their own unit, gathered next to the rest of the layer.
-            pair = largest
-        # A tied embedding and head belong to the root module, which stays gathered during the entire pass.
-        root = embed if model.tied else 0
-        keeps_last = job.reshard == "default"
+    def _set_copies(self, unit: _Units, job: PlannedJob) -> None:
+        """Set the bytes of ranks that cast all weights. Backward frees each copy once its gradient is complete."""
+        compute = job.compute_width
+        all_weights = unit.all_weights * compute
+        self.most = all_weights
+        self.end_of_forward = all_weights
+        self.loss = all_weights
+        self.backward_of_head = all_weights
+        self.backward_of_last = all_weights - unit.head * compute
+        self.backward_of_layer = (unit.embed + unit.first_layer) * compute
+        self.backward_of_embed = unit.embed * compute
+
+    def _set_kept(self, unit: _Units, job: PlannedJob) -> None:
+        """Set the bytes if weights stay gathered until their backward, which also produces unreduced gradients."""
+        compute = job.compute_width
+        reduce = job.reduce_width
+        all_weights = unit.all_weights * compute
+        self.end_of_forward = all_weights
+        self.loss = all_weights
+        self.backward_of_head = all_weights
+        gradients_of_head = unit.head_gradient * reduce
+        self.backward_of_last = all_weights - unit.head * compute + gradients_of_head
+        first_weights = (unit.embed + unit.first_layer) * compute
+        self.backward_of_layer = first_weights + unit.largest_gradient * reduce
+        self.backward_of_embed = unit.embed * compute + unit.embed_gradient * reduce
+        copies_of_last_layer = 1 if unit.is_last else 2
+        self.most = all_weights + unit.head * compute
+        self.most += unit.last_layer * compute * copies_of_last_layer
+
+    def _set_freed(self, unit: _Units, job: PlannedJob) -> None:
+        """Set the bytes if weights are freed after their forward, so at most two layers are gathered: the
+        one in use and the prefetched one.
+        """
+        compute = job.compute_width
+        reduce = job.reduce_width
         ranks = job.dp_shard * job.cp
-        next_layer = largest if len(layers) > 1 else 0
-        next_unit = max(head, next_layer)
-        self.end_of_forward = (last_layer + next_unit + root) * compute
-        at_loss = root
-        if keeps_last:
-            at_loss = last_layer + head + root
-        self.loss = at_loss * compute
-        self.backward_of_head = (head + pair + root) * compute
-        self.backward_of_last = (pair + root) * compute + _reduced(head_gradient, ranks) * reduce
-        self.backward_of_layer = (pair // 2 + root) * compute + _reduced(
-            largest_gradient, ranks
-        ) * reduce
-        self.backward_of_embed = _reduced(embed_gradient, ranks) * reduce
+        next_layer = 0
+        pair = unit.largest
+        if unit.num_layers > 1:
+            next_layer = unit.largest
+            pair = 2 * unit.largest
+        if unit.has_experts and job.ep * job.cp * job.tp > 1:
+            # Experts are their own unit, gathered next to the rest of the layer.
+            pair = unit.largest
+        # A tied embedding and head belong to the root module, which stays gathered during the entire pass.
+        root = unit.embed if unit.is_tied else 0
+
+        next_unit = max(unit.head, next_layer)
+        self.end_of_forward = (unit.last_layer + next_unit + root) * compute
+        self.loss = root * compute
+        if job.reshard == "default":
+            self.loss = (unit.last_layer + unit.head + root) * compute
+        self.backward_of_head = (unit.head + pair + root) * compute
+        reduced_head = _reduced(unit.head_gradient, ranks) * reduce
+        self.backward_of_last = (pair + root) * compute + reduced_head
+        reduced_layer = _reduced(unit.largest_gradient, ranks) * reduce
+        self.backward_of_layer = (pair // 2 + root) * compute + reduced_layer
+        self.backward_of_embed = _reduced(unit.embed_gradient, ranks) * reduce
         if job.tp > 1:
-            self.backward_of_embed += embed_gradient * compute
-        ends = embed + head + pair if model.tied else embed + largest
+            self.backward_of_embed += unit.embed_gradient * compute
+        ends = unit.embed + unit.largest
+        if unit.is_tied:
+            ends = unit.embed + unit.head + pair
+        largest_shard = unit.largest // ranks * compute
         self.most = max(
-            head_gradient * reduce + pair * compute + largest // ranks * compute,
-            largest_gradient * reduce + pair * compute,
+            unit.head_gradient * reduce + pair * compute + largest_shard,
+            unit.largest_gradient * reduce + pair * compute,
             self.backward_of_embed,
             ends * compute,
         )
 
-    def _set_shards(
-        self,
-        job: PlannedJob,
-        parameters_by_layer: list[tuple[ParameterShape, ...]],
-        embed_trained: Iterable[ParameterShape],
-        head_trained: Iterable[ParameterShape],
-    ) -> None:
-        """Set the bytes of reduced gradients."""
-        layer_shards = [
-            _gradient_shards(trained(parameters), job) for parameters in parameters_by_layer
-        ]
-        self.layer_shard = layer_shards[0] if layer_shards else 0
-        self.head_shard = _gradient_shards(head_trained, job)
-        self.embed_shard = _gradient_shards(embed_trained, job)
-        self.all_shards = self.head_shard + self.embed_shard + sum(layer_shards)
+
+class _Units:
+    """Elements of the weights that FSDP gathers together on one stage, and of their gradients.
+
+    Attributes:
+        embed, head: 0 if the stage has none. A tied head is the same tensor as the embedding, so it
+            counts as zero.
+        first_layer, last_layer, largest: Layers of the stage, 0 without layers.
+        all_weights: All layers, the embedding and the head.
+        trained_of_embed, trained_of_head: Their trained parameters.
+    """
+
+    def __init__(self, model: ModelShape, job: PlannedJob, index: int) -> None:
+        is_first = index == 0
+        self.is_last = index == len(job.stages) - 1
+        self.is_tied = model.tied
+        self.parameters_by_layer = []
+        self.has_experts = False
+        layers = []
+        gradients = []
+        for number in job.stages[index]:
+            layer = model.layers[number]
+            self.parameters_by_layer.append(layer.parameters)
+            layers.append(unsharded(layer.parameters, job.tp, job.ep))
+            gradients.append(unsharded(trained(layer.parameters), job.tp, job.ep))
+            if layer.experts:
+                self.has_experts = True
+        self.num_layers = len(layers)
+        self.first_layer = layers[0] if layers else 0
+        self.last_layer = layers[-1] if layers else 0
+        self.largest = max(layers, default=0)
+        self.largest_gradient = max(gradients, default=0)
+
+        self.embed = 0
+        self.embed_gradient = 0
+        self.trained_of_embed: tuple[ParameterShape, ...] = ()
+        if is_first:
+            self.trained_of_embed = trained(model.first)
+            self.embed = unsharded(model.first, job.tp, job.ep)
+            self.embed_gradient = unsharded(self.trained_of_embed, job.tp, job.ep)
+        self.head = 0
+        self.head_gradient = 0
+        self.trained_of_head: tuple[ParameterShape, ...] = ()
+        is_separate_head = not (model.tied and is_first)
+        if self.is_last and is_separate_head:
+            self.trained_of_head = trained(model.last)
+            self.head = unsharded(model.last, job.tp, job.ep)
+            self.head_gradient = unsharded(self.trained_of_head, job.tp, job.ep)
+        self.all_weights = sum(layers) + self.embed + self.head
 
 
 def _gradient_shards(parameters: Iterable[ParameterShape], job: PlannedJob) -> int:

@@ -10,7 +10,7 @@ from shardtrain.ops.cpu import expert_mix, rms_norm
 from shardtrain.ops.gated_delta_net import BLOCK
 from shardtrain.tools.plan.job_sizes import PlannedJob
 from shardtrain.tools.plan.parameter_shards import trained, unsharded
-from shardtrain.tools.plan.shapes import ExpertShape, Layer, RecurrenceShape
+from shardtrain.tools.plan.shapes import ExpertShape, Layer, Linear, RecurrenceShape
 
 Kernels = Literal["cpu", "cpu by rows", "cuda"]
 """Kernels of a device. "cpu by rows" has the RMSNorm of ops/cpu/rms_norm.py, "cpu" has no fused RMSNorm."""
@@ -87,12 +87,16 @@ def layer_bytes(layer: Layer, job: PlannedJob, dim: int, mode: str, kernels: Ker
         kept = stream + attention.output + attention.log_sum_exp + _kept_products(layer, job, dim)
 
     # Backward starts with the feed-forward: gradients of its products, of the stream, and of its
-    # own weights. At its end only attention is left, and the gradients of all weights exist.
-    trained_weights = unsharded(trained(layer.parameters), job.tp, job.ep) * width
+    # own weights.
+    weight_gradients = unsharded(trained(layer.parameters), job.tp, job.ep) * width
     ffn_share = ffn.saved / max(1, full)
-    gathered_copies = 2 * gathered if job.tp > 1 else 0
-    start = full + stream + gathered_copies + ffn.gradients + int(trained_weights * ffn_share / 3)
-    end = full - ffn.saved + 2 * stream + gathered + attention.queries_keys_values + trained_weights
+    ffn_weight_gradients = int(weight_gradients * ffn_share / 3)
+    start = full + stream + ffn.gradients + ffn_weight_gradients
+    if job.tp > 1:
+        start += 2 * gathered
+    # At its end only attention is left, and the gradients of all weights exist.
+    end = attention.saved + 2 * stream + gathered
+    end += attention.queries_keys_values + weight_gradients
     working = max(start, end) + layer.restored_numel * width
     if mode != "none":
         working += stream
@@ -143,21 +147,24 @@ def _attention_bytes(
     k = tokens * kv_heads * layer.qk_dim * width
     v = tokens * kv_heads * layer.v_dim * width
     out = tokens * heads * layer.v_dim * width
-    # Kernels require values as wide as keys: narrower values are padded, and the output is cut into
-    # a new tensor.
     cut_out = 0
     if layer.v_dim < layer.qk_dim:
-        v, out, cut_out = k, q, out
+        # Kernels require values as wide as keys: narrower values are padded, and the output is cut into
+        # a new tensor.
+        cut_out = out
+        v = k
+        out = q
     log_sum_exp = tokens * heads * 4
     score_matrices = 0
     if not job.flash:
         # Softmax, the mask of dropout and its result (Korthikanti et al. 2022, section 4.1).
-        score_matrices = (
-            tokens * min(job.seq_len, layer.limit or job.seq_len) * heads * (2 * width + 1)
-        )
+        keys = min(job.seq_len, layer.limit or job.seq_len)
+        bytes_per_score = 2 * width + 1
+        score_matrices = tokens * keys * heads * bytes_per_score
     saved = norm + q + k + v + out + cut_out + log_sum_exp + score_matrices
     if job.repeats_kv:
-        saved += 2 * (tokens * heads * layer.qk_dim * width) - k - v
+        repeated = tokens * heads * layer.qk_dim * width
+        saved += 2 * repeated - k - v
     if job.cp > 1 and job.cp_method == "allgather":
         # Keys and values of all ranks, and the output of each part.
         saved += (job.cp - 1) * (k + v) + out
@@ -165,8 +172,7 @@ def _attention_bytes(
         # The output before and after its exchange.
         saved += out
 
-    projections = layer.inside("attn")
-    if any(linear.trained for linear in projections if linear.style != "rowwise"):
+    if _has_trained_inputs(layer):
         saved += gathered
     if layer.head_norms:
         for numel in (q // width, k // width):
@@ -174,12 +180,18 @@ def _attention_bytes(
     if layer.unit_norms:
         # Float32 copies of queries and keys. These norms have no weights.
         saved += (q + k) // width * 4
-    for linear in projections:
+    for linear in layer.inside("attn"):
         if linear.style == "replicate":
             # A latent: its norm, and the input of the next linear.
-            saved += norm_bytes(tokens * linear.out_features, tokens, job, kernels, False)
-            saved += tokens * linear.out_features * width
+            numel = tokens * linear.out_features
+            saved += norm_bytes(numel, tokens, job, kernels, False)
+            saved += numel * width
     return _AttentionBytes(saved, q + k + v, out, log_sum_exp, score_matrices)
+
+
+def _has_trained_inputs(layer: Layer) -> bool:
+    """True if a projection at the input of attention is trained, and therefore saves its input."""
+    return any(linear.trained for linear in layer.inside("attn") if linear.style != "rowwise")
 
 
 def _recurrence_bytes(
@@ -205,16 +217,18 @@ def _recurrence_bytes(
     numel = 10 * keys + 9 * values + 4 * keys_of_values + 2 * states + within_blocks
     if job.cp > 1:
         # The map S_out = A S_in + B from incoming to outgoing state: A and B per block, and their terms per token.
-        numel += values + keys_of_values + states + states * shape.key_dim // shape.value_dim
+        maps = states * shape.key_dim // shape.value_dim
+        numel += values + keys_of_values + states + maps
     # The norm of the output, its gate in float32, and their product. Gates of a head are a few numbers per token.
-    numel += 3 * values + 8 * tokens * value_heads
-    output_norm = norm_bytes(values, tokens * value_heads, job, kernels, False)
+    gates_of_heads = tokens * value_heads
+    numel += 3 * values + 8 * gates_of_heads
+    output_norm = norm_bytes(values, gates_of_heads, job, kernels, False)
     mixed = (2 * keys + values) * job.compute_width
     output = values * job.compute_width
     saved = norm + 4 * numel + output_norm + mixed + output
-    if any(linear.trained for linear in layer.inside("attn") if linear.style != "rowwise"):
+    if _has_trained_inputs(layer):
         saved += gathered
-    return _AttentionBytes(saved, mixed, output, 0, 0)
+    return _AttentionBytes(saved, mixed, output, log_sum_exp=0, score_matrices=0)
 
 
 @dataclass(frozen=True)
@@ -231,21 +245,24 @@ def _feed_forward_bytes(
     """Count a feed-forward: its norm and input, its products and activations, and its experts."""
     width = job.compute_width
     tokens = job.local_tokens
-    linears = layer.inside("ffn")
+    inner_linears = []
+    output_linears = []
+    for linear in layer.inside("ffn"):
+        if linear.style == "rowwise":
+            output_linears.append(linear)
+        else:
+            inner_linears.append(linear)
     # The outputs of the linears that begin the feed-forward, and the activation of each.
-    inner = [linear for linear in linears if linear.style != "rowwise"]
     hidden = 0
-    for linear in inner:
-        ranks = job.tp if linear.style == "colwise" else 1
-        local_features = -(-linear.out_features // ranks)  # rounded up
-        hidden += tokens * local_features * width
+    for linear in inner_linears:
+        hidden += tokens * _local_features(linear, job) * width
     saved = norm + 2 * hidden
-    if any(linear.trained for linear in inner):
+    if any(linear.trained for linear in inner_linears):
         saved += gathered
     # A frozen output linear does not save its input, which is as large as the output of one inner linear.
-    are_outputs_trained = [linear.trained for linear in linears if linear.style == "rowwise"]
-    if are_outputs_trained and not any(are_outputs_trained):
-        saved -= hidden // max(1, len(inner))
+    has_trained_output = any(linear.trained for linear in output_linears)
+    if output_linears and not has_trained_output:
+        saved -= hidden // max(1, len(inner_linears))
 
     gradients = hidden
     if layer.experts:
@@ -257,6 +274,13 @@ def _feed_forward_bytes(
         saved += mixture.saved
         gradients += mixture.gradients
     return _FeedForwardBytes(saved, gradients)
+
+
+def _local_features(linear: Linear, job: PlannedJob) -> int:
+    """Return the output features of a linear on one rank, rounded up."""
+    if linear.style == "colwise":
+        return -(-linear.out_features // job.tp)
+    return linear.out_features
 
 
 def _is_expert_mix(experts: ExpertShape, tokens: int, job: PlannedJob, kernels: Kernels) -> bool:
@@ -312,13 +336,11 @@ def _kept_products(layer: Layer, job: PlannedJob, dim: int) -> int:
     reductions over tp.
     """
     tokens = job.local_tokens
-    width = job.compute_width
-    total = 0
+    numel = 0
     linears = [linear for linear in layer.linears if linear.style != "router"]
     for number, linear in enumerate(linears):
         if number % 2 == 0:
-            ranks = job.tp if linear.style == "colwise" else 1
-            total += tokens * -(-linear.out_features // ranks) * width
+            numel += tokens * _local_features(linear, job)
         if linear.style == "rowwise" and job.tp > 1:
-            total += tokens // job.tp * dim * width
-    return total
+            numel += tokens // job.tp * dim
+    return numel * job.compute_width

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +17,7 @@ from shardtrain.tools.plan.link_timing import (
     memory_rate,
     tree_seconds,
 )
-from shardtrain.tools.plan.shapes import Layer, Linear, RecurrenceShape
+from shardtrain.tools.plan.shapes import ExpertShape, Layer, Linear, RecurrenceShape
 
 UNFUSED_MATMUL_SHARE = 0.7
 """Efficiency of the matmuls of attention without a fused kernel, relative to other matmuls."""
@@ -76,24 +75,22 @@ def layer_pass(layer: Layer, job: PlannedJob, device: Device, dim: int) -> Layer
 
     ``dim`` is the width of the residual stream.
     """
-    width = job.compute_width
     tokens = job.local_tokens
-    rate = memory_rate(device)
     stream_tokens = tokens // job.tp if job.split_sequence else tokens
 
     # Matrix products. Selective recomputation keeps the output of every second one, and a frozen weight needs
     # no product for its gradient.
+    matmul = 0.0
+    kept = 0.0
+    frozen = 0.0
     linears = [linear for linear in layer.linears if linear.style != "router"]
-    seconds_of_products = [
-        product_seconds(linear, job, device, tokens, job.tp) for linear in linears
-    ]
-    matmul = sum(seconds_of_products)
-    kept = sum(seconds_of_products[::2])
-    frozen = sum(
-        seconds
-        for linear, seconds in zip(linears, seconds_of_products, strict=True)
-        if not linear.trained
-    )
+    for number, linear in enumerate(linears):
+        seconds = product_seconds(linear, job, device, tokens, job.tp)
+        matmul += seconds
+        if number % 2 == 0:
+            kept += seconds
+        if not linear.trained:
+            frozen += seconds
     cast_forward = 0.0
     cast_backward = 0.0
     if _is_float8(job, device):
@@ -106,39 +103,24 @@ def layer_pass(layer: Layer, job: PlannedJob, device: Device, dim: int) -> Layer
     if layer.experts:
         load = LOAD if job.ep > 1 else 1
         rows = int(stream_tokens * layer.experts.top_k * load)
-        groups = max(1, layer.experts.count // job.ep)
-        expert = Linear("", dim, layer.experts.ffn, "replicate")
-        expert_job = replace(job, float8=job.float8_experts)
-        one_product = product_seconds(expert, expert_job, device, max(1, rows // groups), 1)
-        num_products = 3 if layer.gated else 2
-        matmul += num_products * groups * one_product / GROUPED_SHARE
+        matmul += _expert_product_seconds(layer, layer.experts, rows, job, device, dim)
         num_hidden = 2 if layer.gated else 1
         hidden += num_hidden * rows * layer.experts.ffn + ROW_PASSES * rows * dim / HIDDEN_PASSES
         if job.ep > 1:
-            size = rows * dim * width * (job.ep - 1) / job.ep
-            exchange = 2 * (exchange_seconds(size, job, device) + tree_seconds(device, job.ep, job))
+            size = rows * dim * job.compute_width * (job.ep - 1) / job.ep
+            latency = tree_seconds(device, job.ep, job)
+            exchange = 2 * (exchange_seconds(size, job, device) + latency)
 
     # Attention, and all operations that are bound by memory bandwidth.
     attention = _attention_seconds(layer, job, device)
     heads = tokens * (layer.heads + layer.kv_heads) * layer.qk_dim / job.tp
-    moved_bytes = (STREAM_PASSES * stream_tokens * dim + HIDDEN_PASSES * hidden + 6 * heads) * width
-    elementwise = moved_bytes / rate
+    moved_numel = STREAM_PASSES * stream_tokens * dim + HIDDEN_PASSES * hidden + 6 * heads
+    elementwise = moved_numel * job.compute_width / memory_rate(device)
     if job.fused:
         elementwise *= FUSED
     tensor = _tensor_parallel_seconds(job, device, dim)
     context = _context_parallel_seconds(layer, job, device)
-
-    # The host starts kernels while the device works, so only the excess counts. A CPU is its own
-    # host, and expert parallelism makes the host wait for the device.
-    launches = LAUNCHES * device.launch_seconds
-    if job.fused:
-        launches *= 0.5
-    routing = EXPERT_LAUNCHES * device.launch_seconds if layer.experts else 0.0
-    host = launches + routing
-    if not device.is_cpu:
-        host = max(0.0, host - (matmul + attention + elementwise))
-    if job.ep > 1:
-        host = max(host, routing)
+    host = _launch_seconds(layer, job, device, matmul + attention + elementwise)
 
     # Backward has two products for each of forward: gradients of inputs and of weights. Attention
     # computes the scores again and has four more products, 2.5 times the FLOPs.
@@ -169,6 +151,39 @@ def layer_pass(layer: Layer, job: PlannedJob, device: Device, dim: int) -> Layer
     return LayerPass(forward, backward, again)
 
 
+def _expert_product_seconds(
+    layer: Layer, experts: ExpertShape, rows: int, job: PlannedJob, device: Device, dim: int
+) -> float:
+    """Return the seconds of the products of all experts of this rank on ``rows``."""
+    groups = max(1, experts.count // job.ep)
+    expert = Linear("", dim, experts.ffn, "replicate")
+    expert_job = replace(job, float8=job.float8_experts)
+    rows_per_expert = max(1, rows // groups)
+    one_product = product_seconds(expert, expert_job, device, rows_per_expert, 1)
+    num_products = 3 if layer.gated else 2
+    return num_products * groups * one_product / GROUPED_SHARE
+
+
+def _launch_seconds(layer: Layer, job: PlannedJob, device: Device, device_seconds: float) -> float:
+    """Return the seconds that a layer's forward waits for kernel launches.
+
+    The host starts kernels while the device works for ``device_seconds``, so only the excess counts.
+    A CPU is its own host, and expert parallelism makes the host wait for the device.
+    """
+    seconds = LAUNCHES * device.launch_seconds
+    if job.fused:
+        seconds *= 0.5
+    routing = 0.0
+    if layer.experts:
+        routing = EXPERT_LAUNCHES * device.launch_seconds
+    seconds += routing
+    if not device.is_cpu:
+        seconds = max(0.0, seconds - device_seconds)
+    if job.ep > 1:
+        seconds = max(seconds, routing)
+    return seconds
+
+
 def product_seconds(linear: Linear, job: PlannedJob, device: Device, tokens: int, tp: int) -> float:
     """Return the seconds of one product (tokens, in) x (in, out) on a rank, by the roofline model."""
     rows: float = linear.in_features
@@ -177,20 +192,21 @@ def product_seconds(linear: Linear, job: PlannedJob, device: Device, tokens: int
         rows = rows / tp
     elif linear.style in ("colwise", "head"):
         columns = columns / tp
-    is_float8 = _is_float8(job, device)
-    dtype = "float8" if is_float8 else job.compute_dtype
-    peak = device.peak(dtype) * device.matmul_efficiency
+    dtype = job.compute_dtype
     half_size = HALF_SIZE
-    if is_float8:
-        peak = peak * FLOAT8_SHARE
+    share = 1.0
+    if _is_float8(job, device):
+        dtype = "float8"
+        share = FLOAT8_SHARE
         # float8 halves the time of the matmul, but not its launch overhead
         half_size = 2 * HALF_SIZE
+    peak = device.peak(dtype) * device.matmul_efficiency * share
+    efficiency = 1.0
     if not device.is_cpu:
-        efficiency = math.prod(size / (size + half_size) for size in (tokens, rows, columns))
+        for size in (tokens, rows, columns):
+            efficiency *= size / (size + half_size)
     elif job.tp > 1 and job.compute_dtype == "float32":
         efficiency = DTENSOR_PRODUCTS
-    else:
-        efficiency = 1.0
     # Bound by FLOPs, or by reading two matrices and writing one.
     moved_bytes = (tokens * (rows + columns) + rows * columns) * job.compute_width
     compute_seconds = 2 * tokens * rows * columns / (peak * efficiency)
@@ -215,65 +231,81 @@ def _cast_seconds(layer: Layer, job: PlannedJob, device: Device) -> tuple[float,
     for linear in layer.linears:
         if linear.style == "router":
             continue
-        is_rowwise = linear.style == "rowwise"
         ranks = job.tp if linear.style in ("colwise", "rowwise") else 1
         weights += linear.in_features * linear.out_features / ranks
         outputs += tokens * linear.out_features / ranks
-        shared_input = (linear.path.rpartition(".")[0], linear.in_features, is_rowwise)
-        if shared_input not in cast_inputs:
-            cast_inputs.add(shared_input)
-            input_ranks = ranks if is_rowwise or job.gathers_float8 else 1
-            inputs += tokens * linear.in_features / input_ranks
+        is_rowwise = linear.style == "rowwise"
+        block = linear.path.rpartition(".")[0]
+        shared_input = (block, linear.in_features, is_rowwise)
+        if shared_input in cast_inputs:
+            continue
+        cast_inputs.add(shared_input)
+        input_ranks = ranks if is_rowwise or job.gathers_float8 else 1
+        inputs += tokens * linear.in_features / input_ranks
     # A cast reads two bytes and writes one. Backward casts gradients, and transposes inputs and weights.
     rate = memory_rate(device)
-    return 3 * (inputs + weights) / rate, (3 * outputs + 2 * inputs + 2 * weights) / rate
+    forward = 3 * (inputs + weights) / rate
+    backward = (3 * outputs + 2 * inputs + 2 * weights) / rate
+    return forward, backward
 
 
 def _attention_seconds(layer: Layer, job: PlannedJob, device: Device) -> float:
     """Return the seconds of softmax(q k) v in forward. Causal attention computes half of the scores."""
-    tokens = job.local_tokens
     if layer.recurrence:
         return _recurrence_seconds(layer.recurrence, job, device)
+    tokens = job.local_tokens
     span = job.seq_len
     if layer.limit:
         span = min(span, layer.limit)
-    share = 0.5 if layer.causal and span == job.seq_len else 1.0
-    if device.is_cpu and share < 1:
-        # Context parallelism attends to one part of the keys at a time.
-        part = span if job.cp == 1 else max(1, span // (2 * job.cp))
-        share = (1 + min(part, KEYS_AT_ONCE) / span) / 2
-    flops = 2 * tokens * span * layer.heads / job.tp * (layer.qk_dim + layer.v_dim)
     rate = memory_rate(device)
+    flops = 2 * tokens * span * layer.heads / job.tp * (layer.qk_dim + layer.v_dim)
     if not job.flash:
+        # Without a fused kernel, all scores are computed, and pass through memory several times.
         scores = tokens * span * layer.heads / job.tp
         peak = device.peak(job.compute_dtype) * device.matmul_efficiency * UNFUSED_MATMUL_SHARE
         return flops / peak + SCORE_PASSES * scores * job.compute_width / rate
+
     # On a GPU, heads of less than 128 features leave units idle, and short sequences are slower.
-    efficiency_of_head = min(1.0, (layer.qk_dim + 32) / 160)
-    efficiency_of_length = span / (span + 512)
-    if device.is_cpu:
-        efficiency_of_head = 1.0
-        efficiency_of_length = 1.0
+    efficiency_of_head = 1.0
+    efficiency_of_length = 1.0
+    if not device.is_cpu:
+        efficiency_of_head = min(1.0, (layer.qk_dim + 32) / 160)
+        efficiency_of_length = span / (span + 512)
     dtype = "bfloat16" if job.compute_width == 2 else job.compute_dtype
     peak = device.peak(dtype) * device.attention_efficiency * job.attention_speed
     moved_bytes = 4 * tokens * layer.heads / job.tp * layer.qk_dim * job.compute_width
-    compute_seconds = flops * share / (peak * efficiency_of_head * efficiency_of_length)
+    computed_flops = flops * _computed_share(layer, job, device, span)
+    compute_seconds = computed_flops / (peak * efficiency_of_head * efficiency_of_length)
     return max(compute_seconds, moved_bytes / rate)
+
+
+def _computed_share(layer: Layer, job: PlannedJob, device: Device, span: int) -> float:
+    """Return the share of the scores that a fused kernel computes for ``span`` keys per query."""
+    if not layer.causal or span < job.seq_len:
+        return 1.0
+    if not device.is_cpu:
+        return 0.5
+    # Context parallelism attends to one part of the keys at a time.
+    part = span
+    if job.cp > 1:
+        part = max(1, span // (2 * job.cp))
+    return (1 + min(part, KEYS_AT_ONCE) / span) / 2
 
 
 def _recurrence_seconds(shape: RecurrenceShape, job: PlannedJob, device: Device) -> float:
     """Return the seconds of a gated delta net in forward: products in float32 within and between blocks of tokens."""
-    key_dim, value_dim = shape.key_dim, shape.value_dim
+    key_dim = shape.key_dim
+    value_dim = shape.value_dim
     # Per token: products of keys and queries, the triangular system, and reading and changing the state.
     of_key_heads = 4 * BLOCK * key_dim * shape.key_heads
     per_value_head = BLOCK * (key_dim + 3 * value_dim) + 6 * key_dim * value_dim
     if job.cp > 1:
         per_value_head += 4 * key_dim * (key_dim + value_dim)
-    flops = job.local_tokens * (of_key_heads + per_value_head * shape.value_heads) / job.tp
-    moved_numel = 10 * shape.key_heads * key_dim + shape.value_heads * (
-        9 * value_dim + 4 * key_dim + 5 * BLOCK
-    )
-    moved_bytes = 2 * 4 * job.local_tokens * moved_numel / job.tp
+    flops_per_token = of_key_heads + per_value_head * shape.value_heads
+    flops = job.local_tokens * flops_per_token / job.tp
+    numel_per_value_head = 9 * value_dim + 4 * key_dim + 5 * BLOCK
+    numel_per_token = 10 * shape.key_heads * key_dim + shape.value_heads * numel_per_value_head
+    moved_bytes = 2 * 4 * job.local_tokens * numel_per_token / job.tp
     peak = device.peak("float32") * device.matmul_efficiency
     return flops / peak + moved_bytes / memory_rate(device)
 
@@ -303,21 +335,25 @@ def _context_parallel_seconds(layer: Layer, job: PlannedJob, device: Device) -> 
     width = job.compute_width
     tokens = job.local_tokens
     rate = bandwidth(device, job.cp, job.tp)
+    latency = tree_seconds(device, job.cp, job)
     if layer.recurrence:
         # All ranks gather the state transitions of two chunks per rank, in float32.
         shape = layer.recurrence
         map_numel = shape.value_heads / job.tp * shape.key_dim * (shape.key_dim + shape.value_dim)
         rows = max(1, tokens * job.cp // job.seq_len)
-        return 2 * (job.cp - 1) * rows * 4 * map_numel / rate + tree_seconds(device, job.cp, job)
-    is_ring = job.cp_method == "ring"
+        return 2 * (job.cp - 1) * rows * 4 * map_numel / rate + latency
+
     kv_heads = layer.heads if job.repeats_kv else layer.kv_heads
     kv_bytes = 2 * tokens * kv_heads * layer.qk_dim * width / job.tp
-    seconds = kv_bytes * (job.cp - 1) / rate + tree_seconds(device, job.cp, job)
+    seconds = kv_bytes * (job.cp - 1) / rate + latency
+    num_messages = 2
+    num_pieces = 2 * job.cp - 1
+    if job.cp_method == "ring":
+        num_messages = job.cp
+        num_pieces = 2 * job.cp
     # The output of each part of the keys is merged in float32.
     merged_bytes = tokens * layer.heads * layer.v_dim / job.tp * (width + 4 * 4)
-    num_messages = job.cp if is_ring else 2
     seconds += num_messages * merged_bytes / memory_rate(device)
-    num_pieces = 2 * job.cp if is_ring else 2 * job.cp - 1
     of_messages = num_messages * host_seconds(device, COLLECTIVE_LAUNCHES)
     of_pieces = num_pieces * host_seconds(device, PIECE_LAUNCHES)
     return seconds + (of_messages + of_pieces)

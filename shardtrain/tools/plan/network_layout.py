@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,19 +27,32 @@ def of(model: Any, layout: Layout, tensor_ranks: int, expert_ranks: int) -> Layo
     """Return the layout with the experts of a network and, for several tensor-parallel ranks, its split modules."""
     tensor = {}
     plan = model.tensor_plan
+    owners = set()
     for path in model.experts:
         is_planned = any(matches(path, pattern) for pattern in plan)
         # Each rank has the matrices of some experts. Without a plan, tensor-parallel ranks have all of them
         if expert_ranks > 1 or tensor_ranks == 1 or is_planned:
             tensor[f"{layout.layers}.{path}"] = "expert"
+        owner = path.rpartition(".")[0]
+        owners.add(re.sub(r"\.\d+\.", ".*.", owner))
     if tensor_ranks > 1:
         for path, module in model.named_modules():
-            style = next((style for pattern, style in plan.items() if matches(path, pattern)), "")
-            if style in _STYLES and isinstance(module, nn.Linear | nn.Embedding):
-                tensor[path] = tensor[f"{layout.layers}.{path}"] = _STYLES[style]
-    owners = {re.sub(r"\.\d+\.", ".*.", path.rpartition(".")[0]) for path in model.experts}
-    expert = f"{layout.layers}.{min(owners)}" if owners else layout.expert
+            style = _STYLES.get(_planned_style(path, plan))
+            if style is not None and isinstance(module, nn.Linear | nn.Embedding):
+                tensor[path] = style
+                tensor[f"{layout.layers}.{path}"] = style
+    expert = layout.expert
+    if owners:
+        expert = f"{layout.layers}.{min(owners)}"
     return replace(layout, tensor=tensor, expert=expert)
+
+
+def _planned_style(path: str, plan: Mapping[str, str]) -> str:
+    """Return the style of the first pattern of a plan that matches, or ""."""
+    for pattern, style in plan.items():
+        if matches(path, pattern):
+            return style
+    return ""
 
 
 def outside_blocks(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

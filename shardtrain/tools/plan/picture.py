@@ -87,17 +87,18 @@ def _memory(plan: Plan, width: int) -> Iterator[str]:
     # The parts of the fullest rank, and their sum.
     capacity = plan.device.memory_bytes
     label = width - 32
-    scale = max(plan.peak_bytes, capacity)
     rank = plan.fullest
     gradients, activations, gathered = rank.at_peak
-    rows = (
+    rows = [
         ("P parameters", rank.parameters),
         ("G gradients", gradients),
         ("O optimizer state", rank.optimizer),
         ("A activations", activations),
         ("B FSDP buffers", gathered),
         ("+ driver and allocator", plan.overhead_bytes),
-    )
+    ]
+    if rank.on_host:
+        rows.append(("of these in host memory", rank.on_host))
     place = ""
     if plan.job.pp > 1:
         place = (
@@ -106,21 +107,23 @@ def _memory(plan: Plan, width: int) -> Iterator[str]:
     yield f"peak memory{place}, reached in {rank.when}"
     for name, size in rows:
         yield f"  {name:<{label}}{format_bytes(size):>12}"
-    if rank.on_host:
-        yield f"  {'of these in host memory':<{label}}{format_bytes(rank.on_host):>12}"
+    total = format_bytes(plan.peak_bytes)
     share = plan.peak_bytes / capacity
-    yield f"  {'sum':<{label}}{format_bytes(plan.peak_bytes):>12}  {share:.0%} of {format_bytes(capacity)}"
+    yield f"  {'sum':<{label}}{total:>12}  {share:.0%} of {format_bytes(capacity)}"
+
     # A bar per rank, at most _MOST_RANKS: the first and the last ones.
     shown = plan.ranks
-    if len(shown) > _MOST_RANKS:
+    num_hidden = len(plan.ranks) - _MOST_RANKS
+    if num_hidden > 0:
         half = _MOST_RANKS // 2
-        shown = (*shown[:half], *shown[-half:])
-    for one in shown:
-        total = one.peak + plan.overhead_bytes
-        over = " !" if total > capacity else ""
-        yield f"  pp {one.pp_rank:<4}|{_bar(one, plan, scale)}|{format_bytes(total):>11}{over}"
-    if len(plan.ranks) > _MOST_RANKS:
-        yield f"  ({len(plan.ranks) - _MOST_RANKS} ranks in between are not shown)"
+        shown = (*plan.ranks[:half], *plan.ranks[-half:])
+    scale = max(plan.peak_bytes, capacity)
+    for rank in shown:
+        peak = rank.peak + plan.overhead_bytes
+        mark = " !" if peak > capacity else ""
+        yield f"  pp {rank.pp_rank:<4}|{_bar(rank, plan, scale)}|{format_bytes(peak):>11}{mark}"
+    if num_hidden > 0:
+        yield f"  ({num_hidden} ranks in between are not shown)"
 
 
 def _bar(rank: RankMemory, plan: Plan, scale: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from shardtrain.tools.plan import hardware, job_sizes, rank_memory, schedule, sh
 from shardtrain.tools.plan.hardware import Device
 from shardtrain.tools.plan.job_sizes import PlannedJob
 from shardtrain.tools.plan.rank_memory import RankMemory
+from shardtrain.tools.plan.schedule import Action
 from shardtrain.tools.plan.shapes import ModelShape
 from shardtrain.tools.plan.timing import StepTime
 from shardtrain.utils import variables
@@ -87,9 +88,12 @@ class Plan:
 
     def __repr__(self) -> str:
         mesh = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+        where = f"{self.world_size} x {self.device.name}"
+        if mesh:
+            where += f", {mesh}"
         memory = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.device.memory_bytes)}"
         speed = f"{format_count(self.tokens_per_second)} tokens/s, MFU {100 * self.mfu:.1f}%"
-        return f"Plan({self.model} on {self.world_size} x {self.device.name}{mesh and f', {mesh}'}: {memory}, {speed})"
+        return f"Plan({self.model} on {where}: {memory}, {speed})"
 
     @property
     def world_size(self) -> int:
@@ -145,7 +149,8 @@ class Plan:
         if useful_share > 0:
             days = self.days(tokens) / useful_share
         counted_days = min(days, 1e6)
-        return failures_per_second * counted_days * 86400, days
+        num_failures = failures_per_second * counted_days * 86400
+        return num_failures, days
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain values for JSON."""
@@ -193,29 +198,33 @@ def of_job(
     model: ModelShape, job: PlannedJob, device: Device, kernels: rank_memory.Kernels
 ) -> Plan:
     """Plan a job. The plan has no suggested fixes."""
-    orders = schedule.orders(
+    orders = _orders(job)
+    ranks = tuple(rank_memory.of_ranks(model, job, orders, kernels))
+    peak = max(rank.peak for rank in ranks)
+    sizes = {axis: getattr(job, axis) for axis in AXES}
+    if job.ep > 1:
+        sizes["ep"] = job.ep
+    return Plan(
+        model=model.name,
+        num_params=model.num_params,
+        device=device,
+        sizes=sizes,
+        job=job,
+        ranks=ranks,
+        overhead_bytes=overhead(peak, device),
+        time=timing.of_step(model, job, device, orders),
+        flops_per_token=model.flops_per_token,
+    )
+
+
+def _orders(job: PlannedJob) -> Sequence[Sequence[Action]]:
+    """Return the actions of each pipeline rank."""
+    return schedule.orders(
         job.schedule,
         job.pp,
         len(job.stages),
         job.num_microbatches,
         job.recomputes_layers,
-    )
-    ranks = tuple(rank_memory.of_ranks(model, job, orders, kernels))
-    sizes = {axis: getattr(job, axis) for axis in AXES}
-    if job.ep > 1:
-        sizes["ep"] = job.ep
-    time = timing.of_step(model, job, device, orders)
-    overhead_bytes = overhead(max(rank.peak for rank in ranks), device)
-    return Plan(
-        model.name,
-        model.num_params,
-        device,
-        sizes,
-        job,
-        ranks,
-        overhead_bytes,
-        time,
-        model.flops_per_token,
     )
 
 
@@ -233,14 +242,7 @@ def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
     kernels = kernels_of(device, config, world_size)
 
     def fits(changed: PlannedJob, shape: ModelShape = model) -> bool:
-        orders = schedule.orders(
-            changed.schedule,
-            changed.pp,
-            len(changed.stages),
-            changed.num_microbatches,
-            changed.recomputes_layers,
-        )
-        ranks = rank_memory.of_ranks(shape, changed, orders, kernels)
+        ranks = rank_memory.of_ranks(shape, changed, _orders(changed), kernels)
         used = max(rank.peak for rank in ranks)
         return used + overhead(used, device) <= device.memory_bytes
 
@@ -254,16 +256,17 @@ def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
         return fits(replace(job, rows=rows))
 
     def fits_layers(count: int) -> bool:
-        layers = (*model.layers, *model.layers[-1:] * count)[:count]
+        added_layers = model.layers[-1:] * count
+        layers = (*model.layers, *added_layers)[:count]
         return fits(replace(job, stages=(range(count),)), replace(model, layers=layers))
 
-    answer = {
+    largest_values = {
         "training.seq_len": unit * _largest_number(fits_length),
         "training.local_batch_size": _largest_number(fits_rows),
     }
     if job.pp == 1:
-        answer["model.overrides.num_layers"] = _largest_number(fits_layers)
-    return answer
+        largest_values["model.overrides.num_layers"] = _largest_number(fits_layers)
+    return largest_values
 
 
 def _largest_number(holds: Callable[[int], bool]) -> int:
@@ -390,46 +393,59 @@ def _fixes(model: ModelShape, job: PlannedJob, device: Device, config: Config) -
 
 def _changes(model: ModelShape, job: PlannedJob, device: Device, config: Config) -> list[_Change]:
     """Plan each single change that may need less memory."""
-    changes: list[tuple[str, PlannedJob]] = []
+    kernels = kernels_of(device, config, job.world_size)
+    changes: list[_Change] = []
+    for text, changed in _changed_jobs(model, job, device, config):
+        changes.append(_Change(text, of_job(model, changed, device, kernels)))
+
+    # More devices: the smallest multiple that fits, or else the largest.
+    for times in (2, 4, 8, 16, 32):
+        changed = replace(job, dp_shard=job.dp_shard * times)
+        plan = of_job(model, changed, device, kernels)
+        if plan.fits or times == 32:
+            text = f"{times} times as many devices ({plan.world_size})"
+            changes.append(_Change(text, plan))
+            break
+    return changes
+
+
+def _changed_jobs(
+    model: ModelShape, job: PlannedJob, device: Device, config: Config
+) -> Iterator[tuple[str, PlannedJob]]:
+    """Yield single changes on the same devices, as text, and the job after each."""
     if job.recompute != "full":
-        changes.append(('activation_checkpoint.mode="full"', replace(job, recompute="full")))
+        yield 'activation_checkpoint.mode="full"', replace(job, recompute="full")
     if job.rows > 1 and job.rows % 2 == 0:
         option = "training.local_batch_size"
         if job.pp > 1:
             option = "parallelism.pipeline_parallel_microbatch_size"
-        halved = replace(job, rows=job.rows // 2, num_microbatches=job.num_microbatches * 2)
-        changes.append((f"{option}={job.rows // 2} with the same global batch", halved))
+        rows = job.rows // 2
+        halved = replace(job, rows=rows, num_microbatches=job.num_microbatches * 2)
+        yield f"{option}={rows} with the same global batch", halved
 
     # Tensor parallelism within a node takes ranks from the shards. Fewer ranks then read data, so
     # each has more micro-batches.
     for tp in (2, 4, 8):
         fits_node = job.tp < tp <= device.devices_per_node
-        if not fits_node or any(count % tp for count in model.head_counts):
+        divides_heads = all(count % tp == 0 for count in model.head_counts)
+        if not fits_node or not divides_heads:
             continue
         shards, rest = divmod(job.dp_shard * job.tp, tp)
         if rest or not shards:
             continue
         num_microbatches = job.num_microbatches * tp // job.tp
         split = replace(job, tp=tp, dp_shard=shards, num_microbatches=num_microbatches)
-        changes.append((f"parallelism.tensor_parallel_degree={tp}", split))
+        yield f"parallelism.tensor_parallel_degree={tp}", split
 
     if job.stored_width == 4:
-        changes.append(('training.dtype="bfloat16"', replace(job, stored_width=2, state_width=2)))
+        yield 'training.dtype="bfloat16"', replace(job, stored_width=2, state_width=2)
     if job.dp_replicate > 1:
-        whole = replace(job, dp_replicate=1, dp_shard=job.dp_shard * job.dp_replicate)
-        changes.append(("parallelism.data_parallel_replicate_degree=1 (shard over all)", whole))
+        shards = job.dp_shard * job.dp_replicate
+        without_replicas = replace(job, dp_replicate=1, dp_shard=shards)
+        text = "parallelism.data_parallel_replicate_degree=1 (shard over all)"
+        yield text, without_replicas
     if not config.training.enable_cpu_offload and not device.is_cpu:
-        changes.append(("training.enable_cpu_offload=true", replace(job, offload="all")))
-    kernels = kernels_of(device, config, job.world_size)
-    planned = [_Change(text, of_job(model, changed, device, kernels)) for text, changed in changes]
-
-    # More devices: the smallest multiple that fits, or else the largest.
-    for times in (2, 4, 8, 16, 32):
-        more = of_job(model, replace(job, dp_shard=job.dp_shard * times), device, kernels)
-        if more.fits or times == 32:
-            planned.append(_Change(f"{times} times as many devices ({more.world_size})", more))
-            break
-    return planned
+        yield "training.enable_cpu_offload=true", replace(job, offload="all")
 
 
 def refuse_unfit(loaded: Loaded, world_size: int) -> None:

@@ -118,18 +118,20 @@ def of_rank(
     parameters_by_stage = [parameters_of_stage(model, job, index) for index in stages]
     if model.tied and job.pp == 1:
         # The rank has both ends of the model, which are one tensor.
-        without_head = [
-            parameter for parameter in parameters_by_stage[0] if parameter.style != "head"
-        ]
-        parameters_by_stage = [without_head]
+        all_parameters = parameters_by_stage[0]
+        parameters_by_stage = [[one for one in all_parameters if one.style != "head"]]
+
     # Parameters, with the low-bit copies of frozen ones, then optimizer states and gradients.
     parameters = 0
+    trained_parameters: list[ParameterShape] = []
     for stage_parameters in parameters_by_stage:
         num_elements = sum(sharded(parameter, job) for parameter in stage_parameters)
         parameters += num_elements * job.stored_width
+        trained_parameters += trained(stage_parameters)
+    num_layers = 0
     for index in stages:
+        num_layers += len(job.stages[index])
         parameters += sum(model.layers[number].low_bits_bytes for number in job.stages[index])
-    trained_parameters = trained(parameter for group in parameters_by_stage for parameter in group)
     optimizer = _optimizer_bytes(trained_parameters, job)
     gradients, accumulated = _gradient_bytes(
         model, job, stages, parameters_by_stage, trained_parameters
@@ -139,8 +141,9 @@ def of_rank(
     bytes_by_stage = {index: stage_bytes(model, job, index, kernels) for index in stages}
     gathered = sum(GatheredBytes(model, job, index).most for index in stages)
     if job.pp > 1:
-        pipeline = _in_pipeline(model, job, rank, order, bytes_by_stage, accumulated)
-        kept, in_flight, moments = pipeline
+        kept, in_flight, moments = _in_pipeline(
+            model, job, rank, order, bytes_by_stage, accumulated
+        )
         activations = kept + max(stage.most - stage.kept for stage in bytes_by_stage.values())
         piped = max(moment.activations for moment in moments) - activations
     else:
@@ -153,20 +156,15 @@ def of_rank(
         for moment in (*bytes_by_stage[0].moments, update):
             moments.append(replace(moment, gradients=max(accumulated, moment.gradients)))
 
-    # Updates in backward free gradients, and offloaded gradients are in host memory.
-    if job.early_step:
-        moments = [
-            replace(moment, gradients=min(moment.gradients, gradients)) for moment in moments
-        ]
-    if job.offload == "all":
-        moments = [replace(moment, gradients=gradients) for moment in moments]
-    on_host = {"nothing": 0, "optimizer": optimizer, "all": parameters + gradients + optimizer}[
-        job.offload
-    ]
-    peak = max(moments, key=lambda moment: moment.activations + moment.gathered + moment.gradients)
+    peak = _peak(moments, job, gradients)
+    on_host = 0
+    if job.offload == "optimizer":
+        on_host = optimizer
+    elif job.offload == "all":
+        on_host = parameters + gradients + optimizer
     return RankMemory(
         pp_rank=rank,
-        layers=sum(len(job.stages[index]) for index in stages),
+        layers=num_layers,
         parameters=parameters,
         gradients=max(gradients, accumulated),
         optimizer=optimizer,
@@ -181,14 +179,29 @@ def of_rank(
     )
 
 
+def _peak(moments: Sequence[Moment], job: PlannedJob, gradients: int) -> Moment:
+    """Return the moment that needs the most memory. ``gradients`` are those of the optimizer."""
+    adjusted = []
+    for moment in moments:
+        # Updates in backward free gradients, and offloaded gradients are in host memory.
+        if job.offload == "all":
+            moment = replace(moment, gradients=gradients)
+        elif job.early_step:
+            moment = replace(moment, gradients=min(moment.gradients, gradients))
+        adjusted.append(moment)
+    return max(adjusted, key=lambda moment: moment.activations + moment.gathered + moment.gradients)
+
+
 def _optimizer_bytes(trained_parameters: Sequence[ParameterShape], job: PlannedJob) -> int:
     """Return the bytes of this rank's optimizer states, and of its averages of the weights."""
-    states = sum(
-        _state_bytes(parameter, sharded(parameter, job), job) for parameter in trained_parameters
-    )
+    states = 0.0
+    num_elements = 0
+    for parameter in trained_parameters:
+        numel = sharded(parameter, job)
+        states += _state_bytes(parameter, numel, job)
+        num_elements += numel
     if job.shard_states:
         states = math.ceil(states / job.dp_replicate)
-    num_elements = sum(sharded(parameter, job) for parameter in trained_parameters)
     averages = num_elements * job.average_width
     # PyTorch counts the steps of each parameter in a separate tensor of 4 bytes.
     return int(states) + averages + 4 * len(trained_parameters)
@@ -203,21 +216,20 @@ def _gradient_bytes(
 ) -> tuple[int, int]:
     """Return the bytes of gradients for the optimizer, and of gradients accumulated over micro-batches."""
     if job.early_step:
-        gradients = _gradients_before_early_step(model, job, stages) * job.gradient_bytes
+        num_elements = _gradients_before_early_step(model, job, stages)
     else:
-        gradients = (
-            sum(sharded(parameter, job) for parameter in trained_parameters) * job.gradient_bytes
-        )
+        num_elements = sum(sharded(parameter, job) for parameter in trained_parameters)
+    gradients = num_elements * job.gradient_bytes
     if job.num_microbatches == 1:
         return gradients, 0
     if not job.fsdp or not job.reduces_once:
         return gradients, gradients
     # FSDP reduces gradients after the last micro-batch. Until then they are unsharded, in the dtype
     # of the reduction.
-    numel = sum(
-        unsharded(trained(parameters), job.tp, job.ep) for parameters in parameters_by_stage
-    )
-    return gradients, numel * job.reduce_width
+    num_unsharded = 0
+    for parameters in parameters_by_stage:
+        num_unsharded += unsharded(trained(parameters), job.tp, job.ep)
+    return gradients, num_unsharded * job.reduce_width
 
 
 def _in_pipeline(
@@ -238,55 +250,61 @@ def _in_pipeline(
     last = len(job.stages) - 1
     count = job.num_microbatches
     stream = job.local_tokens // job.tp * model.dim * job.compute_width
-    stages = list(bytes_by_stage)
+    num_stages = len(bytes_by_stage)
     # A stage receives activations from the stage before and gradients from the stage after. It
     # sends the opposite, but only to stages of other ranks.
     num_received = 0
     num_sent = 0
-    for index in stages:
-        neighbours = [other for other in (index - 1, index + 1) if 0 <= other <= last]
-        num_received += len(neighbours)
-        num_sent += len([other for other in neighbours if other not in stages])
+    for index in bytes_by_stage:
+        for other in (index - 1, index + 1):
+            if not 0 <= other <= last:
+                continue
+            num_received += 1
+            if other not in bytes_by_stage:
+                num_sent += 1
     received = num_received * count * stream
-    # The last quarter is sent after the peak.
-    sent = num_sent * count * stream * 3 // 4 if len(stages) > 1 else 0
+    sent = 0
+    if num_stages > 1:
+        # The last quarter is sent after the peak.
+        sent = num_sent * count * stream * 3 // 4
 
-    # The most activations in flight: ``held`` in the entire step, and ``later`` after backward has begun,
+    # The most activations in flight: ``total`` in the entire step, and ``later`` after backward has begun,
     # when gradients exist.
-    kept_by_stage = {index: stage.kept for index, stage in bytes_by_stage.items()}
-    held_by_stage = {}
+    kept_by_stage = {}
+    total_by_stage = {}
     for index, stage in bytes_by_stage.items():
         output = stream if index < last and not sent else 0
-        held_by_stage[index] = stage.kept + stage.extra + output
+        kept_by_stage[index] = stage.kept
+        total_by_stage[index] = stage.kept + stage.extra + output
     if order is None:
-        in_flight = schedule.in_flight(job.schedule, rank, job.pp, len(stages), count)
-        kept = in_flight * sum(kept_by_stage.values()) // len(stages)
-        held = in_flight * sum(held_by_stage.values()) // len(stages)
-        later = held
+        in_flight = schedule.in_flight(job.schedule, rank, job.pp, num_stages, count)
+        kept = in_flight * sum(kept_by_stage.values()) // num_stages
+        total = in_flight * sum(total_by_stage.values()) // num_stages
+        later = total
         if job.schedule in ("GPipe", "LoopedBFS"):
-            later = held * (count - 1) // count
+            later = total * (count - 1) // count
     else:
         kept, in_flight, _ = schedule.most_kept(kept_by_stage, order)
         waiting = {index: stage.waiting for index, stage in bytes_by_stage.items()}
-        held, _, later = schedule.most_kept(held_by_stage, order, waiting)
+        total, _, later = schedule.most_kept(total_by_stage, order, waiting)
 
     # Gathered weights are those of the moment. If FSDP never frees them, they are all weights of
     # all stages.
     frees_gathered = job.fsdp and job.frees_gathered
     all_gathered = 0
     if job.fsdp:
-        for index in stages:
-            all_gathered += unsharded(tuple(parameters_of_stage(model, job, index)), job.tp, job.ep)
-        all_gathered *= job.compute_width
+        for index in bytes_by_stage:
+            parameters = tuple(parameters_of_stage(model, job, index))
+            all_gathered += unsharded(parameters, job.tp, job.ep) * job.compute_width
     moments = []
     for stage in bytes_by_stage.values():
         for moment in stage.moments:
             more = moment.activations - stage.kept + received + sent
             if moment.name in BEFORE_BACKWARD:
-                # Both ``held`` and this moment include the stage's output. Count it once.
+                # Both ``total`` and this moment include the stage's output. Count it once.
                 more -= stage.output
             gathered = moment.gathered if frees_gathered else all_gathered
-            moments.append(Moment(moment.name, held + more, gathered, 0))
+            moments.append(Moment(moment.name, total + more, gathered, 0))
             moments.append(Moment(moment.name, later + more, gathered, accumulated))
     return kept, in_flight, moments
 

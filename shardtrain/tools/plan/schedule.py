@@ -229,19 +229,21 @@ def simulate(
                     waiting.setdefault(need, []).append(rank)
                     break
                 arrival = end_seconds[need]
-                if rank_of[need[1]] != rank:
+                _, stage_of_need, _ = need
+                if rank_of[stage_of_need] != rank:
                     arrival += send_seconds
                 start = max(start, arrival)
             duration = seconds[action.kind, action.stage]
             clock[rank] = start + duration
-            busy[rank] = busy[rank] + duration
+            busy[rank] += duration
             position[rank] += 1
             # Gradients of weights are the input of no other action.
-            if action.kind != "W":
-                kind = "F" if action.kind == "F" else "B"
-                key = (kind, action.stage, action.microbatch)
-                end_seconds[key] = clock[rank]
-                ready += waiting.pop(key, [])
+            if action.kind == "W":
+                continue
+            kind = "F" if action.kind == "F" else "B"
+            key = (kind, action.stage, action.microbatch)
+            end_seconds[key] = clock[rank]
+            ready += waiting.pop(key, [])
     return Timeline(max(clock), tuple(busy))
 
 

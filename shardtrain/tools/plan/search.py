@@ -12,7 +12,7 @@ import itertools
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardtrain import config as configs
 from shardtrain import tasks
@@ -23,6 +23,7 @@ from shardtrain.facts.quantization import LINEAR, MX
 from shardtrain.tools.plan import job_sizes, planning, rank_memory, shapes, timing
 from shardtrain.tools.plan.hardware import Device
 from shardtrain.tools.plan.job_sizes import PlannedJob
+from shardtrain.tools.plan.layer_memory import Kernels
 from shardtrain.tools.plan.planning import Plan
 from shardtrain.tools.plan.shapes import ModelShape
 from shardtrain.utils.errors import ConfigError, Problem
@@ -53,10 +54,13 @@ class Ranked:
         """Return mesh, schedule, recomputation and micro-batch as one line."""
         job = self.plan.job
         axes = [f"{axis} {size}" for axis, size in self.plan.sizes.items() if size > 1]
-        mesh = " ".join(axes) or "one device"
-        pipeline = f", {job.schedule}" if job.pp > 1 else ""
-        float8 = ", float8" if job.float8 else ""
-        return f"{mesh}{pipeline}, recompute {job.recompute}, {job.rows} x {job.num_microbatches}{float8}"
+        text = " ".join(axes) or "one device"
+        if job.pp > 1:
+            text += f", {job.schedule}"
+        text += f", recompute {job.recompute}, {job.rows} x {job.num_microbatches}"
+        if job.float8:
+            text += ", float8"
+        return text
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,10 @@ class SearchResult:
 
     def as_dict(self, top: int) -> dict[str, Any]:
         """Return plain values for JSON, with the best ``top`` candidates."""
-        return {
-            "counted": self.counted,
-            "fitting": self.fitting,
-            "ranked": [{"options": one.options, **one.plan.as_dict()} for one in self.ranked[:top]],
-        }
+        ranked = []
+        for candidate in self.ranked[:top]:
+            ranked.append({"options": candidate.options, **candidate.plan.as_dict()})
+        return {"counted": self.counted, "fitting": self.fitting, "ranked": ranked}
 
 
 def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -> SearchResult:
@@ -106,76 +109,103 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
             )
         )
     converters: list[list[str]] = [config.model.converters]
-    if float8 and not {LINEAR, MX} & set(config.model.converters):
+    has_float8 = LINEAR in config.model.converters or MX in config.model.converters
+    if float8 and not has_float8:
         converters.append([*config.model.converters, LINEAR])
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
     kernels = planning.kernels_of(device, config, world_size)
 
-    # Sequences per step, as configured, or those of the configured mesh on these devices.
-    global_batch = config.training.global_batch_size
-    if global_batch == -1:
-        shards = max(1, world_size // derived.other_degrees(config))
-        replicas = config.parallelism.data_parallel_replicate_degree
-        global_batch = config.training.local_batch_size * replicas * shards
-
-    # Estimate all by formulas. Of a pipeline, only the first and the last rank can need the most
-    # memory: the first has most micro-batches in flight, the last has the logits.
-    fitting: list[tuple[float, int, dict[str, Any], PlannedJob]] = []
-    least: tuple[int, dict[str, Any], PlannedJob] | None = None
+    # Estimate all by formulas.
+    fitting: list[_Estimate] = []
+    least: _Estimate | None = None
     counted = 0
+    global_batch = _global_batch(config, world_size)
     meshes = _candidates(config, model, world_size, device, global_batch)
     for of_mesh, names in itertools.product(meshes, converters):
         options = of_mesh
         if names != config.model.converters:
             options = {**of_mesh, "model.converters": names}
         changed = with_options(config, options)
-        # Inner stages must have layers. The first and the last have the embedding and the head.
         job = job_sizes.of_config(
             changed, world_size, len(model.layers), sequences, model.has_experts
         )
+        # Inner stages must have layers. The first and the last have the embedding and the head.
         has_empty_stage = any(len(layers) == 0 for layers in job.stages[1:-1])
         if has_empty_stage or job.num_microbatches < 1:
             continue
         counted += 1
-        peak = 0
-        for place in {0, job.pp - 1}:
-            memory = rank_memory.of_rank(model, job, place, None, kernels)
-            peak = max(peak, memory.peak)
-        peak += planning.overhead(peak, device)
-        if least is None or peak < least[0]:
-            least = peak, options, job
+        peak = _peak_bytes(model, job, device, kernels)
+        estimate = _Estimate(options, job, peak)
+        if least is None or peak < least.peak_bytes:
+            least = estimate
         if peak <= device.memory_bytes:
             seconds = timing.of_step(model, job, device, None).seconds
-            fitting.append((seconds / job.tokens_per_step, peak, options, job))
+            fitting.append(estimate._replace(token_seconds=seconds / job.tokens_per_step))
 
     # Plan the best again with a simulated pipeline, and check them by the rules of train.
-    fitting.sort(key=lambda one: (one[0], one[1]))
+    fitting.sort(key=lambda estimate: (estimate.token_seconds, estimate.peak_bytes))
     ranked: list[Ranked] = []
-    for _, _, options, job in fitting[:NUM_SIMULATED]:
-        if not _is_legal(loaded, options, world_size):
+    for estimate in fitting[:NUM_SIMULATED]:
+        if not _is_legal(loaded, estimate.options, world_size):
             continue
-        plan = planning.of_job(model, job, device, kernels)
+        plan = planning.of_job(model, estimate.job, device, kernels)
         if plan.fits:
-            ranked.append(Ranked(options, plan))
-    ranked.sort(key=lambda one: (-one.plan.tps, one.plan.peak_bytes))
+            ranked.append(Ranked(estimate.options, plan))
+    ranked.sort(key=lambda candidate: (-candidate.plan.tps, candidate.plan.peak_bytes))
     # If none fits, show how much memory is missing.
     closest = None
     if least is not None and not ranked:
-        _, options, job = least
-        closest = Ranked(options, planning.of_job(model, job, device, kernels))
+        plan = planning.of_job(model, least.job, device, kernels)
+        closest = Ranked(least.options, plan)
     return SearchResult(ranked, counted, len(fitting), closest)
+
+
+class _Estimate(NamedTuple):
+    """A candidate with its estimated memory and, if it fits, its seconds per token."""
+
+    options: dict[str, Any]
+    job: PlannedJob
+    peak_bytes: int
+    token_seconds: float = 0.0
+
+
+def _global_batch(config: Config, world_size: int) -> int:
+    """Return the sequences per step, as configured, or those of the configured mesh on these devices."""
+    if config.training.global_batch_size != -1:
+        return config.training.global_batch_size
+    shards = max(1, world_size // derived.other_degrees(config))
+    replicas = config.parallelism.data_parallel_replicate_degree
+    return config.training.local_batch_size * replicas * shards
+
+
+def _peak_bytes(model: ModelShape, job: PlannedJob, device: Device, kernels: Kernels) -> int:
+    """Estimate the peak memory of the fullest rank.
+
+    Of a pipeline, only the first and the last rank can need the most memory: the first has most
+    micro-batches in flight, the last has the logits.
+    """
+    peak = 0
+    for place in {0, job.pp - 1}:
+        memory = rank_memory.of_rank(model, job, place, None, kernels)
+        peak = max(peak, memory.peak)
+    return peak + planning.overhead(peak, device)
 
 
 def _candidates(
     config: Config, model: ModelShape, world_size: int, device: Device, global_batch: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the options of every mesh that divides the model and the batch."""
-    experts = next((one.experts for one in model.layers if one.experts), None)
+    experts = None
+    for layer in model.layers:
+        if layer.experts:
+            experts = layer.experts
+            break
     for tp, pp, cp in _splits(model, config.training.seq_len, world_size, device):
         ranks = world_size // (tp * pp * cp)
         if global_batch % ranks:
             continue
+        rows = global_batch // ranks
         for replicas in _replicas(ranks, tp * cp, device):
             shards = ranks // replicas
             for ep in _expert_degrees(experts, shards * cp * tp):
@@ -188,7 +218,6 @@ def _candidates(
                 }
                 if experts:
                     mesh["parallelism.expert_parallel_degree"] = ep
-                rows = global_batch // ranks
                 yield from _batches(config, mesh, pp, len(model.layers), rows, global_batch)
 
 
@@ -310,42 +339,50 @@ def as_toml(loaded: Loaded, best: Ranked) -> str:
 def lines(found: SearchResult, top: int, columns: int | None = None) -> list[str]:
     """Return the lines of the ranking, for a terminal with ``columns``. They have 60 to 80 columns."""
     width = min(80, max(60, columns or 80))
-    answer = [f"{found.counted} candidates, {found.fitting} fit"]
+    summary = f"{found.counted} candidates, {found.fitting} fit"
     if not found.ranked:
-        if found.closest is None:
-            return [
-                *answer,
-                "the model and the batch cannot be divided over any mesh of these devices",
-            ]
-        plan = found.closest.plan
-        needed = format_bytes(plan.peak_bytes)
-        excess = format_bytes(max(0, plan.peak_bytes - plan.device.memory_bytes))
-        answer.append(f"none fits; the closest needs {needed}, {excess} too much:")
-        answer.append(f"  {found.closest.name()}")
-        return [*answer, "more devices (--gpus) or larger ones (--device) would help"]
-    # The ranking, and the cost that sets the first two apart.
-    best = found.ranked[0].plan
-    answer.append(f"{'':4}{'tokens/s/device':>15}{'MFU':>7}{'step':>9}{'memory':>11}")
+        return [summary, *_lines_of_none(found.closest)]
+
+    text = [summary, f"{'':4}{'tokens/s/device':>15}{'MFU':>7}{'step':>9}{'memory':>11}"]
+    indent = " " * 6
     for place, candidate in enumerate(found.ranked[:top], 1):
         plan = candidate.plan
         step = format_seconds(plan.time.seconds)
         memory = format_bytes(plan.peak_bytes)
-        answer.append(f"{place:>3} {plan.tps:>15,.0f}{plan.mfu:>7.1%}{step:>9}{memory:>11}")
-        answer += textwrap.wrap(
-            candidate.name(), width, initial_indent="      ", subsequent_indent="      "
+        text.append(f"{place:>3} {plan.tps:>15,.0f}{plan.mfu:>7.1%}{step:>9}{memory:>11}")
+        text += textwrap.wrap(
+            candidate.name(), width, initial_indent=indent, subsequent_indent=indent
         )
+    # The cost that sets the first two apart.
     if len(found.ranked) > 1:
-        answer += textwrap.wrap(why(best, found.ranked[1].plan), width)
+        first, second = found.ranked[:2]
+        text += textwrap.wrap(why(first.plan, second.plan), width)
+
     # The fastest for each amount of memory, as bars.
     front = pareto(found.ranked)
     if len(front) > 1:
-        answer.append("fastest candidates by memory:")
+        text.append("fastest candidates by memory:")
         highest_tps = max(candidate.plan.tps for candidate in front)
         for candidate in front[:8]:
             plan = candidate.plan
+            memory = format_bytes(plan.peak_bytes)
             bar = "#" * round(36 * plan.tps / highest_tps)
-            answer.append(f"  {format_bytes(plan.peak_bytes):>10} {plan.tps:>9,.0f} {bar}")
-    return answer
+            text.append(f"  {memory:>10} {plan.tps:>9,.0f} {bar}")
+    return text
+
+
+def _lines_of_none(closest: Ranked | None) -> list[str]:
+    """Return the lines of a search in which no candidate fits."""
+    if closest is None:
+        return ["the model and the batch cannot be divided over any mesh of these devices"]
+    plan = closest.plan
+    needed = format_bytes(plan.peak_bytes)
+    excess = format_bytes(max(0, plan.peak_bytes - plan.device.memory_bytes))
+    return [
+        f"none fits; the closest needs {needed}, {excess} too much:",
+        f"  {closest.name()}",
+        "more devices (--gpus) or larger ones (--device) would help",
+    ]
 
 
 def why(best: Plan, other: Plan) -> str:
@@ -354,16 +391,18 @@ def why(best: Plan, other: Plan) -> str:
     """
     extra_seconds = {}
     for name in {*best.time.costs, *other.time.costs}:
-        extra_seconds[name] = other.time.costs.get(name, 0.0) - best.time.costs.get(name, 0.0)
+        best_seconds = best.time.costs.get(name, 0.0)
+        extra_seconds[name] = other.time.costs.get(name, 0.0) - best_seconds
     name, grew = max(extra_seconds.items(), key=lambda item: item[1])
     slower = other.time.seconds / best.time.seconds - 1
     if slower >= EQUAL and grew > 0:
         return f"the runner-up is {slower:.1%} slower: {name} takes {format_seconds(grew)} more"
     extra_bytes = other.peak_bytes - best.peak_bytes
     memory = "needs as much"
-    if extra_bytes:
-        comparison = "more" if extra_bytes > 0 else "less"
-        memory = f"needs {format_bytes(abs(extra_bytes))} {comparison}"
+    if extra_bytes > 0:
+        memory = f"needs {format_bytes(extra_bytes)} more"
+    elif extra_bytes < 0:
+        memory = f"needs {format_bytes(-extra_bytes)} less"
     return f"the runner-up is equally fast (within {EQUAL:.1%}) and {memory}"
 
 

@@ -327,42 +327,65 @@ def decoder(
     if experts is not None and shared_ffn:
         ffn = shared_ffn
     if experts is None or shared_ffn:
-        inputs = (1, 3) if gated else (1,)
-        for i in inputs:
-            linears.append(Linear(f"ffn.w{i}", dim, ffn, "colwise"))
+        linears.append(Linear("ffn.w1", dim, ffn, "colwise"))
+        if gated:
+            linears.append(Linear("ffn.w3", dim, ffn, "colwise"))
         linears.append(Linear("ffn.w2", ffn, dim, "rowwise"))
+
     # The weights of the linears and of the experts, and the norms.
     parameters = []
     for linear in linears:
         weight_shape = (linear.out_features, linear.in_features)
         parameters.append(ParameterShape(f"{linear.path}.weight", weight_shape, linear.style))
     if experts is not None:
-        matrices = (1, 2, 3) if gated else (1, 2)
-        for i in matrices:
-            stack_shape = (experts.count, dim, experts.ffn)
-            parameters.append(ParameterShape(f"moe.experts.w{i}", stack_shape, "expert"))
+        stack_shape = (experts.count, dim, experts.ffn)
+        matrices = ("w1", "w2", "w3") if gated else ("w1", "w2")
+        for matrix in matrices:
+            parameters.append(ParameterShape(f"moe.experts.{matrix}", stack_shape, "expert"))
         parameters.append(ParameterShape("moe.router.gate.weight", (experts.count, dim), "router"))
     for block in ("attn", "ffn"):
         parameters.append(ParameterShape(f"{block}_norm.weight", (dim,), "sequence"))
     layer = Layer(
-        tuple(parameters), tuple(linears), heads, kv_heads, head_dim, head_dim,
-        gated=gated, layer_norm=layer_norm, experts=experts,
-    )  # fmt: skip
+        parameters=tuple(parameters),
+        linears=tuple(linears),
+        heads=heads,
+        kv_heads=kv_heads,
+        qk_dim=head_dim,
+        v_dim=head_dim,
+        gated=gated,
+        layer_norm=layer_norm,
+        experts=experts,
+    )
 
     # Only the parameters that a token uses count for its FLOPs.
-    per_layer = sum(parameter.numel for parameter in parameters)
+    per_layer = 0
+    in_experts = 0
+    for parameter in parameters:
+        per_layer += parameter.numel
+        if parameter.style == "expert":
+            in_experts += parameter.numel
     idle = 0
     if experts is not None:
-        in_experts = sum(parameter.numel for parameter in parameters if parameter.style == "expert")
         idle = in_experts - in_experts * experts.top_k // experts.count
     used = layers * (per_layer - idle) + vocab * dim + dim
-    num_vocabulary_matrices = 1 if tied else 2
-    total = layers * per_layer + vocab * dim * num_vocabulary_matrices + dim
     flops = 6 * used + 12 * layers * heads * head_dim * seq_len
+    num_vocabulary_matrices = 1 if tied else 2
+    num_params = layers * per_layer + vocab * dim * num_vocabulary_matrices + dim
+
     embed = ParameterShape("embed.weight", (vocab, dim), "embed")
+    norm = ParameterShape("norm.weight", (dim,), "sequence")
     head = ParameterShape("head.weight", (vocab, dim), "head")
-    last = (ParameterShape("norm.weight", (dim,), "sequence"), head)
-    return ModelShape(name, (layer,) * layers, (embed,), last, dim, vocab, tied, total, flops)
+    return ModelShape(
+        name=name,
+        layers=(layer,) * layers,
+        first=(embed,),
+        last=(norm, head),
+        dim=dim,
+        vocab=vocab,
+        tied=tied,
+        num_params=num_params,
+        flops_per_token=flops,
+    )
 
 
 def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
@@ -371,27 +394,35 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
     They are read from its modules. Sizes that no module has, such as the number of heads, are read
     from the usual fields of ``shape``.
     """
-    linears = _linears(layer, path, layout)
-    core = _first_matching(layer, path, layout.context)
-    limits = [int(getattr(core, name, 0) or 0) for name in ("window", "chunk")]
     heads = int(getattr(shape, "num_heads", 0) or 1)
-    qk_dim = int(getattr(shape, "head_dim", 0) or getattr(shape, "dim", heads) // heads)
-    if getattr(shape, "qk_nope_head_dim", 0):
-        qk_dim = int(shape.qk_nope_head_dim) + int(getattr(shape, "qk_rope_head_dim", 0))  # type: ignore[attr-defined]
     kv_heads = int(getattr(shape, "num_kv_heads", 0) or heads)
+    qk_dim = int(getattr(shape, "head_dim", 0) or getattr(shape, "dim", heads) // heads)
+    qk_nope_dim = int(getattr(shape, "qk_nope_head_dim", 0) or 0)
+    if qk_nope_dim:
+        qk_dim = qk_nope_dim + int(getattr(shape, "qk_rope_head_dim", 0))
     v_dim = int(getattr(shape, "v_head_dim", 0) or qk_dim)
-    experts = _experts(layer, path, layout, shape)
     recurrence = _recurrence(layer, path, layout, shape)
+    mixer = "attn"
     if recurrence is not None:
         heads = recurrence.value_heads
         kv_heads = recurrence.key_heads
         qk_dim = recurrence.key_dim
         v_dim = recurrence.value_dim
+        mixer = recurrence.block
+
+    core = _first_matching(layer, path, layout.context)
+    limits = []
+    for name in ("window", "chunk"):
+        limit = int(getattr(core, name, 0) or 0)
+        if limit:
+            limits.append(limit)
     # A gated feed-forward has two input linears: gate and up.
-    mixer = recurrence.block if recurrence else "attn"
-    ffn_inputs = [
-        linear for linear in linears if linear.style == "colwise" and mixer not in linear.path
-    ]
+    linears = _linears(layer, path, layout)
+    num_ffn_inputs = 0
+    for linear in linears:
+        if linear.style == "colwise" and mixer not in linear.path:
+            num_ffn_inputs += 1
+    experts = _experts(layer, path, layout, shape)
     modules = list(layer.modules())
     return Layer(
         parameters=tuple(_parameters(layer, None, layout, path)),
@@ -400,9 +431,9 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
         kv_heads=kv_heads,
         qk_dim=qk_dim,
         v_dim=v_dim,
-        limit=min((limit for limit in limits if limit), default=0),
+        limit=min(limits, default=0),
         causal=not bool(getattr(core, "bidirectional", False)),
-        gated=len(ffn_inputs) > 1 or experts is not None,
+        gated=num_ffn_inputs > 1 or experts is not None,
         layer_norm=any(isinstance(module, nn.LayerNorm) for module in modules),
         head_norms=any(name.endswith("k_norm.weight") for name, _ in layer.named_parameters()),
         unit_norms=any(getattr(module, "norm_eps", None) is not None for module in modules),

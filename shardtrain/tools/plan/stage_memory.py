@@ -76,8 +76,6 @@ class _HeadBytes:
 
 def stage_bytes(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels) -> StageBytes:
     """Count the layers of a stage, the ends of the model if the stage has them, and each moment."""
-    is_first = index == 0
-    is_last = index == len(job.stages) - 1
     width = job.compute_width
     tokens = job.local_tokens
     stream = tokens // job.tp * model.dim * width
@@ -88,23 +86,12 @@ def stage_bytes(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels
     recomputed = max((layer.full - layer.kept for layer in layers), default=0)
     moments = [Moment("the end of forward", kept + recomputed, buffers.end_of_forward)]
 
-    # The last stage: the norm before the head, the logits, and the loss.
     end_bytes = 0
     output = 0
-    if is_last:
+    if index == len(job.stages) - 1:
         head = _head_bytes(model, job, stream, kernels)
-        if job.tp > 1 and not job.loss_parallel:
-            # The columns of this rank, those of all ranks, and a copy in the right order.
-            copies = head.logits // job.tp + 2 * head.logits
-            moments.append(Moment("gathering the logits", kept + head.norm + copies, buffers.loss))
-        of_loss = 2 * head.logits + head.chunk + head.products
-        moments.append(Moment("the loss", kept + head.norm + of_loss, buffers.loss))
         kept_logits = 0 if head.products else head.logits
-        weight_gradient = unsharded(trained(model.last), job.tp, job.ep) * width
-        of_head = kept_logits + weight_gradient + tokens * model.dim * width
-        moments.append(
-            Moment("backward of the head", kept + head.norm + of_head, buffers.backward_of_head)
-        )
+        moments += _head_moments(model, job, head, kept, kept_logits, buffers)
         end_bytes = head.norm + kept_logits
         # PyTorch's pipeline stage holds its output until its backward pass ends.
         output = kept_logits if job.pp > 1 else 0
@@ -120,10 +107,11 @@ def stage_bytes(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels
         moments.append(
             Moment("backward of the first layer", of_first, buffers.backward_of_layer, reduced)
         )
-    if is_first and trained(model.first):
+    if index == 0 and trained(model.first):
         # CPU kernels add up the gradient of an embedding in float32 and then cast it.
-        is_rounded = kernels != "cuda" and width < 4
-        bytes_per_element = 4 + width if is_rounded else width
+        bytes_per_element = width
+        if kernels != "cuda" and width < 4:
+            bytes_per_element += 4
         of_embedding = unsharded(model.first, job.tp, job.ep) * bytes_per_element + stream
         reduced = buffers.all_shards - buffers.embed_shard
         moments.append(
@@ -131,18 +119,42 @@ def stage_bytes(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels
         )
 
     extra = output
-    if index > 0 and job.stages[index] and (kernels == "cuda" or recomputes(job, 0) != "none"):
+    saves_received = kernels == "cuda" or recomputes(job, 0) != "none"
+    if index > 0 and job.stages[index] and saves_received:
         # The input that the first layer saves is the buffer in which the stage received it.
         extra -= stream
-    most = max(moment.activations for moment in moments)
     return StageBytes(
-        kept + end_bytes,
-        extra,
-        output,
-        most,
-        _waiting_bytes(model, job, index),
-        tuple(moments),
+        kept=kept + end_bytes,
+        extra=extra,
+        output=output,
+        most=max(moment.activations for moment in moments),
+        waiting=_waiting_bytes(model, job, index),
+        moments=tuple(moments),
     )
+
+
+def _head_moments(
+    model: ModelShape,
+    job: PlannedJob,
+    head: _HeadBytes,
+    kept: int,
+    kept_logits: int,
+    buffers: GatheredBytes,
+) -> list[Moment]:
+    """Return the moments of the logits and the loss. ``kept`` are the bytes of the layers."""
+    moments = []
+    before = kept + head.norm
+    if job.tp > 1 and not job.loss_parallel:
+        # The columns of this rank, those of all ranks, and a copy in the right order.
+        copies = head.logits // job.tp + 2 * head.logits
+        moments.append(Moment("gathering the logits", before + copies, buffers.loss))
+    of_loss = 2 * head.logits + head.chunk + head.products
+    moments.append(Moment("the loss", before + of_loss, buffers.loss))
+    weight_gradient = unsharded(trained(model.last), job.tp, job.ep) * job.compute_width
+    input_gradient = job.local_tokens * model.dim * job.compute_width
+    of_head = kept_logits + weight_gradient + input_gradient
+    moments.append(Moment("backward of the head", before + of_head, buffers.backward_of_head))
+    return moments
 
 
 def _layers(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels) -> list[LayerBytes]:
@@ -154,9 +166,10 @@ def _layers(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels) ->
     for place, number in enumerate(job.stages[index]):
         layer = model.layers[number]
         mode = recomputes(job, place)
-        if (id(layer), mode) not in counted:
-            counted[id(layer), mode] = layer_bytes(layer, job, model.dim, mode, kernels)
-        layers.append(counted[id(layer), mode])
+        key = (id(layer), mode)
+        if key not in counted:
+            counted[key] = layer_bytes(layer, job, model.dim, mode, kernels)
+        layers.append(counted[key])
     return layers
 
 
@@ -164,48 +177,55 @@ def _head_bytes(model: ModelShape, job: PlannedJob, stream: int, kernels: Kernel
     """Count the final norm, the logits and the loss."""
     width = job.compute_width
     tokens = job.local_tokens
-    tokens_per_tensor_rank = tokens // job.tp
+    rows_of_norm = tokens // job.tp
     is_layer_norm = model.layers[-1].layer_norm
-    norm = norm_bytes(
-        tokens_per_tensor_rank * model.dim, tokens_per_tensor_rank, job, kernels, is_layer_norm
-    )
+    norm = norm_bytes(rows_of_norm * model.dim, rows_of_norm, job, kernels, is_layer_norm)
     norm += gathered_input_bytes(job, stream)
-    columns = -(-model.vocab // job.tp) if job.loss_parallel else model.vocab
-    logits = tokens * columns * width
+    columns = model.vocab
+    if job.loss_parallel:
+        columns = -(-model.vocab // job.tp)  # rounded up
     if job.loss == "fused":
-        return _HeadBytes(norm, 0, _chunk_bytes(job, columns, kernels), 0)
+        chunk = _chunk_bytes(job, columns, kernels)
+        return _HeadBytes(norm, logits=0, chunk=chunk, products=0)
+
+    logits = tokens * columns * width
     if job.loss == "whole":
         # A float32 copy, its log-softmax and its gradient. The compiler needs one less.
         num_copies = 2 if job.fused else 3
-        return _HeadBytes(norm, logits, tokens * columns * 4 * num_copies, 0)
-    if (
-        job.loss == "at head"
-        and saved_bytes(tokens, model.dim, model.vocab, width) >= WORTH_IT_BYTES
-    ):
+        chunk = tokens * columns * 4 * num_copies
+        return _HeadBytes(norm, logits, chunk, products=0)
+    saved_by_chunks = saved_bytes(tokens, model.dim, model.vocab, width)
+    if job.loss == "at head" and saved_by_chunks >= WORTH_IT_BYTES:
         # Each chunk of logits gives the gradients of the head's weight and input immediately and is
         # then freed.
-        rows = rows_of_chunk(tokens, model.vocab)
-        logits_per_chunk = rows * columns
-        weight_gradient = columns * model.dim * 4 if trained(model.last) else 0
-        products = weight_gradient + tokens * model.dim * width
-        return _HeadBytes(norm, logits_per_chunk * width, logits_per_chunk * 4 * 2, products)
-    return _HeadBytes(norm, logits, _chunk_bytes(job, columns, kernels), 0)
+        logits_per_chunk = rows_of_chunk(tokens, model.vocab) * columns
+        weight_gradient = 0
+        if trained(model.last):
+            weight_gradient = columns * model.dim * 4
+        input_gradient = tokens * model.dim * width
+        return _HeadBytes(
+            norm,
+            logits=logits_per_chunk * width,
+            chunk=logits_per_chunk * 4 * 2,
+            products=weight_gradient + input_gradient,
+        )
+    return _HeadBytes(norm, logits, _chunk_bytes(job, columns, kernels), products=0)
 
 
 def _chunk_bytes(job: PlannedJob, columns: int, kernels: Kernels) -> int:
     """Return the bytes of the float32 tensors of a loss that is computed in chunks of rows."""
     width = job.compute_width
     tokens = job.local_tokens
-    has_small_chunks = kernels != "cuda" and not job.fused
     chunk_numel = cross_entropy.CHUNK_NUMEL
-    if has_small_chunks:
+    if kernels != "cuda" and not job.fused:
         chunk_numel = cross_entropy.CPU_CHUNK_NUMEL
     rows = min(tokens, max(1, chunk_numel // columns))
     is_split = job.tp > 1 and job.loss_parallel
     # ops/split_cross_entropy.py keeps exponentials, in the memory of the gradient if that is float32.
     if is_split and width == 4:
         return rows * columns * 4
-    if is_split and kernels != "cuda" and tokens * columns <= split_cross_entropy.MOST_KEPT_NUMEL:
+    keeps_all = tokens * columns <= split_cross_entropy.MOST_KEPT_NUMEL
+    if is_split and kernels != "cuda" and keeps_all:
         return (tokens + rows) * columns * 4
     copies = 1
     if width < 4:

@@ -12,7 +12,7 @@ copies run on the same cores as computation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -91,39 +91,52 @@ def of_step(
         forward[index], backward[index] = _stage(model, job, device, index)
 
     # Costs of all micro-batches. A pipeline counts those of the busiest rank and its bubble.
-    costs: dict[str, float] = {}
+    send_seconds = _send_seconds(model, job, device)
     bubble = 0.0
     if job.pp == 1:
-        _add(costs, forward[0], job.num_microbatches)
-        _add(costs, backward[0], job.num_microbatches)
+        costs = _costs_of_stages([0], forward, backward, job)
     elif orders is None:
         # Estimate by a formula: the time of the busiest rank, and the share of it that is the pipeline bubble.
-        backward_of_rank: dict[int, float] = {}
-        for rank in range(job.pp):
-            backward_of_rank[rank] = sum(
-                sum(backward[index].values()) for index in job.stages_of_rank(rank)
-            )
-        busiest = max(backward_of_rank, key=lambda rank: backward_of_rank[rank])
-        for index in job.stages_of_rank(busiest):
-            _add(costs, forward[index], job.num_microbatches)
-            _add(costs, backward[index], job.num_microbatches)
+        busiest = _busiest_rank(backward, job)
+        costs = _costs_of_stages(job.stages_of_rank(busiest), forward, backward, job)
         stages_per_rank = len(job.stages_of_rank(0))
         bubble = schedule.bubble(job.schedule, job.pp, stages_per_rank, job.num_microbatches)
         waiting_seconds = sum(costs.values()) * bubble
-        costs[BUBBLE] = waiting_seconds + 2 * job.pp * _send_seconds(model, job, device)
+        costs[BUBBLE] = waiting_seconds + 2 * job.pp * send_seconds
     else:
         # By a simulation: the time in which the busiest rank does not compute.
         action_seconds = _action_seconds(forward, backward)
-        timeline = schedule.simulate(orders, action_seconds, _send_seconds(model, job, device))
+        timeline = schedule.simulate(orders, action_seconds, send_seconds)
         busiest = max(range(job.pp), key=lambda rank: timeline.busy_seconds[rank])
-        for index in job.stages_of_rank(busiest):
-            _add(costs, forward[index], job.num_microbatches)
-            _add(costs, backward[index], job.num_microbatches)
+        costs = _costs_of_stages(job.stages_of_rank(busiest), forward, backward, job)
         costs[BUBBLE] = max(0.0, timeline.seconds - sum(costs.values()))
         bubble = timeline.bubble
     _add(costs, _once_a_step(model, job, device, costs), 1)
     costs = {name: seconds for name, seconds in costs.items() if seconds > 0}
     return StepTime(sum(costs.values()), costs, bubble)
+
+
+def _costs_of_stages(
+    stages: Iterable[int],
+    forward: Mapping[int, Mapping[str, float]],
+    backward: Mapping[int, Mapping[str, float]],
+    job: PlannedJob,
+) -> dict[str, float]:
+    """Return the costs of all micro-batches on some stages."""
+    costs: dict[str, float] = {}
+    for index in stages:
+        _add(costs, forward[index], job.num_microbatches)
+        _add(costs, backward[index], job.num_microbatches)
+    return costs
+
+
+def _busiest_rank(backward: Mapping[int, Mapping[str, float]], job: PlannedJob) -> int:
+    """Return the pipeline rank whose backward passes take longest."""
+
+    def backward_seconds(rank: int) -> float:
+        return sum(sum(backward[index].values()) for index in job.stages_of_rank(rank))
+
+    return max(range(job.pp), key=backward_seconds)
 
 
 def _action_seconds(
@@ -132,12 +145,12 @@ def _action_seconds(
     """Return the seconds of each action of a pipeline, by its letter and stage."""
     seconds = {}
     for index in forward:
-        whole_backward = sum(backward[index].values())
+        backward_seconds = sum(backward[index].values())
         seconds["F", index] = sum(forward[index].values())
-        seconds["B", index] = whole_backward
+        seconds["B", index] = backward_seconds
         # Gradients of inputs include attention, so they take a little longer than gradients of weights.
-        seconds["I", index] = whole_backward * 0.55
-        seconds["W", index] = whole_backward * 0.45
+        seconds["I", index] = backward_seconds * 0.55
+        seconds["W", index] = backward_seconds * 0.45
     return seconds
 
 
@@ -177,40 +190,47 @@ def _stage(
         key = (id(model.layers[number]), recomputes(job, place))
         groups.setdefault(key, []).append(number)
     for (_, mode), numbers in groups.items():
+        num_layers = len(numbers)
         seconds = layer_pass(model.layers[numbers[0]], job, device, model.dim)
-        _add(forward, seconds.forward, len(numbers))
-        _add(backward, seconds.backward, len(numbers))
+        _add(forward, seconds.forward, num_layers)
+        _add(backward, seconds.backward, num_layers)
         # Recomputation repeats the forward pass, or a part of it, within backward.
         if mode == "full":
-            _add(backward, seconds.forward, len(numbers))
+            _add(backward, seconds.forward, num_layers)
         elif mode == "op":
-            _add(backward, seconds.again, len(numbers))
+            _add(backward, seconds.again, num_layers)
         elif mode == "core":
-            _add(backward, {"attention": seconds.forward["attention"]}, len(numbers))
+            _add(backward, {"attention": seconds.forward["attention"]}, num_layers)
 
     # The last stage also computes logits and loss.
     if index == len(job.stages) - 1:
-        columns = -(-model.vocab // job.tp)
-        head = Linear("head", model.dim, columns, "replicate")
-        product = product_seconds(head, replace(job, float8=False), device, job.local_tokens, 1)
-        # The loss reads and writes the logits in float32 and in the compute dtype.
-        bytes_per_logit: float = 4 * 6 + job.compute_width * 4
-        if job.fused:
-            bytes_per_logit *= FUSED
-        if job.loss == "fused":
-            # Logits are written once, then read and replaced by their gradient.
-            bytes_per_logit = 3 * job.compute_width
-        loss_bytes = job.local_tokens * columns * bytes_per_logit
-        forward["head and loss"] = product + loss_bytes / memory_rate(device)
+        product, loss = _head_seconds(model, job, device)
+        forward["head and loss"] = product + loss
         backward["head and loss"] = 2 * product
     # FSDP gathers the weights once per pass if it frees them after each use.
-    gather = 0.0
     if job.fsdp and job.frees_gathered:
         gather = _gather_seconds(model, job, device, index)
-    if gather:
-        _overlap(forward, gather, "FSDP gathers", len(layers), device)
-        _overlap(backward, gather, "FSDP gathers", len(layers), device)
+        if gather:
+            _overlap(forward, gather, "FSDP gathers", len(layers), device)
+            _overlap(backward, gather, "FSDP gathers", len(layers), device)
     return forward, backward
+
+
+def _head_seconds(model: ModelShape, job: PlannedJob, device: Device) -> tuple[float, float]:
+    """Return the seconds of the product of the head, and of the loss, for a micro-batch."""
+    columns = -(-model.vocab // job.tp)  # rounded up
+    head = Linear("head", model.dim, columns, "replicate")
+    job_without_float8 = replace(job, float8=False)
+    product = product_seconds(head, job_without_float8, device, job.local_tokens, 1)
+    # The loss reads and writes the logits in float32 and in the compute dtype.
+    bytes_per_logit: float = 4 * 6 + job.compute_width * 4
+    if job.fused:
+        bytes_per_logit *= FUSED
+    if job.loss == "fused":
+        # Logits are written once, then read and replaced by their gradient.
+        bytes_per_logit = 3 * job.compute_width
+    loss_bytes = job.local_tokens * columns * bytes_per_logit
+    return product, loss_bytes / memory_rate(device)
 
 
 def _once_a_step(
@@ -241,43 +261,53 @@ def _once_a_step(
     reduction = _reduce_seconds(model, job, device, stages)
     if job.fsdp and not job.frees_gathered:
         reduction += sum(_gather_seconds(model, job, device, index) for index in stages)
-    computation = sum(value for name, value in costs.items() if name != BUBBLE)
-    backward = computation / job.num_microbatches * 2 / 3 / max(1, len(stages))
     if reduction and (device.is_cpu or not job.overlaps):
         seconds["gradient reduction"] = reduction
     elif reduction:
-        seconds["gradient reduction"] = max(reduction - HIDDEN_SHARE * backward, reduction / 16)
+        computation = sum(value for name, value in costs.items() if name != BUBBLE)
+        backward = computation / job.num_microbatches * 2 / 3 / max(1, len(stages))
+        exposed = reduction - HIDDEN_SHARE * backward
+        seconds["gradient reduction"] = max(exposed, reduction / 16)
 
     # Without FSDP, weights are cast before each micro-batch, and their gradients after it.
-    rate = memory_rate(device)
     if job.copies:
         gradients = unsharded(trained(parameters_of_stage(model, job, 0)), job.tp, job.ep)
         num_cast = (_elements(model, job, 0) + gradients) * job.num_microbatches
-        seconds["casts"] = num_cast * (job.compute_width + job.stored_width) / rate
+        bytes_per_cast = job.compute_width + job.stored_width
+        seconds["casts"] = num_cast * bytes_per_cast / memory_rate(device)
+    seconds["optimizer"] = _optimizer_seconds(model, job, device, stages)
+    return seconds
 
-    # The update reads weights, gradients and states, and writes weights and states.
-    held = 0
+
+def _optimizer_seconds(
+    model: ModelShape, job: PlannedJob, device: Device, stages: Sequence[int]
+) -> float:
+    """Return the seconds of the update of a rank that has these stages."""
+    sharded_elements = 0
     for index in stages:
-        held += sum(sharded(parameter, job) for parameter in parameters_of_stage(model, job, index))
+        for parameter in parameters_of_stage(model, job, index):
+            sharded_elements += sharded(parameter, job)
+    # The update reads weights, gradients and states, and writes weights and states.
     replicas = job.dp_replicate if job.shard_states else 1
-    updated = held / replicas
-    moved_bytes = held * (3 * job.stored_width) + updated * job.states * job.state_width * 2
+    updated = sharded_elements / replicas
+    state_bytes = updated * job.states * job.state_width * 2
+    moved_bytes = sharded_elements * (3 * job.stored_width) + state_bytes
     moved_bytes += updated * job.stored_width * 2
     # Averages read the weights and themselves, and write themselves.
     if job.average_width:
-        moved_bytes += held * (job.stored_width + 2 * job.average_width)
-    seconds["optimizer"] = moved_bytes / rate + 2e-4
+        moved_bytes += sharded_elements * (job.stored_width + 2 * job.average_width)
+    # With offload, the host updates, and gradients and weights move between device and host.
+    if job.offload != "nothing":
+        return (moved_bytes * 2) / HOST_BYTES_PER_SECOND
+    seconds = moved_bytes / memory_rate(device) + 2e-4
     if job.shard_states:
         # Replicas gather the weights that the others have updated.
         replica_stride = stride(job, "dp_replicate")
+        rate = bandwidth(device, job.dp_replicate, replica_stride)
+        latency = ring_seconds(device, job.dp_replicate, replica_stride)
         num_units = sum(len(job.stages[index]) for index in stages) + 2
-        gather = held * job.stored_width / bandwidth(device, job.dp_replicate, replica_stride)
-        seconds["optimizer"] += gather + num_units * ring_seconds(
-            device, job.dp_replicate, replica_stride
-        )
-    # With offload, the host updates, and gradients and weights move between device and host.
-    if job.offload != "nothing":
-        seconds["optimizer"] = (moved_bytes * 2) / HOST_BYTES_PER_SECOND
+        gather = sharded_elements * job.stored_width / rate
+        seconds += gather + num_units * latency
     return seconds
 
 
@@ -314,9 +344,10 @@ def _overlap(
     if device.is_cpu:
         costs[name] = seconds
         return
-    computation = sum(costs.values())
     # The first gather of a pass has no computation to overlap with.
-    overlapped = min(seconds * (1 - 1 / max(1, layers + 1)), HIDDEN_SHARE * computation)
+    share_after_first = 1 - 1 / max(1, layers + 1)
+    computation = sum(costs.values())
+    overlapped = min(seconds * share_after_first, HIDDEN_SHARE * computation)
     costs[name] = seconds - overlapped + CONTENTION * overlapped
 
 
@@ -328,14 +359,15 @@ def _gather_seconds(model: ModelShape, job: PlannedJob, device: Device, index: i
     # In float8, the weights of layers have one byte per element. Embedding and head stay as they are.
     size = float(_elements(model, job, index) * job.compute_width)
     if job.float8_gather:
-        size -= _layer_elements(model, job, index) * (job.compute_width - 1)
-    # Each layer is one collective, and so are the first and the last modules.
-    num_units = len(job.stages[index]) + 2
+        saved_per_element = job.compute_width - 1
+        size -= _layer_elements(model, job, index) * saved_per_element
+    copies = copy_seconds(device, size * (1 + 1 / ranks))
     shard_stride = stride(job, "cp")
     rate = shared_memory_rate(device, ranks, bandwidth(device, ranks, shard_stride))
-    latency = ring_seconds(device, ranks, shard_stride) + host_seconds(device, COLLECTIVE_LAUNCHES)
-    copies = copy_seconds(device, size * (1 + 1 / ranks))
     transfer = size * (ranks - 1) / ranks / rate
+    # Each layer is one collective, and so are the first and the last modules.
+    num_units = len(job.stages[index]) + 2
+    latency = ring_seconds(device, ranks, shard_stride) + host_seconds(device, COLLECTIVE_LAUNCHES)
     return transfer + num_units * latency + copies
 
 
@@ -344,10 +376,12 @@ def _reduce_seconds(
 ) -> float:
     """Return the seconds of reducing all gradients of some stages once, over shards and replicas."""
     num_trained = 0
+    num_units = 2
     for index in stages:
-        num_trained += unsharded(trained(parameters_of_stage(model, job, index)), job.tp, job.ep)
+        parameters = trained(parameters_of_stage(model, job, index))
+        num_trained += unsharded(parameters, job.tp, job.ep)
+        num_units += len(job.stages[index])
     size = num_trained * job.reduce_width
-    num_units = sum(len(job.stages[index]) for index in stages) + 2
     ranks = job.dp_shard * job.cp
     host = host_seconds(device, COLLECTIVE_LAUNCHES)
     total = 0.0
@@ -358,8 +392,9 @@ def _reduce_seconds(
     if ranks > 1:
         shard_stride = stride(job, "cp")
         rate = shared_memory_rate(device, ranks, bandwidth(device, ranks, shard_stride))
+        latency = ring_seconds(device, ranks, shard_stride)
         total += size * (ranks - 1) / ranks / rate
-        total += num_units * (ring_seconds(device, ranks, shard_stride) + host)
+        total += num_units * (latency + host)
     if job.dp_replicate > 1:
         shard_size = size / ranks
         replicas = job.dp_replicate
