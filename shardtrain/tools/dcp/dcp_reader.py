@@ -76,17 +76,12 @@ def from_dcp(
     weights = {name: prefix + naming.theirs(name) for name in shapes}
     _check(weights, shapes, source, f"{model.name} {model.flavor}")
 
-    # The step is in the train state or, if missing, in the name of the folder.
-    step = _count(source, "step")
-    result = DcpImport(naming, _step_of_name(folder) if step is None else step, False)
-    item_names = [*source.tensors, *source.objects]
-    if step is None and any(name.startswith("train_state.step") for name in item_names):
-        result.notices.append(
-            f"train_state.step: not a count; by the folder's name the step is {result.step}"
-        )
+    result = DcpImport(naming, step=0, with_optimizer=False)
+    _find_step(source, folder, result)
     if naming.kind == TORCHTITAN:
         result.notices += _other_angles(model.name, config, seq_len)
     states = _optimizer(source, naming, parameters, with_optimizer, result)
+    result.with_optimizer = bool(states)
 
     # The folder may also have the head of a model that ties it to the embedding. It must be a copy.
     used = {*weights.values(), *states.values()}
@@ -96,15 +91,19 @@ def from_dcp(
         used.add(tied_head)
     result.notices += _skipped(source, used, model)
 
-    # Optimizer states have the same order of rows as their parameter.
-    ours = {WEIGHTS_PREFIX + name: theirs for name, theirs in weights.items()}
-    ours |= {f"optimizer.{name}": theirs for name, theirs in states.items()}
+    # Our name -> their name.
+    sources: dict[str, str] = {}
+    for name, theirs in weights.items():
+        sources[WEIGHTS_PREFIX + name] = theirs
+    for name, theirs in states.items():
+        sources[f"optimizer.{name}"] = theirs
 
     def read(name: str) -> Tensor:
+        # Optimizer states have the same order of rows as their parameter.
         parameter = name.removeprefix(WEIGHTS_PREFIX).removeprefix("optimizer.")
         for moment in MOMENTS:
             parameter = parameter.removesuffix(f".{moment}")
-        return naming.to_ours(parameter, source.tensor(ours[name]))
+        return naming.to_ours(parameter, source.tensor(sources[name]))
 
     tokens_seen = _count(source, "ntokens_seen") or 0
     counters = {"step": result.step, "updates": result.step, "tokens_seen": tokens_seen}
@@ -112,17 +111,30 @@ def from_dcp(
         "state": TrainState().to_dict() | counters,
         "model": {"name": model.name, "flavor": model.flavor, "overrides": dict(model.overrides)},
     }
-    result.with_optimizer = bool(states)
     single_process_writer.write(
         output,
-        {name: source.tensors[theirs].shape for name, theirs in ours.items()},
-        {name: source.tensors[theirs].dtype for name, theirs in ours.items()},
+        {name: source.tensors[theirs].shape for name, theirs in sources.items()},
+        {name: source.tensors[theirs].dtype for name, theirs in sources.items()},
         read,
         facts,
         step=result.step,
         with_optimizer=result.with_optimizer,
     )
     return result
+
+
+def _find_step(source: Folder, folder: Path, result: DcpImport) -> None:
+    """Set the step from the train state or, if it has none, from the name of the folder."""
+    step = _count(source, "step")
+    if step is not None:
+        result.step = step
+        return
+    result.step = _step_of_name(folder)
+    item_names = [*source.tensors, *source.objects]
+    if any(name.startswith("train_state.step") for name in item_names):
+        result.notices.append(
+            f"train_state.step: not a count; by the folder's name the step is {result.step}"
+        )
 
 
 def _check_tied(source: Folder, head: str, embed: str) -> None:
@@ -181,17 +193,22 @@ def _check(
     integral = []
     wrong = []
     for name, theirs in weights.items():
-        if theirs not in source.tensors:
+        tensor = source.tensors.get(theirs)
+        if tensor is None:
             missing.append(theirs)
             continue
-        tensor = source.tensors[theirs]
         if not tensor.dtype.startswith(("float", "bfloat")):
             integral.append(f"{theirs} {tensor.dtype}")
         if tensor.shape != shapes[name]:
             wrong.append(f"{theirs} {list(tensor.shape)} instead of {list(shapes[name])}")
 
-    faults = {"missing": missing, "not floating-point": integral, "of another shape": wrong}
-    parts = [f"{len(names)} {fault}: {listed(names)}" for fault, names in faults.items() if names]
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} missing: {listed(missing)}")
+    if integral:
+        parts.append(f"{len(integral)} not floating-point: {listed(integral)}")
+    if wrong:
+        parts.append(f"{len(wrong)} of another shape: {listed(wrong)}")
     if not parts:
         return
     text = "; ".join(parts)
@@ -226,18 +243,13 @@ def _find_states(
     source: Folder, naming: Naming, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, str], str]:
     """Map our names of optimizer states to names in the folder. Also return why they are unusable, or ""."""
-    prefixes = [
-        prefix for prefix in _OPTIMIZER if any(name.startswith(prefix) for name in source.tensors)
-    ]
-    if not prefixes:
+    prefix, stored_states = _stored_states(source)
+    if not stored_states:
         return {}, "it has none"
-    prefix = prefixes[0]
-    moments = tuple(f".{moment}" for moment in MOMENTS)
-    more = [
-        name for name in source.tensors if name.startswith(prefix) and not name.endswith(moments)
-    ]
-    if more:
-        return {}, f"it is from another optimizer, with {listed(more)}"
+    endings = tuple(f".{moment}" for moment in MOMENTS)
+    unknown = [name for name in stored_states if not name.endswith(endings)]
+    if unknown:
+        return {}, f"it is from another optimizer, with {listed(unknown)}"
 
     names = {}
     missing = []
@@ -255,6 +267,15 @@ def _find_states(
     if missing or wrong:
         return {}, f"parameters lack the state of Adam or AdamW: {listed(missing + wrong)}"
     return names, ""
+
+
+def _stored_states(source: Folder) -> tuple[str, list[str]]:
+    """Return the prefix of optimizer states in the folder, and their names. Empty if there are none."""
+    for prefix in _OPTIMIZER:
+        names = [name for name in source.tensors if name.startswith(prefix)]
+        if names:
+            return prefix, names
+    return "", []
 
 
 def _unwrapped(source: Folder) -> Folder:
@@ -306,8 +327,9 @@ def _count(source: Folder, name: str) -> int | None:
         value = source.value(full_name)
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         value = int(value)
-    is_count = type(value) is int and 0 <= value < _MAX_COUNT
-    return value if is_count else None
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
+        return None
+    return value
 
 
 def _step_of_name(folder: Path) -> int:

@@ -114,18 +114,12 @@ class DcpFolder:
         self.tensors: dict[str, DcpTensor] = {}
         self.objects: dict[str, FileRange] = {}
         self.unread: dict[str, str] = {}
-        # Size of the files on disk, without holes of sparse files.
-        disk_bytes = 0
-        with contextlib.suppress(OSError):
-            for path in folder.iterdir():
-                if path.name != METADATA and path.is_file():
-                    status = path.stat()
-                    disk_bytes += min(status.st_size, getattr(status, "st_blocks", 2**62) * 512)
         # A real part needs about 40 steps and a thousand bytes of a file. The work is bounded by the
         # bytes on disk.
-        steps = FREE_STEPS + disk_bytes // BYTES_PER_STEP
+        max_steps = FREE_STEPS + _disk_bytes(folder) // BYTES_PER_STEP
         with damage(self._where):
-            self._read(parse(self._bytes(), _NAMES, self._where, max_steps=steps))
+            metadata = parse(self._bytes(), _NAMES, self._where, max_steps=max_steps)
+            self._read(metadata)
         self._check_files()
 
     def _check_files(self) -> None:
@@ -158,7 +152,8 @@ class DcpFolder:
         entry = self.tensors[name]
         # A storage may be larger than its tensor. The limit prevents small metadata from causing
         # huge reads.
-        most = 2 * math.prod(entry.shape) * ITEM_BYTES[entry.dtype] + 2**20
+        num_bytes = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
+        most = 2 * num_bytes + 2**20
         for chunk in entry.chunks:
             if chunk.place.length > most:
                 raise self._bad(
@@ -166,12 +161,11 @@ class DcpFolder:
                 )
         tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         for chunk in entry.chunks:
-            box = tuple(
-                slice(offset, offset + size)
-                for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)
-            )
+            box = []
+            for offset, size in zip(chunk.offsets, chunk.sizes, strict=True):
+                box.append(slice(offset, offset + size))
             with damage(self._part(chunk.place, name)):
-                tensor[box] = self._tensor_of(chunk.place, name, entry.dtype, chunk.sizes)
+                tensor[tuple(box)] = self._tensor_of(chunk.place, name, entry.dtype, chunk.sizes)
         return tensor
 
     def value(self, name: str) -> Any:
@@ -184,12 +178,13 @@ class DcpFolder:
         except CheckpointError:
             # For example the state of a data loader, which is not needed.
             return None
-        parts = (described,)
+        elements = (described,)
         if isinstance(described, tuple) and len(described) < 100:
-            parts = described
-        if all(part is None or isinstance(part, bool | int | float | str) for part in parts):
-            return described
-        return None
+            elements = described
+        for element in elements:
+            if element is not None and not isinstance(element, bool | int | float | str):
+                return None
+        return described
 
     def _bytes(self) -> bytes:
         path = self.folder / METADATA
@@ -222,25 +217,29 @@ class DcpFolder:
                     raise self._bad(f"does not locate {name}")
                 self.objects[name] = places[name, None]
                 continue
+            budget = self._read_tensor(name, entry, places, budget)
 
-            entry_fields = _state(entry, f"{_DCP}.TensorStorageMetadata", self._where)
-            dtype = self._dtype(entry_fields.get("properties"))
-            shape = _size(entry_fields.get("size"), self._where)
-            if dtype not in ITEM_BYTES:
-                self.unread[name] = dtype
-                continue
-            if math.prod(shape) * ITEM_BYTES[dtype] > MAX_SIZE:
-                raise self._bad(f"has a shape of {name} that is too large")
-            boxes = _list(entry_fields.get("chunks"), self._where)
-            budget -= len(boxes)
-            if budget < 0:
-                raise self._bad(f"does not locate a part of {name}")
-            chunks = self._chunks(name, boxes, places)
-            if math.prod(shape):
-                problem = check_tiling(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
-                if problem:
-                    raise self._bad(f"has parts of {name} that {problem}")
-            self.tensors[name] = DcpTensor(dtype, shape, tuple(chunks))
+    def _read_tensor(self, name: str, entry: Any, places: Places, budget: int) -> int:
+        """Add the tensor that an entry describes. Return how many of the ``budget`` boxes are left."""
+        fields = _state(entry, f"{_DCP}.TensorStorageMetadata", self._where)
+        dtype = self._dtype(fields.get("properties"))
+        shape = _size(fields.get("size"), self._where)
+        if dtype not in ITEM_BYTES:
+            self.unread[name] = dtype
+            return budget
+        numel = math.prod(shape)
+        if numel * ITEM_BYTES[dtype] > MAX_SIZE:
+            raise self._bad(f"has a shape of {name} that is too large")
+        boxes = _list(fields.get("chunks"), self._where)
+        if len(boxes) > budget:
+            raise self._bad(f"does not locate a part of {name}")
+        chunks = self._chunks(name, boxes, places)
+        if numel:
+            problem = check_tiling(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+            if problem:
+                raise self._bad(f"has parts of {name} that {problem}")
+        self.tensors[name] = DcpTensor(dtype, shape, tuple(chunks))
+        return budget - len(boxes)
 
     def _places(self, table: dict[Any, Any]) -> Places:
         """Return the place of each item by its name, and for a part of a tensor, its offsets."""
@@ -251,8 +250,9 @@ class DcpFolder:
             if not isinstance(name, str):
                 raise self._bad("has an invalid name of a tensor")
             offsets = None
-            if fields.get("offset") is not None:
-                offsets = _size(fields["offset"], self._where)
+            offset = fields.get("offset")
+            if offset is not None:
+                offsets = _size(offset, self._where)
             places[name, offsets] = self._place(info)
         return places
 
@@ -342,6 +342,19 @@ class DcpFolder:
         return CheckpointError(f"{self._where} {what}; use another checkpoint")
 
 
+def _disk_bytes(folder: Path) -> int:
+    """Return the size on disk of the data files of a folder, without holes of sparse files."""
+    num_bytes = 0
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.name == METADATA or not path.is_file():
+                continue
+            status = path.stat()
+            num_blocks = getattr(status, "st_blocks", 2**62)
+            num_bytes += min(status.st_size, num_blocks * 512)
+    return num_bytes
+
+
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_SIZE
 
@@ -414,11 +427,10 @@ def _size(value: Any, where: str) -> tuple[int, ...]:
     if not isinstance(value, Made) or str(value.name) != "torch.Size":
         raise CheckpointError(f"{where} has something else instead of a shape; use another one")
     # torch.Size is called with one tuple.
-    counts = value.arguments[0] if len(value.arguments) == 1 else None
-    if (
-        not isinstance(counts, tuple | list)
-        or len(counts) > MAX_DIMS
-        or not all(map(_is_count, counts))
-    ):
+    counts: Any = None
+    if len(value.arguments) == 1:
+        counts = value.arguments[0]
+    is_sequence = isinstance(counts, tuple | list)
+    if not is_sequence or len(counts) > MAX_DIMS or not all(map(_is_count, counts)):
         raise CheckpointError(f"{where} has an invalid shape; use another one")
     return tuple(counts)

@@ -72,38 +72,49 @@ def to_dcp(
         damage = files.find_damage(checkpoint, file)
         if damage:
             raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another one")
-    module = models.find(str(model["name"]))
+    model_name = str(model["name"])
+    module = models.find(model_name)
     norm = str(model.get("norm_type") or "rmsnorm")
     config = models.shape_of(module, str(model["flavor"]), dict(model["overrides"]), norm)
-    names = naming(kind, str(model["name"]), config)
+    names = naming(kind, model_name, config)
     network = models.build(module, config)
     parameters = [name for name, _ in network.named_parameters()]
     buffers = [name for name, _ in network.named_buffers()]
 
-    weights = parameters + buffers
-    for name in weights:
-        if WEIGHTS_PREFIX + name not in stored.tensors:
+    # Their name -> our name, and the name of the parameter that determines the order of rows.
+    sources: dict[str, tuple[str, str]] = {}
+    for name in parameters + buffers:
+        ours = WEIGHTS_PREFIX + name
+        if ours not in stored.tensors:
             raise CheckpointError(
                 f"checkpoint {checkpoint} has no {name}; it is from another model, or contains adapters"
             )
-
-    # Their name -> our name, and the name of the parameter that determines the order of rows.
-    sources = {names.theirs(name): (WEIGHTS_PREFIX + name, name) for name in weights}
+        sources[names.theirs(name)] = (ours, name)
     # torchtitan's state dict has a tied head under both names, and loading needs both.
     if names.kind != OWN and getattr(names.config, "tied_embeddings", False):
         sources[names.theirs("head.weight")] = (f"{WEIGHTS_PREFIX}embed.weight", "embed.weight")
 
     objects: dict[str, Any] = {}
-    states = [f"optimizer.{name}.{moment}" for name in parameters for moment in MOMENTS]
-    has_states = optimizer is not None and all(state in stored.tensors for state in states)
+    states = _states(names, parameters)
+    has_states = optimizer is not None
+    for ours, _ in states.values():
+        if ours not in stored.tensors:
+            has_states = False
     if optimizer is not None and has_states:
-        for name in parameters:
-            for moment in MOMENTS:
-                theirs = f"optimizer.state.{names.theirs(name)}.{moment}"
-                sources[theirs] = (f"optimizer.{name}.{moment}", name)
+        sources.update(states)
         objects = _objects(names, parameters, stored.facts["state"], optimizer)
     _write(checkpoint, stored, sources, objects, names, output)
     return len(sources), has_states
+
+
+def _states(names: Naming, parameters: list[str]) -> dict[str, tuple[str, str]]:
+    """Map their name of each optimizer state to ours, and to the name of its parameter."""
+    states = {}
+    for name in parameters:
+        for moment in MOMENTS:
+            theirs = f"optimizer.state.{names.theirs(name)}.{moment}"
+            states[theirs] = (f"optimizer.{name}.{moment}", name)
+    return states
 
 
 def _objects(
@@ -116,10 +127,10 @@ def _objects(
     objects: dict[str, Any] = {}
     for name in parameters:
         group = dataclasses.asdict(options(name))
+        class_name = group.pop("name")
         # Loading needs every field of a group in this version of PyTorch, so take them from a new
         # optimizer.
-        kind: type[torch.optim.Optimizer] = getattr(torch.optim, group.pop("name"))
-        optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=1.0)  # type: ignore[call-arg]
+        optimizer = _new_optimizer(class_name)
         fields = optimizer.param_groups[0] | group
         fields.pop("params")
         for key, value in fields.items():
@@ -130,7 +141,8 @@ def _objects(
     # Loading needs the full state of a schedule, so take it from a new one.
     if parameters:
         first = options(parameters[0])
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0).state_dict()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        schedule = scheduler.state_dict()
         updates = int(state.get("updates", state["step"]))
         schedule["last_epoch"] = updates
         schedule["_step_count"] = updates + 1
@@ -139,6 +151,13 @@ def _objects(
         for key, value in schedule.items():
             objects[f"lr_scheduler.{key}"] = value
     return objects
+
+
+def _new_optimizer(class_name: str) -> torch.optim.Optimizer:
+    """Return an optimizer of PyTorch with one parameter and default options."""
+    optimizer_class: Any = getattr(torch.optim, class_name)
+    optimizer: torch.optim.Optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    return optimizer
 
 
 def _write(
@@ -159,14 +178,15 @@ def _write(
         flat = torch.empty(0)
         if data:
             flat = torch.frombuffer(data, dtype=getattr(torch, entry.dtype))
-        return names.to_theirs(parameter, flat.view(entry.shape)).contiguous()
+        tensor = flat.view(entry.shape)
+        return names.to_theirs(parameter, tensor).contiguous()
 
     # The planner reads each tensor when it is written, so the state dict only describes them.
     items: dict[str, Any] = {}
     for theirs, (ours, _) in sources.items():
         entry = stored.tensors[ours]
         items[theirs] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-    items |= objects
+    items.update(objects)
     with files.new_folder(output) as temporary:
         writer = FileSystemWriter(temporary, single_file_per_rank=True, thread_count=1)
         try:
@@ -182,7 +202,9 @@ def _write(
             raise StorageError(f"cannot write {output}: {cause}; choose another folder") from None
         written = DcpFolder(temporary)
         for theirs in sources:
-            if not torch.equal(_bits(written.tensor(theirs)), _bits(read(theirs))):
+            written_bits = _bits(written.tensor(theirs))
+            expected_bits = _bits(read(theirs))
+            if not torch.equal(written_bits, expected_bits):
                 raise StorageError(
                     f"{output}: {theirs} differs after it was written; check the disk"
                 )

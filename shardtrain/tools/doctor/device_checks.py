@@ -218,17 +218,22 @@ def _rates(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
     for rank, facts in by_rank.items():
         rates = kinds.setdefault((facts["name"], facts["dtype"]), {})
         rates[rank] = facts["rate"] / TERA
-
     for (_, dtype), rates in kinds.items():
-        subject = f"matmul {dtype}"
-        text = format_rates(reports, rates, "TFLOP/s")
-        expected = "no expectation"
-        low: list[int] = []
         # Equal devices have the same peak. It is None for processors and unknown devices.
-        peak = by_rank[next(iter(rates))]["peak"]
-        if peak:
-            expected = f"{GOOD_SHARE:.0%} of {peak / TERA:.0f} TFLOP/s or more"
-            low = [rank for rank, measured in rates.items() if measured * TERA < GOOD_SHARE * peak]
+        first_rank = next(iter(rates))
+        yield _rate_of_kind(reports, dtype, rates, by_rank[first_rank]["peak"])
+
+
+def _rate_of_kind(
+    reports: Reports, dtype: str, rates: dict[int, float], peak: float | None
+) -> Finding:
+    """Judge the TFLOP/s of equal devices by rank. ``peak`` is that of their data sheet in FLOP/s."""
+    subject = f"matmul {dtype}"
+    text = format_rates(reports, rates, "TFLOP/s")
+    expected = "no expectation"
+    if peak:
+        expected = f"{GOOD_SHARE:.0%} of {peak / TERA:.0f} TFLOP/s or more"
+        low = [rank for rank, measured in rates.items() if measured * TERA < GOOD_SHARE * peak]
         if low:
             verdict: Verdict = "warn"
             if min(rates.values()) * TERA < BAD_SHARE * peak:
@@ -236,12 +241,12 @@ def _rates(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
             fix = "check clocks, power and temperature below, and other processes on the device"
             # Name the ranks unless all are slow.
             named = tuple(low) if len(low) < reports.size else ()
-            yield Finding(AREA, subject, verdict, text, expected, fix, named)
-            continue
+            return Finding(AREA, subject, verdict, text, expected, fix, named)
 
-        behind = slow(rates)
-        if behind:
-            fix = "look for other processes, heat or a power cap on it; exclude the host if you find none"
-            yield Finding(AREA, subject, "warn", text, "as on other ranks", fix, tuple(behind))
-        else:
-            yield Finding(AREA, subject, "pass", text, expected)
+    behind = slow(rates)
+    if behind:
+        fix = (
+            "look for other processes, heat or a power cap on it; exclude the host if you find none"
+        )
+        return Finding(AREA, subject, "warn", text, "as on other ranks", fix, tuple(behind))
+    return Finding(AREA, subject, "pass", text, expected)

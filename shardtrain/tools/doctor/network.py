@@ -79,7 +79,9 @@ def _measure_axis(
 ) -> list[Facts]:
     """Measure each collective in this rank's group. Collective over all ranks."""
     context.line.mark(f"making the groups of {axis}")
-    number = next(number for number, ranks in enumerate(divided) if context.rank in ranks)
+    number = 0
+    while context.rank not in divided[number]:
+        number += 1
     ranks = divided[number]
     # Only members create a group. Otherwise every rank would create those of all ranks.
     group: Any = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
@@ -128,16 +130,18 @@ def _hosts(context: RankContext) -> list[int]:
     """
     import socket
 
+    ranks = range(context.size)
     context.line.send(f"host-{context.rank}", socket.gethostname())
     context.line.meet("network")
     if context.rank == 0:
-        names = context.line.receive_all([f"host-{rank}" for rank in range(context.size)]) or []
+        names = context.line.receive_all([f"host-{rank}" for rank in ranks]) or []
         context.line.send("hosts", _placement([str(name) for name in names]))
     placement = context.line.receive("hosts", context.limit_seconds)
     if placement is None:
         raise PeerError("rank 0 did not send the hosts of the ranks")
     if isinstance(placement, int):
-        return [rank // placement for rank in range(context.size)]
+        ranks_per_host = placement
+        return [rank // ranks_per_host for rank in ranks]
     return [int(number) for number in placement]
 
 
@@ -149,11 +153,16 @@ def _placement(names: Sequence[str]) -> int | list[int]:
     >>> _placement(["a", "a", "b", "b"]), _placement(["a", "b", "a", "b"]), _placement(["a", "b", "b"])
     (2, [0, 1, 0, 1], [0, 1, 1])
     """
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    of_ranks = [numbers[name] for name in names]
-    ranks_per_host = of_ranks.count(0)
-    is_regular = of_ranks == [rank // ranks_per_host for rank in range(len(names))]
-    return ranks_per_host if is_regular else of_ranks
+    numbers: dict[str, int] = {}
+    host_of_rank = []
+    for name in names:
+        number = numbers.setdefault(name, len(numbers))
+        host_of_rank.append(number)
+    ranks_per_host = host_of_rank.count(0)
+    regular = [rank // ranks_per_host for rank in range(len(names))]
+    if host_of_rank == regular:
+        return ranks_per_host
+    return host_of_rank
 
 
 def _seconds(context: RankContext, work: Callable[[], object], repeats: int) -> float:
@@ -175,10 +184,13 @@ def all_reduce(context: RankContext, group: dist.ProcessGroup) -> Facts:
     """Check a sum of integers, then time sums of a large buffer of zeros and of one number."""
     size = group.size()
     numel = BYTES[context.kind] // 4
-    tensor = torch.full((numel,), float(group.rank() + 1), device=context.torch_device())
+    number_of_rank = float(group.rank() + 1)
+    tensor = torch.full((numel,), number_of_rank, device=context.torch_device())
     dist.all_reduce(tensor, group=group)
     expected_sum = size * (size + 1) // 2
-    right = bool((tensor == expected_sum).all())
+    is_right = tensor == expected_sum
+    right = bool(is_right.all())
+
     # Reset to zeros, because repeated sums of other numbers would overflow.
     tensor.zero_()
     small = tensor[:1].clone()
@@ -192,13 +204,17 @@ def all_gather(context: RankContext, group: dist.ProcessGroup) -> Facts:
     """Check that each rank's numbers arrive at its position, then time the all-gather."""
     size = group.size()
     numel = BYTES[context.kind] // 4 // size
-    part = torch.full((numel,), float(group.rank() + 1), device=context.torch_device())
+    number_of_rank = float(group.rank() + 1)
+    part = torch.full((numel,), number_of_rank, device=context.torch_device())
     gathered = part.new_empty(size * numel)
     # Since torch 2.13 the first name is current and the second deprecated.
-    gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
+    gather = getattr(dist, "all_gather_single", None)
+    if gather is None:
+        gather = getattr(dist, "all_gather_into_tensor")  # noqa: B009
     gather(gathered, part, group=group)
     expected = torch.arange(1, size + 1, device=gathered.device, dtype=gathered.dtype)
-    right = bool((gathered.view(size, -1) == expected[:, None]).all())
+    is_right = gathered.view(size, -1) == expected[:, None]
+    right = bool(is_right.all())
     seconds = _seconds(context, lambda: gather(gathered, part, group=group), REPEATS)
     bus_bytes = (size - 1) / size * gathered.nbytes
     return {"right": right, "rate": bus_bytes / seconds}
@@ -245,25 +261,31 @@ def _collective(reports: Reports, subject: str, divided: Sequence[dict[int, Fact
     for group in divided:
         first = min(group)
         members[first] = sorted(group)
-        measurements = list(group.values())
-        rates[first] = statistics.median(measured["rate"] for measured in measurements)
-        latencies += [measured["latency"] for measured in measurements if "latency" in measured]
+        rates[first] = statistics.median(measured["rate"] for measured in group.values())
+        for measured in group.values():
+            if "latency" in measured:
+                latencies.append(measured["latency"])
     slowest = min(rates, key=lambda first: (rates[first], first))
     rate = rates[slowest]
     text = f"{rate / GIGA:.3g} GB/s"
     if len(rates) > 1:
         text += f", slowest group {reports.who(members[slowest])}"
     if latencies:
-        text += f"; {format_seconds(statistics.median(latencies))} for one number"
-
-    # Compare with other groups, and with the expected bandwidth of the links, if known.
+        latency = statistics.median(latencies)
+        text += f"; {format_seconds(latency)} for one number"
     behind = []
     for first in slow(rates):
         behind += members[first]
+
+    # Compare with the expected bandwidth of the links, if known, and with other groups.
     limit, source = _expected(reports, list(members.values()))
-    expected = f"{links.GOOD_SHARE:.0%} of {source} or more" if limit else "no expectation"
+    expected = "no expectation"
+    if limit:
+        expected = f"{links.GOOD_SHARE:.0%} of {source} or more"
     if limit and rate < links.GOOD_SHARE * limit:
-        verdict: Verdict = "fail" if rate < links.BAD_SHARE * limit else "warn"
+        verdict: Verdict = "warn"
+        if rate < links.BAD_SHARE * limit:
+            verdict = "fail"
         fix = "check the transport with NCCL_DEBUG=INFO: NVLink, PCIe, InfiniBand or sockets"
         named = behind or members[slowest]
         return Finding(AREA, subject, verdict, text, expected, fix, tuple(named))
@@ -304,9 +326,9 @@ def _pairs(reports: Reports) -> Iterator[Finding]:
 
     for kind, rates in kinds.items():
         slowest = min(rates, key=lambda rank: (rates[rank], rank))
-        lowest = rates[slowest]
-        highest = max(rates.values())
-        text = f"{lowest / GIGA:.3g} to {highest / GIGA:.3g} GB/s, slowest {reports.who([slowest])}"
+        lowest = f"{rates[slowest] / GIGA:.3g}"
+        highest = f"{max(rates.values()) / GIGA:.3g}"
+        text = f"{lowest} to {highest} GB/s, slowest {reports.who([slowest])}"
         behind = slow(rates)
         verdict: Verdict = "pass"
         fix = ""
@@ -321,9 +343,9 @@ def _cards(reports: Reports) -> Iterator[Finding]:
     hosts = reports.hosts()
     if len(hosts) < 2:
         return
-    by_rank = reports.of(AREA)
     num_ports: dict[str, int] = {}
     rates = set()
+    by_rank = reports.of(AREA)
     for host, ranks in hosts.items():
         # All ranks of a host see the same cards, so use its first rank.
         facts = by_rank.get(ranks[0])
@@ -342,14 +364,16 @@ def _cards(reports: Reports) -> Iterator[Finding]:
     expected = f"{most} ports up on each host"
     behind = [host for host, count in num_ports.items() if count < most]
     if behind:
-        text = ", ".join(f"{num_ports[host]} on {host}" for host in behind[:4])
+        counts = [f"{num_ports[host]} on {host}" for host in behind[:4]]
         fix = "check ibstat on it for a port that is down or has lost its cable"
         ranks_behind = []
         for host in behind:
             ranks_behind += hosts[host]
-        yield Finding(AREA, "fabric", "fail", text, expected, fix, tuple(ranks_behind))
+        yield Finding(AREA, "fabric", "fail", ", ".join(counts), expected, fix, tuple(ranks_behind))
         return
-    text = f"{most} ports of {8 * min(rates) / GIGA:.0f} to {8 * max(rates) / GIGA:.0f} Gb/s"
+    lowest = f"{8 * min(rates) / GIGA:.0f}"
+    highest = f"{8 * max(rates) / GIGA:.0f}"
+    text = f"{most} ports of {lowest} to {highest} Gb/s"
     verdict: Verdict = "pass"
     fix = ""
     if len(rates) > 1:

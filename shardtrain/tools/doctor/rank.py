@@ -111,18 +111,24 @@ def gather(context: RankContext, own: dict[str, Facts], areas: Iterable[Area] = 
     """Return the facts of all ranks (rank 0 only). Ranks that do not finish in time are missing."""
     line = context.line
     names = [area.name for area in areas]
-    by_rank = {context.rank: own}
+    by_rank: dict[int, dict[str, Facts]] = {}
+    if own:
+        by_rank[context.rank] = own
     missing: dict[int, str] = {}
     end = time.monotonic() + line.patience_seconds
     for rank in range(context.size):
         if rank == context.rank:
             continue
-        is_done = line.receive(f"done-{rank}", max(0.0, end - time.monotonic()))
-        by_rank[rank] = _receive_facts(line, rank, names, is_complete=bool(is_done))
+        # All ranks share the patience, so a rank late in the order gets what the ones before left.
+        remaining = max(0.0, end - time.monotonic())
+        is_done = line.receive(f"done-{rank}", remaining)
+        facts = _receive_facts(line, rank, names, is_complete=bool(is_done))
+        if facts:
+            by_rank[rank] = facts
         if not is_done:
-            missing[rank] = str(line.receive(f"at-{rank}") or "the start")
-    answered = {rank: facts for rank, facts in by_rank.items() if facts}
-    return Reports(context.size, answered, missing)
+            last_place = line.receive(f"at-{rank}")
+            missing[rank] = str(last_place or "the start")
+    return Reports(context.size, by_rank, missing)
 
 
 def _receive_facts(
@@ -146,19 +152,7 @@ def _receive_facts(
 
 def judge(reports: Reports, areas: Iterable[Area] = AREAS) -> list[Finding]:
     """Return all findings, in the order of the areas."""
-    findings: list[Finding] = []
-
-    # Group missing ranks by their last position.
-    ranks_at: dict[str, list[int]] = {}
-    for rank, place in reports.missing.items():
-        ranks_at.setdefault(place, []).append(rank)
-    for place, ranks in ranks_at.items():
-        text = f"{reports.who(ranks)} did not finish, last seen at {place}"
-        fix = "check the log of that rank, and that its host is reachable"
-        findings.append(
-            Finding("ranks", "present", "fail", text, f"{reports.size} ranks", fix, tuple(ranks))
-        )
-
+    findings = list(_missing_ranks(reports))
     # A rank that waits for another in one area also waits in the next. Report the same text once.
     for area in areas:
         reported = {finding.measured for finding in findings}
@@ -168,6 +162,18 @@ def judge(reports: Reports, areas: Iterable[Area] = AREAS) -> list[Finding]:
         if reports.of(area.name):
             findings += area.judge(reports)
     return findings
+
+
+def _missing_ranks(reports: Reports) -> Iterator[Finding]:
+    """Report ranks that did not finish, grouped by their last position."""
+    ranks_at: dict[str, list[int]] = {}
+    for rank, place in reports.missing.items():
+        ranks_at.setdefault(place, []).append(rank)
+    expected = f"{reports.size} ranks"
+    for place, ranks in ranks_at.items():
+        text = f"{reports.who(ranks)} did not finish, last seen at {place}"
+        fix = "check the log of that rank, and that its host is reachable"
+        yield Finding("ranks", "present", "fail", text, expected, fix, tuple(ranks))
 
 
 def _unfinished(reports: Reports, area: str) -> Iterator[Finding]:
@@ -181,17 +187,18 @@ def _unfinished(reports: Reports, area: str) -> Iterator[Finding]:
         if STOPPED in facts:
             hung[rank] = facts
         if ERROR in facts:
-            ranks_of = waited if facts.get("is_peer") else raised
-            ranks_of.setdefault(str(facts[ERROR]), []).append(rank)
+            error = str(facts[ERROR])
+            ranks_by_error = waited if facts.get("is_peer") else raised
+            ranks_by_error.setdefault(error, []).append(rank)
 
     if hung:
         yield _hung(reports, area, hung)
-    for text, ranks in raised.items():
-        measured = f"{text} on {reports.who(ranks)}"
+    for error, ranks in raised.items():
+        measured = f"{error} on {reports.who(ranks)}"
         fix = "fix this error; the other findings of this area are about the other ranks"
         yield Finding(area, "check", "fail", measured, "no error", fix, tuple(ranks))
-    for text, ranks in waited.items():
-        measured = f"{text}; {reports.who(ranks)} waited"
+    for error, ranks in waited.items():
+        measured = f"{error}; {reports.who(ranks)} waited"
         fix = "see the findings of the rank that did not arrive"
         yield Finding(area, "check", "fail", measured, "all ranks", fix)
 
@@ -207,12 +214,14 @@ def _hung(reports: Reports, area: str, by_rank: dict[int, Facts]) -> Finding:
     where = str(by_rank[behind[0]][STOPPED])
     missing = sorted(reports.missing)
 
-    if area == network.AREA and missing:
+    is_collective = area == network.AREA
+    if is_collective and missing:
         text = f"{where} hangs: {reports.who(missing)} did not arrive"
         fix = "check the log and the host of that rank"
         return Finding(area, "check", "fail", text, "finished", fix, tuple(missing))
     # If all ranks hang at the same place, no rank is at fault.
-    if area == network.AREA and len(behind) == reports.size > 1:
+    hang_together = len(behind) == reports.size > 1
+    if is_collective and hang_together:
         text = f"{where} hangs on all ranks"
         fix = "check firewalls, routes and NCCL_SOCKET_IFNAME"
         return Finding(area, "check", "fail", text, "finished", fix)

@@ -42,17 +42,17 @@ def _slowest_groups(reports: Reports) -> list[Facts]:
 
     slowest: dict[tuple[str, str], Facts] = {}
     for (axis, name, _), members in groups.items():
-        hosts = Counter(reports.host(rank) for rank in members)
-        measurements = list(members.values())
+        ranks_of_hosts = Counter(reports.host(rank) for rank in members)
+        first = next(iter(members.values()))
         row = {
             "axis": axis,
             "name": name,
-            "ranks": measurements[0]["size"],
-            "ranks_per_host": max(hosts.values()),
+            "ranks": first["size"],
+            "ranks_per_host": max(ranks_of_hosts.values()),
             # All ranks of a group finish at almost the same time, so take their median.
-            "bytes_per_second": statistics.median(measured["rate"] for measured in measurements),
+            "bytes_per_second": statistics.median(one["rate"] for one in members.values()),
         }
-        known = slowest.setdefault((axis, name), row)
-        if row["bytes_per_second"] < known["bytes_per_second"]:
+        slowest_so_far = slowest.setdefault((axis, name), row)
+        if row["bytes_per_second"] < slowest_so_far["bytes_per_second"]:
             slowest[axis, name] = row
     return list(slowest.values())

@@ -185,24 +185,26 @@ def each(
     for subject, judge in rules.items():
         # Ranks may have different measurements in one row, but not different fixes.
         measurements: dict[tuple[Verdict, str, str], str] = {}
-        ranks_of: dict[tuple[Verdict, str, str], list[int]] = {}
+        ranks_of_row: dict[tuple[Verdict, str, str], list[int]] = {}
         for rank, facts in by_rank.items():
             judged = judge(facts)
-            if judged is not None:
-                verdict, measured, expected, fix = judged
-                row = (verdict, expected, fix)
-                measurements.setdefault(row, measured)
-                ranks_of.setdefault(row, []).append(rank)
+            if judged is None:
+                continue
+            verdict, measured, expected, fix = judged
+            row = (verdict, expected, fix)
+            measurements.setdefault(row, measured)
+            ranks_of_row.setdefault(row, []).append(rank)
 
         for row, measured in measurements.items():
             verdict, expected, fix = row
-            ranks = ranks_of[row]
+            ranks = ranks_of_row[row]
             # Name the ranks of a problem unless it affects all ranks.
-            if verdict != "pass" and len(ranks) < len(by_rank):
+            affects_all = len(ranks) == len(by_rank)
+            if verdict == "pass" or affects_all:
+                yield Finding(area, subject, verdict, measured, expected, fix)
+            else:
                 text = f"{measured} on {reports.who(ranks)}"
                 yield Finding(area, subject, verdict, text, expected, fix, tuple(ranks))
-            else:
-                yield Finding(area, subject, verdict, measured, expected, fix)
 
 
 def worst(verdicts: Collection[Verdict]) -> Verdict:

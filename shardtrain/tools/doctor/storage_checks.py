@@ -60,7 +60,8 @@ SLOW_BYTES_PER_SECOND = 20 * MIB
 def collect(context: RankContext, facts: Facts) -> None:
     """Write a file to each folder of the run, look for the files of other ranks, then remove the file."""
     folders = writable(context)
-    facts["folders"] = {}
+    by_option: dict[str, Facts] = {}
+    facts["folders"] = by_option
 
     # File names contain a common nonce, so ranks ignore the files of another doctor.
     line = context.line
@@ -71,28 +72,28 @@ def collect(context: RankContext, facts: Facts) -> None:
         raise PeerError("rank 0 did not reach the storage check")
     prefix = f"{PREFIX}{nonce}-"
 
+    is_signer = context.local_rank == 0 or context.size <= ALL_WRITE
     signs: list[Place] = []
     try:
         for option, place in folders.items():
             line.mark(f"writing to {option}")
-            written = _write(place)
-            facts["folders"][option] = written
-            written["must_share"] = option == "checkpoint.folder" and _has_shared_storage(context)
-            is_signer = context.local_rank == 0 or context.size <= ALL_WRITE
-            if is_signer and not written["error"]:
+            folder = _write(place)
+            by_option[option] = folder
+            folder["must_share"] = option == "checkpoint.folder" and _has_shared_storage(context)
+            if is_signer and not folder["error"]:
                 sign = place / f"{prefix}{context.rank}"
                 signs.append(sign)
-                written["error"] = _sign(sign)
-                written["signed"] = not written["error"]
+                folder["error"] = _sign(sign)
+                folder["signed"] = not folder["error"]
         if context.size > 1:
-            _look(context, folders, facts["folders"], prefix)
+            _look(context, folders, by_option, prefix)
     finally:
         for sign in signs:
             with contextlib.suppress(OSError, ShardtrainError):
                 sign.unlink(missing_ok=True)
 
     line.mark("looking at the data")
-    facts["data"] = {name: _survey(path) for name, path in readable(context).items()}
+    facts["data"] = {option: _survey(path) for option, path in readable(context).items()}
 
 
 def _has_shared_storage(context: RankContext) -> bool:
@@ -118,10 +119,9 @@ def writable(context: RankContext) -> dict[str, Place]:
 def readable(context: RankContext) -> dict[str, str]:
     """Return local paths of data and weights, by option. URLs and built-in datasets are skipped."""
     config = context.loaded.config
-    paths = {
-        f"{name}.dataset_path": source.dataset_path
-        for name, source in datasets(context.loaded).items()
-    }
+    paths: dict[str, str | None] = {}
+    for name, source in datasets(context.loaded).items():
+        paths[f"{name}.dataset_path"] = source.dataset_path
     paths["checkpoint.initial_load_path"] = config.checkpoint.initial_load_path
     if context.has_config:
         paths["model.hf_assets_path"] = config.model.hf_assets_path
@@ -217,25 +217,24 @@ def _look(
 ) -> None:
     """Record whose files this rank does not see in each folder, after all ranks have written."""
     line = context.line
-    line.send(
-        f"signed-{context.rank}", {option: facts["signed"] for option, facts in by_option.items()}
-    )
+    signed = {option: facts["signed"] for option, facts in by_option.items()}
+    line.send(f"signed-{context.rank}", signed)
     line.meet("storage, written")
 
     # Rank 0 selects the ranks to look for, because thousands of ranks that each read all entries would be
     # slow.
     if context.rank == 0:
-        all_signed = line.receive_all([f"signed-{rank}" for rank in range(context.size)]) or []
+        keys = [f"signed-{rank}" for rank in range(context.size)]
+        all_signed = line.receive_all(keys) or []
         line.send("signers", {option: _sample(all_signed, option) for option in folders})
     signers = line.receive("signers", line.limit_seconds / 2) or {}
     end = time.monotonic() + SEEN_SECONDS
     for option, place in folders.items():
         wanted = set(signers.get(option, ()))
-        while True:
-            seen = _signs(place, prefix)
-            if seen >= wanted or time.monotonic() > end:
-                break
+        seen = _signs(place, prefix)
+        while not seen >= wanted and time.monotonic() <= end:
             time.sleep(0.1)
+            seen = _signs(place, prefix)
         by_option[option]["unseen"] = sorted(wanted - seen)
     line.meet("storage, seen")
 
@@ -372,15 +371,16 @@ def _written(option: str, facts: Facts) -> Judged | None:
 def _shared(reports: Reports, option: str) -> Iterator[Finding]:
     """Check that ranks see the files of each other in a folder, if the run requires it."""
     folders: dict[int, Facts] = {}
+    unseen: dict[int, tuple[int, ...]] = {}
     for rank, facts in reports.of(AREA).items():
         folder = facts["folders"].get(option)
         if folder and not folder["error"] and "unseen" in folder:
             folders[rank] = folder
+            unseen[rank] = tuple(folder["unseen"])
     if len(folders) < 2:
         return
     subject = f"{option} shared"
     expected = "one folder for all ranks"
-    unseen = {rank: tuple(folder["unseen"]) for rank, folder in folders.items()}
     if not any(unseen.values()):
         yield Finding(AREA, subject, "pass", "all ranks see the files of all ranks", expected)
         return
@@ -389,11 +389,13 @@ def _shared(reports: Reports, option: str) -> Iterator[Finding]:
     text = "ranks see only their own files"
     if len(isolated) < len(folders):
         text = f"{reports.who(isolated)} does not see the files of other ranks"
-    if not any(folder["must_share"] for folder in folders.values()):
+    must_share = any(folder["must_share"] for folder in folders.values())
+    if not must_share:
         yield Finding(AREA, subject, "pass", f"{text}: each host has its own folder", "either")
         return
     fix = 'mount one filesystem on all hosts, or set checkpoint.storage = "first_node"'
-    if any(folder["filesystem"] == "object store" for folder in folders.values()):
+    filesystems = {folder["filesystem"] for folder in folders.values()}
+    if "object store" in filesystems:
         fix = "use a store that all hosts can reach"
     yield Finding(AREA, subject, "fail", text, expected, fix, tuple(isolated))
 
@@ -409,8 +411,11 @@ def _rate(reports: Reports, option: str) -> Iterator[Finding]:
     host_of: dict[int, str] = {}
     rates: dict[int, float] = {}
     for host, ranks in hosts.items():
-        folders = [by_rank[rank]["folders"].get(option, {}) for rank in ranks if rank in by_rank]
-        rate = sum(folder.get("rate", 0.0) for folder in folders)
+        rate = 0.0
+        for rank in ranks:
+            if rank in by_rank:
+                folder = by_rank[rank]["folders"].get(option, {})
+                rate += folder.get("rate", 0.0)
         if rate:
             host_of[ranks[0]] = host
             rates[ranks[0]] = rate
@@ -423,10 +428,8 @@ def _rate(reports: Reports, option: str) -> Iterator[Finding]:
         text += f" on {host_of[slowest]}, the slowest host"
     needs = _checkpoint_bytes(reports)
     if needs and option == "checkpoint.folder":
-        save_seconds = needs / sum(rates.values())
-        text += (
-            f"; a checkpoint of {format_bytes(needs)} takes {format_seconds(save_seconds)} or more"
-        )
+        save_time = format_seconds(needs / sum(rates.values()))
+        text += f"; a checkpoint of {format_bytes(needs)} takes {save_time} or more"
 
     behind = []
     for rank in slow(rates):

@@ -74,25 +74,15 @@ def table(attempts: Sequence[Attempt], division: Account) -> list[str]:
     """Return the lines of the report."""
     if not attempts:
         return ["no attempt has reached its first step"]
-
-    # List the sizes in order. Consecutive attempts with the same size count once.
-    sizes: list[int] = []
-    for attempt in attempts:
-        if attempt.start.world_size not in sizes[-1:]:
-            sizes.append(attempt.start.world_size)
-    ranks = ", then ".join(map(str, sizes[:_MOST_SIZES]))
-    if len(sizes) > _MOST_SIZES:
-        ranks += f", ..., then {sizes[-1]}"
-    noun = "rank" if sizes[-1] == 1 else "ranks"
-    failures = _counted(division.failures, "failure")
-    saves = _counted(division.saves, "save")
-    lines = [f"{_counted(division.attempts, 'attempt')} on {ranks} {noun}, {failures}, {saves}", ""]
+    lines = [_headline(attempts, division), ""]
 
     # The descriptions begin at _MEANING_COLUMN.
     running = division.running_seconds
     for name, seconds in division.seconds.items():
-        share = 100 * seconds / running if running else 0.0
-        lines.append(f"{name:<11} {seconds:12.1f} s {share:6.1f} %  {MEANINGS[name]}")
+        percent = 0.0
+        if running:
+            percent = 100 * seconds / running
+        lines.append(f"{name:<11} {seconds:12.1f} s {percent:6.1f} %  {MEANINGS[name]}")
     lines.append(f"{'running':<11} {running:12.1f} s  100.0 %")
     lines.append(f"{'idle':<11} {division.idle_seconds:12.1f} s           {MEANINGS['idle']}")
 
@@ -105,6 +95,24 @@ def table(attempts: Sequence[Attempt], division: Account) -> list[str]:
         ettr += f"; predicted from these numbers: {100 * predicted:.1f} %"
     lines.append(ettr)
     return lines
+
+
+def _headline(attempts: Sequence[Attempt], division: Account) -> str:
+    """Return the number of attempts, ranks, failures and saves as one line."""
+    # List the sizes in order. Consecutive attempts with the same size count once.
+    sizes: list[int] = []
+    for attempt in attempts:
+        size = attempt.start.world_size
+        if not sizes or size != sizes[-1]:
+            sizes.append(size)
+    ranks = ", then ".join(str(size) for size in sizes[:_MOST_SIZES])
+    if len(sizes) > _MOST_SIZES:
+        ranks += f", ..., then {sizes[-1]}"
+    noun = "rank" if sizes[-1] == 1 else "ranks"
+    num_attempts = _counted(division.attempts, "attempt")
+    failures = _counted(division.failures, "failure")
+    saves = _counted(division.saves, "save")
+    return f"{num_attempts} on {ranks} {noun}, {failures}, {saves}"
 
 
 def _counted(count: int, noun: str) -> str:

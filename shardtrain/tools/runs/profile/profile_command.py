@@ -177,33 +177,48 @@ def _text(summaries: dict[int, Summary], chosen: int, num_ranks: int, top: int) 
         head += f", {len(summaries)} of {num_ranks} ranks"
     lines = [head]
     for rank, summary in summaries.items():
-        num_steps = max(1, len(summary.steps))
-        step = _time(summary.span_us / num_steps)
-        compute = _time(summary.compute_us / num_steps)
-        communication = _time(summary.communication_us / num_steps)
-        exposed = _time(summary.exposed_us / num_steps)
-        share = f"{summary.exposed_us / summary.span_us:.0%}" if summary.span_us else "-"
-        mark = "*" if rank == chosen and len(summaries) > 1 else " "
-        times = f"{step:>9} {compute:>9} {communication:>9} {exposed:>9}"
-        lines.append(f"{mark}{rank:>5} {times}  {share} of the step is exposed")
+        is_marked = rank == chosen and len(summaries) > 1
+        mark = "*" if is_marked else " "
+        lines.append(f"{mark}{rank:>5} {_times_per_step(summary)}")
 
-    # Names in a trace are untrusted, so make control characters visible.
     width = max(40, shutil.get_terminal_size((80, 24)).columns)
     summary = summaries[chosen]
-    kind = "kernels of the device" if summary.on_device else "operators on the CPU (self times)"
-    lines += ["", visible(f"rank {chosen}: {kind}, {len(summary.steps)} steps", lines=False)]
-    lines.append(f"{'TIME':>9} {'SHARE':>6} {'CALLS':>7}  OPERATION")
-    total_us = sum(operation.self_us for operation in summary.operations) or 1.0
-    for operation in summary.operations[:top]:
-        share = f"{operation.self_us / total_us:.1%}"
-        text = f"{_time(operation.self_us):>9} {share:>6} {operation.calls:>7}  {operation.name}"
-        lines.append(visible(text, lines=False)[:width])
+    lines += ["", *_operations_text(chosen, summary, top, width)]
     if summary.memory:
         lines += ["", *_memory_text(summary, width)]
-    lines += [
-        "",
-        visible(f"for the full trace, open {summary.path} in ui.perfetto.dev", lines=False),
-    ]
+    hint = f"for the full trace, open {summary.path} in ui.perfetto.dev"
+    lines += ["", visible(hint, lines=False)]
+    return lines
+
+
+def _times_per_step(summary: Summary) -> str:
+    """Return the times of one rank in the columns of the table of ranks."""
+    num_steps = max(1, len(summary.steps))
+    step = _time(summary.span_us / num_steps)
+    compute = _time(summary.compute_us / num_steps)
+    communication = _time(summary.communication_us / num_steps)
+    exposed = _time(summary.exposed_us / num_steps)
+    share = "-"
+    if summary.span_us:
+        share = f"{summary.exposed_us / summary.span_us:.0%}"
+    times = f"{step:>9} {compute:>9} {communication:>9} {exposed:>9}"
+    return f"{times}  {share} of the step is exposed"
+
+
+def _operations_text(rank: int, summary: Summary, top: int, width: int) -> list[str]:
+    """Return the lines of the operations that take most time."""
+    kind = "operators on the CPU (self times)"
+    if summary.on_device:
+        kind = "kernels of the device"
+    title = f"rank {rank}: {kind}, {len(summary.steps)} steps"
+    lines = [visible(title, lines=False), f"{'TIME':>9} {'SHARE':>6} {'CALLS':>7}  OPERATION"]
+    total_us = sum(operation.self_us for operation in summary.operations) or 1.0
+    for operation in summary.operations[:top]:
+        time = _time(operation.self_us)
+        share = f"{operation.self_us / total_us:.1%}"
+        text = f"{time:>9} {share:>6} {operation.calls:>7}  {operation.name}"
+        # Names in a trace are untrusted, so make control characters visible.
+        lines.append(visible(text, lines=False)[:width])
     return lines
 
 
@@ -211,12 +226,12 @@ def _memory_text(summary: Summary, width: int) -> list[str]:
     """Return a line with the range of allocated memory, and a line with its curve."""
     times = [time for time, _ in summary.memory]
     sizes = [size for _, size in summary.memory]
-    lowest = format_bytes(min(sizes))
-    highest = format_bytes(max(sizes))
-    time_of_highest = times[sizes.index(max(sizes))]
+    lowest = min(sizes)
+    highest = max(sizes)
+    time_of_highest = times[sizes.index(highest)]
     curve = sparkline(times, sizes, width - 9, bars_for(sys.stdout))
     return [
-        f"memory   {lowest} to {highest}, most after {_time(time_of_highest)}",
+        f"memory   {format_bytes(lowest)} to {format_bytes(highest)}, most after {_time(time_of_highest)}",
         f"         {curve}",
     ]
 

@@ -93,15 +93,10 @@ def read(path: Path) -> Summary:
     if not work:
         work = [event for event in events if event.get("cat") == "cpu_op"]
 
-    # Nesting is only defined within a stream or thread. A damaged file may have lists as names of threads, so
-    # convert them to text.
-    threads: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for event in work:
-        threads[str(event.get("pid")), str(event.get("tid"))].append(event)
     operations: dict[str, Operation] = {}
     compute: list[Span] = []
     communication: list[Span] = []
-    for events_of_thread in threads.values():
+    for events_of_thread in _by_thread(work):
         for event, own_spans in _own_spans(events_of_thread):
             name = str(event["name"])
             operation = operations.setdefault(name, Operation(name))
@@ -120,12 +115,23 @@ def read(path: Path) -> Summary:
 
     busy = _union(compute)
     communicating = _union(communication)
+    hidden = _overlap(communicating, busy)
     summary.operations = sorted(operations.values(), key=lambda operation: -operation.self_us)
     summary.compute_us = _length(busy)
     summary.communication_us = _length(communicating)
-    summary.exposed_us = summary.communication_us - _length(_overlap(communicating, busy))
+    summary.exposed_us = summary.communication_us - _length(hidden)
     summary.memory = _memory(all_events, summary.on_device)
     return summary
+
+
+def _by_thread(events: Iterable[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
+    """Return the events of each thread or stream, within which they nest."""
+    threads: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        # A damaged file may have lists as names of threads, so convert them to text.
+        thread = (str(event.get("pid")), str(event.get("tid")))
+        threads[thread].append(event)
+    return threads.values()
 
 
 def _is_complete(event: dict[str, Any]) -> bool:
@@ -262,16 +268,12 @@ def _memory(events: Iterable[dict[str, Any]], on_device: bool) -> list[tuple[flo
 
 def _own_spans(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], list[Span]]]:
     """Yield each event of a thread with the spans in which no nested event was running."""
-    children: dict[int, list[Span]] = defaultdict(list)
-    spans = [_span(event) for event in events]
-
     # Sort by start. Of two events that start together, the longer one contains the other, so it comes first.
-    order = sorted(
-        range(len(events)), key=lambda index: (events[index]["ts"], -events[index]["dur"])
-    )
+    in_order = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
+    spans = [_span(event) for event in in_order]
+    children: list[list[Span]] = [[] for _ in spans]
     running: list[int] = []
-    for index in order:
-        begin, end = spans[index]
+    for index, (begin, end) in enumerate(spans):
         while running and spans[running[-1]][1] <= begin:
             running.pop()
         if running:
@@ -281,20 +283,20 @@ def _own_spans(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any
         running.append(index)
 
     # Yield the gaps of each event between its nested events.
-    for index in order:
-        at, end = spans[index]
+    for event, (at, end), nested in zip(in_order, spans, children, strict=True):
         gaps = []
-        for first, last in _union(children[index]):
+        for first, last in _union(nested):
             if first > at:
                 gaps.append((at, first))
             at = max(at, last)
         if end > at:
             gaps.append((at, end))
-        yield events[index], gaps
+        yield event, gaps
 
 
 def _span(event: dict[str, Any]) -> Span:
-    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+    begin = float(event["ts"])
+    return begin, begin + float(event["dur"])
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
@@ -315,12 +317,14 @@ def _overlap(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
     i = 0
     j = 0
     while i < len(one) and j < len(other):
-        begin = max(one[i][0], other[j][0])
-        end = min(one[i][1], other[j][1])
+        one_begin, one_end = one[i]
+        other_begin, other_end = other[j]
+        begin = max(one_begin, other_begin)
+        end = min(one_end, other_end)
         if begin < end:
             common.append((begin, end))
         # Continue with the next span of the side whose span ends first.
-        if one[i][1] < other[j][1]:
+        if one_end < other_end:
             i += 1
         else:
             j += 1

@@ -97,12 +97,12 @@ def _compare_steps(run: Run, plan: ReplayPlan, world: process_group.World) -> No
                 differences += _compare_checkpoint(run, plan.checkpoints / f"step-{step}")
 
         result = "nothing recorded"
+        text = f"loss {numbers['loss']:.6f} grad_norm {numbers['grad_norm']:.6f}"
         if sources:
             num_compared += 1
             result = "; ".join(differences) or "equal"
-        prefix = " ".join(sources) + ": " if sources else ""
-        text = f"loss {numbers['loss']:.6f} grad_norm {numbers['grad_norm']:.6f}"
-        _say(world, f"step {step}: {text}: {prefix}{result}")
+            text += f": {' '.join(sources)}"
+        _say(world, f"step {step}: {text}: {result}")
         if any_rank(bool(differences)):
             raise NumericalError(f"step {step} differs from the run: {result}")
     if not num_compared:
@@ -113,7 +113,8 @@ def _compare_steps(run: Run, plan: ReplayPlan, world: process_group.World) -> No
 
 def _numbers(run: Run, outcome: Outcome) -> dict[str, Any]:
     """Return the numbers of the last step under their names in metrics.jsonl. Collective."""
-    loss_sum = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
+    local_sum = outcome.loss_sum.detach().double()
+    loss_sum = run.mesh.sum(local_sum, over=("pp", *LOSS_AXES)).item()
     loss = math.nan
     if outcome.global_tokens:
         loss = loss_sum / outcome.global_tokens
@@ -160,7 +161,7 @@ def _compare_checkpoint(run: Run, path: Path) -> list[str]:
     if damage:
         raise CheckpointError(f"checkpoint {path}: {damage}; nothing to compare with")
     tensors = {**weights(run), **run.averages_state_dict(), **run.optimizer_state_dict()}
-    different: list[str] = []
+    differing: list[str] = []
     for name, tensor in tensors.items():
         # A weights-only save has no optimizer state, and may have another dtype.
         entry = stored.tensors.get(name)
@@ -169,18 +170,27 @@ def _compare_checkpoint(run: Run, path: Path) -> list[str]:
         saved = tensor.detach().clone()
         tensor_reader.read({name: saved}, stored, path)
         if not torch.equal(_bits(tensor), _bits(saved)):
-            different.append(name)
+            differing.append(name)
 
-    # Report the first parameter of the model whose shard differs on any rank. Optimizer states come last.
-    on_any_rank: set[str] = set().union(*all_gather_json(different))
     differences = []
+    on_any_rank: set[str] = set()
+    for names in all_gather_json(differing):
+        on_any_rank.update(names)
     if on_any_rank:
-        order = {f"model.{name}": place for place, name in enumerate(run.names)}
-        first = min(on_any_rank, key=lambda name: (order.get(name, len(order)), name))
+        # Report the first parameter of the model whose shard differs on any rank. Optimizer states come last.
+        first = _first_in_model(on_any_rank, list(run.names))
         differences.append(f"{first} and {len(on_any_rank) - 1} more tensors of {path.name} differ")
     if stored.facts.get("state") != run.state.to_dict():
         differences.append(f"counters of {path.name} differ")
     return differences
+
+
+def _first_in_model(tensors: set[str], parameters: list[str]) -> str:
+    """Return the tensor of the earliest parameter, or of other tensors the first by name."""
+    for name in parameters:
+        if f"model.{name}" in tensors:
+            return f"model.{name}"
+    return min(tensors)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -62,40 +62,11 @@ class Chart:
 
     def svg(self, label: str) -> str:
         """Return the drawing. ``label`` describes it to screen readers."""
-        # On a logarithmic axis, heights are powers of ten.
-        is_logarithmic = self.is_logarithmic
-        heights_of_lines = []
-        for line in self.lines:
-            heights = list(line.values)
-            if is_logarithmic:
-                heights = [math.log10(value) for value in heights]
-            heights_of_lines.append(heights)
-        steps = [step for line in self.lines for step in line.steps]
-        all_heights = [height for heights in heights_of_lines for height in heights]
-        first = min(steps, default=0)
-        last = max(steps, default=1)
-        low = min(all_heights, default=0.0)
-        high = max(all_heights, default=1.0)
-
-        # Draw a single step at the left, and a single value in the middle.
-        last = max(last, first + 1)
-        if not high > low:
-            low -= abs(low) / 2 or 0.5
-            high += abs(high) / 2 or 0.5
-
-        def x_of(step: float) -> float:
-            share = (step - first) / (last - first)
-            return LEFT + share * (WIDTH - LEFT - RIGHT)
-
-        def y_of(height: float) -> float:
-            share = (height - low) / (high - low)
-            return TOP + (1 - share) * (HEIGHT - TOP - BOTTOM)
-
+        view = _View(self)
         # Draw grid lines and their numbers, then the curves above them.
         parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">']
-        tick_values = ticks(10**low, 10**high, True) if is_logarithmic else ticks(low, high)
-        for value in tick_values:
-            y = y_of(math.log10(value) if is_logarithmic else value)
+        for value in view.values_of_grid():
+            y = view.y_of(view.height_of(value))
             number = format_number(value)
             parts.append(
                 f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
@@ -103,21 +74,21 @@ class Chart:
             parts.append(
                 f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number}</text>',
             )
-        for step in ticks(first, last):
-            x = x_of(step)
+        for step in ticks(view.first, view.last):
+            x = view.x_of(step)
             number = format_number(step)
             # A number in the middle of the last tick would extend beyond the drawing.
             anchor = "end" if x > WIDTH - RIGHT - 16 else "middle"
             parts.append(
                 f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{number}</text>',
             )
-        for line, heights in zip(self.lines, heights_of_lines, strict=True):
+        for line in self.lines:
             color = COLORS[line.color % len(COLORS)]
             points = []
             circles = []
-            for step, height in zip(line.steps, heights, strict=True):
-                x = x_of(step)
-                y = y_of(height)
+            for step, value in zip(line.steps, line.values, strict=True):
+                x = view.x_of(step)
+                y = view.y_of(view.height_of(value))
                 points.append(f"{x:.1f},{y:.1f}")
                 circles.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
             path = " ".join(points)
@@ -131,6 +102,47 @@ class Chart:
         return "".join(parts)
 
 
+class _View:
+    """Part of the plane that a chart shows, in steps and heights.
+
+    A height is a value or, on a logarithmic axis, its power of ten.
+    """
+
+    def __init__(self, chart: Chart) -> None:
+        self._is_logarithmic = chart.is_logarithmic
+        steps: list[int] = []
+        heights: list[float] = []
+        for line in chart.lines:
+            steps.extend(line.steps)
+            heights.extend(self.height_of(value) for value in line.values)
+        # Draw a single step at the left, and a single value in the middle.
+        self.first = min(steps, default=0)
+        self.last = max(max(steps, default=1), self.first + 1)
+        self._low = min(heights, default=0.0)
+        self._high = max(heights, default=1.0)
+        if not self._high > self._low:
+            self._low -= abs(self._low) / 2 or 0.5
+            self._high += abs(self._high) / 2 or 0.5
+
+    def height_of(self, value: float) -> float:
+        if self._is_logarithmic:
+            return math.log10(value)
+        return value
+
+    def x_of(self, step: float) -> float:
+        share = (step - self.first) / (self.last - self.first)
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+    def y_of(self, height: float) -> float:
+        share = (height - self._low) / (self._high - self._low)
+        return TOP + (1 - share) * (HEIGHT - TOP - BOTTOM)
+
+    def values_of_grid(self) -> list[float]:
+        if self._is_logarithmic:
+            return ticks(10**self._low, 10**self._high, logarithmic=True)
+        return ticks(self._low, self._high)
+
+
 def ticks(low: float, high: float, logarithmic: bool = False) -> list[float]:
     """Return three to seven round numbers between two values. ``report.js`` has the same function.
 
@@ -142,7 +154,8 @@ def ticks(low: float, high: float, logarithmic: bool = False) -> list[float]:
     if logarithmic and high > 30 * low:
         first = math.ceil(math.log10(low) - 1e-9)
         last = math.floor(math.log10(high) + 1e-9)
-        each = -(-(last - first + 1) // 6)
+        num_powers = last - first + 1
+        each = -(-num_powers // 6)  # rounded up
         return [10.0**power for power in range(first, last + 1, each)]
     rough = (high - low) / 4
     if not rough > 0:

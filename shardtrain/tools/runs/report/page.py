@@ -6,7 +6,7 @@ import base64
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -15,7 +15,7 @@ from shardtrain.launch import failure
 from shardtrain.launch.goodput.account import MEANINGS
 from shardtrain.metrics.step_record import TOTAL_SPEED
 from shardtrain.tools.runs.report.chart import COLORS, Chart, ChartLine, format_number
-from shardtrain.tools.runs.run_files import POINTS, RunRecord
+from shardtrain.tools.runs.run_files import POINTS, RunRecord, Series
 from shardtrain.utils.redact import visible
 
 # Charts at the top of the page, in this order: title, metrics, True if the axis may be logarithmic.
@@ -81,7 +81,8 @@ def build(runs: Sequence[RunRecord]) -> str:
     style = package.joinpath("report.css").read_text(encoding="utf-8")
     data = json.dumps([chart.data() for chart in charts], allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c").replace("\x7f", "\\u007f")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    script_hash = hashlib.sha256(script.encode()).digest()
+    digest = base64.b64encode(script_hash).decode()
     rules = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'"
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -97,60 +98,77 @@ def build(runs: Sequence[RunRecord]) -> str:
 
 def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
     """Return the charts that have a curve: those of CHARTS, one of all data sources, one per unknown metric."""
-    points = max(100, POINTS * 4 // max(4, len(runs)))
-
-    def lines(metric: str, suffix: str = "", is_validation: bool = False) -> list[ChartLine]:
-        """Return the curve of each run that has the metric."""
-        curves = []
-        for color, (run, name) in enumerate(zip(runs, names, strict=True)):
-            by_metric = run.validation if is_validation else run.metrics
-            series = by_metric.get(metric)
-            if series is not None and len(series.steps):
-                steps, values = series.thinned(points)
-                curves.append(
-                    ChartLine(name + suffix, steps, values, color=color, dots=is_validation)
-                )
-        return curves
-
+    curves = _Curves(runs, names)
     charts = []
     known = set(LEFT_OUT)
     for title, metrics, logarithmic in CHARTS:
         known.update(metrics)
-        curves = []
+        lines = []
         for metric in metrics:
-            curves += lines(metric)
+            lines += curves.of_metric(metric)
         # Losses of training and validation share a chart.
         if metrics == ("loss",):
-            curves += lines("loss", " (validation)", is_validation=True)
-        charts.append(Chart(title, curves, logarithmic))
+            lines += curves.of_validation("loss", " (validation)")
+        charts.append(Chart(title, lines, logarithmic))
 
-    metrics_of_runs: set[str] = set().union(*(run.metrics for run in runs))
-    validations_of_runs: set[str] = set().union(*(run.validation for run in runs))
+    metrics_of_runs: set[str] = set()
+    validations_of_runs: set[str] = set()
+    for run in runs:
+        metrics_of_runs.update(run.metrics)
+        validations_of_runs.update(run.validation)
     for prefix, title in _OF_SOURCES.items():
-        charts.append(_sources_chart(title, prefix, lines, sorted(metrics_of_runs)))
+        charts.append(_sources_chart(title, prefix, curves, sorted(metrics_of_runs)))
     for name in sorted(metrics_of_runs - known):
         if not name.startswith(("goodput_", *_OF_SOURCES)):
-            charts.append(Chart(name, lines(name)))
+            charts.append(Chart(name, curves.of_metric(name)))
     for name in sorted(validations_of_runs - {"loss"}):
-        charts.append(Chart(f"{name} (validation)", lines(name, is_validation=True)))
-    charts = [chart for chart in charts if chart.lines]
-    return charts[:_MOST_CHARTS]
+        charts.append(Chart(f"{name} (validation)", curves.of_validation(name)))
+    with_curves = [chart for chart in charts if chart.lines]
+    return with_curves[:_MOST_CHARTS]
 
 
-def _sources_chart(
-    title: str,
-    prefix: str,
-    lines: Callable[[str, str], list[ChartLine]],
-    metrics: Sequence[str],
-) -> Chart:
+class _Curves:
+    """Curves of one metric, one for each run that has it, in the color of the run."""
+
+    def __init__(self, runs: Sequence[RunRecord], names: Sequence[str]) -> None:
+        self._runs = runs
+        self._names = names
+        # Points per curve, so the size of the page does not grow with the number of runs.
+        self._points = max(100, POINTS * 4 // max(4, len(runs)))
+
+    def of_metric(self, metric: str, suffix: str = "") -> list[ChartLine]:
+        """Return the curves of a metric of training. Their names end with ``suffix``."""
+        series = [run.metrics.get(metric) for run in self._runs]
+        return self._lines(series, suffix, dots=False)
+
+    def of_validation(self, metric: str, suffix: str = "") -> list[ChartLine]:
+        """Return the curves of a metric of validation, with dots."""
+        series = [run.validation.get(metric) for run in self._runs]
+        return self._lines(series, suffix, dots=True)
+
+    def _lines(
+        self, series_of_runs: Sequence[Series | None], suffix: str, dots: bool
+    ) -> list[ChartLine]:
+        lines = []
+        for color, series in enumerate(series_of_runs):
+            if series is None or not len(series.steps):
+                continue
+            steps, values = series.thinned(self._points)
+            name = self._names[color] + suffix
+            lines.append(ChartLine(name, steps, values, color=color, dots=dots))
+        return lines
+
+
+def _sources_chart(title: str, prefix: str, curves: _Curves, metrics: Sequence[str]) -> Chart:
     """Return one chart with a metric of each data source. Every curve has its own color."""
-    curves: list[ChartLine] = []
+    lines: list[ChartLine] = []
     for metric in metrics:
-        if metric.startswith(prefix):
-            source = metric.removeprefix(prefix)
-            for curve in lines(metric, f" {source}"):
-                curves.append(dataclasses.replace(curve, color=len(curves)))
-    return Chart(title, curves)
+        if not metric.startswith(prefix):
+            continue
+        source = metric.removeprefix(prefix)
+        for line in curves.of_metric(metric, f" {source}"):
+            lines.append(dataclasses.replace(line, color=len(lines)))
+    return Chart(title, lines)
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -171,7 +189,8 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 
 def _name(names: Sequence[str], index: int) -> str:
-    return f'<span class="name" style="--run:{COLORS[index % len(COLORS)]}">{escape(names[index])}</span>'
+    color = COLORS[index % len(COLORS)]
+    return f'<span class="name" style="--run:{color}">{escape(names[index])}</span>'
 
 
 def _last(run: RunRecord, metric: str) -> str:
@@ -254,10 +273,17 @@ def _planned(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     rows = []
     for index, run in enumerate(runs):
         for quantity, (planned, measured) in run.planned.items():
-            if planned:
-                difference = f"{measured / planned - 1:+.0%}"
-                values = (format_number(planned), format_number(measured), difference)
-                rows.append((_name(names, index), escape(quantity), *values))
+            if not planned:
+                continue
+            rows.append(
+                (
+                    _name(names, index),
+                    escape(quantity),
+                    format_number(planned),
+                    format_number(measured),
+                    f"{measured / planned - 1:+.0%}",
+                )
+            )
     return _table("<h2>Planned and measured</h2>", ("Run", "", "Planned", "Measured", "Off"), rows)
 
 
@@ -266,15 +292,17 @@ def _validations(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     for index, run in enumerate(runs):
         # Values may have been recorded at different steps.
         recent_steps: set[int] = set()
-        values_of: dict[str, dict[int, float]] = {}
+        values_by_name: dict[str, dict[int, float]] = {}
         for name, series in run.validation.items():
             recent_steps.update(series.steps[-_VALIDATIONS:])
-            values_of[name] = dict(zip(series.steps, series.values, strict=True))
-        for step in sorted(recent_steps)[-_VALIDATIONS:]:
+            values_by_name[name] = dict(zip(series.steps, series.values, strict=True))
+        shown_steps = sorted(recent_steps)[-_VALIDATIONS:]
+        for step in shown_steps:
             texts = []
-            for name, values in values_of.items():
+            for name, values in values_by_name.items():
                 if step in values:
-                    texts.append(f"{escape(name)} {format_number(values[step])}")
+                    number = format_number(values[step])
+                    texts.append(f"{escape(name)} {number}")
             rows.append((_name(names, index), str(step), ", ".join(texts)))
     return _table("<h2>Validation</h2>", ("Run", "Step", "Values"), rows)
 
@@ -306,38 +334,53 @@ def _alerts(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         texts = []
         for name in _COUNTS:
             series = run.metrics.get(name)
-            if series is not None and series.values[-1]:
-                texts.append(f"{name}: {format_number(series.values[-1])}")
+            if series is None:
+                continue
+            count = series.values[-1]
+            if count:
+                texts.append(f"{name}: {format_number(count)}")
         if run.account is not None and run.account.failures:
             texts.append(f"failures: {run.account.failures}")
         if run.bad_lines:
             texts.append(f"{run.bad_lines} lines of its files are damaged and were ignored")
-        texts += [escape(alert) for alert in run.alerts]
-        rows += [(_name(names, index), text) for text in texts]
+        for alert in run.alerts:
+            texts.append(escape(alert))
+        name_of_run = _name(names, index)
+        for text in texts:
+            rows.append((name_of_run, text))
     return _table("<h2>Alerts</h2>", ("Run", "What"), rows)
 
 
 def _options(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     """Return all options of one run, or the options that differ between several runs."""
     if len(runs) == 1:
-        rows = [(escape(name), _option_text(value)) for name, value in runs[0].options.items()]
-        if not rows:
-            return ""
-        table = _table("", ("Option", "Value"), rows)
-        return f"<h2>Options</h2><details><summary>all {len(rows)}</summary>{table}</details>"
+        return _all_options(runs[0])
 
     # Options of another version may be missing, so compare with a value that no option has.
     missing = object()
-    names_of_options = dict.fromkeys(name for run in runs for name in run.options)
-    compared = []
-    for name in names_of_options:
-        values = [run.options.get(name, missing) for run in runs]
-        if any(value != values[0] for value in values):
-            texts = ["" if value is missing else _option_text(value) for value in values]
-            compared.append((escape(name), *texts))
-    if not compared:
+    option_names: dict[str, None] = {}
+    for run in runs:
+        option_names.update(dict.fromkeys(run.options))
+    differing = []
+    for option in option_names:
+        values = [run.options.get(option, missing) for run in runs]
+        if all(value == values[0] for value in values):
+            continue
+        texts = ["" if value is missing else _option_text(value) for value in values]
+        differing.append((escape(option), *texts))
+    if not differing:
         return "<h2>Options</h2><p>All runs have the same options.</p>"
-    return _table("<h2>Options that differ</h2>", ("Option", *names), compared)
+    return _table("<h2>Options that differ</h2>", ("Option", *names), differing)
+
+
+def _all_options(run: RunRecord) -> str:
+    rows = []
+    for name, value in run.options.items():
+        rows.append((escape(name), _option_text(value)))
+    if not rows:
+        return ""
+    table = _table("", ("Option", "Value"), rows)
+    return f"<h2>Options</h2><details><summary>all {len(rows)}</summary>{table}</details>"
 
 
 def _option_text(value: Any) -> str:

@@ -103,7 +103,27 @@ class FollowedRun:
         if status.end or self._files.metrics.exists():
             self.state = status.state
 
-        # Metrics. When a long file is opened for the first time, sample all of it except its end.
+        self._read_metrics()
+        is_over = status.state not in ("under way", "silent")
+        self.account = self._account(is_over)
+
+        data, _ = self._validation.read(_LOG_BYTES)
+        lines = data.splitlines()
+        if lines:
+            record = run_files.step_record(lines[-1])
+            self.validation = record or self.validation
+
+        # Keep the last alerts, without duplicates.
+        data, from_start = self._log.read(_LOG_BYTES)
+        if from_start:
+            self.alerts = []
+        distinct = dict.fromkeys(self.alerts + run_files.alerts(data))
+        self.alerts = list(distinct)[-_MOST_ALERTS:]
+
+    def _read_metrics(self) -> None:
+        """Add the new records of the metrics file. When a long file is opened for the first time, sample all
+        of it except its end.
+        """
         data, from_start = self._metrics.read(_WHOLE_BYTES)
         if from_start:
             self.curves = {}
@@ -115,26 +135,15 @@ class FollowedRun:
         for line in data.splitlines():
             self._take(line)
 
-        self.account = self._account(is_over=status.state not in ("under way", "silent"))
-
-        data, _ = self._validation.read(_LOG_BYTES)
-        for line in data.splitlines()[-1:]:
-            self.validation = run_files.step_record(line) or self.validation
-
-        # Keep the last alerts, without duplicates.
-        data, from_start = self._log.read(_LOG_BYTES)
-        if from_start:
-            self.alerts = []
-        distinct = dict.fromkeys(self.alerts + run_files.alerts(data))
-        self.alerts = list(distinct)[-_MOST_ALERTS:]
-
     def _account(self, is_over: bool) -> Account:
         """Return the division of wall time: from ``goodput.jsonl`` if the run is over, else from the last record."""
-        if is_over:
-            with contextlib.suppress(DataError):
-                if not self.account.attempts:
-                    self.account = self._files.account() or Account.from_record(self.last)
-                return self.account
+        if not is_over:
+            return Account.from_record(self.last)
+        with contextlib.suppress(DataError):
+            if not self.account.attempts:
+                self.account = self._files.account() or Account.from_record(self.last)
+            return self.account
+        # The file is damaged.
         return Account.from_record(self.last)
 
     def _sample(self) -> None:

@@ -76,14 +76,16 @@ def _overview(followed: Sequence[FollowedRun], selected: int, terminal: Terminal
     longest = max(len(name) for name in names)
     name_width = max(8, min(longest, terminal.columns // 3))
     lines = []
-    for number, (run, name) in enumerate(zip(followed, names, strict=True)):
-        mark = ">" if number == selected else " "
+    for index, run in enumerate(followed):
+        mark = ">" if index == selected else " "
         # The end of a name differs more often than its start.
-        name = name[-name_width:]
-        numbers = f"{_step(run):>9} {_value(run, 'loss'):>8}"
-        head = f"{mark}{number + 1:>2} {name:<{name_width}} {run.state:<12} {numbers} "
+        name = names[index][-name_width:]
+        step = _step(run)
+        loss = _value(run, "loss")
+        head = f"{mark}{index + 1:>2} {name:<{name_width}} {run.state:<12} {step:>9} {loss:>8} "
         steps, values = _curve(run, "loss")
-        curve = sparkline(steps, values, terminal.columns - len(head), terminal.bars)
+        width = terminal.columns - len(head)
+        curve = sparkline(steps, values, width, terminal.bars)
         lines.append(_cut(head + curve, terminal.columns))
     return lines
 
@@ -99,12 +101,16 @@ def _details(run: FollowedRun, terminal: Terminal) -> list[str]:
         if not values:
             continue
         head = f"{title:<{_TITLE}}{_value(run, name):>8} "
-        tail = f" {format_number(min(values))} to {format_number(max(values))}"
-        curve = sparkline(steps, values, width - len(head) - len(tail), terminal.bars)
+        lowest = format_number(min(values))
+        highest = format_number(max(values))
+        tail = f" {lowest} to {highest}"
+        curve_width = width - len(head) - len(tail)
+        curve = sparkline(steps, values, curve_width, terminal.bars)
         lines.append(_cut(head + curve + tail, width))
     if run.validation:
         loss = _number(run.validation.get("loss"))
-        text = f"{'validation':<{_TITLE}}{loss:>8}  step {run.validation['step']:,}"
+        step = run.validation["step"]
+        text = f"{'validation':<{_TITLE}}{loss:>8}  step {step:,}"
         lines.append(_cut(text, width))
     lines += _time(run, terminal)
 
@@ -114,7 +120,8 @@ def _details(run: FollowedRun, terminal: Terminal) -> list[str]:
     if counts:
         warnings.append(", ".join(counts))
     for alert in run.alerts[-3:]:
-        warnings.append(redact(visible(alert, lines=False)))
+        printable = visible(alert, lines=False)
+        warnings.append(redact(printable))
     for warning in warnings:
         lines.append(terminal.paint(_cut(warning, width), YELLOW))
     return lines
@@ -150,16 +157,21 @@ def _progress_bar(run: FollowedRun, terminal: Terminal) -> str:
     """Return a bar with the completed share of the steps, and the time left if the run is under way."""
     step = run.last["step"]
     share = min(1.0, step / run.total_steps)
+    tail = f" {share:>4.0%}"
     seconds = run.last.get("step_seconds")
-    left = ""
     if run.state == "under way" and type(seconds) in (int, float):
         seconds_left = (run.total_steps - step) * seconds
-        left = f" {format_seconds(round(seconds_left))} left"
-    width = terminal.columns - len(left) - 6
+        tail += f" {format_seconds(round(seconds_left))} left"
+    full = "#"
+    empty = "."
+    if terminal.unicode:
+        full = "█"
+        empty = "░"
+    # Leave a column free at the right.
+    width = terminal.columns - len(tail) - 1
     done = round(width * share)
-    full, empty = ("█", "░") if terminal.unicode else ("#", ".")
     bar = full * done + empty * (width - done)
-    return _cut(f"{bar} {share:>4.0%}{left}", terminal.columns)
+    return _cut(bar + tail, terminal.columns)
 
 
 def _time(run: FollowedRun, terminal: Terminal) -> list[str]:
@@ -190,7 +202,8 @@ def _curve(run: FollowedRun, name: str) -> Curve:
 
 
 def _name(run: FollowedRun) -> str:
-    return redact(visible(os.path.basename(os.path.realpath(run.folder)), lines=False))
+    folder_name = os.path.basename(os.path.realpath(run.folder))
+    return redact(visible(folder_name, lines=False))
 
 
 def _step(run: FollowedRun) -> str:
