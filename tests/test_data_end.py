@@ -110,7 +110,7 @@ def test_all_ranks_stop_at_the_same_step_and_the_last_state_is_saved(
             else:
                 assert isinstance(end.error, DataError) and end.error.exit_code == 3
                 expected = (
-                    f"the training data ended after step {step} of 100; use more, or set training.on_data_end to "
+                    f"the training data ended after step {step} of 100; use more data, or set training.on_data_end to "
                     '"repeat" (begin again) or "stop" (exit 0)'
                 )
                 assert str(end.error) == expected

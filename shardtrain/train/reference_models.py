@@ -1,11 +1,12 @@
 """Build the frozen models of a task: the reference model of preference tasks, the teacher of distillation.
 
-A teacher, and a reference model with ``task.reference_path``, are loaded from their folder. Without it, a
-reference model has the initial weights of the run, which every start loads from
-``checkpoint.initial_load_path`` or draws from the seed again.
-Both are sharded like the trained model and are not part of checkpoints, so a run can resume on any mesh.
-The fingerprint of the data includes ``hf.initial_weights.identity``, so a resume with other reference
-weights is rejected.
+A teacher is loaded from its folder, and so is a reference model if ``task.reference_path`` is set. Otherwise,
+the reference model has the run's initial weights. Whenever the run starts or resumes, it loads these from
+``checkpoint.initial_load_path``, or draws them from the seed again.
+
+Frozen models are sharded like the trained model. They are not part of checkpoints, so a run can resume on any
+mesh. The fingerprint of the data includes ``hf.initial_weights.identity``, so that a run cannot resume with
+different reference weights.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def frozen_configs(task: Any, config: Config) -> dict[str, Config]:
         if isinstance(reference, Problem):
             raise ConfigError(reference)
         return {"reference": reference}
-    # New adapters add zero, so the base weights without adapters are the initial model. Adapters that are
-    # loaded, and quantized base weights, are part of it.
+    # The reference is the initial model. New adapters change nothing yet, so it needs none. Adapters that are
+    # loaded, and quantized base weights, belong to the initial model.
     lora = config.lora
     if not _is_adapted(config):
         lora = replace(lora, enable=False)
@@ -65,7 +66,7 @@ def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
 
     Raises:
         ConfigError: a folder contains another model than its config.json describes.
-        CheckpointError: the weights are damaged, or those of another model.
+        CheckpointError: the weights are damaged, or belong to a different model.
     """
     for name, frozen in frozen_configs(task, config).items():
         built = build_model(frozen, mesh)
@@ -86,8 +87,8 @@ def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
             logger.info(f"{name} (frozen): {frozen.model.name} from {folder}, {count} parameters")
             if not has_comparable_tokenizer(config, folder):
                 logger.warning(
-                    f"{name}: {folder} has no tokenizer to compare with the model's; its numbers are only right if "
-                    "both have the same token ids"
+                    f"{name}: {folder} has no tokenizer to compare with the model's; results are only correct if "
+                    "both models use the same token ids"
                 )
             continue
         start = start_of(config)
@@ -100,7 +101,7 @@ def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
 
 
 def _fill_adapted(built: BuiltModel, config: Config, mesh: Mesh) -> None:
-    """Load the base weights and the initial adapters of the run into a frozen model."""
+    """Load the run's base weights and initial adapters into a frozen model."""
     checkpoints = Checkpoints(
         replace(config, checkpoint=replace(config.checkpoint, load_only=True))
     )
@@ -122,7 +123,7 @@ def _fill_adapted(built: BuiltModel, config: Config, mesh: Mesh) -> None:
 
 
 def _fill(built: BuiltModel, config: Config, start: Place) -> None:
-    """Load the initial weights of the run into a frozen model, from a Hugging Face folder or a checkpoint."""
+    """Load the run's initial weights into a frozen model, from a Hugging Face folder or a checkpoint."""
     weights = model_state_dict(built.runner)
     if config.checkpoint.initial_load_in_hf:
         all_ranks(partial(importing.fill_as_configured, weights, Path(str(start)), config))

@@ -1,4 +1,4 @@
-"""Save a run, and resume it on any number of ranks at exactly the sample where it stopped."""
+"""Save a run, and resume it at exactly the sample where it stopped, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
     model = {**weights(run), **run.averages_state_dict()}
     optimizer_state = run.optimizer_state_dict()
 
-    # A resume starts from the newest checkpoint, so it must not contain a weight that is not finite.
+    # A resumed run starts from the newest checkpoint, so weights that are not finite must never be saved.
     # Buffers are not checked, because a buffer may be a mask of -inf.
     buffers = run.runner.buffers()
     named = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in model.items()}
@@ -74,14 +74,14 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
 
 
 def _gather_cursors(run: Run) -> list[list[int]] | None:
-    """Return the cursors of all readers of streamed data (a collective).
+    """Return the cursors of all readers of streamed data (a collective). None if a cursor is not known.
 
-    Empty for other data, whose position follows from the number of samples. None if a cursor is not known.
+    The list is empty for data that are not streamed: their position follows from the number of samples.
     """
     local = torch.from_numpy(run.dataloader.cursors(run.state.samples_consumed))
     if not len(local):
         return []
-    # a rank has -1 for the readers of other ranks
+    # Each rank knows only its own readers, and has -1 for the others. So the maximum is complete.
     cursors: Tensor = run.mesh.max(local.to(run.mesh.device), over=BATCH_AXES)
     if bool((cursors < 0).any()):
         return None
@@ -89,9 +89,9 @@ def _gather_cursors(run: Run) -> list[list[int]] | None:
 
 
 def resume(run: Run, checkpoints: Checkpoints) -> None:
-    """Load the state with which this start of the run begins; see ``_load_start``, which names the errors.
+    """Load the state from which the run starts or resumes, see ``_load_start``.
 
-    Averages of weights that are not loaded start with the loaded weights.
+    If the checkpoint contains no averages of weights, they start as the loaded weights.
     """
     has_averages = _load_start(run, checkpoints)
     if run.moving_average is not None and not has_averages:
@@ -99,11 +99,10 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def _load_start(run: Run, checkpoints: Checkpoints) -> bool:
-    """Resume from the run's own checkpoint. Without one, start from ``checkpoint.initial_load_path`` if it
-    is set.
+    """Resume from the run's own checkpoint, or else start from ``checkpoint.initial_load_path`` if it is set.
 
-    A LoRA run loads the frozen weights from that path in either case, and starts from
-    ``lora.initial_load_path``.
+    A LoRA run always loads its frozen weights from ``checkpoint.initial_load_path``. Without a checkpoint of
+    its own, it starts from ``lora.initial_load_path``.
 
     Returns:
         True if averages of weights were loaded.
@@ -122,14 +121,14 @@ def _load_start(run: Run, checkpoints: Checkpoints) -> bool:
             run.config, run.runner, run.adapters, run.mesh.device, checkpoints
         )
         start = lora.initial_load_path
-    # the run's own checkpoint takes precedence over initial weights
+    # The run's own checkpoint takes precedence over initial weights.
     is_start = path is None and options.enable and start is not None
     if is_start:
         path = place(str(start))
     if path is None:
         return False
 
-    # initial weights in other formats, which do not contain a run that could be resumed
+    # Initial weights in formats of other libraries.
     if is_start and lora.enable and peft.is_folder(path):
         peft.load(run.config, run.lora, run.runner.parameters(), Path(str(path)))
         return False
@@ -148,7 +147,7 @@ def _load_start(run: Run, checkpoints: Checkpoints) -> bool:
         _load_hub(run, path)
         return False
 
-    # a shardtrain checkpoint: load all parts that the options do not exclude
+    # The path is a shardtrain checkpoint: load all parts that the options do not exclude.
     excluded = set(options.exclude_from_loading)
     if is_start and options.initial_load_model_only:
         excluded |= {"optimizer", "train_state", "dataloader"}
@@ -160,12 +159,22 @@ def _load_start(run: Run, checkpoints: Checkpoints) -> bool:
 def load(
     run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], own: bool = True
 ) -> bool:
-    """Load a checkpoint in place, and seek the data to the next sample (a collective). Raises what
-    ``resume`` raises. Return True if averages of weights were loaded.
+    """Load a checkpoint in place, and seek the data to the next sample (a collective).
 
     Args:
-        excluded: parts not to load, as in ``checkpoint.exclude_from_loading``.
-        own: True for a checkpoint of this run, False for one of another run that it starts from.
+        run: the run.
+        checkpoints: the run's checkpoints.
+        path: the checkpoint to load.
+        excluded: parts that are not loaded, as in ``checkpoint.exclude_from_loading``.
+        own: True for a checkpoint of this run. False for a checkpoint of another run that this run starts
+            from.
+
+    Returns:
+        True if averages of weights were loaded.
+
+    Raises:
+        ConfigError: data or options differ from the checkpoint's.
+        CheckpointError: the checkpoint cannot be used.
     """
     facts = checkpoints.facts(path)
     if run.config.lora.enable:
@@ -174,8 +183,8 @@ def load(
     changes = [] if is_new_run else compatibility.find_changes(run, facts, sorted(excluded))
     other_data = "" if excluded & {"dataloader", "train_state"} else _find_other_data(run, facts)
 
-    # Reject other options or data before a tensor is touched. If the model itself differs, load first: the
-    # error of a tensor that does not fit names the tensor.
+    # Reject changed options or data before any tensor is changed. But if the model itself has changed, load
+    # first, because the error about a tensor that does not fit names this tensor.
     is_other_model = any(change.option.startswith("model.") for change in changes)
     if is_new_run and not run.config.lora.enable:
         first_rank(lambda: check_noted(run.config.model, path))
@@ -184,7 +193,7 @@ def load(
     tensors = weights(run)
     skips_optimizer = "optimizer" in excluded
     optimizer_state = {} if skips_optimizer else run.optimizer_state_dict()
-    # averages are state of the training, like that of the optimizer
+    # Averages are handled like the optimizer's state: both are loaded or neither.
     has_averages = False
     if run.moving_average is not None and not skips_optimizer:
         has_averages = checkpoints.has_averages(path)
@@ -204,14 +213,15 @@ def load(
         _load_guard(run, facts, path)
         _load_scaler(run, facts, path, changes)
     if "lr_scheduler" in excluded:
-        run.state.updates = 0  # the schedule depends only on this count, so it starts again
-
-    # the position in the data follows from the number of samples; readers of a stream also need their
-    # cursors, or they read the stream again up to there
+        # The schedule depends only on this count, so it starts again.
+        run.state.updates = 0
+    # The position in the data follows from the number of samples. Readers of a stream also need their cursors.
+    # Without them, they would have to read the stream again from its start.
     cursors: np.ndarray | None = None
     if "dataloader" in excluded:
         run.state.samples_consumed = run.state.order_hash = 0
-        run.resilience.guard.rewinds = []  # rollbacks skip rows of the old data
+        # Forget earlier rollbacks, because the rows that they skip belong to the old data.
+        run.resilience.guard.rewinds = []
     elif "train_state" not in excluded:
         cursors = _read_cursors(facts, path)
     run.dataloader.seek(run.state.samples_consumed, cursors)
@@ -221,11 +231,12 @@ def load(
 
 
 def _load_guard(run: Run, facts: Mapping[str, Any], path: Place) -> None:
-    """Load the losses and norms of earlier steps, with which the guard detects spikes."""
+    """Load the losses and norms of earlier steps, which the guard needs to detect spikes."""
     guard = facts.get("guard")
     if guard is None:
         logger.warning(
-            f"checkpoint {path} contains no earlier losses: loss spikes are detected when the window is full again"
+            f"checkpoint {path} contains no earlier losses: loss spikes are detected only after the guard has "
+            "seen enough new losses"
         )
         return
     if not isinstance(guard, dict):
@@ -240,7 +251,7 @@ def _load_scaler(
 ) -> None:
     """Load the state of the loss scaler.
 
-    A run that changes to float16 has none and keeps its initial scale.
+    If the run has changed to float16, the checkpoint contains no state, and the scaler keeps its initial one.
     """
     changes_dtype = any(change.option == "training.mixed_precision_param" for change in changes)
     if not run.scaler or ("scaler" not in facts and changes_dtype):
@@ -268,22 +279,21 @@ def _read_cursors(facts: Mapping[str, Any], path: Place) -> np.ndarray | None:
 
 
 def _load_hub(run: Run, folder: Place) -> None:
-    """Start from the weights of a Hugging Face folder (a collective). If one rank fails, all ranks raise."""
+    """Load the weights of a Hugging Face folder (a collective). If one rank fails, all ranks raise."""
     tensors = base_weights.without_new_head(run.config, weights(run))
     all_ranks(partial(importing.fill_as_configured, tensors, Path(str(folder)), run.config))
     logger.info(f"starting from the weights of {folder}")
 
 
 def weights(run: Run) -> dict[str, Tensor]:
-    """Return the model tensors of a checkpoint: all parameters and buffers, or only the adapters of a LoRA
-    run."""
+    """Return the model's tensors that checkpoints contain: all of them, or the trained ones of a LoRA run."""
     return held_by(run.adapters, run.model_state_dict())
 
 
 def held_by(adapters: Spec | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that a checkpoint with these adapters contains; all of them without adapters.
+    """Return those of ``tensors`` that checkpoints contain. Without adapters, these are all.
 
-    Names have the prefix of checkpoints.
+    The names have the prefix that checkpoints use.
     """
     if adapters is None:
         return tensors
@@ -295,12 +305,12 @@ def held_by(adapters: Spec | None, tensors: dict[str, Tensor]) -> dict[str, Tens
 
 
 def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
-    """Describe how the data differ from those of the checkpoint (a collective). Empty if they are the same.
+    """Describe how the data differ from the checkpoint's data (a collective). Empty if they are the same.
 
     Raises:
-        ConfigError: a file was replaced during training, so part of the run saw other data.
+        ConfigError: a file was replaced during training, so part of the run was trained on other data.
     """
-    # only rank 0 knows the hashes of the files, so it broadcasts its findings
+    # Only rank 0 knows the hashes of the files, so it broadcasts the result of its comparison.
     contents = facts.get("data_contents")
     differing = broadcast_json(run.contents.expect(contents))
     replaced = broadcast_json(run.contents.trained_on_other(contents, facts.get("data_unproven")))
@@ -332,6 +342,6 @@ def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
 
 
 def _first_names(names: Sequence[str]) -> str:
-    """List at most three names, and the number of the others."""
+    """Format at most three names, and how many more there are."""
     shown = ", ".join(names[:3])
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

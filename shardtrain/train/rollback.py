@@ -1,7 +1,7 @@
 """Roll back after a loss spike: load an older checkpoint, and skip the data before and during the spike.
 
-The method is PaLM's (Chowdhery et al. 2022, section 5.1): restart from a checkpoint about 100 steps before
-the spike, without the data seen shortly before and during it. ``resilience/guards/loss_spikes.py`` detects
+This is PaLM's method (Chowdhery et al. 2022, section 5.1): restart from a checkpoint about 100 steps before
+the spike, and skip the data seen shortly before and during it. ``resilience/guards/loss_spikes.py`` detects
 spikes.
 """
 
@@ -16,24 +16,23 @@ from shardtrain.utils.log import logger
 
 
 def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, started_at: int) -> None:
-    """Load an older checkpoint in place, and skip the data of the steps before and during the spike (a
-    collective).
+    """Load an older checkpoint in place, and skip the data before and during the spike (a collective).
 
-    If no checkpoint is old enough, the run keeps the state before the spike and skips only the data of the
-    spike. ``started_at`` is the step at which this process began.
+    If no checkpoint is old enough, the run keeps its current weights, which the spike's step has not changed,
+    and skips only the data of this step. ``started_at`` is the step at which this process started.
     """
     training = run.config.training
     guard = run.resilience.guard
-    # loading the checkpoint replaces these with an older history; they are restored below
+    # Loading the checkpoint overwrites these with an older history. They are restored below.
     rewinds = guard.rewinds
     spikes = guard.spikes
     step = run.state.step + 1
     first_row = run.state.samples_consumed
     end_row = run.dataloader.samples_consumed
-    # Reading a checkpoint takes long, and ranks wait for each other here.
+    # Raise the timeout, because ranks wait for each other while they read the checkpoint.
     process_group.set_timeout(run.config.comm.init_timeout_seconds)
     run.runner.zero_grad()
-    # Load the checkpoint, or without one keep the weights. In both cases the rows of the spike are skipped.
+    # Load the checkpoint, or keep the weights if there is none. Either way, skip the rows of the spike.
     path = checkpoints.newest_good(step - training.spike_rewind_steps, started_at)
     if path is None:
         logger.warning(
@@ -54,6 +53,6 @@ def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, starte
     guard.spikes = spikes
     source = f" from {path}" if path else ""
     logger.warning(
-        f"{why}; continuing after step {run.state.step}{source}, without rows {first_row} to {end_row - 1} in the "
-        "order of the data"
+        f"{why}; continuing after step {run.state.step}{source}, skipping rows {first_row} to {end_row - 1} of "
+        "the data"
     )

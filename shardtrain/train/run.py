@@ -43,29 +43,31 @@ class Run:
     flops_per_token: float
     resilience: Resilience = field(default_factory=Resilience)
     names: tuple[str, ...] = ()
-    """Names of all parameters of the unsharded model, in its order."""
+    """Names of all parameters of the unsharded model, in the model's order."""
     adapters: Spec | None = None
     moving_average: MovingAverage | None = None
-    """Averages of the trained weights, with ``training.ema_decay``."""
+    """Averages of the trained weights. None without ``training.ema_decay``."""
     lora: dict[str, Any] = field(default_factory=dict)
     """Facts about adapters for checkpoints; see ``base_weights.py``."""
     contents: Contents = field(default_factory=Contents)
-    """Hashes of the data files, as far as they have been computed. Only rank 0 has them."""
+    """Hashes of the data files that have been computed so far. Only rank 0 has them."""
     optional_metrics: BestEffort = field(
         default_factory=lambda: BestEffort("additional metrics of a step")
     )
-    """Logs an error in these metrics once, instead of ending the run."""
+    """Calls functions that compute optional metrics. An error in one is logged once and does not end the run.
+    """
     files: dict[str, str] = field(default_factory=dict)
-    """Hashes of the user's Python files when the run was built, by option; see ``config/changes.py``."""
+    """For each option that names a user's Python file: the file's hash when the run was built. See
+    ``config/changes.py``.
+    """
     accepted_changes: list[dict[str, Any]] = field(default_factory=list)
-    """Changes of options that the user accepted in earlier resumes, as checkpoints record them; see
-    ``compatibility.py``."""
-
+    """Changes of options that the user accepted when the run was resumed before. Checkpoints record them, see
+    ``compatibility.py``.
+    """
     certificate: dict[str, Any] | None = None
-    """Path, SHA-256 and state of ``job.certificate`` at the start of the run, as checkpoints record them."""
-
+    """Path, SHA-256 and state of ``job.certificate`` when the run started. Checkpoints record them."""
     owes_validation: bool = False
-    """A request to stop cancelled the validation after this step."""
+    """True if a request to stop cancelled the validation after this step, so that it must be repeated."""
 
     def model_state_dict(self) -> dict[str, Tensor]:
         """Return all parameters, including frozen ones, and buffers by their names in checkpoints."""
@@ -85,12 +87,11 @@ class Run:
 
     @cached_property
     def decides_on_device(self) -> bool:
-        """True if the update is launched before the host knows whether it may be applied.
+        """True if the host queues the update before it knows whether the update may be applied.
 
-        The device then makes the decision from the same numbers, and computes while the host prepares the
-        next step.
-        Not possible if only the host can decide: the policies for loss spikes need the losses of earlier
-        steps.
+        The device then decides by the same rules, and the host can prepare the next step while the device
+        computes. This is not possible if only the host can decide: the policies for loss spikes need the losses
+        of earlier steps.
         """
         config = self.config
         return (
@@ -98,22 +99,22 @@ class Run:
             and config.training.spike_policy in ("off", "log")
             and not config.training.enable_cpu_offload
             and not config.optimizer.early_step_in_backward
-            and config.training.dtype
-            == "float32"  # the clipping factor is rounded to the dtype of the gradients
+            # other dtypes would round the clipping factor, which is a tensor here
+            and config.training.dtype == "float32"
             and optim.decides_on_device(self.optimizer)
         )
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The learning-rate schedule. Cached, so a user's file is executed once."""
+        """The learning-rate schedule. Cached, so that a user's file is executed only once."""
         return lr_scheduler.find(self.config.lr_scheduler.name)
 
     def measures(self) -> dict[str, float]:
         """Return additional metrics of a logged step (a collective)."""
-        # The runner's measures are a collective: an error there affects all ranks and must propagate
+        # Do not catch errors of the runner's measures: they are a collective, which a rank must not leave.
         measures: dict[str, float] = dict(self.runner.measures())
         measures["skipped_updates"] = self.state.step - self.state.updates
-        # The counters of this rank are optional
+        # These metrics need no communication, so an error in them must not end the run.
         no_metrics: dict[str, float] = {}
         measures |= self.optional_metrics.call(self._rows_per_source, no_metrics)
         measures |= self.optional_metrics.call(self.resilience.measures, no_metrics)
@@ -131,19 +132,19 @@ def model_state_dict(runner: Runner) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of a step: sums of this rank, and values that are equal on all ranks."""
+    """Results of a step. Some are sums of this rank, and others are equal on all ranks."""
 
     loss_sum: Tensor
     """Sum of the loss over this rank's target tokens."""
     local_tokens: int
-    """Target tokens of this rank."""
+    """Number of this rank's target tokens."""
     global_tokens: int
-    """Target tokens over all ranks."""
+    """Number of target tokens on all ranks."""
     computed_tokens: int
-    """Non-padding tokens over all ranks, whether they are targets or not."""
+    """Number of tokens on all ranks without padding, whether they are targets or not."""
     grad_norm: float
     own_grad_norm: Tensor
-    """Gradient norm as computed on this rank, for comparison with other ranks."""
+    """Gradient norm that this rank computed, for comparison with other ranks."""
     lr: float
     data_seconds: float
     source_sums: Tensor | None = None
@@ -151,7 +152,7 @@ class Outcome:
 
 
 def run_facts(run: Run, world: World) -> RunFacts:
-    """Return the constants that metrics need. They are valid until the process ends or rolls back."""
+    """Return the constants that metrics need. They are valid until the run ends or rolls back."""
     config = run.config
     return RunFacts(
         rank=world.rank,
@@ -171,7 +172,7 @@ def run_facts(run: Run, world: World) -> RunFacts:
 
 
 class ReduceOverMesh(Reduce):
-    """Reductions of metrics over the ranks that have different target tokens, and over pipeline stages."""
+    """Reduces metrics over all ranks with different target tokens, and over pipeline stages."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

@@ -1,5 +1,4 @@
-"""Startup output of a run: the log, the resolved configuration in the run's folder, and the header of the
-log."""
+"""Output of a run at its start: the log, its first lines, and the resolved configuration."""
 
 from __future__ import annotations
 
@@ -32,12 +31,11 @@ if TYPE_CHECKING:
 def open_log(
     loaded: Loaded, world: World, notices: Iterable[str], model_check_lines: Iterable[str]
 ) -> None:
-    """Open this rank's log, and log what was found before it existed: notices on options, and the model
-    check."""
+    """Open this rank's log, and log the messages from before: notices on options, and the model check."""
     config = loaded.config
     folder = Path(config.job.dump_folder)
     atomic_io.guard(folder, folder / config.checkpoint.folder)
-    # LOG_RANK selects the ranks that log to the console; with several, each line starts with its rank
+    # LOG_RANK selects the ranks that log to the console. If there are several, each line starts with the rank.
     ranks = log.console_ranks()
     color = not config.metrics.disable_color_printing
     file_pattern = config.metrics.save_log_file
@@ -56,7 +54,10 @@ def open_log(
 
 
 def certificate_line(loaded: Loaded, run: Run) -> str:
-    """Log the state of ``job.certificate``, and keep it for checkpoints. Return the logged line, or ""."""
+    """Log the state of ``job.certificate``, and store it for checkpoints.
+
+    Return the logged line, or "" without a certificate.
+    """
     state = certificate.of_run(loaded)
     if state is None:
         return ""
@@ -72,10 +73,10 @@ def certificate_line(loaded: Loaded, run: Run) -> str:
 def write_resolved_config(
     loaded: Loaded, folder: Path, world_size: int, certificate_line: str = ""
 ) -> None:
-    """Write every option with its value in effect. Loading the file gives the same config.
+    """Write a file with the effective value of every option. Loading it results in the same configuration.
 
-    The header contains the versions as comments, and names the JSON schema next to the file, with which
-    editors complete and check it.
+    Comments at its top contain the versions, and the name of the JSON schema next to it. With the schema,
+    editors can complete and check the file.
     """
     origin = loaded.path or "the defaults"
     header = f"{json_schema.DIRECTIVE}\n# {versions()}, {world_size} ranks, started from {origin}\n"
@@ -99,10 +100,15 @@ def describe(
     num_samples: int | None,
     places_per_epoch: int | None = None,
 ) -> list[str]:
-    """Return the header of the log: versions, model, mesh, batch, data, precision, and folder.
+    """Return the first lines of the log: versions, model, mesh, batch, data, precision, and folder.
 
-    ``num_samples`` is the number of training rows, None if it is not known; ``places_per_epoch`` is the
-    number of rows of an epoch if it differs.
+    Args:
+        loaded: the configuration.
+        mesh: the mesh.
+        num_params: number of parameters of the unsharded model.
+        total_steps: number of steps of the run.
+        num_samples: number of training rows. None if unknown.
+        places_per_epoch: number of rows in an epoch, if it differs from ``num_samples``.
     """
     config = loaded.config
     data = f"data: {_describe_data(config)}"
@@ -123,7 +129,7 @@ def describe(
 
 
 def _describe_data(config: Config) -> str:
-    """Describe the datasets, and how their documents become rows."""
+    """Describe the datasets, and how documents are packed into rows."""
     sources = config.data.sources
     has_stages = bool(config.data.stages)
     names = []
@@ -157,7 +163,7 @@ def _describe_checkpoints(config: Config) -> str:
 
 
 def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:
-    """Return three lines: the model, the mesh, and the arithmetic of the batch."""
+    """Return three lines: the model, the mesh, and how the batch size is computed."""
     from shardtrain.distributed.mesh import BATCH_AXES
 
     training = config.training
@@ -187,10 +193,10 @@ def describe_precision(config: Config) -> str:
 
 
 def versions() -> str:
-    """Return one line: versions of this package (with its commit in a checkout), torch and Python."""
+    """Return one line with the versions of this package, torch and Python. In a checkout, with the commit."""
     commit = ""
     checkout = Path(__file__).resolve().parents[2]
-    # the package may be installed inside another repository, so look for .git exactly here
+    # Look for .git only in this folder, because the package may be installed inside another repository.
     if (checkout / ".git").exists():
         command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):

@@ -1,8 +1,9 @@
 """Sample text during training: continue ``metrics.sample_prompt`` every ``metrics.sample_freq`` steps.
 
-The training modules generate the text, without gradients and without a KV cache, so every pass reads all
-tokens again. Each sample uses the same random numbers, so differences between samples come from the model.
-Training is not affected: the modules are in evaluation mode, and sampling has its own generator.
+The sharded model itself generates the text, without a KV cache, so every pass reads all tokens again. All
+samples use the same random numbers, so that they differ only because the model has changed. Sampling does not
+affect training: it computes no gradients, the model is in evaluation mode, and sampling has its own random
+generator.
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.log import logger
 
 FILE = "samples.jsonl"
-"""In the run's folder: one object per sample with ``step``, ``prompt`` and ``text``."""
+"""File in the run's folder. It has one JSON object per sample, with ``step``, ``prompt`` and ``text``."""
 NEW_TOKENS = 64
 SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 _MAX_CHARACTERS = 1000
-"""Maximum length of a text in a record; see ``JsonlFile``."""
+"""Maximum number of characters of prompt and text in a record, see ``JsonlFile``."""
 _LENGTH_MULTIPLE = 64
-"""Passes are padded to a multiple of this, so few shapes are compiled and tensor parallelism can split
-them."""
+"""Rows are padded to a multiple of this length, so that few shapes are compiled and tensor parallelism can
+split them.
+"""
 
 
 class Samples:
     """Draws, logs and writes the samples of a run. Does nothing unless ``metrics.sample_freq`` is set.
 
-    Every rank creates one and calls ``run`` for the same steps. ``folder`` is ``job.dump_folder`` on the
-    rank that writes the file, None on the others.
+    Every rank creates one, and all ranks call ``run`` after the same steps. On the rank that writes the file,
+    ``folder`` is ``job.dump_folder``. On all others it is None.
     """
 
     def __init__(
@@ -56,10 +58,10 @@ class Samples:
             mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel
         )
         self.every_steps = 0
-        """Interval in steps; 0 disables samples."""
+        """Interval in steps. 0 if samples are disabled."""
         self._file: JsonlFile | None = None
         self._best_effort = BestEffort("the text of a sample")
-        # Pipeline and context parallelism do not compute all logits on a rank; config.notes tells the user
+        # With pipeline and context parallelism, no rank computes all logits. config.notes warns the user.
         if (
             not self._options.sample_freq
             or mesh.size("pp", "cp") > 1
@@ -68,7 +70,7 @@ class Samples:
             return
         self.every_steps = self._options.sample_freq
         self._tokenizer = tokenizer_of(config)
-        # The prompt begins like a training document. A long prompt keeps its last half sequence.
+        # Begin the prompt like a training document. Cut a long prompt to its end, half a sequence long.
         ends = ends_of(self._tokenizer, replace(config.data, add_eos=None, separator=None))
         ids = ends.begin(self._tokenizer.encode(config.metrics.sample_prompt).tolist())
         self._prompt = ids[-max(1, config.training.seq_len // 2) :]
@@ -76,8 +78,7 @@ class Samples:
             self._file = JsonlFile(folder / FILE, start_step)
 
     def run(self, step: int) -> str:
-        """Draw, log and write one sample after ``step`` (a collective). Return the text that follows the
-        prompt.
+        """Draw, log and write one sample after ``step`` (a collective). Return the generated text.
 
         Raises:
             NumericalError: the logits are not finite.
@@ -92,7 +93,7 @@ class Samples:
         if self._file is not None:
             self._file.write({"step": step, "prompt": prompt, "text": text})
         sample = prompt + text
-        # a terminal shows the text with its line breaks, a log file as one JSON string
+        # On a terminal, show the text with its line breaks. In a log file, write it as one JSON string.
         title = f"sample after step {step}:"
         indented = [f"    {line}" for line in sample.rstrip().split("\n")]
         on_terminal = "\n".join([title, *indented])
@@ -101,16 +102,16 @@ class Samples:
 
     @torch.no_grad()
     def _draw(self, tokenizer: data.Tokenizer) -> list[int]:
-        """Draw the ids that follow the prompt, up to NEW_TOKENS, the trained sequence length, or EOS."""
+        """Draw the ids after the prompt, until EOS, NEW_TOKENS ids, or the trained sequence length."""
         (model,) = self._runner.parts
-        # the same seed for each sample
+        # Use the same seed for each sample.
         draws = Draws(1, [0])
         ids = list(self._prompt)
         was_training = model.training
         model.eval()
         try:
-            # No early exit at EOS: with sharded weights each pass is a collective, so all ranks make the
-            # same number
+            # Do not stop at EOS. Each pass is a collective, so all ranks must make the same number of passes,
+            # and rounding could make only some ranks draw EOS.
             for _ in range(min(NEW_TOKENS, self._seq_len - len(ids))):
                 logits_1V = self._logits(ids)[:, : tokenizer.vocab_size]
                 ids += choose(logits_1V, SAMPLING, draws.next([0]))
@@ -125,7 +126,7 @@ class Samples:
 
     def _logits(self, ids: list[int]) -> Tensor:
         """Return the logits (1, V) after the last id."""
-        # padding follows the ids, so causal attention does not see it
+        # Padding comes after the ids, so causal attention does not see it.
         multiple = _LENGTH_MULTIPLE * self._mesh.size("tp")
         T = min(-(-len(ids) // multiple) * multiple, self._seq_len)
         tokens_1T = torch.zeros(1, T, dtype=torch.int64, device=self._mesh.device)
@@ -135,8 +136,8 @@ class Samples:
         logits_1v = logits_1TV[:, len(ids) - 1]
         if not self._splits_vocabulary:
             return logits_1v
-        # With loss parallelism each rank has a part of the vocabulary, and the last rank may have a smaller
-        # one. Every rank writes its columns into zeros, and the sum over ranks assembles the full logits.
+        # With loss parallelism, each rank has only its columns of the vocabulary, and the last rank may have
+        # fewer. Every rank writes its columns into zeros, and the sum over ranks is the full logits.
         local_columns = torch.tensor(logits_1v.size(-1), device=self._mesh.device)
         columns_per_rank = int(self._mesh.max(local_columns, over=("tp",)))
         logits_1V = logits_1v.new_zeros(1, columns_per_rank * self._mesh.size("tp"))

@@ -1,10 +1,10 @@
-"""Start a run from a single ``torch.save`` file, as PyTorch's tutorials and pytorch_universal_trainer write
+"""Start a run from a single ``torch.save`` file, as PyTorch's tutorials and pytorch_universal_trainer save
 it.
 
-The file is a table with ``model_state_dict`` and, to continue training, ``optimizer_state_dict``,
-``scheduler_state_dict``, ``scaler_state_dict`` and ``global_step``. It is read as data
-(``checkpoint/torch_file.py``): no code in it is run, and one tensor at a time is in memory. All checks come
-before the first change of the run.
+The file contains a dict with ``model_state_dict``. To continue training, it must also have
+``optimizer_state_dict``, ``scheduler_state_dict``, ``scaler_state_dict`` and ``global_step``. It is read as
+data (``checkpoint/torch_file.py``): code in it is never run, and only one tensor at a time is in memory. All
+checks are made before the run is changed.
 """
 
 from __future__ import annotations
@@ -38,25 +38,29 @@ if TYPE_CHECKING:
 WEIGHTS = ("model_state_dict", "state_dict", "model")
 """Keys under which such files store the weights."""
 _WITHOUT_DECAY = ("bias", "LayerNorm.weight")
-"""Name parts of the parameters in the second of two optimizer groups (the Trainer of transformers, before
-2023)."""
+"""If the optimizer has two groups, parameters whose name contains one of these are in the second one.
+
+The Trainer of ``transformers`` grouped parameters like this before 2023.
+"""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def is_saved_file(path: Place | None) -> bool:
-    """True for a file. A shardtrain checkpoint is a folder."""
+    """True if the path is a file and not a shardtrain checkpoint, which is a folder."""
     return isinstance(path, Path) and path.is_file()
 
 
 class FileWeights(BinWeights):
-    """The weights in a ``torch.save`` file by name, without the prefixes of wrappers
-    (``without_wrappers``)."""
+    """The weights in a ``torch.save`` file.
+
+    Their names have no prefixes of wrappers such as DDP (see ``without_wrappers``).
+    """
 
     def __init__(self, path: Path) -> None:
         """Read the index of the file.
 
         Raises:
-            CheckpointError: the file is not a table of weights.
+            CheckpointError: the file contains no dict of weights.
         """
         self.folder = path
         self.file = TorchFile(path)
@@ -67,7 +71,7 @@ class FileWeights(BinWeights):
                 f"{path} is not a table; a checkpoint file has {WEIGHTS[0]} and other keys"
             )
         self.table: Mapping[str, Any] = table
-        # the weights are under one of the known keys, or they are the entire table
+        # The weights are under one of the known keys, or the entire dict consists of weights.
         weights = next((table[key] for key in WEIGHTS if isinstance(table.get(key), dict)), table)
         tensors = {}
         others = []
@@ -86,10 +90,11 @@ class FileWeights(BinWeights):
 def translate(
     weights: FileWeights, tensors: Mapping[str, Tensor], model: Model
 ) -> mapping.Translation:
-    """Find each tensor of a model in the file. ``tensors`` have the prefix of checkpoints.
+    """Find each tensor of a model in the file. Names in ``tensors`` have the prefix that checkpoints use.
 
     Raises:
-        CheckpointError: names tensors that are missing, unknown to this model, or have another shape.
+        CheckpointError: tensors are missing, unknown to this model, or have a different shape. The message
+            names them.
     """
     module = models.find(model.name)
     named = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}
@@ -98,8 +103,8 @@ def translate(
         shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
         network: Any = models.build(module, shape)
         translation, ignored_patterns = as_is.fit(network, shape, weights)
-        # A folder may contain the head of another task, which as_is.fit ignores. In a checkpoint that is an
-        # error.
+        # as_is.fit ignores the head of another task, which a Hugging Face folder may contain. In a checkpoint,
+        # such a head is an error.
         prefix = f"{network.hf.base_model_prefix}."
         used = {str(source) for source in translation.sources.values()}
         head_patterns = set()
@@ -111,14 +116,14 @@ def translate(
     else:
         shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
         if any(name.endswith("tok_embeddings.weight") for name in weights.names()):
-            # torchtitan has other names and another order of query and key rows, which from-dcp converts
+            # torchtitan has different names and a different order of query and key rows. from-dcp converts both.
             fix = f"convert it with `shardtrain checkpoint from-dcp {weights.folder} NEW`"
             fix += " and set checkpoint.initial_load_path to NEW"
             raise CheckpointError(f"{weights.folder} has torchtitan's names; {fix}")
         hub = HubFormat(model.name, "", {}, lambda _: {}, lambda _: {}, ())
         config = SimpleNamespace(head_dim=1, tied_embeddings=False)
         translation = mapping.Translation(hub, shapes, config, {name: name for name in shapes})
-    # a Hugging Face folder may lack tensors that are then drawn; a checkpoint must be complete
+    # Tensors that a Hugging Face folder lacks are drawn. But a checkpoint must be complete.
     missing = sorted(set(named) - set(translation.sources))
     if missing:
         shown = ", ".join(missing[:10])
@@ -130,10 +135,10 @@ def translate(
 
 
 def fill(path: Path, tensors: Mapping[str, Tensor], model: Model) -> None:
-    """Fill this rank's shards of a model's tensors (with the prefix ``model.``) from the file.
+    """Load this rank's shards of a model's tensors from the file. Their names have the prefix ``model.``.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown or has another shape, or the file is damaged.
+        CheckpointError: a tensor is missing, unknown or has a different shape, or the file is damaged.
     """
     weights = FileWeights(path)
     translation = translate(weights, tensors, model)
@@ -141,14 +146,17 @@ def fill(path: Path, tensors: Mapping[str, Tensor], model: Model) -> None:
 
 
 def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) -> None:
-    """Load the file into the run, in place. Without ``model_only``, the run continues at the step of the
-    file.
+    """Load the file into the run, in place.
 
-    ``tensors`` are the model's tensors, with the prefix of their names in checkpoints. The position in the
-    data is computed as if all earlier steps had used this run's batch size.
+    Args:
+        run: the run.
+        path: the file.
+        tensors: the model's tensors, by their names in checkpoints.
+        model_only: True to load only the weights. Otherwise, the run continues at the step of the file. Its
+            position in the data is then computed as if all earlier steps had used this run's batch size.
 
     Raises:
-        CheckpointError: as in ``fill``; or the optimizer's state is not that of the model, or a counter is
+        CheckpointError: see ``fill``. Or the optimizer's state does not belong to this model, or a count is
             missing.
     """
     weights = FileWeights(path)
@@ -158,7 +166,7 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
         logger.info(f"starting from the weights of {path}")
         return
 
-    # read and check everything before the first change of the run
+    # Read and check everything before the run is changed.
     step = weights.table.get("global_step")
     if type(step) is not int or step < 0:
         raise CheckpointError(
@@ -169,10 +177,10 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
     other_states = sorted({name.rpartition(".")[2] for name in live_states} - {*_MOMENTS, "step"})
     if other_states:
         raise CheckpointError(
-            f"{path} has the state of Adam, but this run's optimizer also keeps {', '.join(other_states)}"
+            f"{path} contains Adam's state, but this run's optimizer also needs {', '.join(other_states)}"
         )
 
-    # model and optimizer
+    # Load the model and the optimizer.
     _fill(weights, tensors, translation)
     for name, tensor in live_states.items():
         parameter, _, state_name = name.rpartition(".")
@@ -185,7 +193,7 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
         local_tensor(tensor).copy_(local_value)
     _load_scaler(run, weights, path)
 
-    # counters and data
+    # Set the counts and the position in the data.
     run.state.step = step
     run.state.updates = _num_updates(weights, step)
     run.dataloader.seek(step * run.dataloader.global_batch)
@@ -193,14 +201,17 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
     total_steps = weights.table.get("num_train_optimization_steps")
     if type(total_steps) is int and total_steps != run.total_steps:
         logger.warning(
-            f"{path} is from a run of {total_steps} steps, and this run has {run.total_steps}: "
-            "learning rates differ from the original run"
+            f"{path} is from a run with {total_steps} steps, but this run has {run.total_steps}: learning "
+            "rates differ from the original run's"
         )
     logger.info(f"continuing from {path} at step {step}")
 
 
 def _num_updates(weights: FileWeights, step: int) -> int:
-    """Number of optimizer updates: the scheduler's count, which lacks the steps that float16 skipped."""
+    """Return the number of optimizer updates.
+
+    This is the scheduler's count, because it does not include steps that float16 has skipped.
+    """
     scheduler = weights.table.get("scheduler_state_dict")
     if not isinstance(scheduler, dict):
         return step
@@ -211,7 +222,7 @@ def _num_updates(weights: FileWeights, step: int) -> int:
 
 
 def _load_scaler(run: Run, weights: FileWeights, path: Path) -> None:
-    """Load the loss scale of float16, clamped to the range of this package's scaler."""
+    """Load the loss scale, and clamp it to the range of this package's scaler."""
     scaler = weights.table.get("scaler_state_dict")
     if not run.scaler or not isinstance(scaler, dict) or "scale" not in scaler:
         return
@@ -237,11 +248,11 @@ def _fill(
 
 
 def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str, dict[str, Any]]:
-    """Return Adam's state of each parameter, by the parameter's name in the file.
+    """Return Adam's state for each parameter, by the parameter's name in the file.
 
-    The file keys states by parameter number. Numbers follow the order of the model, except that with two
-    groups the parameters with weight decay come first. The shape of every state is checked against its
-    parameter.
+    The file identifies states by the number of their parameter. Numbers follow the order of the model, but if
+    there are two groups, the parameters with weight decay come first. The shape of every state is compared
+    with its parameter.
 
     Raises:
         CheckpointError: the file has no complete Adam state of this model.
@@ -258,7 +269,7 @@ def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str,
     ):
         raise CheckpointError(f"{path}: optimizer_state_dict has no param_groups; {fix}")
 
-    # the order in which the optimizer numbers its parameters
+    # Put the names into the order in which the optimizer has numbered its parameters.
     names = _parameter_names(weights, {str(source) for source in translation.sources.values()})
     numbers = [number for group in groups for number in group["params"]]
     is_fitting = len(groups) == 1
@@ -270,10 +281,10 @@ def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str,
     if not is_fitting or len(numbers) != len(names):
         sizes = ", ".join(str(len(group["params"])) for group in groups)
         text = fix_first(
-            f"{path}: the optimizer has groups of {sizes} parameters, and the model has {len(names)}",
+            f"{path}: the optimizer's groups have {sizes} parameters, but the model has {len(names)}",
             fix,
-            f"two groups must be divided by {' and '.join(_WITHOUT_DECAY)}",
-            "training on shards of the model changes groups",
+            f"if there are two groups, the second must contain exactly {' and '.join(_WITHOUT_DECAY)}",
+            "sharded training may have changed the groups",
         )
         raise CheckpointError(text)
 
@@ -287,7 +298,7 @@ def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str,
         shape = weights.shape(name)
         if not all(isinstance(moment, Stored) and moment.shape == shape for moment in moments):
             raise CheckpointError(
-                f"{path}: the optimizer's state {number} is not that of {name}; {fix}"
+                f"{path}: the optimizer's state {number} does not fit the parameter {name}; {fix}"
             )
         step = parameter_state.get("step")
         is_scalar = isinstance(step, int | float) or (
@@ -302,9 +313,9 @@ def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str,
 
 
 def _parameter_names(weights: FileWeights, used: set[str]) -> list[str]:
-    """Return the names of the used tensors in file order.
+    """Return the names of the used tensors, in the order of the file.
 
-    A tensor with several names counts once, at its first.
+    A tensor with several names is listed once, at the position of its first name.
     """
     names: list[str] = []
     seen: set[tuple[str, int, tuple[int, ...]]] = set()
@@ -324,7 +335,7 @@ def _parameter_names(weights: FileWeights, used: set[str]) -> list[str]:
 
 
 def _location(weights: FileWeights, name: str) -> tuple[str, int, tuple[int, ...]]:
-    """Storage, offset and shape of a tensor: equal for two names of the same tensor."""
+    """Return the storage, offset and shape of a tensor. They are equal for two names of the same tensor."""
     stored = weights.stored[name]
     return stored.key, stored.offset, stored.shape
 

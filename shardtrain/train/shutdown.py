@@ -1,4 +1,4 @@
-"""End a run: after early stopping, a request to stop, the end of the data, or the loss of a rank."""
+"""End a run: its last save, early stopping, a request to stop, the end of the data, or a lost rank."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ _ASSUMED_SECONDS = 1.0
 
 
 def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> None:
-    """Connect the run to its checkpoints, and check that the data last until the final step.
+    """Connect the run to its checkpoints, and check that there are enough data for all steps.
 
-    Called before the first step and after each rollback. A rollback skips data, which must not end the run
-    with an error, so the caller then sets ``may_end_early``.
+    This is called before the first step and after each rollback. A rollback skips data, so fewer may be left
+    than needed. This must not end the run with an error, so the caller sets ``may_end_early``.
 
     Raises:
-        DataError: the data are too few, and training.on_data_end does not allow it.
+        DataError: there are not enough data, and training.on_data_end does not allow this.
     """
     _check_data(run, may_end_early)
-    # an estimate for a request to stop that comes before the first save has been measured
+    # Estimate the duration of a save, in case a request to stop comes before the first save was measured.
     state = {**weights(run), **run.averages_state_dict(), **run.optimizer_state_dict()}
     tensors = state.values()
     num_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
     run.resilience.stop.assumed_save_seconds = (
         _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
     )
-    # the sums of each step carry the flags of a background save
+    # The all-reduce of each step also exchanges the state of a background save.
     run.resilience.saving = checkpoints.saving
     checkpoints.saved_step = run.state.step
     options = run.config.checkpoint
@@ -73,8 +73,10 @@ def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> 
 
 
 def _check_data(run: Run, may_end_early: bool) -> None:
-    """Check the number of steps that the data have left, if it is known; set ``run.total_steps`` from the
-    epochs."""
+    """Check that the remaining data are enough for the remaining steps, if their number is known.
+
+    With ``training.epochs``, set ``run.total_steps`` from the data.
+    """
     loader = run.dataloader
     if loader.steps_left is None or loader.end is None:
         return
@@ -84,7 +86,7 @@ def _check_data(run: Run, may_end_early: bool) -> None:
     training = run.config.training
     if training.epochs is not None:
         run.total_steps = run.state.step + steps_left
-    # a seed checkpoint is saved without a step
+    # A seed checkpoint is saved without any step, so it needs no data.
     if run.config.checkpoint.create_seed_checkpoint:
         return
     policy = replace(training, on_data_end="stop") if may_end_early else training
@@ -96,16 +98,16 @@ def _check_data(run: Run, may_end_early: bool) -> None:
 def save_after_step(
     run: Run, checkpoints: Checkpoints, pause: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Save after a step (a collective). ``pause`` stops the step timer."""
+    """Save after a step (a collective). Inside ``pause()``, the timer of steps is stopped."""
     stop = run.resilience.stop
     with pause(), run.resilience.phase("checkpoint"):
         started = time.perf_counter()
         save(run, checkpoints, last=run.state.step == run.total_steps)
-        # the duration of a background save is known when it ends
+        # Record the duration. For a background save, it is recorded when the save ends.
         if checkpoints.saving.writing is None:
             stop.saves.add(time.perf_counter() - started - checkpoints.export_seconds)
-        # A request to stop lets the current step end and then saves. Warn once if that takes longer than
-        # the grace period.
+        # After a request to stop, the run finishes the current step and saves. Warn once if both together take
+        # longer than the grace period.
         step_seconds = stop.steps.quantile() or 0.0
         save_seconds = stop.saves.quantile() or 0.0
         grace_seconds = run.config.checkpoint.grace_seconds
@@ -114,13 +116,13 @@ def save_after_step(
             logger.warning(
                 f"a step ({step_seconds:.1f} s) and a save ({save_seconds:.1f} s) take longer than "
                 f"checkpoint.grace_seconds={grace_seconds}: a request to stop would lose the steps "
-                "after the last checkpoint; raise it if your platform allows, use shorter steps, "
+                "after the last checkpoint; raise the option if your platform allows it, use shorter steps, "
                 "or save more often"
             )
 
 
 def save_seed(run: Run, checkpoints: Checkpoints) -> None:
-    """Save the state before the first step, for other runs to start from.
+    """Save the state before the first step, so that other runs can start from it.
 
     Raises:
         ConfigError: the run has resumed from a checkpoint.
@@ -138,18 +140,18 @@ def save_seed(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def note_validation(run: Run, checkpoints: Checkpoints, values: Mapping[str, float]) -> None:
-    """Update the best step from a validation, and end the run if its patience is exhausted (a collective)."""
+    """Update the best step with a validation's result (a collective). End the run if patience is exhausted."""
     config = run.config
     if not config.checkpoint.keep_best and not config.validation.patience:
         return
-    # rank 0 decides for all: sums over different groups of ranks may differ in the last bit
+    # Rank 0 decides for all ranks, because their sums may differ in the last bits.
     checkpoints.best.observe(run.state.step, broadcast_json(dict(values)))
     if checkpoints.best.exhausted:
         _stop_early(run, checkpoints)
 
 
 def _stop_early(run: Run, checkpoints: Checkpoints) -> None:
-    """End the run after this step, because validations have not improved."""
+    """Let the run end after this step, because its validations have not improved."""
     tracker = checkpoints.best
     result = "no value was finite"
     if tracker.step >= 0:
@@ -163,7 +165,7 @@ def _stop_early(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def log_best_step(run: Run, checkpoints: Checkpoints) -> None:
-    """Log the best step that the run has kept, and the commands that use it."""
+    """Log which best step the run has kept, and which commands use it."""
     if not run.config.checkpoint.keep_best or checkpoints.best.kept < 0:
         return
     result = best.describe(
@@ -176,27 +178,29 @@ def log_best_step(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
-    """End the run after a request to stop, which all ranks have agreed on. Save the step if there is time.
+    """End the run after a request to stop that all ranks know of. Save the current step if there is time.
 
     Raises:
         Preempted: everything is saved.
         NotSaved: there was no time to save.
     """
-    # a rank may hear of the request from other ranks before its own signal; all ranks report the same reason
+    # A rank may learn of the request from other ranks before it gets the signal itself. All ranks report the
+    # same reason.
     stop = run.resilience.stop
     step = run.state.step
     other_reason = first_word(stop.reason)
     reason = stop.reason or other_reason or "another rank's request"
     folder = folder_of(run.config.job.dump_folder, run.config.checkpoint.folder)
     with run.resilience.phase("checkpoint"):
-        # finish the save in progress first, but not its copy in another format, which matters less
+        # First finish a save that is in progress. But cancel its copy in another format, which is less
+        # important.
         checkpoints.cancel_export()
         seconds = 0.9 * stop.remaining_seconds()
         limit = None if seconds == math.inf else seconds
         is_written = checkpoints.finish(limit)
         is_in_time = is_written and run.resilience.stop_flag < NOT_IN_TIME
         if step > checkpoints.saved_step:
-            # check again, because waiting for the background save has taken time
+            # Check the time again, because waiting for the background save has taken some.
             is_late = (stop.saves.quantile() or 0.0) > stop.remaining_seconds()
             if any_rank(is_late) or not is_in_time:
                 newest = signals.newest_checkpoint(folder)
@@ -213,14 +217,14 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
 
 
 def data_ended(run: Run, checkpoints: Checkpoints) -> None:
-    """Save and end the run when the data end before the last step. This is at the same step on all ranks.
+    """Save and end the run because the data have ended before the last step, which all ranks do at once.
 
     Raises:
         DataError: training.on_data_end is not "stop".
     """
     training = run.config.training
     with run.resilience.phase("checkpoint"):
-        # a save in progress may be of this step
+        # Finish a save in progress first, because it may be the save of this step.
         checkpoints.finish()
         if run.state.step > checkpoints.saved_step and checkpoints.is_due(
             run.state.step, run.state.step
@@ -230,14 +234,15 @@ def data_ended(run: Run, checkpoints: Checkpoints) -> None:
             checkpoints.export_last(run.state.step)
     if training.on_data_end == "repeat":
         raise DataError(
-            "the training data have no usable document in an entire pass; see the log for the reasons"
+            "an entire pass over the training data found no usable document; see the log for the reasons"
         )
     message = f"the training data ended after step {run.state.step} of {run.total_steps}"
     if training.on_data_end == "stop":
         logger.warning(message)
         return
     raise DataError(
-        f'{message}; use more, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)'
+        f"{message}; use more data, or set training.on_data_end to "
+        '"repeat" (begin again) or "stop" (exit 0)'
     )
 
 
@@ -256,7 +261,7 @@ def explain(error: Exception, run: Run) -> Exception:
         return error
     if dead := data.death_of_worker(error):
         return dead
-    # gloo's message names neither the collective nor the missing rank; the traceback names the collective
+    # gloo's message names neither the collective nor the missing rank. Take the collective from the traceback.
     calls = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

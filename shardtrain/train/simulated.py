@@ -1,4 +1,4 @@
-"""Start a dry run (``comm.mode="fake_backend"``): the torch-free part, before ``dry_run`` is imported."""
+"""Start a dry run (``comm.mode="fake_backend"``): everything that is done before torch is imported."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from shardtrain.utils.heartbeat import heartbeat
 
 
 def run(loaded: Loaded, nproc: int | None) -> int:
-    """Check the configuration for any number of ranks, and print the report of one rank.
-
-    Return the exit status.
-    """
+    """Check the configuration, build one of its ranks, and print a report. Return the exit status."""
     size = environment.choose_processes_here(loaded.config, nproc).count
     rank = environment.simulated_rank(os.environ, size)
-    # does not check devices and files of this machine
+    # This does not check devices and files, because the real run may be on other machines.
     notices = config.require_to_build(loaded, size)
     environment.set_process_defaults(os.environ, 1, environment.usable_cores(), alone=True)
     # import PyTorch only after the configuration has passed its checks

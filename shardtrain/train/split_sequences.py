@@ -1,9 +1,9 @@
-"""Test before the first step that a ``transformers`` network computes the same on split sequences.
+"""Test before the first step that a ``transformers`` network computes the same logits on split sequences.
 
-Before ranks start, ``hf_cores.check`` looks at the operations of the network. This module compares logits, with the
-weights and the mesh of the run: those of a short row that is split over the context-parallel ranks, and those that each
-rank computes of the full row with the attention of ``transformers``. They differ, for example, if a network counts its
-tokens in the forward pass.
+Before ranks start, ``hf_cores.check`` has inspected the network's operations. This module runs the network
+twice, with the run's weights and mesh: on a short row that is split over the context-parallel ranks, and on
+each rank on the full row with the attention of ``transformers``. Then it compares the logits. They differ, for
+example, if the network's forward depends on the number of tokens, of which a rank has only some.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _LENGTH = 32
 _MAX_ERROR = 1e-3
 """Maximum error of the logits, relative to their root mean square, in float32. Rounding is about 1e-6."""
 _MAX_ERROR_IN_16_BITS = 0.1
-"""Maximum error relative to the effect of the tokens of other ranks, in types of 16 bits."""
+"""Maximum error of the logits in 16-bit dtypes, relative to how much other ranks' tokens change them."""
 
 
 def check_run(run: Run) -> None:
-    """Call ``check`` for the model of a run, and for its frozen teacher."""
+    """Check the model of a run and its frozen teacher, if they are ``transformers`` networks."""
     if run.mesh.size(context_parallel.AXIS) == 1:
         return
     model = run.runner.parts[0]
@@ -54,33 +54,35 @@ def check(model: Any, parts: Sequence[Any], mesh: Mesh, config: Config) -> None:
 
     Args:
         model: the model, which returns logits.
-        parts: the stages of this rank, or the model.
+        parts: the pipeline stages of this rank, or the model itself.
+        mesh: the mesh of the run.
+        config: the configuration of the run.
 
     Raises:
         ConfigError: the logits of a split row differ from those of the full row.
     """
     vocab_size = model.hf.get_input_embeddings().weight.shape[0]
-    # A network with learned positions has none beyond the sequences of the run
+    # Do not use longer rows than the run, because a network with learned positions may have no more.
     length = min(context_parallel.splittable_length(_LENGTH, mesh), config.training.seq_len)
     columns_1T = torch.arange(length, device=next(model.parameters()).device)[None]
     tokens_1T = (columns_1T * 37 + 11) % int(vocab_size)
     half = length // 2
     was_training = model.training
     model.eval()
-    # Compiled code of this pass would not be used again
+    # Run eagerly, because compiled code for these passes would not be used again.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         split = context_parallel.full_logits(model, tokens_1T, columns_1T, mesh, config)
         with ExitStack() as unsplit:
             for part in parts:
                 unsplit.enter_context(original_attention(part.hf, part.original_attention))
             expected = model(tokens_1T, columns_1T)
-            # the second half without the tokens of the first
+            # Without the first half, the logits show how much it changes the second half.
             alone = model(tokens_1T[:, half:], columns_1T[:, half:])
     for part in parts:
         free_gathered(part)
     model.train(was_training)
 
-    # A rank with a part of the vocabulary sees only a part of the difference, so use the maximum over ranks.
+    # If the vocabulary is split, a rank sees only part of the difference. So use the maximum over ranks.
     values = torch.stack([_rms(split - expected), _rms(expected), _rms(expected[:, half:] - alone)])
     error, size, effect = (float(value) for value in mesh.max(values, over=tuple(mesh.sizes)))
     allowed = _MAX_ERROR * size
@@ -90,8 +92,7 @@ def check(model: Any, parts: Sequence[Any], mesh: Mesh, config: Config) -> None:
     if math.isfinite(size) and not error <= allowed:
         rule = (
             f"changes the logits of {model.config_name} by {error:.2g} (their size is {size:.2g}), "
-            "because it does not compute every token from the positions and the attention that it "
-            "is given"
+            "because its forward uses the other tokens of a row not only through attention and positions"
         )
         raise ConfigError(
             Problem(

@@ -1,5 +1,4 @@
-"""The first all-reduce of a step: token counts, a checksum of the data, requests to stop, and the state of
-a save."""
+"""The first all-reduce of a step. It sums token counts, a checksum of the data, and flags."""
 
 from __future__ import annotations
 
@@ -22,19 +21,23 @@ class StepSums:
     """Values of one rank before ``all_reduce``, and the sums over all ranks after it."""
 
     num_targets: int = 0
-    """Target tokens, the divisor of the loss. Only one of the ranks that read the same rows counts them."""
+    """Number of target tokens, by which the loss is divided. If several ranks read the same rows, only one of
+    them counts their tokens.
+    """
     num_tokens: int = 0
-    """Tokens without padding, for the throughput. Counted once like the targets."""
+    """Number of tokens without padding, for the throughput. Counted on one rank, like the targets."""
     num_rows: int = 0
-    """Rows without padding rows, counted once like the targets."""
+    """Number of rows without padding rows. Counted on one rank, like the targets."""
     checksum: int = 0
     """Checksum of the rows, modulo 2^64; see ``data.checksum``."""
     flags: list[float] = field(default_factory=lambda: [0.0] * _NUM_FLAGS)
     """Requests to stop and the state of a save; see ``Resilience.pack_flags``."""
 
     def pack(self) -> Tensor:
-        """Pack into one float64 tensor, in which counts and the 16-bit parts of the checksum are summed
-        exactly."""
+        """Pack all values into one float64 tensor.
+
+        The checksum is split into parts of 16 bits, so that float64 sums of counts and parts are exact.
+        """
         counts = [self.num_targets, self.num_tokens, self.num_rows, *checksum.split(self.checksum)]
         return torch.tensor([*counts, *self.flags], dtype=torch.float64)
 
@@ -53,6 +56,6 @@ class StepSums:
     def all_reduce(self, mesh: Mesh) -> StepSums:
         """Return the sums over all ranks (a collective).
 
-        The tensor is on the CPU, so no rank waits for its device.
+        The tensor is on the CPU, so that no rank waits for its device.
         """
         return self.unpack(mesh.sum_of_all(self.pack()))

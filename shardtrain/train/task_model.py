@@ -25,30 +25,29 @@ from shardtrain.tasks.distillation import Distillation
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A sharded model with its initial weights, and the facts about it that a run needs."""
+    """A sharded model with its initial weights, and the values that a run needs to know about it."""
 
     config: Config
-    """The configuration; ``compile.enable`` is decided if it was unset."""
+    """The configuration. If ``compile.enable`` was unset, it may have been set."""
     task: tasks.LanguageModel | tasks.RowTask
     module: ModuleType
-    """The Python module of the model."""
+    """The Python module that defines the model."""
     shape: Any
     runner: Runner
     names: list[str]
     """Names of all parameters of the unsharded model."""
     num_params: int
     flops_per_token: Callable[[int], int]
-    """Function of the sequence length."""
+    """Maps a sequence length to the FLOPs per token."""
     adapters: adapters.Spec | None = None
 
 
 def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> BuiltModel:
-    """Build the model of a config on a mesh. Each call builds another model, so a task can also have a
-    frozen one.
+    """Build the model of a configuration on a mesh (a collective).
 
-    With ``may_compile``, a long run is compiled if ``compile.enable`` is unset.
+    If ``may_compile`` is True and ``compile.enable`` is unset, a long run is compiled.
     """
-    # the unsharded model on the meta device
+    # Build the unsharded model on the meta device.
     task = tasks.open_task(config)
     module, shape = models.configured(config.model)
     layout = module.LAYOUT
@@ -60,7 +59,7 @@ def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> BuiltM
     num_params, flops = count_model(model, layout, shape)
     names = [name for name, _ in model.named_parameters()]
     base_names = [name for name in names if name not in added]
-    # Initial values depend on the name in the unsharded model, so they are the same on every mesh
+    # Initial values depend on a parameter's name in the unsharded model, so they are the same on every mesh.
     num_layers = len(getattr(model, layout.layers))
     draws = init_weights.plan(base_names, module.initial(shape), layout, num_layers) | added
     if config.lora.base_dtype != quantize.WHOLE:
@@ -69,13 +68,13 @@ def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> BuiltM
     if may_compile and not expert_parallel.has_experts([model]):
         config = compile.decided(config, mesh, flops(config.training.seq_len))
 
-    # shard it, still without memory
+    # Shard the model, which still has no memory.
     runner = distributed.parallelize(model, layout, mesh, config, task.num_outputs(shape))
-    # replace the next-token loss with the loss of the task
+    # Replace the next-token loss with the loss of the task.
     if isinstance(task, Distillation):
         runner = DistillationRunner(runner, task.mix)
     elif task.loss is not None:
         runner = TaskRunner(runner, task.loss)
-    # allocate and initialize this rank's shards
+    # Allocate and initialize this rank's shards.
     runner.materialize(draws, config.debug.seed)
     return BuiltModel(config, task, module, shape, runner, names, num_params, flops, spec)

@@ -1,9 +1,9 @@
 """The trainer: build, loop, step. Read this file first.
 
-One process per device runs ``main``. A step is: read this rank's batches, count target tokens over all
-ranks, forward and backward with the loss divided once by that count, norm, finite check, clip, update. The
-watchdog, signals and guards on loss and norm are behind ``run.resilience``; saving, and ending before the
-last step, are in ``shutdown``.
+One process per device runs ``main``. A step reads this rank's batches, counts the target tokens of all
+ranks, and runs forward and backward with the loss divided once by that count. Then it computes the gradient
+norm, checks that loss and norm are finite, clips, and updates. ``run.resilience`` contains the watchdog, the
+handling of signals, and the guards on loss and norm. ``shutdown`` saves, and ends a run before its last step.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ __all__ = ["Outcome", "Run", "build", "joined", "main", "opened", "run_to_end", 
 
 
 def main(loaded: Loaded) -> TrainState:
-    """Train as one rank of the job that the environment describes; raises ShardtrainError for errors a user
-    can fix."""
+    """Train as one rank of the job that the environment variables describe.
+
+    Raises:
+        ShardtrainError: an error that the user can fix.
+    """
     resilience = Resilience()
     with joined(loaded, resilience) as world:
         return train(loaded, world, resilience)
@@ -67,13 +70,13 @@ def main(loaded: Loaded) -> TrainState:
 
 @contextmanager
 def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
-    """Join the process group, compare the configuration of all ranks, start the watchdog, and open
-    the log.
+    """Context manager: join the process group, compare the configurations of all ranks, start the watchdog,
+    and open the log.
     """
     config = loaded.config
     # PyTorch reads these variables when the process group starts
     os.environ.update(flight_recorder_environment(config, Path(config.job.dump_folder)))
-    # kept until the log opens, after the ranks have joined
+    # These lines are logged later, when the log is open.
     model_check_lines: list[str] = []
 
     def check_ranks(store: Store, rank: int, size: int) -> None:
@@ -87,7 +90,7 @@ def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
         process_group.join(config.comm, config.training.device, check_ranks) as world,
         resilience.watchdog(config, world),
     ):
-        # check the rules about devices again: only now are the ranks' devices known
+        # Check the rules about devices again, because the ranks' devices are known only now.
         num_devices = world.size if accelerator.is_accelerator(world.device) else None
         notices = configs.require(loaded, world.size, world.device.type, num_devices)
         if world.device.type == "cpu":
@@ -98,7 +101,7 @@ def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
 
 
 def train(loaded: Loaded, world: World, resilience: Resilience | None = None) -> TrainState:
-    """Build the run, resume it from its newest checkpoint if there is one, and step to its end."""
+    """Build the run, resume it from its newest checkpoint if there is one, and train to its end."""
     loaded = compatibility.keep_batch_size(loaded, world)
     with opened(loaded, world, resilience or Resilience()) as (run, checkpoints):
         if loaded.config.checkpoint.create_seed_checkpoint:
@@ -111,51 +114,55 @@ def train(loaded: Loaded, world: World, resilience: Resilience | None = None) ->
 def opened(
     loaded: Loaded, world: World, resilience: Resilience
 ) -> Iterator[tuple[Run, Checkpoints]]:
-    """Build the run and resume it from its newest checkpoint; release the lease of the folder however the
-    run ends."""
+    """Context manager: build the run, and resume it from its newest checkpoint.
+
+    At the end, the lease of the folder is released, also after an error.
+    """
     config = loaded.config
     folder = Path(loaded.config.job.dump_folder)
     checkpoints = Checkpoints(config)
     contents = Contents()
     try:
         checkpoints.take_run_folder()
-        # before the model is built: parallelize() replaces layers by the kernels chosen here
+        # Do this before the model is built, because parallelize() uses the kernels that are chosen here.
         set_numerics(config, world.device)
         with _heartbeat("building the model and opening its data", world):
             run = build(config, world)
         run.resilience = resilience
         if world.rank == 0:
             contents = run.contents = Contents(getattr(run.dataloader, "whole_files", ()), folder)
-        # data files that differ from their recorded hashes stop the run before a checkpoint is loaded
+        # If data files differ from their recorded hashes, stop the run before a checkpoint is loaded.
         first_rank(contents.look)
         with _heartbeat("loading the checkpoint", world):
             resume(run, checkpoints)
-        contents.start(run.state.step)  # large files are hashed in a thread while training runs
+        # Start a thread that hashes large data files while training runs.
+        contents.start(run.state.step)
         if world.rank == 0:
             certificate = run_folder.certificate_line(loaded, run)
-            # generate, evaluate and export read it
+            # The commands generate, evaluate and export read this file.
             run_folder.write_resolved_config(loaded, folder, world.size, certificate)
         split_sequences.check_run(run)
         if run.dataloader.masks_documents:
             document_isolation.check_run(run)
-        # after resume(): the goodput ledger continues from the step of the checkpoint
+        # Do this after resume(), because the goodput ledger continues from the step of the checkpoint.
         resilience.open_ledger(folder, run.state.step, world)
         shutdown.prepare(run, checkpoints)
         yield run, checkpoints
     finally:
         contents.close()
-        checkpoints.close()  # releases the lease, also after an error, so another run can use the folder
+        # Release the lease, so that another run can use the folder.
+        checkpoints.close()
 
 
 def _heartbeat(activity: str, world: World) -> AbstractContextManager[None]:
-    """Log a line on rank 0 every few seconds while the block runs."""
-    # 0 seconds: the other ranks log nothing.
+    """Context manager that logs a line on rank 0 every few seconds."""
+    # An interval of 0 disables the lines on the other ranks.
     seconds = None if world.rank == 0 else 0
     return heartbeat(activity, seconds, logger.info)
 
 
 def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints) -> TrainState:
-    """Step to the end of the run. Roll back to a checkpoint when the loss spike policy requires it."""
+    """Train to the end of the run. Roll back to a checkpoint when the loss spike policy requires it."""
     config = loaded.config
     folder = Path(loaded.config.job.dump_folder)
     rows = run.dataloader.num_samples
@@ -177,11 +184,11 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
     def phase() -> str:
         return run.resilience.phases.name
 
-    # one pass, and one more after each rollback
+    # Train to the end. After each rollback, start this loop again.
     with run.resilience.ledger:
         while True:
             try:
-                # new after a rollback, which also rolls back the counts and files of the metrics
+                # Create the metrics again after a rollback, because their counts and files roll back too.
                 with Metrics(
                     config,
                     folder,
@@ -191,7 +198,7 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
                     phase=phase,
                 ) as metrics:
                     _steps(run, world, checkpoints, validator, samples, metrics)
-                    # after the last step and save, ignore requests to stop
+                    # The last step is saved, so ignore requests to stop from now on.
                     run.resilience.stop.close()
                 if world.rank == 0:
                     shutdown.log_best_step(run, checkpoints)
@@ -209,7 +216,7 @@ def _steps(
     samples: Samples,
     metrics: Metrics,
 ) -> None:
-    """Step to the end of the run; log, validate, sample and save when due."""
+    """Run steps to the end of the run. Log, validate, sample and save when it is due."""
     config = run.config
     state = run.state
     resilience = run.resilience
@@ -220,10 +227,11 @@ def _steps(
     )
     resilience.warm_up()
     with collector, profiler as trace:
+        # A request to stop cancelled the validation of the last step, so validate and save it first.
         if run.owes_validation:
             _finish_step(run, checkpoints, validator, samples, metrics)
         while state.step < run.total_steps and not run.owes_validation:
-            # set by the thread that hashes the data files, which cannot stop the run itself
+            # The thread that hashes the data files cannot stop the run itself, so it leaves its error here.
             if run.contents.problem:
                 raise run.contents.problem
 
@@ -234,7 +242,7 @@ def _steps(
                     outcome = step(run)
             except Exception as error:
                 raise shutdown.explain(error, run) from error
-            # the data have ended, or a rank has a request to stop
+            # The data have ended, or a rank has received a request to stop.
             if outcome is None:
                 break
             if run.config.compile.enable and state.step == started_at + 1:
@@ -244,7 +252,7 @@ def _steps(
             if not state.tokens_seen:
                 check_has_targets(config, state.step, run.total_steps)
 
-            # metrics: collectives on log steps, which are the same steps on all ranks
+            # On log steps, metrics need collectives. Log steps are the same on all ranks.
             extra = run.measures() if metrics.is_log_step(state.step) else {}
             metrics.update(
                 state.step,
@@ -260,12 +268,12 @@ def _steps(
                 source_sums=outcome.source_sums,
             )
 
-            # before saving: weights that differ between replicas must not reach a checkpoint
+            # Do this before saving, because weights that differ between replicas must not be saved.
             resilience.compare_replicas(run, checkpoints)
             _finish_step(run, checkpoints, validator, samples, metrics)
             collector.step(state.step)
             if trace:
-                # a trace of a large model takes minutes to write
+                # Writing the trace of a large model takes minutes, which is not a hang.
                 with activity.slow():
                     trace.step()
             resilience.end_step(config)
@@ -275,10 +283,12 @@ def _steps(
         resilience.stop_flag or run.owes_validation
     )
     if validator and data_have_ended and validator.is_due(state.step, state.step):
-        # this is the last step, on which validation is due; patience may end the run here
+        # Now it is known that this was the last step, after which validation is always due. Early stopping may
+        # also end the run here.
         _validate(run, validator, metrics, checkpoints)
     if resilience.stop_flag or run.owes_validation:
-        shutdown.leave(run, checkpoints)  # saves and raises
+        # This saves and raises.
+        shutdown.leave(run, checkpoints)
     if state.step < run.total_steps:
         shutdown.data_ended(run, checkpoints)
 
@@ -292,8 +302,9 @@ def _finish_step(
 ) -> None:
     """Validate, sample and save after a step, each if it is due.
 
-    A request to stop that cancels the validation skips the rest: the run then ends, and the resumed run
-    calls this first. So the result is part of the same checkpoint as without the request.
+    If a request to stop cancels the validation, the rest is skipped and the run ends. When it is resumed, it
+    calls this function first. So the validation's result is saved in the checkpoint of the same step as
+    without the request.
     """
     step = run.state.step
     if validator and (run.owes_validation or validator.is_due(step, run.total_steps)):
@@ -304,23 +315,26 @@ def _finish_step(
         with metrics.pause(), run.resilience.phase("validation"):
             samples.run(step)
 
-    # save after the validation, whose result is part of the checkpoint
-    if checkpoints.saving.writing is not None:  # a background save may have finished
+    # Save after the validation, because the checkpoint contains its result.
+    if checkpoints.saving.writing is not None:
+        # a background save may have finished
         checkpoints.poll()
     if checkpoints.is_due(step, run.total_steps):
         shutdown.save_after_step(run, checkpoints, metrics.pause)
 
 
 def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Checkpoints) -> None:
-    """Evaluate on the held-out data, and log and keep the result; set ``run.owes_validation`` if it was
-    cancelled."""
+    """Evaluate on the validation data, and log and store the result.
+
+    If a request to stop cancelled it, set ``run.owes_validation``.
+    """
     with metrics.pause(), run.resilience.phase("validation"):
         evaluation = validator.run(run.state.step)
     run.owes_validation = evaluation is None
     if evaluation is None:
         step = run.state.step
         logger.warning(
-            f"validation after step {step} was cancelled by a request to stop: the resumed run repeats it"
+            f"validation after step {step} was cancelled by a request to stop; it is repeated when the run resumes"
         )
         return
     metrics.validation(run.state.step, evaluation.values)
@@ -330,13 +344,13 @@ def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Che
 def step(run: Run) -> Outcome | None:
     """Run one optimizer step (a collective).
 
-    None, on every rank, if the data have ended or a rank has a request to stop.
+    Returns None on every rank if the data have ended, or a rank has received a request to stop.
     """
     config = run.config
     mesh = run.mesh
     state = run.state
 
-    # data: this rank's micro-batches, and the sums over the batches of all ranks
+    # Read this rank's micro-batches, and sum the counts of tokens over all ranks.
     with run.resilience.phase("data"):
         data_of_step = _read_step(run)
     if data_of_step is None:
@@ -345,7 +359,8 @@ def step(run: Run) -> Outcome | None:
     if run.runner.counts_filler:
         host_batches = data.mark_filler(host_batches)
     batches = [batch.to(mesh.device, non_blocking=True) for batch in host_batches]
-    # Dropout differs between data ranks. It depends on the step, so a resumed run draws the same masks.
+    # Seed dropout. Its masks differ between ranks, and depend on the step, so that a resumed run draws the same
+    # ones.
     seed_step(
         config.debug.seed,
         state.step,
@@ -354,8 +369,8 @@ def step(run: Run) -> Outcome | None:
         mesh.rank("cp", "tp"),
     )
 
-    # Forward and backward. Gradients are sums over tokens: the loss is divided once, here, by the target
-    # tokens of all ranks, so no later reduction takes a mean.
+    # Run forward and backward. The loss is divided only here, by the number of target tokens on all ranks. So
+    # gradients are summed over micro-batches and ranks, and no later reduction takes a mean.
     scale = run.scaler.scale if run.scaler else 1.0
     weight = torch.full(
         (), scale / max(sums.num_targets, 1), dtype=torch.float32, device=mesh.device
@@ -369,7 +384,7 @@ def step(run: Run) -> Outcome | None:
     lr = learning_rate(
         config.optimizer, config.lr_scheduler, run.total_steps, state.updates, run.schedule
     )
-    # before backward, in which the optimizer may step already
+    # Set the learning rate before backward, because the optimizer may update during backward.
     optim.set_learning_rate(run.optimizer, lr)
     loss = run.runner.forward_backward(batches, weight)
     if noise is not None:
@@ -377,18 +392,19 @@ def step(run: Run) -> Outcome | None:
     if source_losses is not None:
         source_losses.end_step()
 
-    # agree on one loss and norm: ranks that took different branches below would deadlock
+    # All ranks must agree on loss and norm. If they took different branches below, they would deadlock.
     norm = run.runner.gradient_norm() / scale
     agreement = grad_clip.Agreement(loss / scale, norm, mesh)
 
-    # Update. If possible, the device decides whether the update applies, so the update is queued before the
-    # host has read loss and norm. Otherwise the host decides.
+    # Update. If possible, the device decides whether to apply the update. Then the host can queue it before it
+    # has read loss and norm. Otherwise the host decides after it has read them.
     max_norm = config.training.max_norm
     decision = agreement.on_device(max_norm) if run.decides_on_device else None
     if decision:
         _update(run, torch.where(decision.applies, decision.factor / scale, 1.0), decision.applies)
-    agreed = agreement.read(decision)  # the only host-device synchronization of a step
-    # raises if the run must stop or roll back
+    # This is the only point of a step where the host waits for the device.
+    agreed = agreement.read(decision)
+    # This raises if the run must stop or roll back.
     verdict = run.resilience.judge(run, loss, norm, agreed, host_batches)
     if verdict.apply and not agreed.applied:
         _update(run, min(1.0, max_norm / (agreed.norm + 1e-6)) / scale)
@@ -419,7 +435,7 @@ def step(run: Run) -> Outcome | None:
 def _update(run: Run, factor: float | torch.Tensor, applies: torch.Tensor | None = None) -> None:
     """Scale the gradients and step the optimizer.
 
-    No-op on the device if ``applies``, a bool tensor, is false.
+    If ``applies`` is given, it is a boolean tensor, and the update changes nothing if it is False.
     """
     grad_clip.scale_gradients(run.runner.parameters().values(), factor)
     if applies is None:
@@ -431,19 +447,20 @@ def _update(run: Run, factor: float | torch.Tensor, applies: torch.Tensor | None
 
 
 def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
-    """Return this rank's batches of a step, the sums over all ranks, and the seconds spent reading (a
-    collective).
+    """Return this rank's batches of a step, the sums over all ranks, and the seconds spent reading.
 
-    None, on all ranks, if the data have ended or a rank has a request to stop. A streamed dataset does not
-    know its length, and its readers finish at different times. So a step in which no rank has a row is
-    skipped, and the data have ended when every reader has returned an empty row, its mark of the end.
+    A collective. Returns None on all ranks if the data have ended, or a rank has received a request to stop.
+
+    A streamed dataset does not know its length, and its readers finish at different times. A reader that has
+    finished returns empty rows. So a step in which no rank has a row is skipped, and the data have ended when
+    every reader has returned an empty row in such steps.
     """
     loader = run.dataloader
     resilience = run.resilience
     empty_rows = 0
     data_seconds = 0.0
     while True:
-        # read this rank's rows of the step; may block on workers or storage
+        # Read this rank's rows. This may wait for workers or storage.
         started = time.perf_counter()
         first_row = loader.samples_consumed
         try:
@@ -455,12 +472,11 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
         if batches is None and loader.has_ended:
             return None
         data_seconds += time.perf_counter() - started
-        # None if a request to stop ended the wait; the flags in the sums tell the other ranks
+        # If a request to stop ended the wait, there are no batches. The flags below tell the other ranks.
         batches = batches or []
-
-        # the first collective of a step: every rank enters it, whatever it has read
+        # Take part in the first collective of the step, whatever this rank has read.
         local_sums = StepSums(flags=resilience.pack_flags())
-        # pp, cp and tp peers read the same rows, so only the first of them counts them
+        # All pp, cp and tp ranks of a data-parallel group read the same rows. Only the first one counts them.
         if run.mesh.rank("pp", "cp", "tp") == 0:
             local_sums.num_targets = sum(batch.num_targets for batch in batches)
             local_sums.num_tokens = sum(batch.num_tokens for batch in batches)
@@ -470,7 +486,7 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
         if resilience.unpack_flags(sums.flags):
             return None
 
-        # skip rows that a rollback excludes, and steps without rows at the end of a stream
+        # Skip rows that a rollback excludes, and steps in which no rank has a row.
         is_excluded = resilience.leaves_out(first_row, first_row + loader.global_batch)
         has_rows = sums.num_rows > 0 or not loader.ends_without_notice
         if has_rows and not is_excluded:

@@ -1,10 +1,10 @@
-"""Measure the loss on held-out data with the training runner, exactly at any number of ranks.
+"""Measure the loss on validation data with the training runner. The result is exact on any number of ranks.
 
-Every row of the validation set is read once. If the ranks do not divide the rows, the last batch is filled
-up with rows without targets, so every rank takes part in the same number of batches. Training is not
-affected: dropout is off, and expert load statistics are only updated in backward. For row tasks
-(classification, ...), the predictions of all ranks are gathered in the order of the data, and metrics are
-computed over the complete set.
+Every row of the validation set is read once. If the rows cannot be divided evenly among ranks, the last batch
+is filled up with rows without targets, so that every rank runs the same number of batches. Validation does not
+affect training: dropout is off, and expert load statistics are updated only in backward. For row tasks, such as
+classification, the predictions of all ranks are gathered in the order of the data, and metrics are computed
+over the complete set.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Evaluation:
     rows: int
     """Number of sequences, without padding rows."""
     metrics: Mapping[str, float] | None = None
-    """Metrics of a row task. None for next-token tasks, which have a perplexity."""
+    """Metrics of a row task. None for next-token tasks, which have a perplexity instead."""
     predictions: Mapping[str, Tensor] = field(default_factory=dict)
-    """Predictions of a row task: one entry per row in the order of the data, on the CPU."""
+    """Predictions of a row task, as CPU tensors with one entry per row, in the order of the data."""
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss. Infinite if a float cannot represent it, NaN if the loss is NaN."""
+        """The exponential of the loss. Infinite if it exceeds a float's range, NaN if the loss is NaN."""
         if self.loss < 709:
             return math.exp(self.loss)
         return self.loss * math.inf
@@ -71,13 +71,16 @@ def evaluate(
     stop: StopRequest | None = None,
     labelled: bool = True,
 ) -> Evaluation | None:
-    """Measure the loss on a finite stream, from its beginning (a collective: every rank calls it).
+    """Measure the loss on a finite stream, from its beginning (a collective).
 
     Weights, gradients and random number generators do not change.
 
     Args:
-        max_batches: maximum number of batches to read; -1 reads all.
-        stop: checked before each batch. If any rank has a request to stop, all ranks return None.
+        runner: the runner of the model.
+        stream: the validation data.
+        mesh: the mesh.
+        max_batches: maximum number of batches to read. -1 reads all batches.
+        stop: checked before each batch. If any rank has received a request to stop, all ranks return None.
         labelled: False if the rows of a row task have no labels. The loss is then NaN, and there are no
             metrics.
 
@@ -108,14 +111,14 @@ def evaluate(
     finally:
         for part, was_training in training_modes:
             part.train(was_training)
-            # No backward follows that would reshard the parameters. FSDP has no state before the first
-            # forward.
+            # Reshard the parameters, because no backward pass follows that would do it. Before any forward pass
+            # there is nothing to reshard.
             if batch is not None:
                 free_gathered(part)
-        stream.seek(0)  # ends the worker processes
-
-    # Peers on other axes read the same rows: sum counts over data ranks only, and losses over all ranks
-    # with a part.
+        # This also ends the worker processes.
+        stream.seek(0)
+    # Ranks along other axes than BATCH_AXES read the same rows, so sum the counts only over BATCH_AXES. But
+    # each rank along "pp" and LOSS_AXES has a different part of the loss.
     counts = torch.tensor([num_tokens, num_rows], dtype=torch.float64, device=mesh.device)
     total_tokens, total_rows = mesh.sum(counts, over=BATCH_AXES).tolist()
     total_loss = mesh.sum(loss, over=("pp", *LOSS_AXES)).item()
@@ -134,14 +137,17 @@ def evaluate(
 def gather(
     local_predictions: list[tuple[Tensor, dict[str, Tensor]]], mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Gather the predictions of all ranks on the CPU, one entry per row in the order of sample ids (a
-    collective).
+    """Gather the predictions of all ranks as CPU tensors, with one entry per row (a collective).
 
-    Each element is the sample ids of a batch and its predictions by name. Ranks may have different numbers
-    of rows, or no rows. Padding rows (id -1) are dropped. Rows that several ranks have, like
-    tensor-parallel peers, count once.
+    Rows are ordered by sample id. Padding rows (id -1) are dropped. If several ranks have the same row, such as
+    tensor-parallel ranks, it is kept once.
+
+    Args:
+        local_predictions: for each batch of this rank, its sample ids and its predictions by name. Ranks may
+            have different numbers of rows, or none.
+        mesh: the mesh.
     """
-    # this rank's rows without padding
+    # Select this rank's rows without padding.
     rows_of_batch = [(ids >= 0).nonzero().flatten() for ids, _ in local_predictions]
     pairs = list(zip(local_predictions, rows_of_batch, strict=True))
     local_ids = torch.cat([ids[rows] for (ids, _), rows in pairs])
@@ -150,7 +156,7 @@ def gather(
         values_of_batches = [predictions[name].cpu()[rows] for (_, predictions), rows in pairs]
         local_values[name] = torch.cat(values_of_batches)
 
-    # sort by id, and keep the first of equal ids
+    # Sort the rows of all ranks by id, and keep the first of equal ids.
     ids = torch.cat(_all_gather(local_ids, mesh))
     order = ids.argsort(stable=True)
     sorted_ids = ids[order]
@@ -164,7 +170,7 @@ def gather(
 
 
 def _all_gather(values: Tensor, mesh: Mesh) -> list[Tensor]:
-    """All-gather tensors that may differ in their first dim. Return one CPU tensor per rank."""
+    """All-gather tensors whose first dimension may differ between ranks. Return one CPU tensor per rank."""
     world_size = mesh.device_mesh.size()
     if world_size == 1:
         return [values]
@@ -172,7 +178,7 @@ def _all_gather(values: Tensor, mesh: Mesh) -> list[Tensor]:
     counts = torch.zeros(world_size, dtype=torch.int64, device=mesh.device)
     counts[torch.distributed.get_rank()] = len(values)
     lengths = mesh.sum_of_all(counts).tolist()
-    # all_gather requires equal shapes, so pad each tensor to the longest
+    # all_gather requires equal shapes, so pad each tensor to the length of the longest one.
     padded = values.new_zeros(max(lengths), *values.shape[1:])
     padded[: len(values)] = values
     gathered = [torch.empty_like(padded) for _ in lengths]
@@ -183,15 +189,16 @@ def _all_gather(values: Tensor, mesh: Mesh) -> list[Tensor]:
 def _batches(
     stream: data.DataLoader, limit: int, mesh: Mesh, stop: StopRequest
 ) -> Iterator[data.Batch]:
-    """Yield at most ``limit`` batches (all if negative). Collective: every rank yields the same number.
+    """Yield at most ``limit`` batches, or all if it is negative (a collective).
+
+    Every rank yields the same number of batches.
 
     Raises:
-        Interrupted: a rank has a request to stop. All ranks raise it before the same batch.
+        Interrupted: a rank has received a request to stop. All ranks raise it before the same batch.
     """
     count = 0
     while count != limit:
-        # The tuple distinguishes the end of the data, (None,), from a wait that a request to stop has
-        # ended, None.
+        # stop.read returns None if a request to stop has ended the wait. The end of the data is (None,).
         result = stop.read(lambda: (next(stream, None),))
         is_interrupted = result is None
         batch = result[0] if result else None
@@ -208,7 +215,7 @@ def _batches(
 
 
 class Validator:
-    """Evaluates a run on its validation data, at the steps that ``[validation]`` configures."""
+    """Evaluates the model on the validation data, after the steps that ``[validation]`` configures."""
 
     def __init__(
         self,
@@ -219,7 +226,19 @@ class Validator:
         num_samples: int | None = None,
         average: MovingAverage | None = None,
     ) -> None:
-        """``average``: evaluate these averages instead of the weights."""
+        """Open the validation data.
+
+        Args:
+            config: the configuration of the run.
+            runner: the runner of the model.
+            mesh: the mesh.
+            stop: ends an evaluation early, see ``evaluate``.
+            num_samples: number of rows in an epoch of the training data. None if unknown.
+            average: if given, evaluate these averages of the weights instead of the weights.
+
+        Raises:
+            ConfigError: ``validation.per_epoch`` is set, but the number of training rows is unknown.
+        """
         self._average = average
         self._options = config.validation
         self._runner = runner
@@ -232,7 +251,7 @@ class Validator:
                 Problem(
                     "validation.per_epoch",
                     self._options.per_epoch,
-                    rule="requires the number of training rows, which these data have only after they are read",
+                    rule="requires the number of training rows, which is unknown until these data are read",
                     fix="use validation.freq",
                 )
             )
@@ -240,16 +259,16 @@ class Validator:
         self._last_step = 0
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """True if the run must evaluate after ``step`` (counted from 1): at each interval and after the
-        last step.
+        """True if the run must evaluate after ``step``: at each interval, and after the last step.
 
-        A step that has been evaluated is not due again, so this can be called again if the data end early.
+        Steps are counted from 1. A step that has been evaluated is not due again. So this may be called again
+        for the same step, when the data have ended early and it turns out to be the last one.
         """
         if step == self._last_step:
             return False
         rows = self._rows_per_epoch
         if self._options.per_epoch and rows:
-            # due if this step crosses a multiple of rows / per_epoch
+            # Evaluation is due if this step reaches or passes a multiple of rows / per_epoch.
             evaluations_until_step = step * self._rows_per_step * self._options.per_epoch // rows
             evaluations_before_step = (
                 (step - 1) * self._rows_per_step * self._options.per_epoch // rows
@@ -262,7 +281,7 @@ class Validator:
     def run(self, step: int) -> Evaluation | None:
         """Evaluate after ``step`` on ``validation.steps`` batches, or on the complete set (a collective).
 
-        None if a request to stop cancelled the evaluation.
+        Returns None if a request to stop cancelled the evaluation.
         """
         self._last_step = step
         weights = self._average.in_model() if self._average else contextlib.nullcontext()
@@ -271,8 +290,10 @@ class Validator:
 
 
 def open_dataloader(config: Config, mesh: Mesh) -> data.DataLoader:
-    """Open the validation set for one pass in its own order, divided over the data-parallel ranks (a
-    collective)."""
+    """Open the validation set for one pass without shuffling (a collective).
+
+    Its rows are divided among the data-parallel ranks.
+    """
     with together(config):
         stream = tasks.open_task(config).open_dataloader(
             section=section(config, mesh.device_mesh.size()),

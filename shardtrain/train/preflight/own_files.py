@@ -17,15 +17,15 @@ SCHEDULE_SECONDS = 30.0
 
 
 def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
-    """Return an error that names the user's file, the line and Python's message.
+    """Convert an error in a user's file to a ConfigError with the file, the line and Python's message.
 
-    Raises ``error`` itself if it does not come from a user's file.
+    If ``error`` does not come from a user's file, it is raised again.
     """
     files = {name: option for option, name in named_files(config) if name.endswith(".py")}
     by_path = {str(Path(name).resolve()): name for name in files}
     source = ""
     place = ""
-    # the innermost frame that is in a user's file
+    # Find the innermost frame that is in a user's file.
     trace = error.__traceback__
     while trace is not None:
         path = str(Path(trace.tb_frame.f_code.co_filename).resolve())
@@ -38,7 +38,7 @@ def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
         if path in by_path:
             source = by_path[path]
             place = f" (line {error.lineno})"
-    # sys.exit would look like the successful end of a run
+    # Report sys.exit as an error, because otherwise it would look like the successful end of a run.
     if isinstance(error, SystemExit):
         if not source:
             raise ShardtrainError(
@@ -56,12 +56,13 @@ def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
 
 
 def _check_schedule(config: Config) -> None:
-    """Import a user's schedule and evaluate it for a sample of steps, for ``SCHEDULE_SECONDS`` at most.
+    """Import a user's schedule, and evaluate it for a sample of steps within ``SCHEDULE_SECONDS``.
 
-    A schedule that does not end keeps running in a daemon thread until this process ends.
+    If the schedule does not end in time, it keeps running in a daemon thread until this process ends.
 
     Raises:
-        ConfigError: as ``check_own``, or the time is over. Other exceptions of the file are not caught.
+        ConfigError: see ``check_own``. Or the schedule did not end in time.
+        Exception: any other exception of the user's file.
     """
     from shardtrain.optim import lr_scheduler  # its package imports torch
 

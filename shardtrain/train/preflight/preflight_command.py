@@ -55,7 +55,7 @@ def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, Co
 
 
 def _here(loaded: Loaded, arguments: CommandLine) -> Machine:
-    """Return this machine as ``train`` would use it: as the only node, or as one of several.
+    """Return this machine as ``train`` would use it: as a single node, or as one of several nodes.
 
     Raises:
         ConfigError: the number of ranks or nodes is not valid.
@@ -66,7 +66,7 @@ def _here(loaded: Loaded, arguments: CommandLine) -> Machine:
     if node_range is None:
         return machine.this_machine(loaded, arguments.nproc)
     local_ranks = nodes.choose_processes_here(loaded.config, arguments.nproc, node_range).count
-    # the world size is not known if the number of nodes may vary
+    # The world size is only known if the number of nodes is fixed.
     world_size = None
     if node_range.least == node_range.most:
         world_size = local_ranks * node_range.most

@@ -1,4 +1,4 @@
-"""Check that the initial weights of a run exist: its own last checkpoint, or the path that it names."""
+"""Check that the weights that a run starts from exist: its last checkpoint, or the configured path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardtrain.utils.errors import ShardtrainError
 
 
 def _lease_error(folders: list[Path]) -> ShardtrainError | None:
-    """Return the error to raise if another run on this host writes to one of the folders, or else None."""
+    """Return an error if another run on this host is writing to one of the folders."""
     for folder in folders:
         if (folder / "lease.json").exists():
             from shardtrain.checkpoint.lease import Lease
@@ -23,11 +23,14 @@ def _lease_error(folders: list[Path]) -> ShardtrainError | None:
 
 
 def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
-    """Return errors for weights that are missing or of another model. Does not read the weights or object
-    stores.
+    """Return errors if weights are missing or belong to a different model.
 
-    ``is_alone`` means that the run is on this node only. Otherwise another node may already hold the
-    folder's lease.
+    Reads neither the weights themselves nor object stores.
+
+    Args:
+        config: the configuration of the run.
+        is_alone: True if the run uses only this node. Otherwise leases are not checked, because another node
+            of the same run may already hold them.
     """
     options = config.checkpoint
     folder = Path(config.job.dump_folder, options.folder)
@@ -37,7 +40,7 @@ def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
     is_on_other_node = options.storage == "first_node" and not is_alone
     if not options.enable or is_in_object_store or is_on_other_node:
         return []
-    # Nothing to read if the run starts from its own initial weights, or from an object store.
+    # There is nothing to check if the run draws its initial weights, or loads them from an object store.
     base = derived.initial_weights(config)
     adapters = config.lora.initial_load_path if config.lora.enable else None
     local_paths = [path for path in (base, adapters) if path is not None and "://" not in path]
@@ -50,17 +53,18 @@ def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
         steps = retention.steps(folder) if folder.is_dir() else []
         if options.load_step != -1 and options.load_step not in steps:
             return [retention.no_such_step(folder, options.load_step, steps)]
-        # a resumed run reads its own checkpoint, and a LoRA run also its base weights
+        # A resumed run reads its own checkpoint instead of the configured weights. A LoRA run also reads its
+        # base weights.
         starts = [] if adapters is None or steps else [adapters]
         if base is not None and "://" not in base and (config.lora.enable or not steps):
             if options.initial_load_in_hf:
                 from shardtrain.hf import importing
 
-                # without tensors to fill, this only checks the folder
+                # Without any tensors to fill, this call only checks the folder.
                 importing.fill_as_configured({}, Path(base), config)
             else:
                 starts.insert(0, base)
-        # Read the manifest of each checkpoint from which the run would start.
+        # Check the manifest of each checkpoint that the run would load.
         for start in starts:
             is_peft = (Path(start) / "adapter_config.json").exists()
             if not Path(start).is_dir() or is_peft:
@@ -72,5 +76,6 @@ def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
     except ShardtrainError as error:
         return [error]
     except OSError:
-        return []  # storage that does not answer now may do so when the run starts
+        # The storage does not answer now, but it may do so when the run starts.
+        return []
     return []

@@ -1,8 +1,7 @@
-"""Check the space that a run writes to: its checkpoint folder, and /dev/shm for the batches of loader
-workers.
+"""Check the free space in the checkpoint folder, and in /dev/shm for the batches of loader workers.
 
-Sizes are lower bounds, from shapes only. Each save checks again before it writes, because free space
-changes.
+The required sizes are lower bounds, computed only from shapes. Each save checks the free space again before it
+writes, because it changes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from shardtrain.utils.units import format_bytes
 SHARED = Path("/dev/shm")
 _DEFAULT_PREFETCH = 4
 _BYTES_PER_TOKEN = 24
-"""Bytes of a token in a batch: id, target and position, int64 each."""
+"""Bytes of a token in a batch: its id, target and position, int64 each."""
 
 Build = Callable[[], list[ParameterMemory] | None]
 
@@ -48,35 +47,40 @@ def address_problem(config: Config) -> ShardtrainError | None:
 def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[ShardtrainError], list[str]]:
     """Check the free space of the checkpoint folder.
 
-    ``build`` returns the parameters of the model, or None if it cannot be built. It is called only if an
-    upper bound of their size does not fit.
+    Args:
+        loaded: the configuration.
+        machine: the machine that the run would use.
+        build: returns the parameters of the model, or None if it cannot be built. It is called only if an
+            upper bound of the size of checkpoints does not fit.
 
     Returns:
-        Errors and warnings. An error if one checkpoint does not fit; a warning if one fits, but not all that
-        would be kept.
+        Errors and warnings: an error if not even one checkpoint fits, and a warning if one fits, but not all
+        checkpoints that the run would keep.
     """
     config = loaded.config
     options = config.checkpoint
     if not options.enable or options.load_only or "://" in options.folder:
         return [], []
-    # with several nodes, another node may be the one that writes
+    # With several nodes, this may not be the node that writes.
     if options.storage == "first_node" and machine.world_size != machine.local_ranks:
         return [], []
     folder = Path(config.job.dump_folder, options.folder).absolute()
     try:
-        # if the folder does not exist yet, its nearest existing parent is on the same filesystem
+        # The folder may not exist yet. Its nearest existing parent is on the same filesystem.
         existing = next(path for path in (folder, *folder.parents) if path.is_dir())
         filesystem = os.statvfs(existing)
         num_existing = (
             sum(1 for path in folder.glob("step-*") if path.is_dir()) if folder.is_dir() else 0
         )
     except OSError:
-        return [], []  # storage that does not answer now may do so when the run saves
+        # The storage does not answer now, but it may do so when the run saves.
+        return [], []
     free_bytes = filesystem.f_bavail * filesystem.f_frsize
-    # one more than is kept, because the oldest checkpoint is deleted after the newest is complete
+    # There must be space for one more checkpoint than is kept, because the oldest one is deleted only after the
+    # newest is complete.
     num_new = max(1, _most_kept(config) + 1 - num_existing)
 
-    # building the model takes seconds, and an upper bound from its sizes is usually enough
+    # Building the model takes seconds, so first try an upper bound computed from its sizes.
     upper_bound = memory_fit.generous_guess(model_shape(loaded) or {})
     if upper_bound is not None:
         parameters = [ParameterMemory(upper_bound, tensor=True, expert=False, trained=True)]
@@ -90,7 +94,7 @@ def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[Shardtrai
     if num_fitting < 1:
         error = StorageError(
             f"{folder}: a checkpoint of this run takes {format_bytes(checkpoint_bytes)}, "
-            f"a save requires {SPARE} times that, and {format_bytes(free_bytes)} are free: "
+            f"a save requires {SPARE} times that, but only {format_bytes(free_bytes)} are free: "
             "free space, or set checkpoint.folder to another filesystem"
         )
         return [error], []
@@ -101,14 +105,14 @@ def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[Shardtrai
         warning = (
             f"{policy}: {folder} must hold {num_new} more checkpoints of "
             f"{format_bytes(checkpoint_bytes)} before the first is deleted, "
-            f"and {format_bytes(free_bytes)} are free, room for {num_fitting}"
+            f"but the free space of {format_bytes(free_bytes)} is enough for only {num_fitting}"
         )
         return [], [warning]
     return [], []
 
 
 def _most_kept(config: Config) -> int:
-    """Return the maximum number of checkpoints in the folder, without those that are kept permanently."""
+    """Return the maximum number of checkpoints in the folder, apart from those that are never deleted."""
     options = config.checkpoint
     limit = options.keep_latest_k
     if options.interval_type != "steps" or config.training.epochs is not None:
@@ -118,8 +122,10 @@ def _most_kept(config: Config) -> int:
 
 
 def shared_memory_problem(loaded: Loaded, machine: Machine) -> Problem | None:
-    """Return a problem if /dev/shm is too small for the batches of loader workers, which would die of a bus
-    error."""
+    """Return a problem if /dev/shm is too small for the batches of loader workers.
+
+    A worker that runs out of shared memory is killed by a bus error.
+    """
     training = loaded.config.training
     option = "training.dataloader.num_workers"
     workers = training.dataloader.num_workers
@@ -137,7 +143,7 @@ def shared_memory_problem(loaded: Loaded, machine: Machine) -> Problem | None:
         return None
     rule = (
         f"keeps up to {batches_per_worker} batches of each worker and rank in {SHARED}: "
-        f"{format_bytes(needed_bytes)} or more, and {format_bytes(free_bytes)} are free there"
+        f"{format_bytes(needed_bytes)} or more, but only {format_bytes(free_bytes)} are free there"
     )
     return Problem(
         option,

@@ -344,7 +344,7 @@ def damaged(original: Original, file: Path, kind: str) -> str:
             :-1
         ]
         original.save(file, optimizer_state_dict=optimizer_state)
-        return "the optimizer has groups of"
+        return "the optimizer's groups have"
     if kind == "no step":
         original.save(file, global_step="ten")
         return "global_step is not a count"
