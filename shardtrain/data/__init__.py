@@ -1,6 +1,6 @@
-"""From text to batches: source, tokenizer, rows, order, and this rank's part of each step.
+"""From text to batches: open sources, tokenize, pack rows, order them, and read this rank's part of a step.
 
-Names are imported on first use, because tools for tokenizers and sources do not need torch.
+Names are imported on first use, because tools for tokenizers and sources must not import torch.
 """
 
 from __future__ import annotations

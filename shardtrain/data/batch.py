@@ -21,9 +21,9 @@ class Batch:
         targets_BT: the token that follows each token, or ``IGNORE``.
         positions_BT: position of each token in its sequence or document, from 0.
         sample_ids_B: ids of the rows within the dataset; -1 for a padding row.
-        documents_BT: ascending number of each token's document. A token attends only to earlier tokens of
-            its document. None lets every token attend to all earlier ones.
-        lengths_B: number of text tokens in each row, followed by padding. None if rows have no padding.
+        documents_BT: number of each token's document, ascending within a row. A token attends only to earlier
+            tokens of its document. None lets every token attend to all earlier tokens.
+        lengths_B: number of tokens in each row before its padding. None if rows have no padding.
     """
 
     tokens_BT: Tensor
@@ -51,21 +51,19 @@ class Batch:
         return int((self.sample_ids_B >= 0).sum().item())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return the batch on a device.
-
-        With ``non_blocking``, the copy does not wait for other work of the device.
-        """
+        """Copy the batch to a device. With ``non_blocking``, the host does not wait for the copy."""
         if non_blocking:
             moved = self._each(lambda tensor: to_device(tensor, device))
         else:
             moved = self._each(lambda tensor: tensor.to(device))
-        # build masks from the host's copy of the documents, without a copy back from the device
+        # Remember the host's copy of the document numbers, from which masks are built. Otherwise they would be
+        # copied back from the device.
         if self.documents_BT is not None and moved.documents_BT is not None:
             document_mask.remember(moved.documents_BT, self.documents_BT)
         return moved
 
     def pin_memory(self) -> Batch:
-        """Return the batch in page-locked host memory, from which a GPU can copy while the host continues."""
+        """Copy the batch to page-locked host memory, from which a GPU can copy while the host continues."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:

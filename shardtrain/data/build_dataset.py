@@ -38,19 +38,19 @@ from shardtrain.utils.errors import ConfigError, Problem
 logger = logging.getLogger(__name__)
 
 _FIRST_ROWS = 8
-"""Number of rows on which a template is tested before all rows are read."""
+"""A template is tested on this number of rows before all rows are read."""
 _LOG_SECONDS = 5.0
 """Interval of the progress lines while a dataset is tokenized."""
 MEMORY_BYTES = 64 * 2**20
-"""Maximum size of a dataset that data.mode="auto" reads completely at start."""
+"""Maximum size of a dataset that data.mode="auto" reads completely when the run starts."""
 
 
 @dataclass(frozen=True)
 class DataPipeline:
     """The inputs of the data loader.
 
-    ``end`` is the position at which the data end. None if they repeat, or if the end is not known before
-    reading.
+    ``end`` is the position at which the data end. None if they repeat, or if the end is unknown until the data
+    are read.
     """
 
     feeds: list[Feed]
@@ -62,14 +62,14 @@ class DataPipeline:
 
 
 class Counted(Protocol):
-    """The part of a feed that mixture weights need: the mean number of targets per row."""
+    """Interface of a feed that ``stages_of`` uses: its mean number of targets per row."""
 
     mean_targets: float
 
 
 @dataclass(frozen=True)
 class NamedDataset:
-    """A data source, with the names of its options for error messages."""
+    """A data source, with its name and the names of its options for error messages."""
 
     name: str
     source: DataSource
@@ -93,8 +93,7 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 
 def named_sources(config: Config, section: Training | Validation) -> list[NamedDataset]:
-    """Return the sources of a section: [data.sources] for training, if set, else the dataset of the
-    section."""
+    """Return the sources of a section: the section's dataset, or for training [data.sources] if it is set."""
     if isinstance(section, Training) and config.data.sources:
         named = []
         for name, source in config.data.sources.items():
@@ -114,10 +113,10 @@ def is_local(path: str) -> bool:
 
 
 def request_for(config: Config, named: NamedDataset) -> Request:
-    """Return the request with which the module of a source opens it."""
+    """Return the request that is passed to the module that opens the source."""
     _set_limits(config)
     source = named.source
-    # Messages name the option of the source if it sets a value, else the default's.
+    # In messages, name the option that sets the value: the source's own option, or the default in [data].
     split_option = "data.split"
     if source.split:
         split_option = named.path_option.replace("dataset_path", "split")
@@ -147,9 +146,15 @@ def packing_of(
 ) -> Packing:
     """Return how documents of a source are packed into rows.
 
-    Only the treatment of long documents may differ between sources. The kind of packing and the document
-    mask are equal for all sources, because the rows of a batch share one attention kernel. ``formats`` are
-    the formats of all sources by name; pass them when calling this for many sources.
+    Sources may differ only in how they treat long documents. The kind of packing and the document mask are the
+    same for all sources, because one attention kernel processes all rows of a batch.
+
+    Args:
+        config: the configuration.
+        section: the section of the source.
+        tokenizer: the tokenizer, for its padding token.
+        named: the source.
+        formats: result of ``formats_of``. Pass it to avoid computing it again for each of many sources.
     """
     options = config.data
     formats = formats or formats_of(config, section)
@@ -158,7 +163,7 @@ def packing_of(
     masks_documents = options.document_mask == "on"
     if options.document_mask == "auto":
         masks_documents = kind != "concat" or all_formats != {"text"}
-    # "concat" ignores long_documents; a constant keeps the fingerprints of such data independent of it
+    # "concat" ignores long_documents. Use a constant, so that the fingerprint of the data does not depend on it.
     long_documents = "split"
     if kind != "concat":
         long_documents = derived.long_documents(options, formats[named.name])
@@ -173,7 +178,7 @@ def formats_of(config: Config, section: Training | Validation) -> dict[str, str]
 
 
 def _format(config: Config, named: NamedDataset) -> str:
-    """Return the format of a source's rows. Prepared shards have it in their index."""
+    """Return the format of a source's rows. For prepared shards, it is stored in their index."""
     if named.source.dataset == "tokens" and named.source.dataset_path is not None:
         return read_index(
             Path(named.source.dataset_path), named.path_option, checks_files=False
@@ -182,8 +187,10 @@ def _format(config: Config, named: NamedDataset) -> str:
 
 
 def format_of_rows(config: Config, section: Training | Validation) -> str:
-    """Return data.format if the first row of a dataset has its columns, else the format whose columns the
-    row has."""
+    """Guess the format of a dataset from the columns of its first row.
+
+    Return data.format if the row has the columns of this format, or if it has those of no format.
+    """
     options = config.data
     named = named_sources(config, section)[0]
     module = sources.find(named.source.dataset, option=named.dataset_option)
@@ -208,8 +215,14 @@ def format_of_rows(config: Config, section: Training | Validation) -> str:
 def open_data(
     config: Config, section: Training | Validation, *, shuffle: bool, loop: bool | None
 ) -> DataPipeline:
-    """Open all sources of a section. ``loop`` None means to repeat as training.epochs and
-    training.on_data_end require.
+    """Open all sources of a section.
+
+    Args:
+        config: the configuration.
+        section: the section.
+        shuffle: True to shuffle the rows of each source.
+        loop: True to repeat the data forever, False for a single pass. None repeats them as training.epochs and
+            training.on_data_end require.
 
     Raises:
         ConfigError: a dataset or the tokenizer is unknown or cannot be opened.
@@ -219,8 +232,8 @@ def open_data(
     all_named = named_sources(config, section)
     formats = formats_of(config, section)
     is_mixture = len(all_named) > 1
-    # BOS and EOS are only added to texts and prompts: chats get theirs from the template, and prepared
-    # tokens have them already
+    # Log how documents begin and end. This does not concern chats, whose template writes their special tokens,
+    # and prepared tokens, which contain them already.
     if any(
         named.source.dataset != "tokens" and formats[named.name] != "chat" for named in all_named
     ):
@@ -250,7 +263,7 @@ def open_data(
         text = "dataset %s is not read in stage %d: its weight is less than 1 in 65,536"
         logger.warning(text, all_named[index].name, stage + 1)
 
-    # the data end when the first source has finished all its passes
+    # The data end when the first source has finished all its passes.
     ends = []
     for index, (feed, passes) in enumerate(zip(feeds, all_passes, strict=True)):
         if passes is not None and feed.num_rows is not None:
@@ -270,7 +283,7 @@ def _passes(
 ) -> int | None:
     """Return the number of passes over a source, or None to repeat it forever.
 
-    ``loop`` overrides the options if it is not None. In a mixture, only the source's own option counts.
+    If ``loop`` is not None, it overrides the options. In a mixture, only the source's own option counts.
     """
     if loop is not None:
         return None if loop else 1
@@ -297,19 +310,18 @@ def _open_feed(
     request = request_for(config, named)
     started = time.perf_counter()
 
-    # prepared shards contain tokens
+    # Prepared shards contain tokens already.
     if hasattr(module, "open_line"):
         shards: ShardTokenBuffer = module.open_line(request, tokenizer)
         return _indexed(config, shards, packing, seed, passes, named, shards.files, started)
 
-    # these are collectives while ranks open data together, so all ranks must open the sources in the same
-    # order
+    # From here on there are collectives, so all ranks must open the sources in the same order.
     source: Table | Shards = module.open_source(request)
     encoder = open_encoder(tokenizer, config.data, named.source)
     place = source.listed_at if isinstance(source, FileSource) else ""
     shared_opening.once(place, lambda: check_template(source, encoder, named))
 
-    # a large dataset is tokenized during training
+    # Tokenize a large dataset during training.
     if _streams(config, section, named, source, passes):
         feed = StreamFeed(
             source,
@@ -328,13 +340,13 @@ def _open_feed(
         )
         return feed
 
-    # other datasets are tokenized once for all ranks, unless the tokens are cached from an earlier start
+    # Tokenize other datasets now, once for all ranks, unless the tokens are cached from an earlier start.
     def tokens() -> dict[str, Any]:
         def read() -> dict[str, Any]:
             return _read(config, source, encoder, tokenizer, named)
 
-        # Only files can be recognized as unchanged, by size and times. A user's code may return other rows
-        # each time.
+        # Cache only datasets of files, which are recognized as unchanged by size and times. A user's code may
+        # return different rows each time.
         is_own_code = named.source.dataset.endswith(".py")
         if not config.data.cache_tokens or not isinstance(source, FileSource) or is_own_code:
             return read()
@@ -354,15 +366,15 @@ def _read(
     tokenizer: Tokenizer,
     named: NamedDataset,
 ) -> dict[str, Any]:
-    """Tokenize all rows.
+    """Tokenize all rows. Return the tokens, and the reasons why rows were skipped.
 
-    Return the tokens, and the reasons of skipped rows, as values that one rank can send to the others.
+    One rank can send the returned values to the others.
     """
     policy = BadRows.of(config.data)
     stats = RowStats()
     rows: Iterable[tuple[Key, Row]] = every_row(source)
-    # Compressed files may expand to a multiple of their size. Limit that unless the user has requested to
-    # read all of it into memory, with data.mode="memory" or with a dataset in Python code.
+    # Compressed files may expand to many times their size. Limit this, unless the user has requested to read
+    # everything into memory, by data.mode="memory" or by a dataset in Python code.
     growth = None
     if config.data.mode == "auto" and not named.source.dataset.endswith(".py"):
         growth = Growth(
@@ -377,7 +389,7 @@ def _read(
 
 
 def _logged(documents: Iterable[Document], name: str, num_rows: int | None) -> Iterator[Document]:
-    """Yield the documents unchanged, and log the progress every few seconds."""
+    """Yield the documents unchanged, and log progress every few seconds."""
     logged = time.monotonic()
     for count, document in enumerate(documents):
         yield document
@@ -388,7 +400,7 @@ def _logged(documents: Iterable[Document], name: str, num_rows: int | None) -> I
 
 
 def check_template(source: Table | Shards, encoder: Encoder, named: NamedDataset) -> None:
-    """Try a template on the first rows. Raises ConfigError if it returns no document for any of them."""
+    """Try a template on the first rows. Raise ConfigError if it returns a document for none of them."""
     if not isinstance(encoder, TemplatedEncoder):
         return
     rows = itertools.islice(every_row(source), _FIRST_ROWS)
@@ -417,7 +429,7 @@ def _indexed(
     files: Mapping[str, str],
     started: float,
 ) -> IndexedFeed:
-    """Return a feed of tokens whose documents are all known, and log its size."""
+    """Return a feed of tokens that have been read completely, and log its size."""
     feed = IndexedFeed(
         line, packing, seed=seed, passes=passes, option=named.path_option, files=files
     )
@@ -442,13 +454,13 @@ def _streams(
 ) -> bool:
     """True if a source is tokenized during training.
 
-    Raises ConfigError for options that are then not supported.
+    Raises:
+        ConfigError: it is, and an option is set that is not supported then.
     """
     mode = config.data.mode
     is_small = source.total_bytes is not None and source.total_bytes <= MEMORY_BYTES
     streams = mode == "stream" or (mode == "auto" and not is_small)
-    # validation on the complete set needs the number of steps, so the set is read at start whatever its
-    # size
+    # Validation on the complete set needs the number of steps. So read the set at start, however large it is.
     if isinstance(section, Validation) and section.steps == -1 and streams:
         if source.total_bytes is None:
             raise ConfigError(
@@ -463,7 +475,7 @@ def _streams(
     if not streams:
         return False
 
-    # the number of rows of a stream is not known, so reject options that need it
+    # Reject options that need the number of rows, which is unknown for a stream.
     size = (
         "of unknown size"
         if source.total_bytes is None
@@ -484,7 +496,7 @@ def _streams(
             Problem(
                 "training.epochs",
                 section.epochs,
-                rule=f"requires the number of rows, and the dataset {named.name} {size} is tokenized during training",
+                rule=f"requires the number of rows, but the dataset {named.name} {size} is tokenized during training",
                 fix=fix,
             )
         )
@@ -493,7 +505,7 @@ def _streams(
             Problem(
                 f"data.sources.{named.name}.epochs",
                 passes,
-                rule=f"requires the number of rows, and the dataset {size} is tokenized during training",
+                rule=f"requires the number of rows, but the dataset {size} is tokenized during training",
                 fix=fix,
             )
         )
@@ -501,14 +513,16 @@ def _streams(
 
 
 def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:
-    """Return the stages of [data], with weights per token converted to weights per row, and limits in
-    tokens to limits in rows."""
+    """Return the stages of [data], converted from tokens to rows.
+
+    Options give weights per token and limits in tokens. Stages have weights per row and limits in rows.
+    """
     names = list(config.data.sources)
     weights_of_sources = {name: source.weight for name, source in config.data.sources.items()}
     stages = [(stage.until_tokens, stage.weights) for stage in config.data.stages] or [
         (0, weights_of_sources)
     ]
-    # a stage without limit (0) is the last; if all have a limit, the last weights apply until the end
+    # The last stage has no limit (0). If the user has set one, its weights apply until the end.
     if stages[-1][0]:
         stages.append((0, stages[-1][1]))
     result = []
@@ -522,8 +536,7 @@ def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:
         if not until_tokens:
             result.append(Stage(tuple(per_row)))
             break
-        # a row has sum(per_token) / sum(per_row) targets on average, which converts tokens of the stage to
-        # rows
+        # On average, a row has sum(per_token) / sum(per_row) targets. Divide the stage's tokens by this number.
         rows += (until_tokens - tokens) * sum(per_row) / sum(per_token)
         tokens = until_tokens
         result.append(Stage(tuple(per_row), stop=round(rows)))

@@ -1,8 +1,8 @@
 """Order hash: one number for all rows that a run has consumed, to prove that two runs saw the same data.
 
-Each row is hashed with its position in the order, its sample id, tokens and targets. The hashes are summed
-modulo 2^64. A sum does not depend on the division of rows over ranks or steps; the position makes it depend
-on their order.
+Each row is hashed with its position in the order, its sample id, its tokens and its targets. The hashes are
+summed modulo 2^64. A sum does not depend on how rows are divided over ranks and steps. It does depend on the
+order of rows, because the positions are hashed too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def hash_rows(batch: Batch, first_position: int) -> int:
     total = 0
     tokens = batch.tokens_BT.numpy().astype("<i4")
     targets = batch.targets_BT.numpy().astype("<i4")
-    # little-endian dtypes of fixed size, so the hash is the same on every machine
+    # The dtypes above and below are little-endian with a fixed size, so the hash is the same on every machine.
     for row, sample in enumerate(batch.sample_ids_B.tolist()):
         if sample < 0:
             continue
@@ -41,8 +41,10 @@ def hash_rows(batch: Batch, first_position: int) -> int:
 
 
 def hash_numbers(sample_ids: list[int], first_position: int) -> int:
-    """Return the sum of hashes of positions and sample ids only, for rows whose content is part of a
-    fingerprint."""
+    """Return the sum of the hashes of positions and sample ids.
+
+    This is for rows whose contents need no hash, because a fingerprint covers them.
+    """
     total = 0
     for row, sample in enumerate(sample_ids):
         if sample >= 0:
@@ -52,13 +54,13 @@ def hash_numbers(sample_ids: list[int], first_position: int) -> int:
 
 
 def split(number: int) -> list[float]:
-    """Split a hash into parts of 16 bits, which are summed exactly in float64 over any number of ranks."""
+    """Split a hash into parts of 16 bits. Sums of such parts over many ranks are exact in float64."""
     mask = 2**_BITS - 1
     return [float((number >> (_BITS * part)) & mask) for part in range(_PARTS)]
 
 
 def join(parts: list[float]) -> int:
-    """Join summed parts to a hash. A sum of parts may exceed 16 bits.
+    """Convert the sums of parts back to a hash. A sum may exceed 16 bits.
 
     >>> join([a + b for a, b in zip(split(2**64 - 1), split(2))])
     1

@@ -1,4 +1,4 @@
-"""Check that the data are sufficient for a run: they last for its steps, and have tokens to learn."""
+"""Check that the data are enough for all steps of a run, and that they contain tokens to learn."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ from shardtrain.config.schema import Config, Training
 from shardtrain.utils.errors import DataError, fix_first
 
 STEPS_WITHOUT_TARGETS = 10
-"""Number of steps without a target after which a run ends."""
+"""A run ends with an error if its first steps, this many, have no target."""
 
 
 def check_enough(training: Training, step: int, steps_left: int, total_steps: int) -> str:
-    """Check data that end ``steps_left`` steps after ``step``. Return a line for the log if the run will
-    end early.
+    """Check that the data are enough for a run. Return a line for the log if they end early, else "".
 
-    Empty if the data last, or if the data determine the length of the run (training.epochs).
+    If the data determine the length of the run (training.epochs), they are always enough.
+
+    Args:
+        training: the options of the run.
+        step: number of steps that the run has already made.
+        steps_left: number of steps for which there are data left.
+        total_steps: number of steps of the run.
 
     Raises:
-        DataError: the data do not last, and training.on_data_end is "error".
+        DataError: there are not enough data, and training.on_data_end is "error".
     """
     last = step + steps_left
     if training.epochs is not None or last >= total_steps:
@@ -31,7 +36,7 @@ def check_enough(training: Training, step: int, steps_left: int, total_steps: in
 
 
 def check_has_targets(config: Config, step: int, total_steps: int) -> None:
-    """Stop a run without any target on any rank, for example because prompts fill all rows.
+    """Stop a run whose data have no targets, for example because prompts fill all rows.
 
     Raises:
         DataError: the first steps had no token with a loss.

@@ -1,4 +1,4 @@
-"""Fingerprints of facts that determine the rows of a run."""
+"""Fingerprints of everything that determines the rows of a run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ def digest(*facts: object) -> str:
 
 
 def digest_of_files(files: Mapping[str, str], *facts: object) -> str:
-    """Return the ``digest`` of the sorted items of ``files`` and of at least one fact, without a text of
-    all names in memory."""
-    # The bytes are those of ``repr(([pairs...], *facts))``, fed piece by piece: fingerprints are saved, so
-    # they stay.
+    """Return ``digest(sorted items of files, *facts)`` for at least one fact.
+
+    The text of all names is never in memory at once.
+    """
+    # Hash the text of ``repr(([pairs...], *facts))`` piece by piece. Do not change this text, because checkpoints
+    # contain fingerprints.
     pairs = files.pairs() if isinstance(files, Marks) else iter(sorted(files.items()))
     digest_so_far = hashlib.sha256(b"([")
     comma = ""
     while texts := [repr(pair) for pair in islice(pairs, _PAIRS_AT_ONCE)]:
         digest_so_far.update(f"{comma}{', '.join(texts)}".encode())
         comma = ", "
-    # The rest of the tuple's ``repr``: without the opening parenthesis and, for a single fact, without the
-    # comma that ``repr`` adds.
+    # Add the rest of this text: the ``repr`` of the facts without its opening parenthesis. For a single fact,
+    # also leave out the comma that ``repr`` writes in a tuple with one element.
     rest = repr(facts)[1:] if len(facts) > 1 else f"{facts[0]!r})"
     digest_so_far.update(f"], {rest}".encode())
     return digest_so_far.hexdigest()

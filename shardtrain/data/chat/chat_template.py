@@ -1,5 +1,4 @@
-"""Chat templates: Jinja in a sandbox, with the functions that Hugging Face's templates expect, and a fixed
-date."""
+"""Chat templates: Jinja in a sandbox, with the functions that Hugging Face's templates expect."""
 
 from __future__ import annotations
 
@@ -20,15 +19,15 @@ from shardtrain.utils.log import logger
 Span = tuple[int, int]
 
 FIXED_DATE = datetime(2024, 7, 26)
-"""Date that ``strftime_now`` returns.
+"""Date that ``strftime_now`` returns, which is the default date of Llama 3's template.
 
-The real date would change the tokens every day. This is the default of Llama 3's template.
+The real date would change the tokens every day.
 """
-
-# noncharacters of Unicode, which no text contains: they mark {% generation %} blocks and are removed again
+# These mark {% generation %} blocks, and are removed again. They are noncharacters of Unicode, which do not
+# occur in texts.
 _OPEN = "\ufdd0"
 _CLOSE = "\ufdd1"
-# older versions have known ways out of the sandbox
+# Templates can break out of the sandbox of older versions.
 _SAFE_JINJA = (3, 1, 6)
 _MAX_REASON_LENGTH = 200
 
@@ -42,20 +41,25 @@ class ChatTemplate:
     def __init__(
         self, text: str, special_tokens: Mapping[str, str], file: str | None = None
     ) -> None:
-        """``file`` is the value of data.chat_template; None for a tokenizer's own template."""
-        self.marks = False
-        """True if the template marks what the assistant says with {% generation %}."""
-        self.reads_parts = False
-        """True if the template reads a content that is a list of parts. Set by
-        ``conversations.find_content_form``.
-        """
-        self.content_as_parts = False
-        """True to pass each content as ``[{"type": "text", "text": ...}]``, for templates that read only
-        this form."""
-        self.dropped: dict[tuple[Any, ...], str] = {}
-        """Maps shapes of conversations to the part that the template drops, or "".
+        """Compile the template.
 
-        See ``conversations.check_nothing_is_dropped``.
+        Args:
+            text: the Jinja template.
+            special_tokens: the tokenizer's special tokens, which the template may use as variables.
+            file: value of data.chat_template. None for the tokenizer's own template.
+        """
+        self.marks = False
+        """True if the template encloses the assistant's text in {% generation %} blocks."""
+        self.reads_parts = False
+        """True if a message's content may be a list of parts. ``conversations.find_content_form`` sets it."""
+        self.content_as_parts = False
+        """True to pass each content as ``[{"type": "text", "text": ...}]``, because the template supports only
+        this form.
+        """
+        self.dropped: dict[tuple[Any, ...], str] = {}
+        """For each shape of a conversation: a description of the text that the template drops, or "".
+
+        A cache of ``conversations.check_nothing_is_dropped``.
         """
         self._special_tokens = dict(special_tokens)
         self._marking = False
@@ -69,9 +73,12 @@ class ChatTemplate:
         variables: Mapping[str, Any] = NO_VARIABLES,
         prompt: bool = False,
     ) -> str:
-        """Render a conversation. ``prompt`` appends the generation prompt.
+        """Render a conversation.
 
-        ``variables`` are the tools and other variables of the row, see ``messages.template_variables``.
+        Args:
+            messages: the conversation.
+            variables: the tools and other variables of the row, see ``messages.template_variables``.
+            prompt: True to append the generation prompt.
 
         Raises:
             Unusable: the template rejects the conversation or fails.
@@ -84,7 +91,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] = NO_VARIABLES,
         prompt: bool = False,
     ) -> str:
-        """Render a conversation, or return "" if the template refuses it: some reject half a conversation."""
+        """Render a conversation. Return "" if the template rejects it, as some do for half a conversation."""
         try:
             return self._write(messages, variables, prompt)
         except Unusable:
@@ -96,14 +103,14 @@ class ChatTemplate:
         """Render a conversation. Return its text, and the character ranges of its {% generation %} blocks.
 
         Raises:
-            Unusable: as in ``render``; or the template changes the text that it has marked, so the range is
-                not known.
+            Unusable: see ``render``. Or the template changes the text after it has marked it, so that the range
+                is unknown.
         """
-        # Render without marks and with them. The two texts must be equal apart from the marks.
+        # Render the conversation without marks and with marks. Both texts must be the same apart from the marks.
         plain = self._write(messages, variables, prompt=False)
         if _OPEN in plain or _CLOSE in plain:
             raise Unusable(
-                "the conversation contains the noncharacter U+FDD0 or U+FDD1, which marks the assistant's turns"
+                "the conversation contains the noncharacter U+FDD0 or U+FDD1, which is used internally to mark turns"
             )
         self._marking = True
         try:
@@ -113,14 +120,14 @@ class ChatTemplate:
         unmarked, spans = _remove_marks(marked)
         if unmarked != plain:
             raise Unusable(
-                "the chat template changes the text within its {% generation %} marks, so its position is not known"
+                "the chat template changes the text inside its {% generation %} marks, so its position is unknown"
             )
         return plain, spans
 
     def _write(
         self, messages: Sequence[Message], variables: Mapping[str, Any], prompt: bool
     ) -> str:
-        # generate in pieces, to stop a template before it fills the memory
+        # Generate piece by piece, to stop the template before it fills the memory.
         self._work.begin()
         pieces: list[str] = []
         size = 0
@@ -141,7 +148,7 @@ class ChatTemplate:
                     )
         except (Unusable, MemoryError):
             raise
-        # a template can raise any Python exception
+        # A template can raise any Python exception.
         except Exception as error:
             lines = str(error).strip().splitlines()
             reason = lines[0][:_MAX_REASON_LENGTH] if lines else type(error).__name__
@@ -152,7 +159,7 @@ class ChatTemplate:
         option = "data.chat_template"
         jinja2 = libraries.load("jinja2", option)
         loopcontrols = libraries.load("jinja2.ext", option).loopcontrols
-        # a template cannot break out of this sandbox only if it cannot break out of Jinja's
+        # This sandbox is only safe if Jinja's own sandbox is.
         version = importlib.metadata.version("jinja2")
         if tuple(int(part) for part in version.split(".")[:3] if part.isdecimal()) < _SAFE_JINJA:
             raise ConfigError(
@@ -160,14 +167,14 @@ class ChatTemplate:
                     option,
                     None,
                     rule=(
-                        "requires jinja2 3.1.6 or newer, which closes holes of the sandbox; "
+                        "requires jinja2 3.1.6 or newer, which fixes security problems of its sandbox; "
                         f"version {version} is installed"
                     ),
                     fix="pip install -U jinja2",
                 )
             )
 
-        # the functions that Hugging Face's templates expect in addition to Jinja's, with their work counted
+        # Add the functions that Hugging Face's templates expect in addition to Jinja's, and count their work.
         environment = sandbox(self._work, _generation_tag(self), loopcontrols)
         environment.filters["tojson"] = bounded(_tojson, self._work, 4)
         environment.globals |= {
@@ -181,7 +188,7 @@ class ChatTemplate:
             where = "it nests too deeply"
             if isinstance(error, jinja2.TemplateSyntaxError):
                 where = f"line {error.lineno}: {error.message}"
-            # Python's own error, in the code that Jinja generates from a template
+            # Python may fail to compile the code that Jinja generates from the template.
             elif isinstance(error, SyntaxError):
                 where = str(error.msg)
             rule = f"is not a Jinja template ({where})"
@@ -205,7 +212,7 @@ class ChatTemplate:
 
 
 def _with_parts(message: Message) -> Message:
-    """Return the message. If its content is a text, wrap it in a list with one part."""
+    """Return a message whose content is a list of parts. A text becomes a list with one part."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -213,10 +220,7 @@ def _with_parts(message: Message) -> Message:
 
 
 def _generation_tag(template: ChatTemplate) -> Any:
-    """Return the Jinja extension that reads ``{% generation %}`` ...
-
-    ``{% endgeneration %}`` around the assistant's text.
-    """
+    """Return the Jinja extension that implements ``{% generation %}`` ... ``{% endgeneration %}`` blocks."""
     import jinja2
     from jinja2.ext import Extension
 
@@ -239,13 +243,13 @@ def _generation_tag(template: ChatTemplate) -> Any:
 
 
 def _remove_marks(marked: str) -> tuple[str, list[Span]]:
-    """Remove the marks.
+    """Remove the marks. Return the text, and the character ranges that were marked.
 
-    Return the text, and the character ranges between them. Nested marks count as the outermost.
+    For nested marks, return the range of the outermost ones.
     """
     spans: list[Span] = []
     pieces: list[str] = []
-    # ``place`` is the length of the text without marks, ``start`` the position of the outermost open mark
+    # ``place`` is the length of the text so far, without marks. ``start`` is where the outermost mark opened.
     place = depth = start = 0
     for part in re.split(f"([{_OPEN}{_CLOSE}])", marked):
         if part == _OPEN:
@@ -276,6 +280,6 @@ def _tojson(
 
 
 def _raise_exception(message: str) -> None:
-    # the message becomes text outside of the sandbox's counters
+    # Count the message here, because it is converted to text outside the sandbox.
     deep_size(message)
     raise ValueError(message)

@@ -1,8 +1,8 @@
 """Convert conversations to tokens: a chat template renders the text, and the assistant's turns are learned.
 
-No BOS or EOS is added to the text of the template, like in inference servers. The assistant's turns are
-found by the template's own ``{% generation %}`` marks, or by comparing renderings of parts of the
-conversation (``turns.py``). A turn that cannot be found exactly is an error.
+As in inference servers, BOS and EOS are not added to the rendered text. The assistant's turns are found by
+the template's own ``{% generation %}`` marks, or else by rendering parts of the conversation and comparing the
+results (``turns.py``). A turn that cannot be found exactly is an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardtrain.utils.log import logger
 
 _PLACEHOLDER = "shardtrain-placeholder-of-a-turn"
 _MARKUP = re.compile(r"[<\[◁][^<>\[\]◁▷]*[>\]▷]|(?:^|\s)/\w+")
-"""Tags such as </think>, and commands such as /no_think. A template may change their form."""
+"""Tags such as </think>, and commands such as /no_think. A template may write them differently."""
 _UNSURE = (
     "the assistant's turn {} cannot be located in the output of the chat template; set data.chat_template to a version "
     "that marks the assistant's text with {{% generation %}} and {{% endgeneration %}} (TRL has versions of most "
@@ -50,7 +50,7 @@ class Written:
     exact: bool
     """True if the template itself marked the ranges.
 
-    Others may end with whitespace that the assistant does not say.
+    Otherwise a range may end with whitespace that is not part of the assistant's answer.
     """
 
 
@@ -69,7 +69,7 @@ def write(
         raise Unusable("the conversation has no turn of the assistant")
     chat, text = _render(template, messages, variables, prompt=False)
     check_nothing_is_dropped(template, chat, variables, text)
-    # use the template's own marks if it has them, else search for the turns
+    # Use the template's own marks if it has some. Otherwise search for the turns.
     if template.marks:
         return _marked(template, chat, variables, first_learned)
     turns = Turns(template, chat, variables, text)
@@ -97,19 +97,18 @@ def _render(
     arguments = [function.get("arguments") for function in called_functions(chat)]
     quoted = [json.dumps(text, ensure_ascii=False) for text in arguments if isinstance(text, str)]
     if any(text_in_quotes in text for text_in_quotes in quoted):
-        # the template converts arguments to JSON itself, and would put JSON text in quotes
+        # The template converts arguments to JSON itself, so it would write a JSON text as a quoted string.
         chat = with_object_arguments(chat)
         text = template.render(chat, variables, prompt)
     return chat, text
 
 
 def find_content_form(template: ChatTemplate) -> None:
-    """Find out if a template reads contents as text, as lists of parts, or both. Sets ``reads_parts`` and
-    ``content_as_parts``.
+    """Find out whether a template supports a message's content as a text, as a list of parts, or both.
 
-    Templates of vision-language models (SmolVLM, Idefics3) loop over the parts of a content. Given a str,
-    they loop over its characters and write nothing. Other templates write a list in Python's notation, with
-    quotes.
+    Sets ``template.reads_parts`` and ``template.content_as_parts``. Templates of vision-language models
+    (SmolVLM, Idefics3) loop over the parts of a content. If the content is a str, they loop over its characters
+    and write nothing. Templates that expect a str write a list in Python's notation, with quotes.
     """
     texts = [f"{_PLACEHOLDER}-{number}-" for number in range(4)]
     parts = [{"type": "text", "text": text} for text in texts]
@@ -133,17 +132,18 @@ def find_content_form(template: ChatTemplate) -> None:
 def check_nothing_is_dropped(
     template: ChatTemplate, chat: Sequence[Message], variables: Variables, text: str
 ) -> None:
-    """Reject a conversation if ``text``, its rendering, lacks the content of a turn, a tool call, or the
-    reasoning of the last turn.
+    """Check that ``text``, the rendered conversation, contains all texts of the conversation.
 
-    The model would be trained on an empty question, or learn only the ends of its turns. First the
-    conversation is rendered with placeholders instead of its texts, because a short text may also occur
-    elsewhere. The result depends only on the shape of the conversation, so each shape is rendered once. Then
-    ``text`` is searched for the real texts, because a template may truncate some of them. Reasoning of earlier
-    turns may be missing, because many templates drop it.
+    These are the content of each turn, the tool calls, and the reasoning of the last turn. (Many templates drop
+    the reasoning of earlier turns.) If the template drops a text, the model would be trained on an empty question
+    or answer.
+
+    There are two tests. The first renders the conversation with unique placeholders instead of its texts, because
+    a short text could also occur elsewhere. Its result depends only on the shape of the conversation, so each
+    shape is rendered once. The second searches ``text`` for the real texts, because a template may truncate them.
 
     Raises:
-        Unusable: names the turn.
+        Unusable: a text is missing. The message names its turn.
     """
     others = {name: value for name, value in variables.items() if name != "tools"}
     replaced, leaves = replace_texts(chat, arguments=True)
@@ -158,21 +158,21 @@ def check_nothing_is_dropped(
         *has_text.items(),
     )
     last = len(chat) - 1
-    # A template may drop the reasoning of all turns but the last.
+    # A template may drop the reasoning of all turns except the last one.
     wanted = {
         name: leaf for name, leaf in leaves.items() if leaf.kind != "reasoning" or leaf.turn == last
     }
     if shape not in template.dropped:
         template.dropped[shape] = _find_dropped(template, replaced, variables, wanted)
     if reason := template.dropped[shape]:
-        raise Unusable(f"the chat template drops {reason}; use one that writes it")
+        raise Unusable(f"the chat template drops {reason}; use a template that writes it")
 
     squeezed = _squeeze(text)
     for leaf in wanted.values():
         is_earlier = chat[leaf.turn]["role"] == "assistant" and leaf.turn < last
         if leaf.kind != "argument" and not _is_written(leaf.value, squeezed, only_end=is_earlier):
             raise Unusable(
-                f"the chat template drops a part of {leaf.description}; use one that writes it"
+                f"the chat template drops a part of {leaf.description}; use a template that writes it"
             )
 
 
@@ -188,8 +188,8 @@ def _find_dropped(
     template: ChatTemplate, replaced: list[Message], variables: Variables, wanted: dict[str, Leaf]
 ) -> str:
     """Describe the first text that the template does not write, or return ""."""
-    # If the template raises for the placeholder texts, ``text`` is "". Such a template inspects the texts, so
-    # assume that it writes them.
+    # If the template raises an error, ``text`` is "". It probably inspects the texts and rejects placeholders, so
+    # this test is not possible.
     text = template.try_render(replaced, variables)
     if not text:
         return ""
@@ -200,12 +200,12 @@ def _find_dropped(
 
 
 def _is_written(value: str, squeezed: str, only_end: bool) -> bool:
-    """True if a squeezed text contains a value, ignoring markup and whitespace.
+    """True if the text ``squeezed`` (see ``_squeeze``) contains a value, apart from markup and whitespace.
 
-    With ``only_end``, only the part after the last markup must occur, because a template may drop the
-    beginning of an earlier answer, which is reasoning.
+    With ``only_end``, the text needs to contain only the part after the value's last markup: an earlier answer
+    may begin with reasoning, which a template may drop.
     """
-    # templates write some results of tools as JSON
+    # Templates write some results of tools as JSON.
     for form in (
         value,
         json.dumps(value, ensure_ascii=False),
@@ -224,14 +224,14 @@ def _is_written(value: str, squeezed: str, only_end: bool) -> bool:
 
 
 def _squeeze(text: str) -> str:
-    """Remove spaces and case."""
+    """Remove whitespace and convert to lower case, for comparisons."""
     return "".join(text.casefold().split())
 
 
 def _marked(
     template: ChatTemplate, chat: list[Message], variables: Variables, first_learned: int
 ) -> Written:
-    """Return the ranges that the template marks, without those in the prompt."""
+    """Render a conversation, and return the ranges that the template marks, except ranges in the prompt."""
     text, spans = template.render_marked(chat, variables)
     # Ignore marks inside the prompt. To find where the prompt ends, render it alone: with the generation
     # prompt, or without it if the completion begins with another role.
@@ -252,10 +252,10 @@ def _marked(
 
 
 def with_turn_end(written: Written, end: str) -> Written:
-    """Learn ``end`` after each turn: append it to the last turn, and extend earlier turns that it already
-    follows.
+    """Make the model learn the token ``end`` at the end of turns.
 
-    It is not inserted after earlier turns, because prompts at generation do not have it there.
+    ``end`` is appended to the last turn. It is not inserted after earlier turns, because prompts do not contain
+    it there in generation. But if the template has written it after an earlier turn, it is learned there too.
     """
     text = written.text
     spans = []
@@ -317,8 +317,7 @@ class Conversations:
         return ids
 
     def turn_end(self) -> int | None:
-        """Return the special token that ends an answer, by the template or by ``data.turn_end``; None
-        without one."""
+        """Return the special token that ends an answer, from the template or ``data.turn_end``, or None."""
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
         text = self._template.try_render(chat)
         after_answer = ""
@@ -333,9 +332,9 @@ class Conversations:
         return self._template
 
     def documents(self, written: Sequence[Written]) -> list[Document]:
-        """Tokenize conversations.
+        """Tokenize conversations. Return documents with a mask of the learned tokens.
 
-        Return documents with a mask of the learned tokens, which may be all False.
+        The mask may be False everywhere.
         """
         if not self._logged_ending and self.turn_end() is None:
             self._logged_ending = True
@@ -355,23 +354,24 @@ class Conversations:
     def _learned(
         self, written: Written, tokens: npt.NDArray[np.int32], spans: Spans
     ) -> npt.NDArray[np.bool_]:
-        """Return a mask of the tokens with a character in a learned range."""
+        """Return a mask of the learned tokens: those with at least one character in a learned range."""
         learned = np.zeros(len(tokens), dtype=np.bool_)
         starts = spans[:, 0]
         stops = spans[:, 1]
         special = np.isin(tokens, self._special)
         text = written.text
         for start, stop in written.spans:
-            # A token without characters of its own, such as a space put in front, goes with what follows it.
+            # A token without characters, such as a space that the tokenizer has inserted, is learned if the text
+            # after it is.
             inside = (starts < stop) & ((stops > start) | ((stops == start) & (starts == start)))
             special_inside = np.flatnonzero(inside & special)
             if not written.exact:
-                # a template may write a newline after the end token, which generation does not reach
+                # Do not learn whitespace after the end token, because generation stops at the end token.
                 ends = len(special_inside) and not self._learn_separator
                 if ends and not text[stops[special_inside[-1]] : stop].strip():
                     inside[special_inside[-1] + 1 :] = False
             elif not len(special_inside) and not self._logged_ending:
-                # respect the template's own marks, but warn if they exclude the end token of a turn
+                # Use the template's own marks as they are, but warn if they exclude the end token of a turn.
                 special_behind = np.flatnonzero(special & (starts >= stop))
                 end = special_behind[0] if len(special_behind) else None
                 if end is not None and not text[stop : starts[end]].strip():

@@ -1,10 +1,9 @@
-"""Sandbox for chat templates: Jinja's own sandbox, with limits on the work and the memory of a
-template.
+"""Sandbox for chat templates: Jinja's own sandbox, with limits on a template's work and memory.
 
-Jinja's sandbox keeps a template from reaching Python: it forbids attributes that begin with an underscore
-and changes of the arguments. It does not keep a template from running for hours or filling the memory. This
-sandbox counts every loop iteration, every macro call, and the characters of every text that operators,
-methods and filters create.
+Jinja's sandbox prevents a template from executing Python code: it forbids attributes that begin with an
+underscore, and changes of the arguments. But it does not prevent a template from running for hours or filling
+the memory. So this sandbox counts every loop iteration, every macro call, and the characters of every text that
+operators, methods and filters create.
 """
 
 from __future__ import annotations
@@ -15,22 +14,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MAX_CHARACTERS = 2**26
-"""Maximum characters of one text, and of a rendered conversation."""
+"""Maximum number of characters of a single text, and of a rendered conversation."""
 MAX_WORK = 2**28
-"""Maximum characters of all intermediate texts of one rendering. A loop that extends a text creates many."""
+"""Maximum number of characters of all texts that one rendering creates, including intermediate ones.
+
+A loop that extends a text, for example, creates many of them.
+"""
 MAX_ROUNDS = 300_000
 """Maximum number of loop iterations and macro calls in one rendering."""
 MAX_SECONDS = 30
 """Maximum time of one rendering. The template of a real model takes a millisecond."""
 _SLOW_FILTER = 32
-"""Weight of a character if a filter may process it many times, or write it as several characters."""
+"""Weight of a character in filters that may process it many times, or write several characters for it."""
 _MAX_DEPTH = 50
 _ITEM_CHARACTERS = 64
 """Weight of a list entry: the bytes of a small object and of the reference to it."""
 _MAX_INTEGER_BITS = 256
 _MAX_WIDTH = 10_000
 
-# filters and methods with a result whose length depends on an argument
+# The length of the result of these filters and methods depends on an argument, such as a width.
 _WIDE_FILTERS = ("center", "indent", "batch", "slice", "truncate", "wordwrap")
 _WIDE_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"})
 _CONSTANT_FILTERS = frozenset(
@@ -83,7 +85,7 @@ _LINEAR_FILTERS = frozenset(
 )
 """Filters that process a text in one pass."""
 _ADDING_FILTERS = ("sync_do_sum", "do_sum")
-"""Filters that add items one after the other, and copy the sum each time unless the items are numbers."""
+"""Filters that add up items. Unless the items are numbers, they copy the sum so far for each item."""
 _LONG_NUMBER = re.compile(r"\d{5}")
 
 
@@ -126,7 +128,7 @@ def sandbox(work: Work, *extensions: Any) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        """Counts iterations, and the size of the results of operators and calls before they are created."""
+        """Counts iterations, and counts the results of operators and calls before they are created."""
 
         intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -140,8 +142,8 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return "".join(texts)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            # "%" formats a text; "+" and "*" create longer texts and lists; large integers also take time
-            # and memory
+            # Operators that may need much time or memory: "%" formats a text, "+" and "*" create longer texts and
+            # lists, and "*" and "**" may create huge integers.
             numbers = isinstance(left, int | float) and isinstance(right, int | float)
             if operator == "%" and not numbers:
                 _check_form(str(left), star=True)
@@ -161,10 +163,11 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return super().call_binop(context, operator, left, right)
 
         def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            # do not count the counter itself, which ``_parse`` inserts into each loop and macro
+            # ``_parse`` inserts a call of this function into each loop and macro. Count an iteration, not the call.
             if function == self.shardtrain_count:
                 return work.count()
-            # make a list first, because an iterator could yield the same text any number of times
+            # For str.join, make a list first, so that the size is known. An iterator could yield the same text
+            # any number of times.
             if (
                 isinstance(getattr(function, "__self__", None), str)
                 and function.__name__ == "join"
@@ -175,14 +178,13 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return super().call(context, function, *args, **kwargs)
 
         def getitem(self, obj: Any, argument: Any) -> Any:
-            # limit the size of the key, which the error message of a missing item would contain
+            # Limit the size of the key, because the error message for a missing item would contain it.
             if not isinstance(argument, str | int):
                 deep_size(argument)
             return super().getitem(obj, argument)
 
         def wrap_str_format(self, value: Any) -> Any:
-            """Wrap the sandbox's own ``format``, which checks attributes, with a check of
-            widths."""
+            """Add a check of widths to the sandbox's own ``format``, which checks only attributes."""
             wrapped = super().wrap_str_format(value)
             if wrapped is None:
                 return None
@@ -194,8 +196,8 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return checked
 
         def _parse(self, source: str, name: Any, filename: Any) -> Any:
-            # insert a counting call at the start of each loop, macro and call block, because Jinja has no
-            # hook for them
+            # Jinja has no hooks for loops, macros and call blocks. So insert a call that counts at the start of
+            # each.
             template = super()._parse(source, name, filename)
             counters: tuple[Any, ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
             for kind in counters:
@@ -207,7 +209,8 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             _replace_joins(template, nodes)
             return template.set_environment(self)
 
-    # the settings of Hugging Face's apply_chat_template; lipsum would create random texts of any length
+    # These are the settings of Hugging Face's apply_chat_template. Remove lipsum, which can create texts of any
+    # length.
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=list(extensions))
     del environment.globals["lipsum"]
     for name, function in environment.filters.items():
@@ -222,7 +225,7 @@ def sandbox(work: Work, *extensions: Any) -> Any:
 
 
 def _replace_joins(node: Any, nodes: Any) -> None:
-    """Replace every ``~`` with a call that counts, because Jinja has no hook for it."""
+    """Replace every ``~`` by a call that counts, because Jinja has no hook for this operator."""
     for name in node.fields:
         value = getattr(node, name)
         items = value if isinstance(value, list) else [value]
@@ -240,14 +243,14 @@ def _replace_joins(node: Any, nodes: Any) -> None:
 
 
 def _size(value: Any) -> int:
-    """Return the number of characters that a value counts as."""
+    """Return the number of characters that a value counts for, without looking into its items."""
     if isinstance(value, str | bytes):
         return len(value)
     return _ITEM_CHARACTERS * len(value) if isinstance(value, Sequence) else 0
 
 
 def _weight(name: str) -> int:
-    """Return the weight of each input character of a filter; 0 if the filter does not process them."""
+    """Return the weight of each character in a filter's input. 0 if its work does not depend on the input."""
     if name in _ITEM_FILTERS:
         return _ITEM_CHARACTERS
     if name in _CONSTANT_FILTERS:
@@ -256,8 +259,9 @@ def _weight(name: str) -> int:
 
 
 def deep_size(value: Any, depth: int = 0) -> int:
-    """Return an upper bound of the characters that a value is written as. A part that occurs twice counts
-    twice.
+    """Return an upper bound of the number of characters in which a value, with all its items, is written.
+
+    A part that occurs twice counts twice.
 
     Raises:
         OverflowError: the size exceeds the limit of a text, or the value contains itself.
@@ -288,14 +292,14 @@ def _written(work: Work, value: Any) -> Any:
 
 
 def _text(work: Work, value: Any) -> str:
-    """Convert a value to text, counted first."""
+    """Count a value, then convert it to text."""
     if not isinstance(value, str):
         work.plan(deep_size(value))
     return str(value)
 
 
 def _plan_call(work: Work, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count the result of a method of a text or number before it is called."""
+    """Count the result of a method of a text or a number before it is called."""
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
     if not isinstance(owner, str | bytes | int):
@@ -319,12 +323,14 @@ def _plan_call(work: Work, function: Any, args: tuple[Any, ...], kwargs: dict[st
 
 def _check_widths(values: Sequence[Any]) -> None:
     if any(isinstance(value, int) and abs(value) > _MAX_WIDTH for value in values):
-        raise OverflowError(f"it asks for a width of more than {_MAX_WIDTH}")
+        raise OverflowError(f"it uses a width of more than {_MAX_WIDTH}")
 
 
 def _check_form(form: str, star: bool) -> None:
-    """Reject format strings with widths that are long or come from an argument: they create texts of any
-    size."""
+    """Reject format strings whose widths are large numbers or come from an argument.
+
+    They could create texts of any size.
+    """
     if _LONG_NUMBER.search(form) or (star and re.search(r"%[-#0 +]*(?:\*|\d*\.\*)", form)):
         raise OverflowError("it formats to a width that is too large")
 
@@ -360,10 +366,16 @@ def _formatted(work: Work, text: str, args: tuple[Any, ...], kwargs: dict[str, A
 def bounded(
     function: Callable[..., Any], work: Work, weight: int, checks_widths: bool = True
 ) -> Callable[..., Any]:
-    """Wrap a filter so its work is counted first. Attributes such as ``pass_environment`` are kept.
+    """Wrap a filter so that its work is counted before it runs.
 
-    The work of a filter depends on the full contents of its arguments: it may convert a list to text,
-    compare its items, or add them. With ``checks_widths``, integer arguments are widths and are limited.
+    The work depends on the full contents of the arguments, because a filter may convert a list to text, compare
+    its items, or add them up. Attributes of the function, such as ``pass_environment``, are kept.
+
+    Args:
+        function: the filter.
+        work: the counters.
+        weight: weight of each character of the input.
+        checks_widths: True if integer arguments are widths, which are limited.
     """
     num_context_args = 1 if getattr(function, "jinja_pass_arg", None) else 0
 
@@ -372,13 +384,13 @@ def bounded(
         if checks_widths:
             _check_widths(arguments)
         has_items = bool(arguments) and isinstance(arguments[0], Sequence | Mapping)
-        # a filter that returns items unchanged: its work is their number
+        # The work of a filter that returns items unchanged is the number of items.
         if weight == _ITEM_CHARACTERS:
             num_items = len(arguments[0]) if has_items else 1
             work.plan(weight * num_items)
             return function(*args, **kwargs)
-        # Charge all other filters the size of their arguments. A width or an indent adds its length
-        # for each line. A filter that concatenates items is charged once per item.
+        # The work of any other filter is the size of its arguments. A width or an indent adds its length to each
+        # line. A filter that concatenates items may copy the result for each item.
         size = sum(map(deep_size, arguments)) if weight else 1
         if checks_widths:
             widths = [abs(value) for value in arguments if isinstance(value, int)]

@@ -13,11 +13,12 @@ from shardtrain.data.documents.columns import Unusable, check_text, column, find
 
 Message = dict[str, Any]
 Variables = Mapping[str, Any]
-"""Variables of a chat template besides the messages: the tools, and those of the column
-chat_template_kwargs."""
+"""Variables of a chat template other than the messages: the tools, and those in the column
+chat_template_kwargs.
+"""
 NO_VARIABLES: Variables = MappingProxyType({})
 
-# names of speakers in ShareGPT's format
+# Maps speakers in ShareGPT's format to roles.
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -39,9 +40,9 @@ _RESERVED = {
     "add_generation_prompt",
     "continue_final_message",
 }
-"""Arguments of ``apply_chat_template`` that a row may not set."""
+"""Arguments of ``apply_chat_template`` that a row must not set."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message under which templates and tables have the reasoning."""
+"""Keys of a message that datasets and templates use for the reasoning."""
 
 
 def conversation(
@@ -58,19 +59,22 @@ def conversation(
 
 
 def messages_column(row: Mapping[str, Any], messages_field: str) -> str:
-    """Return the column of the conversation: ShareGPT's "conversations" if a row has it instead of
-    "messages"."""
+    """Return the column of the conversation: ``messages_field``, or "conversations" in ShareGPT's format.
+
+    The latter is used if the row has it, but not the default column "messages".
+    """
     is_sharegpt = messages_field == "messages" and "messages" not in row and "conversations" in row
     return "conversations" if is_sharegpt else messages_field
 
 
 def template_variables(row: Mapping[str, Any], tools_field: str) -> dict[str, Any]:
-    """Return the tools of a row, and the variables in its column ``chat_template_kwargs``, like TRL.
+    """Return the variables of a row for its chat template, like TRL.
 
-    Null variables count as absent, because Arrow tables have every key in every row.
+    These are its tools, and the contents of its column ``chat_template_kwargs``. Variables that are null are
+    ignored, because Arrow tables have every key in every row.
 
     Raises:
-        Unusable: a column has another type, or sets a variable that is reserved for the trainer.
+        Unusable: a column has the wrong type, or sets a variable that is reserved for the trainer.
     """
     kwargs = _json(find(row, KWARGS), KWARGS, "object")
     if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -89,12 +93,12 @@ def template_variables(row: Mapping[str, Any], tools_field: str) -> dict[str, An
 def messages_of(value: Any, name: str, has_images: bool = False) -> list[Message]:
     """Check a list of {role, content} or {from, value} objects, and return messages for chat templates.
 
-    A content is a text, or a list of at least two parts ``{"type": "text", "text": ...}``. Null keys are
-    removed. Reasoning is copied to all of its possible keys, because templates read different ones. With
-    ``has_images``, a part may also be ``{"type": "image"}``.
+    The content of a returned message is a text, or a list of at least two parts ``{"type": "text", "text":
+    ...}``. With ``has_images``, a part may also be ``{"type": "image"}``. Keys with a null value are removed.
+    Reasoning is stored under all keys that templates may read.
 
     Raises:
-        Unusable: names the column and the message that is wrong.
+        Unusable: a message is invalid. The reason names the column and the message.
     """
     if not isinstance(value, list | tuple):
         raise Unusable(f"column {name!r} holds {kind(value)}, not a list of messages")
@@ -107,11 +111,12 @@ def messages_of(value: Any, name: str, has_images: bool = False) -> list[Message
 
 
 def tools_of(value: Any, name: str) -> list[Any] | None:
-    """Return the tools that a conversation may call, given as a list of objects or as JSON text. None
-    without tools.
+    """Return the tools that a conversation may call, or None if there are none.
+
+    ``value`` is a list of objects, or a JSON text of such a list.
 
     Raises:
-        Unusable: the value has another type.
+        Unusable: the value has a different type.
     """
     value = _json(value, name, "list of tools")
     if value is None:
@@ -125,7 +130,7 @@ def tools_of(value: Any, name: str) -> list[Any] | None:
 
 
 def _json(value: Any, name: str, expected: str) -> Any:
-    """Parse a value if it is a text, which must be JSON. Empty text is None."""
+    """Parse a value as JSON if it is a text, else return it unchanged. An empty text becomes None."""
     if not isinstance(value, str):
         return value
     try:
@@ -135,14 +140,14 @@ def _json(value: Any, name: str, expected: str) -> Any:
 
 
 def called_functions(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
-    """Yield the function of each tool call: its name and its arguments."""
+    """Yield the function of each tool call, a dict with its name and its arguments."""
     for message in messages:
         for call in message.get("tool_calls", ()):
             yield call.get("function", call)
 
 
 def with_object_arguments(messages: list[Message]) -> list[Message]:
-    """Copy messages, with arguments of tool calls as objects where they were JSON objects in a text."""
+    """Copy messages. Arguments of tool calls that are texts with a JSON object become dicts."""
     messages = copy.deepcopy(messages)
     for function in called_functions(messages):
         with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
@@ -154,19 +159,23 @@ def with_object_arguments(messages: list[Message]) -> list[Message]:
 
 
 def _message(value: Any, where: str, has_images: bool = False) -> Message:
-    """Check one message, and return a plain copy. Raises Unusable, naming ``where``."""
+    """Check a message, and return a copy that consists of plain dicts and lists.
+
+    Raises:
+        Unusable: the message is invalid. The reason begins with ``where``.
+    """
     if not isinstance(value, Mapping):
         raise Unusable(f"{where} is {kind(value)}, not an object with role and content")
     if "role" not in value and "from" in value:
         return _from_sharegpt(value, where)
-    # null counts as absent, because Arrow tables have every key in every message
+    # Ignore null values, because Arrow tables have every key in every message.
     message = {str(key): _plain(item, where) for key, item in value.items() if item is not None}
     role = message.get("role")
     if not isinstance(role, str) or not role:
         if role is None:
             raise Unusable(f"{where} has no role")
         raise Unusable(f"{where} has a role that is {kind(role)}")
-    # Tool calls: each needs the name of a function. An empty list counts as absent.
+    # Each tool call needs the name of a function. Remove an empty list of calls.
     calls = message.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
@@ -177,12 +186,12 @@ def _message(value: Any, where: str, has_images: bool = False) -> Message:
                 raise Unusable(f"{where} has a tool call without the name of a function")
         if not calls:
             del message["tool_calls"]
-    # A message has a content, tool calls, or both.
+    # A message must have a content, tool calls, or both.
     if "content" in message:
         message["content"] = _content(message["content"], where, has_images)
     elif "tool_calls" not in message:
         raise Unusable(f"{where} has neither content nor tool_calls")
-    # A reasoning may have several names. The first one that is not empty gets all of them.
+    # Templates read the reasoning under different keys. Store the first non-empty reasoning under all of them.
     reasonings = [message[key] for key in REASONING if key in message]
     for value in reasonings:
         if not isinstance(value, str):
@@ -194,7 +203,7 @@ def _message(value: Any, where: str, has_images: bool = False) -> Message:
 
 
 def joined(message: Message) -> Message:
-    """Return the message with the parts of its content concatenated to one text."""
+    """Return the message. If its content is a list of parts, they are concatenated to one text."""
     parts = message.get("content")
     if not isinstance(parts, list):
         return message
@@ -202,7 +211,7 @@ def joined(message: Message) -> Message:
 
 
 def _content(value: Any, where: str, has_images: bool) -> str | list[dict[str, Any]]:
-    """Check a content, and return it as text if it is at most one part of text."""
+    """Check the content of a message. Return it as a text if it has at most one part, which is a text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -232,7 +241,7 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
         if text is None:
             raise Unusable(f"{where} has no value")
         raise Unusable(f"{where} has a value that is {kind(text)}")
-    # a tool call is JSON in the text, and its result is a turn of the tool
+    # A tool call is a message whose text is JSON.
     if speaker == "function_call":
         try:
             call = json.loads(text)
@@ -252,8 +261,10 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """Copy nested objects and lists as plain dicts and lists, because templates must not access types with
-    other methods."""
+    """Copy nested objects and lists as plain dicts and lists.
+
+    Templates must not get objects of other types, because they could call their methods.
+    """
     if depth > 100:
         raise Unusable(f"{where} is nested more than 100 deep")
     if isinstance(value, Mapping):

@@ -2,15 +2,16 @@
 
 Two methods are tried for each turn:
 
-1. Growth: the template renders more text with the turn than without it, and the text before and after stays
-   the same.
-2. Placeholders: the template renders the conversation with each text replaced by a unique placeholder. This shows
-   the text of the template between the texts of two messages. Such a gap ends one turn and begins the next.
-   It is cut by comparing it with the text after the last message of a shorter conversation.
+1. Growth: render the conversation up to the turn, and without the turn. If the first text only adds something to
+   the second one, the turn is what it adds.
+2. Placeholders: render the conversation with a unique placeholder instead of each text. This shows the gaps: what
+   the template itself writes between the texts of two messages. A gap contains the end of one turn and the
+   beginning of the next. To find out where to cut it, it is compared with the text that the template writes
+   after the last message of a shorter conversation.
 
-The second method also finds turns that a template renders in another way once later ones exist (thinking
-blocks, an end token only after the last turn), and a turn in several parts (a tool's result between a tool
-call and the content).
+The second method also finds turns that a template renders differently if later turns follow (thinking blocks, an
+end token only after the last turn). And it finds a turn in several parts (a tool's result between a tool call and
+the content).
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _PLACEHOLDER = "shardtrain-placeholder-"
 _PLACEHOLDERS = re.compile(f"({_PLACEHOLDER}[a-z]+-[0-9]+-(?:[0-9]+-)?)")
 _PLAIN = {"role": "assistant", "content": f"{_PLACEHOLDER}plain-0-"}
 _PIECES = re.compile(r"(<[^<>]*>|\s)")
-"""Markup of special tokens, and spaces. A gap is cut between pieces, never within."""
+"""Special tokens such as <|im_end|>, and whitespace. A gap is cut only between such pieces, not inside one."""
 
 
 class Leaf(NamedTuple):
-    """Text of a message that is replaced by a placeholder."""
+    """A text in a message that a placeholder replaces."""
 
     turn: int
     kind: str
@@ -39,13 +40,13 @@ class Leaf(NamedTuple):
 
     @property
     def description(self) -> str:
-        """Name of the text in error messages."""
+        """Description of the text for error messages."""
         kinds = {"call": "the tool call", "argument": "an argument of the tool calls"}
         return f"{kinds.get(self.kind, f'the {self.kind}')} of turn {self.turn + 1}"
 
 
 class _Place(NamedTuple):
-    """Character range ``[start, stop)`` of a leaf in the rendered conversation."""
+    """Where a message's text is in the rendered conversation: the characters ``[start, stop)``."""
 
     placeholder: str
     turn: int
@@ -57,13 +58,13 @@ class _Place(NamedTuple):
 def replace_texts(
     chat: Sequence[Message], arguments: bool = False
 ) -> tuple[list[Message], dict[str, Leaf]]:
-    """Replace the content, the reasoning and the tool-call names of each message by placeholders.
+    """Replace the content, the reasoning and the names of called tools in each message by placeholders.
 
-    A thinking block in a content and the answer after it get separate placeholders, and so do the parts of a
-    content. If ``arguments`` is true, arguments of tool calls are replaced too.
+    Each part of a content gets its own placeholder. A thinking block and the answer after it also get separate
+    ones. If ``arguments`` is True, arguments of tool calls are replaced too.
 
     Returns:
-        A copy of the conversation, and placeholder -> text that it replaces.
+        A copy of the conversation, and a mapping from each placeholder to the text that it replaces.
     """
     leaves: dict[str, Leaf] = {}
 
@@ -79,8 +80,8 @@ def replace_texts(
         content = parts if isinstance(parts, str) else ""
         thinking = _split_thinking(content) if message["role"] == "assistant" else None
         if thinking:
-            # Keep the whitespace around both texts, because templates split and strip at it. An answer of
-            # only whitespace is replaced entirely.
+            # Keep the whitespace around thought and answer, because templates may split the content there. An
+            # answer that consists of whitespace is replaced entirely.
             opening, thought, answer = thinking
             reasoning = add_placeholder(turn, "reasoning", thought.strip())
             thought = thought.replace(thought.strip(), reasoning, 1)
@@ -115,7 +116,7 @@ def replace_texts(
 
 
 def _split_thinking(content: str) -> tuple[str, str, str] | None:
-    """Split a content that begins with a thinking block into the whitespace before it, thought and answer.
+    """Split a content into the whitespace before its thinking block, the thought, and the answer after it.
 
     None if the content does not begin with a thinking block, or if the block is empty.
     """
@@ -128,7 +129,7 @@ def _split_thinking(content: str) -> tuple[str, str, str] | None:
 
 
 class Turns:
-    """Finds the turns of one conversation in its text, without marks."""
+    """Finds the turns of one conversation in its rendered text."""
 
     def __init__(
         self, template: ChatTemplate, chat: list[Message], variables: Variables, text: str
@@ -143,12 +144,12 @@ class Turns:
         """The generation prompt."""
 
     def spans(self, turn: int) -> list[Span]:
-        """Return the character ranges of a turn of the assistant, without its generation prompt; [] if unknown."""
+        """Return the character ranges of an assistant's turn, without its generation prompt. [] if unknown."""
         grown = self._by_growth(turn)
         return [grown] if grown else self._by_placeholders(turn)
 
     def _by_growth(self, turn: int) -> Span | None:
-        """Return the range by which the turn extends the text. None if the turn changes other text too."""
+        """Return the text range that the turn adds. None if the turn also changes the text before it."""
         before = self._chat[:turn]
         prompt = self._rendered(before, prompt=True)
         grown = self._rendered(self._chat[: turn + 1])
@@ -156,9 +157,9 @@ class Turns:
         if not is_growth or not len(grown) > len(prompt) > 0:
             return None
         span = (len(prompt), len(grown))
-        # If the template has no generation prompt, the growth may begin with the speaker's name. It does
-        # not if a plain answer directly follows the prompt. Test that with a placeholder: a real answer may
-        # begin like the name.
+        # If the template has no generation prompt, the added text may begin with the speaker's name, which must
+        # not be learned. It does not, if an answer directly follows the prompt. Test this with a placeholder,
+        # because a real answer could begin with the same text as the name.
         plain = self._rendered([*before, _PLAIN])
         follows_prompt = plain.startswith(prompt) and plain[len(prompt) :].lstrip().startswith(
             _PLACEHOLDER
@@ -184,7 +185,7 @@ class Turns:
         for before, place, after in zip(neighbours, self._places, neighbours[2:], strict=False):
             if place.turn != turn:
                 continue
-            # Neighboring parts of the same turn become one span.
+            # Join neighbouring parts of the same turn to one span.
             stop = place.stop if after and after.turn == turn else self._stop(place, after)
             if before and before.turn == turn:
                 start, _ = spans.pop()
@@ -196,35 +197,37 @@ class Turns:
         return spans
 
     def _start(self, before: _Place | None, place: _Place, is_first: bool) -> int:
-        """Return the first character of a part of a turn, after the generation prompt; -1 if unknown."""
+        """Return where a part of a turn starts, after the generation prompt. -1 if unknown."""
         begin = 0 if before is None else before.stop
         gap = self._text[begin : place.start]
         prompt = self._tail(before, place.turn, prompt=True)
         if is_first and self._header and prompt is not None:
             shared = _common(gap, prompt)
-            # some templates write a prompt only before some answers
+            # Some templates write a generation prompt only before some answers.
             if gap.startswith(self._header, shared):
                 shared += len(self._header)
             if shared or not prompt:
                 return begin + shared
         if is_first and prompt and gap.startswith(prompt) and gap[len(prompt) :].isspace():
-            return begin + len(prompt)  # the template writes only a space before an answer
+            # The template writes nothing but whitespace between the prompt and the answer.
+            return begin + len(prompt)
         if place.kind == "content":
             return place.start
-        # The turn begins with a thinking block or a tool call. Its header is the text that the
-        # template writes before a plain answer here.
+        # The turn begins with a thinking block or a tool call. Its header is the text that the template would
+        # write before a plain answer at this position.
         header = self._tail(before, place.turn, more=[_PLAIN])
         return begin + len(header) if header and gap.startswith(header) else -1
 
     def _stop(self, place: _Place, after: _Place | None) -> int:
-        """Return the end of a part of a turn, including the text that ends the turn; -1 if unknown."""
+        """Return where a part of a turn stops, including the text that ends the turn. -1 if unknown."""
         if after is None:
             return len(self._text)
         gap = self._text[place.stop : after.start]
         ending = self._tail(place, place.turn + 1)
         shared = _common(gap, ending or "")
         if not shared and ending and gap:
-            # The last turn may end differently from earlier ones, which may end like messages of other roles.
+            # The last turn of a conversation may end differently from earlier turns. Earlier turns may end like
+            # earlier messages of another role, so try their endings.
             earlier = [
                 other
                 for other in self._places or []
@@ -245,9 +248,16 @@ class Turns:
         prompt: bool = False,
         more: Sequence[Message] = (),
     ) -> str | None:
-        """Return the fixed text after a leaf, in a conversation of ``num_turns`` turns and the messages ``more``.
+        """Return the template's own text after a place, in a shorter conversation.
 
-        Without a leaf, return the fixed text before the first leaf. None if the leaf does not occur.
+        This is the text up to the next placeholder. Without a place, return the text before the first
+        placeholder. None if the place's text does not occur.
+
+        Args:
+            place: a message's text.
+            num_turns: number of turns of the shorter conversation.
+            prompt: True to append the generation prompt.
+            more: further messages of the shorter conversation.
         """
         text = self._rendered([*self._replaced[:num_turns], *more], prompt)
         rest = text
@@ -255,7 +265,7 @@ class Turns:
             _, placeholder, rest = text.partition(place.placeholder)
             if not placeholder:
                 return None
-            # The template may write the name of a call twice.
+            # The template may write the name of a called tool twice.
             rest = rest.replace(place.placeholder, self._text[place.start : place.stop])
         elif not text:
             return None
@@ -266,9 +276,11 @@ class Turns:
 
 
 def _align(skeleton: str, leaves: dict[str, Leaf], chat: list[Message], text: str) -> list[_Place]:
-    """Return the places of the messages' texts in ``text``; [] if it does not have the form of ``skeleton``.
+    """Find the messages' texts in the rendered conversation ``text``.
 
-    A template may strip a text of the assistant or drop its beginning. It may change other texts in any way.
+    ``skeleton`` is the conversation rendered with placeholders. Return [] if ``text`` does not consist of the same
+    fixed texts. A template may strip a text of the assistant or drop its beginning. It may change all other texts
+    in any way.
     """
     # The skeleton is fixed text, placeholder, fixed text, placeholder, ..., fixed text.
     first, *rest = _PLACEHOLDERS.split(skeleton)
@@ -303,7 +315,7 @@ def _align(skeleton: str, leaves: dict[str, Leaf], chat: list[Message], text: st
 
 
 def _common(gap: str, reference: str) -> int:
-    """Length of the longest common prefix of two texts that ends on a piece boundary (see ``_PIECES``)."""
+    """Return the length of the longest common prefix of two texts that ends between pieces (see ``_PIECES``)."""
     if gap.startswith(reference):
         return len(reference)
     length = 0

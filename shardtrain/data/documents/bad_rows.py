@@ -1,4 +1,4 @@
-"""Process lists in which some items are bad rows.
+"""Process lists of rows, some of which are bad.
 
 Bad rows keep their position in the list. All good rows are processed in one call.
 """
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def attempt(read: Callable[[Mapping[str, Any]], T | BadRow], row: Row) -> T | BadRow:
-    """Read a row. A bad row is returned as it is, and a row that ``read`` cannot use becomes one."""
+    """Return the result of ``read`` for a row, or a BadRow if ``read`` cannot use the row or it is bad already."""
     if isinstance(row, BadRow):
         return row
     try:
@@ -28,9 +28,9 @@ def attempt(read: Callable[[Mapping[str, Any]], T | BadRow], row: Row) -> T | Ba
 def around_bad_rows(
     items: Sequence[T | BadRow], handle: Callable[[list[T]], Iterable[Result | BadRow]]
 ) -> Iterator[Result | BadRow]:
-    """Yield the result of each item, and bad rows as they are.
+    """Yield the result for each item, and bad rows unchanged.
 
-    ``handle`` takes all good items at once, in order.
+    ``handle`` is called once with all good items, and returns their results in order.
     """
     good_items = [item for item in items if not isinstance(item, BadRow)]
     results = iter(handle(good_items))

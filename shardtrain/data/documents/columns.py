@@ -1,4 +1,4 @@
-"""Read columns of a row, by name or by a dotted path. Rejects rows with a reason."""
+"""Read columns of a row by name or by a dotted path. If a row cannot be used, report the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_NAME_LENGTH = 40
 
 
 class Unusable(Exception):
-    """A row has no document. The text is the reason; ``harmless`` as in ``BadRow``."""
+    """A row cannot be converted to a document. The text is the reason. ``harmless``: see ``BadRow``."""
 
     def __init__(self, reason: str, harmless: bool = False) -> None:
         super().__init__(reason)
@@ -30,25 +30,25 @@ UNUSED_COLUMNS = {
         ("completion_mask", "assistant_masks"), "TRL reads from it which tokens are learned"
     ),
 }
-"""Columns that other trainers read and that are not used here."""
+"""Columns that this package ignores, and how other trainers use them."""
 UNUSED_KEYS = {
-    "weight": "OpenAI leaves turns of weight 0 out of the loss",
-    "train": "Axolotl leaves turns out of the loss by it",
+    "weight": "OpenAI excludes turns with weight 0 from the loss",
+    "train": "Axolotl uses it to exclude turns from the loss",
 }
-"""Keys of a message that other trainers read and that are not used here."""
+"""Keys of messages that this package ignores, and how other trainers use them."""
 _NO_EFFECT: tuple[Any, ...] = (None, [], "", 1)
 _MISSING = object()
 
 
 class UnusedNames:
-    """Warns once for each name in rows or messages that other trainers use and that is not used here."""
+    """Warns once about each column or key that other trainers use, but this package ignores."""
 
     def __init__(self, what: str, meanings: Mapping[str, str]) -> None:
         self._what = what
         self._meanings = dict(meanings)
 
     def warn(self, objects: Iterable[Any]) -> None:
-        """Warn once about each key that is not used. Keys with an empty value, such as null, are ignored."""
+        """Warn once about each name that is ignored, unless its value is empty, such as null."""
         for item in objects:
             if not isinstance(item, Mapping):
                 continue
@@ -58,9 +58,9 @@ class UnusedNames:
 
 
 def find(row: Mapping[str, Any], path: str) -> Any:
-    """Return the value of a column. None if the row has no such column, or null in it.
+    """Return the value of a column. None if the row has no such column, or if its value is null.
 
-    A column whose name contains dots takes precedence over a path into an object.
+    If a column's name contains dots, it takes precedence over a path into an object.
     """
     value = _reach(row, path)
     return None if value is _MISSING else value
@@ -91,8 +91,9 @@ def text(row: Mapping[str, Any], path: str) -> str:
 
 
 def label(row: Mapping[str, Any], path: str) -> Any:
-    """Return the label in a column. Floats without a fraction become ints, because integer columns with
-    nulls are read as floats.
+    """Return the label in a column.
+
+    Floats that are whole numbers become ints, because integer columns that contain nulls are read as floats.
 
     Raises:
         Unusable: the row has no such column.
@@ -107,7 +108,7 @@ def check_text(value: str, what: str) -> str:
     """Return a text unchanged if it can be encoded in UTF-8.
 
     Raises:
-        Unusable: it contains half of a surrogate pair, for example from a broken JSON escape.
+        Unusable: it cannot, because it contains half of a surrogate pair, for example from a broken JSON escape.
     """
     if not value.isascii():
         try:
@@ -118,7 +119,7 @@ def check_text(value: str, what: str) -> str:
 
 
 def kind(value: Any) -> str:
-    """Return the kind of a value in terms of JSON: "a list", "null"."""
+    """Return the JSON type of a value in words, such as "a list" or "null"."""
     if value is None:
         return "null"
     if isinstance(value, bool):

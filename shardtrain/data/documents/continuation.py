@@ -1,8 +1,8 @@
-"""Tokens of a prompt and of a completion that continues it.
+"""Tokenize a prompt, and a completion that continues it.
 
-Tokenizers that put a space before each text (SentencePiece models, Metaspace, a Prepend normalizer,
-ByteLevel with ``add_prefix_space``) would also put one before a completion that is encoded by itself. The
-model would then learn to answer with a space that nobody wrote.
+Some tokenizers put a space before each text (SentencePiece models, Metaspace, a Prepend normalizer, ByteLevel
+with ``add_prefix_space``). They would also put one before a completion that is encoded separately, and the
+model would learn to answer with a space that is not in the data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from shardtrain.data.tokenizers.open_tokenizer import Ids, Tokenizer
 
 _ANCHORS = ("\n", ".", "a", "0", "|", ">")
-"""Texts to put before a completion: one of them does not share a token with it."""
+"""Texts to put before a completion to encode it. At least one of them should not share a token with it."""
 
 
 def encode_pairs(
@@ -22,13 +22,13 @@ def encode_pairs(
 ) -> list[tuple[Ids, Ids, bool]]:
     """Encode prompts with their completions.
 
-    The prompt has the tokens that it has by itself, as in generation. If the tokens of the joined text
-    begin with them, the rest is the completion. Otherwise a token of the joined text would contain
-    characters of both, and the completion is encoded as a continuation.
+    The prompt is encoded by itself, as in generation. If the tokens of the joined text begin with the prompt's
+    tokens, the rest is the completion. Otherwise a token of the joined text contains characters of both, and the
+    completion is encoded separately (``_continue``).
 
     Returns:
-        For each pair the ids of the prompt, the ids of the completion, and True if a token would contain
-        both.
+        For each pair: the ids of the prompt, the ids of the completion, and True if the joined text has a token
+        with characters of both.
     """
     prompts = tokenizer.encode_batch([prompt for prompt, _ in pairs])
     joined = tokenizer.encode_batch([prompt + completion for prompt, completion in pairs])
@@ -48,7 +48,7 @@ def starts_with(ids: Ids, start: Ids) -> bool:
 
 
 def _continue(tokenizer: Tokenizer, prompt_ids: Ids, completion: str, joined_ids: Ids) -> Ids:
-    """Encode a completion. After ``prompt_ids``, the tokens must decode to the joined text."""
+    """Encode a completion so that ``prompt_ids`` and its tokens decode to the same text as ``joined_ids``."""
     wanted = tokenizer.decode(joined_ids, keep_special=True)
     by_itself = tokenizer.encode(completion)
     candidates = [by_itself]
@@ -62,10 +62,10 @@ def _continue(tokenizer: Tokenizer, prompt_ids: Ids, completion: str, joined_ids
     ]
     if wanted in written:
         return candidates[written.index(wanted)]
-    # No candidate decodes to the joined text: a normalizer composes characters across the seam (NFC), or a
-    # special token is recognized only if no letter follows it. Take a candidate that begins with whitespace
-    # only if the completion does, so no space is inserted. A decoder that joins tokens with spaces
-    # (WordPiece) always inserts one.
+    # No candidate decodes to the joined text. The reason may be a normalizer that composes characters across the
+    # boundary (NFC), or a special token that is recognized only if no letter follows it. So only make sure that
+    # no space is inserted: take a candidate that begins with whitespace if and only if the completion does. There
+    # may be none, because some decoders insert a space between all tokens (WordPiece).
     seam = len(tokenizer.decode(prompt_ids, keep_special=True))
     for candidate, text in zip(candidates, written, strict=True):
         if text[seam : seam + 1].isspace() == completion[:1].isspace():

@@ -45,7 +45,7 @@ def open_encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None = N
     """Open the encoder of a dataset. Options of ``source`` take precedence over ``data``.
 
     Raises:
-        ConfigError: if a chat template is needed and does not exist, or cannot be used.
+        ConfigError: a chat template is needed, but does not exist or cannot be used.
     """
     form = (source and source.format) or data.format
     text_field = (source and source.text_field) or data.text_field
@@ -61,7 +61,7 @@ def open_encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None = N
 
 
 class TextEncoder:
-    """A row is one text, between the tokens that begin and end a document (see ``ends``)."""
+    """Encodes a row that is one text. Adds the tokens that begin and end a document (see ``ends``)."""
 
     def __init__(self, tokenizer: Tokenizer, text_field: str, data: Data) -> None:
         self.tokenizer = tokenizer
@@ -91,11 +91,11 @@ class TextEncoder:
 
 
 class PromptEncoder:
-    """Encodes rows of a prompt and a completion as one document each: BOS, prompt, completion, EOS.
+    """Encodes a row with a prompt and a completion as one document: BOS, prompt, completion, EOS.
 
-    Only the completion and EOS count in the loss. EOS also counts after an empty completion, as in TRL. No
-    token spans the boundary between prompt and completion (see ``continuation``). If both are lists of
-    messages, they form one conversation, and the assistant's turns in the completion count in the loss.
+    Only the completion and EOS are learned. As in TRL, EOS is learned even after an empty completion. No token
+    contains characters of both prompt and completion (see ``continuation``). If both are lists of messages, they
+    form one conversation, and the assistant's turns in the completion are learned.
     """
 
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
@@ -128,7 +128,8 @@ class PromptEncoder:
         if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
             if type(prompt) is not type(completion):
                 raise Unusable(
-                    f"the prompt is {kind(prompt)} and the completion {kind(completion)}; both must be alike"
+                    f"the prompt is {kind(prompt)} and the completion is {kind(completion)}; both must be texts, or "
+                    "both lists of messages"
                 )
             before = messages_of(prompt, data.prompt_field)
             after = messages_of(completion, data.completion_field)
@@ -140,7 +141,8 @@ class PromptEncoder:
 
     def _documents(self, pairs: Sequence[_Pair]) -> Iterator[Document | BadRow]:
         """Return one document, or a BadRow, per pair."""
-        # texts are tokenized together, and so are conversations; both keep the order of the rows
+        # Tokenize all texts together, and all conversations together, because this is faster. Both keep the order
+        # of the rows.
         texts = [pair for pair in pairs if isinstance(pair, tuple)]
         encoded = iter(encode_pairs(self.tokenizer, texts))
         written = [pair for pair in pairs if isinstance(pair, Written)]
@@ -164,12 +166,12 @@ class PromptEncoder:
 
     @cached_property
     def _conversations(self) -> Conversations:
-        # opened with the first conversation, because rows of text need no template
+        # Open the template only for the first conversation, because rows of texts need none.
         return open_conversations(self.tokenizer, self._data)
 
 
 class ChatEncoder:
-    """A row is a conversation. The assistant's turns are learned, including tool calls."""
+    """Encodes a row that is a conversation. The assistant's turns are learned, including tool calls."""
 
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
         self.tokenizer = tokenizer
@@ -196,10 +198,7 @@ class ChatEncoder:
 
 
 class _DocumentEnds:
-    """Adds the ends of a document around its tokens.
-
-    A text that already contains an end gets no second one.
-    """
+    """Adds the tokens that begin and end a document, unless the text already has them."""
 
     def __init__(self, ends: Ends) -> None:
         self.ends = ends
@@ -208,8 +207,10 @@ class _DocumentEnds:
         self._separator = np.array(ends.separator, dtype=np.int32)
 
     def document(self, tokens: Ids, num_prompt: int | None = None) -> Document:
-        """Make a document of ``tokens``, of which the first ``num_prompt`` are not learned (None: all are
-        learned)."""
+        """Make a document of ``tokens``.
+
+        If ``num_prompt`` is given, the first ``num_prompt`` tokens are not learned. Otherwise all are learned.
+        """
         notes = []
         prefix, suffix = self._prefix, self._suffix
         if len(prefix) and starts_with(tokens, prefix):
@@ -225,8 +226,10 @@ class _DocumentEnds:
         return Document(full, learned, tuple(notes))
 
     def fingerprint_facts(self, tokenizer: Tokenizer) -> list[str]:
-        """Facts for a fingerprint: empty if no text can spell the ends out, as before ends were
-        recognized.
+        """Return the facts for a fingerprint.
+
+        This is a fact only if a text could contain the tokens that begin or end a document. Otherwise the list
+        is empty, so that the fingerprint is the same as in versions that did not recognize such texts.
         """
         ids = [*self.ends.prefix, *self.ends.suffix]
         spelled = tokenizer.encode(tokenizer.decode(ids, keep_special=True)).tolist() if ids else []
@@ -234,17 +237,16 @@ class _DocumentEnds:
 
 
 def _with_targets(document: Document) -> Document | BadRow:
-    # the first token is never a target
-    """Return the document, or a BadRow if none of its tokens is a learned target."""
+    """Return the document, or a BadRow if none of its tokens is learned. The first token is never a target."""
     if document.learned is None or document.learned[1:].any():
         return document
     return BadRow("the conversation has no token that counts in the loss")
 
 
 def _option_facts(ends: Ends, data: Data) -> list[str]:
-    """Return the fact of a fingerprint about ends that options set.
+    """Return the facts for a fingerprint about ends of documents that options set.
 
-    The tokenizer's own ends are part of its fingerprint.
+    Empty without such options, because the tokenizer's own ends are part of the tokenizer's fingerprint.
     """
     is_set = data.add_bos is not None or data.add_eos is not None or data.separator is not None
     if not is_set:
@@ -253,9 +255,7 @@ def _option_facts(ends: Ends, data: Data) -> list[str]:
 
 
 def end_tokens(tokenizer: Tokenizer, data: Data, has_conversations: bool) -> list[int]:
-    """Return the special tokens that end a document or a turn in training, the tokenizer's end
-    token first.
-    """
+    """Return the special tokens that end a document or a turn in training. The tokenizer's EOS comes first."""
     ends = [tokenizer.eos_id, *ends_of(tokenizer, data).after[:1]]
     if has_conversations and _templates(tokenizer, data)[0] is not None:
         ends.append(open_conversations(tokenizer, data).turn_end())
@@ -293,7 +293,7 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
     conversations = Conversations(
         tokenizer, compiled, tools, data.learn_turn_separator, data.turn_end or ""
     )
-    # The end must be one special token, and the template must not write one itself.
+    # The end must be a single special token, and the template must not already end turns with one.
     if data.turn_end is not None:
         ids = tokenizer.encode_spans([data.turn_end])[0][0].tolist()
         if len(ids) != 1 or ids[0] not in tokenizer.special_ids:
@@ -302,7 +302,7 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
                     "data.turn_end",
                     data.turn_end,
                     rule=f"is not a special token of the tokenizer {tokenizer.spec}",
-                    fix="name one, such as its end token",
+                    fix="name a special token, such as its end token",
                 )
             )
         written = Conversations(tokenizer, compiled, tools).turn_end()
@@ -320,7 +320,7 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
 
 
 def _templates(tokenizer: Tokenizer, data: Data) -> tuple[str | None, str | None]:
-    """Return the template of conversations, and the template of conversations with tools if it differs."""
+    """Return the chat template, and the template for conversations with tools if there is a separate one."""
     if data.chat_template is None:
         return tokenizer.chat_template, tokenizer.tool_template
     file = Path(data.chat_template)
@@ -337,7 +337,7 @@ def _templates(tokenizer: Tokenizer, data: Data) -> tuple[str | None, str | None
 
 
 def _template_facts(tokenizer: Tokenizer, data: Data) -> str:
-    """Return the facts of a fingerprint about the chat template."""
+    """Return the facts for a fingerprint about the chat template."""
     special = sorted(tokenizer.special_tokens.items())
     options = []
     if data.learn_turn_separator:

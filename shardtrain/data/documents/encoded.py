@@ -15,10 +15,13 @@ from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens of one row, with BOS and EOS; 1-D int32.
+    """The tokens of one row, including BOS and EOS.
 
-    ``learned`` is a 1-D bool array of the same length: True for tokens that count in the loss as targets.
-    None means all of them. ``notes`` are remarks about the row that ``data check`` counts.
+    Attributes:
+        tokens: the tokens, 1-D int32.
+        learned: 1-D bool array of the same length. True for tokens that count in the loss as targets. None
+            means that all tokens count.
+        notes: remarks about the row, which ``data check`` counts.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -27,12 +30,12 @@ class Document:
 
 
 class Encoder(Protocol):
-    """Converts rows to documents, with a tokenizer, the format of rows, and their columns."""
+    """Interface of a converter from rows to documents, for one format of rows."""
 
     tokenizer: Tokenizer
     fingerprint: str
-    """SHA-256 in hex of everything that determines the documents of a row."""
+    """SHA-256 in hex of everything that determines how a row is converted."""
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
-        """Return one document, or a BadRow with the reason, per row. Many rows at once are faster."""
+        """Return for each row one document, or a BadRow with the reason. Faster for many rows at once."""
         ...

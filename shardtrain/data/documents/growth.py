@@ -1,9 +1,9 @@
-"""Limit the memory and time of reading a dataset at start: a few bytes of compressed files can expand to
+"""Limit the memory and the time for reading a dataset when a run starts. A small compressed file can expand to
 gigabytes.
 
-``data.mode="auto"`` reads a dataset of unknown origin completely if its files are small. Compressed text
-and Parquet may be a thousand times larger after decompression. The memory of the data is always limited. CPU
-time is limited only for data that expand more than ``MAX_GROWTH`` times.
+``data.mode="auto"`` reads a dataset completely if its files are small, even if their origin is unknown.
+Compressed text and Parquet may become a thousand times larger by decompression. The memory of the data is always
+limited. CPU time is limited only for data that expand more than ``MAX_GROWTH`` times.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shardtrain.data.documents.read_documents import text_size
 from shardtrain.utils.errors import DataError
 
 MAX_GROWTH = 50
-"""Text in gzip, bzip2, xz or zstandard expands 3 to 15 times."""
+"""Factor by which data may expand before time is limited. (Text expands 3 to 15 times.)"""
 FREE_BYTES = 64 * 2**20
-"""Data up to this size after decompression may expand by any factor."""
+"""Data may expand by any factor up to this size."""
 ROW_BYTES = 128
-"""Memory of a row in addition to its text: an object, and its place in lists."""
+"""Memory of a row in addition to its text: an object, and references to it in lists."""
 PROCESS_BYTES = 2**28
-"""Part of the memory limit for the process itself, and for rows in transit."""
+"""Part of the memory limit that is reserved for the process itself and for rows that it is processing."""
 
 _CHECK_INTERVAL = 64
 
@@ -50,7 +50,7 @@ class Growth:
         """Yield the rows unchanged.
 
         Raises:
-            DataError: highly compressed rows exceed the limit of memory or CPU time.
+            DataError: the rows expand by a large factor, and exceed the limit of memory or CPU time.
         """
         for number, (key, row) in enumerate(keyed):
             self._grown += ROW_BYTES + text_size(row)

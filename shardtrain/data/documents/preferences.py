@@ -1,7 +1,7 @@
 """Split rows of preference data into a prompt and two answers.
 
-Rows contain texts or lists of messages. The prompt is in its own column, or is the common beginning of both
-sides. The answers are separate, or complete conversations that repeat the prompt:
+Rows contain texts or lists of messages. The prompt is in a separate column, or it is the common beginning of the
+columns chosen and rejected. These columns contain only answers, or complete conversations that repeat the prompt:
 
 - ``{"prompt": "...", "chosen": "...", "rejected": "..."}``
 - ``{"prompt": [user], "chosen": [assistant], "rejected": [assistant]}``
@@ -21,23 +21,22 @@ from shardtrain.data.documents.columns import Unusable, check_text, column, kind
 
 Part = str | list[Message]
 _SPEAKER = "\n\nAssistant:"
-"""Precedes an answer in the texts of hh-rlhf."""
+"""The text before each answer in hh-rlhf."""
 
 
 def split(
     row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected_field: str
 ) -> tuple[Part, Part, Part]:
-    """Return the prompt, the chosen and the rejected answer of a row: three texts, or three lists of
-    messages.
+    """Return the prompt, the chosen and the rejected answer of a row, as three texts or three lists of messages.
 
-    Without a prompt column, the prompt is the common beginning of both sides.
+    Without a prompt column, the prompt is the common beginning of chosen and rejected.
 
     Raises:
         Unusable: the columns do not fit together, or the two sides have no common beginning.
     """
     chosen = column(row, chosen_field)
     rejected = column(row, rejected_field)
-    # a row may lack the column "prompt", the option's default; a column that the user names must exist
+    # "prompt" is the default of the option, so rows may lack this column. Any other column must exist.
     has_prompt = prompt_field in row or prompt_field != "prompt"
     prompt = column(row, prompt_field) if has_prompt else None
     sides = (chosen, rejected)
@@ -58,10 +57,11 @@ def split(
         return chosen[:cut], chosen[cut:], rejected[cut:]
     if any(isinstance(side, str) for side in sides):
         raise Unusable(
-            f"chosen is {kind(chosen)} and rejected {kind(rejected)}; both must be alike"
+            f"chosen is {kind(chosen)} and rejected is {kind(rejected)}; both must be texts, or both lists of "
+            "messages"
         )
 
-    # two lists of messages
+    # Both answers are lists of messages.
     return _messages(
         prompt,
         has_prompt,
@@ -75,7 +75,7 @@ def _messages(
     prompt: Any, has_prompt: bool, chosen: list[Message], rejected: list[Message], prompt_field: str
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """Split lists of messages into a prompt and two answers. An answer has at least one message."""
-    # Count the messages that both sides begin with. The last message of a side is an answer and never counts.
+    # Count the common messages at the beginning of both sides. The last message of a side is always an answer.
     common = 0
     while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
         common += 1
@@ -118,7 +118,10 @@ def _messages(
 
 
 def _end_of_prompt(chosen: str, rejected: str) -> int:
-    """Return the length of the common prompt: up to the last speaker's name, or to the last word boundary."""
+    """Return the length of the prompt that two texts begin with.
+
+    It ends after the last "Assistant:" that both have, or else before the word in which they differ.
+    """
     limit = min(len(chosen), len(rejected))
     common = chosen[: next((i for i in range(limit) if chosen[i] != rejected[i]), limit)]
     name = common.rfind(_SPEAKER)
@@ -126,8 +129,8 @@ def _end_of_prompt(chosen: str, rejected: str) -> int:
         return name + len(_SPEAKER)
     if chosen == rejected:
         raise Unusable("chosen and rejected are the same text, of which no part is the prompt")
-    # Go back to the start of the word in which the texts differ, and before the whitespace in front of it,
-    # which belongs to the answer.
+    # Go back to the start of the word in which the texts differ. The whitespace before this word belongs to the
+    # answer, so go back before it.
     cut = len(common)
     while cut and not chosen[cut - 1].isspace():
         cut -= 1

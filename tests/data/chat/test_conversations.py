@@ -281,7 +281,7 @@ def test_marks_around_text_that_is_changed_later_are_rejected():
         "{{ x | trim }}",
         {},
     )
-    with pytest.raises(Unusable, match="changes the text within its"):
+    with pytest.raises(Unusable, match="changes the text inside its"):
         write(template, TURNS[:2])
 
 
@@ -622,7 +622,7 @@ def test_conversation_with_text_that_the_template_drops_is_a_bad_row(
     (result,) = open_encoder(tokenizer, Data(format=form)).encode([row])
     if dropped is not None:
         assert isinstance(result, BadRow)
-        assert result.reason == f"the chat template drops {dropped}; use one that writes it"
+        assert result.reason == f"the chat template drops {dropped}; use a template that writes it"
         return
     assert isinstance(result, Document), result
     assert "Blue." in tokenizer.decode(result.tokens[result.learned])
@@ -805,7 +805,7 @@ def test_keys_that_only_other_trainers_read_are_logged_once(tmp_path, form, capl
     encoder.encode([row])
     assert caplog.messages == [
         "column 'images' is not used: TRL reads images from it",
-        "key of messages 'weight' is not used: OpenAI leaves turns of weight 0 out of the loss",
+        "key of messages 'weight' is not used: OpenAI excludes turns with weight 0 from the loss",
     ]
 
 

@@ -156,7 +156,7 @@ BAD_PAIRS = {
     ),
     "mixed": (
         {"prompt": [], "completion": "x"},
-        "the prompt is a list and the completion a text; both must be",
+        "the prompt is a list and the completion is a text; both must be",
         False,
     ),
 }

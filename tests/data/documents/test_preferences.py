@@ -68,7 +68,7 @@ def test_texts_have_a_prompt_column_or_a_common_beginning() -> None:
         ({"chosen": "Blue.", "rejected": "Blue."}, "are the same text"),
         (
             {"chosen": [ASK, GOOD], "rejected": "Red."},
-            "chosen is a list and rejected a text; both must be alike",
+            "chosen is a list and rejected is a text; both must be texts",
         ),
         ({"chosen": [GOOD], "rejected": [BAD]}, "begin with different messages"),
         (
