@@ -1,4 +1,4 @@
-"""One dataset as an endless sequence of rows. Row k depends only on k and the seed."""
+"""A feed is one dataset as an endless sequence of rows. Row k depends only on k and the seed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.utils.errors import DataError, Problem
 
 Cursor = tuple[int, int, int]
-"""Cursor of a virtual reader; see ``stream``."""
+"""Cursor of a virtual reader, see ``stream``."""
 
 
 @dataclass(frozen=True)
 class CursorUpdate:
-    """A virtual reader is at ``cursor`` after ``rows`` rows. Its last row belongs to ``epoch`` (from 0)."""
+    """The position of a virtual reader: after ``rows`` rows, the last one in ``epoch``, it is at ``cursor``.
+
+    Epochs are counted from 0.
+    """
 
     reader: int
     rows: int
@@ -38,11 +41,11 @@ class Feed(Protocol):
 
     Attributes:
         mean_targets: mean number of targets per row, learned or not.
-        ends_without_notice: True if its end is not known before reading.
-        num_readers: number of virtual readers, each with a cursor; 0 if k alone is the position.
+        ends_without_notice: True if its end is unknown until it is read.
+        num_readers: number of virtual readers, each of which has a cursor. 0 if k determines the position.
         fingerprint: SHA-256 in hex of everything that determines the rows and their order.
-        files: maps each file to a fingerprint of its content, to name the one that differs.
-        passes: number of passes after which the data end; None repeats them.
+        files: maps each file to a fingerprint of its content. Used to name the file that has changed.
+        passes: number of passes after which the data end. None if they are repeated forever.
     """
 
     mean_targets: float
@@ -54,44 +57,46 @@ class Feed(Protocol):
 
     @property
     def num_documents(self) -> int | None:
-        """Number of documents with a target. None if not known before reading."""
+        """Number of documents with a target. None if it is unknown until the data are read."""
         ...
 
     @property
     def num_rows(self) -> int | None:
-        """Number of rows in one pass. None if not known before reading."""
+        """Number of rows in one pass. None if it is unknown until the data are read."""
         ...
 
     def whole_files(self) -> list[WholeFile]:
-        """Return the files that must be hashed because the fingerprint does not cover all bytes; see
-        ``file_hashes.py``."""
+        """Return the files to hash completely, because the fingerprint does not cover all of their bytes.
+
+        See ``file_hashes.py``.
+        """
         ...
 
     def write(self, k: int, out: PackedSequences, slot: int) -> tuple[int, CursorUpdate | None]:
-        """Fill row ``slot`` of ``out`` with the k-th row of the order. Return its sample id, -1 at the end
-        of the data.
+        """Fill row ``slot`` of ``out`` with the k-th row of the order.
 
-        Calls to a feed with readers must have ascending k.
+        Return its sample id, or -1 at the end of the data, and the new position of the reader. If the feed has
+        readers, k must increase from call to call.
         """
         ...
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """Seek to the position at which all ranks together have consumed the first ``rows`` rows.
 
-        ``cursors`` (num_readers, 3) are the readers' cursors there, if known.
+        ``cursors`` (num_readers, 3) are the readers' cursors at this position. None if they are unknown.
         """
         ...
 
     def epoch_after(self, rows: int) -> int:
-        """Return the epoch, from 0, of the last of the first ``rows`` rows."""
+        """Return the epoch (from 0) that the feed is in after ``rows`` rows."""
         ...
 
 
 class FilesWatch:
-    """Checks from time to time that the files of a feed have not changed.
+    """Checks from time to time that no file of a feed has changed.
 
-    The interval between checks of all files is 16 rows per file, but at most 256 rows. With more than
-    4,096 files it is ``num_files / 16`` rows, so that a row costs at most 16 file checks on average.
+    All files are checked after every ``16 * num_files`` rows, but at least every 256 rows. With more than 4,096
+    files, they are checked every ``num_files / 16`` rows, so that a row costs at most 16 file checks on average.
     """
 
     def __init__(self, check: Callable[[], None], num_files: int) -> None:
@@ -108,9 +113,9 @@ class FilesWatch:
 
 
 class IndexedFeed:
-    """Rows of tokens in memory or in prepared shards, with random access.
+    """A feed of tokens that are in memory or in prepared shards, so that any row can be read.
 
-    Each epoch is a permutation of the rows.
+    With a seed, each epoch is a permutation of the rows.
     """
 
     num_readers = 0
@@ -126,7 +131,7 @@ class IndexedFeed:
         option: str,
         files: Mapping[str, str],
     ) -> None:
-        # prepared shards may have a fit table, and are files that may change
+        # Prepared shards may have a fit table. And they are files, which may change during the run.
         table = None
         folder = ""
         if isinstance(tokens, ShardTokenBuffer):
@@ -147,8 +152,8 @@ class IndexedFeed:
             raise DataError(str(Problem(option, None, rule, fix)))
         self.mean_targets = self.rows.num_targets / self.num_rows
         self.files = files
-        # documents without a target had rows in earlier versions, so only data with such documents get
-        # another fingerprint
+        # In earlier versions, documents without a target had rows. Change the fingerprint only for data with
+        # such documents, so that other runs can still resume.
         dropped = (
             [self.rows.dropped] if packing.long_documents == "cut" and self.rows.dropped else []
         )
@@ -164,7 +169,7 @@ class IndexedFeed:
             ConfigError: a file was changed during the run.
         """
         self._watch()
-        # after the end of the data nothing is written, so the row stays padding
+        # After the end of the data, write nothing, so that the row stays padding.
         if self.passes is not None and k >= self.passes * self.num_rows:
             return -1, None
         sample = (
@@ -176,7 +181,7 @@ class IndexedFeed:
         return sample, None
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
-        """Check that the files are unchanged; there is no position to restore."""
+        """Check that the files are unchanged. There is no position to restore."""
         self._looks()
 
     def epoch_after(self, rows: int) -> int:

@@ -1,9 +1,9 @@
 """Hash the complete data files in the background, and compare the hashes with those of checkpoints.
 
-At the start of a run, a dataset is identified by file sizes and samples, and prepared shards by the hashes
-in their index. Hashing all data first would delay the first step. So a thread of rank 0 hashes the files
-during training, and checkpoints record the hashes known so far. The run's folder caches the hash of each
-file, valid while the file's size, times and inode stay the same.
+When a run starts, it identifies a dataset by file sizes and samples, and prepared shards by the hashes in their
+index, because hashing all data would delay the first step. A thread of rank 0 then hashes the files during
+training, and checkpoints record the hashes that are known so far. The run's folder contains a cache of hashes.
+The cached hash of a file is valid as long as the file's size, times and inode are unchanged.
 """
 
 from __future__ import annotations
@@ -30,24 +30,32 @@ logger = logging.getLogger(__name__)
 
 NOTES = "data_hashes.json"
 SMALL_BYTES = 64 * 2**20
-"""Datasets up to this size are hashed before the first step, in 0.05 s of a core."""
+"""Datasets up to this size are hashed before the first step, which takes 0.05 s on one core."""
 SMALL_FILES = 1000
-"""Datasets with more files are hashed in the background: opening a million small files takes minutes."""
+"""Datasets with more files are hashed in the background, because opening a million files takes minutes."""
 MAX_CORE_SHARE = 0.25
-"""Maximum share of one core that the thread uses."""
+"""The thread uses at most this fraction of one core."""
 _UNPROVEN = re.compile(r"(\d{1,20} ){5}\d{1,20}", re.ASCII)
 RESTART = 'restart the data with checkpoint.exclude_from_loading=["dataloader"]'
 _PIECE_BYTES = 4 * 2**20
 SETTLED_SECONDS = 2.0
-"""A file changed more recently may change again without a new timestamp, because of coarse filesystem
-clocks."""
+"""Do not trust the timestamps of a file that was changed more recently than this.
+
+The clocks of filesystems are coarse, so it may change again without new timestamps.
+"""
 _MAX_NOTES_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class WholeFile:
-    """A file to hash: its ``name`` in the dataset, the ``option`` that led to it, and its SHA-256 in an
-    index, if any."""
+    """A file to hash.
+
+    Attributes:
+        name: its name in the dataset.
+        path: its path.
+        option: the option that names the dataset, for messages.
+        indexed: its SHA-256 according to an index, or "".
+    """
 
     name: str
     path: str
@@ -56,7 +64,7 @@ class WholeFile:
 
 
 class Contents:
-    """Hashes of the data files of a run. Only rank 0 has files; on other ranks this is empty."""
+    """Hashes of a run's data files. Only rank 0 hashes files. On all other ranks this is empty."""
 
     def __init__(self, files: Sequence[WholeFile] = (), run_folder: Path | None = None) -> None:
         self._files = {file.name: file for file in files}
@@ -66,7 +74,7 @@ class Contents:
         self._unproven: dict[str, str] = {}
         self._cached: Mapping[str, Any] = {}
         self.problem: ConfigError | None = None
-        """Error for which the run must stop: a file differs from the checkpoint or from its own index."""
+        """The error with which the run must stop, because a file differs from the checkpoint or its index."""
         self._since = ""
         self._step = 0
         self._ended = threading.Event()
@@ -75,8 +83,8 @@ class Contents:
         self._best_effort = BestEffort("hashing the data files")
 
     def look(self) -> None:
-        """Load cached hashes, and hash a small dataset immediately. Raises ``problem``."""
-        # a cached hash is valid if the file has the same size, times and inode
+        """Load cached hashes, and hash a small dataset immediately. Raise ``problem`` if there is one."""
+        # A cached hash is valid if the file still has the same size, times and inode.
         cached = self._read_cache()
         pending = []
         self._cached = cached
@@ -89,7 +97,7 @@ class Contents:
                 else:
                     pending.append((stamp[0], file))
 
-        # hash a small dataset before the first step, so the first checkpoint contains its hashes
+        # Hash a small dataset before the first step, so that the first checkpoint contains its hashes.
         if 0 < len(pending) <= SMALL_FILES and sum(size for size, _ in pending) <= SMALL_BYTES:
             for _, file in pending:
                 self._best_effort.call(partial(self._hash, file, 1.0), None)
@@ -98,9 +106,9 @@ class Contents:
             raise self.problem
 
     def expect(self, contents: Any) -> list[str]:
-        """Set the hashes of a checkpoint. Return the names of files whose known hash differs.
+        """Set the hashes from a checkpoint, and return the names of files that differ from them.
 
-        Files without a known hash are compared when the thread has hashed them.
+        A file that has not been hashed yet is compared as soon as the thread has hashed it.
         """
         hashes = contents if isinstance(contents, dict) else {}
         self._expected = {name: mark for name, mark in hashes.items() if isinstance(mark, str)}
@@ -111,12 +119,17 @@ class Contents:
         return sorted(differing)
 
     def trained_on_other(self, contents: Any, unproven: Any) -> list[str]:
-        """Return option, path and step if a file was replaced after this run was trained on its old
-        contents.
+        """Find a file that was replaced after this run had been trained on its old contents.
 
-        ``unproven`` are the entries of the checkpoint for files that were not hashed when it was saved. The
-        step is the one after which the run was trained on the old contents. Returns an empty list if no
-        file was replaced. Logs a warning if the old contents are not known.
+        If the hash of the old contents is unknown, log a warning instead.
+
+        Args:
+            contents: the hashes in the checkpoint.
+            unproven: the checkpoint's ``unproven()`` entries.
+
+        Returns:
+            Option, path, and the step after which the run was trained on the old contents. An empty list if no
+            file was replaced.
         """
         contents = contents if isinstance(contents, dict) else {}
         texts = unproven if isinstance(unproven, dict) else {}
@@ -125,12 +138,12 @@ class Contents:
             if file is None or not _UNPROVEN.fullmatch(str(text)):
                 continue
             step, *stamp = map(int, str(text).split())
-            # the same file as then: its hash, computed now, shows the contents of the earlier steps
+            # If the file is unchanged since then, its hash can still be computed now.
             with contextlib.suppress(OSError):
                 if _stamp(os.stat(file.path)) == stamp:
                     self._unproven[name] = str(text)
                     continue
-            # another file: the cache of an earlier start may contain the hash of the old one
+            # The file has changed. The cache may contain the hash of the old file from an earlier start.
             cached = self._cached.get(os.path.abspath(file.path))
             if not (isinstance(cached, list) and cached[:-1] == stamp):
                 logger.warning(
@@ -145,18 +158,17 @@ class Contents:
         return []
 
     def unproven(self) -> dict[str, str]:
-        """Return the files that an earlier checkpoint has a hash of, but this run has not hashed yet, for
-        the facts of a checkpoint.
+        """Return, for checkpoints, the files that were not hashed again since the run resumed.
 
-        Each value contains the step since which this is so, and size, times and inode of the file at that
-        step.
+        An earlier checkpoint contains their hash, but they may have been replaced before the run resumed. Each
+        value contains the step at which the run resumed, and the file's size, times and inode at that time.
         """
         return {name: text for name, text in self._unproven.items() if name not in self._known}
 
     def start(self, step: int) -> None:
-        """Hash the remaining files in a thread while training continues from ``step``.
+        """Start a thread that hashes the remaining files while training continues from ``step``.
 
-        Log how they are identified until then.
+        Log how these files are identified until they are hashed.
         """
         pending = [file for name, file in self._files.items() if name not in self._known]
         if not pending or self._thread is not None:
@@ -185,7 +197,7 @@ class Contents:
         self._thread.start()
 
     def record(self) -> dict[str, str]:
-        """Return the SHA-256 of each file with a known hash, by name, for the facts of a checkpoint."""
+        """Return, for checkpoints, the SHA-256 of each file with a known hash, by name."""
         return {
             name: mark
             for name, mark in {**self._expected, **self._known}.items()
@@ -219,9 +231,10 @@ class Contents:
         )
 
     def _hash(self, file: WholeFile, share: float) -> None:
-        """Hash a file, using ``share`` of a core.
+        """Hash a file, using the fraction ``share`` of a core.
 
-        Skips a file that cannot be read or changes meanwhile; reading it for training reports that.
+        If the file cannot be read or changes while it is read, skip it. Reading it for training reports the
+        problem.
         """
         digest = hashlib.sha256()
         with contextlib.suppress(OSError):
@@ -237,19 +250,19 @@ class Contents:
                     self._bytes += len(piece)
                     if not piece:
                         break
-                    # sleep to limit the thread to its share of a core; the end of the run wakes it
+                    # Sleep to limit the thread to its share of a core. The end of the run wakes it.
                     if share < 1:
                         self._ended.wait(took * (1 / share - 1))
                 else:
                     return
-                # the hash is valid only if the file did not change meanwhile and the path still leads to it
+                # The hash is valid only if the file has not changed and the path still leads to it.
                 if _stamp(os.fstat(descriptor)) == before == _stamp(os.stat(file.path)):
                     self._store(file, digest.hexdigest())
             finally:
                 os.close(descriptor)
 
     def _store(self, file: WholeFile, sha256: str) -> None:
-        """Store the hash of a file, and set ``problem`` if the index or the checkpoint has another hash."""
+        """Store the hash of a file. If the index or the checkpoint has a different hash, set ``problem``."""
         self._known[file.name] = sha256
         if file.indexed and file.indexed != sha256:
             rule = "does not match its SHA-256 in index.json"
@@ -266,7 +279,7 @@ class Contents:
             return {}
         try:
             mark, _, text = bounded_reads.start(self._cache_path, _MAX_NOTES_BYTES).partition(b"\n")
-            # the cache has a checksum, because a damaged one would blame the data
+            # Verify the cache's checksum, because a damaged cache would make the data look damaged.
             notes = json.loads(text) if mark == _mark(text) else {}
         except (OSError, ValueError, RecursionError):
             return {}
@@ -281,7 +294,7 @@ class Contents:
             for name, mark in self._known.items():
                 path = os.path.abspath(self._files[name].path)
                 stamp = _stamp(os.stat(path))
-                # a file changed recently may change again within the same tick of its filesystem's clock
+                # Skip a file that was changed recently. It may change again without new timestamps.
                 if time.time() - max(stamp[1], stamp[2]) / 1e9 > SETTLED_SECONDS:
                     notes[path] = [*stamp, mark]
             text = json.dumps(notes).encode()
@@ -293,8 +306,8 @@ def _mark(text: bytes) -> bytes:
 
 
 def _stamp(found: os.stat_result) -> list[int]:
-    """Return size, times of modification and change, inode and device.
+    """Return a file's size, its times of modification and of change, its inode and its device.
 
-    Users cannot set the time of change.
+    The time of change is included because users cannot set it.
     """
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]

@@ -1,4 +1,4 @@
-"""Mark padding tokens for models whose statistics must not count them."""
+"""Mark padding tokens, so that the statistics of experts do not count them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from shardtrain.ops.targets import FILLER_DOCUMENT
 
 
 def mark_filler(batches: Sequence[Batch]) -> list[Batch]:
-    """Mark padding tokens in the batches of a step for a model with experts, with FILLER_DOCUMENT in
-    ``documents_BT``.
+    """Mark padding tokens in the batches of a step with FILLER_DOCUMENT in ``documents_BT``.
 
-    Padding is routed to experts like any token, but must not count in the balance loss or the load, so that
-    padded rows have the gradients of unpadded rows. Text does not attend to padding, which follows it. If
-    any batch of the step has padding, all batches have documents afterwards; otherwise the batches are
-    returned unchanged.
+    This is for models with experts. Padding is routed to experts like any token, but must not count in the
+    balance loss and the load: padded rows must have the same gradients as unpadded ones. If any batch of the
+    step has padding, all returned batches have documents. Otherwise the batches are returned unchanged.
     """
-    # documents need a mask, so add them only if a batch of the step has padding, and then to all batches
+    # Documents make attention slower, so add them only if there is padding. All micro-batches of a step must
+    # have documents, or none.
     has_filler = False
     for batch in batches:
         if batch.lengths_B is not None and bool((batch.lengths_B < batch.tokens_BT.size(1)).any()):
@@ -44,7 +43,8 @@ def mark_filler(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def filler_documents(lengths_B: Tensor, columns_BT: Tensor) -> Tensor:
-    """Return documents (B, T) for rows of one document followed by padding, given the column of
-    each token.
+    """Return document numbers (B, T) for rows that consist of one document followed by padding.
+
+    ``columns_BT`` contains the position of each token in its row.
     """
     return (columns_BT >= lengths_B[:, None]).long() * FILLER_DOCUMENT

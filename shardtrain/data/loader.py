@@ -1,10 +1,10 @@
-"""Data loader: this rank's rows of each step, determined by the number of samples that all ranks have
-consumed.
+"""Data loader: reads this rank's rows of each step. Its position is the number of samples that all ranks
+together have consumed.
 
 Step s uses the positions [s G, (s + 1) G) of the sample order, where G is the global batch size. Rank r of
-R uses the contiguous part [s G + r G / R, s G + (r + 1) G / R), divided into micro-batches. The row at a
-position does not depend on ranks (see ``mix``, ``feed``), and so neither do the rows of a step. So a run
-can resume on any other R.
+R uses the contiguous part [s G + r G / R, s G + (r + 1) G / R), divided into micro-batches. Which row is at a
+position does not depend on the number of ranks (see ``mix``, ``feed``). So all rows of a step are the same on
+any number of ranks, and a run can resume with a different R.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ from shardtrain.utils.errors import ShardtrainError
 logger = logging.getLogger(__name__)
 
 SOURCE_BITS = 48
-"""A sample id is its number within its source, and above these bits the number of the source."""
+"""A sample id contains the sample's number within its source, and above these bits the source's number."""
 
 
 @dataclass(frozen=True)
 class RankSlice:
-    """The rows of a step that belong to this rank: ``accumulation`` micro-batches of ``local_batch_size``
-    rows."""
+    """Which rows of a step belong to this rank: ``accumulation`` micro-batches of ``local_batch_size`` rows."""
 
     local_batch_size: int
     batch_rank: int
@@ -54,10 +53,12 @@ class RankSlice:
         return self.local_batch_size * self.num_batch_ranks * self.accumulation
 
     def first_position(self, samples_consumed: int, micro_batch: int) -> int:
-        """Return the position of the first row of this rank's micro-batch ``micro_batch`` after
-        ``samples_consumed``."""
+        """Return the position of the first row in a micro-batch of this rank.
+
+        ``micro_batch`` counts this rank's micro-batches after the position ``samples_consumed``.
+        """
         step, within = divmod(micro_batch, self.accumulation)
-        # a step consists of the micro-batches of all ranks, in the order of ranks
+        # A step consists of all micro-batches of rank 0, then all micro-batches of rank 1, and so on.
         micro_batches_before = self.batch_rank * self.accumulation + within
         return (
             samples_consumed
@@ -76,11 +77,11 @@ def sources_of_rows(batches: Sequence[Batch]) -> list[int]:
 
 
 BatchWithCursors = tuple[Batch, list[tuple[int, CursorUpdate]]]
-"""A batch, and for each virtual reader that advanced, its source and its cursor after the batch."""
+"""A batch, and for each virtual reader that has advanced, its source and its position after the batch."""
 
 
 class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
-    """A rank's micro-batches by number, from a position on. Each worker reads ascending numbers."""
+    """A rank's micro-batches, numbered from a start position. Each worker reads them in ascending order."""
 
     def __init__(self, opened: DataPipeline, share: RankSlice, samples_consumed: int) -> None:
         self._opened = opened
@@ -88,9 +89,9 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
         self._start = samples_consumed
 
     def __getitem__(self, micro_batch: int) -> BatchWithCursors | ShardtrainError:
-        """Return a micro-batch, or an error.
+        """Return a micro-batch, or an error as a value.
 
-        An error raised in a worker would reach the rank as a traceback text.
+        If a worker raised the error, PyTorch would pass it to the rank as the text of a traceback.
         """
         try:
             return self.make(self._share.first_position(self._start, micro_batch))
@@ -98,12 +99,12 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
             return error
 
     def make(self, position: int) -> BatchWithCursors:
-        """Return the micro-batch that begins at ``position``, and the cursors that have moved."""
+        """Return the micro-batch that begins at ``position``, and the new positions of virtual readers."""
         count = self._share.local_batch_size
         pipeline = self._opened
 
-        # Rows that are not written stay filler: past the end of the data every rank still gets batches,
-        # since the step is a collective.
+        # Rows that are not written below stay padding. After the end of the data, ranks still need batches,
+        # because all ranks must take part in the step.
         rows = PackedSequences(count, pipeline.packing)
         sample_ids = np.full(count, -1, dtype=np.int64)
         cursors: dict[tuple[int, int], CursorUpdate] = {}
@@ -118,7 +119,7 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
             if sample >= 0:
                 sample_ids[slot] = sample + (source << SOURCE_BITS)
             if cursor is not None:
-                # The last one wins: where the reader is after the batch.
+                # Keep only the last position of each reader in the batch.
                 cursors[source, cursor.reader] = cursor
 
         documents_BT = None if rows.documents_BT is None else torch.from_numpy(rows.documents_BT)
@@ -134,28 +135,29 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
 
 
 class DataLoader:
-    """Iterator over this rank's micro-batches, ``accumulation`` of them per step; see ``open_dataloader``.
+    """Iterator over this rank's micro-batches, ``accumulation`` of them per step, see ``open_dataloader``.
 
     Attributes:
         tokenizer: the tokenizer of the dataset.
-        vocab: vocabulary size; token ids are in 0..vocab-1.
-        files: maps each file to a fingerprint of its content, to name the one that differs.
-        num_samples: number of rows in one epoch, over all ranks; None for mixtures, and if not known before
-            reading.
-        num_documents: number of rows of the dataset with a target; None like num_samples.
-        places_per_epoch: increase of samples_consumed per epoch: num_samples, or complete steps if epochs
-            end at the border of a step (training.last_batch).
-        end: samples after which the data end; None if they repeat, or if not known before reading.
-        pad_id: token at positions without a document; never a target.
+        vocab: vocabulary size. Token ids are in 0..vocab-1.
+        files: maps each file to a fingerprint of its content. Used to name the file that has changed.
+        num_samples: number of rows in one epoch, over all ranks. None for mixtures, and if it is unknown until
+            the data are read.
+        num_documents: number of documents with a target in the dataset. None in the same cases as num_samples.
+        places_per_epoch: how much samples_consumed increases in an epoch. This is num_samples, or a multiple of
+            the global batch size if epochs end with a complete step (training.last_batch).
+        end: number of samples after which the data end. None if they repeat, or if it is unknown until the data
+            are read.
+        pad_id: token at positions without a document. It is never a target.
         masks_documents: True if batches contain the document of each token.
         accumulation: number of micro-batches in a step.
         global_batch: number of rows in one step, over all ranks (G).
         num_readers: number of virtual readers of datasets that are tokenized during training, else 0.
-        ends_without_notice: True if the end of the data is not known before reading; readers at their end
-            return padding rows.
-        fingerprint: SHA-256 in hex of datasets, tokenizer, sequence length, seed and order. A run resumes
-            only with the same one.
-        step_hash: contribution of this rank's current step to the run's order hash (see ``checksum``).
+        ends_without_notice: True if the end of the data is unknown until they are read. Readers that have
+            finished return padding rows.
+        fingerprint: SHA-256 in hex of datasets, tokenizer, sequence length, seed and order. A run can resume
+            only if it is unchanged.
+        step_hash: what this rank's current step contributes to the run's order hash (see ``checksum``).
     """
 
     hash_rows = staticmethod(hash_rows)
@@ -189,7 +191,7 @@ class DataLoader:
         )
         self.files: Mapping[str, str] = opened.feeds[0].files
         if len(opened.feeds) > 1:
-            # two sources may have files with the same name
+            # Add the source's name, because two sources may have files with the same name.
             files = {}
             for source, feed in zip(opened.names, opened.feeds, strict=True):
                 for name, mark in feed.files.items():
@@ -200,15 +202,15 @@ class DataLoader:
         self._options = options
         self._pin_memory = options.pin_memory and accelerator.pins_memory()
         self._reader_cursors = [ReaderCursors(feed.num_readers) for feed in opened.feeds]
-        # Created with the first batch: workers prefetch from the start, and a resume seeks elsewhere before
-        # that.
+        # Workers are started only with the first batch. They prefetch from the current position, and a resumed
+        # run first seeks to another one.
         self._batches: Iterator[BatchWithCursors | ShardtrainError] | None = None
         self.seek(samples_consumed)
 
     def padding_by_source(self) -> dict[str, float]:
-        """Return the fraction of padding in the rows of each source: tokens that are no input of a document.
+        """Return for each source the fraction of padding in its rows.
 
-        Omits sources whose rows are not known before reading.
+        Omits sources whose number of rows is unknown until they are read.
         """
         fractions = {}
         for name, feed in zip(self._opened.names, self._opened.feeds, strict=True):
@@ -218,16 +220,15 @@ class DataLoader:
 
     @cached_property
     def sampled_files(self) -> dict[str, str]:
-        """At most 4,096 of ``files``, evenly spread, for checkpoints; more would take more than half a
-        megabyte.
+        """At most 4,096 of ``files``, evenly spread, for checkpoints. More would need over half a megabyte.
 
-        The fingerprint covers all files. These are only used to name one that differs.
+        They are only used to name a file that has changed. To detect a change, the fingerprint covers all files.
         """
         return sampled(self.files)
 
     @cached_property
     def whole_files(self) -> list[WholeFile]:
-        """The files of all sources, to hash completely. Only rank 0 uses them."""
+        """The files of all sources that should be hashed completely. Only rank 0 uses this."""
         several = len(self._opened.feeds) > 1
         files = []
         for source, feed in zip(self._opened.names, self._opened.feeds, strict=True):
@@ -239,8 +240,10 @@ class DataLoader:
 
     @property
     def samples_consumed(self) -> int:
-        """Number of samples in all steps that were returned completely, over all ranks; at most the end of
-        the data."""
+        """Number of samples of all ranks in the steps that were returned completely.
+
+        It does not exceed the end of the data.
+        """
         position = (
             self._start + self._batches_returned // self._share.accumulation * self.global_batch
         )
@@ -248,9 +251,9 @@ class DataLoader:
 
     @property
     def steps_left(self) -> int | None:
-        """Number of steps to the end of the data, the last one possibly smaller.
+        """Number of steps until the data end. The last step may be smaller.
 
-        None if they repeat or the end is unknown.
+        None if the data repeat, or if their end is unknown.
         """
         if self.end is None:
             return None
@@ -260,16 +263,19 @@ class DataLoader:
     def seek(self, samples_consumed: int, cursors: npt.NDArray[np.int64] | None = None) -> None:
         """Seek to the position at which all ranks together have consumed this many samples.
 
-        ``cursors`` is the result of ``cursors()`` at that position, merged over all ranks. Without them, a
-        streamed dataset is read again up to this position. Other datasets seek immediately. Worker
-        processes end, and new ones start with the next batch.
+        This ends the worker processes. New ones are started with the next batch.
+
+        Args:
+            samples_consumed: the position.
+            cursors: result of ``cursors()`` at this position, merged over all ranks. Without it, a streamed
+                dataset must be read again up to this position. Other datasets seek immediately.
         """
         self._batches = None
         self._start = samples_consumed
         self._batches_returned = 0
         self.step_hash = 0
         rows_before = self._opened.mixture.rows_before(samples_consumed).tolist()
-        # The array has the cursors of all feeds one after the other, as ``cursors()`` concatenates them.
+        # ``cursors`` contains the cursors of the first feed, then those of the second feed, and so on.
         first = 0
         for feed, reader_cursors, rows in zip(
             self._opened.feeds, self._reader_cursors, rows_before, strict=True
@@ -300,11 +306,10 @@ class DataLoader:
         )
 
     def cursors(self, samples_consumed: int | None = None) -> npt.NDArray[np.int64]:
-        """Return the cursors of all virtual readers, (readers, 3), -1 for those that only another rank
-        knows.
+        """Return the cursors of all virtual readers, (readers, 3). -1 if only another rank knows a cursor.
 
-        They are the cursors after the last complete step, or after ``samples_consumed``, which may be that
-        step or the one before.
+        They are the cursors after the last complete step, or at the position ``samples_consumed``. This may be
+        the end of the last complete step, or of the step before it.
         """
         if samples_consumed is None:
             samples_consumed = self.samples_consumed
@@ -319,14 +324,14 @@ class DataLoader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next micro-batch. Raises StopIteration at the start of a step if the data are known to
-        have ended.
+        """Return the next micro-batch.
 
         Raises:
+            StopIteration: a step would start, but the data are known to have ended.
             DataError: a row of a dataset that is tokenized during training is bad.
             ConfigError: a file was changed during the run.
         """
-        # At the start of a step. The data may end only here, so all ranks stop before the same step.
+        # A step starts. Check for the end of the data only here, so that all ranks stop before the same step.
         if self._batches_returned % self._share.accumulation == 0:
             if self.has_ended:
                 raise StopIteration
@@ -338,7 +343,8 @@ class DataLoader:
             for source, epoch in enumerate(self._epochs_after(after.tolist())):
                 self._note_epoch(source, epoch)
 
-        # Hashed here, not in the worker that prefetched it: the order hash covers what the trainer was given.
+        # Compute the hash here and not in the worker that has prefetched the batch, because the order hash must
+        # cover exactly what the trainer receives.
         batch, moved = self._next_batch()
         self.step_hash += self.hash_rows(
             batch, self._share.first_position(self._start, self._batches_returned)
@@ -350,7 +356,7 @@ class DataLoader:
         return batch.pin_memory() if self._pin_memory else batch
 
     def _next_batch(self) -> BatchWithCursors:
-        """Return the next batch from this process or its workers. Raises the error of a worker."""
+        """Return the next batch, made by this process or by a worker. Raise the error of a worker."""
         if self._batches is None:
             self._batches = in_order(
                 MicroBatches(self._opened, self._share, self._start), self._options
@@ -362,22 +368,22 @@ class DataLoader:
             if death is None:
                 raise
             raise death from error
-        # An error of a worker arrives as a value: see ``MicroBatches``.
+        # A worker returns an error as a value, see ``MicroBatches``.
         if isinstance(batch, ShardtrainError):
             raise batch
         return batch
 
     def _epochs_after(self, rows: list[int]) -> list[int]:
-        """Return the epoch, from 0, of each source after some of its rows."""
+        """Return the epoch (from 0) that each source is in, given how many of its rows were read."""
         return [
             feed.epoch_after(count) for feed, count in zip(self._opened.feeds, rows, strict=True)
         ]
 
     def _note_epoch(self, source: int, epoch: int) -> None:
-        """Log that a source begins epoch 2, 4, 8, ..., unless the run has a fixed number of epochs."""
+        """Log when a source begins epoch 2, 4, 8, ..., unless the run has a fixed number of epochs."""
         if epoch <= self._epochs[source]:
             return
-        # Several epochs may have begun since the last row of this rank.
+        # Several epochs may have begun since this rank's last row, so an exact power of two may be skipped.
         is_next_power = (epoch + 1).bit_length() > (self._epochs[source] + 1).bit_length()
         self._epochs[source] = epoch
         if is_next_power and self._opened.feeds[source].passes is None:

@@ -1,9 +1,9 @@
-"""Mix datasets: map each position of the sample order to a dataset, as a pure function with random access.
+"""Mix datasets: a pure function maps each position of the sample order to a dataset.
 
-Weights are rounded to whole numbers of rows in a cycle of 65,536. The rows of a source are spread over the
-cycle at equal distances (Bresenham 1965), so every batch contains about its share without random numbers. A
-stage is a range of positions with its own weights. Each source continues where it stopped in the previous
-stage.
+The pattern of datasets repeats in cycles of 65,536 rows, and weights are rounded to whole numbers of rows in a
+cycle. The rows of a source are spread over the cycle at equal distances (Bresenham 1965), so every batch contains
+about the right number of them without random numbers. A stage is a range of positions with its own weights. In a
+new stage, each source continues where it stopped in the previous one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 CYCLE = 1 << 16
-"""Rows after which the pattern of sources repeats. Weights are exact to 1 in 65,536."""
+"""Number of rows after which the pattern of sources repeats. So weights are exact to 1 in 65,536."""
 
 _Ints = npt.NDArray[np.int64]
 
@@ -32,21 +32,21 @@ class Stage:
 
 
 class Mixture:
-    """Maps positions 0, 1, 2, ... to (source, number of earlier rows of that source).
+    """Maps positions 0, 1, 2, ... to a source and a row number within this source.
 
     Attributes:
-        fingerprint: text of everything that determines the order.
-        unread: pairs (stage, source) with a weight above 0 that is too small for one row per cycle.
+        fingerprint: a text with everything that determines the order.
+        unread: (stage, source) pairs whose weight is above 0, but too small for one row per cycle.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.num_sources = len(stages[0].weights)
-        # with one source, weights and stages do not change the order, so a resume need not compare them
+        # With one source, weights and stages do not change the order, so a resumed run may change them.
         self.fingerprint = repr(list(stages)) if self.num_sources > 1 else ""
 
-        # For each stage: the source at each place of a cycle, the rows of each source per cycle, and
-        # before[s], the number of places before s with the same source. A table of all sources at all
-        # places would take 256 MiB per stage for 500 sources.
+        # For each stage: the source at each place of a cycle, the number of rows of each source per cycle, and
+        # for each place the number of earlier places with the same source. (A table of the counts of all
+        # sources at all places would need 256 MiB per stage with 500 sources.)
         self._cycles = [_cycle(stage.weights) for stage in stages]
         self._per_cycle = [np.bincount(cycle, minlength=self.num_sources) for cycle in self._cycles]
         self._before = [_rows_before(cycle) for cycle in self._cycles]
@@ -56,7 +56,7 @@ class Mixture:
                 if weight > 0 and not self._per_cycle[number][source]:
                     self.unread.append((number, source))
 
-        # the start and end of each stage, and the rows of each source before each stage
+        # Compute the start and the end of each stage, and how many rows of each source come before it.
         self._starts = [0, *(stage.stop or 0 for stage in stages[:-1])]
         self._stops = [*self._starts[1:], None]
         self._rows_before_stage = np.zeros((len(stages), self.num_sources), dtype=np.int64)
@@ -78,8 +78,8 @@ class Mixture:
             cycles, place = np.divmod(positions[in_stage] - self._starts[stage], CYCLE)
             source = self._cycles[stage][place].astype(np.int64)
             sources[in_stage] = source
-            # rows of the source in earlier stages, in complete cycles of this stage, and in the current
-            # cycle
+            # Add up the source's rows in earlier stages, in complete cycles of this stage, and in the current
+            # cycle.
             earlier = (
                 self._rows_before_stage[stage][source] + cycles * self._per_cycle[stage][source]
             )
@@ -87,7 +87,7 @@ class Mixture:
         return sources, numbers
 
     def rows_before(self, position: int) -> _Ints:
-        """Return the number of rows of each source among the first ``position`` rows."""
+        """Return how many of the first ``position`` rows belong to each source."""
         stage = int(np.searchsorted(np.asarray(self._starts), position, side="right")) - 1
         return self._rows_before_stage[stage] + self._count(stage, position - self._starts[stage])
 
@@ -108,7 +108,7 @@ class Mixture:
         return None
 
     def _count(self, stage: int, length: int) -> _Ints:
-        """Return the rows of each source in the first ``length`` positions of a stage."""
+        """Return how many rows of each source are in the first ``length`` positions of a stage."""
         cycles, rest = divmod(length, CYCLE)
         return cycles * self._per_cycle[stage] + np.bincount(
             self._cycles[stage][:rest], minlength=self.num_sources
@@ -117,8 +117,8 @@ class Mixture:
 
 def _rows_before(cycle: npt.NDArray[np.uint16]) -> npt.NDArray[np.int32]:
     """For each place of a cycle, return the number of earlier places with the same source."""
-    # the stable sort lists the places of source 0, then of source 1, ...; the index within a source is the
-    # count
+    # The stable sort lists the places of source 0, then the places of source 1, and so on. The index of a place
+    # within its source is the number of earlier places.
     order = np.argsort(cycle, kind="stable")
     counts = np.bincount(cycle)
     before = np.empty(CYCLE, dtype=np.int32)
@@ -137,8 +137,8 @@ def _cycle(weights: Sequence[float]) -> npt.NDArray[np.uint16]:
     by_remainder = np.argsort(-(shares - counts), kind="stable")
     counts[by_remainder[:missing]] += 1
 
-    # The ideal places of a source with n rows are the centers of n equal parts of the cycle. Sorting them
-    # gives the cycle.
+    # If a source has n rows, its ideal places are the centers of n equal parts of the cycle. Sort the ideal places
+    # of all sources to get the cycle.
     places = [(np.arange(count) + 0.5) / count * CYCLE for count in counts.tolist() if count]
     owners = np.repeat(np.arange(len(counts)), counts)
     order = np.argsort(np.concatenate(places), kind="stable")

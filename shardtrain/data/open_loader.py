@@ -1,6 +1,6 @@
-"""Opening the data loader of training or validation, with warnings about its options.
+"""Open the data loader of training or validation, and warn about its options.
 
-Separate from ``loader.py``, which every step runs.
+This is separate from ``loader.py``, which contains only code that runs in every step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 logger = logging.getLogger(__name__)
 
 _CHECKED_POSITIONS = 2**18
-"""Positions of the order that are inspected for documents that several processes would tokenize."""
+"""Number of positions of the order in which to look for documents that several processes would tokenize."""
 
 
 def open_dataloader(
@@ -36,14 +36,17 @@ def open_dataloader(
     """Open the training or validation data, at any position of their order.
 
     Args:
-        batch_rank: 0..num_batch_ranks-1. Ranks that share a batch (tensor, context and pipeline peers) pass
-            the same number.
+        config: the configuration.
+        batch_rank: 0..num_batch_ranks-1. Tensor, context and pipeline parallel ranks that read the same batches
+            pass the same number.
+        num_batch_ranks: number of data-parallel ranks.
         accumulation: number of micro-batches per step.
-        samples_consumed: samples over all ranks since the start of the run.
+        samples_consumed: number of samples that all ranks have read since the start of the run.
         section: config.training by default, or config.validation.
         shuffle: False keeps the order of the dataset.
-        loop: True repeats the data and False ends them after one pass; None uses the options. All ranks
-            stop at the same step, which is padded with rows that have no targets and sample id -1.
+        loop: True repeats the data, False ends them after one pass, and None does what the options say. At the
+            end, all ranks stop after the same step. This step is padded with rows that have no targets and the
+            sample id -1.
 
     Raises:
         ConfigError: the dataset or tokenizer is unknown or cannot be opened.
@@ -77,14 +80,14 @@ def open_dataloader(
 
 
 def _warn_duplicate_tokenization(pipeline: DataPipeline, share: RankSlice, workers: int) -> None:
-    """Warn if several processes tokenize the same documents, because each runs the virtual readers of all
-    its rows.
+    """Warn if several processes would tokenize the same documents.
 
-    ``workers`` is the number of workers of each rank, at least 1.
+    Each process runs the virtual readers of all rows that it returns, so this depends on how the rows of a reader
+    are distributed. ``workers`` is the number of workers of each rank, at least 1.
     """
     if share.num_batch_ranks * workers == 1:
         return
-    # Which rank, and which of its workers, makes the row at each of the first positions of the order.
+    # For each of the first positions of the order, find out which worker of which rank makes its row.
     step, within = np.divmod(np.arange(_CHECKED_POSITIONS), share.global_batch)
     rank, row = np.divmod(within, share.accumulation * share.local_batch_size)
     worker = (step * share.accumulation + row // share.local_batch_size) % workers
@@ -92,7 +95,8 @@ def _warn_duplicate_tokenization(pipeline: DataPipeline, share: RankSlice, worke
     for index, (feed, name) in enumerate(zip(pipeline.feeds, pipeline.names, strict=True)):
         if not feed.num_readers or not (sources == index).any():
             continue
-        # Distinct pairs of reader and process, over distinct readers: how many processes run each reader.
+        # Count the processes per reader: the number of distinct (reader, process) pairs, divided by the number
+        # of distinct readers.
         is_of_source = sources == index
         readers = (numbers % feed.num_readers)[is_of_source]
         processes = (rank * workers + worker)[is_of_source]
@@ -105,7 +109,7 @@ def _warn_duplicate_tokenization(pipeline: DataPipeline, share: RankSlice, worke
             multiple = share.global_batch * workers // math.gcd(workers, share.accumulation)
             fix = f"make data.readers a multiple of {multiple}, or "
         text = (
-            "dataset %s: each document is tokenized by %.1f processes, "
-            "as its %d virtual readers do not go evenly into ranks and workers; %sprepare the data"
+            "dataset %s: each document is tokenized by %.1f processes, because its %d virtual readers cannot be "
+            "divided evenly among ranks and workers; %sprepare the data"
         )
         logger.warning(text, name, times, feed.num_readers, fix)

@@ -1,12 +1,11 @@
-"""The order of samples as a pure function of position, number of samples and seed. No list is shuffled or
-stored.
+"""The order of samples, as a pure function of position, number of samples and seed.
 
-Position p is in epoch p // n at slot p % n, and its sample is a keyed permutation of the slot. The
-permutation is a balanced Feistel network (Luby and Rackoff, 1988) over the smallest even number of bits
-that can represent n. It is applied repeatedly until the value is below n (cycle walking: Black and Rogaway,
-"Ciphers with Arbitrary Finite Domains", 2002). Keys are SHA-256 hashes of seed and epoch, so the order does
-not depend on a library's random generator. The order must never change, because checkpoints contain only a
-position.
+No list is shuffled or stored. With n samples, position p is slot p % n of epoch p // n. A permutation maps the
+slot to a sample, and its keys depend on the seed and the epoch. The permutation is a balanced Feistel network
+(Luby and Rackoff, 1988) over the smallest even number of bits that can represent n. It is applied repeatedly until
+the value is below n (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The keys
+are SHA-256 hashes, so the order does not depend on the random generator of a library. Never change the order,
+because checkpoints contain only a position.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_SAMPLES = 2**62
-"""Maximum number of samples in an epoch, and maximum position: int64 with room for sums."""
-
-# 4 rounds suffice with ideal round functions; these are short mixers, and twice as many cost microseconds
-# per batch
+"""Maximum number of samples in an epoch, and maximum position. Sums of two such numbers fit into int64."""
+# With ideal round functions, 4 rounds would be enough. These round functions are simpler, so use twice as many,
+# which costs microseconds per batch.
 _ROUNDS = 8
-# with fewer than 64 values the network can form few of the possible permutations; walking a longer cycle is
-# cheap there
+# With fewer bits, the network could form only few of the possible permutations. For few samples, the additional
+# cycle walking is cheap.
 _MIN_BITS = 6
 
 _UInts = npt.NDArray[np.uint64]
@@ -33,8 +31,8 @@ _UInts = npt.NDArray[np.uint64]
 def sample_at(position: npt.ArrayLike, num_samples: int, seed: int) -> npt.NDArray[np.int64]:
     """Return the samples at the given positions of an endless, shuffled pass over ``num_samples`` samples.
 
-    Every epoch visits each sample once, in another order. ``position`` is an integer or an array of
-    integers, at least 0; the result has its shape. Memory and time depend only on the number of positions.
+    Every epoch visits each sample once, each time in a different order. ``position`` is a non-negative integer or
+    an array of them, and the result has its shape. Memory and time depend only on the number of positions.
 
     Raises:
         ValueError: ``num_samples`` is not in 1..2**62 or a position is not in 0..2**62.
@@ -50,16 +48,16 @@ def sample_at(position: npt.ArrayLike, num_samples: int, seed: int) -> npt.NDArr
     if num_samples == 1:
         return np.zeros_like(positions)
 
-    # Keys of each position's epoch, (rounds, positions). A batch has one or two epochs, so compute
-    # them per epoch.
+    # Look up the keys of each position's epoch, (rounds, positions). A batch contains only one or two epochs, so
+    # compute the keys once per epoch.
     epochs, slots = np.divmod(positions.ravel(), num_samples)
     distinct, which = np.unique(epochs, return_inverse=True)
     keys_of_epochs = [_keys(seed, int(epoch)) for epoch in distinct]
     epoch_keys = np.array(keys_of_epochs, dtype=np.uint64).reshape(-1, _ROUNDS)
     keys = epoch_keys.T[:, which]
 
-    # The network permutes 0..2^bits-1, so permute values outside of 0..n-1 again until they are inside.
-    # This terminates, because the slot itself is below n and on the same cycle.
+    # The network permutes 0..2^bits-1. Apply it again to values that are not in 0..n-1, until all are. This
+    # terminates, because the cycle of the permutation leads back to the slot, which is below n.
     bits = max(_MIN_BITS, (num_samples - 1).bit_length())
     half_bits = (bits + 1) // 2
     values = _feistel(slots.astype(np.uint64), half_bits, keys)
@@ -81,7 +79,7 @@ def _keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def _feistel(values: _UInts, half_bits: int, keys: _UInts) -> _UInts:
-    """Apply the network once to values of 2 * half_bits bits. A bijection for any round function."""
+    """Apply the network once to values of 2 * half_bits bits. It is a bijection for any round function."""
     shift = np.uint64(half_bits)
     mask = np.uint64((1 << half_bits) - 1)
     left = values >> shift

@@ -1,11 +1,11 @@
-"""Data loader for the rows of a task, with random access. Same interface as ``loader.DataLoader``.
+"""Data loader for the rows of a task. It has the same interface as ``loader.DataLoader``.
 
-The order of rows, the division over ranks and the position to resume from are those of
-``loader.DataLoader``. The last batch of the data may have fewer rows. A rank without rows gets a row that
+The order of rows, how they are divided among ranks, and the position from which a run resumes are the same as in
+``loader.DataLoader``. The last batch of the data may have fewer rows. A rank without rows then gets a row that
 does not count, because every rank must take part in the collectives of a step.
 
-With ``last_batch`` "keep" or "discard", an epoch of N rows takes E places of the stream: N rounded up or
-down to complete steps. Each step is then within one epoch, and positions are counted in places.
+If ``last_batch`` is "keep" or "discard", an epoch always consists of complete steps. Its N rows then take E places
+in the stream, where E is N rounded up or down to complete steps. Positions are counted in places.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 Rows = Sequence[Any]
 """Rows by number.
 
-The optional attributes are ``fingerprint`` (of their content, hex) and ``files`` (name -> fingerprint).
+They may have the attributes ``fingerprint`` (of their content, in hex) and ``files`` (name -> fingerprint).
 """
 Collate = Callable[[list[Any]], dict[str, Tensor]]
 """Converts rows, at least one, to named tensors."""
@@ -43,7 +43,7 @@ Collate = Callable[[list[Any]], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class RowBatch:
-    """A batch from a task's ``collate``, with tensors as ``batch["tokens"]``.
+    """A batch with the tensors that a task's ``collate`` returns, such as ``batch["tokens"]``.
 
     ``sample_ids_B`` is -1 for a padding row.
     """
@@ -51,7 +51,7 @@ class RowBatch:
     tensors: Mapping[str, Tensor]
     sample_ids_B: Tensor
     num_targets: int
-    """Divisor of the loss, when summed over all batches of a step."""
+    """Number of targets. The loss is divided by its sum over all batches of a step."""
     num_tokens: int
     """Number of tokens without padding."""
 
@@ -78,7 +78,7 @@ class RowBatch:
 
 
 class RowFeed:
-    """Feed of rows in training order, or in their own order if ``seed`` is None."""
+    """A feed of rows, in shuffled order or, if ``seed`` is None, in their own order."""
 
     num_readers = 0
     ends_without_notice = False
@@ -102,7 +102,7 @@ class RowFeed:
         return [int(number) for number in numbers]
 
     def read(self, k: int, number: int) -> Any:
-        """Return the row with a number, at position ``k`` of the order, as an input of ``collate``."""
+        """Return row ``number``, which is at position ``k`` of the order, as an input for ``collate``."""
         return self.rows[number]
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
@@ -113,7 +113,7 @@ class RowFeed:
 
 
 class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
-    """A rank's batches by number, starting at a position of the order."""
+    """A rank's batches, numbered from a start position in the stream."""
 
     def __init__(self, stream: RowDataLoader, samples_consumed: int) -> None:
         self._feed = stream.feed
@@ -127,15 +127,15 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
         self._places_per_epoch = stream.places_per_epoch
 
     def __getitem__(self, number: int) -> BatchWithCursors | ShardtrainError:
-        """Return a batch.
+        """Return a batch, or an error as a value.
 
-        Returns errors instead of raising them, so they pass from a worker to the rank in one line.
+        If a worker raised the error, PyTorch would pass it to the rank as the text of a traceback.
         """
         place = self._share.first_position(self._start, number)
         positions = self._positions(place)
         numbers = self._feed.rows_at(positions.start, positions.stop)
         try:
-            # a rank without rows takes part with the first row, which does not count
+            # A rank without rows uses the first row, which does not count.
             keys = list(zip(positions, numbers, strict=False)) or [(0, 0)]
             rows = [self._feed.read(k, row_number) for k, row_number in keys]
             tensors = self._collate(rows)
@@ -143,7 +143,7 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
         except ShardtrainError as error:
             return error
         ids = torch.tensor(numbers or [-1], dtype=torch.int64)
-        # without lengths, count as many tokens as targets
+        # If the task does not know the lengths of rows, use the number of targets as the number of tokens.
         num_tokens = 0
         for row_number in numbers:
             num_tokens += sum(self._lengths(self._feed.rows[row_number]))
@@ -151,7 +151,7 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
         return RowBatch(tensors, ids, num_targets, num_tokens), []  # type: ignore[return-value]
 
     def _positions(self, place: int) -> range:
-        """Return the positions, in the order of rows, of the batch at a place of the stream.
+        """Return the positions in the order of rows for the batch that starts at a place of the stream.
 
         Empty at the end of the data.
         """
@@ -160,8 +160,8 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
             size = min(size, max(0, self._end - place))
         if self._places_per_epoch == self._num_rows:
             return range(place, place + size)
-        # An epoch has an integer number of steps. With "keep" its last places have no row, with "discard" its
-        # last rows have no place. The next epoch starts with its own first row in either case.
+        # An epoch consists of complete steps. With "keep", its last places have no row. With "discard", its last
+        # rows have no place. Either way, the next epoch starts with its own first row.
         epoch, within = divmod(place, self._places_per_epoch)
         first = epoch * self._num_rows + within
         last = (epoch + 1) * self._num_rows
@@ -169,7 +169,7 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
 
 
 class RowDataLoader(DataLoader):
-    """Data loader of the rows of a task."""
+    """Data loader for the rows of a task."""
 
     places_per_epoch: int
 
@@ -203,14 +203,15 @@ class RowDataLoader(DataLoader):
             if last_batch == "keep" and rest:
                 steps += 1
             self.places_per_epoch = steps * share.global_batch
-            # places map to other rows if the step size changes, so a run resumes only with the same size
+            # If the size of a step changes, places have different rows. So a run can resume only with the same
+            # size.
             self.fingerprint = digest(self.fingerprint, last_batch, share.global_batch)
         if not self.places_per_epoch:
             raise ConfigError(
                 Problem(
                     "training.last_batch",
                     last_batch,
-                    rule=f"discards all {feed.num_rows} rows, fewer than a step of {share.global_batch}",
+                    rule=f"discards all {feed.num_rows} rows, because a step needs {share.global_batch} rows",
                     fix='use "keep" or a smaller batch',
                 )
             )
@@ -225,7 +226,7 @@ class RowDataLoader(DataLoader):
         self.seek(0)
 
     def hash_rows(self, batch: RowBatch, first_position: int) -> int:  # type: ignore[override]
-        """Hash the numbers of a batch's rows. Their content is part of the fingerprint."""
+        """Hash the numbers of a batch's rows. Their contents need no hash, because a fingerprint covers them."""
         return checksum.hash_numbers(batch.sample_ids_B.tolist(), first_position)
 
     @cached_property
@@ -256,7 +257,7 @@ class RowDataLoader(DataLoader):
 
 
 class _Opened:
-    """The attributes of ``DataPipeline`` that ``DataLoader`` uses, for a single feed."""
+    """Replaces ``DataPipeline`` for a single feed. It has only the attributes that ``DataLoader`` uses."""
 
     def __init__(self, feed: RowFeed) -> None:
         self.feeds = [feed]

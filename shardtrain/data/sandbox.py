@@ -1,10 +1,9 @@
-"""Open untrusted files in a child process first, with hard limits on memory, time and the length of its
-answer.
+"""Open an untrusted file in a child process first, with hard limits on memory, time and the length of its answer.
 
-Native libraries read tokenizers, Parquet and Arrow. One that allocates too much memory kills its process
-without an exception. The process that dies is therefore a child (``sandbox_child``). The kernel enforces
-its limits, and it inherits almost nothing of this environment. Afterwards this process opens the same
-bytes, identified by their hash.
+Tokenizers, Parquet and Arrow are read by native libraries. If one of them allocates too much memory, its process
+is killed without an exception. So a child process (``sandbox_child``) opens the file first. The kernel enforces
+its limits, and it inherits almost no environment variables. If this succeeds, this process opens the same bytes,
+which it identifies by their hash.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from typing import Any
 from shardtrain.utils import python_child, stop_signals
 
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
-"""Environment variables that the child needs to find Python and its packages. No token and no proxy."""
+"""Environment variables that the child needs to find Python and its packages. It gets no tokens or proxies."""
 _ANSWER_BYTES = 16 * 1024
 _WALL_FACTOR = 4
 _START_SECONDS = 60
-"""Time to start the child on a busy machine."""
+"""Maximum time for starting the child, which may be slow on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for opening one artefact: data.artefact_memory_bytes and data.artefact_seconds (of CPU time)."""
+    """Limits for opening one file: data.artefact_memory_bytes, and data.artefact_seconds of CPU time."""
 
     memory_bytes: int = 2**30
     seconds: int = 30
@@ -57,7 +56,7 @@ def set_limits(limits: Limits) -> None:
 
 
 def limits() -> Limits:
-    """Return the limits for what this process opens."""
+    """Return the limits for everything that this process opens."""
     return _limits
 
 
@@ -67,7 +66,7 @@ def wall_seconds() -> float:
 
 
 def spent_seconds() -> float:
-    """Return the CPU time of this process's children since the last call."""
+    """Return the CPU seconds that children have used since the last call of this function."""
     global _spent
     seconds = _spent
     _spent = 0.0
@@ -75,15 +74,15 @@ def spent_seconds() -> float:
 
 
 def prove(kind: str, request: Mapping[str, Any], *keys: str) -> None:
-    """Let a child open an artefact, unless artefacts with all these ``keys`` were opened before.
+    """Let a child process open an artefact, unless children have already opened all of its ``keys``.
 
     Args:
-        kind: key of ``sandbox_child.OPENERS``.
-        request: arguments of that function, as JSON values.
-        keys: hashes of the contents and of everything else that decides the outcome.
+        kind: name of a function in ``sandbox_child.OPENERS``.
+        request: arguments of this function, as JSON values.
+        keys: hashes of the contents, and of everything else that the outcome depends on.
 
     Raises:
-        Refused: The artefact exceeds the limits, or the child reports an error.
+        Refused: the artefact exceeds the limits, or the child reports an error.
     """
     if _proved.issuperset(keys):
         return
@@ -100,7 +99,8 @@ def _ask(request: Mapping[str, Any]) -> str:
     global _spent
     command = python_child.command("shardtrain.data.sandbox_child")
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    # Threads take address space, which is limited. Arrow's other pools reserve a GiB of it at once.
+    # Use one thread, because threads need address space, which is limited. Use Arrow's memory pool "system",
+    # because the others reserve a GiB of address space at once.
     environment |= {
         "OMP_NUM_THREADS": "1",
         "RAYON_NUM_THREADS": "1",
@@ -108,7 +108,8 @@ def _ask(request: Mapping[str, Any]) -> str:
     }
     environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     before = _of_children()
-    # A signal to all processes of a job must not look like an artefact that kills its reader.
+    # A request to stop is sent to all processes of a job. The child must ignore it, because if it died, the
+    # artefact would be blamed.
     with stop_signals.children_ignore_requests():
         child = subprocess.Popen(
             command,
@@ -117,7 +118,7 @@ def _ask(request: Mapping[str, Any]) -> str:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-    # RLIMIT_CPU does not count a child that sleeps, so its time on the clock is bounded too.
+    # RLIMIT_CPU does not limit a child that sleeps, so also limit its wall-clock time.
     late = threading.Timer(wall_seconds(), child.kill)
     late.daemon = True
     late.start()
@@ -126,7 +127,7 @@ def _ask(request: Mapping[str, Any]) -> str:
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(json.dumps(request).encode())
             child.stdin.close()
-        # Read one line of limited length: a compromised child could write without end.
+        # Read one line of limited length, because a compromised child could write forever.
         answer = b""
         while len(answer) < _ANSWER_BYTES and not answer.endswith(b"\n"):
             part = os.read(child.stdout.fileno(), _ANSWER_BYTES - len(answer))
@@ -135,7 +136,8 @@ def _ask(request: Mapping[str, Any]) -> str:
             answer += part
     finally:
         late.cancel()
-        child.kill()  # after its answer it has nothing left to do
+        # The child has answered or failed, so it is not needed any more.
+        child.kill()
         status = child.wait()
         _spent += _of_children() - before
         for pipe in filter(None, (child.stdin, child.stdout)):
@@ -158,7 +160,7 @@ def _verdict(answer: bytes, status: int) -> str:
             return refused
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    # No answer: the kernel or the timer killed it, or it could not allocate memory.
+    # There is no answer. The kernel or the timer has killed the child, or it could not allocate memory.
     if status in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"takes more than data.artefact_seconds={_limits.seconds} to open"
     return f"needs more than data.artefact_memory_bytes={_limits.memory_bytes} to open, or its library fails on it"

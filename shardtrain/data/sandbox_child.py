@@ -19,21 +19,25 @@ _WHOLE_BYTES = 2**28
 
 
 def _lower(kind: int, limit: int) -> None:
-    """Set a limit, or keep a lower one: the limit of a scheduler cannot be raised."""
+    """Set a limit of this process, unless there is already a lower one, for example from a scheduler."""
     _, most = resource.getrlimit(kind)
     limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
     resource.setrlimit(kind, (limit, most))
 
 
 def bound(memory_bytes: int, seconds: int, file_bytes: int = 0) -> None:
-    """Limit this process. ``file_bytes`` is the size of the files that it will map, which takes no memory."""
-    if sys.platform == "linux":  # other kernels do not enforce it
+    """Limit memory and CPU time of this process, and forbid it to write files.
+
+    ``file_bytes`` is the size of the files that it will memory-map. They need address space, but no memory.
+    """
+    # Only Linux enforces limits of memory.
+    if sys.platform == "linux":
         pages = Path("/proc/self/statm").read_text().split()
         sizes = [int(count) * resource.getpagesize() for count in pages]
         mapped, resident, _, _, _, data, _ = sizes
         more = max(memory_bytes - resident, 0)
-        # A file may be mapped twice. Memory without a file stays limited, however large (and sparse) the
-        # file is.
+        # Allow address space for mapping the files twice. RLIMIT_DATA limits all other memory, however large (and
+        # sparse) the files are.
         _lower(resource.RLIMIT_AS, mapped + more + 2 * file_bytes)
         _lower(resource.RLIMIT_DATA, data + more)
     _lower(resource.RLIMIT_CPU, seconds)
@@ -67,14 +71,14 @@ def _open_parquet(request: Mapping[str, Any]) -> None:
 
     from shardtrain.data.sources import parquet
 
-    # half of the limit: the trainer needs as much again for itself and for the rows
+    # Use half of the limit, because the trainer needs the other half for itself and for the rows.
     bound(request["memory_bytes"] // 2, request["seconds"])
     pyarrow.set_cpu_count(1)
     try:
         limits = parquet.thrift_limits(request["max_list"])
         file = pyarrow.parquet.ParquetFile(request["path"], pre_buffer=False, **limits)
         if not request["groups"]:
-            # the parent does the same with the footer
+            # Do the same as the parent will do with the footer.
             parquet.suspicious_groups(file.metadata)
             _ = file.schema_arrow
             return
@@ -106,8 +110,8 @@ def _open_arrow(request: Mapping[str, Any]) -> None:
         raise ShardtrainError from None  # the parent gets the same error and names the file
     for dataset in opened:
         table = dataset.data.table
-        # Arrow would follow lengths and offsets that point out of their buffers. Large files are not read
-        # in full.
+        # Check lengths and offsets, because Arrow would follow them out of its buffers. Do not read large files
+        # completely for this.
         table.validate(full=table.nbytes <= _WHOLE_BYTES)
         rows = dataset.with_format("arrow")
         samples = {0, len(rows) // 2, len(rows) - 1} if len(rows) else set()
@@ -127,15 +131,18 @@ def main() -> None:
     except MemoryError:
         refused = f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
     except ShardtrainError:
-        refused = ""  # within the limits: the parent opens it next and reports the error
-    except BaseException as error:  # a panic of Rust is not an Exception
+        # The artefact is within the limits. The parent opens it next, and reports the error.
+        refused = ""
+    except BaseException as error:
+        # BaseException, because a panic in Rust is not an Exception
         refused = f"cannot be opened ({' '.join(str(error).split())[:200]})"
         if is_out_of_memory(error):
             refused = (
                 f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
             )
     os.write(1, json.dumps({"refused": refused[:1000]}).encode() + b"\n")
-    os._exit(0)  # without exit handlers of the libraries
+    # Exit without running exit handlers of libraries.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Read the metadata of a dataset on one rank, and broadcast it to all others.
 
-The metadata are the files, their sizes and times, and the offsets of rows. If each of a thousand ranks read
-them, the storage would receive a thousand times the requests at once. Code that opens data reads metadata
-through ``once``, which calls the reader directly, or, within ``shared``, is a collective. Ranks must then
-open the same data in the same order. Values are broadcast as JSON and arrays, never as pickles.
+Metadata are the list of files, their sizes and times, and the offsets of rows. If each of a thousand ranks read
+them, the storage would receive a thousand times as many requests. So code that opens data reads metadata through
+``once``. It calls the reader directly, but within ``shared`` it is a collective, and all ranks must open the same
+data in the same order. Values are broadcast as JSON and arrays, never as pickles.
 
-A node may have its own copy of the data, with other times than on rank 0's node: see ``Listing``.
+A node may have its own copy of the data, whose times differ from the data on rank 0's node, see ``Listing``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from typing import Any, Protocol
 import numpy as np
 
 Look = Callable[[], Any]
-"""Reads the storage. Returns JSON values and arrays, in lists and in dicts with string keys."""
-
+"""A function that reads the storage. It returns JSON values and arrays, in lists and in dicts with string keys."""
 MAX_WITNESSES = 8
-"""Number of files that a node checks to see if its storage is that of rank 0."""
+"""Number of files that a node checks to find out whether it has the same storage as rank 0."""
 
 
 @dataclass(frozen=True)
 class Witness:
-    """Identity of a listed file."""
+    """Identity of a file that rank 0 has listed. A node checks that it finds the same file."""
 
     option: str
     path: str
@@ -38,12 +37,12 @@ class Witness:
 
 @dataclass(frozen=True)
 class Listing:
-    """How a node checks that a listing applies to its own storage.
+    """How a node checks whether rank 0's list of files is right for its own storage.
 
     Attributes:
-        witnesses: returns some files of the result of ``once``.
-        difference: compares two results; returns "lacks ..." or "has ..." for the second, empty if they
-            have the same files and sizes.
+        witnesses: selects some files from the result of ``once``.
+        difference: compares rank 0's result with the node's. Describes the difference as "lacks ..." or "has
+            ...", and returns "" if both have the same files and sizes.
     """
 
     witnesses: Callable[[Any], Sequence[Witness]]
@@ -51,7 +50,7 @@ class Listing:
 
 
 class Ranks(Protocol):
-    """The ranks that open data together."""
+    """Interface of the ranks that open data together."""
 
     def once(self, place: str, look: Look, listing: Listing | None) -> Any:
         """Implementation of ``once`` on these ranks."""
@@ -67,7 +66,7 @@ _ranks: Ranks | None = None
 
 @contextmanager
 def shared(ranks: Ranks) -> Iterator[None]:
-    """Make ``once`` a collective of these ranks inside the block. All ranks must run the same block."""
+    """Context manager inside which ``once`` is a collective of these ranks. All ranks must enter it."""
     global _ranks
     before = _ranks
     _ranks = ranks
@@ -78,12 +77,15 @@ def shared(ranks: Ranks) -> Iterator[None]:
 
 
 def once(place: str, look: Look, listing: Listing | None = None) -> Any:
-    """Call ``look`` and return its result. Within ``shared``, only rank 0 calls it, and all ranks return
-    its result or raise its error.
+    """Call ``look`` and return its result.
 
-    ``place`` is the folder, file or pattern that is read. The first call for a place lists its files and
-    passes a ``listing``. If a node has its own copy of the place, one rank of that node reads it from then
-    on.
+    Within ``shared``, only rank 0 calls ``look``, and all ranks return its result or raise its error. If a node has
+    its own copy of the data, one rank of this node calls ``look`` for the node.
+
+    Args:
+        place: the folder, file or pattern that is read.
+        look: reads the storage.
+        listing: how to recognize a copy. Pass it in the first call for a place, which lists its files.
     """
     if _ranks is None:
         return look()
@@ -91,8 +93,7 @@ def once(place: str, look: Look, listing: Listing | None = None) -> Any:
 
 
 def is_watched_here(place: str) -> bool:
-    """True if this rank checks that the files of a place have not changed, on behalf of the ranks that
-    share its result."""
+    """True if this rank must check for all ranks that share a result that the files have not changed."""
     return _ranks is None or _ranks.is_watched_here(place)
 
 
@@ -112,8 +113,8 @@ _ARRAY = "array"
 
 def encode(value: Any) -> list[memoryview]:
     """Encode JSON values and arrays as consecutive buffers."""
-    # The JSON contains a placeholder with dtype and length for each array; the arrays follow in the same
-    # order. Dicts are encoded as lists of pairs and lists as dicts, so no key of a dict can look like a
+    # In the JSON, a placeholder with dtype and length represents each array. The arrays follow in the same order.
+    # Dicts are encoded as lists of pairs, and lists as dicts, so that no dict of the value can be mistaken for a
     # placeholder.
     arrays: list[np.ndarray[Any, Any]] = []
 
@@ -127,7 +128,7 @@ def encode(value: Any) -> list[memoryview]:
             return {"list": [to_json(one) for one in part]}
         return part
 
-    # pad to multiples of 8 bytes, because ``decode`` returns views, which must be aligned
+    # Pad each buffer to a multiple of 8 bytes, because ``decode`` returns views, which must be aligned.
     text = json.dumps(to_json(value)).encode()
     text += b" " * (-len(text) % 8)
     parts = [memoryview(len(text).to_bytes(8, "little")), memoryview(text)]
@@ -159,11 +160,10 @@ def decode(data: memoryview) -> Any:
 
 
 class LooksAtSeek:
-    """Checks at each seek of a feed, except the first, that its files have not changed since they were
-    listed.
+    """Checks at each seek of a feed, except the first one, that its files have not changed.
 
-    Only one of the ranks that opened the files together checks them. The other ranks notice a changed file
-    when they open it, or by their ``FilesWatch``.
+    Of the ranks that have opened the files together, only one checks. The others notice a changed file when they
+    open it, or by their ``FilesWatch``.
     """
 
     def __init__(self, check: Callable[[], None], place: str) -> None:

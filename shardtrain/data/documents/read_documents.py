@@ -1,4 +1,4 @@
-"""Convert rows to documents, apply the policy for bad rows, and count rows."""
+"""Convert rows to documents, apply the policy for bad rows, and count both."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ logger = logging.getLogger(__name__)
 
 ROWS_AT_ONCE = 256
 CHARACTERS_AT_ONCE = 4 * 2**20
-"""Maximum characters of rows that are tokenized together.
+"""Maximum number of characters in rows that are tokenized together.
 
-Several rows use several cores, but huge rows must not accumulate.
+Rows are tokenized together to use several cores. The limit prevents huge rows from filling the memory.
 """
 TOO_LONG = "the prompt fills seq_len, so no token of the answer is left to learn"
-"""Reason of a row that a task skips because it is too long."""
+"""The reason that a task gives for skipping a row that is too long."""
 _PLACES_KEPT = 3
 _REASONS_IN_A_LINE = 3
 
 
 @dataclass
 class RowStats:
-    """Counts of rows, documents, tokens, and rows without a document by reason."""
+    """Counts of rows, documents and tokens, and for each reason the number of rows without a document."""
 
     rows: int = 0
     documents: int = 0
@@ -39,9 +39,9 @@ class RowStats:
     bad: Counter[str] = field(default_factory=Counter)
     harmless: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
-    """Remarks about rows with a document."""
+    """Counts of remarks about rows that have a document."""
     places: dict[str, list[str]] = field(default_factory=dict)
-    """The first places of each reason."""
+    """For each reason, where the first rows with this reason are, such as "a.jsonl:7"."""
 
     @property
     def num_bad(self) -> int:
@@ -104,10 +104,10 @@ class BadRows:
     """Policy for rows without a document.
 
     Attributes:
-        skip: True to skip bad rows, up to the share ``max_fraction`` (data.bad_rows_max_fraction).
-        max_long_fraction: maximum share of rows that are too long to keep a target
+        skip: True to skip bad rows, up to the fraction ``max_fraction`` (data.bad_rows_max_fraction).
+        max_long_fraction: maximum fraction of rows that have no target within seq_len
             (data.long_rows_max_fraction).
-        fix: advice about a bad row that stops the run.
+        fix: advice in the message about a bad row that stops the run.
     """
 
     skip: bool = False
@@ -120,7 +120,7 @@ class BadRows:
 
     @classmethod
     def of(cls, options: Data) -> BadRows:
-        """Return the policy of a config."""
+        """Return the policy that the options in [data] describe."""
         return cls(
             options.bad_rows == "skip",
             options.bad_rows_max_fraction,
@@ -128,9 +128,9 @@ class BadRows:
         )
 
     def meet(self, row: BadRow, place: str) -> None:
-        """Raise DataError for a bad row unless bad rows are skipped.
+        """Raise DataError for a bad row, unless bad rows are skipped or this one is harmless.
 
-        The message has the row's place and the reason.
+        The message contains the row's place and the reason.
         """
         if not self.skip and not row.harmless:
             raise DataError(f"{place}: {row}; {self.fix}")
@@ -139,8 +139,8 @@ class BadRows:
         """Check the counts of a complete dataset.
 
         Raises:
-            DataError: no row is usable, or too many are bad or too long. The message has counts, reasons
-                and places.
+            DataError: no row is usable, or too many rows are bad or too long. The message contains counts,
+                reasons and places.
         """
         if stats.documents == 0:
             reasons = stats.main_reasons() or "there are none"
@@ -165,7 +165,7 @@ class BadRows:
 
 
 def as_limit(part: int, total: int) -> str:
-    """Format a fraction with three digits, rounded up, as a limit that just permits ``part``.
+    """Format the fraction part / total with three digits, rounded up, so that as a limit it allows ``part``.
 
     >>> as_limit(1, 3), as_limit(1, 4)
     ('0.334', '0.25')
@@ -175,7 +175,7 @@ def as_limit(part: int, total: int) -> str:
 
 
 def log_left_out(name: str, reasons: Iterable[str], warns: int) -> None:
-    """Log each reason for skipped rows of a dataset: as a warning, or as info if all were empty texts."""
+    """Log each reason why rows of a dataset were skipped, as a warning if ``warns`` is not 0."""
     level = logging.WARNING if warns else logging.INFO
     for reason in reasons:
         logger.log(level, "%s: skipped %s", name, reason)
@@ -188,11 +188,12 @@ def read_documents(
     stats: RowStats,
     keyed_rows: Iterable[tuple[Key, Row]] | None = None,
 ) -> Iterator[Document]:
-    """Yield the documents of all rows of a source, or of ``keyed_rows`` of it, in order. Counts them in
-    ``stats``.
+    """Yield the documents of all rows of a source, or only of ``keyed_rows``, in order.
+
+    Rows and documents are counted in ``stats``. The caller must check the counts with ``BadRows.judge``.
 
     Raises:
-        DataError: a row is bad and the policy does not skip bad rows. The caller judges the counts.
+        DataError: a row is bad, and the policy does not skip bad rows.
     """
     if keyed_rows is None:
         keyed_rows = every_row(source)
@@ -209,7 +210,7 @@ def read_documents(
 
 
 def chunks(rows: Iterable[tuple[Key, Row]]) -> Iterator[list[tuple[Key, Row]]]:
-    """Yield rows in lists of up to 256 rows or about 4 MiB of text, so huge rows do not accumulate."""
+    """Yield lists of up to 256 rows or about 4 MiB of text, so that huge rows do not fill the memory."""
     chunk: list[tuple[Key, Row]] = []
     size = 0
     for keyed in rows:

@@ -1,9 +1,9 @@
-"""``data.template``: create the columns that a format reads from the columns that a table has.
+"""``data.template``: compute the columns that a format needs from the columns that a table has.
 
-Each entry is the name of a column to create, and a Jinja template over the existing columns, executed in
-the sandbox of chat templates. With ``data.format = "chat"`` the entries system, user and assistant are the
-turns of a conversation. Columns in a template must exist and contain a text or a number: a missing column
-is never an empty text.
+Each entry is the name of a new column, and a Jinja template that computes it from the existing columns. The
+template runs in the sandbox of chat templates. With ``data.format = "chat"``, the entries system, user and
+assistant are the turns of a conversation. Columns in a template must exist and contain a text or a number. A
+missing column is an error and never an empty text.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 class RowTemplate:
-    """Compiled templates, one for each output column, or for each role of a conversation.
+    """Compiled templates, one for each new column, or for each role of a conversation.
 
-    Errors name ``option``. With ``keeps``, which presets use, a template does not overwrite a column or a
-    conversation that the row already has.
+    Errors name ``option``. With ``keeps``, a template does not overwrite a column or a conversation that the row
+    already has. The templates of presets use this.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class RowTemplate:
         }
 
     def row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the row with the columns of the template.
+        """Return the row with the new columns.
 
         Raises:
-            Unusable: a column that it uses is missing or has another type, or the template fails.
+            Unusable: a column that a template uses is missing or has the wrong type, or a template fails.
         """
         if self._form != "chat":
             columns = {}
@@ -69,13 +69,13 @@ class RowTemplate:
             if role not in self._templates:
                 continue
             text = self._write(role, self._templates[role], row)
-            # An empty system message is omitted.
+            # Omit an empty system message.
             if text or role != "system":
                 messages.append({"role": role, "content": text})
         return {**row, self._messages_field: messages}
 
     def _write(self, name: str, template: Any, row: Mapping[str, Any]) -> str:
-        """Render one template. Raises Unusable if that fails."""
+        """Render one template. Raise Unusable if it fails."""
         import jinja2
 
         self._work.begin()
@@ -91,7 +91,7 @@ class RowTemplate:
             ) from error
         except (Unusable, MemoryError):
             raise
-        # a template can raise any Python exception
+        # A template can raise any Python exception.
         except Exception as error:
             raise Unusable(
                 f"the template of {name!r} fails: {str(error).splitlines()[0][:200]}"
@@ -104,7 +104,7 @@ class RowTemplate:
         jinja2 = libraries.load("jinja2", option)
         environment = sandbox(self._work)
         environment.undefined = jinja2.StrictUndefined
-        # a prompt may end with a newline
+        # Keep a newline at the end, because it may belong to a prompt.
         environment.keep_trailing_newline = True
         environment.finalize = _finalize
         try:
@@ -126,7 +126,7 @@ class RowTemplate:
 
 
 class TemplatedEncoder:
-    """Encoder of rows that a template has completed."""
+    """An encoder that first completes rows with a template."""
 
     def __init__(self, encoder: Encoder, template: RowTemplate) -> None:
         self.tokenizer = encoder.tokenizer
@@ -143,8 +143,9 @@ class TemplatedEncoder:
 
 
 def template_of(data: Data, source: DataSource | None, form: str) -> RowTemplate | None:
-    """Return the template of a source: its own, that of ``data``, or that of a preset. None if rows need no
-    template.
+    """Return the template for a source: its own template, ``data.template``, or the template of its preset.
+
+    None if there is none of them.
 
     Raises:
         ConfigError: an entry is not a valid Jinja template.
@@ -154,14 +155,14 @@ def template_of(data: Data, source: DataSource | None, form: str) -> RowTemplate
     if data.template:
         return RowTemplate(data.template, form, data.messages_field, "data.template")
 
-    # the template of a preset such as alpaca: the module of a dataset in this package
+    # Use the template of a preset such as alpaca. A preset is a module of this package for one dataset.
     if source is None or source.dataset not in sources.names():
         return None
     entries = getattr(sources.find(source.dataset), "TEMPLATES", {}).get(form)
     if not entries:
         return None
     if form != "chat":
-        # with the names of the columns that the options read
+        # Name the new columns as the options say.
         fields = {
             "text": source.text_field or data.text_field,
             "prompt": data.prompt_field,
@@ -174,11 +175,11 @@ def template_of(data: Data, source: DataSource | None, form: str) -> RowTemplate
 
 
 def _finalize(value: Any) -> Any:
-    """Return the value of an expression if it is a text or a number. Raises Unusable for other types."""
+    """Return the value of an expression if it is a text or a number. Raise Unusable for other types."""
     import jinja2
 
     if isinstance(value, str | int | float | jinja2.Undefined) and not isinstance(value, bool):
-        # an undefined value raises when it is written
+        # An undefined value is no problem here: Jinja raises an error when it is written.
         return value
     raise Unusable(
         f"a template writes {kind(value)}; write a text or a number, or test the column with {{% if %}}"

@@ -1,10 +1,10 @@
 """Cache of tokenized datasets, in the user's cache folder.
 
-Tokenizing 60 MiB of text takes 22 CPU seconds at each start of a run. The cache key contains everything
-that determines the tokens: every file by size, inode and both times (users cannot set the time of change),
-the tokenizer, the options, and the code that reads them. Cache files are readable only by the user (mode
-0600) and have a SHA-256, so a damaged file costs time but cannot change a token. The oldest files are
-removed beyond ``MAX_BYTES``.
+Without it, tokenizing 60 MiB of text takes 22 CPU seconds whenever a run starts. The cache key contains
+everything that determines the tokens: size, inode and both times of each file (users cannot set the time of
+change), the tokenizer, the options, and the code that reads the files. Only the user can read cache files (mode
+0600). They contain a SHA-256, so a damaged file costs time but cannot change a token. If the cache exceeds
+``MAX_BYTES``, its oldest files are removed.
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ from shardtrain.utils import atomic_io, user_cache
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2 * 2**30
-"""Maximum size of the cache. A dataset that takes more than a quarter of it is not cached."""
+"""Maximum size of the cache. A dataset that would take more than a quarter of it is not cached."""
 _MIN_SECONDS = 0.5
-"""A dataset that is tokenized faster is not cached."""
+"""A dataset is not cached if tokenizing it takes less time than this."""
 _MAX_FILES = 100_000
-"""Maximum number of files of a cached dataset. The list of more files would take too much memory."""
+"""Maximum number of files of a cached dataset. A list of more files would need too much memory."""
 _AFTER_TOKENS = (
     "cache_tokens", "document_mask", "long_documents", "packing", "readers", "sources", "stages", "streaming",
 )  # fmt: skip
-"""Options of [data] that do not change the tokens. The options of a source are compared separately."""
+"""Options of [data] that are not part of the key, because they do not change the tokens.
+
+(The options of a source are part of the key separately.)
+"""
 _LIBRARIES = (
     "numpy",
     "pyarrow",
@@ -53,7 +56,7 @@ _LIBRARIES = (
     "transformers",
     "zstandard",
 )
-"""Libraries that determine the tokens of a row."""
+"""Libraries whose version may change the tokens of a row."""
 
 
 def kept_or_made(
@@ -62,11 +65,14 @@ def kept_or_made(
     facts: tuple[Data, DataSource, Request, Encoder, int],
     make: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the result of ``make``: the arrays of a token buffer, and the reasons of skipped rows. Uses
-    the cache if possible.
+    """Return the result of ``make``, from the cache if possible.
 
-    ``facts`` determine the result together with the contents of ``files``. The last one is the vocabulary
-    size.
+    Args:
+        dataset: name of the dataset, for the log.
+        files: the files of the dataset.
+        facts: everything that determines the result, apart from the contents of ``files``. The last fact is
+            the vocabulary size.
+        make: returns the arrays of a token buffer, and the reasons why rows were skipped.
     """
     identities = _identities(files)
     if identities is None:
@@ -80,9 +86,9 @@ def kept_or_made(
     result = make()
     if time.perf_counter() - start < _MIN_SECONDS or not _are_settled(identities):
         return result
-    # do not cache if a file was replaced while it was read
+    # Do not cache the result if a file was replaced while it was read.
     if _identities(files) == identities:
-        # a full or read-only home only costs the time of tokenizing again
+        # Ignore a full or read-only home folder. The dataset is then tokenized again at the next start.
         with contextlib.suppress(OSError):
             _write(path, result)
     return result
@@ -91,7 +97,7 @@ def kept_or_made(
 def _identities(files: Sequence[File]) -> list[list[int]] | None:
     """Return size, times, inode and device of each file.
 
-    None if a file differs from its listing, which reading it reports.
+    None if there are too many files, or a file has changed since it was listed. (Reading it reports that.)
     """
     if len(files) > _MAX_FILES:
         return None
@@ -108,7 +114,7 @@ def _identities(files: Sequence[File]) -> list[list[int]] | None:
 
 
 def _are_settled(identities: list[list[int]]) -> bool:
-    """True if no file was changed so recently that its next change could go unnoticed."""
+    """True if no file was changed so recently that another change could keep the same timestamps."""
     newest = max((max(mtime, ctime) for _, mtime, ctime, _, _ in identities), default=0)
     return time.time() - newest / 1e9 > file_hashes.SETTLED_SECONDS
 
@@ -120,7 +126,7 @@ def _key(identities: list[list[int]], facts: tuple[Data, DataSource, Request, En
     for library in _LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[library] = metadata.version(library)
-    # the code of this package that reads and tokenizes, so developers see the effect of their changes
+    # Include the code of this package that reads and tokenizes, so that changes of the code take effect.
     code = []
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         status = path.stat()
@@ -131,7 +137,7 @@ def _key(identities: list[list[int]], facts: tuple[Data, DataSource, Request, En
     source_options = {
         name: value for name, value in asdict(source).items() if name not in ("weight", "epochs")
     }
-    # the option's name appears only in errors, which are not cached
+    # Exclude the option's name, which is only used in error messages.
     request_options = {name: value for name, value in asdict(request).items() if name != "option"}
     key_parts = [
         versions,
@@ -146,7 +152,7 @@ def _key(identities: list[list[int]], facts: tuple[Data, DataSource, Request, En
 
 
 def _read(path: Path, vocab_size: int) -> dict[str, Any] | None:
-    """Read a cache file. None if it does not exist or is not valid."""
+    """Read a cache file. Return None if it does not exist or is not valid."""
     try:
         with open(path, "rb", opener=atomic_io.without_waiting) as file:
             status = os.fstat(file.fileno())
@@ -158,7 +164,7 @@ def _read(path: Path, vocab_size: int) -> dict[str, Any] | None:
             return None
         result = decode(memoryview(content))
         tokens, starts, mask = (result["line"][name] for name in ("tokens", "starts", "mask"))
-        # All documents have a token, the ids fit the vocabulary, and a mask covers all tokens.
+        # Check that all documents have a token, that ids fit the vocabulary, and that a mask covers all tokens.
         is_valid = (
             tokens.dtype.kind in "iu"
             and starts.dtype == np.int64
@@ -170,7 +176,7 @@ def _read(path: Path, vocab_size: int) -> dict[str, Any] | None:
         )
         if not is_valid:
             return None
-        # mark it as used, because the least recently used files are removed first
+        # Update the time of the file, because the least recently used files are removed first.
         with contextlib.suppress(OSError):
             os.utime(path)
         return dict(result)

@@ -1,1 +1,1 @@
-"""Documents to rows of ``seq_len`` tokens: concatenated, fitted, or one document a row."""
+"""Pack documents into rows of ``seq_len`` tokens: concatenated, fitted, or one document per row."""

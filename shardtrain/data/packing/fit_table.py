@@ -1,12 +1,12 @@
-"""Fit table: the row of each document of a prepared dataset, computed once and stored next to the shards.
+"""Fit table: which row each document of a prepared dataset belongs to, stored next to the shards.
 
-Fitting documents into rows takes a second per million. ``shardtrain data prepare`` does it once and writes
-``fit-KIND-SEQ_LEN-LONG.bin``. A run then reads the few bytes of a block of documents when it needs one of
-its rows.
+Fitting documents into rows takes a second per million documents. ``shardtrain data prepare`` does it once and
+writes ``fit-KIND-SEQ_LEN-LONG.bin``. When a run needs a row, it reads only the few bytes of the row's block of
+documents.
 
-The file has a header of 4 KiB (a checksum and one line of JSON), a table with an entry per block, and the
-blocks. Each block has a checksum. The header has the checksum of the table and the fingerprint of the
-tokens: a table for other tokens is ignored, and a damaged table stops the run.
+The file consists of a header of 4 KiB (a checksum and one line of JSON), a table with one entry per block, and the
+blocks. Each block has a checksum. The header contains the checksum of the table, and the fingerprint of the tokens.
+A fit table for other tokens is ignored, and a damaged one stops the run.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ NO_ORDER: Order = np.array([], np.uint16)
 
 @dataclass(frozen=True)
 class BlockFit:
-    """The rows of the pieces of a block of documents.
+    """How the pieces of a block of documents are fitted into rows. (A long document has several pieces.)
 
     Attributes:
-        order: the pieces in the order of their rows; empty with one piece per row.
-        ends: number of pieces up to the end of each row; empty with one piece per row.
-        cut, dropped: number of documents that are truncated, or skipped because they are too long.
-        single: number of documents without a target, because they have one token.
+        num_rows: number of rows.
+        num_targets: number of targets.
+        cut: number of documents that are truncated because they are too long.
+        dropped: number of documents that are skipped because they are too long.
+        single: number of documents without a target, because they have only one token.
+        order: the pieces, in the order of their rows. Empty if each row has one piece.
+        ends: for each row, the number of pieces up to its end. Empty if each row has one piece.
     """
 
     num_rows: int
@@ -58,7 +61,7 @@ class BlockFit:
     ends: Order
 
     def to_bytes(self) -> bytes:
-        """Return order and ends, concatenated, little-endian."""
+        """Return the bytes of ``order`` and ``ends``, little-endian."""
         content = b""
         for part in (self.order, self.ends):
             little_endian = part.dtype.newbyteorder("<")
@@ -76,11 +79,11 @@ def table_name(packing: Packing) -> str:
 
 
 class FitTable:
-    """An open table. ``order_of`` reads one block. Forked processes may share one.
+    """An open fit table. ``order_of`` reads one block. Forked processes may share the table.
 
     Attributes:
-        num_rows, num_targets, cut, dropped, single: totals of the dataset.
-        rows_up_to: number of rows before each block, and the total, int64 (blocks + 1,).
+        num_rows, num_targets, cut, dropped, single: totals over the dataset, see ``BlockFit``.
+        rows_up_to: number of rows before each block, and the total number of rows. int64 (blocks + 1,).
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class FitTable:
         self._descriptor: int | None = None
 
     def order_of(self, block: int, num_pieces: int) -> tuple[Order, Order]:
-        """Return ``order`` and ``ends`` of a block with ``num_pieces`` pieces; see ``BlockFit``.
+        """Return ``order`` and ``ends`` of a block with ``num_pieces`` pieces, see ``BlockFit``.
 
         Raises:
             ConfigError: the bytes have changed since they were written.
@@ -109,15 +112,15 @@ class FitTable:
         num_rows = int(self.rows_up_to[block + 1] - self.rows_up_to[block])
         if self._descriptor is None:
             self._descriptor = atomic_io.without_waiting(self._path, os.O_RDONLY)
-        # Read by position, because forked processes share the descriptor. The number of entries follows
-        # from the block, and the size of each (2 or 4 bytes) from that.
+        # Use pread, because forked processes share the descriptor and its file position. The number of entries is
+        # known, so the size of the content shows whether each has 2 or 4 bytes.
         content = os.pread(self._descriptor, int(entry["bytes"]), int(entry["offset"]))
         count = num_pieces + num_rows
         size = len(content) // count if count else 0
         is_complete = len(content) == entry["bytes"] and size * count == len(content)
         if not is_complete or zlib.crc32(content) != entry["checksum"]:
             raise damaged(
-                self._path, self._option, f"has other bytes in block {block} than were written"
+                self._path, self._option, f"is damaged in block {block} (the checksum differs)"
             )
         if not content:
             return NO_ORDER, NO_ORDER
@@ -139,7 +142,7 @@ def open_table(
     block_documents: int,
     option: str,
 ) -> FitTable | None:
-    """Open the table of a packing in a folder of shards. None if there is no table for these tokens.
+    """Open the fit table for a packing in a folder of shards. None if there is none for these tokens.
 
     Raises:
         ConfigError: the file is damaged.
@@ -151,7 +154,7 @@ def open_table(
         try:
             with open(path, "rb", opener=atomic_io.without_waiting) as file:
                 facts = _facts(file, path, option)
-                # a table for other tokens or of another version: the documents are fitted again
+                # Ignore a table that was written for other tokens. The documents are then fitted again.
                 if (
                     facts["fingerprint"] != fingerprint
                     or facts["block_documents"] != block_documents
@@ -168,7 +171,7 @@ def open_table(
                 option, path, error, "make the file readable, or remove it"
             ) from error
         if hashlib.sha256(content).hexdigest() != facts["table_sha256"]:
-            raise damaged(path, option, "has another table than was written")
+            raise damaged(path, option, "has a damaged table (its checksum differs)")
         return {"facts": dict(facts), "blocks": np.frombuffer(content, np.uint8)}
 
     table = shared_opening.once(str(folder), look)
@@ -184,7 +187,7 @@ def _facts(file: BinaryIO, path: Path, option: str) -> Mapping[str, Any]:
     try:
         if digest != hashlib.sha256(text).hexdigest().encode():
             raise ValueError("its checksum differs")
-        # tables of earlier versions do not count single documents
+        # Tables of earlier versions do not contain the number of single documents.
         facts = {"single": 0, **checked_json.parse(text)}
         numbers = (
             "block_documents",
@@ -208,13 +211,13 @@ def _facts(file: BinaryIO, path: Path, option: str) -> Mapping[str, Any]:
 
 
 def damaged(path: Path, option: str, rule: str) -> ConfigError:
-    """Return the error of a table that cannot be used. Users may remove a table at any time."""
+    """Return the error for a table that cannot be used. Its fix is safe, because a table may be removed anytime."""
     fix = 'remove the file, or run "shardtrain data prepare" again'
     return ConfigError(Problem(option, str(path), rule, fix))
 
 
 class FitTableWriter:
-    """Writes a table block by block. The table appears under its name only when it is complete."""
+    """Writes a fit table block by block. The file gets its final name only when it is complete."""
 
     def __init__(
         self,
@@ -236,8 +239,11 @@ class FitTableWriter:
         self._file.seek(self._offset)
 
     def add(self, fits: Iterable[tuple[Mapping[str, int], bytes]]) -> None:
-        """Add the next blocks: counts (num_rows, num_targets, cut, dropped, single) and the result of
-        ``BlockFit.to_bytes``."""
+        """Add the next blocks.
+
+        Each consists of its counts (num_rows, num_targets, cut, dropped, single) and the result of
+        ``BlockFit.to_bytes``.
+        """
         for counts, content in fits:
             rows_before = 0
             if self._next:
@@ -253,7 +259,7 @@ class FitTableWriter:
             self._next += 1
 
     def finish(self) -> int:
-        """Write header and table, and rename the file. Returns the number of rows."""
+        """Write the header and the table, and rename the file. Return the number of rows."""
         num_rows = int(self._blocks[-1]["rows_up_to"]) if len(self._blocks) else 0
         content = self._blocks.tobytes()
         facts = {
@@ -263,7 +269,7 @@ class FitTableWriter:
             "num_targets": self._num_targets, "cut": self._cut, "dropped": self._dropped, "single": self._single,
             "table_sha256": hashlib.sha256(content).hexdigest(),
         }  # fmt: skip
-        # The name comes last, when all is on disk: a table that was cut short has another one.
+        # Rename the file only after everything is on disk, so that an incomplete file never has the final name.
         text = json.dumps(facts).encode().ljust(_HEADER_BYTES - 65) + b"\n"
         self._file.seek(0)
         self._file.write(hashlib.sha256(text).hexdigest().encode() + text + content)

@@ -1,8 +1,8 @@
-"""Rows of complete documents: "first_fit" and "best_fit" put several into a row, "padded" one.
+"""Rows of complete documents: several per row with "first_fit" and "best_fit", one per row with "padded".
 
-Documents are fitted in order of decreasing length (Johnson 1973), block by block, so a row depends only on
-its block. The unused tail of a row has no target. A document that would be truncated before its first
-learned token is skipped.
+Documents are fitted in order of decreasing length (Johnson 1973). This is done in blocks of documents, so a row
+depends only on its block. The unused tail of a row has no targets. If truncating a document would remove all its
+learned tokens, the document is skipped.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from shardtrain.utils.errors import ConfigError, Problem
 BLOCK_DOCUMENTS = 8192
 """Number of documents that are fitted together.
 
-Rows of a prepared dataset depend on it, so it must never change.
+Never change it, because the rows of prepared datasets depend on it.
 """
 MAX_DOCUMENTS = 100_000_000
-"""Maximum number of documents in prepared shards without a fit table: 2 minutes and 0.3 GB on each rank at
-each start."""
+"""Maximum number of documents in prepared shards without a fit table.
+
+Fitting so many takes 2 minutes and 0.3 GB on each rank, whenever a run starts.
+"""
 
 
 def pack(line: TokenBuffer, packing: Packing, table: FitTable | None = None) -> Rows:
-    """Return the rows of a token buffer. ``table`` has the fit of prepared shards."""
+    """Return the rows of a token buffer. ``table`` is the fit table of prepared shards, if there is one."""
     if packing.kind != "concat":
         return FittedRows(line, packing, table)
     rows = ConcatRows(line, packing)
@@ -40,19 +42,19 @@ def pack(line: TokenBuffer, packing: Packing, table: FitTable | None = None) -> 
 
 
 def _num_single(line: TokenBuffer, block: int) -> int:
-    """Number of documents of a block that have no target, because they have a single token."""
+    """Return the number of documents in a block that have only one token, and so no target."""
     starts, stops = documents_of_block(line, block)
     return int((stops - starts < 2).sum())
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Parts of documents that are never split over rows.
+    """The pieces of a block of documents. A piece is a document or part of a long one, and stays in one row.
 
     Attributes:
-        starts: token number at which each piece starts.
-        stops: token number after each piece, including its last target.
-        dropped: numbers, within the block, of documents that are skipped because they are too long.
+        starts: for each piece, the number of its first token.
+        stops: for each piece, the number of its last token (its last target) plus 1.
+        dropped: numbers (within the block) of documents that are skipped because they are too long.
         num_cut: number of truncated documents.
     """
 
@@ -67,8 +69,8 @@ def pieces_of(
 ) -> Pieces:
     """Cut the documents of a block into pieces of at most ``seq_len`` targets.
 
-    A document of one token has no target and no piece. ``dropped`` is the result of an earlier call for the
-    same block, to avoid computing it again.
+    A document with one token has no target, and so no piece. ``dropped`` may be the value from an earlier call for
+    the same block, so that it need not be computed again.
     """
     document_starts, document_stops = documents_of_block(line, block)
     T = packing.seq_len
@@ -80,8 +82,8 @@ def pieces_of(
     if dropped is None:
         dropped = _documents_to_drop(line, document_starts, long_documents, packing)
     counts[dropped] = 0
-    # The document of each piece, and the piece's number within it. The last token of a piece is only a
-    # target, and the first input of the next piece, so no target is lost between pieces.
+    # Find the document of each piece, and the piece's number within it. The last token of a piece is only a
+    # target. It is also the first input of the next piece, so no target is lost between pieces.
     owners = np.repeat(np.arange(len(targets)), counts)
     first_pieces = np.cumsum(counts) - counts
     numbers = np.arange(len(owners)) - np.repeat(first_pieces, counts)
@@ -96,9 +98,9 @@ def pieces_of(
 def _documents_to_drop(
     line: TokenBuffer, starts: Tokens, long_documents: Tokens, packing: Packing
 ) -> Tokens:
-    """Return the long documents to skip.
+    """Return which long documents to skip.
 
-    With "cut", skip a document if its loss mask excludes all of its first ``seq_len`` targets.
+    With "cut", these are documents whose first ``seq_len`` targets are all excluded by the loss mask.
     """
     if packing.long_documents == "drop":
         return long_documents
@@ -125,7 +127,7 @@ def fit_block(line: TokenBuffer, block: int, packing: Packing) -> BlockFit:
     fit = first_fit if packing.kind == "first_fit" else best_fit
     rows = fit(lengths, packing.seq_len)
     num_rows = int(rows.max()) + 1 if len(rows) else 0
-    # a block has 8,192 documents, but a long document may have many pieces
+    # 16 bits are enough for the 8,192 documents of a block, unless long documents have many pieces.
     small = np.uint16 if len(rows) < 2**16 else np.uint32
     order: Order = np.argsort(rows, kind="stable").astype(small)
     ends: Order = np.cumsum(np.bincount(rows, minlength=num_rows)).astype(small)
@@ -133,12 +135,11 @@ def fit_block(line: TokenBuffer, block: int, packing: Packing) -> BlockFit:
 
 
 def first_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:
-    """Return the row of each piece, so that the lengths in a row sum to at most ``capacity``: first fit
-    decreasing.
+    """Assign each piece to a row by first fit decreasing. Return the row of each piece.
 
-    Pieces are placed from long to short (equal ones in their order), each into the first row with room.
-    Rows are numbered by their earliest piece. A tree with the maximum room of each subtree finds the row in
-    logarithmic time.
+    The lengths in a row add up to at most ``capacity``. Pieces are placed from long to short (equal ones in their
+    given order), each into the first row that has room for it. At the end, rows are numbered by their earliest
+    piece. To find the row in logarithmic time, a tree stores the maximum room in each subtree.
 
     Raises:
         ValueError: a length exceeds the capacity.
@@ -154,14 +155,14 @@ def first_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.i
     rows = np.empty(count, dtype=np.int64)
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
-        # descend to the first row with room: left if there is enough
+        # Descend to the first row with enough room: to the left if there is one.
         node = 1
         while node < leaves:
             node *= 2
             if room[node] < length:
                 node += 1
         rows[piece] = node - leaves
-        # update the maxima on the path to the root, until one does not change
+        # Update the maxima on the path to the root, until one does not change.
         room[node] -= length
         while node > 1:
             node //= 2
@@ -175,9 +176,9 @@ def first_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.i
 
 
 def best_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:
-    """Return the row of each piece like ``first_fit``, but place each piece into the fullest row with room.
+    """Like ``first_fit``, but place each piece into the fullest row that has room for it (best fit decreasing).
 
-    Best fit decreasing. Of rows with the same room, the one that was opened first is used.
+    If several rows have the same room, use the one that was opened first.
 
     Raises:
         ValueError: a length exceeds the capacity.
@@ -208,7 +209,7 @@ def _check_lengths(lengths: npt.NDArray[np.int64], capacity: int) -> None:
 
 
 def _numbered_by_earliest_piece(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Renumber rows by their earliest piece. The numbers of the given rows have no gap."""
+    """Renumber rows in the order of their earliest pieces. ``rows`` must use all numbers without a gap."""
     _, first_piece, inverse = np.unique(rows, return_index=True, return_inverse=True)
     rank = np.empty(len(first_piece), dtype=np.int64)
     rank[np.argsort(first_piece)] = np.arange(len(first_piece))
@@ -225,7 +226,7 @@ def documents_of_block(line: TokenBuffer, block: int) -> tuple[Tokens, Tokens]:
     document_starts = line.document_starts()
     first = block * BLOCK_DOCUMENTS
     last = min(first + BLOCK_DOCUMENTS, line.num_documents)
-    # the last document of the data has no next document
+    # The last document of the data ends at the end of the data. Any other one ends where the next one starts.
     end = line.num_tokens
     if last < len(document_starts):
         end = document_starts[last]
@@ -239,8 +240,8 @@ def table_of(
     """Return the fit table that was prepared for this packing. None if it does not exist.
 
     Raises:
-        ConfigError: the table is damaged; or it does not exist, and fitting would take minutes on each rank
-            at each start.
+        ConfigError: the table is damaged. Or it does not exist, and fitting would take minutes on each rank
+            whenever a run starts.
     """
     if packing.kind == "concat":
         return None
@@ -275,15 +276,15 @@ def table_of(
 
 
 class FittedRows:
-    """Rows with one or more complete documents, padded without targets.
+    """Rows with one or more complete documents, followed by padding without targets.
 
-    Memory is two bytes per piece, or nothing with one document per row or with a ``FitTable``. The start
-    and end of pieces is computed again for each block from the starts of documents.
+    They need two bytes of memory per piece. With one document per row or a ``FitTable``, they need none. Where
+    pieces start and stop is not stored, but computed again for each block.
 
     Attributes:
         cut: number of truncated documents.
-        dropped: number of documents that are skipped because they are too long. With "cut", those that
-            would lose all their targets.
+        dropped: number of documents that are skipped because they are too long. With "cut", only documents that
+            would lose all their targets are skipped.
     """
 
     def __init__(self, line: TokenBuffer, packing: Packing, table: FitTable | None = None) -> None:
@@ -291,10 +292,10 @@ class FittedRows:
         self.packing = packing
         self._table = table
         self._fits: list[BlockFit] = []
-        # The last block that was read. Without shuffling, or with few blocks, the next row is often in the
-        # same block.
+        # Cache of the last block that was read. Without shuffling, or with few blocks, the next row is often in
+        # the same block.
         self._last: tuple[int, Pieces, Order, Order] | None = None
-        # Dropped tokens of each block that was read. They are cached, because computing them requires the masks.
+        # Cache of the dropped documents of each block, because computing them again would read the masks.
         self._dropped: dict[int, Tokens] = {}
         if table is not None:
             self.num_rows = table.num_rows
@@ -319,7 +320,7 @@ class FittedRows:
         self.num_rows = rows_up_to[-1]
 
     def write(self, row: int, out: PackedSequences, slot: int) -> None:
-        # the pieces of the row's block, computed again unless it is the last block that was read
+        # Compute the pieces of the row's block, unless it is the last block that was read.
         block = int(np.searchsorted(self._rows_up_to, row, side="right")) - 1
         if self._last is None or self._last[0] != block:
             pieces = pieces_of(self._line, block, self.packing, self._dropped.get(block))
@@ -327,7 +328,7 @@ class FittedRows:
             self._last = block, pieces, *self._order_of(block, len(pieces.starts))
         _, pieces, order, ends = self._last
 
-        # write the pieces of the row, each as another document
+        # Write the pieces of the row, each as a separate document.
         row -= int(self._rows_up_to[block])
         indices = [row]
         if self.packing.fits_documents:
@@ -345,8 +346,7 @@ class FittedRows:
         out.number_documents(slot, np.array(columns, dtype=np.int64))
 
     def _order_of(self, block: int, num_pieces: int) -> tuple[Order, Order]:
-        """Return the pieces of a block in the order of rows, and the number of pieces up to the end of each
-        row."""
+        """Return the pieces of a block in the order of their rows, and how many there are up to each row's end."""
         if not self.packing.fits_documents:
             return NO_ORDER, NO_ORDER
         if self._table is not None:

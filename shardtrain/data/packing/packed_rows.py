@@ -1,8 +1,9 @@
-"""Pack documents into rows of ``seq_len`` inputs and as many targets.
+"""Pack documents into rows of ``seq_len`` inputs and ``seq_len`` targets.
 
-"concat" concatenates all documents and cuts every ``seq_len`` targets, so each token except the first is
-the target of one row. "first_fit", "best_fit" and "padded" keep documents complete: see ``fitted``. If
-documents are masked, positions restart in each document, and no token has a target in another document.
+"concat" concatenates all documents and cuts the result into rows of ``seq_len`` targets. Each token except the
+first is a target in exactly one row. "first_fit", "best_fit" and "padded" keep documents complete, see
+``fitted``. If documents are masked, positions restart in each document, and the last token of a document has no
+target.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from shardtrain.ops.targets import IGNORE
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents become rows: the options of [data], and the length of rows."""
+    """How documents are packed into rows: options of [data], and the length of rows."""
 
     seq_len: int
     kind: Literal["concat", "first_fit", "best_fit", "padded"] = "concat"
     masked: bool = False
     long_documents: Literal["split", "cut", "drop"] = "split"
     pad_id: int = 0
-    """Token id of padding; never a target."""
+    """Token id of padding. Padding is never a target."""
 
     @property
     def needs_documents(self) -> bool:
-        """True if attention needs the document of each token. Not needed with one document per row."""
+        """True if attention needs the document of each token. It does not, if each row has one document."""
         return self.masked and self.kind != "padded"
 
     @property
     def fits_documents(self) -> bool:
-        """True if a row may have several complete documents, so their rows must be computed."""
+        """True if rows may have several complete documents, so that documents must be fitted into rows."""
         return self.kind in ("first_fit", "best_fit")
 
 
@@ -47,7 +48,7 @@ class PackedSequences:
         self.targets_BT = np.full(shape, IGNORE, dtype=np.int64)
         self.positions_BT = np.tile(np.arange(packing.seq_len, dtype=np.int64), (num_rows, 1))
         self.documents_BT = np.zeros(shape, dtype=np.int64) if packing.needs_documents else None
-        # tokens of each row, before padding
+        # number of tokens in each row before its padding
         self.lengths_B = np.zeros(num_rows, dtype=np.int64)
 
     def write(self, slot: int, column: int, tokens: Tokens, learned: Mask | None) -> None:
@@ -61,8 +62,10 @@ class PackedSequences:
         self.targets_BT[slot, column:stop] = targets
 
     def number_documents(self, slot: int, columns: Tokens) -> None:
-        """Number the documents of a row, which start at 0 and at ``columns`` (ascending), and restart
-        positions in each."""
+        """Number the documents of a row, and let positions restart in each document.
+
+        The first document starts at 0, and the others start at ``columns``, in ascending order.
+        """
         if self.documents_BT is None:
             return
         T = self.tokens_BT.shape[1]
@@ -70,20 +73,23 @@ class PackedSequences:
         inner_columns = columns[(columns > 0) & (columns < T)]
         begins[inner_columns] = 1
         self.documents_BT[slot] = np.cumsum(begins)
-        # a position is the distance from the last document start
+        # The position of a token is its distance from the start of its document.
         places = np.arange(T, dtype=np.int64)
         latest_start = np.maximum.accumulate(np.where(begins == 1, places, 0))
         self.positions_BT[slot] = places - latest_start
 
 
 class Rows(Protocol):
-    """Rows cut out of a dataset's tokens, with random access.
+    """Interface of the rows of a dataset. They can be read in any order.
 
     Attributes:
-        num_targets: number of targets of all rows, learned or not.
-        cut, dropped: number of documents that are truncated or skipped because they are longer than a row.
-        single: number of documents of one token that have no target, because they are the last of their
-            row or attention does not reach the next document.
+        num_rows: number of rows.
+        num_targets: number of targets in all rows, learned or not.
+        packing: how documents are packed into rows.
+        cut: number of documents that are truncated because they are longer than a row.
+        dropped: number of documents that are skipped because they are longer than a row.
+        single: number of one-token documents without a target. A target would be the first token of the next
+            document, which is in another row or masked.
     """
 
     num_rows: int
@@ -99,7 +105,7 @@ class Rows(Protocol):
 
 
 def fates(rows: Rows) -> dict[str, int]:
-    """Count the documents that lost tokens, by reason: truncated, longer than a row, or without a target."""
+    """Count the documents of which tokens are not used. The keys are phrases that describe the reason."""
     most = rows.packing.seq_len + 1
     is_cut = rows.packing.long_documents == "cut"
     reason = "have no target in their first" if is_cut else "are longer than"
@@ -111,7 +117,7 @@ def fates(rows: Rows) -> dict[str, int]:
 
 
 def lost_documents(rows: Rows, num_documents: int) -> list[str]:
-    """Return a line for each entry of ``fates`` whose count is not 0."""
+    """Return a line for each reason of ``fates`` that occurs."""
     return [
         f"{count} of {num_documents} documents {fate}"
         for fate, count in fates(rows).items()
@@ -148,15 +154,15 @@ def write_window(
 ) -> None:
     """Fill a row with up to ``seq_len + 1`` consecutive tokens of a dataset.
 
-    ``begins`` contains the indices in ``tokens``, except 0, at which a document starts. It is None if tokens
-    may attend to other documents.
+    ``begins`` contains the indices in ``tokens`` at which a document starts, except 0. It is None if documents are
+    not masked.
     """
     out.write(slot, 0, tokens, learned)
     if begins is None:
         return
-    # otherwise the last token of a document would have the first token of the next document as its target
+    # Remove the target of each document's last token, because it is the first token of the next document.
     out.targets_BT[slot, begins - 1] = IGNORE
-    # padding counts as another document, so it does not attend to the text before it
+    # Make padding a separate document, so that it does not attend to the text before it.
     num_inputs = len(tokens) - 1
     columns = begins[begins < num_inputs]
     if num_inputs < out.tokens_BT.shape[1]:

@@ -1,4 +1,4 @@
-"""All documents of a dataset, concatenated, with random access to tokens, in memory or in files."""
+"""All documents of a dataset, concatenated, in memory or in files. Any range of tokens can be read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Mask = npt.NDArray[np.bool_]
 
 
 class TokenBuffer(Protocol):
-    """Concatenated documents. Token and document numbers count from 0 over the entire dataset.
+    """Interface of concatenated documents. Tokens and documents are numbered from 0 over the entire dataset.
 
     Attributes:
-        num_tokens, num_documents: totals of the dataset.
+        num_tokens, num_documents: totals over the dataset.
         has_mask: True if some tokens are not learned.
     """
 
@@ -48,13 +48,14 @@ class TokenBuffer(Protocol):
         ...
 
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """Return the token number at which each document starts, ascending; 8 bytes per document, possibly
-        a mapped file."""
+        """Return the token number at which each document starts, ascending.
+
+        It has 8 bytes per document, and may be a memory-mapped file.
+        """
         ...
 
     def check_unchanged(self) -> None:
-        """Raise ConfigError, with the file's name, if a file was changed, moved or removed since it was
-        opened."""
+        """Raise ConfigError with the file's name if a file was changed, moved or removed after it was opened."""
         ...
 
 
@@ -66,17 +67,17 @@ class MemoryTokenBuffer:
     ) -> None:
         """Read all documents. ``growth`` limits the memory."""
         dtype = np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<i4")
-        # Do not np.concatenate an array per document: this would need twice the memory. A bytearray grows
-        # in place.
+        # Collect tokens in a bytearray, which grows in place. Concatenating one array per document would need
+        # twice the memory.
         tokens = bytearray()
         lengths = array("q")
-        # empty until a document has a mask, because most datasets have none
+        # Do not store a mask until a document has one, because most datasets have none.
         mask = bytearray()
         for document in documents:
             size = len(document.tokens)
             if document.learned is not None or mask:
                 if not mask:
-                    # all earlier tokens are learned
+                    # all tokens of earlier documents are learned
                     mask += b"\1" * sum(lengths)
                 learned = np.ones(size, np.bool_) if document.learned is None else document.learned
                 mask += learned.tobytes()

@@ -1,13 +1,13 @@
-"""The index of prepared shards. It is read and checked without reading the tokens.
+"""The index of prepared shards, which can be read and checked without reading the tokens.
 
-A prepared folder has four kinds of files, all little-endian:
+A folder of prepared shards has four types of files. All numbers are little-endian.
 
-- ``tokens-00000.bin`` ...: ids of all documents, concatenated; uint16 if the vocabulary permits, else
-  int32.
-- ``learned-00000.bin``: one byte per token of that shard, 1 if it counts in the loss. Only exists if some
-  do not.
-- ``starts.bin``: int64, the index of the first token of each document, counted over the entire folder.
-- ``index.json``: sizes, hashes, vocabulary, tokenizer and sources. It is written last, so a folder with an
+- ``tokens-00000.bin``, ...: the token ids of all documents, concatenated. uint16 if the vocabulary is small
+  enough, else int32.
+- ``learned-00000.bin``, ...: one byte per token of the shard with the same number, 1 if the token counts in the
+  loss. The file exists only if some tokens of the shard do not count.
+- ``starts.bin``: for each document the index of its first token, counted over the entire folder. int64.
+- ``index.json``: sizes, hashes, vocabulary, tokenizer and sources. It is written last, so a folder that has an
   index is complete.
 """
 
@@ -32,13 +32,15 @@ VERSION = 1
 INDEX = "index.json"
 STARTS = "starts.bin"
 UNFINISHED = "unfinished"
-"""Subfolder with the state that ``shardtrain data prepare`` needs to continue."""
+"""Subfolder with the state that ``shardtrain data prepare`` needs to continue after an interruption."""
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
 MAX_INDEX_BYTES = 2**28
-"""A larger index is rejected unread. The index of 100,000 shards has 64 MiB."""
+"""A larger index is rejected without reading it. The index of 100,000 shards has 64 MiB."""
 MAX_CHECKED = 1000
-"""With more files, each is checked when it is first read: opening all files on all ranks would overload the
-storage."""
+"""If there are more files, each is checked only when it is first read.
+
+Opening so many files on all ranks when a run starts would overload the storage.
+"""
 _ENDS_BYTES = 4096
 _START_BYTES = 8
 
@@ -47,7 +49,7 @@ _START_BYTES = 8
 class ShardFile:
     """One file of the folder.
 
-    ``ends_sha256`` hashes its first and last 4 KiB, which are checked when the folder is opened.
+    ``ends_sha256`` is the hash of its first and last 4 KiB. It is checked when the folder is opened.
     """
 
     name: str
@@ -58,9 +60,9 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """One shard: its tokens, and their mask if some are not learned.
+    """One shard: the file of its tokens, and the file of its mask if some tokens are not learned.
 
-    ``num_documents`` counts documents that begin in it.
+    ``num_documents`` is the number of documents that begin in the shard.
     """
 
     num_tokens: int
@@ -74,14 +76,15 @@ class ShardIndex:
     """Contents of ``index.json``.
 
     Attributes:
-        vocab_size: ids are in 0..vocab_size-1.
-        max_id: the largest id that occurs, -1 without tokens.
-        tokenizer: fingerprint of the tokenizer, SHA-256 in hex. ``tokenizer_name`` is the value of the
-            option.
-        encoder: fingerprint of everything that determines the documents of a row.
+        vocab_size: token ids are in 0..vocab_size-1.
+        max_id: the largest id that occurs. -1 if there are no tokens.
+        tokenizer: fingerprint of the tokenizer, SHA-256 in hex.
+        tokenizer_name: value of the option that names the tokenizer.
+        encoder: fingerprint of everything that determines how a row is converted to a document.
         format: data.format of the rows.
         sources: maps each input file to its fingerprint.
-        tally: numbers of rows, documents, tokens, learned tokens, and bad and harmless rows by reason.
+        tally: number of rows, documents, tokens and learned tokens, and for each reason the number of bad and
+            harmless rows.
     """
 
     dtype: str
@@ -151,19 +154,19 @@ def ends_sha256(path: Path) -> str:
 def read_index(
     folder: Path, option: str = "training.dataset_path", checks_files: bool = True
 ) -> ShardIndex:
-    """Read ``index.json`` of a folder, and check it for consistency and against sizes and ends of the
-    files.
+    """Read ``index.json`` of a folder, and check that it is consistent and describes the files.
 
-    With more than MAX_CHECKED files, or without ``checks_files``, only the file of document starts is
-    checked. The caller then calls ``check_file`` for each file before it reads it.
+    Files are checked by their size and their first and last bytes. If there are more than MAX_CHECKED files, or
+    ``checks_files`` is False, only the file of document starts is checked. The caller must then call
+    ``check_file`` before it reads another file.
 
     Raises:
-        ConfigError: names the file that is missing, truncated, swapped, of another version, or of another
-            size.
+        ConfigError: a file is missing, truncated or swapped, or the index has a different version. The message
+            names the file.
     """
     path = folder / INDEX
 
-    # one rank reads the bytes for all; a node with its own copy of the folder compares its index with them
+    # One rank reads the index for all. A node that has its own copy of the folder compares its index with it.
     def look() -> dict[str, Any]:
         content, status = _read(folder, path, option)
         return {"content": np.frombuffer(content, np.uint8), "identity": list(status)}
@@ -174,11 +177,11 @@ def read_index(
     def difference(raw: dict[str, Any], local_raw: dict[str, Any]) -> str:
         if np.array_equal(raw["content"], local_raw["content"]):
             return ""
-        return f"has another {INDEX} than that of rank 0"
+        return f"has an {INDEX} that differs from rank 0's"
 
     raw = shared_opening.once(str(folder), look, Listing(witnesses, difference))
 
-    # check the index itself: version, completeness, consistency
+    # Check the index itself: its version, whether it is complete, and whether it is consistent.
     table = _load(bytes(raw["content"].data), path, option)
     version = table.get("format_version")
     if version != VERSION:
@@ -186,7 +189,7 @@ def read_index(
             Problem(
                 option,
                 str(path),
-                rule=f"has format_version {version!r}, and this version reads {VERSION}",
+                rule=f"has format_version {version!r}, but this version of shardtrain reads only {VERSION}",
                 fix='run "shardtrain data prepare" again with this version',
             )
         )
@@ -196,7 +199,7 @@ def read_index(
         raise _broken(path, option, f"is damaged ({str(error) or type(error).__name__})") from error
     _check_sums(index, path, option)
 
-    # check the files
+    # Check the files.
     files = index.files()
     checked_files = files if checks_files and len(files) <= MAX_CHECKED else [index.starts]
 
@@ -209,9 +212,10 @@ def read_index(
 
 
 def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int, int]]:
-    """Return the bytes of an index with its size, time and inode.
+    """Return the bytes of an index, and its size, time and inode.
 
-    Raises ConfigError that describes what is there instead.
+    Raises:
+        ConfigError: there is no index. The message describes what is there instead.
     """
     if not folder.is_dir():
         rule = "does not exist"
@@ -262,9 +266,10 @@ def _load(content: bytes, path: Path, option: str) -> dict[str, Any]:
 
 
 def _parse(table: Mapping[str, Any]) -> ShardIndex:
-    """Build the index.
+    """Convert the JSON object to an index.
 
-    Raises KeyError, TypeError or ValueError for a missing key, a wrong type or a value out of range.
+    Raises:
+        KeyError, TypeError, ValueError: a key is missing, or a value has a wrong type or is out of range.
     """
     shards = []
     for number, shard in enumerate(_list(table["shards"])):
@@ -332,7 +337,7 @@ def check_file(folder: Path, stored: ShardFile, option: str) -> None:
     except OSError as error:
         raise bounded_reads.unreadable(option, path, error) from error
     if size != stored.bytes:
-        raise _broken(path, option, f"has {size} bytes, and {INDEX} says {stored.bytes}")
+        raise _broken(path, option, f"has {size} bytes, but {INDEX} says {stored.bytes}")
     if ends != stored.ends_sha256:
         raise _broken(
             path, option, f"is not the file that {INDEX} describes: its first or last bytes differ"
@@ -345,7 +350,7 @@ def _broken(path: Path, option: str, rule: str) -> ConfigError:
 
 
 def _stored(table: Mapping[str, Any], name: str) -> ShardFile:
-    # a name inside an artefact is not a path to follow: it must be the name that this format defines
+    # Accept only the name that this format defines. Any other name could be a path out of the folder.
     if table["name"] != name:
         raise ValueError(f"file name {table['name']!r} should be {name}")
     return ShardFile(

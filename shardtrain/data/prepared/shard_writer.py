@@ -1,8 +1,8 @@
 """Write prepared shards: files with a fixed number of tokens each, and the index last.
 
-A folder is not a dataset until ``index.json`` exists, which is written atomically, so an interrupted write
-is never read. ``position`` makes everything durable and returns it as a state. A writer that starts from
-that state continues with the same bytes.
+A folder counts as a dataset only if ``index.json`` exists. It is written atomically, so the result of an
+interrupted write is never read. ``position`` makes everything durable and returns the writer's state. A writer
+that starts from this state continues exactly where the other one was, and writes the same bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, DataError
 
 SHARD_BYTES = 512 * 10**6
-"""Maximum size of a shard's token file, unless a number of tokens is given."""
+"""Maximum size of a shard's token file, unless the user sets the number of tokens per shard."""
 _BLOCK_BYTES = 4 * 2**20
 
 
@@ -52,12 +52,13 @@ def default_shard_tokens(vocab_size: int) -> int:
 class ShardWriter:
     """Appends documents to the files of a folder.
 
-    Call ``add_documents`` with lengths, and then ``add_tokens`` for these tokens, in parts of any size.
-    ``position`` makes a state to continue from after a crash. ``finish`` writes the index.
+    Call ``add_documents`` with the lengths of some documents. Then call ``add_tokens`` with the tokens of these
+    documents, in parts of any size. ``position`` returns a state from which to continue after a crash. ``finish``
+    writes the index.
 
     Raises:
         StorageError: a file cannot be written.
-        DataError: files of a position do not exist any more.
+        DataError: a file of the position from which to continue does not exist or is too short.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ShardWriter:
         self.num_documents: int = position["documents"]
         self.max_id: int = position["max_id"]
         self._shards = [_shard(table) for table in position["shards"]]
-        # where the next document begins
+        # the token number at which the next document begins
         self._due = self.num_tokens
         self._before = sum(shard.num_tokens for shard in self._shards)
         self._documents_before = sum(shard.num_documents for shard in self._shards)
@@ -90,7 +91,7 @@ class ShardWriter:
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
-            # remove files of shards that a killed writer began after its last position
+            # Remove files of shards that a killed writer had begun after the position was saved.
             known = {tokens_name(len(self._shards))}
             if position["learned"]:
                 known.add(learned_name(len(self._shards)))
@@ -100,7 +101,7 @@ class ShardWriter:
                 if path.name not in known:
                     path.unlink()
 
-            # opening truncates the files at the position
+            # Opening the current files truncates them to their size at the position.
             self._starts = _GrowingFile(folder / STARTS, 8 * self.num_documents)
             self._tokens = self._open(tokens_name, self._in_shard * self.dtype.itemsize)
             if position["learned"]:
@@ -121,7 +122,7 @@ class ShardWriter:
             self._due = int(ends[-1])
 
     def add_tokens(self, tokens: npt.NDArray[np.integer], learned: Mask | None = None) -> None:
-        """Write tokens, and a mask of those that are learned (None for all)."""
+        """Write tokens, and a mask of the learned ones. A mask of None means that all are learned."""
         if not len(tokens):
             return
         low = int(tokens.min())
@@ -135,8 +136,8 @@ class ShardWriter:
         with storing(self.folder):
             while at < len(tokens):
                 if self._in_shard == self.shard_tokens:
-                    # Lengths are written before tokens, so ``starts`` also has documents of later shards.
-                    # Count those before the end of this shard.
+                    # The shard is full. Count its documents: ``starts`` also contains documents of later shards,
+                    # because lengths are written before tokens.
                     self._starts.flush()
                     starts = np.memmap(self._starts.path, dtype="<i8", mode="r")
                     num_documents = int(np.searchsorted(np.asarray(starts), self.num_tokens))
@@ -150,10 +151,10 @@ class ShardWriter:
                 at += count
 
     def position(self) -> dict[str, Any]:
-        """Make everything durable, and return the state as JSON. Only between documents."""
+        """Make everything durable, and return the state as JSON values. Call it only between documents."""
         if self._due != self.num_tokens:
             raise ValueError(
-                f"documents end at token {self._due}, and {self.num_tokens} were written"
+                f"the documents have {self._due} tokens, but {self.num_tokens} were written"
             )
         with storing(self.folder):
             for file in (self._starts, self._tokens, self._learned):
@@ -187,7 +188,7 @@ class ShardWriter:
         return index
 
     def close(self) -> None:
-        """Close the files without an index, to continue later."""
+        """Close the files without writing an index, so that another writer can continue."""
         for file in (self._starts, self._tokens, self._learned):
             if file is not None:
                 file.abandon()
@@ -196,16 +197,16 @@ class ShardWriter:
         return _GrowingFile(self.folder / name(len(self._shards)), keep_bytes)
 
     def _write_mask(self, learned: Mask | None, count: int) -> None:
-        """Write the mask of some tokens.
+        """Write the mask of the next ``count`` tokens.
 
-        A shard only has a loss mask if it contains a token that does not count in the loss. The mask then
-        covers the shard from its first token on.
+        A shard gets a mask file only when the first token that is not learned is written. The file then also
+        covers all earlier tokens of the shard.
         """
         if self._learned is None:
             if learned is None or learned.all():
                 return
             self._learned = self._open(learned_name)
-            # the tokens of the shard so far are all learned
+            # All earlier tokens of the shard are learned.
             for start in range(0, self._in_shard, _BLOCK_BYTES):
                 size = min(_BLOCK_BYTES, self._in_shard - start)
                 self._learned.write(np.ones(size, dtype=np.uint8))
@@ -215,7 +216,7 @@ class ShardWriter:
     def _close_shard(self, documents_begun: int) -> None:
         """Close and record the current shard.
 
-        ``documents_begun`` counts all documents that begin before its end.
+        ``documents_begun`` is the number of documents, in all shards, that begin before the end of this shard.
         """
         learned = None if self._learned is None else self._learned.close()
         num_documents = documents_begun - self._documents_before
@@ -228,12 +229,12 @@ class ShardWriter:
 
 
 class _GrowingFile:
-    """A file for appending, with the SHA-256 of its complete content."""
+    """A file for appending that also computes the SHA-256 of its complete content."""
 
     def __init__(self, path: Path, keep_bytes: int = 0) -> None:
         self.path = path
         self.bytes = keep_bytes
-        # a hash state cannot be saved, so the kept part is read again
+        # The state of a hash cannot be saved, so read the existing part of the file again.
         self._digest = hashlib.sha256()
         remaining = keep_bytes
         if keep_bytes:
@@ -273,14 +274,14 @@ class _GrowingFile:
     def abandon(self) -> None:
         try:
             self._file.close()
-        # a full disk was already reported by the write that failed; the second call has nothing to write
+        # Ignore a full disk, which the failed write has already reported. The second call has nothing to write.
         except OSError:
             self._file.close()
 
 
 @contextmanager
 def storing(folder: Path) -> Iterator[None]:
-    """Convert an OSError of the block to StorageError."""
+    """Context manager that converts an OSError to StorageError."""
     with storage_errors.writing(
         folder,
         "name another --output; the command continues where it stopped when it is repeated",
@@ -289,7 +290,7 @@ def storing(folder: Path) -> Iterator[None]:
 
 
 def beyond_vocabulary(token: int, vocab_size: int) -> ConfigError:
-    """Return the error of a tokenizer that returns ids outside its vocabulary."""
+    """Return the error that a tokenizer has returned an id outside its vocabulary."""
     return ConfigError(
         f"the tokenizer returns the id {token}, outside its vocabulary of {vocab_size}; correct its added tokens"
     )

@@ -1,8 +1,9 @@
-"""Prepared shards as a token buffer: read any range of tokens from files of any size.
+"""Prepared shards as a token buffer, which can read any range of tokens from files of any size.
 
-Opening reads the index and 8 KiB of each file (with more than 1,000 files: when it is first read), so 10^9
-tokens open in milliseconds. Tokens are read by position and not memory-mapped: a mapped file that shrinks
-kills the process without a message, and counts as its memory.
+Opening a folder reads only its index and 8 KiB of each file, so 10^9 tokens open in milliseconds. (With more than
+1,000 files, each file is checked when it is first read.) Files of tokens are read by position and not
+memory-mapped. A mapped file would kill the process without a message if it shrank, and it counts as the
+process's memory.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class ShardTokenBuffer:
     """A ``TokenBuffer`` over a folder made by ``shardtrain data prepare``. Forked processes may share one.
 
     Raises:
-        ConfigError: when opening or reading; names the file that is missing, damaged, swapped or changed.
+        ConfigError: a file is missing, damaged, swapped or changed, when opening or reading. The message names
+            it.
     """
 
     def __init__(self, folder: str | Path, option: str = "training.dataset_path") -> None:
@@ -59,8 +61,8 @@ class ShardTokenBuffer:
         tokens_of_shards = [shard.num_tokens for shard in self.index.shards]
         self._ends = np.cumsum(tokens_of_shards, dtype=np.int64).tolist()
 
-        # Record size, time and inode of each file now. With more than ``MAX_CHECKED`` files, record
-        # them when a file is first read.
+        # Record size, time and inode of each file now, to detect changes later. If there are more than
+        # ``MAX_CHECKED`` files, do this for each file when it is first read.
         files = self.index.files()
         checks_late = len(files) > shard_index.MAX_CHECKED
         names = [] if checks_late else [file.name for file in files]
@@ -69,7 +71,7 @@ class ShardTokenBuffer:
         self._open = _OpenFiles(self.folder, option, look)
         self._mapped: npt.NDArray[np.int64] | None = None
 
-        # the fingerprint trusts the hashes in the index; file_hashes.py checks them during training
+        # Compute the fingerprint from the hashes in the index. file_hashes.py checks these during training.
         facts = [self.index.dtype, *(f"{file.name} {file.sha256}" for file in files)]
         self.fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
@@ -114,8 +116,8 @@ class ShardTokenBuffer:
 
     def document_starts(self) -> npt.NDArray[np.int64]:
         """Return the starts of all documents, as a memory-mapped file."""
-        # check its size, because reading beyond the end of a mapped file that shrank would kill the process
-        # (SIGBUS)
+        # Check the size of the file first. If it has shrunk, reading beyond its end would kill the process
+        # (SIGBUS).
         stamp = _stamp(self.folder / STARTS)
         if stamp is None or stamp[0] < self.index.starts.bytes:
             raise _changed(self.folder / STARTS, self.option)
@@ -129,9 +131,9 @@ class ShardTokenBuffer:
                 raise _changed(self.folder / name, self.option)
 
     def _look_at(self, names: list[str]) -> list[Stamp | None]:
-        """Return size, time and inode of files, read by one rank for all.
+        """Return size, time and inode of each file, or None if it does not exist.
 
-        None for a file that does not exist.
+        One rank reads them for all ranks.
         """
 
         def look() -> list[Stamp | None]:
@@ -146,13 +148,13 @@ class ShardTokenBuffer:
                     chosen.append(Witness(self.option, str(self.folder / names[number]), *stamp))
             return chosen
 
-        # a node's own copy of the folder was already compared by its index (read_index)
+        # read_index has already compared the index of a node's own copy, so report no difference here.
         listing = Listing(witnesses, difference=lambda stamps, own: "")
         stamps = shared_opening.once(str(self.folder), look, listing)
         return [None if stamp is None else (stamp[0], stamp[1], stamp[2]) for stamp in stamps]
 
     def _map_starts(self) -> npt.NDArray[np.int64]:
-        """Map the file of document starts, and check its first and last entry."""
+        """Memory-map the file of document starts, and check its first and last entry."""
         if not self.num_documents:
             return np.array([], dtype=np.int64)
         mapped = np.memmap(self.folder / STARTS, dtype="<i8", mode="r")
@@ -178,11 +180,12 @@ class ShardTokenBuffer:
             raise ValueError(f"tokens {start}..{stop} of {self.num_tokens}")
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield for each shard in a range: its number, the first and last+1 token in it, and the position
-        in the result."""
+        """Yield for each shard in a range of tokens: its number, the range within the shard, and where it starts
+        in the result.
+        """
         at = start
         while at < stop:
-            # the rightmost shard, which skips shards without tokens
+            # bisect_right finds the shard with this token, and skips shards without tokens.
             number = bisect_right(self._ends, at)
             end = self._ends[number]
             base = end - self.index.shards[number].num_tokens
@@ -192,15 +195,15 @@ class ShardTokenBuffer:
 
 
 class _OpenFiles:
-    """File descriptors of the most recently used files.
+    """Keeps the most recently used files open.
 
-    Reading by position works in several processes that share them.
+    Processes may share the descriptors, because files are read by position.
     """
 
     def __init__(
         self, folder: Path, option: str, look: Callable[[ShardFile], None] | None = None
     ) -> None:
-        """Prepare without opening a file. ``look`` is called with each file before it is opened."""
+        """Start without open files. ``look`` is called with each file before it is opened."""
         self._folder = folder
         self._option = option
         self._look = look
@@ -215,7 +218,7 @@ class _OpenFiles:
             descriptor = self._descriptor(stored)
             while at < len(buffer):
                 count = os.preadv(descriptor, [view[at:]], start + at)
-                # the file has become shorter
+                # The file has become shorter.
                 if count == 0:
                     raise _changed(self._folder / stored.name, self._option)
                 at += count
@@ -249,7 +252,7 @@ def check_tokenizer(
 ) -> None:
     """Raise ConfigError unless the tokens were made with this tokenizer.
 
-    The message has both vocabularies and fingerprints.
+    The message contains the vocabulary sizes and fingerprints of both tokenizers.
     """
     index = buffer.index
     if index.tokenizer != tokenizer.fingerprint:
@@ -274,11 +277,11 @@ def check_tokenizer(
 def check_vocabulary(
     buffer: ShardTokenBuffer, vocab_size: int, option: str = "model.flavor"
 ) -> None:
-    """Raise ConfigError if tokens have ids that are not in the vocabulary of a model or tokenizer."""
+    """Raise ConfigError if shards contain ids that are not in the vocabulary of a model or tokenizer."""
     if buffer.index.max_id >= vocab_size:
         rule = (
-            f"has a vocabulary of {vocab_size}, and {buffer.folder} contains ids up to "
-            f"{buffer.index.max_id} of a vocabulary of {buffer.index.vocab_size}"
+            f"has a vocabulary of {vocab_size}, but {buffer.folder} contains ids up to "
+            f"{buffer.index.max_id} from a vocabulary of {buffer.index.vocab_size}"
         )
         raise ConfigError(
             Problem(
@@ -294,10 +297,10 @@ def check_vocabulary(
 
 
 def verify(buffer: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
-    """Read every byte of every file. Yield each file's name with a list of its problems.
+    """Read every byte of every file. Yield each file's name and a list of its problems.
 
-    Hashes must match the index. Ids must be in the vocabulary and at most the maximum in the index.
-    Document starts must ascend, and masks must be 0 or 1.
+    Problems are hashes that differ from the index, ids outside the vocabulary or above the index's maximum, document
+    starts that do not ascend, and masks other than 0 or 1.
     """
     index = buffer.index
     token_files = {shard.tokens.name for shard in index.shards}
@@ -315,7 +318,7 @@ def verify(buffer: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
             with open(path, "rb", opener=atomic_io.without_waiting) as file:
                 while content := file.read(_BLOCK_BYTES):
                     digest.update(content)
-                    # a truncated file may end within a number, so use only complete numbers
+                    # A truncated file may end within a number, so use only complete numbers.
                     num_complete = len(content) // dtype.itemsize
                     values = np.frombuffer(content[: num_complete * dtype.itemsize], dtype=dtype)
                     problems |= _wrong_values(stored.name, values, index, previous)
@@ -334,7 +337,7 @@ def verify(buffer: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
 def _wrong_values(
     name: str, values: npt.NDArray[Any], index: ShardIndex, previous: int
 ) -> set[str]:
-    """Return the problems of a block of values."""
+    """Return the problems with a block of values of a file."""
     if not len(values):
         return set()
     low, high = int(values.min()), int(values.max())

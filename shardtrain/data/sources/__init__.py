@@ -1,10 +1,10 @@
-"""Datasets: one file per dataset. The file's name is the name in TOML, and its ``open_source(request)``
-returns the rows.
+"""Datasets, with one Python file per dataset. The file's name is the dataset's name in TOML, and its function
+``open_source(request)`` returns the rows.
 
-A source is a ``Table`` (random access) or ``Shards`` (rows in sequence, from any row of a shard on). It
-does not depend on tokens, ranks or order. Its rows must depend only on the files, so every rank sees the
-same dataset. A row is an object of named columns, or a ``BadRow`` with the reason. A source never stops at
-a bad row; its reader decides.
+A source is a ``Table`` (rows can be read in any order) or ``Shards`` (rows of a shard are read in sequence, from any
+row on). It knows nothing about tokens, ranks or the order of training. Its rows must depend only on the files, so
+that every rank sees the same dataset. A row is a mapping of named columns, or a ``BadRow`` with a reason. A source
+never stops at a bad row, because the reader decides what to do.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row without a document. A harmless one (an empty text) is counted and never stops a run.
+    """A row that cannot be used.
 
-    Rows are counted by ``reason``, so it contains no numbers. ``detail`` has the specifics for fixing the
-    row, such as a column, a length or a key.
+    Attributes:
+        reason: why it cannot be used. Rows are counted by reason, so it must not contain numbers.
+        harmless: True if the row is only counted and never stops a run, for example because its text is empty.
+        detail: what is needed to correct the row, such as a column, a length or a key.
     """
 
     reason: str
@@ -41,7 +43,7 @@ Row = Mapping[str, Any] | BadRow
 
 
 _DEFAULT_SPLITS = {"validation.split": "validation", "task.test_split": "test"}
-"""Options of splits whose default is not "train"."""
+"""Options that name a split and whose default is not "train"."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,16 @@ class Request:
     """A dataset to open.
 
     Attributes:
-        path: value of the dataset_path option, or None; ``option`` is its name in errors.
-        split_option: name of the option of ``split`` in errors.
-        subset_option: name of the option of ``subset`` in errors.
-        header: True if the first line of a TSV or CSV file names its columns. Otherwise they are "0", "1",
-            ...
+        path: value of the option that names the dataset's path, or None.
+        option: name of this option, for errors.
+        split: the split to read.
+        split_option: name of the option that sets ``split``, for errors.
+        subset: the subset to read, or None.
+        subset_option: name of the option that sets ``subset``, for errors.
+        streaming: value of data.streaming.
+        max_row_bytes: rows that are larger are bad rows.
+        header: True if the first line of a TSV or CSV file names its columns. Otherwise the columns are named
+            "0", "1", ...
     """
 
     path: str | None = None
@@ -80,22 +87,21 @@ class Source(Protocol):
 
     @property
     def total_bytes(self) -> int | None:
-        """Size of the files, used to choose between memory and stream. None if not known."""
+        """Size of the files, by which ``data.mode`` chooses between memory and stream. None if unknown."""
         ...
 
     def files(self) -> Mapping[str, str]:
-        """Return a cheap fingerprint, size and samples, of the content of each file (or dataset), by name."""
+        """Return for each file (or dataset) a fingerprint of its size and of samples of its content."""
         ...
 
     def check_unchanged(self) -> None:
-        """Raise ConfigError, with the file's name, if a file was changed, moved or removed since it was
-        opened."""
+        """Raise ConfigError with the file's name if a file was changed, moved or removed after it was opened."""
         ...
 
 
 @runtime_checkable
 class Table(Source, Protocol):
-    """A dataset with random access to its rows."""
+    """A dataset whose rows can be read in any order."""
 
     @property
     def num_rows(self) -> int:
@@ -137,12 +143,11 @@ def names() -> list[str]:
 
 
 def find(name: str, option: str = "training.dataset") -> ModuleType:
-    """Return the module of a dataset, by the name of its file in this folder or by the path of a user's
-    file.
+    """Return the module of a dataset. ``name`` is a name in this folder, or the path of a user's file.
 
     Raises:
-        ConfigError: no file has this name (the error suggests the nearest and lists all), or it has no
-            open_source.
+        ConfigError: there is no such file (the message suggests a similar name and lists all names), or the file
+            has no open_source.
     """
     if name.endswith(".py"):
         return own_file.load(name, own_file.DATASET, option)
@@ -158,7 +163,7 @@ def find(name: str, option: str = "training.dataset") -> ModuleType:
 
 
 Key = tuple[int, int]
-"""A row of any source: its shard (0 in a table) and its number there."""
+"""Identifies a row of any source: its shard (0 in a table), and its number in the shard."""
 
 
 def every_row(source: Table | Shards) -> Iterator[tuple[Key, Row]]:
@@ -169,7 +174,7 @@ def every_row(source: Table | Shards) -> Iterator[tuple[Key, Row]]:
 
 
 def num_parts(source: Table | Shards) -> int:
-    """Return the number of shards of a source; 1 for a table."""
+    """Return the number of shards of a source. 1 for a table."""
     return 1 if isinstance(source, Table) else source.num_shards
 
 

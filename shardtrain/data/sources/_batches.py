@@ -1,6 +1,6 @@
-"""Convert Arrow batches to rows, and estimate their size as Python objects.
+"""Convert Arrow batches to rows, and estimate the size of these rows as Python objects.
 
-Arrow may store a repeated value once, while each Python row has its own copy.
+The size differs from Arrow's, because Arrow may store a repeated value once, but each Python row has its own copy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardtrain.data.sources._index import too_long
 from shardtrain.data.sources._json import not_utf8
 
 _ENTRY_BYTES = 8
-"""Size of a list entry, also for a value that takes no bytes in Arrow."""
+"""Size of a reference in a list. It counts even for values that need no bytes in Arrow."""
 
 
 def rows_of_batch(batch: Any, max_row_bytes: int) -> Iterator[Row]:
@@ -26,7 +26,7 @@ def rows_of_batch(batch: Any, max_row_bytes: int) -> Iterator[Row]:
             yield from batch.to_pylist()
             return
         except UnicodeDecodeError:
-            # convert single rows to find the one that is not UTF-8
+            # Convert the rows one by one below, to find the one that is not UTF-8.
             pass
     for index in range(batch.num_rows):
         row = batch.slice(index, 1)
@@ -43,7 +43,7 @@ def rows_of_batch(batch: Any, max_row_bytes: int) -> Iterator[Row]:
 def python_bytes(batch: Any) -> int:
     """Return the approximate size of a table or record batch as Python objects.
 
-    It exceeds the size in Arrow if columns repeat values.
+    It is larger than the size in Arrow if columns repeat values.
     """
     others = [number for number, field in enumerate(batch.schema) if not _is_simple(field.type)]
     if not others:
@@ -58,7 +58,7 @@ def python_bytes(batch: Any) -> int:
 
 
 def _is_simple(kind: Any) -> bool:
-    """True if each value is stored separately."""
+    """True for types of which Arrow stores each value separately."""
     from pyarrow import types
 
     return bool(
@@ -73,7 +73,8 @@ def _is_simple(kind: Any) -> bool:
 def _size(array: Any) -> int:
     import pyarrow.compute
 
-    # by type: values stored separately, values made of other arrays, and references to values of other arrays
+    # First handle types whose values are stored separately or consist of other arrays' values. Each value is then
+    # stored once.
     kind = array.type
     count = len(array)
     types = pyarrow.types
@@ -97,7 +98,7 @@ def _size(array: Any) -> int:
         return _ENTRY_BYTES * count + _size(array.flatten())
     if types.is_struct(kind):
         return _ENTRY_BYTES * count + sum(map(_size, array.flatten()))
-    # views, runs and unions may reference a value any number of times
+    # Views, unions and runs may reference the same value any number of times.
     if isinstance(array, pyarrow.lib.ListViewArray | pyarrow.lib.LargeListViewArray):
         named = int(
             pyarrow.compute.sum(pyarrow.compute.list_value_length(array), min_count=0).as_py()
@@ -114,7 +115,7 @@ def _size(array: Any) -> int:
 
 
 def _chosen(values: Any, indices: Any) -> int:
-    """Return the size of the referenced values, counted once per reference."""
+    """Return the size of the values that ``indices`` reference. A value counts once per reference."""
     import pyarrow.compute
 
     if pyarrow.types.is_primitive(values.type):

@@ -79,7 +79,7 @@ def test_every_changed_byte_of_a_table_is_rejected(line):
             rows_of(pack(line, packing, table_of(line, packing, "training.dataset_path")), packing)
         assert str(path) in str(refused.value)
     path.write_bytes(intact[:-1])
-    with pytest.raises(ConfigError, match="has other bytes in block 6"):
+    with pytest.raises(ConfigError, match="is damaged in block 6"):
         rows_of(pack(line, packing, table_of(line, packing, "o")), packing)
 
 

@@ -213,7 +213,7 @@ def test_ids_outside_the_vocabulary_of_the_model_are_rejected(tmp_path: Path) ->
     line = ShardTokenBuffer(write(tmp_path / "x", two_documents()))
     check_vocabulary(line, 110)
     with pytest.raises(
-        ConfigError, match=r"has a vocabulary of 109, and .* ids up to 109 of a vocabulary of 300"
+        ConfigError, match=r"has a vocabulary of 109, but .* ids up to 109 from a vocabulary of 300"
     ):
         check_vocabulary(line, 109)
 

@@ -68,7 +68,7 @@ FILE_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 INDEX_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "newer version": (
         lambda t: t.update(format_version=2),
-        "has format_version 2, and this version reads 1",
+        "has format_version 2, but this version of shardtrain reads only 1",
     ),
     "no version": (lambda t: t.pop("format_version"), "has format_version None"),
     "wrong dtype": (
