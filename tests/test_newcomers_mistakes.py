@@ -43,7 +43,7 @@ MISTAKES = {
     "train debug --model.hf_assets_path ./tokenizer": 'shardtrain data download"), or use "bytes"',
     "train debug --training.dataset text": "requires a file or folder; set it",
     "train debug --training.dataset text --training.dataset_path nowhere.txt": "does not exist; correct the path",
-    "train debug --training.dataset text --training.dataset_path empty": "name one that has some",
+    "train debug --training.dataset text --training.dataset_path empty": "name a folder that contains some",
     "train debug --training.dataset jsonl --training.dataset_path text.txt": 'or set data.bad_rows="skip"',
     "train debug --optimizer.name adamw": 'did you mean "AdamW"?',
     "train debug --optimizer.lr 0,001": "write a number such as 0.1 or 3e-4",

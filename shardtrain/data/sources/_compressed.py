@@ -1,4 +1,4 @@
-"""Read a file from its beginning in blocks, compressed or not. Data before a damaged part are returned."""
+"""Read a plain or compressed file in blocks from its beginning. All data before a damaged part are returned."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _TOO_LARGE = ("too much memory", "Memory usage limit")
 
 
 class Damaged(Exception):
-    """Compressed data cannot be read further. The message has the reason. All data before it was returned."""
+    """Compressed data cannot be read further. The message is the reason. Earlier reads returned all data before."""
 
 
 class Stream(Protocol):
-    """Interface of an open file for its readers.
+    """Interface of an open file.
 
     Attributes:
         most_bytes: Maximum of decompressed bytes without a complete record. A reader of records sets it.
@@ -53,7 +53,7 @@ class Stream(Protocol):
         ...
 
     def gave(self) -> None:
-        """Report that a record was read.
+        """Report that a record was read. This restarts the limits of time and size.
 
         A compressed file may take ``data.artefact_seconds`` for each record.
         """
@@ -68,7 +68,7 @@ def open_stream(file: File) -> Iterator[Stream]:
         ConfigError: the file has changed since it was listed, or zstandard is not installed.
         DataError: the file cannot be read.
     """
-    # only compressed files have a time limit: a plain file returns at most its size
+    # Limit the time only for compressed files. A plain file cannot return more than its size.
     raw = os.fdopen(file.open(), "rb", buffering=0)
     with raw:
         if file.compression is None:
@@ -109,8 +109,10 @@ def _check_window(file: File, error: Exception) -> None:
 
 
 class _Clock:
-    """CPU time since a compressed file last returned a record: one kilobyte may contain a million empty
-    lines."""
+    """Limits the CPU time that a compressed file takes until it returns a record.
+
+    One kilobyte may contain a million empty lines, which are no records.
+    """
 
     def __init__(self, file: File) -> None:
         self._file = file
@@ -119,7 +121,7 @@ class _Clock:
         self._since = 0.0
 
     def gave(self) -> None:
-        """Restart the time, because the reader's work on a record does not count."""
+        """Restart the clock at the next check, so that the reader's work on a record does not count."""
         self._gave = True
 
     def check(self) -> None:
@@ -135,7 +137,7 @@ class _Clock:
 
 
 class _Timed(io.RawIOBase):
-    """A file that checks the time at each read, because data that decompress to nothing also take time."""
+    """A file that checks the clock at each read. Data that decompress to nothing take time too."""
 
     def __init__(self, raw: io.RawIOBase, clock: _Clock) -> None:
         self._raw = raw
@@ -151,9 +153,9 @@ class _Timed(io.RawIOBase):
 
 
 class _Stream:
-    """Converts the libraries' errors to those of this package.
+    """Converts the errors of the compression libraries to errors of this package.
 
-    Calls the library once per read, so an error loses no data.
+    Each read calls the library once, so that an error does not lose data that were read before it.
     """
 
     def __init__(self, file: File, inner: Any, clock: _Clock | None = None) -> None:
@@ -184,7 +186,7 @@ class _Stream:
         except (zlib.error, lzma.LZMAError) as error:
             raise Damaged("the compressed data is damaged") from error
         except OSError as error:
-            # errors of gzip and bz2 in the data have no errno
+            # If gzip or bz2 find an error in the data, their OSError has no errno.
             if error.errno is None:
                 raise Damaged("the compressed data is damaged") from error
             raise self._file.unreadable(error) from error

@@ -27,9 +27,10 @@ from shardtrain.utils import atomic_io, bounded_reads
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError
 
 MANY_FILES = 10_000
-"""Datasets with this number of files open each file only when a row of it is read, and read it sequentially.
+"""In a dataset with at least this number of files, a file is opened only when its rows are read, in sequence.
 
-Opening, scanning and hashing a million files on each rank at each start would take an hour, and gigabytes.
+If each rank opened, scanned and hashed a million files whenever a run starts, this would take an hour and
+gigabytes.
 """
 MAX_FILES = 2_000_000
 _FILES_SAMPLED = 1000
@@ -43,8 +44,10 @@ class File:
     """A regular file, with its state when the dataset was opened.
 
     Attributes:
-        name: path within the dataset, which is the same after the dataset is moved to another folder.
-        option: the option that led to the file, for errors.
+        name: path within the dataset. It stays the same if the dataset is moved to another folder.
+        path: path of the file.
+        option: the option that names the dataset, for errors.
+        size, mtime_ns, inode: identity of the file when it was listed.
     """
 
     name: str
@@ -62,8 +65,7 @@ class File:
 
     @property
     def kind(self) -> str:
-        """Suffix of the name in lower case, without the suffix of a compression: ``".jsonl"`` for
-        ``A.JSONL.gz``."""
+        """Suffix of the name in lower case, ignoring compression: ``".jsonl"`` for ``A.JSONL.gz``."""
         path = self.path[: -len(self.compression)] if self.compression else self.path
         return os.path.splitext(path)[1].lower()
 
@@ -100,9 +102,9 @@ class File:
             raise self._changed()
 
     def fingerprint(self) -> str:
-        """Return size and SHA-256 of 16 blocks of 64 KiB, evenly spread with the first and the last.
+        """Return the file's size, and the SHA-256 of 16 blocks of 64 KiB. So it reads at most 1 MiB.
 
-        Reads at most 1 MiB.
+        The blocks are evenly spread, and include the first and the last one.
         """
         digest = hashlib.sha256()
         descriptor = self.open()
@@ -122,12 +124,14 @@ class File:
         return f"{self.size}:{digest.hexdigest()}"
 
     def unreadable(self, error: OSError, fix: str = "check the disk") -> ShardtrainError:
-        """Return the error of a file that cannot be read: StorageError if a later attempt may succeed, else
-        DataError."""
+        """Return the error for a file that cannot be read.
+
+        It is a StorageError if a later attempt may succeed, else a DataError.
+        """
         return bounded_reads.unreadable(self.option, self.path, error, fix, DataError)
 
     def unusable(self, rule: str, fix: str) -> DataError:
-        """Return the error of a file that cannot be used as data."""
+        """Return the error for a file that cannot be used as data."""
         return DataError(str(Problem(self.option, self.path, rule, fix)))
 
     def _is(self, now: os.stat_result) -> bool:
@@ -147,13 +151,14 @@ class File:
 
 
 class FileList(Sequence[File]):
-    """Files of a dataset, sorted by name, in arrays: 50 bytes per file instead of 500 for an object.
+    """The files of a dataset, sorted by name.
 
-    ``place`` is the folder, file or pattern that led to the files.
+    They are stored in arrays, which need 50 bytes per file. An object would need 500. ``place`` is the folder, file
+    or pattern that names the files.
     """
 
     def __init__(self, place: str, option: str, arrays: Mapping[str, Any]) -> None:
-        """Open the result of ``arrays_of``, from this rank or another one."""
+        """Create the list from the result of ``arrays_of``, which may come from another rank."""
         self.place = place
         self.option = option
         self._root = arrays["root"]
@@ -230,17 +235,14 @@ class FileList(Sequence[File]):
         ]
 
     def difference(self, other: FileList) -> str:
-        """Describe what another list of the same place lacks or has in addition, as the end of a sentence.
-
-        Empty if they are equal.
-        """
+        """Describe how another list of the same place differs, as the end of a sentence. Empty if it does not."""
         if np.array_equal(self._names, other._names) and np.array_equal(self._sizes, other._sizes):
             return ""
         sizes = dict(zip(self.names(), self._sizes.tolist(), strict=True))
         other_names = set(other.names())
         for name in sizes:
             if name not in other_names:
-                return f"lacks {name}, and rank 0 lists it"
+                return f"lacks {name}, which rank 0 lists"
         for name, size in zip(other.names(), other._sizes.tolist(), strict=True):
             if name not in sizes:
                 return f"has {name} of {size} bytes, which does not exist on rank 0"
@@ -256,11 +258,12 @@ _Numbers = Sequence[int] | npt.NDArray[Any]
 def arrays_of(
     root: str, names: Sequence[str], sizes: _Numbers, mtimes: _Numbers, inodes: _Numbers
 ) -> dict[str, Any]:
-    """Return files below a root as arrays, which ranks can send to each other. ``names`` are sorted.
+    """Return the files below ``root`` as arrays, which ranks can send to each other.
 
-    ``has_twins`` is True if a pattern (``**/**``) matched a file twice.
+    ``names`` must be sorted. In the result, ``has_twins`` is True if a pattern such as ``**/**`` has matched a file
+    twice.
     """
-    # surrogateescape is Python's encoding of file names that are not UTF-8
+    # Python represents file names that are not UTF-8 with surrogateescape.
     encoded = "".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape")
     return {
         "root": root, "names": np.frombuffer(encoded, np.uint8),
@@ -275,7 +278,7 @@ def _text(names: npt.NDArray[np.uint8]) -> str:
 
 
 class Marks(Mapping[str, str]):
-    """Fingerprints of many files by name: the size of each file, and block hashes of some."""
+    """Fingerprints of many files, by name. Most are only the file's size, and some also hash blocks of it."""
 
     def __init__(self, files: FileList, sampled: Mapping[int, str]) -> None:
         self._files = files
@@ -300,7 +303,7 @@ class Marks(Mapping[str, str]):
         return _Items(self)
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """Yield all fingerprints in the order of names, without a search for each."""
+        """Yield all names and fingerprints in order. This is faster than looking up each name."""
         for number, (name, size) in enumerate(
             zip(self._files.names(), self._files.sizes.tolist(), strict=True)
         ):
@@ -319,14 +322,14 @@ class _Items(ItemsView[str, str]):
 
 @dataclass
 class FileSource:
-    """Base of all sources of local files: see Source."""
+    """Base class of all sources that read local files, see ``Source``."""
 
     members: Sequence[File]
     _fingerprints: Mapping[str, str] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def listed_at(self) -> str:
-        """The folder, file or pattern that led to the files."""
+        """The folder, file or pattern that names the files."""
         return place_listed(self.members)
 
     @cached_property
@@ -378,7 +381,7 @@ def is_many(files: Sequence[File]) -> bool:
 
 
 def place_listed(files: Sequence[File]) -> str:
-    """Return the folder, file or pattern that led to the files."""
+    """Return the folder, file or pattern that names the files."""
     return files.place if isinstance(files, FileList) else ""
 
 
@@ -387,9 +390,9 @@ def list_files(
 ) -> FileList:
     """List the files that ``request.path`` names, sorted by their POSIX paths.
 
-    A file or a pattern (``data/*.jsonl``, ``data/**/*.gz``) names files with any suffix. A folder means all
-    files below it with one of ``endings``, also compressed. Names that begin with a dot are skipped, and
-    links are followed.
+    A path or a pattern (``data/*.jsonl``, ``data/**/*.gz``) may name files with any suffix. A folder means all files
+    below it that have a suffix in ``endings``, compressed or not. In a folder, names that begin with a dot are
+    skipped, and links are followed.
 
     Raises:
         ConfigError: the option is not set, or matches no file.
@@ -426,8 +429,8 @@ def list_files(
 def _list(
     place: str, request: Request, wanted: str, endings: Sequence[str], empty: bool
 ) -> dict[str, Any]:
-    """Return the ``arrays_of`` the files that a path names."""
-    # A folder, a pattern, or one file. An existing path is used as it is, even if it contains a "*".
+    """List the files that a path names, and return them as ``arrays_of`` does."""
+    # The path is a folder, a pattern, or a file. If it exists, it is no pattern, even if it contains a "*".
     names: Sequence[str]
     option = request.option
     path = request.path
@@ -441,7 +444,7 @@ def _list(
                     option,
                     path,
                     rule=f"is a folder without {wanted} files",
-                    fix="name one that has some",
+                    fix="name a folder that contains some",
                 )
             )
     elif not kind and not os.path.lexists(root) and glob.has_magic(root):
@@ -480,7 +483,7 @@ def _list(
             )
         )
 
-    # columns, because an object for each of a million files would take half a gigabyte
+    # Collect columns, because objects for a million files would need half a gigabyte.
     before = os.path.join(root, "")
     names = sorted(names)
     sizes = array("q")
@@ -498,7 +501,7 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
     """Return relative POSIX paths of the files below a folder that have one of these suffixes."""
 
     def stop(error: OSError) -> None:
-        # Not skipped: ranks on a host that cannot list the folder would read another dataset.
+        # Do not skip the folder: if only some hosts can list it, their ranks would read a different dataset.
         rule = f"cannot be listed ({error.strerror})"
         unreadable = DataError(
             str(Problem(option, error.filename, rule, "make the folder readable"))
@@ -516,9 +519,10 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
         except OSError as error:
             stop(error)
             raise
-        # A link may lead to a parent folder, which would make the walk endless or read rows twice.
+        # A link may lead to a folder that was visited already. Then rows would be read twice, or the walk would
+        # never end.
         if (status.st_dev, status.st_ino) in seen:
-            rule = "is reached twice, by a link"
+            rule = "is found twice, because a link leads to it"
             fix = "remove the link, or name the files by a pattern"
             raise DataError(str(Problem(option, folder, rule, fix)))
         seen.add((status.st_dev, status.st_ino))
@@ -563,7 +567,7 @@ def _status(path: str, option: str, empty: bool) -> os.stat_result:
 
 
 def check_text(file: File) -> None:
-    """Check the first bytes of a text file for problems that would make each of its rows bad.
+    """Check the first bytes of a text file for problems that would make all of its rows bad.
 
     Raises:
         DataError: the file is UTF-16, or its compression does not match its name.
@@ -583,7 +587,7 @@ def check_text(file: File) -> None:
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise file.unusable("is UTF-16", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8")
     for ending, beginnings in COMPRESSIONS.items():
-        # "BZh" may also begin a text
+        # A text may also begin with "BZh", so test the bytes after it too.
         is_text = ending == ".bz2" and head[4:] != b"1AY&SY"
         if head.startswith(beginnings) and not is_text:
             raise file.unusable(

@@ -1,4 +1,4 @@
-"""Datasets of the library ``datasets``: from the hub, streamed or downloaded, or saved on disk."""
+"""Datasets that the library ``datasets`` reads: from the hub (streamed or downloaded), or saved on disk."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class HubSet:
-    """A dataset on the hub: its id, and the defaults of a preset.
+    """A dataset on the hub: its id, and the default options of a preset.
 
-    ``data_files`` are files to read instead of those of its subset and split.
+    If ``data_files`` is set, these files are read instead of the files of a subset and split.
     """
 
     name: str
@@ -38,11 +38,10 @@ class HubSet:
 
 
 def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
-    """Open a dataset on the hub. ``request.subset`` and ``request.streaming`` take precedence over the
-    preset.
+    """Open a dataset on the hub. The user's subset and streaming options take precedence over the preset.
 
     Raises:
-        ConfigError: one line with the reason of the hub or the library.
+        ConfigError: it cannot be opened. The message is one line, with the reason that the hub or the library gave.
     """
     library = _datasets(request)
     streaming = dataset.streaming if request.streaming is None else request.streaming
@@ -75,9 +74,9 @@ def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
         files = [entry["filename"] for entry in loaded[0].cache_files]
         return {"revision": options["revision"], "files": files, "rows": len(loaded[0])}
 
-    # One rank gets the revision from the hub and downloads it. The others open the files in the cache. They
-    # load the dataset themselves if it is a stream or a part of a split, or if their node has another
-    # cache.
+    # One rank asks the hub for the revision and downloads it. The others open the downloaded files in the cache. If
+    # the dataset is a stream or part of a split, or if their node has a different cache, they load the dataset
+    # themselves.
     shared = shared_opening.once(dataset.name, look)
     options["revision"] = shared["revision"]
     opened = loaded[0] if loaded else _cached(library, shared["files"], shared["rows"])
@@ -95,9 +94,9 @@ def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
 
 
 def _cached(library: Any, files: Sequence[str], num_rows: int) -> Any:
-    """Open the files that another rank has put into the library's cache.
+    """Open the files that another rank has downloaded to the library's cache.
 
-    None if they are not complete here.
+    None if they are missing or incomplete on this node.
     """
     if not files or not all(map(os.path.exists, files)):
         return None
@@ -108,7 +107,7 @@ def _cached(library: Any, files: Sequence[str], num_rows: int) -> Any:
 
 
 def open_saved(request: Request) -> Table | Shards:
-    """Open a folder that ``save_to_disk`` wrote. With ``request.streaming``, as shards, one per file.
+    """Open a folder that ``save_to_disk`` has written, as a table, or with ``request.streaming`` as shards.
 
     Raises:
         ConfigError: the folder has no such split, or is not a saved dataset.
@@ -116,7 +115,8 @@ def open_saved(request: Request) -> Table | Shards:
     library = _datasets(request)
     folder = os.path.abspath(str(request.path))
 
-    # check first: opening a pipe would wait indefinitely, and a file of unknown origin may fill the memory
+    # Check the files in the sandbox first, once per host: opening a pipe would wait forever, and a malicious file
+    # may fill the memory.
     def look() -> list[str]:
         paths = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
         kinds = {path: bounded_reads.kind(path) for path in sorted(paths)}
@@ -148,7 +148,7 @@ def open_saved(request: Request) -> Table | Shards:
             )
         ) from error
 
-    # a dataset that was saved without a DatasetDict may know its split
+    # A dataset that was saved without a DatasetDict may know its split.
     splits = saved if isinstance(saved, Mapping) else {str(saved.split or request.split): saved}
     if request.split not in splits:
         raise ConfigError(
@@ -195,10 +195,10 @@ def open_arrow_files(files: Sequence[File], request: Request) -> Table | Shards:
 
 
 def _prove(what: Mapping[str, Any], paths: Sequence[str], request: Request) -> None:
-    """Let a child process open Arrow files with limits first, because they may be compressed or contain
-    wrong lengths.
+    """Let a child process open Arrow files within limits, because they may be compressed or contain wrong lengths.
 
-    Raises DataError.
+    Raises:
+        DataError: the child could not open them.
     """
     identities = []
     file_bytes = 0
@@ -220,7 +220,7 @@ def _prove(what: Mapping[str, Any], paths: Sequence[str], request: Request) -> N
 def _opened(dataset: Any, request: Request) -> Table | Shards:
     """Return a dataset as a table or, with ``request.streaming``, as shards."""
     place = str(request.path)
-    # the short name stays the same when the folder is moved
+    # The fingerprint uses the folder's own name, so that it stays the same if the folder is moved.
     table = DatasetTable(dataset, place, request, short=os.path.basename(os.path.abspath(place)))
     if not request.streaming:
         return table
@@ -230,9 +230,9 @@ def _opened(dataset: Any, request: Request) -> Table | Shards:
 
 
 class DatasetTable:
-    """A local dataset, in memory-mapped Arrow files; see Table.
+    """A local dataset in memory-mapped Arrow files, see ``Table``.
 
-    Values are returned as they are stored: images and sounds are not decoded.
+    Values are returned as they are stored. So images and sounds are not decoded.
     """
 
     def __init__(self, dataset: Any, name: str, request: Request, short: str | None = None) -> None:
@@ -260,15 +260,14 @@ class DatasetTable:
         return f"{self._name}: row {index} from 0"
 
     def files(self) -> Mapping[str, str]:
-        """Return one entry, a hash of the columns, the number of rows, and the content of 64 rows.
+        """Return one entry: a hash of the columns, the number of rows, and the contents of 64 rows.
 
-        It does not hash the files, because each version of the library writes other bytes for the same
-        rows.
+        The files are not hashed, because different versions of the library write different bytes for the same rows.
         """
         digest = hashlib.sha256(f"{self.num_rows}\0{self._dataset.column_names}".encode())
         num_samples = min(_SAMPLES, self.num_rows)
         for sample in range(num_samples):
-            # evenly spread, with the first and the last row
+            # Samples are evenly spread, and include the first and the last row.
             index = sample * (self.num_rows - 1) // max(num_samples - 1, 1)
             row = repr(self.row(index))
             digest.update(row.encode("utf-8", "surrogatepass"))
@@ -279,7 +278,7 @@ class DatasetTable:
 
 
 class DatasetShards:
-    """A dataset that is read sequentially, by the library's own shards; see Shards."""
+    """A dataset whose rows are read in sequence, in the library's own shards, see ``Shards``."""
 
     total_bytes: int | None = None
 
@@ -308,10 +307,10 @@ class DatasetShards:
         """Yield the rows of a shard, starting at number ``start``.
 
         Raises:
-            DataError: reading failed within a shard. Skipping the rest would lose rows without a count.
+            DataError: reading failed inside a shard. Its other rows are not skipped, because nobody would notice.
         """
-        # iter() instead of a loop over the dataset: in a PyTorch worker process a loop may yield nothing,
-        # because the library divides shards over workers itself
+        # Use iter() instead of a loop over the dataset. In a PyTorch worker process, a loop may yield nothing,
+        # because the library itself divides shards among workers.
         batches = self._dataset.shard(num_shards=self.num_shards, index=shard).iter(
             batch_size=_ROWS_AT_ONCE
         )
@@ -346,10 +345,10 @@ class DatasetShards:
 
 
 def _revision(name: str, streaming: bool) -> str | None:
-    """Return the hash of a dataset's newest commit, so all of it has one version. None offline, if the
-    library uses its cache.
+    """Return the hash of a dataset's newest commit, so that all ranks read the same version.
 
-    This also reports errors within seconds, while the library would retry for minutes.
+    None offline, where the library uses its cache. This function also reports errors within seconds, while the
+    library would retry for minutes.
     """
     hub = importlib.import_module("huggingface_hub")
     if hub.constants.HF_HUB_OFFLINE and not streaming:
@@ -360,6 +359,6 @@ def _revision(name: str, streaming: bool) -> str | None:
 def _datasets(request: Request) -> Any:
     library = libraries.load("datasets", request.option, request.path)
     if hasattr(library.config, "HF_DATASETS_TRUST_REMOTE_CODE"):
-        # before version 4 an environment variable could enable it
+        # Before version 4, an environment variable could enable code from the hub.
         library.config.HF_DATASETS_TRUST_REMOTE_CODE = False
     return library

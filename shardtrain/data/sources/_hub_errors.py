@@ -13,7 +13,10 @@ from shardtrain.utils.hub_errors import describe_error
 def refusal(
     error: BaseException, request: Request, name: str, asked: Mapping[str, Any]
 ) -> ConfigError:
-    """Return the error for a dataset that cannot be opened. ``asked`` contains name (subset) and split."""
+    """Return the error for a dataset that cannot be opened.
+
+    ``asked`` contains the arguments of ``load_dataset``: the subset ("name") and the split.
+    """
     rule, fix = _reason(error, request, name, asked)
     return ConfigError(Problem(request.option, name, f"{rule} ({describe_error(error)})", fix))
 
@@ -21,8 +24,8 @@ def refusal(
 def _reason(
     error: BaseException, request: Request, name: str, asked: Mapping[str, Any]
 ) -> tuple[str, str]:
-    # Compare names of classes, HTTP statuses and texts of all chained errors: the library and the hub client
-    # wrap each other's errors, and their classes have moved between versions.
+    # Look at all chained errors, because the library and the hub client wrap each other's errors. Compare class
+    # names, because the classes have moved between versions.
     chain = _chain(error)
     kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
     statuses = {getattr(getattr(link, "response", None), "status_code", None) for link in chain}
@@ -65,7 +68,7 @@ def _reason(
             f'has no split "{asked.get("split")}"',
             f"set {request.split_option} to one that it has",
         )
-    # of the system, requests and httpx
+    # These are network errors of the system, of requests and of httpx.
     if kinds & {
         "OSError",
         "RequestException",

@@ -1,4 +1,4 @@
-"""Index of the records in a plain text file: one scan in bounded memory, then random access."""
+"""Index of the records in a plain text file. After one scan in bounded memory, any record can be read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from shardtrain.data.sources import BadRow
 from shardtrain.data.sources._data_files import File
 
-# files may consist of newlines only, each of which takes several numbers in memory
+# Blocks must be small, because a file may consist of newlines, and each takes several numbers in memory.
 _BLOCK_BYTES = 4 * 2**20
 _GAPS = ("gap_rows", "gap_starts", "gap_blanks")
 _NEWLINE = 10
@@ -21,7 +21,7 @@ _QUOTE = 34
 _RETURN = 13
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BLANKS = b" \t\r"
-"""Characters of a blank line. A blank line is not a row."""
+"""A line that consists of these characters is blank. Blank lines are not rows."""
 
 
 class RecordReader:
@@ -49,7 +49,7 @@ class RecordReader:
             data = os.pread(descriptor, size, offset)
         except OSError as error:
             raise file.unreadable(error) from error
-        # a signal may interrupt the read, or the file may have been truncated
+        # Continue a partial read. A signal may have interrupted it, or the file may have been truncated.
         while len(data) < size:
             more = os.pread(descriptor, size - len(data), offset + len(data))
             if not more:
@@ -61,18 +61,18 @@ class RecordReader:
     def __getstate__(self) -> dict[str, Any]:
         return {"_capacity": self._capacity, "_open": OrderedDict()}
 
-    # os may be None when the process ends
+    # Keep a reference to os.close, because the module os may be None when the process ends.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         for descriptor in self._open.values():
             close(descriptor)
 
 
 class RecordIndex:
-    """Records of a file and their line numbers. Takes 8 bytes per row, and 24 per run of blank records.
+    """Where the records of a file begin, and their line numbers.
 
-    A record is a line or, with ``quoted``, the lines up to the next newline outside double quotes, as in
-    CSV. Blank records are not rows. A byte order mark at the start is skipped, and the last line needs no
-    newline.
+    It needs 8 bytes of memory per row, and 24 per run of blank records. A record is a line. With ``quoted``, it ends
+    at the next newline outside double quotes, as in CSV. Blank records are not rows. A byte order mark at the start
+    is skipped, and the last line needs no newline.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RecordIndex:
         *,
         quoted: bool = False,
     ) -> None:
-        """Scan the file, or use the ``arrays`` of a scan on another rank."""
+        """Scan the file, or use ``arrays``, the result of a scan on another rank."""
         self.file = file
         self._reader = reader
         if arrays is None:
@@ -100,8 +100,10 @@ class RecordIndex:
         return result if self._lines is None else {**result, "lines": self._lines}
 
     def _find(self, quoted: bool) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the starts of rows and, for each run of blank records, the number of rows before it, its
-        start, and the number of all blank records up to its end."""
+        """Scan the file. Return the starts of rows, and three numbers for each run of blank records.
+
+        These are the number of rows before it, its start, and the number of all blank records up to its end.
+        """
         none = np.array([], np.int64)
         starts = [none]
         lines = [none]
@@ -109,7 +111,7 @@ class RecordIndex:
         rows = 0
         for block_starts, block_lines, blank in self._scan(quoted):
             starts.append(block_starts[~blank])
-            # without quotes, records are lines
+            # Without quotes, records are lines, so line numbers need not be stored.
             if quoted:
                 lines.append(block_lines[~blank])
             if blank.any():
@@ -133,7 +135,7 @@ class RecordIndex:
 
     def read(self, row: int, max_bytes: int) -> bytes | BadRow:
         """Return the bytes of a row without its newline. A row longer than ``max_bytes`` is not read."""
-        # a row ends where the next row begins, or where blank records between them begin
+        # A row ends where the next row begins, or where blank records before the next row begin.
         start = int(self._starts[row])
         stop = int(self._starts[row + 1])
         gap = int(self._gap_rows.searchsorted(row + 1)) if len(self._gap_rows) else 0
@@ -150,11 +152,13 @@ class RecordIndex:
     def _scan(
         self, quoted: bool
     ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]]:
-        """Yield per block: offsets of the records that begin in it, their line numbers from 0, and a mask
-        of blank ones."""
+        """Yield for each block of the file three arrays about the records that begin in it.
+
+        They are the records' offsets, their line numbers (from 0), and a mask that is True for blank records.
+        """
         size = self.file.size
         head = self._reader.read(self.file, min(3, size), 0)
-        # a record that begins at the next byte to be read
+        # where a record begins that no block has returned yet
         pending = 3 if head == BYTE_ORDER_MARK else 0
         pending_line = lines = quotes = 0
         for base in range(0, size, _BLOCK_BYTES):
@@ -163,8 +167,8 @@ class RecordIndex:
             newlines = np.flatnonzero(block == _NEWLINE)
             numbers = np.arange(lines + 1, lines + 1 + len(newlines))
             lines += len(newlines)
-            # a newline after an odd number of quotes is within a value; an escaped (doubled) quote counts
-            # twice and changes nothing
+            # A newline after an odd number of quotes is inside a value. An escaped quote is doubled, so it does not
+            # change whether the number is odd.
             if quoted:
                 marks = np.flatnonzero(block == _QUOTE)
                 outside = (marks.searchsorted(newlines) + quotes) % 2 == 0
@@ -175,7 +179,7 @@ class RecordIndex:
             if base <= pending < base + count:
                 starts = np.concatenate([[pending], starts])
                 numbers = np.concatenate([[pending_line], numbers])
-            # a record that begins at the first byte of the next block belongs to that block
+            # If the last record begins at the first byte of the next block, it belongs to that block.
             if len(starts) and starts[-1] == base + count:
                 pending = int(starts[-1])
                 pending_line = int(numbers[-1])
@@ -189,7 +193,7 @@ class RecordIndex:
         """Return a mask of the blank records among those that begin in a block."""
         first = block[starts - base]
         blank = first == _NEWLINE
-        # records that begin with whitespace are blank if nothing else precedes their newline
+        # A record that begins with whitespace is blank if there is nothing else before its newline.
         doubtful = np.flatnonzero((first == _RETURN) | (first == 32) | (first == 9))
         if len(doubtful):
             solid = np.flatnonzero((block != _RETURN) & (block != 32) & (block != 9))
@@ -197,7 +201,7 @@ class RecordIndex:
             is_in_block = following < len(solid)
             next_solid = solid[following[is_in_block]]
             blank[doubtful[is_in_block]] = block[next_solid] == _NEWLINE
-            # a record whose line may end in the next block
+            # The line of such a record may end in the next block, so read it.
             for index in doubtful[~is_in_block]:
                 blank[index] = self._is_blank(int(starts[index]))
         return blank
@@ -220,9 +224,9 @@ def _merge_gaps(
     starts: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Merge the parts of each run of blank records, and add up the blank records from the start of the file.
+    """Merge the parts of each run of blank records, and replace their counts by cumulative ones.
 
-    A run that crosses blocks has a part in each block, with the same number of rows before it.
+    A run that crosses blocks has one part in each block. All its parts have the same number of rows before them.
 
     >>> rows, starts, blanks = _merge_gaps(np.array([3, 3, 8]), np.array([40, 64, 99]), np.array([2, 5, 1]))
     >>> rows.tolist(), starts.tolist(), blanks.tolist()

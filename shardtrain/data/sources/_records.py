@@ -10,8 +10,7 @@ from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, Stream
 from shardtrain.data.sources._index import BLANKS, BYTE_ORDER_MARK, too_long
 
 SKIPPED_BYTES = 64 * 2**20
-"""A compressed file ends at a record longer than this, or longer than twice the longest row if that is
-more."""
+"""Reading of a compressed file ends at a record that is longer than this and than twice the maximum row size."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,11 @@ class _Blank:
 def records(
     stream: Stream, max_bytes: int, *, quoted: bool = False
 ) -> Iterator[tuple[int, bytes | BadRow]]:
-    """Yield the line number, from 1, and the bytes, without newline, of each record that is not blank; see
-    RecordIndex.
+    """Yield the line number (from 1) and the bytes of each record that is not blank, see ``RecordIndex``.
 
-    A record longer than ``max_bytes`` is a BadRow. Damage in the compressed data ends the file with a
-    BadRow, without the truncated record. A compressed file also ends at a record longer than
-    ``SKIPPED_BYTES``, because a few MB may decompress to an hour of skipping.
+    A record longer than ``max_bytes`` becomes a BadRow. If the compressed data are damaged, the last record is a
+    BadRow, and the truncated record is not returned. Reading of a compressed file also ends at a record longer than
+    ``SKIPPED_BYTES``, because otherwise a few MB could decompress to an hour of skipping.
     """
     number = 1
     stream.most_bytes = max(SKIPPED_BYTES, 2 * max_bytes)
@@ -86,14 +84,14 @@ def _lines(stream: Stream, max_bytes: int) -> Iterator[bytes | _Long | _Blank]:
     begun = bytearray()
     long = None
     for block in _blocks(stream):
-        # yield consecutive blank lines together, because a compressed file may contain billions of them
+        # Yield consecutive blank lines together, because a compressed file may contain billions of them.
         if not begun and long is None and block[:64].isspace() and not block.strip(BLANKS + b"\n"):
             cut = block.rfind(b"\n") + 1
             if cut:
                 yield _Blank(block[:cut])
             begun += block[cut:]
             continue
-        # the rest of a line that began in an earlier block; for a long line, keep only its length
+        # The block begins with the rest of a line from an earlier block. Of a long line, keep only the length.
         first, *others = block.split(b"\n")
         begun += first
         if long or len(begun) > max_bytes:
@@ -128,7 +126,7 @@ def _joined(
             if not num_lines:
                 yield line, 0
                 continue
-            # within quotes, blank lines belong to the record; the last one is counted below like any line
+            # Inside quotes, blank lines belong to the record. The last one is counted below like any other line.
             more = line.num_lines - 1
             num_lines += more
             num_bytes -= more
@@ -143,10 +141,10 @@ def _joined(
             num_quotes += line.count(b'"')
             pieces.append(line)
             long = long or num_bytes + num_lines - 1 > max_bytes
-        # A record that is too long is only counted.
+        # Do not keep a record that is too long. Only count its bytes.
         if long:
             pieces.clear()
-        # all quotes are closed, so the record ends with this line
+        # If all quotes are closed, the record ends with this line.
         if num_quotes % 2 == 0:
             if long:
                 is_blank = isinstance(line, _Long) and line.blank and num_lines == 1
@@ -160,7 +158,7 @@ def _joined(
             long = False
     if not num_lines:
         return
-    # The file ends within quotes.
+    # The file ends inside quotes.
     if long:
         yield _Long(num_bytes + num_lines - 1, 0), num_lines
     else:

@@ -1,4 +1,4 @@
-"""Sources of files with consecutive rows: with random access, or in sequence if a file is compressed."""
+"""Sources that consist of files. Rows can be read in any order, or only in sequence if a file is compressed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardtrain.data.sources._index import RecordIndex
 from shardtrain.data.sources._records import records
 
 Parse = Callable[[bytes], Row]
-"""Converts a record to a row. Must be picklable."""
+"""A function that converts a record to a row. It must be picklable."""
 
 
 class Part(Protocol):
-    """Rows of one file."""
+    """Interface of the rows of one file."""
 
     @property
     def num_rows(self) -> int:
@@ -31,13 +31,13 @@ class Part(Protocol):
         ...
 
     def place(self, index: int) -> str:
-        """Return the position of a row in the file: the line at which it begins, from 1."""
+        """Return where a row is in the file, such as the line (from 1) at which it begins."""
         ...
 
 
 @dataclass
 class RecordsPart:
-    """Records of a plain file, except the first ``skipped``, parsed one at a time."""
+    """The records of a plain file, except the first ``skipped`` ones. Each is parsed when it is read."""
 
     index: RecordIndex
     parse: Parse
@@ -59,7 +59,7 @@ class RecordsPart:
 
 @dataclass
 class FileTable(FileSource):
-    """Rows of several files, one file after the other; see Table."""
+    """The rows of several files, one file after the other, see ``Table``."""
 
     parts: Sequence[Part]
 
@@ -90,11 +90,11 @@ class FileTable(FileSource):
 
 @dataclass
 class FileShards(FileSource):
-    """Rows of several files, of which some are compressed, or of many files; one shard per file. See
-    Shards.
+    """The rows of many files, or of files of which some are compressed. Each file is a shard, see ``Shards``.
 
-    ``parts`` has the files with random access, by number. With many files, ``look`` is called when a file
-    is opened: it raises the errors of opening it, and returns its rows if it has random access.
+    ``parts`` maps the numbers of files whose rows can be read in any order to their rows. If there are many files,
+    ``look`` is called instead when a file is opened. It checks the file, and returns its rows if they can be read in
+    any order.
     """
 
     parse: Parse
@@ -121,7 +121,7 @@ class FileShards(FileSource):
                 yield record if isinstance(record, BadRow) else self.parse(record)
 
     def shard_place(self, shard: int, number: int) -> str:
-        """Return the location of a row. If the row was not read yet, searches the file from its beginning."""
+        """Return the location of a row. If it was not read yet, search the file from its beginning."""
         part = self._part(shard)
         if part is not None:
             return f"{self.members[shard].path}:{part.place(number)}"
@@ -135,10 +135,10 @@ class FileShards(FileSource):
         return self.parts.get(shard) if self.look is None else self.look(self.members[shard])
 
     def _records(self, shard: int) -> Iterator[tuple[int, bytes | BadRow]]:
-        """Yield the records of a file with their numbers, and note their lines."""
+        """Yield the records of a file with their numbers, and remember their lines."""
         lines = self._lines.setdefault(shard, _Lines())
         with open_stream(self.members[shard]) as stream:
-            # the first records, such as the line with the column names, have numbers below 0
+            # Records to skip, such as the line with the column names, get numbers below 0.
             numbered = records(stream, self.max_row_bytes, quoted=self.quoted)
             for number, (line, record) in enumerate(numbered, start=-self.skipped):
                 if number >= 0:
@@ -150,8 +150,10 @@ class FileShards(FileSource):
 
 
 class _Lines:
-    """Line numbers of the rows that were read, stored as the few rows at which the difference between row
-    and line changes."""
+    """The line numbers of the rows that were read.
+
+    It stores only the few rows at which the difference between row and line number changes.
+    """
 
     def __init__(self) -> None:
         self.num_rows = 0

@@ -1,7 +1,7 @@
-"""Alpaca: 52,002 instructions with answers. Its column "text" has both in one prompt.
+"""Alpaca: 52,002 instructions with answers. Its column "text" contains both.
 
-Your own files in this format need only the columns instruction, input (which may be empty or missing) and
-output, for every data.format.
+Your own files in this format need only the columns instruction, input (which may be empty or missing) and output.
+They work with every data.format.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TEMPLATES = {
         "assistant": "{{ output }}",
     },
 }
-"""data.template of each data.format, for rows without its columns.
+"""For each data.format, the templates of its columns, for rows that do not have them.
 
-Wording and layout are those of the dataset.
+The wording and the layout are the same as in the dataset.
 """
 
 

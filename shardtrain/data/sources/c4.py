@@ -1,5 +1,7 @@
-"""C4, the cleaned Common Crawl of 2019: English unless data.subset says otherwise, 365 million documents,
-streamed."""
+"""C4, the cleaned Common Crawl of 2019, with 365 million documents. It is streamed.
+
+It is English, unless data.subset names another language.
+"""
 
 from __future__ import annotations
 

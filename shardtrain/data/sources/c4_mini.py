@@ -1,4 +1,4 @@
-"""The first 45,000 documents of C4: some minutes to download, and enough to see a small model learn."""
+"""The first 45,000 documents of C4. They download in minutes, and are enough to see a small model learn."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ def open_source(request: Request) -> Table | Shards:
     """Open it from the hub, or a local copy if ``request.path`` is set; see huggingface.open_source.
 
     Raises:
-        ConfigError: also where streaming is asked for, as a part of a split cannot be streamed.
+        ConfigError: see ``huggingface.open_preset``. Or streaming is requested, which is not supported for part of
+            a split.
     """
     return huggingface.open_preset(request, HUB)

@@ -1,8 +1,7 @@
-"""Any Hugging Face dataset: on the hub by its id, or a local folder. Named presets are separate files in
-this folder.
+"""Any Hugging Face dataset: on the hub, by its id, or in a local folder. (Presets have their own files here.)
 
-No code of a dataset is ever run: a dataset with a script is rejected. The library reads the hub token from
-HF_TOKEN, or from the file of ``hf auth login``.
+Code of a dataset is never run, so a dataset with a script is rejected. The library reads the hub's token from
+HF_TOKEN, or from the file that ``hf auth login`` writes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _READERS: Mapping[tuple[str, ...], Callable[[Sequence[File], Request], Table | S
         }
     )
 )
-# files that the hub and the library put next to the data
+# Names of files that the hub and the library put next to the data.
 _SAVED = ("dataset_dict.json", "state.json")
 _NO_DATA = re.compile(
     r"dataset_infos?\.json|dataset_dict\.json|state\.json|config\.json|(requirements|license)\.txt",
@@ -49,10 +48,10 @@ _SPLITS = MappingProxyType(
 def open_source(request: Request) -> Table | Shards:
     """Open a dataset on the hub (``"org/name"``), or a local path.
 
-    A local path is a folder from ``save_to_disk``, or files (a file, a folder, or a pattern) in one of
-    these formats: parquet, jsonl or json, csv or tsv, txt, arrow. If names of files or folders contain a
-    word such as "test" or "validation", only the files of ``request.split`` are read. Streaming returns
-    shards; a downloaded dataset is a table.
+    A local path is a folder that ``save_to_disk`` has written, or names files (by a file, a folder, or a pattern) in
+    one of these formats: parquet, jsonl or json, csv or tsv, txt, arrow. If names of files or folders contain a word
+    such as "test" or "validation", only the files of ``request.split`` are read. A streamed dataset is returned as
+    shards, and a downloaded one as a table.
 
     Raises:
         ConfigError: the path is not set, the dataset, split or subset is unknown, access is denied, the hub
@@ -69,7 +68,7 @@ def open_source(request: Request) -> Table | Shards:
             )
         )
     path = request.path
-    # a path is local if it exists, or if it cannot be the id of a dataset on the hub
+    # A path is local if it exists, or if it cannot be the id of a dataset on the hub.
     is_local = (
         path.startswith(("/", "./", "../", "~"))
         or path.count("/") > 1
@@ -84,7 +83,7 @@ def open_preset(request: Request, dataset: _hub.HubSet) -> Table | Shards:
     """Open a dataset known by name: from the hub, or the user's copy if ``request.path`` is set.
 
     Raises:
-        ConfigError, DataError: as open_source.
+        ConfigError, DataError: see ``open_source``.
     """
     own_split = (dataset.split or "train").partition("[")[0]
     if dataset.split is not None and request.split != own_split and not request.has_default_split:
@@ -109,15 +108,15 @@ def open_preset(request: Request, dataset: _hub.HubSet) -> Table | Shards:
                 fix="remove it",
             )
         )
-    # the user named the dataset and not a path, so messages must name that option
+    # The user has named the dataset and not a path, so messages must name this option.
     option = request.option.removesuffix("_path")
     return _hub.open_hub(replace(request, path=dataset.name, option=option), dataset)
 
 
 def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
-    """Open a local copy of a dataset, in any of the formats that open_source lists.
+    """Open a local copy of a dataset, in any format that ``open_source`` supports.
 
-    ``sole_split`` is the split of all files if their names do not contain one.
+    If names of files do not contain a split, all files belong to ``sole_split``.
     """
     path = os.path.expanduser(request.path or "")
     if request.subset is not None:
@@ -145,7 +144,7 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
     if kind["is_saved"]:
         return _hub.open_saved(replace(request, path=path))
 
-    # data files of the requested split, all in one format
+    # Find the data files of the requested split. All must have the same format.
     endings = [ending for group in _READERS for ending in group]
     files = list_files(replace(request, path=path), "huggingface", endings)
     if kind["is_folder"]:
@@ -166,7 +165,7 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
         fix = f"use {', '.join(endings)}"
         if readers:
             rule = f"contains files in several formats ({kinds})"
-            fix = 'select one format by a pattern, as "folder/*.parquet"'
+            fix = 'select one format by a pattern, such as "folder/*.parquet"'
         raise ConfigError(Problem(request.option, request.path, rule, fix))
     return readers.pop()(files, request)
 
@@ -204,6 +203,9 @@ def _of_split(files: FileList, request: Request, sole_split: str, is_file: bool)
 
 
 def _split_of(name: str) -> str | None:
-    """Return the split in a file name, such as test in ``data/test-00000.parquet``. The last split's name counts."""
+    """Return the split that a file's name contains, such as "test" in ``data/test-00000.parquet``.
+
+    If the name contains several, the last one counts.
+    """
     words = [word for word in re.split(r"[^a-z]+", name.lower()) if word in _SPLITS]
     return _SPLITS[words[-1]] if words else None

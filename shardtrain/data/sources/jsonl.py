@@ -38,11 +38,11 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
         )
     reader = RecordReader()
     in_sequence = any(file.compression for file in files)
-    # on the rank that reads the files
+    # Arrays that this rank has opened, if it is the rank that reads the files.
     opened: dict[int, ArrayPart] = {}
 
-    # One rank finds the starts of rows for all. Arrays are read completely. Lines have random access unless
-    # a file is compressed.
+    # One rank finds the starts of rows for all ranks. It reads arrays completely. Lines are indexed, so that they
+    # can be read in any order, unless a file is compressed.
     def look() -> list[dict[str, Any]]:
         for file in files:
             check_text(file)
@@ -74,7 +74,7 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
 
 @dataclass(frozen=True)
 class LookAtJsonLines:
-    """Checks of a file when it is opened, if there are many files: see ``FileShards.look``."""
+    """Checks a file when it is opened, if there are many files, see ``FileShards.look``."""
 
     max_row_bytes: int
 

@@ -1,4 +1,4 @@
-"""MiniPile: 1 million documents of The Pile, 3 GiB of parquet, downloaded unless data.streaming is set."""
+"""MiniPile: 1 million documents of The Pile, 3 GiB in Parquet. It is downloaded unless data.streaming is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenWebText: 8 million web pages, 38 GiB of text, downloaded unless data.streaming is set."""
+"""OpenWebText: 8 million web pages, 38 GiB of text. It is downloaded unless data.streaming is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cursors of the virtual readers of a stream that one rank knows. Ranks merge them for a checkpoint."""
+"""The cursors of a stream's virtual readers, as far as one rank knows them. Ranks merge them for checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardtrain.data.streaming.stream import rows_of_reader
 
 
 class ReaderCursors:
-    """Cursors of the readers of one feed after the rows that this rank has read."""
+    """The cursors of one feed's readers, after the rows that this rank has read."""
 
     def __init__(self, num_readers: int) -> None:
         self._rows = np.zeros(num_readers, np.int64)
@@ -28,8 +28,7 @@ class ReaderCursors:
         self.mark()
 
     def mark(self) -> None:
-        """Remember the cursors at the start of a step, which may be cancelled before all ranks have read
-        it."""
+        """Remember the cursors at the start of a step, because the step may be cancelled."""
         self._before = self._rows.copy(), self._cursors.copy()
 
     def move(self, move: CursorUpdate) -> None:
@@ -38,13 +37,12 @@ class ReaderCursors:
         self._cursors[move.reader] = move.cursor
 
     def at(self, rows: int) -> npt.NDArray[np.int64]:
-        """Return the cursors after this many rows of the feed, -1 for readers whose cursor here is an
-        earlier one."""
+        """Return the cursors after this many rows of the feed. -1 if this rank does not know a cursor."""
         due = _due(rows, len(self._rows))
         at = np.full_like(self._cursors, -1)
-        # A save may come when this rank has already read the next step; then the cursors before that step
-        # apply. A reader whose last rows another rank has read is behind in both, and stays -1. The maximum
-        # over all ranks has the cursor of the rank that read them.
+        # If this rank has already read the next step when it saves, use the cursors from before that step. If
+        # another rank has read the last rows of a reader, both cursors here are too old, and it stays -1. So the
+        # maximum over all ranks is the cursor that the other rank knows.
         for rows_of_readers, cursors in (self._before, (self._rows, self._cursors)):
             is_there = rows_of_readers == due
             at[is_there] = cursors[is_there]
@@ -52,7 +50,7 @@ class ReaderCursors:
 
 
 def _due(rows: int, num_readers: int) -> npt.NDArray[np.int64]:
-    """Return the number of rows of each reader among the first ``rows`` rows."""
+    """Return for each reader how many of the first ``rows`` rows belong to it."""
     return np.array(
         [rows_of_reader(rows, reader, num_readers) for reader in range(num_readers)], dtype=np.int64
     )

@@ -1,13 +1,13 @@
-"""Tokenize rows during training, by a fixed number V of virtual readers that divide the documents.
+"""Tokenize rows during training. A fixed number V of virtual readers divide the documents among them.
 
-Row k of a stream belongs to reader k % V, whatever the number of ranks or workers. The rank or worker that
-needs a row runs its reader. Over a table, reader v reads the slots v, v + V, v + 2V, ... of the epoch's
-permutation of all rows. Over shards, it reads every V-th shard, in another order each epoch. So each
-document is read once per epoch.
+Row k of a stream belongs to reader k % V, whatever the number of ranks or workers is. The rank or worker that needs
+a row runs its reader. If the source is a table, reader v reads the slots v, v + V, v + 2V, ... of the epoch's
+permutation of all rows. If it consists of shards, the reader reads every V-th shard, in a different order in each
+epoch. Either way, each document is read once per epoch.
 
-A reader's cursor is (part, number, offset). ``part`` is the epoch, or epoch and shard. ``number`` is the
-index of a document within it. ``offset`` counts what has already been returned from that document on:
-tokens for "concat", rows for "first_fit" and "padded".
+The cursor of a reader is (part, number, offset). ``part`` is the epoch, or for shards the epoch and the shard.
+``number`` is the index of a document in this part. ``offset`` is how much was already returned from this document
+on: tokens for "concat", rows for "first_fit" and "padded".
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _CHECK_INTERVAL = 1024
 
 
 class StreamFeed:
-    """Feed of a dataset that is tokenized during training.
+    """A feed of a dataset that is tokenized during training.
 
-    ``num_readers`` is V. ``passes`` None repeats the data.
+    ``num_readers`` is V. If ``passes`` is None, the data are repeated forever.
     """
 
     num_rows = num_documents = None
@@ -71,21 +71,22 @@ class StreamFeed:
         self.vocab_size = vocab_size
         self.lost = LostDocuments(name)
 
-        # At most one reader per document or shard, and per 16 rows' worth of bytes. The number depends only
-        # on data and options, never on ranks or workers, because it determines the order of rows.
+        # Use at most one reader per document or shard, and at most one per 16 rows (assuming a byte per token).
+        # The number determines the order of rows, so it must depend only on data and options, and never on ranks
+        # or workers.
         available = source.num_rows if isinstance(source, Table) else source.num_shards
         if available < 1:
             raise DataError("the dataset has no rows")
         if source.total_bytes is not None:
             available = min(available, source.total_bytes // (16 * packing.seq_len))
         self.num_readers = max(1, min(readers, available))
-        # of full rows; the true mean is known only after reading
+        # Assume that rows are full, because the true mean is known only after reading.
         self.mean_targets = float(packing.seq_len)
         self.files: Mapping[str, str] = source.files()
         facts = (encoder.fingerprint, asdict(packing), seed, self.num_readers)
         self.fingerprint = digest_of_files(self.files, *facts)
 
-        # the target of the last ``seek``, and the readers that were needed since
+        # The readers that were needed since the last ``seek``, and the position of this seek.
         self._readers: dict[int, _Reader] = {}
         self._epoch = 0
         self._rows = 0
@@ -95,8 +96,9 @@ class StreamFeed:
         self._looks = shared_opening.LooksAtSeek(source.check_unchanged, place)
 
     def write(self, k: int, out: PackedSequences, slot: int) -> tuple[int, CursorUpdate | None]:
-        """Write the next row of reader k mod V into a slot. Return the row's number (-1 at the end of the
-        data) and the new cursor.
+        """Write row k, the next row of reader k % V, into a slot.
+
+        Return k, or -1 at the end of the data, and the reader's new cursor.
 
         Raises:
             DataError: a row cannot be read.
@@ -111,7 +113,7 @@ class StreamFeed:
             part, number, offset = self._cursors[index].tolist()
             reader = _Reader(self, index, taken, (part, number, offset))
             self._readers[index] = reader
-        # other ranks or workers use the rows in between, but reading is the only way to skip them
+        # Other ranks or workers use the rows in between. A reader can skip rows only by reading them.
         while reader.rows < rows_before:
             reader.skip()
         has_row = reader.write(out, slot)
@@ -121,7 +123,7 @@ class StreamFeed:
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """Move all readers to their cursors.
 
-        Without cursors, each reader starts at its beginning and reads up to its row.
+        Without cursors, each reader starts at its beginning, and reads until it reaches the row that it needs.
         """
         self._looks()
         self._readers.clear()
@@ -142,24 +144,24 @@ class StreamFeed:
     def epoch_after(self, rows: int) -> int:
         """Return the epoch of the most advanced reader at the last ``seek``.
 
-        Later epochs come with the cursors of ``write``.
+        Later epochs are known from the results of ``write``.
         """
         return self._epoch
 
     def walk(self, reader: int) -> _Walk:
-        """Return the rows of a reader."""
+        """Return the iterator over the source's rows that belong to a reader."""
         return (
             _TableWalk(self, reader) if isinstance(self.source, Table) else _ShardWalk(self, reader)
         )
 
 
 def rows_of_reader(rows: int, reader: int, num_readers: int) -> int:
-    """Return the number of rows of a reader among the first ``rows`` rows of a stream."""
+    """Return how many of the first ``rows`` rows of a stream belong to a reader."""
     return max(0, (rows - reader + num_readers - 1) // num_readers)
 
 
 class _Reader:
-    """One virtual reader: packs its documents, in their order, into rows."""
+    """One virtual reader. It packs its documents, in order, into rows."""
 
     def __init__(self, feed: StreamFeed, index: int, rows: int, cursor: Cursor) -> None:
         self._feed = feed
@@ -180,7 +182,7 @@ class _Reader:
         return self._packer.part // self._walk.parts_per_epoch
 
     def write(self, out: PackedSequences, slot: int) -> bool:
-        """Fill a row. Returns False, without writing, at the end of the data."""
+        """Fill a row. At the end of the data, write nothing and return False."""
         has_row = self._packer.write(out, slot)
         self.rows += 1
         if has_row:
@@ -194,13 +196,13 @@ class _Reader:
         self.write(self._scratch, 0)
 
     def _documents(self, start: Place) -> Iterator[tuple[Place, Document]]:
-        """Yield the reader's documents from a place on, each with the place after it."""
+        """Yield the reader's documents, starting at a place. Each comes with the place after it."""
         policy = BadRows(
             fix='correct or remove the row, or run "shardtrain data prepare" with data.bad_rows="skip"'
         )
         last_part_with_document = start[0]
         rows = self._walk.rows(start)
-        # CPU time of this thread since the last document, which does not include waiting for storage
+        # Limit the CPU time of this thread between documents. It does not include waiting for storage.
         limit = sandbox.limits().seconds
         since = time.thread_time()
         rows_without_document = 0
@@ -214,8 +216,8 @@ class _Reader:
                     rows_without_document = 0
                     continue
 
-                # No document. To end on data without usable rows, raise an error after too much work, and
-                # end the reader after too many passes.
+                # The row has no document. If no row is usable, the reader must not run forever: raise an error after
+                # too much work, and end the reader after too many passes.
                 rows_without_document += 1
                 if (
                     rows_without_document % _CHECK_INTERVAL == 0
@@ -226,10 +228,10 @@ class _Reader:
                         f"time ({result.reason})"
                     )
                     raise DataError(
-                        f"{self._walk.where(place)}: {rule}; remove such rows, or raise it"
+                        f"{self._walk.where(place)}: {rule}; remove such rows, or raise the limit"
                     )
                 if not result.harmless:
-                    # if the file was changed, report that instead of the row
+                    # If the file was changed, report this instead of the bad row.
                     self._feed.source.check_unchanged()
                 policy.meet(result, self._walk.where(place))
                 self._feed.lost.add({f"are skipped: {result.reason}": 1}, logging.INFO)
@@ -245,12 +247,12 @@ class _Reader:
 
 
 class _Walk(Protocol):
-    """The rows of one reader, epoch after epoch."""
+    """Interface of an iterator over the rows of one reader, epoch after epoch."""
 
     parts_per_epoch: int
 
     def rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
-        """Yield rows from a place on, each with its place."""
+        """Yield rows with their places, starting at a place."""
         ...
 
     def where(self, place: Place) -> str:
@@ -311,7 +313,7 @@ class _ShardWalk:
                 yield (part, number), row
                 number += 1
                 last_filled = part
-            # end the reader if all its shards are empty
+            # End the reader if all of its shards are empty.
             if part > last_filled + self.parts_per_epoch:
                 text = "reader %d of %d found no row in a pass over its shards and ends"
                 logger.warning(text, self._reader, self._feed.num_readers)
@@ -323,7 +325,7 @@ class _ShardWalk:
         return self._source.shard_place(self._shard(place[0]), place[1])
 
     def _shard(self, part: int) -> int:
-        """Return the shard of a part. Each epoch reads all of the reader's shards, in another order."""
+        """Return the shard of a part. Each epoch reads all of the reader's shards, in a different order."""
         if self._feed.seed is None:
             return self._own[part % len(self._own)]
         return self._own[int(sample_at(part, len(self._own), self._feed.seed))]

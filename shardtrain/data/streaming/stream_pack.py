@@ -18,22 +18,20 @@ from shardtrain.data.packing.token_buffer import MemoryTokenBuffer
 logger = logging.getLogger(__name__)
 
 FRUITLESS_PASSES = 16
-"""Number of passes without a row after which a reader ends."""
+"""A reader ends after this number of passes without a row."""
 BLOCK_DOCUMENTS = 128
 """Number of documents that a reader fits into rows together.
 
-Part of the order of the data, so it must never change.
+Never change it, because the order of the data depends on it.
 """
-
 Place = tuple[int, int]
-"""The next document of a reader: its epoch or shard, and its number there."""
-
+"""Identifies the next document of a reader: its part (epoch, or epoch and shard), and its number in this part."""
 Documents = Iterator[tuple[Place, Document]]
-"""Documents, each with the place at which reading resumes after it."""
+"""Documents. Each comes with the place at which reading resumes after it."""
 
 
 class Packer(Protocol):
-    """Packs documents into rows.
+    """Interface of an object that packs documents into rows.
 
     ``part`` is the epoch, or the epoch and shard, of the last document in the last row.
     """
@@ -42,19 +40,18 @@ class Packer(Protocol):
 
     @property
     def cursor(self) -> Cursor:
-        """The place of the document with which the next row begins, and the part of it (or of its block)
-        that was already returned."""
+        """Where the next row begins: the place of a document, and how much of it (or of its block) was returned."""
         ...
 
     def write(self, out: PackedSequences, slot: int) -> bool:
-        """Fill a row. Returns False, without writing, if no documents are left."""
+        """Fill a row. If no documents are left, write nothing and return False."""
         ...
 
 
 class LostDocuments:
-    """Counts documents that a stream has truncated or skipped in this process, by reason.
+    """Counts for each reason the documents that a stream has truncated or skipped in this process.
 
-    Logs a count when it passes a power of two, because the final count is unknown until the stream ends.
+    It logs a count whenever it reaches another power of two, because the final count is unknown until the end.
     """
 
     def __init__(self, dataset: str) -> None:
@@ -79,9 +76,9 @@ def packer(
     parts_per_epoch: int,
     lost: LostDocuments,
 ) -> Packer:
-    """Return the packer for documents from ``cursor`` on.
+    """Return the packer for documents, which start at ``cursor``.
 
-    ``lost`` counts documents that are cut or do not fit.
+    ``lost`` counts documents that are truncated or skipped because they are too long.
     """
     if packing.kind == "concat":
         return ConcatPacker(packing, documents, cursor)
@@ -89,25 +86,25 @@ def packer(
 
 
 class ConcatPacker:
-    """Windows of ``seq_len + 1`` tokens. The last token of a window is the first of the next."""
+    """Packs documents into windows of ``seq_len + 1`` tokens. Consecutive windows share one token."""
 
     def __init__(self, packing: Packing, documents: Documents, cursor: Cursor) -> None:
         self._packing = packing
         self._documents = documents
         self.part = cursor[0]
         self._documents_in_memory: deque[tuple[Place, Document]] = deque()
-        # place of the first document in memory, and the number of its tokens that were already returned
+        # The place of the first document in memory, and how many of its tokens were already returned.
         self._begin: Place = (cursor[0], cursor[1])
         self._offset = cursor[2]
 
     @property
     def cursor(self) -> Cursor:
-        """Place of the first document, and an offset in tokens."""
+        """The place of the first document of the next row, and an offset in tokens."""
         return (*self._begin, self._offset)
 
     def write(self, out: PackedSequences, slot: int) -> bool:
-        """Fill a row. Pads the last row."""
-        # take documents until there are enough tokens; a target needs two tokens
+        """Fill a row. The last row is padded."""
+        # Take documents until there are enough tokens for a row. A row needs at least two tokens for a target.
         wanted = self._packing.seq_len + 1
         length = (
             sum(len(document.tokens) for _, document in self._documents_in_memory) - self._offset
@@ -119,7 +116,7 @@ class ConcatPacker:
         if length < 2:
             return False
 
-        # the window: the rest of the first document, complete documents, and the beginning of the last one
+        # Collect the window: the rest of the first document, complete documents, and the beginning of the last.
         parts = []
         masks = []
         begins = []
@@ -150,8 +147,8 @@ class ConcatPacker:
             begins=np.array(begins, np.int64) if self._packing.masked else None,
         )
 
-        # The last token is also the first of the next row, so no target is lost between rows. A document is
-        # released only when the next row begins after it.
+        # The last token of this row is also the first token of the next row, so that no target is lost. So drop a
+        # document only if the next row begins after it.
         self.part = self._documents_in_memory[-1][0][0]
         self._offset += length - 1
         while self._documents_in_memory and self._offset >= len(
@@ -163,10 +160,10 @@ class ConcatPacker:
 
 
 class FittedPacker:
-    """Rows of complete documents, packed in blocks.
+    """Packs complete documents into rows, one block of documents at a time.
 
-    A block never extends into the next epoch, so the rows of an epoch are the same whether or not another
-    epoch follows.
+    A block contains documents of only one epoch. So the rows of an epoch are the same whether or not another epoch
+    follows.
     """
 
     def __init__(
@@ -184,23 +181,23 @@ class FittedPacker:
         self._parts_per_epoch = parts_per_epoch
         self._lost = lost
         self.part = cursor[0]
-        # the first document of the next block
+        # the first document of the next block, if it has been read already
         self._ahead: tuple[Place, Document] | None = None
         self._block: Rows | None = None
-        # the places of the first document of the block and after its last, and the number of its rows
-        # already returned
+        # The place of the block's first document, the place after its last one, and the number of its rows that
+        # were already returned.
         self._begin: Place = (cursor[0], cursor[1])
         self._after = self._begin
         self._rows_returned = cursor[2]
 
     @property
     def cursor(self) -> Cursor:
-        """Place of the block, and an offset in rows."""
+        """The place of the block's first document, and an offset in rows."""
         return (*self._begin, self._rows_returned)
 
     def write(self, out: PackedSequences, slot: int) -> bool:
-        # a loop, because a block whose documents are all skipped as too long has no row
         """Fill a row from the current or the next block."""
+        # Loop, because a block has no rows if all of its documents are too long and skipped.
         while self._block is None or self._rows_returned == self._block.num_rows:
             if self._block is not None:
                 self._begin = self._after
@@ -224,8 +221,7 @@ class FittedPacker:
                 self._documents = iter(())
                 self._ahead = None
 
-        # after a resume the cursor may be within the block; its earlier rows are fitted again but not
-        # returned
+        # When a run resumes, the cursor may be inside the block. Its earlier rows are then skipped.
         self._block.write(self._rows_returned, out, slot)
         self._rows_returned += 1
         self.part = self._after[0]
@@ -239,7 +235,7 @@ class FittedPacker:
             self._ahead = None
             if next_document is None:
                 break
-            # keep the first document of the next epoch for the next block
+            # Keep the first document of the next epoch for the next block.
             if block and self._epoch(next_document) > self._epoch(block[0]):
                 self._ahead = next_document
                 break

@@ -1,4 +1,1 @@
-"""Kinds of tokenizers, one file each.
-
-``open_tokenizer`` chooses the kind by the content of the file.
-"""
+"""Tokenizers, with one Python file for each type. ``open_tokenizer`` chooses the type by a file's content."""

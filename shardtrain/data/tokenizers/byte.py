@@ -13,7 +13,7 @@ from shardtrain.data.tokenizers.spans import character_spans
 
 
 class ByteTokenizer:
-    """One id per UTF-8 byte, 0..255. 256 begins a document and 257 ends it; no text contains these two."""
+    """One id per UTF-8 byte, 0..255. The ids 256 (BOS) and 257 (EOS) never result from a text."""
 
     spec = "bytes"
     vocab_size = 258
@@ -41,7 +41,7 @@ class ByteTokenizer:
     def encode_spans(
         self, texts: Sequence[str]
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """Return the UTF-8 bytes of each text, and the range of their character."""
+        """Return the UTF-8 bytes of each text, and for each byte the range of its character."""
         batch = self.encode_batch(texts)
         results = []
         for text, ids in zip(texts, batch, strict=True):

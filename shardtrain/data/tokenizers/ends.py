@@ -1,9 +1,9 @@
-"""The ids before and after a text: those of the tokenizer's own files, unless [data] overrides them.
+"""The ids that are added before and after a text. The tokenizer's files define them, unless [data] overrides them.
 
-If the tokenizer's files do not put BOS before a text, neither do training, ``generate``, ``evaluate`` and
-``data show``. For example, GPT-2, Pythia and SmolLM2 name a BOS token but do not add it, and Llama 3 does.
-EOS ends each training document if the tokenizer has one, because a model that has never seen EOS does not
-generate it. A prompt to continue has no EOS.
+If the tokenizer's files do not put BOS before a text, training, ``generate``, ``evaluate`` and ``data show`` do not
+either. For example, GPT-2, Pythia and SmolLM2 have a BOS token but do not add it, while Llama 3 adds it. Each
+training document ends with EOS if the tokenizer has one, because a model that has never seen EOS does not generate
+it. A prompt has no EOS.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Ends:
-    """Ids before a text, after it, and between it and the next document."""
+    """The ids to add before a text (prefix), after it (suffix), and then before the next document (separator)."""
 
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
@@ -27,7 +27,7 @@ class Ends:
 
     @property
     def after(self) -> tuple[int, ...]:
-        """All ids that follow a text in a document."""
+        """All ids to add after a text."""
         return self.suffix + self.separator
 
     def begin(self, tokens: Sequence[int]) -> list[int]:
@@ -37,7 +37,7 @@ class Ends:
 
 
 def ends_of(tokenizer: Tokenizer, data: Data) -> Ends:
-    """Return the tokens before and after a document, such as BOS and EOS. A prompt has only the ``prefix``.
+    """Return the ids to add before and after a document, such as BOS and EOS. A prompt gets only the prefix.
 
     Raises:
         ConfigError: an option requires an end that the tokenizer does not have, or the separator has no
@@ -68,7 +68,7 @@ def ends_of(tokenizer: Tokenizer, data: Data) -> Ends:
                 )
             )
 
-    # a text between documents, which may contain special tokens
+    # Encode the text between documents. It may contain special tokens.
     separator: tuple[int, ...] = ()
     if data.separator is not None:
         separator = tuple(tokenizer.encode_spans([data.separator])[0][0].tolist())

@@ -26,25 +26,25 @@ _MAX_GROWTH = 1000
 _MAX_ADDED = 1000
 """Maximum number of tokens that a post-processor may add to a text. Real ones add one or two."""
 
-# After a fork the library's threads do not exist in the child, where a batch would wait for them
-# indefinitely. The library guards against that itself, but not with TOKENIZERS_PARALLELISM=true.
+# The process that has started the library's threads. They do not exist in a forked child, which would wait for
+# them forever. The library itself prevents this, but not if TOKENIZERS_PARALLELISM=true is set.
 _threads_of_process: int | None = None
 
 
 class JsonTokenizer:
-    """A ``tokenizer.json``. Reading it runs no code from it.
+    """A ``tokenizer.json``. Reading it never runs code that it contains.
 
-    BOS, EOS and padding tokens come from ``tokenizer_config.json`` or ``special_tokens_map.json`` next to
-    it, and otherwise from special tokens with the ends_by_name names. The file's post-processor determines
-    the tokens before and after a text, as in ``transformers``, and takes precedence over ``add_bos_token``
-    in ``tokenizer_config.json``. Special tokens that occur in a text as strings become their ids.
+    BOS, EOS and padding tokens are named in ``tokenizer_config.json`` or ``special_tokens_map.json`` next to it.
+    Otherwise they are recognized by their usual names. The file's post-processor determines which tokens are added
+    before and after a text. As in ``transformers``, it takes precedence over ``add_bos_token`` in
+    ``tokenizer_config.json``. If a text contains a special token as a string, it becomes the token's id.
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
         self.spec = spec
         self.option = option
         self._tokenizer, self.prefix_ids, self.suffix_ids = _load(file, content, option)
-        # ids may have gaps, so the largest id determines the size of an embedding
+        # Ids may have gaps, so the largest id determines the size of the vocabulary.
         self.vocab_size = (
             max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
@@ -60,8 +60,7 @@ class JsonTokenizer:
                 )
             )
 
-        # special tokens of the file, and the tokens that begin and end a document, from the files next to
-        # it
+        # Read the special tokens from the file, and BOS, EOS and padding from the files next to it.
         config = read_beside(file.parent, option)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
@@ -84,7 +83,7 @@ class JsonTokenizer:
             config.switches.get("add_bos_token"), self.prefix_ids, self.bos_id, str(file)
         )
 
-        # of the files next to it, only these ids change tokens; templates have their own fingerprint
+        # Of the files next to it, only these ids change tokens. Chat templates have their own fingerprint.
         ends = f"{self.bos_id} {self.eos_id}".encode()
         ends += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
         content_hash = hashlib.sha256(content).digest()
@@ -99,7 +98,7 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         """Return the ids of each text. Uses the library's threads."""
-        # the fast call does not compute offsets; versions before 0.20.1 lack it
+        # The fast method does not compute offsets. It does not exist before version 0.20.1.
         batch = self._encode_many(
             texts, getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
         )
@@ -118,8 +117,10 @@ class JsonTokenizer:
         return results
 
     def _encode_many(self, texts: Sequence[str], batch: Callable[..., Any]) -> list[Any]:
-        """Encode texts with the library's threads, or one at a time in a fork of a process that has used
-        them."""
+        """Encode texts with the library's threads.
+
+        If a parent process has used these threads before a fork, encode one text after the other instead.
+        """
         global _threads_of_process
         with self._panics():
             if _threads_of_process not in (None, os.getpid()):
@@ -134,9 +135,9 @@ class JsonTokenizer:
 
     @contextlib.contextmanager
     def _panics(self) -> Iterator[None]:
-        """Convert a panic of the library, which is not an Exception, to ConfigError.
+        """Context manager that converts a panic of the library, which is not an Exception, to ConfigError.
 
-        Patterns that take too long cause one.
+        For example, the library panics if a pattern takes too long.
         """
         try:
             yield
@@ -164,18 +165,17 @@ class JsonTokenizer:
 def _load(
     file: Path, content: bytes, option: str
 ) -> tuple[tokenizers.Tokenizer, tuple[int, ...], tuple[int, ...]]:
-    """Return the tokenizer without its post-processor, and the ids that the post-processor adds before and
-    after a text."""
+    """Return the tokenizer without its post-processor, and the ids that this would add before and after a text."""
     tokenizers = libraries.load(
         "tokenizers", option, str(file), "tokenizers", otherwise='use "bytes"'
     )
-    # before memory is allocated for each of them
+    # Reject too many special tokens before the library allocates memory for them.
     if content.count(b'"SpecialToken"') > 2 * _MAX_ADDED:
         raise _adds_too_many(file, option)
     _check_growth(content, file, option)
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    # the library raises Exception itself for every fault of the file, or panics
+    # For any problem with the file, the library raises a plain Exception or panics.
     except BaseException as error:
         if isinstance(error, MemoryError):
             raise
@@ -190,25 +190,26 @@ def _load(
                 fix="replace the file by a complete tokenizer.json",
             )
         ) from error
-    # the file may configure truncation and padding, but documents must stay complete
+    # Disable truncation and padding, which the file may configure, because documents must stay complete.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if tokenizer.num_special_tokens_to_add(False) > _MAX_ADDED:
         raise _adds_too_many(file, option)
     prefix_ids, suffix_ids = _ends(tokenizer)
-    # Ends are added elsewhere, and a post-processor may remove spaces from the offsets, which would leave
-    # gaps.
+    # Remove the post-processor. BOS and EOS are added elsewhere, and it may exclude spaces from offsets, which would
+    # leave gaps between tokens.
     tokenizer.post_processor = None  # type: ignore[assignment]
     return tokenizer, prefix_ids, suffix_ids
 
 
 def _check_growth(content: bytes, file: Path, option: str) -> None:
-    """Reject a normalizer that would make a text many times longer. Its rules apply one after the other."""
+    """Reject a normalizer that could make a text many times longer."""
     try:
         spec = json.loads(content)
     except (ValueError, RecursionError):
-        return  # the library reports the error
-    # Each rule may multiply the length of a text. The limit applies to the product.
+        # The library reports this error.
+        return
+    # Rules apply one after the other, and each may multiply the length of a text. So limit the product.
     growth = 1.0
     rules = [spec.get("normalizer")] if isinstance(spec, dict) else []
     while rules:
@@ -223,7 +224,7 @@ def _check_growth(content: bytes, file: Path, option: str) -> None:
         elif kind == "Replace" and isinstance(replacement, str):
             pattern = rule.get("pattern")
             literal = pattern.get("String") if isinstance(pattern, dict) else None
-            # a regular expression may match every character, or between any two
+            # A regular expression may match at every character, so it may insert the replacement everywhere.
             factor = len(replacement) + 1.0
             if isinstance(literal, str) and literal:
                 factor = len(replacement) / len(literal)
@@ -250,8 +251,8 @@ def _ends(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
     """Return the ids that the post-processor adds before and after a text."""
     if tokenizer.post_processor is None or not tokenizer.num_special_tokens_to_add(False):
         return (), ()
-    # Try texts that have tokens, because an empty text has no before and after: a letter, a digit, or
-    # entries of the vocabulary.
+    # Encode a text and see which ids are around its tokens. The text needs at least one token, so try a letter, a
+    # digit, and entries of the vocabulary.
     for text in ("a", "0", *sorted(tokenizer.get_vocab(with_added_tokens=False))[:100]):
         encoded = tokenizer.encode(text)
         places = [

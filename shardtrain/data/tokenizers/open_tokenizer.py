@@ -1,4 +1,4 @@
-"""The interface of tokenizers, and opening the tokenizer at a path."""
+"""The interface of tokenizers, and the function that opens one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OWN = "model.tokenizer_path"
 """The only option that may name a Python file."""
 
 MAX_FILE_BYTES = 2**28
-"""A larger file is rejected unread. The largest vocabularies in use take 40 MiB."""
+"""A larger file is rejected without reading it. The largest vocabularies in use need 40 MiB."""
 
 _NAMES = ("tokenizer.json", "tokenizer.model")
 
@@ -41,8 +41,8 @@ _NAMES = ("tokenizer.json", "tokenizer.model")
 class Tokenizer(Protocol):
     """Interface of a tokenizer. Ids are in 0..vocab_size-1.
 
-    A tokenizer can be pickled: the copy opens the file again, and rejects a file that has changed. It can
-    also be used on both sides of a fork.
+    A tokenizer can be pickled. Unpickling opens the file again, and raises an error if it has changed. After a
+    fork, both processes can use the tokenizer.
     """
 
     spec: str
@@ -54,15 +54,15 @@ class Tokenizer(Protocol):
     prefix_ids: tuple[int, ...]
     """Ids that the tokenizer's own files put before a text, such as BOS or ``[CLS]``."""
     suffix_ids: tuple[int, ...]
-    """Ids that they put after a text, such as EOS or ``[SEP]``."""
+    """Ids that the tokenizer's own files put after a text, such as EOS or ``[SEP]``."""
     special_ids: frozenset[int]
     """Ids of control tokens, such as the token that ends a turn of a conversation."""
     special_tokens: Mapping[str, str]
-    """Texts of named special tokens, with the names that chat templates use: ``{"bos_token": "<s>"}``."""
+    """Maps the names that chat templates use for special tokens to their texts: ``{"bos_token": "<s>"}``."""
     chat_template: str | None
-    """Jinja template of conversations."""
+    """Jinja template for conversations."""
     tool_template: str | None
-    """Template of conversations with tools, if it differs."""
+    """Jinja template for conversations with tools, if there is a separate one."""
     fingerprint: str
     """SHA-256 in hex of everything that determines the ids. Equal fingerprints mean equal tokens."""
 
@@ -73,16 +73,16 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text.
 
-        Uses several cores if TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS permit.
+        Uses several cores if TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS allow it.
         """
         ...
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[Ids, Spans]]:
-        """Return the ids of each text, and their character ranges. Special tokens in a text become their
-        ids.
+        """Return the ids of each text, and their character ranges (n, 2).
 
-        A range [n, 2] is the first character of a token and the one after its last. Tokens may share a
-        character. Used for conversations that a template has rendered.
+        A range consists of the index of a token's first character, and the index after its last one. Tokens may
+        share a character. Special tokens in a text become their ids, because this method is for conversations that
+        a template has rendered.
         """
         ...
 
@@ -96,10 +96,10 @@ class Tokenizer(Protocol):
 def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer:
     """Open "bytes", "python_bpe", a file, or a folder with ``tokenizer.json`` or else ``tokenizer.model``.
 
-    The content determines the kind of a file: ``tokenizer.json`` of the tokenizers library, a sentencepiece
-    model, or base64 ranks of tiktoken, which are read like Llama 3's. Only ``model.tokenizer_path`` may
-    name a .py file. ``option`` is named in errors. Ranks that open data together receive the files from the
-    first of them (``shared_opening``).
+    The type of a file is recognized by its content: a ``tokenizer.json`` of the tokenizers library, a sentencepiece
+    model, or tiktoken's ranks in base64, which are read like those of Llama 3. Only ``model.tokenizer_path`` may
+    name a .py file. Errors name ``option``. If ranks open data together, one of them reads the files and sends them
+    to the others (``shared_opening``).
 
     Raises:
         ConfigError: the file does not exist or cannot be read, or a library is missing.
@@ -107,12 +107,12 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
     if path == assets.BYTES:
         return ByteTokenizer()
     if path.endswith(".py") and option == OWN:
-        # a path in the user's own config is code that the user chose; other options name artefacts
+        # This option may name code, because the user has chosen it. All other options name untrusted files.
         return OwnTokenizer(path, option)
     if assets.is_built_in(path):
         return open_content(*_read(path, option), option, path)
 
-    # the rank that reads the files opens its tokenizer, and sends the bytes to the others
+    # The rank that reads the files opens the tokenizer here, and sends the files to the others.
     opened: list[Tokenizer] = []
 
     def look() -> Any:
@@ -128,7 +128,7 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
     if opened:
         return opened[0]
 
-    # the others write them to a temporary folder, because a tokenizer reads the files next to it
+    # The other ranks write the files to a temporary folder, because a tokenizer reads the files next to its own.
     with temporary_folder("tokenizer") as folder:
         for name, data in received["files"].items():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -138,7 +138,7 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
 
 
 def open_content(file: Path, content: bytes, option: str, path: str) -> Tokenizer:
-    """Open a tokenizer file that was already read, in this process. Raises what ``open_tokenizer`` raises."""
+    """Open a tokenizer whose file was already read. Raises the same errors as ``open_tokenizer``."""
     content = content.removeprefix(codecs.BOM_UTF8)
     if file.suffix == ".json" or content[:1] == b"{":
         return JsonTokenizer(file, content, option, path)
@@ -148,9 +148,9 @@ def open_content(file: Path, content: bytes, option: str, path: str) -> Tokenize
 
 
 def _read(path: str, option: str) -> tuple[Path, bytes]:
-    """Return the file of a tokenizer and its bytes, after a child process has opened it with limits.
+    """Return a tokenizer's file and its bytes, after a child process has opened it within limits.
 
-    Raises what ``open_tokenizer`` raises.
+    Raises the same errors as ``open_tokenizer``.
     """
     file = assets.tokenizer_folder(path)
     try:
@@ -172,7 +172,7 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
                 Problem(
                     option,
                     path,
-                    rule=f"holds no {' or '.join(_NAMES)}",
+                    rule=f"contains no {' or '.join(_NAMES)}",
                     fix='name a folder that contains one of them, or use "bytes"',
                 )
             )
@@ -200,8 +200,8 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
             )
         )
 
-    # open it in a child with limits first: a library may fill the memory or crash on a file of unknown
-    # origin
+    # First open the file in a child process with limits, because a malicious file could make a library fill the
+    # memory or crash.
     digest = hashlib.sha256(content).hexdigest()
     request = {"path": str(file.absolute()), "sha256": digest, "option": option, "spec": path}
     try:
@@ -232,7 +232,7 @@ def reopen(spec: str, option: str, fingerprint: str) -> Tokenizer:
                 option,
                 spec,
                 rule="has changed while it was in use",
-                fix="start again with unchanging files",
+                fix="start again, and do not change the files during the run",
             )
         )
     return tokenizer
@@ -242,7 +242,6 @@ def _by_reopening(tokenizer: Any) -> tuple[Callable[..., Tokenizer], tuple[str, 
     return reopen, (tokenizer.spec, tokenizer.option, tokenizer.fingerprint)
 
 
-# the libraries' tokenizers cannot be pickled, or only without their files' content, so the copy opens the
-# file again
+# Most tokenizers of the libraries cannot be pickled. So unpickling opens the file again.
 for _kind in (JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer, OwnTokenizer):
     copyreg.pickle(_kind, _by_reopening)

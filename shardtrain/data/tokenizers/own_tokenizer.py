@@ -1,5 +1,4 @@
-"""Tokenizers in a user's file: wrap a small ``class Tokenizer`` with the interface that the data pipeline
-needs."""
+"""Tokenizers in a user's file: give the user's small ``class Tokenizer`` the interface that the data pipeline uses."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 class OwnTokenizer:
-    """The tokenizer of a file, with ``encode(text)``, ``decode(ids)``, ``vocab_size``, and optionally
-    ``bos_id`` and ``eos_id``.
+    """A tokenizer in a user's file, which defines ``encode(text)``, ``decode(ids)`` and ``vocab_size``.
 
-    If the class has ``spans(text)``, it can also encode conversations and separators. ``spans`` returns the
-    first character of each id of ``encode(text)`` and the one after its last.
+    ``bos_id`` and ``eos_id`` are optional. If the class also defines ``spans(text)``, it can encode conversations
+    and separators. For each id of ``encode(text)``, ``spans`` returns the index of its first character and the
+    index after its last character.
     """
 
     def __init__(self, path: str, option: str) -> None:
@@ -66,7 +65,7 @@ class OwnTokenizer:
         """
         ids = np.asarray(self._tokenizer.encode(text), dtype=np.int64).reshape(-1)
         if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < self.vocab_size):
-            rule = f"returns ids from {ids.min()} to {ids.max()}, and its vocab_size is {self.vocab_size}"
+            rule = f"returns ids from {ids.min()} to {ids.max()}, but its vocab_size is {self.vocab_size}"
             raise self._problem(rule, "correct encode or vocab_size")
         return ids.astype(np.int32)
 
@@ -80,7 +79,7 @@ class OwnTokenizer:
         """Return the ids of each text, and their character ranges from the file's ``spans``.
 
         Raises:
-            ConfigError: the class has no ``spans``, or it returns another number of ranges.
+            ConfigError: the class has no ``spans``, or the number of ranges differs from the number of ids.
         """
         if not callable(getattr(self._tokenizer, "spans", None)):
             rule = "has a class Tokenizer without spans, which conversations and separators require"
@@ -92,7 +91,7 @@ class OwnTokenizer:
             ids = self.encode(text)
             spans = np.asarray(self._tokenizer.spans(text), np.int64).reshape(-1, 2)
             if len(ids) != len(spans):
-                rule = f"returns {len(ids)} ids and {len(spans)} spans for one text"
+                rule = f"returns {len(ids)} ids but {len(spans)} spans for the same text"
                 raise self._problem(rule, "return one span for each id of encode(text)")
             results.append((ids, spans))
         return results
@@ -108,7 +107,7 @@ class OwnTokenizer:
         if not keep_special:
             ordinary = [i for i in plain if i not in self.special_ids]
             return str(self._tokenizer.decode(ordinary))
-        # decode consecutive ordinary ids together, because the tokenizer may join tokens to characters
+        # Decode consecutive ordinary ids together, because a character may consist of several tokens.
         names = {self.pad_id: "<pad>", self.bos_id: "<bos>", self.eos_id: "<eos>"}
         pieces = []
         for name, run in groupby(plain, key=names.get):
@@ -120,7 +119,7 @@ class OwnTokenizer:
         return "".join(pieces)
 
     def _end(self, name: str) -> int | None:
-        """Return the value of an attribute that is an id or None."""
+        """Return the value of an attribute that must be an id or None."""
         value = getattr(self._tokenizer, name, None)
         if value is not None and (type(value) is not int or not 0 <= value < self.vocab_size):
             rule = f"has {name}={value!r}, which is not an id"

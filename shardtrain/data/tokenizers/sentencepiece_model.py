@@ -17,28 +17,28 @@ from shardtrain.data.tokenizers.tokenizer_config import TokenizerConfig, ends_fa
 from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 
-# ModelProto.normalizer_spec (field 3) { add_dummy_prefix (field 3): false }. Repeated messages in a
-# protobuf are merged and the later value wins, so these bytes at the end of a model change this one
-# setting.
+# The protobuf message ModelProto.normalizer_spec (field 3) { add_dummy_prefix (field 3): false }. In a protobuf,
+# repeated messages are merged, and the last value counts. So if these bytes are appended to a model, they change
+# only this setting.
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model, with the added tokens of a ``tokenizer_config.json`` next to it.
+    """A sentencepiece model, with the tokens that a ``tokenizer_config.json`` next to it adds.
 
-    As in the library, ``<s>`` in a text is ordinary text, except in conversations (``encode_spans``). Many
-    models add a space before a text; it is not added after a special token within the text.
+    As in the library, ``<s>`` in a text is ordinary text. Only in conversations it is a special token
+    (``encode_spans``). Many models add a space before a text. It is not added after a special token inside a text.
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
         self.spec = spec
         self.option = option
-        # the model, and a copy that adds no space before a text, for text after a special token
+        # Load the model, and a copy that adds no space, for text after a special token.
         self._model = _load(file, content, option)
         self._model_without_prefix = _load(file, content + _NO_PREFIX, option)
 
-        # Tokens that the model lacks have ids after its own. Those that are not special are found in every
-        # text, special ones only in conversations.
+        # Added tokens have ids after the model's own ids. Special ones are recognized only in conversations, all
+        # others in every text.
         config = read_beside(file.parent, option)
         pieces: int = self._model.get_piece_size()
         self._added = self._added_tokens(config, pieces, file)
@@ -58,7 +58,7 @@ class SentencePieceTokenizer:
         self._all = Splitter({**added, **special})
         self._texts = {i: text for text, i in special.items()} | self._added
 
-        # tokens that begin and end a document, from the files next to it or else from the model
+        # Find BOS, EOS and padding in the files next to the model, or else in the model.
         self.bos_id, self.eos_id, self.pad_id = (
             self._end(config, name, special) for name in ("bos", "eos", "pad")
         )
@@ -91,8 +91,10 @@ class SentencePieceTokenizer:
     def encode_spans(
         self, texts: Sequence[str]
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """Return the ids of each text, including special tokens that occur in it as strings, and their
-        character ranges."""
+        """Return the ids of each text, and their character ranges.
+
+        Special tokens that occur in a text as strings become their ids.
+        """
         return [self._with_spans(text, self._all) for text in texts]
 
     def decode(
@@ -105,8 +107,8 @@ class SentencePieceTokenizer:
         """
         parts: list[str] = []
         pieces_to_decode: list[int] = []
-        # The model decodes sequences of its own pieces between tokens with another text. None ends the last
-        # sequence.
+        # Collect sequences of the model's own pieces, and let the model decode each sequence at once. Any other token
+        # ends a sequence, and None ends the last one.
         for i in [*(int(i) for i in ids), None]:
             if i is not None and not 0 <= i < self.vocab_size:
                 raise ValueError(f"token id outside 0..{self.vocab_size - 1}")
@@ -122,9 +124,10 @@ class SentencePieceTokenizer:
         return "".join(parts)
 
     def _added_tokens(self, config: TokenizerConfig, pieces: int, file: Path) -> dict[int, str]:
-        """Return the added tokens beyond the model's vocabulary.
+        """Return the added tokens that are not in the model's vocabulary.
 
-        Raises ConfigError if one contradicts the model.
+        Raises:
+            ConfigError: an added token contradicts the model.
         """
         for i, token in config.added.items():
             if i < pieces and self._model.id_to_piece(i) != token.content:
@@ -133,7 +136,7 @@ class SentencePieceTokenizer:
                     Problem(
                         self.option,
                         str(file),
-                        rule=f"has the piece {piece!r} at id {i}, tokenizer_config.json {token.content!r}",
+                        rule=f"has the piece {piece!r} at id {i}, but tokenizer_config.json has {token.content!r}",
                         fix="use files that belong together",
                     )
                 )
@@ -142,7 +145,7 @@ class SentencePieceTokenizer:
                     Problem(
                         self.option,
                         str(file),
-                        rule=f"has {pieces} pieces, and tokenizer_config.json adds a token with id {i}",
+                        rule=f"has {pieces} pieces, but tokenizer_config.json adds a token with id {i}",
                         fix="use files that belong together",
                     )
                 )
@@ -169,14 +172,14 @@ class SentencePieceTokenizer:
         added = next((i for i, content in self._added.items() if content == text), None)
         if added is not None:
             return added
-        # the library returns the unknown id for a text that is not a piece
+        # If the text is not a piece, the library returns the id of the unknown token.
         i = int(self._model.piece_to_id(text))
         return i if self._model.id_to_piece(i) == text else None
 
     def _with_spans(
         self, text: str, splitter: Splitter
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Return the ids of a text and their character ranges; ``splitter`` finds the special tokens."""
+        """Return the ids of a text, and their character ranges. ``splitter`` finds added tokens in the text."""
         ids: list[int] = []
         spans = [np.zeros((0, 2), dtype=np.int64)]
         start = 0
@@ -203,13 +206,13 @@ def _load(file: Path, content: bytes, option: str) -> Any:
         processor.LoadFromSerializedProto(content)
         if processor.get_piece_size() > 0:
             return processor
-    # the library raises several exception classes for a file in another format
+    # The library raises different exceptions for files in other formats.
     except Exception as error:
         raise ConfigError(
             Problem(
                 option,
                 str(file),
-                rule="is not a tokenizer: neither JSON nor ranks of tiktoken nor a sentencepiece model",
+                rule="is not a tokenizer: it is neither JSON nor tiktoken's ranks nor a sentencepiece model",
                 fix="copy or download it again",
             )
         ) from error
@@ -224,16 +227,15 @@ def _load(file: Path, content: bytes, option: str) -> Any:
 
 
 def _read_pieces(message: bytes) -> tuple[list[int], npt.NDArray[np.int64]]:
-    """Return ids and byte ranges of a SentencePieceText.
+    """Parse a serialized SentencePieceText. Return the ids and the byte ranges of its pieces.
 
-    Parsed here, because the library's own classes change between versions. Pieces are field 2. In a piece
-    the id is field 2, begin 4 and end 5; zeros may be omitted.
+    The library's own classes for this change between versions. A piece is field 2 of the message. Fields 2, 4 and 5
+    of a piece are its id, its begin and its end. A field that is 0 may be missing.
     """
     ids: list[int] = []
     spans: list[tuple[int, int]] = []
     for number, value in _fields(message):
         if number == 2 and isinstance(value, bytes):
-            # of a piece: field 2 is its id, and fields 4 and 5 are the byte range
             fields = {key: field for key, field in _fields(value) if isinstance(field, int)}
             ids.append(fields.get(2, 0))
             spans.append((fields.get(4, 0), fields.get(5, 0)))
@@ -241,7 +243,7 @@ def _read_pieces(message: bytes) -> tuple[list[int], npt.NDArray[np.int64]]:
 
 
 def _fields(message: bytes) -> list[tuple[int, int | bytes]]:
-    """Return field numbers and values of a protobuf message with numbers, texts and messages."""
+    """Return (field number, value) pairs of a protobuf message. Texts and inner messages are bytes."""
     fields: list[tuple[int, int | bytes]] = []
     at = 0
     while at < len(message):

@@ -1,4 +1,4 @@
-"""Split texts into the special tokens in them, and the text between these."""
+"""Split texts into added tokens and the text between them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping
 
 
 class Splitter:
-    """Finds added tokens in texts, the longest first. ``ids`` maps the text of each token to its id."""
+    """Finds added tokens in texts. If several begin at the same position, it finds the longest.
+
+    ``ids`` maps the text of each token to its id.
+    """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = dict(ids)
@@ -20,8 +23,7 @@ class Splitter:
         return self._pattern is not None
 
     def pieces(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """Yield the pieces of a text in order, each with its id, or None for ordinary text. No piece is
-        empty.
+        """Yield the non-empty pieces of a text in order, each with its id. The id of ordinary text is None.
 
         >>> list(Splitter({"<e>": 7}).pieces("hi<e>"))
         [('hi', None), ('<e>', 7)]

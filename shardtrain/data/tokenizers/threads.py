@@ -1,4 +1,7 @@
-"""Number of threads of a tokenizer, from the environment variables of the ``tokenizers`` library."""
+"""The number of threads that a tokenizer may use.
+
+It is set by the environment variables of the ``tokenizers`` library.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from shardtrain.utils.variables import is_whole_number
 
 
 def threads() -> int:
-    """Return the threads for a batch: 1 if TOKENIZERS_PARALLELISM is false, else RAYON_NUM_THREADS or the
-    number of cores."""
+    """Return 1 if TOKENIZERS_PARALLELISM is false, else RAYON_NUM_THREADS or the number of cores."""
     if os.environ.get("TOKENIZERS_PARALLELISM", "").strip().lower() in (
         "0",
         "false",

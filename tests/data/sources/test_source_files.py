@@ -73,7 +73,7 @@ def test_links_are_followed_and_a_loop_is_an_error(tmp_path):
     (tmp_path / "data" / "folder").symlink_to(tmp_path / "real")
     assert names(tmp_path / "data") == ["folder/a.jsonl", "link.jsonl"]
     (tmp_path / "data" / "loop").symlink_to(tmp_path / "data")
-    with pytest.raises(DataError, match=r'loop" is reached twice, by a link'):
+    with pytest.raises(DataError, match=r'loop" is found twice, because a link leads to it'):
         names(tmp_path / "data")
 
 

@@ -262,7 +262,7 @@ BROKEN = {
     "empty": (b"", "is empty"),
     "noise": (
         b"\xff\xfe\x00garbage",
-        "is not a tokenizer: neither JSON nor ranks of tiktoken nor a sentencepiece model",
+        "is not a tokenizer: it is neither JSON nor tiktoken's ranks nor a sentencepiece model",
     ),
     "cut": (None, "is not a tokenizer"),
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n", "Git LFS pointer"),
