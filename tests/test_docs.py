@@ -14,6 +14,7 @@ import installed_wheel
 import patience
 import pytest
 from tiers import cases
+from vision_folders import rows_with_images, vision_folder
 
 from shardtrain.cli import COMMAND
 from shardtrain.config.options import options
@@ -243,6 +244,23 @@ def test_commands_of_a_page_run_in_order(shell, tmp_path, page):
     if (tmp_path / "continued").exists():
         steps = (tmp_path / "continued" / "metrics.jsonl").read_text().splitlines()
         assert '"step": 30' in steps[-1] and "continue" in done_log(tmp_path / "continued")
+
+
+@pytest.mark.timeout(400)
+def test_the_page_on_images_runs_with_a_tiny_model(shell, tmp_path):
+    page = (ROOT / "docs/image_text.md").read_text()
+    toml = re.search(r"^```toml\n(.*?)^```", page, flags=re.M | re.S)[1]
+    rows_with_images(tmp_path / "photos").rename(tmp_path / "photos/train.jsonl")
+    toml = toml.replace('"models/llava"', f'"{vision_folder("llava")}"')
+    (tmp_path / "run.toml").write_text(toml.replace('"photos/', f'"{tmp_path}/photos/'))
+    smaller = "--training.steps 2 --training.on_data_end repeat --training.local_batch_size 2 --training.device cpu"
+    for line in re.search(r"^```text\n(.*?)^```", page, flags=re.M | re.S)[1].splitlines():
+        command = line.replace("run.toml", f"{tmp_path}/run.toml")
+        if "shardtrain train" in line:
+            command += f" {smaller} --training.seq_len 128 --job.dump_folder {tmp_path}/outputs"
+        done = shell(command)
+        assert done.returncode == 0, f"`{line}`\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert (tmp_path / "outputs/checkpoint/step-2-hf/preprocessor_config.json").is_file()
 
 
 def names_a_file_of_the_clone(argument):

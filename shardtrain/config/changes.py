@@ -166,6 +166,7 @@ OPTIONS: dict[str, Class] = {
     "task.jsd_beta": "error",
     "task.chosen_field": "data",
     "task.rejected_field": "data",
+    "task.frozen_modules": "error",
     "task.test_dataset_path": "ignore",
     "task.test_split": "ignore",
     "task.options": "error",

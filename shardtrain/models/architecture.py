@@ -104,11 +104,17 @@ def read(folder: str) -> Any:
     _warnings[folder] = warnings
 
     # Training would fill a key-value cache that nothing reads
-    config.use_cache = False
+    _disable_cache(config)
     if "dynamic" in _rope_types(content):
         rule = 'has rotary angles of type "dynamic", which change with the longest row that a rank has seen'
         raise ConfigError(Problem(_OPTION, folder, rule, "use a model without them"))
     return config
+
+
+def _disable_cache(config: Any) -> None:
+    """Let a network keep no keys and values, also if its text model has a separate config."""
+    config.use_cache = False
+    config.get_text_config().use_cache = False
 
 
 def architecture_of(folder: str, wanted: str = "") -> str:
@@ -172,7 +178,7 @@ def build(
     # collected by `read`
     with _collected_warnings():
         config = type(read(folder)).from_dict(read(folder).to_dict())
-    config.use_cache = False
+    _disable_cache(config)
     # The network would compute the balance loss of its own tokens, which this package ignores
     text_config = config.get_text_config()
     asks_for_balance = bool(getattr(text_config, "output_router_logits", False))

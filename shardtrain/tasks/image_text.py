@@ -31,7 +31,7 @@ from shardtrain.data.image_decoder import BadImage, ImageDecoder
 from shardtrain.data.images import Image, ImageReader
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow
-from shardtrain.layout import Layout
+from shardtrain.layout import Layout, matches
 from shardtrain.models import architecture
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.ops.targets import IGNORE
@@ -67,7 +67,11 @@ class ImageText(TextTask):
     # The model
 
     def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """Return the model unchanged. Raises ConfigError for a model that does not read images."""
+        """Return the model with its frozen modules.
+
+        Raises:
+            ConfigError: the model does not read images, or has no module of a name in ``frozen_modules``.
+        """
         network = getattr(model, "hf", None)
         if network is None:
             raise ConfigError(
@@ -89,6 +93,8 @@ class ImageText(TextTask):
                     fix="use the folder of a model that does, such as LLaVA, Qwen2.5-VL or Gemma 3",
                 )
             )
+        for name in self.config.task.frozen_modules:
+            _freeze(model, name)
         return model
 
     @cached_property
@@ -301,6 +307,29 @@ class ImageText(TextTask):
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
         """Return the numbers of correct and of all tokens of a row, separated by a tab."""
         return f"{int(row['right'])}\t{int(row['tokens'])}"
+
+
+def _freeze(model: nn.Module, name: str) -> None:
+    """Exclude modules from training. Raises ConfigError if no module with weights has this name."""
+    frozen = 0
+    num_parts = name.count(".") + 1
+    for path, module in model.named_modules():
+        end_of_path = ".".join(path.split(".")[-num_parts:])
+        if matches(end_of_path, name):
+            for parameter in module.parameters():
+                parameter.requires_grad_(False)
+                frozen += 1
+    if not frozen:
+        network: Any = model.hf
+        names = [path for path, _ in getattr(network, "model", network).named_children()]
+        raise ConfigError(
+            Problem(
+                "task.frozen_modules",
+                name,
+                rule="matches no module with weights in the model",
+                fix=f"use names like {', '.join(names)}",
+            )
+        )
 
 
 def folder_of(dataset_path: str | None) -> str:

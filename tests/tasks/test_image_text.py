@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,23 @@ import pytest
 import torch
 from against import options
 from hf_meshes import FirstStep, difference, first_step, hf_tiny
+from PIL import Image
 from ranks import run_ranks
 from tiers import cases
+from tiny import assert_bitwise, make_run, train_whole
 from torch import Tensor
 from vision_folders import NAMES, rows_with_images, vision_folder
 
+from shardtrain import models, tasks
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config import check, load
 from shardtrain.config.schema import Config
+from shardtrain.data.sources import BadRow
+from shardtrain.tasks.image_text import ImageText
+from shardtrain.tasks.images.image_processor import ImageProcessor
+from shardtrain.train import validation
+from shardtrain.train.resume import resume
+from shardtrain.utils.errors import ConfigError, DataError
 
 pytest.importorskip("transformers")
 
@@ -49,10 +61,8 @@ def config_of(name: str, tmp_path: Path, rows: Path | None = None, **sections: A
     }
     config = hf_tiny(
         vision_folder(name),
-        tmp_path / "run",
-        task={"name": "image_text"},
-        training=training,
-        **sections,
+        sections.pop("output", tmp_path / "run"),
+        **{"task": {"name": "image_text"}, "training": training, **sections},
     )
     model = dataclasses.replace(config.model, hf_assets_path=str(vision_folder(name)))
     return dataclasses.replace(config, model=model)
@@ -61,7 +71,6 @@ def config_of(name: str, tmp_path: Path, rows: Path | None = None, **sections: A
 def plain_step(name: str, rows: Path, remove: int = 0) -> tuple[float, dict[str, Tensor], int]:
     """Return the mean loss and the gradients of a plain loop over the rows, with transformers alone."""
     import transformers
-    from PIL import Image
 
     folder = vision_folder(name)
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
@@ -160,7 +169,6 @@ def trl_step(rank: int, folder: Path, rows: Path, output: Path) -> tuple[float, 
     import datasets
     import transformers
     import trl
-    from PIL import Image
 
     torch.distributed.destroy_process_group()  # TRL would treat this process as a rank
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -226,3 +234,328 @@ def test_loss_and_gradients_equal_trl(name: str, tmp_path: Path) -> None:
     loss, gradients = run_ranks(1, trl_step, vision_folder(name), rows, tmp_path / "trl")[0]
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert_same_gradients(step, gradients)
+
+
+def test_a_frozen_vision_tower_on_a_mesh(tmp_path: Path) -> None:
+    """Frozen weights have no gradient and do not change, and the others have the gradients of full training."""
+    full: FirstStep = run_ranks(1, first_step, config_of("llava", tmp_path))[0]
+    task = {"name": "image_text", "frozen_modules": ["vision_tower"]}
+    sizes = {"local_batch_size": 2}
+    recompute = {"mode": "full"}
+    config = config_of(
+        "llava",
+        tmp_path,
+        task=task,
+        training=sizes,
+        parallelism={"data_parallel_shard_degree": 2},
+        activation_checkpoint=recompute,
+    )
+    for step in run_ranks(2, first_step, config):
+        assert step.loss == pytest.approx(full.loss, rel=1e-5)
+        trained = {key for key in full.gradients if "vision_tower" not in key}
+        assert step.gradients.keys() == trained
+        assert_same_gradients(step, {key: full.gradients[key] for key in trained})
+
+
+def test_adapters_by_pattern(tmp_path: Path) -> None:
+    """Adapters of the vision tower, and of the text model."""
+    lora = {
+        "enable": True,
+        "rank": 2,
+        "target_modules": ["hf.model.vision_tower.encoder.layers.*.self_attn.q_proj", "v_proj"],
+    }
+    steps = []
+    for ranks, parallelism in ((1, {}), (2, {"data_parallel_shard_degree": 2})):
+        config = config_of(
+            "llava", tmp_path, lora=lora, parallelism=parallelism, training={"local_batch_size": 2}
+        )
+        steps.append(run_ranks(ranks, first_step, config)[0])
+    one, two = steps
+    assert two.loss == pytest.approx(one.loss, rel=1e-5)
+    assert any("vision_tower" in key and "q_proj" in key for key in one.gradients)
+    assert all("lora_" in key for key in one.gradients)
+    assert_same_gradients(two, one.gradients)
+
+
+def evaluated(rank: int, config: Config) -> dict[str, float]:
+    run = make_run(rank, config)
+    checkpoints = Checkpoints(config)
+    resume(run, checkpoints)
+    checkpoints.close()
+    stream = validation.open_dataloader(config, run.mesh)
+    return validation.evaluate(run.runner, stream, run.mesh, -1).values
+
+
+def test_validation_counts_the_tokens_of_answers(tmp_path: Path) -> None:
+    rows = str(rows_with_images(tmp_path / "data"))
+    section = {
+        "enable": True,
+        "dataset": "jsonl",
+        "dataset_path": rows,
+        "seq_len": 128,
+        "steps": -1,
+    }
+    values = []
+    for ranks, size in ((1, 8), (2, 1)):
+        config = config_of(
+            "llava",
+            tmp_path,
+            validation={**section, "local_batch_size": size},
+            parallelism={"data_parallel_shard_degree": ranks},
+            training={"local_batch_size": 1},
+        )
+        values.append(run_ranks(ranks, evaluated, config)[0])
+    loss, _, num_tokens = plain_step("llava", Path(rows))
+    for evaluation in values:
+        assert evaluation["loss"] == pytest.approx(loss, rel=1e-5)
+        assert 0 <= evaluation["accuracy"] <= 1
+    assert values[0]["accuracy"] == values[1]["accuracy"]
+    assert num_tokens
+
+
+@pytest.mark.parametrize("name", cases(["qwen3_vl"], nightly=list(NAMES)))
+def test_a_resumed_run_and_its_export(name: str, tmp_path: Path) -> None:
+    """A run that was killed continues bitwise, also on other ranks, and transformers opens its export."""
+    checkpoint = {"interval": 2, "last_save_in_hf": True}
+
+    def config(output: Path, **parallelism: int) -> Config:
+        return config_of(
+            name,
+            tmp_path,
+            output=output,
+            training={
+                "steps": 4,
+                "local_batch_size": 2,
+                "global_batch_size": 4,
+                "on_data_end": "repeat",
+            },
+            parallelism=parallelism,
+            checkpoint=checkpoint,
+        )
+
+    complete = run_ranks(1, train_whole, config(tmp_path / "complete"))[0]
+    assert complete.error is None
+    resumed = config(tmp_path / "resumed")
+    run_ranks(1, train_whole, resumed, 3)
+    ended = run_ranks(1, train_whole, resumed)[0]
+    assert ended.error is None
+    assert ended.losses == complete.losses[2:]
+    assert_bitwise(ended.weights, complete.weights)
+
+    # Two ranks, from the same step.
+    other = config(tmp_path / "other", data_parallel_shard_degree=2)
+    run_ranks(2, train_whole, other, 3)
+    on_two = run_ranks(2, train_whole, other)[0]
+    assert on_two.losses == pytest.approx(complete.losses[2:], abs=1e-5)
+
+    import transformers
+
+    folder = tmp_path / "complete/checkpoint/step-4-hf"
+    names = {path.name for path in folder.iterdir()}
+    assert {"preprocessor_config.json", "tokenizer.json", "config.json"} <= names
+    exported = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    original = transformers.AutoModelForImageTextToText.from_pretrained(vision_folder(name)).eval()
+    with torch.no_grad():
+        for key, parameter in original.named_parameters():
+            parameter.copy_(complete.weights[f"hf.{key}"])
+    row = json.loads((tmp_path / "data" / "rows.jsonl").read_text().splitlines()[2])
+    images = [Image.open(tmp_path / "data" / image) for image in row["images"]]
+    processor = open_processor(folder)
+    text = processor.tokenizer.apply_chat_template(row["messages"], tokenize=False)
+    inputs = processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+    with torch.no_grad():
+        torch.testing.assert_close(exported(**inputs).logits, original(**inputs).logits)
+
+
+PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
+    "missing file": (
+        {"images": ["none.png"]},
+        "rows.jsonl:1: has an image that does not exist (",
+    ),
+    "URL": (
+        {"images": ["https://example.com/cat.png"]},
+        "rows.jsonl:1: names an image by URL, and images are never downloaded; download it",
+    ),
+    "no image for a place": (
+        {"images": []},
+        "rows.jsonl:1: has other numbers of images and of places for them in the conversation (0 images, 1 places)",
+    ),
+    "two images for a place": (
+        {"images": ["0.png", "1.png"]},
+        "rows.jsonl:1: has other numbers of images and of places for them in the conversation (2 images, 1 places)",
+    ),
+    "placeholder in a text": (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image"}, {"type": "text", "text": "<image>?"}],
+                },
+                {"role": "assistant", "content": "Yes."},
+            ]
+        },
+        "rows.jsonl:1: the chat template writes another number of <image> than the row has images, or a text "
+        "contains it (1 images, 2 places)",
+    ),
+    "not an image": (
+        {"images": ["rows.jsonl"]},
+        "rows.jsonl:1: has an image that cannot be decoded (",
+    ),
+    "no answer": (
+        {"messages": [{"role": "user", "content": "Hello"}], "images": []},
+        "rows.jsonl:1: the conversation has no turn of the assistant",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_bad_rows_are_named(name: str, tmp_path: Path) -> None:
+    change, reason = PROBLEMS[name]
+    path = rows_with_images(tmp_path / "data")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0] |= change
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = tasks.open_task(config_of("llava", tmp_path, path))
+    with pytest.raises(DataError) as refused:
+        task.read_rows("train")
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_damaged_image_is_found_by_data_check_and_stops_a_run(tmp_path: Path) -> None:
+    """Training reads only the size of an image before its first step."""
+    path = rows_with_images(tmp_path / "data")
+    image = tmp_path / "data" / "2.png"
+    image.write_bytes(image.read_bytes()[:-100])
+    task = tasks.open_task(config_of("llava", tmp_path, path))
+    assert isinstance(task, ImageText)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    bad = [str(row) for row in task.encode(rows, "train") if isinstance(row, BadRow)]
+    assert len(bad) == 1
+    assert "has an image that cannot be decoded (" in bad[0]
+    with pytest.raises(DataError, match=r"image .*/2\.png cannot be decoded .*data check"):
+        task.collate(list(task.read_rows("train")))
+
+
+def test_rows_that_exceed_seq_len(tmp_path: Path) -> None:
+    """A row is truncated after its images. It is skipped if an image or no target fits."""
+    path = rows_with_images(tmp_path / "data", counts=(1, 2, 0))
+
+    def lengths(seq_len: int) -> list[int]:
+        config = config_of("llava", tmp_path, path, training={"seq_len": seq_len})
+        config = dataclasses.replace(
+            config, data=dataclasses.replace(config.data, long_rows_max_fraction=1.0)
+        )
+        rows = tasks.open_task(config).read_rows("train")
+        if any(row.images for row in rows):
+            batch = tasks.open_task(config).collate(list(rows))
+            longest = max(len(row.tokens) for row in rows)
+            assert batch["tokens_BT"].shape == (len(rows), longest)
+        return [len(row.tokens) for row in rows]
+
+    complete = lengths(128)
+    assert len(complete) == 3
+    # Images of 16 tokens: the second row has two of them.
+    first, second, third = complete
+    assert lengths(second - 3) == [first, second - 3, third]
+    assert len(lengths(32)) == 1
+
+
+def test_options_that_do_not_fit(tmp_path: Path) -> None:
+    path = rows_with_images(tmp_path / "data")
+    text = f"""
+[model]
+name = "llama3"
+flavor = "debugmodel"
+[task]
+name = "image_text"
+frozen_modules = ["vision_tower"]
+[data]
+format = "chat"
+packing = "concat"
+image_folder = "nowhere"
+max_image_pixels = 0
+add_eos = true
+[training]
+dataset = "jsonl"
+dataset_path = "{path}"
+[parallelism]
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 2
+context_parallel_degree = 2
+[lora]
+enable = true
+"""
+    (tmp_path / "run.toml").write_text(text)
+    problems = "\n".join(map(str, check(load(str(tmp_path / "run.toml")))))
+    for part in (
+        'model.name="llama3" does not read images',
+        "data.format=",
+        "data.packing=",
+        "data.add_eos=true has no effect",
+        'data.image_folder="nowhere" is not a folder',
+        "data.max_image_pixels=0 must be at least 1",
+        "task.frozen_modules=",
+        "parallelism.tensor_parallel_degree=2",
+        "parallelism.pipeline_parallel_degree=2",
+        "parallelism.context_parallel_degree=2",
+    ):
+        assert part in problems
+
+
+def test_other_tasks_do_not_ignore_options_of_images(tmp_path: Path) -> None:
+    problems = check(
+        load(None, ["--data.image_folder", str(tmp_path), "--task.frozen_modules", "x"])
+    )
+    text = "\n".join(map(str, problems))
+    assert "data.image_folder=" in text and 'is only read by task.name = "image_text"' in text
+    assert "task.frozen_modules=" in text
+
+
+def test_a_frozen_module_that_does_not_exist(tmp_path: Path) -> None:
+    config = config_of("llava", tmp_path, task={"name": "image_text", "frozen_modules": ["visual"]})
+    module, shape = models.configured(config.model)
+    with pytest.raises(
+        ConfigError,
+        match=r'task.frozen_modules="visual" matches no module .* use names like vision_tower',
+    ):
+        tasks.open_task(config).adapt(models.build(module, shape), module.LAYOUT)
+
+
+def test_a_folder_without_a_processor(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(vision_folder("llava"), folder)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ConfigError, match="has neither preprocessor_config.json nor"):
+        ImageProcessor(str(folder))
+
+
+def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(vision_folder("llava"), folder)
+    file = folder / "processor_config.json"
+    content = json.loads(file.read_text()) | {"auto_map": {"AutoProcessor": "code.Processor"}}
+    file.write_text(json.dumps(content))
+    (folder / "code.py").write_text("open('canary', 'w').close()\n")
+    with pytest.raises(ConfigError, match="names its own code"):
+        ImageProcessor(str(folder))
+
+
+def test_a_chat_template_in_a_file_of_the_processor(tmp_path: Path) -> None:
+    """Older folders have it in chat_template.json, and not in the tokenizer."""
+    folder = tmp_path / "folder"
+    shutil.copytree(vision_folder("llava"), folder)
+    file = folder / "tokenizer_config.json"
+    content = json.loads(file.read_text())
+    template = content.pop("chat_template")
+    file.write_text(json.dumps(content))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    config = config_of("llava", tmp_path)
+    model = dataclasses.replace(
+        config.model, hf_assets_path=str(folder), overrides={"path": str(folder)}
+    )
+    config = dataclasses.replace(config, model=model)
+    expected = tasks.open_task(config_of("llava", tmp_path)).read_rows("train")
+    rows = tasks.open_task(config).read_rows("train")
+    assert [row.text for row in rows] == [row.text for row in expected]

@@ -15,7 +15,13 @@ from shardtrain.config.schema.data_options import END_OPTIONS
 from shardtrain.utils.errors import Problem
 
 IMAGE_TEXT = "image_text"
-_OPTIONS = ("images_field", "image_folder", "max_image_pixels", "max_image_bytes")
+_OPTIONS = (
+    "data.images_field",
+    "data.image_folder",
+    "data.max_image_pixels",
+    "data.max_image_bytes",
+    "task.frozen_modules",
+)
 
 
 def check_images(loaded: Loaded) -> Iterator[Problem]:
@@ -46,20 +52,30 @@ def check_images(loaded: Loaded) -> Iterator[Problem]:
     for name in ("max_image_pixels", "max_image_bytes"):
         if getattr(config.data, name) < 1:
             yield problem(loaded, f"data.{name}", "must be at least 1", "remove it")
-    without_effect = [*OF_DOCUMENTS, *(f"data.{name}" for name in END_OPTIONS)]
+    without_effect = list(OF_DOCUMENTS)
+    # Another rule reports these for conversations.
+    if config.data.format != "chat":
+        without_effect += [f"data.{name}" for name in END_OPTIONS]
     for option in without_effect:
         if is_changed(loaded, option):
             yield problem(loaded, option, f"has no effect with task.name={IMAGE_TEXT}", "remove it")
+    if config.task.frozen_modules and config.lora.enable:
+        yield problem(
+            loaded,
+            "task.frozen_modules",
+            rule="has no effect with lora.enable, which freezes all modules",
+            fix="remove it, and name the modules with adapters in lora.target_modules",
+        )
     if config.task.options:
         yield problem(loaded, "task.options", "is for a task file of yours", "remove it")
 
 
 def _check_options_of_images(loaded: Loaded) -> Iterator[Problem]:
-    for name in _OPTIONS:
-        if is_changed(loaded, f"data.{name}"):
+    for option in _OPTIONS:
+        if is_changed(loaded, option):
             yield problem(
                 loaded,
-                f"data.{name}",
+                option,
                 rule=f'is only read by task.name = "{IMAGE_TEXT}"',
                 fix="remove it",
             )

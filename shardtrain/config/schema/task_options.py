@@ -82,6 +82,10 @@ class Task:
     """
     jsd_beta: float = 0.5
     """With jsd, the teacher's weight in the mixture of both distributions: beta of GKD (shardtrain)."""
+    frozen_modules: list[str] = field(default_factory=list)
+    """With image_text, modules whose weights are not trained, by the end of their name or a pattern:
+    ["vision_tower"], or ["visual.blocks.*"] (shardtrain).
+    """
     test_dataset_path: str | None = None
     """File or folder of the test set, of the kind validation.dataset (shardtrain)."""
     test_split: str = "test"
