@@ -19,19 +19,19 @@ T = TypeVar("T")
 
 
 def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> Iterator[T]:
-    """Yield items 0, 1, 2, ... without end. Worker processes live as long as the iterator."""
+    """Yield the items 0, 1, 2, ... forever. Worker processes live as long as the iterator."""
     if not options.num_workers:
         return map(items.__getitem__, itertools.count())
     threads = limits.WORKER_THREADS * options.num_workers
     limits.require_threads(
         threads, f"{options.num_workers} data workers", "training.dataloader.num_workers"
     )
-    # forked workers inherit datasets and tokenizers; their open files may be shared (see ``shards``)
+    # Fork workers on Linux, so that they inherit datasets and tokenizers. They may share open files, see ``shards``.
     start_method = "fork"
     if sys.platform != "linux":
         start_method = "spawn"
-        # a spawned worker is a new interpreter, which would import its first modules from the current
-        # directory
+        # A spawned worker is a new interpreter. Without this variable, it could import its first modules from the
+        # current directory.
         os.environ[library_environment.SAFE_PATH] = "1"
     loader = torch.utils.data.DataLoader(
         items,
@@ -48,9 +48,9 @@ def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> 
 
 
 def death_of_worker(error: RuntimeError) -> DataError | None:
-    """Return the error to report if a worker process died, which PyTorch may raise anywhere.
+    """Return the error to report if ``error`` means that a worker process has died, else None.
 
-    None for other errors.
+    PyTorch may raise such an error anywhere.
     """
     if "DataLoader worker" not in str(error):
         return None

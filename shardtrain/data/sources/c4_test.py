@@ -1,5 +1,4 @@
-"""A few documents of C4 for tests: the copy that a clone of torchtitan holds, or one at a path; never
-downloaded."""
+"""A few documents of C4 for tests. They are read from a clone of torchtitan or a path, and never downloaded."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from shardtrain.data.sources._hub import HubSet
 from shardtrain.utils.errors import ConfigError, Problem
 
 PLACES = ("tests/assets/c4_test", "test/assets/c4_test")
-"""Where torchtitan reads it, from the folder of the run: since February 2025, and before."""
+"""Where a clone of torchtitan contains them: since February 2025, and before."""
 
 
 def open_source(request: Request) -> Table | Shards:

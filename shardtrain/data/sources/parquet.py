@@ -22,15 +22,20 @@ ENDINGS = file_kinds.ENDINGS["parquet"]
 _ROWS_AT_ONCE = 256
 _BOMB_RATIO = 100
 _BOMB_BYTES = 64 * 2**20
-"""Columns that claim to be this many times larger than on disk are first read in a process with limits."""
+"""If a column is larger than this, and its size exceeds its size on disk by the factor above, its row group is first
+read in a child process with limits.
+"""
 _VALUE_BYTES = 8
 _FOOTER_BYTES = 512 * 1024
-"""A larger footer is first read in a process with limits. A byte of it may take 250 bytes of memory."""
+"""A larger footer is first read in a child process with limits. One byte of it may need 250 bytes of memory."""
 _FOOTER_LIST = 10_000
-"""The same for a footer with more entries in a list. A list may claim any length in a few bytes."""
+"""A footer that has a list with more entries is first read in a child process, too.
+
+A list may claim any length in a few bytes.
+"""
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8
-"""Length of the footer, and the magic number."""
+"""The last bytes of a file: 4 for the length of the footer, and 4 for the magic number."""
 _BUFFER_BYTES = 8 * 2**20
 
 
@@ -45,7 +50,7 @@ def open_source(request: Request) -> Shards:
 
 
 def open_files(files: Sequence[File], request: Request) -> Shards:
-    """As open_source, for files that were found already."""
+    """Open files that were already listed, see ``open_source``."""
     _library("pyarrow", files[0])
     if is_many(files):
         return ParquetFiles(files, request.max_row_bytes)
@@ -60,9 +65,9 @@ def open_files(files: Sequence[File], request: Request) -> Shards:
 
 @dataclass
 class ParquetShards(FileSource):
-    """Row groups of files, one shard each; see Shards.
+    """The row groups of files. Each row group is a shard, see ``Shards``.
 
-    ``rows_of_groups`` has the number of rows of each group of each file.
+    ``rows_of_groups`` contains for each file the number of rows in each of its groups.
     """
 
     max_row_bytes: int
@@ -70,7 +75,7 @@ class ParquetShards(FileSource):
 
     def __post_init__(self) -> None:
         self._first_groups = [0, *accumulate(map(len, self.rows_of_groups))]
-        # The number of the first row of each group in its file.
+        # For each group, the number of its first row in its file.
         self._first_rows: list[int] = []
         for rows in self.rows_of_groups:
             if rows:
@@ -81,7 +86,7 @@ class ParquetShards(FileSource):
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
         file, group = self._find(shard)
         with _open(file, self._footers.get(file.path)) as parquet:
-            # parsing a large footer for each of its row groups would take hours
+            # Keep the footer of this file. If a large footer were parsed for each row group, this would take hours.
             self._footers = {file.path: parquet.metadata}
             yield from _rows_of_group(file, parquet, group, start, self.max_row_bytes)
 
@@ -101,7 +106,7 @@ class ParquetShards(FileSource):
 
 @dataclass
 class ParquetFiles(FileSource):
-    """Many files, one shard each, that are opened only when a row is read; see Shards."""
+    """Many files, each of which is a shard, see ``Shards``. A file is opened only when its rows are read."""
 
     max_row_bytes: int
 
@@ -151,7 +156,7 @@ def _rows_of_group(
     meta = parquet.metadata.row_group(group)
     many = _rows_within_limits(file, parquet, group)
     if sum(_sizes(meta, number)[0] for number in range(meta.num_columns)) > BATCH_BYTES:
-        # Arrow would read complete column chunks into memory
+        # Read through a buffer, because otherwise Arrow would read complete column chunks into memory.
         parquet = _open(file, parquet.metadata, buffer_size=_BUFFER_BYTES)
     batches = parquet.iter_batches(batch_size=many, row_groups=[group], use_threads=False)
     passed = 0
@@ -194,15 +199,14 @@ def _rows_within_limits(file: File, parquet: Any, group: int) -> int:
 
 
 def _rows_at_once(group: Any) -> int:
-    """Return the number of rows to read at once, to limit memory, from the sizes in the footer."""
+    """Return how many rows to read at once, so that they fit into memory according to the sizes in the footer."""
     sizes = (group.column(number).total_uncompressed_size for number in range(group.num_columns))
     size = max(group.total_byte_size, *sizes, 1)
     return max(1, min(_ROWS_AT_ONCE, BATCH_BYTES // size))
 
 
 def _sizes(group: Any, number: int) -> tuple[int, int]:
-    """Return the size on disk, and the minimum size after decoding: null values also take a level and a
-    place."""
+    """Return a column's size on disk, and its minimum size after decoding. Null values need memory too."""
     column = group.column(number)
     return max(column.total_compressed_size, 1), max(
         column.total_uncompressed_size, _VALUE_BYTES * column.num_values
@@ -220,7 +224,7 @@ def _prove(file: File, parquet: Any) -> None:
 
 
 def suspicious_groups(meta: Any) -> dict[int, int]:
-    """Return the row groups that grow too much, according to the footer, with their rows to read at once."""
+    """Return the row groups that grow too much, according to the footer. Maps each to its rows to read at once."""
     suspects = {}
     for number in range(meta.num_row_groups):
         group = meta.row_group(number)
@@ -231,7 +235,7 @@ def suspicious_groups(meta: Any) -> dict[int, int]:
 
 
 def _try(file: File, groups: Sequence[int], rows_at_once: int) -> None:
-    """Read row groups, or without any the footer, in a child process. Raises DataError if that fails."""
+    """Read row groups, or the footer if ``groups`` is empty, in a child process. Raise DataError if it fails."""
     path = os.path.abspath(file.path)
     identity = f"{path} {file.size} {file.mtime_ns} {file.inode}"
     keys = [f"{identity} {group}" for group in groups]
@@ -247,10 +251,10 @@ def _try(file: File, groups: Sequence[int], rows_at_once: int) -> None:
 
 
 def _open(file: File, metadata: Any = None, buffer_size: int = 0) -> Any:
-    """Open a file, with its ``metadata`` if it was opened before.
+    """Open a file. Pass its ``metadata`` if it was opened before, so that the footer need not be read again.
 
     Raises:
-        ConfigError: it has changed.
+        ConfigError: the file has changed.
         DataError: its footer cannot be read, or exceeds the limits of ``sandbox``.
     """
     file.check_unchanged()
@@ -278,13 +282,13 @@ def _open(file: File, metadata: Any = None, buffer_size: int = 0) -> Any:
 
 
 def thrift_limits(file_bytes: int) -> dict[str, int]:
-    """Return the limits of pyarrow for a footer: a list or a text cannot be longer than the file."""
+    """Return pyarrow's limits for a footer. A list or a text in it cannot be longer than the file."""
     limit = min(file_bytes, 2**31 - 1)
     return {"thrift_container_size_limit": limit, "thrift_string_size_limit": limit}
 
 
 def _footer_bytes(file: File) -> int:
-    """Return the length of the footer; 0 if the file does not end like a Parquet file."""
+    """Return the length of the footer. 0 if the file does not end like a Parquet file."""
     descriptor = file.open()
     try:
         tail = os.pread(descriptor, _TAIL_BYTES, max(file.size - _TAIL_BYTES, 0))

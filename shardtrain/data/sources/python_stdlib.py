@@ -1,6 +1,6 @@
-"""The source text of the running Python's standard library: real data that exist on every machine.
+"""The source code of the running Python's standard library. These are real data that exist on every machine.
 
-The text differs between Python versions, and so does its fingerprint, which is checked on a resume.
+The text differs between Python versions, and so does its fingerprint. So a run cannot resume with another version.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from shardtrain.data.sources._data_files import File, FileList, FileSource, arra
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 MAX_BYTES = 16 * 2**20
-"""Files are used in order up to this total size. CPython 3.11 has about 11 MiB."""
-
-# installed packages vary between machines, tests are a third of the text and repetitive, and idlelib is
-# often a separate package
+"""Files are used in order, up to this total size. CPython 3.11 has about 11 MiB."""
+# Skip installed packages, because they differ between machines, tests, because they are repetitive and a third of
+# the text, and idlelib, because it is often a separate package.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 )
@@ -73,13 +72,13 @@ def _list(root: Path) -> dict[str, Any]:
                 f"the dataset python_stdlib found no .py files in {root} (removed, or packed in a zip); "
                 'install the full Python, or use training.dataset="text" with training.dataset_path'
             )
-        # The sizes of the files, up to a limit of bytes.
+        # Use files until their total size reaches the limit.
         names_used: list[str] = []
         identities: list[tuple[int, int, int]] = []
         total_bytes = 0
         for name in names:
             status = os.stat(os.path.join(root, name))
-            # an __init__.py that only marks a package
+            # Skip an empty file, such as an __init__.py that only marks a package.
             if not status.st_size:
                 continue
             total_bytes += status.st_size
@@ -99,7 +98,7 @@ def _list(root: Path) -> dict[str, Any]:
 
 @dataclass
 class Library(FileSource):
-    """Rows that are source files; see Table."""
+    """A table in which each row is a source file, see ``Table``."""
 
     @property
     def num_rows(self) -> int:
@@ -133,13 +132,13 @@ def _content(file: File) -> bytes:
 
 
 def _source_files(root: Path) -> list[str]:
-    """Return relative POSIX paths of the .py files below root, sorted.
+    """Return the relative POSIX paths of the .py files below ``root``, sorted.
 
-    Skipped folders are not even listed.
+    Folders to skip are not even listed.
     """
 
     def stop(error: OSError) -> None:
-        # a folder that one host cannot list would give its ranks another dataset
+        # Do not skip the folder: if only some hosts can list it, their ranks would read a different dataset.
         raise error
 
     names: list[str] = []

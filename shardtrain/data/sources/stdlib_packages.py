@@ -1,7 +1,7 @@
-"""Lines of the running Python's standard library, labelled with their package: classification data on every
-machine.
+"""Lines of the running Python's standard library, labelled with their package. This is classification data that
+exists on every machine.
 
-The text differs between Python versions, and so does its fingerprint, which is checked on a resume.
+The text differs between Python versions, and so does its fingerprint. So a run cannot resume with another version.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shardtrain.data.sources.python_stdlib import Library, open_folder
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 PACKAGES = ("asyncio", "email", "multiprocessing", "unittest", "xml")
-"""Labels, in the order of [task]."""
+"""Labels, in the order that [task] uses."""
 SPLITS = {"train": range(2, 10), "validation": (0,), "test": (1,)}
-"""The lines of each split, among ten consecutive lines."""
+"""For each split, its lines among ten consecutive lines."""
 MIN_CHARACTERS = 24
 MAX_LINES = 1500
-"""Shorter lines are skipped, and a package with more lines provides only its first."""
+"""Lines shorter than MIN_CHARACTERS are skipped. Of each package, only the first MAX_LINES lines are used."""
 
 
 def open_source(request: Request) -> Table:
@@ -61,7 +61,7 @@ def open_source(request: Request) -> Table:
 
 
 def _rows(library: Library, parts: Container[int]) -> list[list[str]]:
-    """Return text, label and place of each row of a split. ``parts`` are its positions among ten lines."""
+    """Return text, label and place of each row of a split. ``parts`` is the split's value in ``SPLITS``."""
     lines_of: dict[str, list[tuple[str, str]]] = {name: [] for name in PACKAGES}
     count: dict[str, int] = {}
     for index, file in enumerate(library.members):
@@ -74,7 +74,7 @@ def _rows(library: Library, parts: Container[int]) -> list[list[str]]:
             line = line.strip()
             count[line] = count.get(line, 0) + 1
             lines_of[package].append((line, f"{file.path}:{number}"))
-    # only lines that occur once: a line in two packages would have two labels
+    # Use only lines that occur once, because a line in two packages would have two labels.
     rows = []
     for package, lines in lines_of.items():
         unique = [
@@ -90,7 +90,7 @@ def _rows(library: Library, parts: Container[int]) -> list[list[str]]:
 
 @dataclass
 class Lines(Library):
-    """Rows that are lines; see Table."""
+    """A table in which each row is a line, see ``Table``."""
 
     lines: list[tuple[str, str, str]]
 

@@ -1,4 +1,4 @@
-"""Plain text files, also compressed: one file is one row, ``{"text": ...}``."""
+"""Plain text files, compressed or not. Each file is one row, ``{"text": ...}``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENDINGS = file_kinds.ENDINGS["text"]
 def open_source(request: Request) -> Table:
     """Open a file, all ``*.txt`` files below a folder, or the files that match a pattern.
 
-    Files are UTF-8. A byte order mark is removed; line ends and U+0000 are kept.
+    Files must be UTF-8. A byte order mark is removed. Line ends and U+0000 are kept.
 
     Raises:
         ConfigError: the option is not set, or matches no file.
@@ -49,7 +49,7 @@ def open_files(files: Sequence[File], request: Request) -> Table:
 
 @dataclass
 class TextFiles(FileSource):
-    """Rows that are files; see Table."""
+    """A table in which each row is a file, see ``Table``."""
 
     max_row_bytes: int
 
@@ -60,7 +60,7 @@ class TextFiles(FileSource):
 
     def row(self, index: int) -> Row:
         file = self.members[index]
-        # many files are not checked when the dataset is opened
+        # If there are many files, they were not checked when the dataset was opened.
         if is_many(self.members):
             check_text(file)
         if file.compression is None and file.size > self.max_row_bytes:

@@ -1,4 +1,4 @@
-"""Tables as text: ``.tsv`` with tabs between fields and no quotes, and ``.csv`` as in RFC 4180."""
+"""Tables in text files: ``.tsv`` with tabs between fields and no quotes, and ``.csv`` as in RFC 4180."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ ENDINGS = file_kinds.ENDINGS["tsv"]
 
 
 def open_source(request: Request) -> Table | Shards:
-    """Open a file, a folder or a pattern with rows ``{column: text}``; shards if a file is compressed, or
-    if there are many.
+    """Open a file, a folder or a pattern, with rows ``{column: text}``.
 
-    The first line of each file names the columns. If ``request.header`` is False, they are "0", "1", ... A
-    line of whitespace is not a row. In a CSV file, quoted fields may contain newlines, and a quote within
-    them is doubled.
+    Return shards if a file is compressed or there are many files, else a table. The first line of each file names
+    the columns. If ``request.header`` is False, they are named "0", "1", ... A line that contains only whitespace is
+    not a row. In a CSV file, quoted fields may contain newlines, and quotes inside them are doubled.
 
     Raises:
         ConfigError: the option is not set, or matches no file.
@@ -44,8 +43,8 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     reader = RecordReader()
     in_sequence = not is_many(files) and any(file.compression for file in files)
 
-    # one rank finds the columns and the starts of rows for all; with many files, only the columns of the
-    # first file
+    # One rank finds the columns and the starts of rows for all ranks. If there are many files, it reads only the
+    # columns of the first file.
     def first_look() -> dict[str, Any]:
         for file in files:
             if (file.kind == ".csv") != quoted:
@@ -79,9 +78,9 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
 
 @dataclass(frozen=True)
 class LookAtTable:
-    """Checks a file when it is opened. With many files, this replaces a check of all files at the start.
+    """Checks a file when it is opened, see ``FileShards.look``.
 
-    See ``FileShards.look``.
+    If there are many files, this replaces a check of all files when the dataset is opened.
     """
 
     first: File
@@ -124,7 +123,7 @@ def split(data: bytes, quoted: bool) -> list[str] | BadRow:
         return not_utf8(error)
     if not quoted:
         return text.split("\t")
-    # the module's own limit is 128 KiB; here data.max_row_bytes limits rows
+    # The csv module limits fields to 128 KiB. Raise this limit, because data.max_row_bytes already limits rows.
     if csv.field_size_limit() < len(text):
         csv.field_size_limit(len(text))
     try:

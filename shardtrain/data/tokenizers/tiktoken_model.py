@@ -1,8 +1,8 @@
-"""Tokenizer in a tiktoken ``.model`` file: base64 tokens and their ranks, with Llama 3's split pattern and
-special tokens.
+"""Tokenizer in a tiktoken ``.model`` file, which contains tokens in base64 and their ranks. It uses Llama 3's split
+pattern and special tokens.
 
-Format: https://github.com/openai/tiktoken. Llama 3's additions: the Llama 3 model card and its reference
-code.
+The format is described at https://github.com/openai/tiktoken, and Llama 3's additions in its model card and its
+reference code.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _FIRST_SPECIAL = (
     "<|eot_id|>",
 )
 _LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]{1,10})\r?")
-# the ranks do not specify how to split a text; these numbers of ranks belong to other tokenizers with other
-# patterns
+# The file does not say how to split a text. But these numbers of ranks belong to other tokenizers, which have
+# other split patterns.
 _OTHERS = {
     50256: "GPT-2",
     50257: "GPT-2",
@@ -48,8 +48,8 @@ _OTHERS = {
     151643: "Qwen",
     199998: "o200k_base",
 }
-# the regular expressions overflow their stack on longer texts; Llama 3's reference code cuts at the same
-# positions
+# Longer texts are cut, because they overflow the stack of the regular expressions. Llama 3's reference code cuts at
+# the same positions.
 _LONGEST_RUN = 25_000
 _LONGEST_TEXT = 400_000
 _LONG_RUN = re.compile(rf"\s{{{_LONGEST_RUN + 1},}}|\S{{{_LONGEST_RUN + 1},}}")
@@ -61,10 +61,11 @@ def looks_like(content: bytes) -> bool:
 
 
 class TiktokenTokenizer:
-    """Base64 ranks with Llama 3's split pattern, and 256 special tokens after the last rank.
+    """Tiktoken's ranks with Llama 3's split pattern, and 256 special tokens after the last rank.
 
-    Special tokens in a ``tokenizer_config.json`` next to it take precedence over Llama 3's. A special token
-    in a text is ordinary text, as in Llama 3's reference code, except in conversations (``encode_spans``).
+    Special tokens in a ``tokenizer_config.json`` next to it take precedence over those of Llama 3. As in Llama 3's
+    reference code, a special token in a text is ordinary text. Only in conversations it is a special token
+    (``encode_spans``).
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
@@ -73,7 +74,7 @@ class TiktokenTokenizer:
         ranks = _read_ranks(file, content, option)
         beside = read_beside(file.parent, option)
 
-        # special tokens by text: Llama 3's 256, some renamed by tokenizer_config.json
+        # Collect the special tokens: Llama 3's 256, some of which tokenizer_config.json may rename.
         num_ranks = len(ranks)
         reserved = [f"<|reserved_special_token_{i}|>" for i in range(5, _NUM_SPECIAL)]
         llama3_names = [*_FIRST_SPECIAL, *reserved][:_NUM_SPECIAL]
@@ -85,7 +86,7 @@ class TiktokenTokenizer:
                     Problem(
                         option,
                         str(file),
-                        rule=f"has special tokens {num_ranks}..{last}, tokenizer_config.json names {i}",
+                        rule=f"has special tokens {num_ranks}..{last}, but tokenizer_config.json names {i}",
                         fix="use files that belong together",
                     )
                 )
@@ -93,8 +94,8 @@ class TiktokenTokenizer:
         specials = {text: i for i, text in names.items()}
         tiktoken = libraries.load("tiktoken", option, str(file), otherwise="use a tokenizer.json")
 
-        # The library gets no special tokens, so special tokens in a text stay ordinary text. In
-        # ``encode_spans`` the splitter finds them.
+        # Pass no special tokens to the library, so that they are ordinary text. In ``encode_spans``, the splitter
+        # finds them.
         self._encoding = tiktoken.Encoding(
             file.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={}
         )
@@ -122,14 +123,14 @@ class TiktokenTokenizer:
         self.fingerprint = hashlib.sha256(content_hash + facts).hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """Ids of a text, without bos and eos."""
+        """Return the ids of a text, without BOS and EOS."""
         ids: list[int] = []
         for part in _parts(text):
             ids += self._encoding.encode_ordinary(part)
         return np.array(ids, dtype=np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """Ids of each text."""
+        """Return the ids of each text."""
         parts = [list(_parts(text)) for text in texts]
         flat = [part for text in parts for part in text]
         if not flat:
@@ -146,15 +147,19 @@ class TiktokenTokenizer:
     def encode_spans(
         self, texts: Sequence[str]
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """Return the ids of each text, including special tokens that occur in it as strings, and their
-        character ranges."""
+        """Return the ids of each text, and their character ranges.
+
+        Special tokens that occur in a text as strings become their ids.
+        """
         return [self._with_spans(text) for text in texts]
 
     def decode(
         self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False
     ) -> str:
-        """Return the text of ids, with special tokens only if ``keep_special``. Bytes that are not UTF-8
-        become U+FFFD.
+        """Return the text of ids, with special tokens only if ``keep_special``.
+
+        Bytes that are not UTF-8 become U+FFFD.
+
 
         Raises:
             ValueError: an id is not in 0..vocab_size-1.
@@ -186,8 +191,10 @@ class TiktokenTokenizer:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Parts of a text that the library can take, cut where Llama 3's reference code cuts; most texts are
-    one part."""
+    """Yield parts of a text that are short enough for the library. Most texts have only one part.
+
+    Texts are cut at the same positions as in Llama 3's reference code.
+    """
     for start in range(0, len(text), _LONGEST_TEXT):
         part = text[start : start + _LONGEST_TEXT]
         done = 0
@@ -199,7 +206,11 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _read_ranks(file: Path, content: bytes, option: str) -> dict[bytes, int]:
-    """Tokens and their ranks, which must count from 0; raises ConfigError naming the line that is wrong."""
+    """Return the tokens and their ranks.
+
+    Raises:
+        ConfigError: a line is wrong, or ranks do not count up from 0. The message names the line.
+    """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
@@ -238,7 +249,7 @@ def _read_ranks(file: Path, content: bytes, option: str) -> dict[bytes, int]:
                 option,
                 str(file),
                 rule=(
-                    f"has {len(ranks)} ranks like {_OTHERS[len(ranks)]}, and only Llama 3's split pattern is supported"
+                    f"has {len(ranks)} ranks like {_OTHERS[len(ranks)]}, but only Llama 3's split pattern is supported"
                 ),
                 fix="use the tokenizer.json of that model",
             )

@@ -10,7 +10,7 @@ from typing import Any
 from shardtrain.utils import bounded_reads, checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 
-# used only if no file names the tokens that begin and end a document and pad a row
+# The usual texts of BOS, EOS and padding. They are used only if no file names these tokens.
 _USUAL_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<|startoftext|>", "<|bos|>"),
     "eos_token": ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|eos|>"),
@@ -36,7 +36,7 @@ class AddedToken:
 
 @dataclass
 class TokenizerConfig:
-    """Contents of the files. A named token is None if a file sets it to null."""
+    """Contents of the files next to a tokenizer. A named token is None if a file sets it to null."""
 
     tokens: dict[str, str | None] = field(default_factory=dict)
     token_ids: dict[str, Any] = field(default_factory=dict)
@@ -47,12 +47,12 @@ class TokenizerConfig:
 
     @property
     def chat_template(self) -> str | None:
-        """Template of conversations without tools, or the only template."""
+        """Template for conversations without tools, or the only template."""
         return self.templates.get("default")
 
     @property
     def tool_template(self) -> str | None:
-        """Separate template of conversations with tools, if there is one."""
+        """Separate template for conversations with tools, if there is one."""
         return self.templates.get("tool_use")
 
     def special_id(
@@ -65,8 +65,12 @@ class TokenizerConfig:
     ) -> int | None:
         """Return the id of "bos_token", "eos_token" or "pad_token".
 
-        ``find`` returns the id of a token's text. ``special`` contains the special tokens among which usual
-        names are looked up if no file names the token.
+        Args:
+            name: one of these names.
+            find: returns the id of a token, given its text.
+            special: the special tokens. If no file names the token, the usual names are looked up here.
+            vocab_size: size of the vocabulary.
+            option: option that names the tokenizer, for errors.
 
         Raises:
             ConfigError: a file names a token without an id, or an id outside the vocabulary.
@@ -101,10 +105,9 @@ class TokenizerConfig:
     def ends(
         self, bos_id: int | None, eos_id: int | None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids before and after a text for a model without a post-processor: BOS before it by
-        default.
+        """Return the ids to add before and after a text, for tokenizers that have no post-processor.
 
-        Llama's tokenizers have this format. They add BOS before a text and no EOS after it.
+        By default these are BOS before a text and nothing after it, as for Llama's tokenizers.
         """
         adds_bos = self.switches.get("add_bos_token", True)
         adds_eos = self.switches.get("add_eos_token", False)
@@ -139,7 +142,8 @@ def read_beside(folder: Path, option: str) -> TokenizerConfig:
 def files_beside(folder: Path) -> dict[str, bytes]:
     """Return the contents of the files that ``read_beside`` reads, by their names in the folder.
 
-    Raises OSError.
+    Raises:
+        OSError: a file cannot be read.
     """
     templates = [f"{_TEMPLATES}/{file.name}" for file in (folder / _TEMPLATES).glob("*.jinja")]
     contents = {}
@@ -152,10 +156,10 @@ def files_beside(folder: Path) -> dict[str, bytes]:
 def ends_facts(
     prefix_ids: tuple[int, ...], suffix_ids: tuple[int, ...], bos_id: int | None, eos_id: int | None
 ) -> bytes:
-    """Return the fact of a fingerprint about ends: empty if BOS begins a text and EOS, if anything, ends
-    it.
+    """Return the facts for a fingerprint about the ids that are added before and after a text.
 
-    Fingerprints of such tokenizers are the same as in versions that supported no other ends.
+    Empty in the usual case: BOS is added before a text, and EOS or nothing after it. So the fingerprint is then the
+    same as in versions that supported only this case.
     """
     default_prefix = () if bos_id is None else (bos_id,)
     is_default = prefix_ids == default_prefix and suffix_ids in ((), (eos_id,))
@@ -197,7 +201,8 @@ def _read_config(file: Path, config: TokenizerConfig, option: str) -> None:
     if not isinstance(content, dict):
         raise ConfigError(Problem(option, str(file), "is not a JSON object", _FIX))
 
-    # named tokens: a text, an object with a text, or null; booleans such as add_bos_token are switches
+    # Read named tokens, which are a text, an object with a text, or null. Booleans such as add_bos_token are
+    # switches.
     for key, value in content.items():
         if key.endswith("_token_id"):
             config.token_ids[key] = value
@@ -210,7 +215,7 @@ def _read_config(file: Path, config: TokenizerConfig, option: str) -> None:
             else:
                 raise ConfigError(Problem(option, str(file), f"has a {key} that is not text", _FIX))
 
-    # tokens that were added to the vocabulary, by id
+    # Read the tokens that were added to the vocabulary, by id.
     added = content.get("added_tokens_decoder")
     if added is not None:
         try:
@@ -237,7 +242,7 @@ def _read_config(file: Path, config: TokenizerConfig, option: str) -> None:
                 )
             )
 
-    # one chat template, or several by name
+    # Read the chat template, or several templates with names.
     template = content.get("chat_template")
     if isinstance(template, str):
         config.templates["default"] = template
