@@ -133,14 +133,12 @@ def open_model(
     """
     config = load_config(path, config_file, tokenizer_path).config
     if config.task.name not in OF_TEXT:
-        raise ConfigError(
-            Problem(
-                "task.name",
-                config.task.name,
-                rule="does not predict the next token, so it cannot generate text",
-                fix='use "shardtrain test" for its predictions',
-            )
-        )
+        rule = "does not predict the next token, so it cannot generate text"
+        fix = 'use "shardtrain test" for its predictions'
+        if config.task.name == "image_text":
+            rule = "trains a model that reads images, and generate does not pass images to a model"
+            fix = 'export the run with "shardtrain export", and generate with transformers'
+        raise ConfigError(Problem("task.name", config.task.name, rule, fix))
     module, shape = models.configured(config.model)
     weights = _StoredWeights(path, step, config, module, shape, base, adapter, use_ema)
     model = models.build(module, shape)
