@@ -480,3 +480,17 @@ def test_help_needs_no_torch():
         check=False,
     )
     assert result.returncode == 0 and "--max_new_tokens" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("reward_model", "shardtrain test.*does not predict the next token"),
+        ("image_text", "shardtrain export.*generate does not pass images to a model"),
+    ],
+)
+def test_task_that_generate_does_not_support_is_refused(tmp_path, task, message):
+    config_file = tmp_path / "run.toml"
+    config_file.write_text(f'[task]\nname = "{task}"\n')
+    with pytest.raises(ConfigError, match=message):
+        open_model(tmp_path, config_file)
