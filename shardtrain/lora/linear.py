@@ -71,14 +71,18 @@ class FrozenLinear(nn.Linear):
             weight_OI = self.weight.t() if self.transposed else self.weight
             return F.linear(x, weight_OI, self.bias)
         product = self.low_bits(x)
-        return product if self.bias is None else product + self.bias
+        if self.bias is None:
+            return product
+        return product + self.bias
 
     def product(self, x: Tensor) -> Tensor:
         """Compute W x with this rank's local tensors."""
         if self.low_bits is not None:
             return self.low_bits(x)
         weight = _local(self.weight)
-        return F.linear(x, weight.t() if self.transposed else weight)
+        if self.transposed:
+            weight = weight.t()
+        return F.linear(x, weight)
 
     def weight_OI(self, dtype: torch.dtype) -> Tensor:
         """Return this rank's part of W. A quantized W is dequantized."""
@@ -124,13 +128,18 @@ class LoraLinear(FrozenLinear):
         if isinstance(self.lora_a, DTensor):
             return self._split(x, self.lora_a, self.lora_b, self.lora_magnitude)  # type: ignore[arg-type]
         if self.lora_magnitude is None:
-            return super().forward(x) + self._added(x, self.lora_a, self.lora_b)
+            frozen = super().forward(x)
+            return frozen + self._added(x, self.lora_a, self.lora_b)
         out = self._lengthened(x, self.lora_a, self.lora_b, self.lora_magnitude)
-        return out if self.bias is None else out + self.bias
+        if self.bias is None:
+            return out
+        return out + self.bias
 
     def _added(self, x: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
+        """Return what the adapter adds to the output: scale * B A dropout(x)."""
         x = F.dropout(x, self.dropout, self.training)
-        return F.linear(F.linear(x, a_RI), b_OR) * self.scale
+        low_rank = F.linear(x, a_RI)
+        return F.linear(low_rank, b_OR) * self.scale
 
     def _lengthened(
         self,
@@ -147,23 +156,22 @@ class LoraLinear(FrozenLinear):
         # Backward treats the norm of a row as a constant. With sharded inputs, sum the squares over
         # the ranks of the group.
         with torch.no_grad():
-            squares_O = (
-                merged(self.weight_OI(torch.float32), a_RI, b_OR, self.scale).square().sum(1)
-            )
+            merged_OI = merged(self.weight_OI(torch.float32), a_RI, b_OR, self.scale)
+            squares_O = merged_OI.square().sum(1)
+            del merged_OI  # as large as the weight
             if group is not None:
                 dist.all_reduce(squares_O, group=group)
             length_O = squares_O.sqrt()
         factor_O = (magnitude_O.float() / length_O).to(x.dtype)
-        # As in PEFT, W x uses the input without dropout, and all added terms use the input after dropout.
         if self.dropout and self.training:
+            # As in PEFT, W x uses the input without dropout, and all added terms use the input after dropout.
             dropped = F.dropout(x, self.dropout)
-            added = self.product(dropped) * (factor_O - 1)
-            return (
-                self.product(x)
-                + added
-                + F.linear(F.linear(dropped, a_RI), b_OR) * (factor_O * self.scale)
-            )
-        return (self.product(x) + F.linear(F.linear(x, a_RI), b_OR) * self.scale) * factor_O
+            lengthened = self.product(dropped) * (factor_O - 1)
+            low_rank = F.linear(dropped, a_RI)
+            adapted = F.linear(low_rank, b_OR) * (factor_O * self.scale)
+            return self.product(x) + lengthened + adapted
+        low_rank = F.linear(x, a_RI)
+        return (self.product(x) + F.linear(low_rank, b_OR) * self.scale) * factor_O
 
     def _split(
         self, x: Tensor, a_RI: DTensor, b_OR: DTensor, magnitude_O: DTensor | None
@@ -176,27 +184,26 @@ class LoraLinear(FrozenLinear):
         communication, except for DoRA's norms with sharded inputs.
         """
         assert isinstance(x, DTensor)
-        by_outputs = isinstance(b_OR.placements[0], Shard)
-        share = (Partial(),)
-        of_whole_inputs = share if by_outputs else None
-        of_whole_outputs = None if by_outputs else share
-        x_local = x.to_local(grad_placements=of_whole_inputs)
-        a_local = a_RI.to_local(grad_placements=of_whole_inputs)
-        b_local = b_OR.to_local(grad_placements=of_whole_outputs)
         mesh = a_RI.device_mesh
+        by_outputs = isinstance(b_OR.placements[0], Shard)
+        of_full_inputs = (Partial(),) if by_outputs else None
+        of_full_outputs = None if by_outputs else (Partial(),)
+        x_local = x.to_local(grad_placements=of_full_inputs)
+        a_local = a_RI.to_local(grad_placements=of_full_inputs)
+        b_local = b_OR.to_local(grad_placements=of_full_outputs)
 
         def placed(local: Tensor) -> DTensor:
-            return DTensor.from_local(
-                local, mesh, (Shard(local.ndim - 1) if by_outputs else Partial(),), run_check=False
-            )
+            placement = Shard(local.ndim - 1) if by_outputs else Partial()
+            return DTensor.from_local(local, mesh, (placement,), run_check=False)
 
         if magnitude_O is None:
             return super().forward(x) + placed(self._added(x_local, a_local, b_local))
-        lengths = magnitude_O.to_local(grad_placements=of_whole_outputs)
+        lengths = magnitude_O.to_local(grad_placements=of_full_outputs)
         group = None if by_outputs else mesh.get_group()
         out = self._lengthened(x_local, a_local, b_local, lengths, group)
         # If the output is a partial sum, only one rank may add the bias.
-        if self.bias is not None and (by_outputs or mesh.get_local_rank() == 0):
+        adds_bias = by_outputs or mesh.get_local_rank() == 0
+        if self.bias is not None and adds_bias:
             out = out + _local(self.bias)
         return placed(out)
 

@@ -11,10 +11,10 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardtrain import config as configs
-from shardtrain.config import command_line
+from shardtrain.config import Loaded, command_line
 from shardtrain.config.command_line import VerbOption
 from shardtrain.config.schema import Checkpoint
 from shardtrain.utils import atomic_io, storage_errors
@@ -22,6 +22,10 @@ from shardtrain.utils.arguments import output_name
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import parse_count
 from shardtrain.utils.variables import is_whole_number
+
+if TYPE_CHECKING:
+    from shardtrain.tools.plan.hardware import Device
+    from shardtrain.tools.plan.planning import Plan
 
 HELP = """\
 usage: shardtrain plan [CONFIG.toml] [--gpus N | --nodes N] [--device NAME|FILE.toml] [--section.key VALUE ...]
@@ -165,11 +169,12 @@ def main(words: Sequence[str]) -> int:
     options = PlanOptions.of(taken.own)
     arguments = command_line.split(taken.rest)
     for name in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts"):
-        if getattr(arguments, name) is not None:
+        value = getattr(arguments, name)
+        if value is not None:
             raise ConfigError(
                 Problem(
                     f"--{name}",
-                    getattr(arguments, name),
+                    value,
                     rule="is for starting processes, but plan starts none",
                     fix="use --gpus or --nodes",
                     where="command line",
@@ -179,44 +184,60 @@ def main(words: Sequence[str]) -> int:
     loaded = configs.load(arguments.path, arguments.overrides)
     if options.output:
         _require_writable(Path(options.output), loaded.path)
-    from shardtrain.tools.plan import picture, planning
+    from shardtrain.tools.plan import planning
 
     # Choose the device, with measured rates if requested, and the number of devices.
     if options.calibrate is not None:
-        from shardtrain.tools.plan import calibrate
-
-        source = Path(options.calibrate)
-        learned = (
-            calibrate.learn_report(source, device)
-            if source.is_file()
-            else calibrate.learn(source, device)
-        )
-        device = learned.device
-        print(learned.line(options.calibrate), file=sys.stderr)
+        device = _calibrated(options.calibrate, device)
     if options.nodes is not None:
         options.gpus = options.nodes * device.devices_per_node
+    world_size = options.gpus or planning.smallest_world(loaded.config, device)
     columns = None
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
-    world_size = options.gpus or planning.smallest_world(loaded.config, device)
-
-    # A search ranks variations of the configuration.
     if options.search:
-        from shardtrain.tools.plan import search
+        return _search(loaded, world_size, device, options, columns)
+    return _plan(loaded, world_size, device, options, columns)
 
-        found = search.run(loaded, world_size, device, options.float8)
-        if options.json:
-            print(json.dumps(found.as_dict(options.top)))
-        else:
-            print("\n".join(search.lines(found, options.top, columns)))
-        if options.output and found.ranked:
-            text = search.as_toml(loaded, found.ranked[0])
-            _write(Path(options.output), text)
-            if not options.json:
-                print(f"wrote {options.output}: shardtrain train {shlex.quote(options.output)}")
-        return 0 if found.ranked else DOES_NOT_FIT
 
-    # Without a search, plan the configuration itself.
+def _calibrated(source: str, device: Device) -> Device:
+    """Return the device with the rates of a report of the doctor, or of a run. Print what changed."""
+    from shardtrain.tools.plan import calibrate
+
+    path = Path(source)
+    learn = calibrate.learn_report if path.is_file() else calibrate.learn
+    learned = learn(path, device)
+    print(learned.line(source), file=sys.stderr)
+    return learned.device
+
+
+def _search(
+    loaded: Loaded, world_size: int, device: Device, options: PlanOptions, columns: int | None
+) -> int:
+    """Rank variations of the configuration, print them, and write the best one. Return the exit status."""
+    from shardtrain.tools.plan import search
+
+    result = search.run(loaded, world_size, device, options.float8)
+    if options.json:
+        print(json.dumps(result.as_dict(options.top)))
+    else:
+        print("\n".join(search.lines(result, options.top, columns)))
+    if not result.ranked:
+        return DOES_NOT_FIT
+    if options.output:
+        best = result.ranked[0]
+        _write(Path(options.output), search.as_toml(loaded, best))
+        if not options.json:
+            print(f"wrote {options.output}: shardtrain train {shlex.quote(options.output)}")
+    return 0
+
+
+def _plan(
+    loaded: Loaded, world_size: int, device: Device, options: PlanOptions, columns: int | None
+) -> int:
+    """Plan the configuration itself, and print the plan. Return the exit status."""
+    from shardtrain.tools.plan import picture, planning
+
     configs.require_to_build(loaded, world_size)
     plan = planning.make(loaded.config, world_size, device)
     largest = None
@@ -224,26 +245,37 @@ def main(words: Sequence[str]) -> int:
         largest = planning.largest(loaded.config, world_size, device)
     save_seconds = _seconds_between_saves(loaded.config.checkpoint, plan.time.seconds)
     if options.json:
-        more: dict[str, Any] = {"largest": largest} if largest else {}
+        facts = plan.as_dict()
+        if largest:
+            facts["largest"] = largest
         if options.tokens:
-            count, days = (
-                plan.failures(options.tokens, save_seconds) if save_seconds else (None, None)
-            )
-            is_endless = days is None or math.isinf(days)
-            more["budget"] = {
-                "tokens": options.tokens,
-                "days": plan.days(options.tokens),
-                "seconds_between_saves": save_seconds,
-                "failures": count,
-                "days_with_failures": None if is_endless else days,
-            }
-        print(json.dumps(plan.as_dict() | more))
+            facts["budget"] = _budget(plan, options.tokens, save_seconds)
+        print(json.dumps(facts))
     else:
         print("\n".join(picture.lines(plan, options.tokens, options.price, save_seconds, columns)))
         if largest:
             print("largest values that fit on this layout, if only one is changed:")
-            print("\n".join(f"  {option}={number}" for option, number in largest.items()))
+            for option, number in largest.items():
+                print(f"  {option}={number}")
     return 0 if plan.fits else DOES_NOT_FIT
+
+
+def _budget(plan: Plan, tokens: float, save_seconds: float) -> dict[str, Any]:
+    """Return the days for a number of tokens, and the failures in them, as JSON values."""
+    num_failures: float | None = None
+    days_with_failures: float | None = None
+    if save_seconds:
+        num_failures, days = plan.failures(tokens, save_seconds)
+        # JSON has no infinity.
+        if not math.isinf(days):
+            days_with_failures = days
+    return {
+        "tokens": tokens,
+        "days": plan.days(tokens),
+        "seconds_between_saves": save_seconds,
+        "failures": num_failures,
+        "days_with_failures": days_with_failures,
+    }
 
 
 def _seconds_between_saves(saves: Checkpoint, step_seconds: float) -> float:
