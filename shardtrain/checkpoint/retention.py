@@ -41,7 +41,9 @@ _MOST_REMEMBERED = 64
 def step_of(path: Path | ObjectPath) -> int | None:
     """Return the step in the name of a checkpoint's folder, or None."""
     match = _STEP.fullmatch(path.name)
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def step_folders(folder: Path | ObjectPath) -> list[int]:
@@ -50,19 +52,25 @@ def step_folders(folder: Path | ObjectPath) -> list[int]:
     """
     if isinstance(folder, ObjectPath):
         return steps(folder)
-    return sorted(s for path in folder.glob("step-*") if (s := step_of(path)) is not None)
+    numbers = []
+    for path in folder.glob("step-*"):
+        step = step_of(path)
+        if step is not None:
+            numbers.append(step)
+    return sorted(numbers)
 
 
 def steps(folder: Path | ObjectPath) -> list[int]:
     """Return the steps with a manifest, in ascending order."""
-    if isinstance(folder, ObjectPath):
-        folders = {}
-        for path in folder.glob("step-*"):
-            step = step_of(path)
-            if step is not None:
-                folders[path] = step
-        return sorted(step for path, step in folders.items() if (path / MANIFEST).is_file())
-    return [step for step in step_folders(folder) if (folder / f"step-{step}" / MANIFEST).is_file()]
+    if not isinstance(folder, ObjectPath):
+        numbers = step_folders(folder)
+        return [step for step in numbers if (folder / f"step-{step}" / MANIFEST).is_file()]
+    numbers = []
+    for path in list(folder.glob("step-*")):
+        step = step_of(path)
+        if step is not None and (path / MANIFEST).is_file():
+            numbers.append(step)
+    return sorted(numbers)
 
 
 def no_such_step(folder: Path | ObjectPath, wanted: int, found: Sequence[int]) -> CheckpointError:
@@ -89,8 +97,10 @@ def is_complete(path: Path | ObjectPath, origin: str | None = None) -> bool:
     With ``origin`` the manifest must name that run.
     """
     try:
-        names, sizes, found = _content(path)
-        return origin in (None, found) and files.sizes_of(path, names) == sizes
+        names, sizes, stored_origin = _content(path)
+        if origin is not None and origin != stored_origin:
+            return False
+        return files.sizes_of(path, names) == sizes
     except (CheckpointError, OSError):
         return False
 
@@ -98,9 +108,10 @@ def is_complete(path: Path | ObjectPath, origin: str | None = None) -> bool:
 def is_of(path: Path | ObjectPath, origin: str) -> bool:
     """True if the manifest of a checkpoint names the run ``origin``; False if it cannot be read."""
     try:
-        return _content(path)[2] == origin
+        _, _, stored_origin = _content(path)
     except (CheckpointError, OSError):
         return False
+    return stored_origin == origin
 
 
 def _content(path: Path | ObjectPath) -> tuple[list[str], list[int], str]:
@@ -189,28 +200,33 @@ def delete_old(
     if not keep:
         return
     # Ignore later steps: the user has resumed from an older step, and they belong to the abandoned history.
-    all_steps = (step_of(path) for path in folder.glob("step-*"))
-    own = sorted(step for step in all_steps if step is not None and step <= saved)
+    own = []
+    for path in folder.glob("step-*"):
+        step = step_of(path)
+        if step is not None and step <= saved:
+            own.append(step)
+    own.sort()
     # Start with the newest and stop at ``keep`` complete ones. Checking one costs a request to an
     # object store, and there may be thousands that are kept forever.
     complete: list[int] = []
     for step in reversed(own):
-        if len(complete) < keep and is_complete(folder / f"step-{step}", origin):
+        if len(complete) == keep:
+            break
+        if is_complete(folder / f"step-{step}", origin):
             complete.append(step)
     for step in to_delete(own, keep, complete):
-        if (
-            step == spare
-            or (forever and step % forever == 0)
-            or not is_of(folder / f"step-{step}", origin)
-        ):
+        is_kept_forever = forever and step % forever == 0
+        if step == spare or is_kept_forever:
+            continue
+        checkpoint = folder / f"step-{step}"
+        if not is_of(checkpoint, origin):
             continue
         try:
-            discard(folder / f"step-{step}", removals.start)
+            discard(checkpoint, removals.start)
         except OSError as error:
             # The new checkpoint is complete. The next save tries the deletion again.
-            logger.warning(
-                str(storage_errors.cannot("delete old checkpoint", folder / f"step-{step}", error)),
-            )
+            problem = storage_errors.cannot("delete old checkpoint", checkpoint, error)
+            logger.warning(str(problem))
 
 
 def discard(path: Path | ObjectPath, remove_folder: Callable[[Path], None] | None = None) -> None:

@@ -186,9 +186,8 @@ def adapt(
     saved = adapter_targets.find_saved(model, module, shape, options.modules_to_save, head)
     stacked = adapter_targets.find_stacks(model, options.target_parameters)
     # If the user named only stacks, adapt no linear modules by default.
-    named = options.target_modules or not stacked
     modules = []
-    if named:
+    if options.target_modules or not stacked:
         modules = adapter_targets.find(model, module, shape, options.target_modules, saved)
     for stack in stacked:
         if any(stack.path.startswith(f"{path}.") for path in saved):
@@ -200,13 +199,19 @@ def adapt(
                     fix="remove it from one of the two options",
                 )
             )
-    paths = tuple(stack.path for stack in stacked)
-    kind: str | None = CLASSIFIES
+    task_type: str | None = CLASSIFIES
     if not new_head:
-        kind = TASK_TYPES.get(getattr(model, "kind", "causal"))
-    scale = (options.rank, options.alpha, options.rank_stabilized)
+        task_type = TASK_TYPES.get(getattr(model, "kind", "causal"))
     spec = Spec(
-        *scale, tuple(modules), options.dropout, options.use_dora, paths, tuple(saved), kind
+        rank=options.rank,
+        alpha=options.alpha,
+        rank_stabilized=options.rank_stabilized,
+        modules=tuple(modules),
+        dropout=options.dropout,
+        use_dora=options.use_dora,
+        parameters=tuple(stack.path for stack in stacked),
+        saved=tuple(saved),
+        task_type=task_type,
     )
 
     # A rank above the smaller side of a weight adds parameters without adding expressiveness.
