@@ -71,11 +71,13 @@ class StoredTensor:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield all boxes. There may be one per rank."""
-        return (chunk for grid in self.grids for chunk in grid.chunks())
+        for grid in self.grids:
+            yield from grid.chunks()
 
     def overlapping(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
         """Yield each box that overlaps ``box``, with the overlap."""
-        return (found for grid in self.grids for found in grid.overlapping(box))
+        for grid in self.grids:
+            yield from grid.overlapping(box)
 
 
 @dataclass(frozen=True)

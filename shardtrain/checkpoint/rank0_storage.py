@@ -141,9 +141,11 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place, holde
     # Every rank expects all broadcasts. After an error the holder sends zeros, and raises the error
     # at the end.
     failure: Exception | None = None
-    for name in sorted(
-        {name for names in gather_distinct_json(sorted(tensors))[0] for name in names}
-    ):
+    names_of_ranks, _ = gather_distinct_json(sorted(tensors))
+    all_names: set[str] = set()
+    for names in names_of_ranks:
+        all_names.update(names)
+    for name in sorted(all_names):
         stored = manifest.tensors[name]
         for chunk in stored.chunks():
             reader = None

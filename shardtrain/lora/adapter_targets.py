@@ -289,7 +289,10 @@ def _unknown(
 ) -> Problem:
     """Return the problem of a name that matches no adaptable module, depending on what it matches instead."""
     examples = ", ".join(_ends(linears))
-    owners = [path for path, _ in model.named_modules() if path and _fits(path, name)]
+    owners = []
+    for path, _ in model.named_modules():
+        if path and _fits(path, name):
+            owners.append(path)
     if not owners:
         owners = [path for path, their_path in theirs.items() if _fits(their_path, name)]
     if not owners:

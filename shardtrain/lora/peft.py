@@ -613,7 +613,10 @@ def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
         "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save",
         *_ONLY, *_IGNORED,
     }  # fmt: skip
-    unknown = sorted(key for key, value in fields.items() if key not in read and value)
+    unknown = []
+    for key, value in sorted(fields.items()):
+        if value and key not in read:
+            unknown.append(key)
     if unknown:
         examples = [f"{key}={str(fields[key])[:60]!r}" for key in unknown[:5]]
         raise ConfigError(

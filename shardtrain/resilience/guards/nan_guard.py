@@ -26,7 +26,9 @@ def stop_or_skip(run: WatchedRun, guard: Guard, loss: Tensor, local: list[data.B
     ranks = process_group.gather_flags(is_local, run.mesh.device)
     step = run.state.step + 1
     if is_local:
-        ids = [int(i) for batch in local for i in batch.sample_ids_B]
+        ids: list[int] = []
+        for batch in local:
+            ids += batch.sample_ids_B.tolist()
         logger.error(f"step {step}: the loss of this rank is not finite; sample ids {ids}")
     culprits = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "a gradient"
     # In float16, an occasional overflow at this loss scale is expected.

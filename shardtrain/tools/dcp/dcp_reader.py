@@ -157,9 +157,10 @@ def _skipped(source: Folder, used: Set[str], model: Model) -> list[str]:
     """
     # State of the other program is skipped, such as the position of its data loader.
     states = ("optimizer", "optim.", "train_state.", "lr_scheduler", "dataloader")
-    surplus = sorted(
-        name for name in source.tensors if name not in used and not name.startswith(states)
-    )
+    surplus = []
+    for name in sorted(source.tensors):
+        if name not in used and not name.startswith(states):
+            surplus.append(name)
     if surplus:
         fix = "name the model, flavor and overrides that it was trained with"
         if all(name.endswith(".moe.expert_bias") for name in surplus):

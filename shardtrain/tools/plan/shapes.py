@@ -500,7 +500,9 @@ def _experts(layer: nn.Module, path: str, layout: Layout, shape: object) -> Expe
     if not stacks:
         return None
     dim = int(getattr(shape, "dim", 0))
-    widths = [size for stack in stacks for size in stack.shape[1:] if size != dim]
+    widths: list[int] = []
+    for stack in stacks:
+        widths += [size for size in stack.shape[1:] if size != dim]
     return ExpertShape(
         count=int(stacks[0].shape[0]),
         top_k=int(getattr(shape, "top_k", 1)),
