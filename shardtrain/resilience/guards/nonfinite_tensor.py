@@ -206,11 +206,14 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 def _joined(batches: list[data.Batch]) -> data.Batch:
     """Concatenate the micro-batches of a step."""
+    documents_BT = None
     documents = [batch.documents_BT for batch in batches if batch.documents_BT is not None]
+    if documents:
+        documents_BT = torch.cat(documents)
     return data.Batch(
         torch.cat([batch.tokens_BT for batch in batches]),
         torch.cat([batch.targets_BT for batch in batches]),
         torch.cat([batch.positions_BT for batch in batches]),
         torch.cat([batch.sample_ids_B for batch in batches]),
-        torch.cat(documents) if documents else None,
+        documents_BT,
     )

@@ -112,8 +112,10 @@ def _block_norm_bytes(
     if layer.layer_norm or _is_fused_norm(numel, job, kernels):
         return size
     # Only the gradient of the norm's weight needs the normalized copy.
-    has_trained_norm = any(p.trained for p in layer.parameters if p.style == "sequence")
-    return size if has_trained_norm else size - numel * 4
+    for parameter in layer.parameters:
+        if parameter.style == "sequence" and parameter.trained:
+            return size
+    return size - numel * 4
 
 
 @dataclass(frozen=True)
