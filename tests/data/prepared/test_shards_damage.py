@@ -55,7 +55,7 @@ FILE_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "removed starts": (lambda f: (f / "starts.bin").unlink(), r"starts\.bin\" is missing"),
     "cut tokens": (
         lambda f: os.truncate(f / "tokens-00002.bin", 19_999),
-        r"has 19999 bytes, and index\.json says 20000",
+        r"has 19999 bytes, but index\.json says 20000",
     ),
     "swapped shards": (swap, r"tokens-00000\.bin\" is not the file that index\.json describes"),
     "cut index": (lambda f: os.truncate(f / INDEX, 100), r"index\.json\" is not JSON"),
