@@ -30,7 +30,7 @@ AS_IS = True
 ``transformers``.
 """
 PREFIX = "hf."
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 """Names of that field in configs."""
 _LAYERS = ("encoder_layers", "decoder_layers", "num_hidden_layers", "num_decoder_layers")
 
@@ -148,7 +148,7 @@ class Config:
     @property
     def top_k(self) -> int:
         """Experts per token. 1 if the network has no experts."""
-        return max(self._largest(name) for name in _EXPERTS_PER_TOKEN) or 1
+        return max(self._largest(name) for name in EXPERTS_PER_TOKEN) or 1
 
     @property
     def tied_embeddings(self) -> bool:

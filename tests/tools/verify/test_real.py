@@ -198,6 +198,27 @@ def test_factors_reproduce_the_gradients_of_float64(monkeypatch, tmp_path):
             assert torch.allclose(rows, parameter.grad[3:20, 1:9], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("first", [0, 3])
+def test_factors_of_a_product_with_an_untransposed_matrix_match_float64(monkeypatch, first):
+    """Experts of gpt-oss compute ``x @ weight[expert]``."""
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.randn(4, 24, 40))
+    x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
+
+    def loss_of(model):
+        return (x @ model.weight[first]).square().sum()
+
+    exact = copy.deepcopy(model).double()
+    loss_of(exact).backward()
+    monkeypatch.setattr(float64, "FACTORED_NUMEL", 900)
+    _, gradients = float64.loss_and_gradients(model, loss_of)
+    assert set(gradients.factors) == {"weight"}
+    expected = exact.weight.grad.reshape(-1, 40)
+    rows = gradients.rows("weight", 10, 96, slice(1, 30))
+    assert torch.allclose(rows, expected[10:96, 1:30], rtol=1e-12, atol=1e-12)
+
+
 def rows_of(*arguments, budget=1 << 31, meshes=("1", "dp_shard=2,tp=2")):
     loaded = config.load(None, list(arguments))
     checks = real.of_model(loaded, budget)
@@ -236,6 +257,78 @@ def test_a_step_of_each_kind_of_layer_of_a_transformers_network_matches_float64(
     assert len(steps) == 6 and {row.verdict for row in steps.values()} == {"pass"}, steps
     kept = 1 if name in ("qwen3", "granitemoe") else 2
     assert steps["layers: loss", "1"].note.endswith(f" 4 -> {kept}")
+
+
+def network_pieces(name, folder, budget, changes):
+    """Return the pieces of a small network by name, counted in this process."""
+    pytest.importorskip("transformers")
+    hf_config(name, **layered(name, 4)).save_pretrained(folder)
+    fields = json.loads((folder / "config.json").read_text())
+    fields |= {"architectures": [ARCHITECTURES[name][0]], **changes}
+    (folder / "config.json").write_text(json.dumps(fields))
+    loaded = config.load(
+        None, ["--model.name", "transformers", "--model.overrides.path", str(folder)]
+    )
+
+    def counted(piece):
+        numel, unit, widest = real_layers.count(0, 1, piece.loaded.config, piece.cut_embedding)
+        return dataclasses.replace(piece, numel=numel, largest_unit=unit, widest=widest)
+
+    pieces_folder = folder / "pieces"
+    pieces_folder.mkdir()
+    found = real_layers.network_pieces(loaded, pieces_folder, budget, counted)
+    return {piece.name: piece for piece in found}
+
+
+def fields_of(piece):
+    folder = Path(piece.loaded.config.model.overrides["path"])
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_a_network_that_does_not_fit_has_fewer_experts_and_a_small_vocabulary(tmp_path):
+    """A budget of 0 requires the smallest pieces: as many experts as a token uses, in one group."""
+    changes = {"n_routed_experts": 8, "vocab_size": 4000, "pad_token_id": 3999}
+    pieces = network_pieces("deepseek_v3", tmp_path, 0, changes)
+    layers = pieces["layers"]
+    assert layers.size_text == (
+        "num_hidden_layers 4 -> 2, vocabulary 4000 -> 1024, n_routed_experts 8 -> 2, one group"
+    )
+    fields = fields_of(layers)
+    assert (fields["n_routed_experts"], fields["vocab_size"]) == (2, 1024)
+    assert (fields["n_group"], fields["topk_group"], fields["pad_token_id"]) == (1, 1, None)
+
+    vocabulary = pieces["vocabulary"]
+    assert fields_of(vocabulary)["vocab_size"] == 4000
+    _, _, model = real_layers.build(vocabulary.loaded.config, vocabulary.cut_embedding)
+    assert model.embedding.num_embeddings == 1024
+    assert model.head.out_features == 4000
+
+
+def test_experts_are_halved_only_until_the_network_fits(tmp_path):
+    changes = {"num_local_experts": 64, "vocab_size": 300}
+    whole = network_pieces("mixtral", tmp_path / "whole", 1 << 40, changes)
+    assert set(whole) == {"layers"}
+    budget = whole["layers"].bytes_on({}, 1) - 1
+    pieces = network_pieces("mixtral", tmp_path / "cut", budget, changes)
+    assert fields_of(pieces["layers"])["num_local_experts"] == 32
+    assert pieces["layers"].bytes_on({}, 1) <= budget
+
+
+def test_the_weights_of_a_network_may_be_quantized(tmp_path):
+    """No weights are read, so the network is built as if they were not."""
+    changes = {"quantization_config": {"quant_method": "mxfp4"}}
+    pieces = network_pieces("gpt_oss", tmp_path, 1 << 40, changes)
+    assert "quantization_config" not in fields_of(pieces["layers"])
+    assert pieces["layers"].numel > 0
+
+
+def test_layers_of_a_kind_that_the_config_computes_are_kept(tmp_path):
+    """config.json of Qwen3-Next has an interval instead of a list of layers."""
+    changes = {"full_attention_interval": 2, "layer_types": None}
+    pieces = network_pieces("qwen3_next", tmp_path, 1 << 40, changes)
+    fields = fields_of(pieces["layers"])
+    assert fields["layer_types"] == ["linear_attention", "full_attention"]
+    assert fields["num_hidden_layers"] == 2
 
 
 def test_a_wrong_layer_is_detected(monkeypatch):

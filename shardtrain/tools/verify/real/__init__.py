@@ -346,7 +346,7 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
             return replace(piece, numel=found[0], largest_unit=found[1], widest=found[2])
 
         if loaded.config.model.name == "transformers":
-            found = iter([count(real_layers.network_piece(loaded, folder))])
+            found = real_layers.network_pieces(loaded, folder, budget, count)
         else:
             found = real_layers.pieces(loaded, budget, count)
         for piece in found:

@@ -93,6 +93,36 @@ class _WideLinear(torch.autograd.Function):
         return dx.view(*flat.shape[:-1], ctx.weight.size(1)), None, None
 
 
+class _WideProduct(torch.autograd.Function):
+    """``x @ weight``. The gradient of the weight is x^T dy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, note: Callable[[Tensor, Tensor], None]
+    ) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.weight = weight
+        ctx.note = note
+        ctx.flat = flat
+        out = torch.zeros(len(flat), weight.size(1), dtype=torch.float64)
+        first = 0
+        for block in _blocks(weight):
+            stop = first + len(block)
+            out.addmm_(flat[:, first:stop], block.double())
+            first = stop
+        return out.view(*x.shape[:-1], weight.size(1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        right = gradients[0].reshape(-1, gradients[0].shape[-1])
+        ctx.note(ctx.flat, right)
+        dx = torch.cat([right @ block.double().T for block in _blocks(ctx.weight)], dim=1)
+        return dx.view(*gradients[0].shape[:-1], ctx.weight.size(0)), None, None
+
+
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
 class _WideEmbedding(torch.autograd.Function):
     # The table has no gradient. Autograd only calls backward for a result that depends on a tensor with a
     # gradient, so use an anchor, which is zero.
@@ -118,7 +148,7 @@ def _blocks(weight: Tensor) -> Iterator[Tensor]:
 
 
 class _Wide(TorchFunctionMode):
-    """Mode that computes linear layers and lookups of large matrices, wherever a model's code calls them."""
+    """Mode that computes linear layers, products and lookups of large matrices, wherever a model's code calls them."""
 
     def __init__(self, large: Mapping[str, Tensor], gradients: Gradients) -> None:
         super().__init__()
@@ -141,6 +171,14 @@ class _Wide(TorchFunctionMode):
 
             out = _WideLinear.apply(args[0], args[1], note_factors)
             return out if bias is None else out + bias
+        if function in _PRODUCTS and (found := self._find(args[1])):
+            name, first = found
+            uses = self._gradients.factors.setdefault(name, [])
+
+            def note_product(left: Tensor, right: Tensor) -> None:
+                uses.append(Use(first, left, right))
+
+            return _WideProduct.apply(args[0], args[1], note_product)
         if function is F.embedding and (found := self._find(args[1])):
             name, _ = found
             ids = args[0]
@@ -181,7 +219,7 @@ def loss_and_gradients(
     Small parameters of the float32 model are converted in place.
 
     Raises:
-        RuntimeError: a large matrix is used by another operation than ``linear`` and ``embedding``.
+        RuntimeError: a large matrix is used by another operation than ``linear``, ``@`` and ``embedding``.
     """
     # Large matrices are not changed and get no gradient from autograd. Convert everything else to
     # float64 in place.
@@ -209,7 +247,7 @@ def loss_and_gradients(
     loss.backward()  # type: ignore[no-untyped-call]
     unused = [name for name in unique.values() if name not in gradients.factors]
     if unused:
-        raise RuntimeError(f"{unused[0]} is used by another operation than linear and embedding")
+        raise RuntimeError(f"{unused[0]} is used by another operation than linear, @ and embedding")
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradients.whole[name] = parameter.grad

@@ -24,6 +24,8 @@ from shardtrain.config.rules.model_rules import dense_layers, model_shape
 from shardtrain.data.batch import Batch
 from shardtrain.distributed import BATCH_AXES, expert_parallel
 from shardtrain.distributed.process_group import World
+from shardtrain.models import architecture
+from shardtrain.models.transformers import EXPERTS_PER_TOKEN
 from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.ops.seeding import set_determinism
@@ -53,6 +55,14 @@ INNER = {
     "kv_lora_rank": 64,
 }
 """Maximum value of each size field in a reduced layer."""
+NETWORK_INNER = {
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+"""Maximum value of size fields in a config.json, in the reduced layers of a network of ``transformers``."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in a config.json."""
 
 
 @dataclass(frozen=True)
@@ -151,15 +161,73 @@ def pieces(
     yield count(_piece("vocabulary", loaded, small, size_text, not tied))
 
 
-def network_piece(loaded: Loaded, folder: Path) -> PartialModel:
-    """Return a network of ``transformers`` with one layer of each kind. Its config.json is written to ``folder``."""
+def network_pieces(
+    loaded: Loaded,
+    folder: Path,
+    budget: int,
+    count: Callable[[PartialModel], PartialModel],
+) -> Iterator[PartialModel]:
+    """Yield a network of ``transformers`` with one layer of each kind, or pieces that fit into ``budget`` bytes.
+
+    Each piece has its config.json in a folder below ``folder``. No weights are read, so a checkpoint
+    with quantized weights is allowed. ``count`` returns a piece with its numbers of parameters.
+    """
     config = loaded.config.model
     source = Path(str(config.overrides.get("path") or config.hf_assets_path)) / "config.json"
     fields = json.loads(source.read_text(encoding="utf-8"))
+    for name in ("quantization_config", "quantization"):
+        fields.pop(name, None)
+    if config.overrides.get("vocab_size"):
+        fields["vocab_size"] = config.overrides["vocab_size"]
+    layers = _one_layer_of_each_kind(fields, folder)
+    whole = count(_network(loaded, folder / "layers", fields, "layers", layers, False))
+    vocabulary = fields.get("vocab_size")
+    if whole.bytes_on({}, 1) <= budget or not isinstance(vocabulary, int):
+        yield whole
+        return
+
+    # The layers with a small vocabulary and as many experts as fit
+    few = _with_fields(fields, {"vocab_size": min(FEW_ROWS, vocabulary)})
+    size_text = f"{layers}, vocabulary {vocabulary} -> {few['vocab_size']}"
+    yield _layers_of_network(loaded, folder, few, size_text, budget, count)
+
+    # The vocabulary with small layers. The output has its real size, and so does a tied embedding.
+    reduced = {}
+    for name, limit in NETWORK_INNER.items():
+        if isinstance(fields.get(name), int):
+            reduced[name] = min(fields[name], limit)
+    for name in _EXPERTS:
+        if isinstance(fields.get(name), int):
+            reduced[name] = min(fields[name], _top_k(fields))
+    if (fields.get("n_group") or 1) > 1:
+        reduced |= {"n_group": 1, "topk_group": 1}
+    tied = bool(architecture.read(str(folder / "layers")).get_text_config().tie_word_embeddings)
+    size_text = f"{layers}, small layers"
+    if not tied:
+        size_text += f", embedding of {FEW_ROWS} rows"
+    small = _with_fields(fields, reduced)
+    yield count(_network(loaded, folder / "vocabulary", small, "vocabulary", size_text, not tied))
+
+
+def _one_layer_of_each_kind(fields: dict[str, Any], folder: Path) -> str:
+    """Reduce the fields of a config.json in place to the first layer of each kind. Return the change as text.
+
+    Kinds are dense layers before experts, and the combinations of lists over layers.
+    """
+    # Some configs compute these lists, such as Qwen3-Next from an interval
+    path = folder / "parsed"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    parsed = architecture.read(str(path)).get_text_config()
     name = "n_layer" if "n_layer" in fields else "num_hidden_layers"
     num_layers = int(fields[name])
-    # Keep the first layer of each kind: dense layers before experts, and the combinations of lists over layers
+    for key in ("layer_types", "mlp_layer_types"):
+        value = getattr(parsed, key, None)
+        if isinstance(value, list) and len(value) == num_layers:
+            fields[key] = value
+
     dense = int(fields.get("first_k_dense_replace") or 0)
+    attention_layers = fields.get("attn_layer_indices")
     lists = {
         key: value
         for key, value in fields.items()
@@ -167,20 +235,84 @@ def network_piece(loaded: Loaded, folder: Path) -> PartialModel:
     }
     kept: dict[tuple[object, ...], int] = {}
     for index in range(num_layers):
-        kept.setdefault(
-            (index < dense, *(json.dumps(value[index]) for value in lists.values())), index
-        )
-    fields[name] = len(kept)
+        kinds = [json.dumps(value[index]) for value in lists.values()]
+        has_attention = index in (attention_layers or ())
+        kept.setdefault((index < dense, has_attention, *kinds), index)
+    indices = list(kept.values())
+    fields[name] = len(indices)
     if dense:
         fields["first_k_dense_replace"] = min(dense, 1)
+    if attention_layers:
+        # Bamba lists the layers with attention. All others are recurrent
+        fields["attn_layer_indices"] = [
+            place for place, index in enumerate(indices) if index in attention_layers
+        ]
     for key, value in lists.items():
-        fields[key] = [value[index] for index in kept.values()]
-    path = folder / "network"
+        fields[key] = [value[index] for index in indices]
+    return f"{name} {num_layers} -> {len(indices)}"
+
+
+def _layers_of_network(
+    loaded: Loaded,
+    folder: Path,
+    fields: dict[str, Any],
+    size_text: str,
+    budget: int,
+    count: Callable[[PartialModel], PartialModel],
+) -> PartialModel:
+    """Return the layers of a network with the largest number of experts that fits."""
+    path = folder / "few_rows"
+    piece = count(_network(loaded, path, fields, "layers", size_text, False))
+    # A config.json may have the number under two names
+    names = [name for name in _EXPERTS if isinstance(fields.get(name), int)]
+    if not names:
+        return piece
+    top_k = _top_k(fields)
+    num_groups = fields.get("n_group") or 1
+    all_experts = fields[names[0]]
+    experts = all_experts
+    while piece.bytes_on({}, 1) > budget and experts // 2 >= top_k:
+        experts //= 2
+        text = f"{size_text}, {names[0]} {all_experts} -> {experts}"
+        reduced = dict.fromkeys(names, experts)
+        # A router that first selects groups ranks each by its best two experts
+        of_group, remaining = divmod(experts, num_groups)
+        selected = (fields.get("topk_group") or 1) * of_group
+        if num_groups > 1 and (remaining or of_group < 2 or selected < top_k):
+            reduced |= {"n_group": 1, "topk_group": 1}
+            text += ", one group"
+        few = _with_fields(fields, reduced)
+        piece = count(_network(loaded, folder / f"experts_{experts}", few, "layers", text, False))
+    return piece
+
+
+def _top_k(fields: Mapping[str, Any]) -> int:
+    """Return the number of experts per token according to a config.json. 1 if it does not specify it."""
+    for name in EXPERTS_PER_TOKEN:
+        if isinstance(fields.get(name), int):
+            return int(fields[name])
+    return 1
+
+
+def _with_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json with changes, without a padding token beyond the vocabulary."""
+    changed_fields = {**fields, **changes}
+    pad = changed_fields.get("pad_token_id")
+    if isinstance(pad, int) and pad >= changed_fields["vocab_size"]:
+        changed_fields["pad_token_id"] = None
+    return changed_fields
+
+
+def _network(
+    loaded: Loaded, path: Path, fields: Mapping[str, Any], name: str, size_text: str, cut: bool
+) -> PartialModel:
+    """Write a config.json to the folder ``path`` and return the piece that it describes."""
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    return _piece(
-        "layers", loaded, {"path": str(path)}, f"{name} {num_layers} -> {len(kept)}", False
-    )
+    overrides: dict[str, Any] = {"path": str(path)}
+    if "vocab_size" in loaded.config.model.overrides:
+        overrides["vocab_size"] = fields["vocab_size"]
+    return _piece(name, loaded, overrides, size_text, cut)
 
 
 def _inner(sizes: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -287,12 +419,15 @@ def build(config: Config, cut_embedding: bool) -> tuple[Any, Any, nn.Module]:
     """
     module, shape = models.configured(config.model)
     model = models.build(module, shape)
+    first: set[nn.Module] = set()
+    for name in module.LAYOUT.first:
+        first.update(getattr(model, name).modules())
     for path, part in list(model.named_modules()):
         if isinstance(part, nn.Dropout):
             part.p = 0.0
         if not cut_embedding or not isinstance(part, nn.Embedding):
             continue
-        if path.partition(".")[0] in module.LAYOUT.first:
+        if part in first:
             num_rows = min(FEW_ROWS, part.num_embeddings)
             with torch.device("meta"):
                 model.set_submodule(path, nn.Embedding(num_rows, part.embedding_dim))
