@@ -15,8 +15,6 @@ from typing import Any
 from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.limits import is_out_of_memory
 
-_WHOLE_BYTES = 2**28
-
 
 def _lower(kind: int, limit: int) -> None:
     """Set a limit of this process, unless there is already a lower one, for example from a scheduler."""
@@ -95,6 +93,7 @@ def _open_parquet(request: Mapping[str, Any]) -> None:
 def _open_arrow(request: Mapping[str, Any]) -> None:
     import datasets  # the parent reads the files with it
 
+    from shardtrain.data.sources import _arrow_offsets
     from shardtrain.data.sources._batches import rows_of_batch
 
     bound(request["memory_bytes"], request["seconds"], request["file_bytes"])
@@ -110,13 +109,19 @@ def _open_arrow(request: Mapping[str, Any]) -> None:
         raise ShardtrainError from None  # the parent gets the same error and names the file
     for dataset in opened:
         table = dataset.data.table
-        # Check lengths and offsets, because Arrow would follow them out of its buffers. Do not read large files
-        # completely for this.
-        table.validate(full=table.nbytes <= _WHOLE_BYTES)
+        # Arrow would follow lengths and offsets that point out of their buffers. The rows of a large table
+        # are checked when they are read, except columns of rare types.
+        is_small = table.nbytes <= _arrow_offsets.FULL_CHECK_BYTES
+        table.validate(full=is_small)
+        for column in table.columns:
+            if not is_small and not _arrow_offsets.is_checkable(column.type):
+                column.validate(full=True)
         rows = dataset.with_format("arrow")
         samples = {0, len(rows) // 2, len(rows) - 1} if len(rows) else set()
         for index in samples:
-            list(rows_of_batch(rows[index], request["max_row_bytes"]))
+            row = rows[index]
+            if is_small or _arrow_offsets.are_valid(row):
+                list(rows_of_batch(row, request["max_row_bytes"]))
 
 
 OPENERS = {"tokenizer": _open_tokenizer, "parquet": _open_parquet, "arrow": _open_arrow}

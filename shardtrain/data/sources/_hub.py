@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtrain.data import sandbox, shared_opening
-from shardtrain.data.sources import Request, Row, Shards, Table
+from shardtrain.data.sources import BadRow, Request, Row, Shards, Table
+from shardtrain.data.sources._arrow_offsets import (
+    FULL_CHECK_BYTES,
+    OUTSIDE,
+    CheckedChunks,
+    are_valid,
+)
 from shardtrain.data.sources._batches import rows_of_batch
 from shardtrain.data.sources._data_files import File, FileSource
 from shardtrain.data.sources._hub_errors import refusal
@@ -240,6 +246,10 @@ class DatasetTable:
         self._name = name
         self._request = request
         self._short = short or name
+        self._chunks: CheckedChunks | None = None
+        table = dataset.data.table
+        if table.nbytes > FULL_CHECK_BYTES:
+            self._chunks = CheckedChunks(table)
         self.num_rows: int = len(dataset)
         self.total_bytes: int | None = int(dataset.data.nbytes)
         paths = sorted({entry["filename"] for entry in dataset.cache_files})
@@ -253,8 +263,34 @@ class DatasetTable:
     def row(self, index: int) -> Row:
         if not 0 <= index < self.num_rows:
             raise IndexError(index)
+        if self._chunks is not None and not self._chunks.is_valid(self._stored_at(index)):
+            batch = self._dataset[index]
+            # other rows of the chunk may be valid
+            if not are_valid(batch):
+                return BadRow(OUTSIDE)
         (row,) = rows_of_batch(self._dataset[index], self._request.max_row_bytes)
         return row
+
+    def _stored_at(self, index: int) -> int:
+        """Return the number of a row in the table. A saved dataset may be a selection of its rows."""
+        selection = getattr(self._dataset, "_indices", None)
+        if selection is None:
+            return index
+        return int(selection.column(0)[index].as_py())
+
+    @property
+    def is_checked_by_row(self) -> bool:
+        """True if the table is too large to have been checked when it was opened."""
+        return self._chunks is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # batches of a table would be copied
+        return {**self.__dict__, "_chunks": self._chunks is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        is_large = bool(self._chunks)
+        self._chunks = CheckedChunks(self._dataset.data.table) if is_large else None
 
     def place(self, index: int) -> str:
         return f"{self._name}: row {index} from 0"
@@ -300,8 +336,10 @@ class DatasetShards:
         self._files = {
             name: f"{fingerprint}:{self.num_shards}" for name, fingerprint in files.items()
         }
+        self._is_checked = True
         if table is not None:
             self.total_bytes = table.total_bytes
+            self._is_checked = not table.is_checked_by_row
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
         """Yield the rows of a shard, starting at number ``start``.
@@ -326,10 +364,21 @@ class DatasetShards:
             if batch is None:
                 return
             if passed + batch.num_rows > start:
-                yield from rows_of_batch(
-                    batch.slice(max(start - passed, 0)), self._request.max_row_bytes
-                )
+                wanted = batch.slice(max(start - passed, 0))
+                if not self._is_checked and not are_valid(wanted):
+                    yield from self._rows_of_damaged(wanted)
+                else:
+                    yield from rows_of_batch(wanted, self._request.max_row_bytes)
             passed += batch.num_rows
+
+    def _rows_of_damaged(self, batch: Any) -> Iterator[Row]:
+        """Yield the rows of a batch, with a BadRow for each row that has an invalid offset."""
+        for index in range(batch.num_rows):
+            row = batch.slice(index, 1)
+            if are_valid(row):
+                yield from rows_of_batch(row, self._request.max_row_bytes)
+            else:
+                yield BadRow(OUTSIDE)
 
     def shard_place(self, shard: int, number: int) -> str:
         return f"{self._name}: shard {shard}, row {number}, both from 0"
