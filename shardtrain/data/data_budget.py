@@ -6,7 +6,7 @@ from shardtrain.config.schema import Config, Training
 from shardtrain.utils.errors import DataError, fix_first
 
 STEPS_WITHOUT_TARGETS = 10
-"""A run ends with an error if its first steps, this many, have no target."""
+"""A run ends with an error if this number of steps at its start have no target."""
 
 
 def check_enough(training: Training, step: int, steps_left: int, total_steps: int) -> str:

@@ -43,7 +43,7 @@ _DATA_URI = re.compile(r"data:[\w/+.-]*;base64,")
 _BASE64 = re.compile(r"(/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{60,}={0,2}\s*")
 """Base64 text of a JPEG, PNG, GIF, WebP or BMP file, without the prefix of a URI."""
 _HEADER_BYTES = 64 * 1024
-"""Usually enough for the size of an image."""
+"""Number of bytes that are read first, usually enough to find the width and height of an image."""
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ class _ChainTrace:
         if self._num_called < len(self._names):
             expected = self._names[self._num_called]
         if name != expected:
-            rule = f"{name} is called where {expected} is next"
+            rule = f"{name} is called, but {expected} must be called next"
             raise self._refusal(rule, "call each module once, in the order of LAYOUT")
 
     def _check_inputs(self, name: str, x: Any, others: Any) -> None:
@@ -273,7 +273,8 @@ def _compare_stages(
     """
     try:
         expected = _extra_arguments(model, layout, names_of(model, layout).paths, features)
-    except Exception:  # a forward that does not run on a CPU fails in the first step, if at all
+    except Exception:
+        # The forward may only fail because this check runs on the CPU. Otherwise the first step fails.
         return
     for part in parts:
         try:

@@ -123,10 +123,10 @@ def _prepare_forward(model: nn.Module, layout: Layout, mesh: Mesh, config: Confi
     has_experts = expert_parallel.are_sharded_separately([model], config)
     if derived.computes_with_copies(config, mesh.device_mesh.size(), has_experts):
         compute_copies.use(model, getattr(torch, derived.compute_dtype(config)))
-    # If a unit returns a view, an in-place operation on it removes FSDP's hook, and backward then lacks the
-    # gathered weights. With tensor parallelism, autograd rejects the operation. The models of this package
-    # have no such operation, so their warning is dropped. A user's model may have one, so its units return
-    # copies of views.
+    # If an FSDP unit returns a view, an in-place operation on it removes FSDP's hook, and backward runs without
+    # the gathered weights. (With tensor parallelism, autograd raises an error instead.) The models of this
+    # package have no such operation, so FSDP's warning is suppressed. A user's model may have one, so its units
+    # return copies instead of views.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if config.model.name.endswith(".py"):
         for unit in (*model.children(), *getattr(model, layout.layers).values()):

@@ -67,11 +67,12 @@ def _separate_experts(model: nn.Module) -> str:
 
 
 def give_gradients(part: nn.Module) -> None:
-    """Give each expert of a list a gradient in every backward pass, zero if no token chose it.
+    """Give each expert of a ModuleList a gradient in every backward pass, zero if no token chose it.
 
-    Networks of ``transformers`` 4 only compute the experts that have tokens. These differ between ranks, and FSDP
-    reduces the gradients of the same weights on all ranks. Stacks of experts always have a gradient. Must run
-    before recomputation and FSDP. In place.
+    ``transformers`` 4 only computes the experts that have tokens. Which these are differs between ranks, but FSDP
+    must reduce the gradients of the same weights on all ranks. Stacked experts always have a gradient.
+
+    Modifies the model in place. Call it before activation checkpointing and FSDP are applied.
     """
     for path in _lists_of_experts(part):
         block = part.get_submodule(path.rpartition(".")[0])

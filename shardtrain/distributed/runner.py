@@ -332,10 +332,11 @@ class PlainRunner(Runner):
             self.parts[0](tokens_Bt, positions_Bt, **documents)
 
     def _select_rows(self, index: int, batch: TokenBatch) -> None:
-        """Select the noise and the sources of a micro-batch of the step. All have equally many rows."""
-        num_rows = batch.tokens_BT.size(0)
+        """Select the noise and the sources of a micro-batch. Micro-batches have the same number of rows."""
         for user in (self.embedding_noise, self.source_losses):
+            # Batches of other tasks than next-token losses have neither, and no ``tokens_BT``.
             if user is not None:
+                num_rows = batch.tokens_BT.size(0)
                 user.use_rows(index * num_rows, num_rows)
 
     def _loss(self, batch: TokenBatch, weight: Tensor) -> Tensor:

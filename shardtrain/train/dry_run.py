@@ -311,7 +311,8 @@ def _modules_of(part: nn.Module, layout: Any) -> str:
     def present(names: Iterable[str]) -> list[str]:
         return [name for name in names if not isinstance(getattr(part, name), nn.Identity)]
 
-    # The layout of a transformers network does not name modules outside the layers. Its stage knows its paths.
+    # The layout of a transformers network does not name the modules outside the layers, so take their paths
+    # from the pipeline stage.
     if hasattr(part, "stage_paths"):
         return _in_ranges(part.stage_paths, set(getattr(part, layout.layers)))  # type: ignore[arg-type]
     names = present(layout.first)

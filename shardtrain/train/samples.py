@@ -61,7 +61,8 @@ class Samples:
         """Interval in steps. 0 if samples are disabled."""
         self._file: JsonlFile | None = None
         self._best_effort = BestEffort("the text of a sample")
-        # With pipeline and context parallelism, no rank computes all logits. config.notes warns the user.
+        # With pipeline or context parallelism, no rank computes all logits, so there are no samples.
+        # config.notes warns the user.
         if (
             not self._options.sample_freq
             or mesh.size("pp", "cp") > 1
@@ -70,7 +71,8 @@ class Samples:
             return
         self.every_steps = self._options.sample_freq
         self._tokenizer = tokenizer_of(config)
-        # Begin the prompt like a training document. Cut a long prompt to its end, half a sequence long.
+        # Begin the prompt like a training document. Of a long prompt, keep only the last tokens, half as
+        # many as a training sequence has.
         ends = ends_of(self._tokenizer, replace(config.data, add_eos=None, separator=None))
         ids = ends.begin(self._tokenizer.encode(config.metrics.sample_prompt).tolist())
         self._prompt = ids[-max(1, config.training.seq_len // 2) :]

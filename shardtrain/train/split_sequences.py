@@ -62,7 +62,8 @@ def check(model: Any, parts: Sequence[Any], mesh: Mesh, config: Config) -> None:
         ConfigError: the logits of a split row differ from those of the full row.
     """
     vocab_size = model.hf.get_input_embeddings().weight.shape[0]
-    # Do not use longer rows than the run, because a network with learned positions may have no more.
+    # Do not use longer rows than the run, because a network with learned position embeddings may not have
+    # embeddings for them.
     length = min(context_parallel.splittable_length(_LENGTH, mesh), config.training.seq_len)
     columns_1T = torch.arange(length, device=next(model.parameters()).device)[None]
     tokens_1T = (columns_1T * 37 + 11) % int(vocab_size)
@@ -91,8 +92,8 @@ def check(model: Any, parts: Sequence[Any], mesh: Mesh, config: Config) -> None:
     # Weights without an initializer are NaN until they are loaded. The first step reports them.
     if math.isfinite(size) and not error <= allowed:
         rule = (
-            f"changes the logits of {model.config_name} by {error:.2g} (their size is {size:.2g}), "
-            "because its forward uses the other tokens of a row not only through attention and positions"
+            f"changes the logits of {model.config_name} by {error:.2g} (their magnitude is {size:.2g}), "
+            "because its forward mixes the tokens of a row in other ways than by attention and positions"
         )
         raise ConfigError(
             Problem(

@@ -259,7 +259,7 @@ NO_CHAIN = {
     "a layer that is left out": (
         "gpt2",
         [("for block in self.h.values():", "for block in list(self.h.values())[:-1]:")],
-        ["ln_f is called where h.3 is next"],
+        ["ln_f is called, but h.3 must be called next"],
     ),
 }  # fmt: skip
 

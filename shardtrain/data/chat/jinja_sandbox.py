@@ -259,7 +259,7 @@ def _weight(name: str) -> int:
 
 
 def deep_size(value: Any, depth: int = 0) -> int:
-    """Return an upper bound of the number of characters in which a value, with all its items, is written.
+    """Return an upper bound of the number of characters of a value that is converted to text, with all its items.
 
     A part that occurs twice counts twice.
 

@@ -197,7 +197,7 @@ class Turns:
         return spans
 
     def _start(self, before: _Place | None, place: _Place, is_first: bool) -> int:
-        """Return where a part of a turn starts, after the generation prompt. -1 if unknown."""
+        """Return the offset at which a part of a turn starts, behind the generation prompt. -1 if it is unknown."""
         begin = 0 if before is None else before.stop
         gap = self._text[begin : place.start]
         prompt = self._tail(before, place.turn, prompt=True)

@@ -84,7 +84,8 @@ class OwnTokenizer:
         if not callable(getattr(self._tokenizer, "spans", None)):
             rule = "has a class Tokenizer without spans, which conversations and separators require"
             raise self._problem(
-                rule, "define spans(text): a list of (first, after the last) characters of each id"
+                rule,
+                "define spans(text): for each id the offsets of its first character and of the one after its last",
             )
         results = []
         for text in texts:

@@ -99,7 +99,7 @@ def find(model: Any, split: Mapping[str, str], experts: set[str]) -> SplitSequen
                 found.partial[child_path] = names
     for path in sorted(found.full):
         if split.get(path) in ("colwise", "rowwise"):
-            raise Unsplittable(f"has blocks that call the split layer {path} themselves")
+            raise Unsplittable(f"has blocks that call {path} directly, and this layer is split")
     _Trial(model, found, split, experts).run()
     return found
 

@@ -252,9 +252,10 @@ def _accept_keyword_input(module: nn.Module) -> None:
 
 
 def sequences_of(mesh: Mesh, config: Config) -> Sequences:
-    """Return the collectives along the sequence for the tensor-parallel ranks of a mesh (a collective).
+    """Return the object that gathers and scatters sequences among the tensor-parallel ranks of a mesh. All of
+    these ranks must call this function.
 
-    They use shared memory on a CPU if possible.
+    On a CPU it uses shared memory if possible.
     """
     recompute = config.activation_checkpoint
     # Recomputation by "op" keeps the outputs of PyTorch's reduce-scatter operation. It would not recognize

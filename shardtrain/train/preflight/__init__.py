@@ -200,7 +200,9 @@ def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Fai
 
 
 def _refusals(loaded: Loaded, machine: Machine) -> list[Any]:
-    """Call ``require``. Return a list with the class name and the lines of its error, empty if it passed."""
+    """Call ``require`` and return the error that it raises, as a list with the name of the exception's class and
+    the lines of its message. The list is empty if it raises nothing.
+    """
     try:
         require(loaded, machine)
     except (ShardtrainError, OSError) as raised:

@@ -120,7 +120,7 @@ def test_blocks_that_use_a_part_of_a_child_run_on_full_sequences(
 
 
 def test_split_layers_in_the_block_itself_run_on_full_sequences() -> None:
-    assert "call the split layer hf.model.decoder.layers.0.fc1 themselves" in reason("opt")
+    assert "call hf.model.decoder.layers.0.fc1 directly, and this layer is split" in reason("opt")
 
 
 def test_output_of_a_split_layer_is_scattered_if_the_module_returns_it() -> None:
