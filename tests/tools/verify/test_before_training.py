@@ -119,7 +119,7 @@ WRONG: dict[str, tuple[str, Changes, list[str]]] = {
         "tp=2", [(RESIDUAL, f"x = x + x.cumsum(1) / x.size(1)\n        {RESIDUAL}")], ["blocks.0", "split along"],
     ),
     "sinusoidal positions on the residual stream": (
-        "tp=2", sinus_in_block("sinus(positions, x.size(-1))")[:2], ["blocks.0", 'with the word "embed"'],
+        "tp=2", sinus_in_block("sinus(positions, x.size(-1))")[:2], ["blocks.0", 'with the style "embed"'],
     ),
     "places counted by arange on the residual stream": (
         "tp=2",
