@@ -53,7 +53,8 @@ from shardtrain.train import trainer
 Row = dict[str, Any]
 Options = dict[str, Any]
 RESULTS = Path(__file__).with_name("results")
-PART_SECONDS, CASE_SECONDS = 600, 240
+PART_SECONDS = 600
+CASE_SECONDS = 240
 TINY: Options = {
     "model.overrides.vocab_size": 512,
     "model.overrides.dim": 64,
@@ -261,7 +262,8 @@ def timed(loaded: Loaded, warmup: int, steps: int, kernels: Path | None = None) 
 
     A profile of two more steps is written to ``kernels``.
     """
-    config, began = loaded.config, time.perf_counter()
+    config = loaded.config
+    began = time.perf_counter()
     with join(config.comm, config.training.device) as here:
         trainer.configs.require(loaded, here.size, here.device.type, here.size)
         with device_kernels.prefer_attention(here.device, config.training.flash_attention):
@@ -271,7 +273,9 @@ def timed(loaded: Loaded, warmup: int, steps: int, kernels: Path | None = None) 
             for _ in range(warmup):
                 outcome = trainer.step(run)
             accelerator.finish(here.device)
-            started, tokens, outcomes = time.perf_counter(), 0, []
+            started = time.perf_counter()
+            tokens = 0
+            outcomes = []
             for _ in range(steps):
                 outcome = trainer.step(run)
                 assert outcome is not None
@@ -436,7 +440,8 @@ def numbers(device: str, tiny: bool) -> Iterator[Row]:
     for name, options in cases.items():
         for dtype in ("float32", "bfloat16"):
             mixed = {**options, "training.mixed_precision_param": dtype}
-            ours, theirs = timed_run(mixed, device, True, 4), timed_run(mixed, "cpu", True, 4)
+            ours = timed_run(mixed, device, True, 4)
+            theirs = timed_run(mixed, "cpu", True, 4)
             yield {"case": name, "dtype": dtype, **_differences(ours, theirs)}
     count = accelerator.module(device).device_count() if accelerator.is_accelerator(device) else 1
     if count > 1:
@@ -482,7 +487,8 @@ def losses(device: str, tiny: bool) -> Iterator[Row]:
         )
         factor = torch.tensor(1 / tokens, device=place)
         if exact:
-            logits_NV, targets_N = (x @ w.t()).flatten(0, 1), targets.flatten()
+            logits_NV = (x @ w.t()).flatten(0, 1)
+            targets_N = targets.flatten()
             loss = (
                 torch.nn.functional.cross_entropy(
                     logits_NV, targets_N, ignore_index=IGNORE, reduction="sum"
@@ -529,7 +535,9 @@ def _three_steps(
     loaded: Loaded, weights: dict[str, torch.Tensor]
 ) -> tuple[list[float], list[float]]:
     """Return losses and gradient norms of three steps from ``weights``. An empty ``weights`` is filled by the run."""
-    config, losses, norms = loaded.config, [], []
+    config = loaded.config
+    losses = []
+    norms = []
     with join(config.comm, config.training.device) as here:
         trainer.set_numerics(config, here.device)
         with device_kernels.prefer_attention(here.device, config.training.flash_attention):
@@ -648,7 +656,8 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]] | None] = {
 
 def chosen(names: Iterable[str], texts: str) -> list[str]:
     """Return names equal to one of the comma-separated texts, or containing one that is not a name. All for ""."""
-    names, requested = list(names), texts.split(",")
+    names = list(names)
+    requested = texts.split(",")
     return [
         name
         for name in names
@@ -755,7 +764,8 @@ def rows_of(commands: list[list[str]]) -> Iterator[str]:
     """
     waiting = _start(commands[0])
     for place, command in enumerate(commands):
-        running, limit = waiting, CASE_SECONDS if "--case" in command else PART_SECONDS
+        running = waiting
+        limit = CASE_SECONDS if "--case" in command else PART_SECONDS
         if place + 1 < len(commands):
             waiting = _start(commands[place + 1])
         error = ""

@@ -264,7 +264,8 @@ def merged(cells: list[Cell], file: Path) -> list[dict[str, Any]]:
             known[cell["architecture"], cell["mesh"]] = cell
     for new in cells:
         known[new.architecture, new.mesh] = asdict(new)
-    names, meshes = list(ARCHITECTURES), columns()
+    names = list(ARCHITECTURES)
+    meshes = columns()
     wanted = [key for key in known if key[0] in names and key[1] in meshes]
     wanted.sort(key=lambda key: (names.index(key[0]), meshes.index(key[1])))
     return [known[key] for key in wanted]
@@ -282,7 +283,8 @@ def main() -> int:
     options = parser.parse_args()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        names, meshes = options.only.split(","), options.meshes.split(",")
+        names = options.only.split(",")
+        meshes = options.meshes.split(",")
         with ProcessPoolExecutor(options.workers) as pool:
             rows_of_one = partial(rows_of, meshes=meshes, output=Path(folder))
             cells = list(itertools.chain.from_iterable(pool.map(rows_of_one, names)))

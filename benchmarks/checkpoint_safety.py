@@ -156,7 +156,8 @@ def save_repeatedly(kind: Any, root: Path, first: int, ready: Any) -> None:
     torch.set_num_threads(1)
     quiet()
     with alone():
-        way, step = kind(root), first
+        way = kind(root)
+        step = first
         ready.send_bytes(b"ready")
         while True:
             step += 1
@@ -165,7 +166,9 @@ def save_repeatedly(kind: Any, root: Path, first: int, ready: Any) -> None:
 
 def kills(kind: Any, root: Path, number: int) -> dict[str, int]:
     """Send SIGKILL at a random moment, then load the newest checkpoint."""
-    counts, dice, first = {"refused": 0, "silent": 0, "whole": 0, "none": 0}, random.Random(1), 0
+    counts = {"refused": 0, "silent": 0, "whole": 0, "none": 0}
+    dice = random.Random(1)
+    first = 0
     for _ in range(number):
         receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
         process = multiprocessing.get_context("fork").Process(
@@ -184,7 +187,8 @@ def kills(kind: Any, root: Path, number: int) -> dict[str, int]:
     return counts
 
 
-LARGE, SMALL = 100_000, 1_000
+LARGE = 100_000
+SMALL = 1_000
 
 
 def uneven(step: int) -> State:
@@ -223,7 +227,8 @@ def write_errors(kind: Any, root: Path, number: int = 10) -> dict[str, int]:
         process.kill()
         process.join()
         with alone():
-            way, into = kind(root / str(trial)), uneven(-1)
+            way = kind(root / str(trial))
+            into = uneven(-1)
             newest = way.newest()
 
             def load(way: Any = way, newest: int = newest, into: State = into) -> State:
@@ -238,7 +243,8 @@ def seconds(kind: Any, root: Path, megabytes: int) -> dict[str, float]:
     """Return the best of three times for saving and loading."""
     tensors = state(1, megabytes * 2**20 // 16)
     into = state(-1, megabytes * 2**20 // 16)
-    saves, loads = [], []
+    saves = []
+    loads = []
     with alone():
         way = kind(root)
         for step in (1, 2, 3):

@@ -40,7 +40,8 @@ def main() -> None:
     )
     results["config check debug"] = measured(["config", "check", "debug"], options.rounds)
     with tempfile.TemporaryDirectory() as name:
-        run, page = Path(name, "run"), Path(name, "report.html")
+        run = Path(name, "run")
+        page = Path(name, "report.html")
         lengthen(run, options.steps)
         results["steps"], results["metrics_mb"] = (
             options.steps,
@@ -122,7 +123,8 @@ def watched(run: Path) -> float:
     )
     try:
         time.sleep(5)  # until it has started and read the existing metrics
-        begun, before = time.monotonic(), of_tree(watch.pid)
+        begun = time.monotonic()
+        before = of_tree(watch.pid)
         record = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
         for _ in range(WATCHED_SECONDS):
             record["step"] += 1

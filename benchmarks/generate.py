@@ -39,8 +39,15 @@ from shardtrain.ops.cpu import kernel_speed, packed_linear
 from shardtrain.tools.generate.engine import Generator
 from shardtrain.utils.allocator import keep_freed_memory
 
-PROMPT, NEW = 64, 48
-DIM, LAYERS, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 512, 8, 8, 4, 64, 1408, 8192
+PROMPT = 64
+NEW = 48
+DIM = 512
+LAYERS = 8
+HEADS = 8
+KV_HEADS = 4
+HEAD = 64
+FFN = 1408
+VOCAB = 8192
 OURS = {"vocab_size": VOCAB, "dim": DIM, "num_layers": LAYERS, "num_heads": HEADS}
 GROUPED = {**OURS, "num_kv_heads": KV_HEADS, "head_dim": HEAD}
 THEIRS = {

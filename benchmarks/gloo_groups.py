@@ -62,7 +62,9 @@ def measure(size: int, lazy: bool) -> str:
     parent_end, child_end = context.Pipe()
     server = context.Process(target=serve, args=(child_end,), daemon=True)
     server.start()
-    port, release, begun = parent_end.recv(), context.Event(), time.monotonic()
+    port = parent_end.recv()
+    release = context.Event()
+    begun = time.monotonic()
     pipes = []
     for rank in range(size):
         receiver, sender = context.Pipe(False)
@@ -75,7 +77,8 @@ def measure(size: int, lazy: bool) -> str:
     fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
     store = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     parent_end.send(None)
-    pairs, seconds = "as needed" if lazy else "all pairs", max(ends) - begun
+    pairs = "as needed" if lazy else "all pairs"
+    seconds = max(ends) - begun
     return f"{size} ranks, {pairs}: {seconds:.2f} s, {max(counts)} sockets, store {store:.2f} CPU s"
 
 

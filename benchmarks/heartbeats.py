@@ -68,15 +68,14 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
         Counted(dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60)))
         for _ in range(CONNECTIONS)
     ]
-    nodes, assumed = math.ceil(ranks / per_node), beat_seconds(30, math.ceil(ranks / per_node))
+    nodes = math.ceil(ranks / per_node)
+    assumed = beat_seconds(30, math.ceil(ranks / per_node))
     speakers = [
         HeartbeatExchange(stores[node % CONNECTIONS], node * per_node, ranks, assumed)
         for node in range(nodes)
     ]
-    judging, judge = (
-        HeartbeatExchange(stores[0], 0, ranks, assumed),
-        HangDetector(ranks, assumed, 300, 100),
-    )
+    judging = HeartbeatExchange(stores[0], 0, ranks, assumed)
+    judge = HangDetector(ranks, assumed, 300, 100)
     facts = "step 1234, 5046272 samples, order 9f8e7d6c5b4a3928"
 
     def sign(rank: int, beat: int) -> str:
@@ -101,16 +100,16 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
             + "}"
             for node in range(nodes)
         ]
-        before, requests = cpu_seconds(server.pid or 0), Counted.requests
+        before = cpu_seconds(server.pid or 0)
+        requests = Counted.requests
         for speaker, text in zip(speakers, texts, strict=True):
             speaker._post(text)
             speaker.verdict()
-        said, said_requests = cpu_seconds(server.pid or 0) - before, Counted.requests - requests
-        before, requests, begun = (
-            cpu_seconds(server.pid or 0),
-            Counted.requests,
-            time.process_time(),
-        )
+        said = cpu_seconds(server.pid or 0) - before
+        said_requests = Counted.requests - requests
+        before = cpu_seconds(server.pid or 0)
+        requests = Counted.requests
+        begun = time.process_time()
         signs = judging.receive()
         judge.observe(time.monotonic(), signs)
         common(signs, ranks, 0)

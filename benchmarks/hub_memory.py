@@ -23,7 +23,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-LAYERS, DIM, FFN, VOCAB, SHARD_GIGABYTES = 12, 1536, 4096, 16384, 0.3
+LAYERS = 12
+DIM = 1536
+FFN = 4096
+VOCAB = 16384
+SHARD_GIGABYTES = 0.3
 
 
 def write_model(folder: Path) -> tuple[int, int, int]:
@@ -69,7 +73,8 @@ def write_model(folder: Path) -> tuple[int, int, int]:
 
 def measure(arguments: list[str]) -> dict[str, Any]:
     """Run a command. Return its seconds and peak memory."""
-    started, peaks = time.monotonic(), {"RssAnon": 0, "VmRSS": 0}
+    started = time.monotonic()
+    peaks = {"RssAnon": 0, "VmRSS": 0}
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
     while process.poll() is None:
         try:
@@ -102,10 +107,8 @@ def main() -> None:
         empty = measure(
             ["-c", "import torch, safetensors, shardtrain.hf.importing, time; time.sleep(0.3)"]
         )
-        cli, bound = (
-            ["-m", "shardtrain"],
-            ["--shard_gigabytes", str(SHARD_GIGABYTES), "--check", "weights"],
-        )
+        cli = ["-m", "shardtrain"]
+        bound = ["--shard_gigabytes", str(SHARD_GIGABYTES), "--check", "weights"]
         taken = measure([*cli, "import", str(root / "hf"), "--to", str(root / "checkpoint")])
         given = measure(
             [*cli, "export", str(root / "checkpoint"), "--to", str(root / "back"), *bound]

@@ -28,7 +28,12 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-LAYERS, DIM, FFN, VOCAB, KEYS, SHARD_BYTES = 16, 2048, 8192, 49152, 512, 500 * 10**6
+LAYERS = 16
+DIM = 2048
+FFN = 8192
+VOCAB = 49152
+KEYS = 512
+SHARD_BYTES = 500 * 10**6
 LOAD = """
 import sys, torch, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
@@ -54,7 +59,8 @@ def write_model(folder: Path) -> tuple[int, int]:
         shapes |= {f"{prefix}.post_attention_layernorm.weight": (DIM,)}
     shapes |= {"model.norm.weight": (DIM,)}
     shares: list[list[str]] = [[]]
-    size, sizes = 0, []
+    size = 0
+    sizes = []
     for name, shape in shapes.items():
         count = 2 * torch.Size(shape).numel()
         if size + count > SHARD_BYTES:
@@ -64,7 +70,8 @@ def write_model(folder: Path) -> tuple[int, int]:
         shares[-1].append(name)
         size += count
     sizes.append(size)
-    generator, index = torch.Generator().manual_seed(0), {}
+    generator = torch.Generator().manual_seed(0)
+    index = {}
     for number, share in enumerate(shares, 1):
         file = f"model-{number:05d}-of-{len(shares):05d}.safetensors"
         tensors = {
@@ -87,7 +94,8 @@ def write_model(folder: Path) -> tuple[int, int]:
 
 def measure(arguments: list[str]) -> tuple[float, int]:
     """Run a command. Return its seconds and its peak RssAnon in MiB."""
-    started, peak = time.monotonic(), 0
+    started = time.monotonic()
+    peak = 0
     with open(os.devnull, "w") as nothing:
         process = subprocess.Popen(
             [sys.executable, *arguments], stdout=nothing, stderr=subprocess.PIPE
@@ -139,7 +147,8 @@ def main() -> None:
         root = Path(name)
         total, largest = write_model(root / "hf")
         os.sync()
-        cli, bound = ["-m", "shardtrain"], ["--shard_gigabytes", "0.5", "--check", "weights"]
+        cli = ["-m", "shardtrain"]
+        bound = ["--shard_gigabytes", "0.5", "--check", "weights"]
         commands = {
             "import": [
                 *cli,

@@ -64,10 +64,8 @@ def by_torchrun(_: Path, folder: Path) -> Commands:
 
 
 def by_train(_: Path, folder: Path) -> Commands:
-    meeting, words = (
-        f"{ADDRESS}:{free_port()}",
-        [sys.executable, "-m", "shardtrain", "train", *options(folder)],
-    )
+    meeting = f"{ADDRESS}:{free_port()}"
+    words = [sys.executable, "-m", "shardtrain", "train", *options(folder)]
     more = ["--nproc=1", "--nnodes=2", f"--rdzv_endpoint={meeting}"]
     return [[*words, *more, f"--node_rank={node}"] for node in range(2)]
 

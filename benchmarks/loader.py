@@ -31,7 +31,9 @@ from shardtrain.data import DataLoader, open_dataloader
 from shardtrain.data.prepared.shard_writer import ShardWriter, default_shard_tokens
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 
-SEQ_LEN, ROWS, VOCAB = 2048, 8, 258
+SEQ_LEN = 2048
+ROWS = 8
+VOCAB = 258
 PACKINGS = {
     "concat": Data(),
     "concat, documents masked": Data(document_mask="on"),
@@ -79,7 +81,8 @@ def measure(folder: Path, data: Data, seconds: float) -> dict[str, float]:
         stream.seek(int((stream.num_samples or 0) * share))
         next(stream)
         seeks.append(time.perf_counter() - started)
-    batches, cpu = 0, time.process_time()
+    batches = 0
+    cpu = time.process_time()
     while time.process_time() - cpu < seconds:
         next(stream)
         batches += 1
@@ -103,7 +106,8 @@ def measure_text(folder: Path, megabytes: int, seconds: float) -> dict[str, floa
     stream = open_jsonl(config, folder / "text.jsonl")
     next(stream)
     opened = time.perf_counter() - started
-    batches, cpu = 0, time.process_time()
+    batches = 0
+    cpu = time.process_time()
     while time.process_time() - cpu < seconds:
         next(stream)
         batches += 1

@@ -33,7 +33,8 @@ def main() -> None:
     spec = importlib.util.spec_from_file_location(
         "measured", ROOT / "tests/tools/plan/test_measured_memory.py"
     )
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     law = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(law)
     rows = []
@@ -59,10 +60,8 @@ def main() -> None:
         config = dataclasses.replace(
             tiny_config(**{**sections, "training": training}), model=Model(**law.LLAMA)
         )
-        measured, planned = (
-            run_ranks(size, law.measured_bytes, config),
-            law.planned_bytes(config, size),
-        )
+        measured = run_ranks(size, law.measured_bytes, config)
+        planned = law.planned_bytes(config, size)
         per_place = size // len(planned)
         for place, of_plan in enumerate(planned):
             found = max(measured[place * per_place : (place + 1) * per_place])

@@ -164,7 +164,8 @@ def run(
     """Run one program and return its row."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        times, work = folder / "times", folder / "work"
+        times = folder / "times"
+        work = folder / "work"
         times.mkdir()
         work.mkdir()
         start = [python]
@@ -186,7 +187,8 @@ def run(
         }  # fmt: skip
         # allow bytecode caches; without them, each start takes a second longer
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        load, started = os.getloadavg()[0], time.time()
+        load = os.getloadavg()[0]
+        started = time.time()
         with open(folder / "log", "w+") as log:
             try:
                 code = subprocess.run(

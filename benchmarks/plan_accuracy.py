@@ -149,7 +149,8 @@ SCHEDULES = {
 def score(row: dict[str, Any]) -> Score:
     """Predict one row. ``job_of`` defines defaults for unstated facts."""
     device = device_with_links(row)
-    model, run = model_of(row), job_of(row, device)
+    model = model_of(row)
+    run = job_of(row, device)
     orders = schedule.orders(run.schedule, run.pp, len(run.stages), run.num_microbatches)
     time = timing.of_step(model, run, device, orders)
     # LitGPT's norms are separate float32 operations, like those of this package on a CPU
@@ -184,7 +185,8 @@ def device_with_links(row: dict[str, Any]) -> hardware.Device:
 def model_of(row: dict[str, Any]) -> shapes.ModelShape:
     """Return the model shape of a row. All layers except the first ``dense_layers`` have experts."""
     m = row["model"]
-    heads, kv_heads = m["heads"], m["kv_heads"] or m["heads"]
+    heads = m["heads"]
+    kv_heads = m["kv_heads"] or m["heads"]
     sizes = (m["hidden"], heads, kv_heads, m["ffn"], m["vocab"], row["seq_len"])
     options: dict[str, Any] = {
         "gated": m["gated_ffn"],
@@ -247,17 +249,20 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob
     Defaults for unstated facts: no recomputation, sharding by the parallel sizes, and replicated optimizer state for
     systems known to replicate it.
     """
-    m, p, h = row["model"], row["parallel"], row["hardware"]
-    sharding, precision, software = (
-        row["sharding"] or "",
-        row["precision"] or "",
-        row["software"] or "",
-    )
-    replicas, shards = p.get("dp") or 1, p.get("fsdp") or 1
+    m = row["model"]
+    p = row["parallel"]
+    h = row["hardware"]
+    sharding = row["sharding"] or ""
+    precision = row["precision"] or ""
+    software = row["software"] or ""
+    replicas = p.get("dp") or 1
+    shards = p.get("fsdp") or 1
     if p.get("fsdp_group"):
-        shards, replicas = p["fsdp_group"], h["count"] // p["fsdp_group"]
+        shards = p["fsdp_group"]
+        replicas = h["count"] // p["fsdp_group"]
     fsdp = shards > 1 or "ZeRO-3" in sharding or bool(p.get("fsdp"))
-    pp, per_rank = p.get("pp") or 1, p.get("vpp") or 1
+    pp = p.get("pp") or 1
+    per_rank = p.get("vpp") or 1
     name = SCHEDULES.get(
         str(p.get("schedule") or "").lower(), "Interleaved1F1B" if per_rank > 1 else "1F1B"
     )
@@ -411,7 +416,8 @@ def summary(scores: Sequence[Score]) -> list[tuple[str, int, float, float, int, 
 
 def fitting_right(scores: Sequence[Score]) -> tuple[int, int, int, int]:
     """Count runs predicted to fit, all runs, out-of-memory failures predicted not to fit, and all such failures."""
-    ran, failed = [one for one in scores if one.ran], [one for one in scores if not one.ran]
+    ran = [one for one in scores if one.ran]
+    failed = [one for one in scores if not one.ran]
     return sum(one.fits for one in ran), len(ran), sum(not one.fits for one in failed), len(failed)
 
 
@@ -421,17 +427,19 @@ def scatter(scores: Sequence[Score]) -> str:
     Hollow circles are held-back rows. The lines are equality and deviations of 25 %.
     """
     shown = [one for one in scores if one.measured_seconds]
-    low, high, size, margin = 0.2, 250.0, 480, 50
+    low = 0.2
+    high = 250.0
+    size = 480
+    margin = 50
 
     def place(seconds: float) -> float:
         return (math.log10(seconds) - math.log10(low)) / (math.log10(high) - math.log10(low)) * size
 
     def line(factor: float, style: str) -> str:
-        x1, x2 = (place(max(low, low / factor)), place(min(high, high / factor)))
-        y1, y2 = (
-            size - place(factor * max(low, low / factor)),
-            size - place(factor * min(high, high / factor)),
-        )
+        x1 = place(max(low, low / factor))
+        x2 = place(min(high, high / factor))
+        y1 = size - place(factor * max(low, low / factor))
+        y2 = size - place(factor * min(high, high / factor))
         return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" {style}/>'
 
     colours = (
@@ -463,7 +471,8 @@ def scatter(scores: Sequence[Score]) -> str:
     for one in shown:
         colour = colours[names.index(one.series) % len(colours)]
         fill = "none" if one.held_back else colour
-        x, y = place(one.measured_seconds or low), size - place(one.seconds)
+        x = place(one.measured_seconds or low)
+        y = size - place(one.seconds)
         where = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="{colour}"'
         parts.append(f"{where}><title>{one.id} {one.error:+.1%}</title></circle>")
     for number, name in enumerate(names):

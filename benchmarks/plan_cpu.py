@@ -105,7 +105,8 @@ def rank(model: str, mesh: str, steps: int, folder: str) -> None:
     found = []
     with shardtrain.Trainer(loaded) as trainer:
         for _ in range(steps):
-            wall, cpu = time.perf_counter(), time.process_time()
+            wall = time.perf_counter()
+            cpu = time.process_time()
             trainer.step()
             found.append([time.perf_counter() - wall, time.process_time() - cpu])
     print(json.dumps(found))
@@ -174,7 +175,8 @@ def score(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, float, floa
         key: tuple(min(one) for one in zip(*pairs, strict=True)) for key, pairs in measured.items()
     }
     base = next(key for key in least if key[1] == CALIBRATED_WITH)
-    of_wall, of_cpu = least[base][0] / planned[base][1], least[base][1] / planned[base][0]
+    of_wall = least[base][0] / planned[base][1]
+    of_cpu = least[base][1] / planned[base][0]
     print(
         f"calibrated with {base[0]} on {base[1]}: x {of_cpu:.2f} in CPU seconds, x {of_wall:.2f} in wall seconds"
     )

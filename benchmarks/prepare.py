@@ -86,7 +86,8 @@ def peer(text: str, tokenizer_file: str, folder: str, processes: int) -> None:
 
     tokenizer = tokenizers.Tokenizer.from_file(tokenizer_file)
     encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
-    bos, eos = tokenizer.token_to_id("<|begin_of_text|>"), tokenizer.token_to_id("<|end_of_text|>")
+    bos = tokenizer.token_to_id("<|begin_of_text|>")
+    eos = tokenizer.token_to_id("<|end_of_text|>")
 
     def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         return {
@@ -140,14 +141,16 @@ def timed(command: list[str]) -> dict[str, float | str]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    before, started = os.times(), time.perf_counter()
+    before = os.times()
+    started = time.perf_counter()
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     memory = Memory(process.pid)
     memory.start()
     out, err = process.communicate()
-    seconds, after = time.perf_counter() - started, os.times()
+    seconds = time.perf_counter() - started
+    after = os.times()
     memory.ended.set()
     memory.join()
     if process.returncode:
@@ -187,10 +190,8 @@ def main() -> None:
     rows: list[dict[str, float | str]] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        text, tokenizer = (
-            folder / "text.jsonl",
-            Path("bytes") if options.bytes else folder / "tokenizer",
-        )
+        text = folder / "text.jsonl"
+        tokenizer = Path("bytes") if options.bytes else folder / "tokenizer"
         make_text(text, options.mb)
         if not options.bytes:
             train_tokenizer(text, tokenizer)

@@ -109,7 +109,8 @@ def _train(nproc: int, folder: Path, options: Sequence[str]) -> int:
     from shardtrain import cli
     from shardtrain.train import trainer
 
-    tracer, original = Trace(), trainer.step
+    tracer = Trace()
+    original = trainer.step
     steps = 0
 
     def write(name: str, found: dict[str, Found]) -> None:
@@ -149,7 +150,8 @@ def table(traces: dict[str, dict[str, Found]], size_of: Callable[[str], int]) ->
         ("step", "a steady step"),
         ("first_update", "from the command to the first update"),
     ):
-        found, main = traces[name]["all"], traces[name]["main"]
+        found = traces[name]["all"]
+        main = traces[name]["main"]
         compute = {file: names for file, names in found.items() if file.startswith(COMPUTE)}
         checks = {file: names for file, names in found.items() if file.startswith(CHECKS)}
         parts = (

@@ -44,7 +44,8 @@ class Lines:
 
     def wait(self, pattern: str, after: float) -> tuple[float, str]:
         """Return the time and text of the first line after ``after`` that matches ``pattern``."""
-        end, seen = time.monotonic() + TIMEOUT_SECONDS, 0
+        end = time.monotonic() + TIMEOUT_SECONDS
+        seen = 0
         while time.monotonic() < end:
             while seen < len(self.found):
                 came, line = self.found[seen]
@@ -147,7 +148,8 @@ def p95(values: list[float]) -> float:
 
 def measure(launcher: str, kills: int, at: str, seed: int = 0) -> dict[str, object]:
     dice = random.Random(seed)
-    stopped, resumed = [], []
+    stopped = []
+    resumed = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         process = start(folder, launcher, kills)

@@ -99,7 +99,8 @@ def cpu_timed(action: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def slow_ranks(count: int) -> dict[str, Any]:
-    judge, signs = Stragglers(count), {rank: Heartbeat(0, "host") for rank in range(count)}
+    judge = Stragglers(count)
+    signs = {rank: Heartbeat(0, "host") for rank in range(count)}
     for window in range(2):
         busy = {rank: 4000 * window + rank % 7 for rank in range(count)}
         marks = {
@@ -166,7 +167,9 @@ def many_files(count: int) -> dict[str, Any]:
             "--data.mode",
             "stream",
         ]
-        config, pipes, processes = load("debug", words).config, [], []
+        config = load("debug", words).config
+        pipes = []
+        processes = []
         for rank in range(2):
             receiver, sender = multiprocessing.Pipe(False)
             options = (config, rank, f"{folder}/store", sender)
@@ -185,7 +188,8 @@ def open_many_files(config: Config, rank: int, store: str, sender: Any) -> None:
     """Send seconds, CPU seconds and MiB of a rank until its data is open and after it has read a batch."""
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     dist.barrier()
-    before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cpu = time.process_time()
 
     def opened() -> Any:
         with together(config):
@@ -227,7 +231,8 @@ class Lengths:
 
 
 def whole_documents(count: int) -> dict[str, Any]:
-    line, found = Lengths(count), {}
+    line = Lengths(count)
+    found = {}
     for kind in ("first_fit", "padded"):
         tracemalloc.start()
         rows = pack(line, Packing(2048, kind))  # type: ignore[arg-type]
@@ -245,7 +250,8 @@ def whole_documents(count: int) -> dict[str, Any]:
 class PeriodicLengths:
     """Token buffer with the same document lengths in each block, which need no memory."""
 
-    has_mask, num_tokens = False, 2**62
+    has_mask = False
+    num_tokens = 2**62
 
     def __init__(self, count: int) -> None:
         lengths = np.random.default_rng(1).integers(2, 2000, BLOCK_DOCUMENTS)
@@ -272,7 +278,8 @@ class PeriodicLengths:
 
 
 def prepared_documents(count: int) -> dict[str, Any]:
-    line, packing = PeriodicLengths(count), Packing(2048, "first_fit")
+    line = PeriodicLengths(count)
+    packing = Packing(2048, "first_fit")
     fit = fit_block(line, 0, packing)  # type: ignore[arg-type]
     counts = {name: getattr(fit, name) for name in ("num_rows", "num_targets", "cut", "dropped")}
     blocks = num_blocks(line)  # type: ignore[arg-type]
@@ -299,7 +306,9 @@ def prepared_documents(count: int) -> dict[str, Any]:
 
 
 def llama3_405b() -> dict[str, tuple[int, ...]]:
-    layers, dim, ffn = 126, 16384, 53248
+    layers = 126
+    dim = 16384
+    ffn = 53248
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (128256, dim)}
     for layer in range(layers):
         own: dict[str, tuple[int, ...]] = {
@@ -321,7 +330,9 @@ def llama3_405b() -> dict[str, tuple[int, ...]]:
 
 def experts_1t() -> dict[str, tuple[int, ...]]:
     """Return shapes of an MoE with 384 experts and about 10^12 parameters, like Kimi-K2."""
-    dim, ffn, latent = 7168, 2048, 512
+    dim = 7168
+    ffn = 2048
+    latent = 512
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (163840, dim)}
     for layer in range(61):
         own: dict[str, tuple[int, ...]] = {
@@ -349,8 +360,11 @@ def tables(
     shapes: dict[str, tuple[int, ...]], mesh: dict[str, int]
 ) -> tuple[list[Table], list[int]]:
     """Return the tables that ranks exchange. FSDP splits the shards of TP or EP, and stages have different layers."""
-    tp, ep = mesh.get("tp", 1), mesh.get("ep", 1)
-    shard, stages, replicas = mesh.get("fsdp", 1), mesh.get("pp", 1), mesh.get("replicas", 1)
+    tp = mesh.get("tp", 1)
+    ep = mesh.get("ep", 1)
+    shard = mesh.get("fsdp", 1)
+    stages = mesh.get("pp", 1)
+    replicas = mesh.get("replicas", 1)
     per_stage = replicas * shard * tp
     layers = 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers."))
     said: list[Table] = [{} for _ in range(stages)]
@@ -404,7 +418,8 @@ def saving(mesh: str) -> dict[str, Any]:
     """Measure the plan of a save and writing and reading its manifest, as on each rank."""
     model, degrees = MESHES[mesh]
     said, table_of_rank = tables(model(), degrees)
-    before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cpu = time.process_time()
     held = holders.held_by_all(said, table_of_rank)
     stored, load = save_plan.share_out(held, len(table_of_rank))
     plan = save_plan.SavePlan(stored, load, held)
@@ -469,7 +484,8 @@ def narrowed(shapes: dict[str, tuple[int, ...]], columns: int | None) -> dict[st
 def resuming(name: str) -> dict[str, Any]:
     """Measure how a rank computes the bytes it needs of each file, and reads them."""
     (saved, wanted), columns = RESUMES[name], 8
-    data, narrow = stored_by(saved).to_bytes(), stored_by(saved, columns)
+    data = stored_by(saved).to_bytes()
+    narrow = stored_by(saved, columns)
     model, degrees = MESHES[wanted]
     said, table_of_rank = tables(model(), degrees)
     narrow_said = tables(narrowed(model(), columns), degrees)[0]
@@ -504,7 +520,10 @@ def boxes(table: Table, rank: int) -> dict[str, Any]:
 
 def needed(manifest: Manifest, table: Table, rank: int) -> tuple[int, set[int], int, int]:
     """Return pieces, files, bytes read and bytes needed of one rank, in the way of ``tensor_reader.read``."""
-    pieces, files, read_bytes, needed_bytes = 0, set[int](), 0, 0
+    pieces = 0
+    files = set[int]()
+    read_bytes = 0
+    needed_bytes = 0
     for key, own in boxes(table, rank).items():
         stored = manifest.tensors[key]
         for chunk, shared in stored.overlapping(own):
@@ -522,7 +541,8 @@ def read_by(data: bytes, narrow: Manifest, table: Table, folder: str, rank: int)
     box_of = {id(tensor): own[key] for key, tensor in filled.items()}
     tensor_reader.box_of = lambda tensor: box_of[id(tensor)]  # type: ignore[attr-defined]
     torch.set_num_threads(1)
-    before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cpu = time.process_time()
     parse(data, Path("step-1"))
     tensor_reader.read(filled, narrow, Path(folder))
     seconds = time.process_time() - cpu
@@ -552,7 +572,8 @@ def own_parts(count: int) -> dict[str, Any]:
 def real_save(mebibytes: int) -> dict[str, Any]:
     """Split each tensor in two by rows. Memory is the peak of a rank above its earlier level."""
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+        pipes = []
+        processes = []
         for rank in range(2):
             receiver, sender = multiprocessing.Pipe(False)
             job = multiprocessing.get_context("fork").Process(
@@ -621,7 +642,8 @@ def save_and_read(folder: str, rank: int, mebibytes: int, sender: Any) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2
     )
-    mesh, count = init_device_mesh("cpu", (2,)), 96
+    mesh = init_device_mesh("cpu", (2,))
+    count = 96
     rows = mebibytes * 2**20 // 4 // 1024 // count // 3  # weights and two moments each
     model = {
         f"{section}.layers.{n}.w{end}": DTensor.from_local(
@@ -665,7 +687,8 @@ def peer_rows(count: int) -> dict[str, Any]:
             writer.add_documents(np.full(2**10, 2**10))
             writer.add_tokens((np.arange(2**20, dtype=np.int32) + number) % 300)
         writer.finish(tokenizer="0" * 64, tokenizer_name="bytes")
-        pipes, processes = [], []
+        pipes = []
+        processes = []
         for rank in range(count):
             receiver, sender = multiprocessing.Pipe(False)
             arguments = (folder, rank, count, sender)
@@ -703,10 +726,8 @@ def rows_of_peer(folder: str, rank: int, count: int, sender: Any) -> None:
         "gloo", store=dist.FileStore(f"{folder}/store", count), rank=rank, world_size=count
     )
     packing = Packing(8192, "concat")
-    rows, out = (
-        pack(ShardTokenBuffer(Path(folder, "s")), packing, None),
-        PackedSequences(1, packing),
-    )
+    rows = pack(ShardTokenBuffer(Path(folder, "s")), packing, None)
+    out = PackedSequences(1, packing)
     asked = np.random.default_rng(1).integers(0, rows.num_rows, 500).tolist()
     sent = torch.zeros(8193, dtype=torch.int32)
 
@@ -746,7 +767,8 @@ def retained(count: int) -> dict[str, Any]:
             (folder / f"step-{step}").mkdir()
             (folder / f"step-{step}" / "rank-00000.bin").touch()
             (folder / f"step-{step}" / "manifest.json").write_bytes(whole.to_bytes())
-        reads, read = [], retention.read
+        reads = []
+        read = retention.read
         retention.read = lambda path: (reads.append(1), read(path))[1]  # type: ignore[attr-defined]
         seconds, _ = timed(
             lambda: retention.delete_old(folder, 10 * count, 2, 10, 0, "", retention.Removals())
@@ -757,7 +779,8 @@ def retained(count: int) -> dict[str, Any]:
 
 def commit(count: int) -> dict[str, Any]:
     """Measure rank 0's part of a save by ``count`` ranks: sizes, manifest, rename, and a completeness check."""
-    digest, names = hashlib.sha256().hexdigest(), [f"rank-{rank:05d}.bin" for rank in range(count)]
+    digest = hashlib.sha256().hexdigest()
+    names = [f"rank-{rank:05d}.bin" for rank in range(count)]
     with tempfile.TemporaryDirectory() as folder:
         storage = LocalStorage(Path(folder))
         draft = Path(folder, "step-1.tmp-0")

@@ -97,7 +97,8 @@ def soak(steps: int, nproc: int, folder: Path) -> list[dict[str, Any]]:
 
 def grown(samples: list[dict[str, Any]]) -> dict[str, float]:
     """Compare the last ten samples with those after a tenth of the steps."""
-    early, late = samples[10:20], samples[-10:]
+    early = samples[10:20]
+    late = samples[-10:]
 
     def mean(of: list[dict[str, Any]], name: str) -> float:
         return float(sum(one[name] for one in of) / max(1, len(of)))

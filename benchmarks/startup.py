@@ -126,7 +126,8 @@ def rank_main(
         mesh = distributed.build(loaded.config, world)
         told = first_rank(lambda: {"kernels": "measured by the first rank"})
         gather_distinct_json("0123456789abcdef")  # the fingerprint of the data
-        assert told and mesh.size("dp_shard", "tp") == size
+        assert told
+        assert mesh.size("dp_shard", "tp") == size
         sender.send((Counted.asked, sockets(), time.process_time() - began, private_bytes()))
         release.wait()
         os._exit(0)
@@ -145,7 +146,10 @@ def measure(size: int, per_node: int) -> dict[str, Any]:
     parent_end, child_end = context.Pipe()
     server = context.Process(target=serve, args=(child_end,), daemon=True)
     server.start()
-    port, release, pipes, begun = parent_end.recv(), context.Event(), [], time.monotonic()
+    port = parent_end.recv()
+    release = context.Event()
+    pipes = []
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         loaded = loaded_for(size, folder)
         gc.collect()
@@ -181,7 +185,9 @@ def measure(size: int, per_node: int) -> dict[str, Any]:
 def fitted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Fit each law through the smallest and largest N. The one with the smallest error in between comes first."""
     laws = {"N": lambda n: n, "N log N": lambda n: n * math.log2(n), "N^2": lambda n: n * n}
-    first, last, found = rows[0], rows[-1], []
+    first = rows[0]
+    last = rows[-1]
+    found = []
     for name, law in laws.items():
         slope = (last["requests_of_all_others"] - first["requests_of_all_others"]) / (
             law(last["ranks"]) - law(first["ranks"])

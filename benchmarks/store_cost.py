@@ -37,7 +37,8 @@ from shardtrain.train.run import ReduceOverMesh, run_facts
 from shardtrain.utils import private_network
 from shardtrain.utils.activity import Phases
 
-RANKS, STEPS = 2, 5
+RANKS = 2
+STEPS = 5
 SHAPE = {
     "vocab_size": 2048,
     "dim": 256,
@@ -79,7 +80,8 @@ def rank_main(rank: int, meeting: Path | int, names: dict[str, str], requests: C
     private_network.enter_user_namespace()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        config, phases = make_config(folder), Phases()
+        config = make_config(folder)
+        phases = Phases()
         with process_group.join(config.comm, "cpu") as here, beating(config, here, phases):
             run = trainer.build(config, here)
             metrics = Metrics(config, Path(folder), run_facts(run, here), ReduceOverMesh(run.mesh))

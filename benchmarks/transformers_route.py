@@ -34,7 +34,8 @@ from shardtrain.train import trainer
 from shardtrain.train.build import use_fastest_kernels
 
 ROOT = Path(__file__).parents[1]
-ROWS, TOKENS = 8, 512
+ROWS = 8
+TOKENS = 512
 NATIVE = {
     "Llama": ("llama3", "debugmodel", {"ffn_dim": 768}),
     "Qwen3-MoE": (

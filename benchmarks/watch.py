@@ -27,7 +27,8 @@ def main() -> None:
         )
         with path.open("w") as file:
             file.writelines(line.format(step) for step in range(1, steps + 1))
-        followed, begun = FollowedRun(Path(folder)), time.process_time()
+        followed = FollowedRun(Path(folder))
+        begun = time.process_time()
         followed.look()
         print(
             f"{steps} steps, {path.stat().st_size >> 20} MiB: first look {time.process_time() - begun:.3f} CPU s"

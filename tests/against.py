@@ -25,7 +25,9 @@ from shardtrain.config.schema import Config
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.hf.hub_model import recognise
 
-STEPS, BATCH, SEQ_LEN = 10, 4, 48
+STEPS = 10
+BATCH = 4
+SEQ_LEN = 48
 SIZE = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
 WORDS = ["cat", "mat", "fire", "dog", "well", "Hello", "you", "today"]
 CHAT = (

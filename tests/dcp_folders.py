@@ -24,7 +24,8 @@ OVERRIDES = {
     "vocab_size": 260, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_dim": 48,
 }  # fmt: skip
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-STEP, TOKENS = 3, 1234
+STEP = 3
+TOKENS = 1234
 
 
 def linear_layers(**sizes: tuple[int, int]) -> nn.ModuleDict:
@@ -37,14 +38,16 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        d, f = OVERRIDES["dim"], OVERRIDES["ffn_dim"]
+        d = OVERRIDES["dim"]
+        f = OVERRIDES["ffn_dim"]
         kv = OVERRIDES["num_kv_heads"] * OVERRIDES["head_dim"]
         self.attention = linear_layers(wq=(d, d), wk=(d, kv), wv=(d, kv), wo=(d, d))
         self.feed_forward = linear_layers(w1=(d, f), w2=(f, d), w3=(d, f))
         self.attention_norm, self.ffn_norm = nn.RMSNorm(d), nn.RMSNorm(d)
 
     def forward(self, x: Tensor) -> Tensor:
-        a, f = self.attention, self.feed_forward
+        a = self.attention
+        f = self.feed_forward
         y = self.attention_norm(x)
         x = x + a["wo"](a["wq"](y) + (a["wk"](y) * a["wv"](y)).repeat(1, 2))
         y = self.ffn_norm(x)
@@ -54,7 +57,8 @@ class Block(nn.Module):
 class TitanLlama(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        d, v = OVERRIDES["dim"], OVERRIDES["vocab_size"]
+        d = OVERRIDES["dim"]
+        v = OVERRIDES["vocab_size"]
         self.tok_embeddings, self.norm = nn.Embedding(v, d), nn.RMSNorm(d)
         self.layers = nn.ModuleDict({str(i): Block() for i in range(OVERRIDES["num_layers"])})
         self.output = nn.Linear(d, v, bias=False)

@@ -60,7 +60,8 @@ def steps_of_flags(
     config = migrate.load_flags(flags, torch.distributed.get_world_size()).config
     run = make_run(rank, config)
     resume(run, Checkpoints(config))
-    stream, rows = run.dataloader, []
+    stream = run.dataloader
+    rows = []
 
     class Recorded:
         def __getattr__(self, name: str) -> Any:
@@ -72,7 +73,8 @@ def steps_of_flags(
             return batch
 
     run.dataloader = Recorded()  # type: ignore[assignment]
-    losses, rates = [], []
+    losses = []
+    rates = []
     for _ in range(steps):
         outcome = trainer.step(run)
         assert outcome is not None

@@ -147,7 +147,8 @@ def _stack(context: int = 1) -> list[inspect.FrameInfo]:
     of a test, that took seconds. On a busy machine it exceeded the 15 s after which a silent node counts as dead, so
     the rendezvous of two nodes failed.
     """
-    frame, frames = sys._getframe(1), []
+    frame = sys._getframe(1)
+    frames = []
     while frame is not None:
         code = frame.f_code
         frames.append(

@@ -80,7 +80,8 @@ def config(
 
 def before(owner, name: str, call: int, action) -> None:
     """Patch a method to run ``action`` before its call number ``call``."""
-    original, calls = getattr(owner, name), []
+    original = getattr(owner, name)
+    calls = []
 
     def patched(*arguments, **names):
         calls.append(1)
@@ -128,7 +129,8 @@ def patch(folder: Path, place: str) -> None:
         for call in (1, 2, 3):
             before(PlainRunner, "evaluate", call, lambda: time.sleep(0.5 * LIMIT))
     elif place == "long opening":
-        broadcast, seconds = Together._broadcast, [5 * LIMIT]
+        broadcast = Together._broadcast
+        seconds = [5 * LIMIT]
 
         def late(self, make, source, group):
             def look():
@@ -147,7 +149,8 @@ def patch(folder: Path, place: str) -> None:
         later = int(os.environ["RANK"]) * LIMIT
         before(PlainRunner, "forward_backward", 1, lambda: time.sleep(7 * LIMIT + later))
     elif place == "slow":
-        forward, last = PlainRunner.forward_backward, [0.1]
+        forward = PlainRunner.forward_backward
+        last = [0.1]
 
         def five_times(*arguments):
             # five windows must show the difference even if the load slows down the peer

@@ -79,7 +79,8 @@ def _find(name: str, source: dict[str, Tensor]) -> Tensor:
         return source[
             _NAMES[name.replace(".bias", ".weight")].replace(".weight", name[name.rindex(".") :])
         ]
-    prefix, rest = f"model.layers.{layer[1]}.", layer[2]
+    prefix = f"model.layers.{layer[1]}."
+    rest = layer[2]
     if rest.startswith("moe.experts."):
         return _expert_weight(rest[-2:], f"{prefix}mlp.experts.", source)
     if rest == "attn.q_norm.weight":  # the norm of a head in Qwen3, and of the latent in DeepSeek

@@ -36,7 +36,8 @@ from shardtrain.metrics.sinks.metrics_jsonl import JsonlFile
 from shardtrain.utils import python_child, user_cache
 from shardtrain.utils.errors import ShardtrainError
 
-SECONDS, BYTES = 30, 2 * 2**30
+SECONDS = 30
+BYTES = 2 * 2**30
 """Limits for one artefact: time, and growth of the memory of the process."""
 
 # folders of installed code: the interpreter, its packages, and this package
@@ -76,7 +77,8 @@ WRITES = {
 """For each event, the argument index of the path and of its folder descriptor (whose value -1 means no folder)."""
 
 events: list[str] = []
-watching, run_folder = False, ""
+watching = False
+run_folder = ""
 folder_of_open = -1
 """Descriptor of the folder of the file that is being opened, because the audit event of ``os.open`` omits it."""
 open_plain = os.open
@@ -228,7 +230,8 @@ def attempt(opener: Any, path: Path) -> dict[str, Any]:
     global watching, run_folder
     run_folder = os.path.realpath(path if path.is_dir() else path.parent) + os.sep
     events.clear()
-    start, before = time.monotonic(), set(sys.modules)
+    start = time.monotonic()
+    before = set(sys.modules)
     signal.alarm(SECONDS)
     watching = True
     try:

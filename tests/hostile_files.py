@@ -262,7 +262,8 @@ def make_tokenizers(root: Path, canary: Path) -> list[Path]:
     paths.append(write(root / "deep-config2/tokenizer_config.json", MANY).parent)
     for name, bomb in bombs(canary).items():
         paths.append(write(root / f"bin-{name}/tokenizer.model", bomb).parent)
-    piece, ranks = sentencepiece_bytes(), tiktoken_bytes()
+    piece = sentencepiece_bytes()
+    ranks = tiktoken_bytes()
     for name, content in {
         "piece-cut": piece[: len(piece) // 2],
         "piece-noise": piece[:50] + b"\xff" * 500,

@@ -40,7 +40,8 @@ def config_for(folder: Path, output: Path, mesh: str) -> Config:
 
 
 def start(rank: int, config: Config) -> dict[str, Tensor]:
-    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    run = make_run(rank, config)
+    checkpoints = Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
     assert run.state.step == 0

@@ -19,7 +19,8 @@ from shardtrain.launch import signals
 from shardtrain.train import trainer as train
 from shardtrain.train import validation
 
-STEPS, HELD = 6, 3
+STEPS = 6
+HELD = 3
 """Number of steps of the run, and the step in which it is held."""
 TIMEOUT = 120
 VALIDATION = {
@@ -105,7 +106,8 @@ def hold(folder: Path, seconds: float = TIMEOUT) -> None:
 
 def before(owner, name, when, action):
     """Patch a method to call ``action`` before each call whose number satisfies ``when``."""
-    original, calls = getattr(owner, name), []
+    original = getattr(owner, name)
+    calls = []
 
     def patched(*arguments, **names):
         calls.append(1)

@@ -69,7 +69,8 @@ class Machine:
 
     def processes(self) -> set[int]:
         """Return the ids of all processes in the network of this machine."""
-        network, pids = os.readlink(f"/proc/{self.pid}/ns/net"), set()
+        network = os.readlink(f"/proc/{self.pid}/ns/net")
+        pids = set()
         # glob would fail if a process ends meanwhile
         for name in filter(str.isdigit, os.listdir("/proc")):
             try:

@@ -82,7 +82,8 @@ def main(kind: str, path: str) -> None:
         import datasets  # noqa: F401
     resource.setrlimit(resource.RLIMIT_DATA, (CAP_BYTES, CAP_BYTES))
     result = Measured()
-    before, start = peak_bytes(), cpu_seconds()
+    before = peak_bytes()
+    start = cpu_seconds()
     try:
         source = module.open_source(sources.Request(path=path))
         for _, row in islice(sources.every_row(source), MAX_ROWS):

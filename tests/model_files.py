@@ -13,7 +13,8 @@ from shardtrain.utils.errors import ConfigError
 
 def ask(folder: Path, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return the findings of verify by name of the model file: ``broken``, ``notes`` and ``impossible`` axes."""
-    configs, peers = {}, {}
+    configs = {}
+    peers = {}
     for number, (name, text) in enumerate(texts.items()):
         path = folder / f"model_{number}.py"
         path.write_text(text)

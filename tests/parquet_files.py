@@ -11,10 +11,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BOOL, I32, I64, BINARY, LIST, STRUCT = 1, 5, 6, 8, 9, 12
-INT32, INT64, BYTE_ARRAY, FIXED = 1, 2, 6, 7
-REQUIRED, OPTIONAL, REPEATED = 0, 1, 2
-PLAIN, RLE, DELTA_BINARY, DELTA_LENGTH, DELTA_BYTES, DICTIONARY = 0, 3, 5, 6, 7, 8
+BOOL = 1
+I32 = 5
+I64 = 6
+BINARY = 8
+LIST = 9
+STRUCT = 12
+INT32 = 1
+INT64 = 2
+BYTE_ARRAY = 6
+FIXED = 7
+REQUIRED = 0
+OPTIONAL = 1
+REPEATED = 2
+PLAIN = 0
+RLE = 3
+DELTA_BINARY = 5
+DELTA_LENGTH = 6
+DELTA_BYTES = 7
+DICTIONARY = 8
 CODECS = {"none": 0, "snappy": 1, "gzip": 2, "brotli": 4, "zstd": 6, "lz4_raw": 7}
 MAGIC = b"PAR1"
 

@@ -61,7 +61,8 @@ def wait_for(
     Raises:
         AssertionError: The condition is still false after ``seconds(quiet)``. The message names ``what``.
     """
-    start, limit = time.monotonic(), seconds(quiet)
+    start = time.monotonic()
+    limit = seconds(quiet)
     while not condition():
         if time.monotonic() - start > limit:  # the load may have increased meanwhile
             limit = max(limit, seconds(quiet))

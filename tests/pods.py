@@ -138,7 +138,8 @@ def start(
         mounted: Path of the file in the pod's ConfigMap, or None.
         **more: Additional environment variables.
     """
-    container, job = containers(documents)[0], documents[-1]
+    container = containers(documents)[0]
+    job = documents[-1]
     container_env = {
         entry["name"]: expanded(entry["value"], {}) for entry in container.get("env", [])
     }

@@ -179,7 +179,8 @@ class Pretended(TorchDispatchMode):
             asynchronous = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
             to = into.device
         else:
-            into, source = None, args[0]
+            into = None
+            source = args[0]
             asynchronous = bool(kwargs.get("non_blocking", False))
             to = torch.device(kwargs.get("device") or source.device)
         if source.device.type == to.type:

@@ -203,7 +203,8 @@ def steps_of(rank: int, job: Job) -> Numbers:
     numbers = Numbers()
     torch.compiler.reset()  # graphs and sequence lengths of an earlier job must not affect this one
     world = World(rank, dist.get_world_size(), rank, torch.device("cpu"))
-    original_step, original_run = trainer.step, Validator.run
+    original_step = trainer.step
+    original_run = Validator.run
 
     def step(run: trainer.Run) -> trainer.Outcome | None:
         if run.state.step == job.stop_after:
@@ -331,7 +332,9 @@ def _run_until_failure(num_ranks: int, jobs: Sequence[Job]) -> Iterator[list[Num
 def _answer_of_all(receivers: list[Any], pids: list[int]) -> list[Numbers] | Failure:
     """Return one answer per rank, or a failure. Among several errors, one that is not about a lost peer comes first."""
     answers: dict[int, tuple[str, Any]] = {}
-    used_seconds, last_use, grace = 0.0, time.monotonic(), 0.0
+    used_seconds = 0.0
+    last_use = time.monotonic()
+    grace = 0.0
     while len(answers) < len(receivers):
         waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in answers]
         for receiver in multiprocessing.connection.wait(waiting, timeout=0.5):
@@ -349,7 +352,8 @@ def _answer_of_all(receivers: list[Any], pids: list[int]) -> list[Numbers] | Fai
                 break
         seconds = sum(_cpu_seconds(pid) for pid in pids)
         if seconds > used_seconds + 0.05:
-            used_seconds, last_use = seconds, now
+            used_seconds = seconds
+            last_use = now
         if now - last_use > IDLE_SECONDS:
             waiting_ranks = len(receivers) - len(answers)
             return Failure("hangs", f"{waiting_ranks} of {len(receivers)} ranks hang")
@@ -583,7 +587,8 @@ class Searcher:
             return Verdict(expected.kind, f"on one process: {expected.text}")
         if isinstance(numbers_of_ranks, Failure):
             return Verdict(numbers_of_ranks.kind, numbers_of_ranks.text)
-        allowed, note = TOLERANCES[tolerance(case)], ""
+        allowed = TOLERANCES[tolerance(case)]
+        note = ""
         if case.is_exact and any(
             differences(numbers, expected, allowed) for numbers in numbers_of_ranks
         ):
@@ -669,7 +674,8 @@ def shrink(case: Case, is_fault: Callable[[Case], bool], seconds: float = 300.0)
             if time.monotonic() > deadline:
                 return case
             if is_fault(candidate):
-                case, is_smaller = candidate, True
+                case = candidate
+                is_smaller = True
                 break
     return case
 

@@ -105,7 +105,9 @@ def add(rng: random.Random, draft: Draft) -> None:
 
 def broken(case: Case) -> Iterator[Broken]:
     """Yield the documented rules that the mesh of an architecture breaks, except those of pipelines and sequences."""
-    name, tp, ep = name_of(case), case.number(TP), case.number(EP)
+    name = name_of(case)
+    tp = case.number(TP)
+    ep = case.number(EP)
     if tp > 1 and (name in WITHOUT_PLAN or HEADS % tp):
         yield Broken("tensor parallelism requires a plan, and must divide the heads", (TP,))
     if tp > 1 and name == "nemotron_h" and case.value(f"{P}disable_loss_parallel") != "true":

@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 
 DOCUMENTS = "tests/fixtures/search/documents.jsonl"
 STEPS = 2
-P, T, A, M = "parallelism.", "training.", "activation_checkpoint.", "model.overrides."
+P = "parallelism."
+T = "training."
+A = "activation_checkpoint."
+M = "model.overrides."
 DEGREES = (
     "pipeline_parallel",
     "data_parallel_replicate",
@@ -18,12 +21,16 @@ DEGREES = (
     "tensor_parallel",
 )
 PP, DDP, FSDP, CP, TP = (f"{P}{axis}_degree" for axis in DEGREES)
-EP, SCHEDULE = f"{P}expert_parallel_degree", f"{P}pipeline_parallel_schedule"
-MICRO, LOCAL, SEQ = f"{P}pipeline_parallel_microbatch_size", f"{T}local_batch_size", f"{T}seq_len"
+EP = f"{P}expert_parallel_degree"
+SCHEDULE = f"{P}pipeline_parallel_schedule"
+MICRO = f"{P}pipeline_parallel_microbatch_size"
+LOCAL = f"{T}local_batch_size"
+SEQ = f"{T}seq_len"
 CONSTANT = "constant."
 """Prefix of a pseudo option that overrides a module constant of the package, given by its dotted name."""
 LESS = tuple(f"{P}pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
-SINGLE, V_SHAPED = ("1F1B", "GPipe"), ("ZBVZeroBubble", "DualPipeV")
+SINGLE = ("1F1B", "GPipe")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 WRITTEN = "PipelineScheduleMulti"
 SPLIT = ("InterleavedZeroBubble", *V_SHAPED)

@@ -59,8 +59,10 @@ TALKS, TABLE, FEW, SOME_BAD = (
     for name in ("conversations.jsonl", "texts.tsv", "few.jsonl", "some_bad.jsonl")
 )
 FEW_ROWS = 22
-CSV, PARTS = f"{P}pipeline_parallel_schedule_csv", f"{P}module_fqns_per_model_part"
-LINEAR, GROUPED = "quantize.linear.float8", "quantize.grouped_mm.float8"
+CSV = f"{P}pipeline_parallel_schedule_csv"
+PARTS = f"{P}module_fqns_per_model_part"
+LINEAR = "quantize.linear.float8"
+GROUPED = "quantize.grouped_mm.float8"
 SCHEDULES = Path(tempfile.gettempdir()) / f"shardtrain-schedules-{os.getuid()}"
 """Folder of generated schedule files. The name of a file determines its content, see ``write_schedule``."""
 
@@ -199,7 +201,8 @@ def chat(rng: random.Random, draft: Draft) -> None:
 
 def columns(rng: random.Random, draft: Draft) -> None:
     """Other file formats, columns, templates, separators, bad rows and another tokenizer."""
-    kind, options = rng.choice(("tsv", "template", "fields", "bad", "plain")), draft.options
+    kind = rng.choice(("tsv", "template", "fields", "bad", "plain"))
+    options = draft.options
     draft.drop("data.format")
     if kind == "tsv":
         options |= {f"{T}dataset": "tsv", f"{T}dataset_path": TABLE, "data.text_field": "note"}
@@ -1006,7 +1009,8 @@ def _of_ranks(case: Case) -> Iterator[Broken]:
     if case.number(PP) == 1 or case.value("lora.enable") != "true" or not case.value(PARTS):
         return
     stages = [list(part) for part in json.loads(case.value(PARTS))]
-    degree, schedule = case.number(PP), case.value(SCHEDULE, "1F1B")
+    degree = case.number(PP)
+    schedule = case.value(SCHEDULE, "1F1B")
     trained = set(case.value("lora.modules_to_save").split("\n"))
     if "head" in case.value("lora.target_modules").split(","):
         trained.add("head")
@@ -1034,7 +1038,8 @@ def _of_networks(case: Case) -> Iterator[Broken]:
     for option in (PP, EP):
         if case.number(option) > 1:
             yield Broken("transformers networks do not support this axis", (option,))
-    tp, cp = case.number(TP), case.number(CP)
+    tp = case.number(TP)
+    cp = case.number(CP)
     if cp > 1 and case.value(f"{M}path") != LLAMA:
         yield Broken("only causal language models split sequences", (CP,))
     yield from _of_parts(case)
@@ -1050,7 +1055,9 @@ def _of_networks(case: Case) -> Iterator[Broken]:
 
 def _of_parts(case: Case) -> Iterator[Broken]:
     """The parts of a sequence, and the 2 key-value heads of a network that Ulysses exchanges."""
-    tp, cp, seq_len = case.number(TP), case.number(CP), case.number(SEQ)
+    tp = case.number(TP)
+    cp = case.number(CP)
+    seq_len = case.number(SEQ)
     chunks = context_chunks(case)
     if seq_len % chunks or seq_len // cp % tp:
         yield Broken(
@@ -1064,7 +1071,8 @@ def _of_parts(case: Case) -> Iterator[Broken]:
 def _of_teacher(case: Case) -> Iterator[Broken]:
     if case.value("task.name") != "distillation":
         return
-    tp, cp = case.number(TP), case.number(CP)
+    tp = case.number(TP)
+    cp = case.number(CP)
     if case.number(PP) > 1:
         yield Broken("distillation does not support pipelines", (PP,))
     if 2 % tp:
@@ -1094,7 +1102,8 @@ def _of_data(case: Case) -> Iterator[Broken]:
 def _of_validation(case: Case) -> Iterator[Broken]:
     if case.value("validation.enable") != "true":
         return
-    option, seq_len = "validation.seq_len", case.number("validation.seq_len", 2048)
+    option = "validation.seq_len"
+    seq_len = case.number("validation.seq_len", 2048)
     chunks = context_chunks(case)
     if seq_len % chunks or seq_len // case.number(CP) % case.number(TP):
         yield Broken(f"context and tensor parallelism must divide {seq_len} tokens", (option,))

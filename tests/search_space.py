@@ -402,7 +402,9 @@ def broken(case: Case) -> Iterator[Broken]:
 def _of_tensors(case: Case) -> Iterator[Broken]:
     if case.value("model.name") == AS_IS:
         return
-    tp, cp, seq_len = case.number(TP), case.number(CP), case.number(SEQ)
+    tp = case.number(TP)
+    cp = case.number(CP)
+    seq_len = case.number(SEQ)
     family = case.value("model.name")
     options = case.resolved()
 
@@ -439,7 +441,8 @@ def _of_pipeline(case: Case) -> Iterator[Broken]:
     pp = case.number(PP)
     if pp == 1:
         return
-    layers, schedule = case.number(f"{M}num_layers"), case.value(SCHEDULE, "1F1B")
+    layers = case.number(f"{M}num_layers")
+    schedule = case.value(SCHEDULE, "1F1B")
     if search_architectures.name_of(case):
         layers = int(case.value(f"{M}path").rpartition("-")[2])
     per_stage = case.number(f"{P}pipeline_parallel_layers_per_stage", 0)
@@ -465,7 +468,8 @@ def _of_pipeline(case: Case) -> Iterator[Broken]:
     # layers are distributed evenly, and each stage needs at least one
     if not parts and (layers < stages or weighted_layers < stages + extra_layers):
         yield Broken(f"{layers} layers must be enough for {stages} stages", options)
-    size, local = case.number(MICRO), case.number(LOCAL)
+    size = case.number(MICRO)
+    local = case.number(LOCAL)
     if local % size:
         yield Broken(f"micro-batches of {size} must divide the local batch of {local}", (MICRO,))
         return
@@ -481,7 +485,8 @@ def _of_pipeline(case: Case) -> Iterator[Broken]:
 
 
 def _of_experts(case: Case) -> Iterator[Broken]:
-    ep, family = case.number(EP), case.value("model.name")
+    ep = case.number(EP)
+    family = case.value("model.name")
     if search_architectures.name_of(case):
         return
     if family not in MIXTURES:
@@ -511,7 +516,8 @@ def _of_experts(case: Case) -> Iterator[Broken]:
 
 
 def _of_pairs(case: Case) -> Iterator[Broken]:
-    is_on, has_compiled_layers = search_more.is_on, search_more.has_compiled_layers
+    is_on = search_more.is_on
+    has_compiled_layers = search_more.has_compiled_layers
     lacks_replicas = case.number(DDP) == 1 or is_on(case, f"{T}enable_cpu_offload")
     if is_on(case, f"{P}shard_optimizer_states") and lacks_replicas:
         yield Broken(

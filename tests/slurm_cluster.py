@@ -55,7 +55,8 @@ def _free_ports() -> tuple[int, int]:
             socket.create_server(("127.0.0.1", 0)) as controller,
             socket.create_server(("127.0.0.1", 0)) as node,
         ):
-            controller_port, node_port = controller.getsockname()[1], node.getsockname()[1]
+            controller_port = controller.getsockname()[1]
+            node_port = node.getsockname()[1]
             try:
                 socket.create_server(("127.0.0.1", node_port + 1)).close()
             except OSError:
@@ -123,7 +124,8 @@ def munged(folder: Path) -> Iterator[Path]:
             command, env={**os.environ, "PATH": PATH}, user=user, stderr=subprocess.DEVNULL
         )
 
-    daemons, start_times = [start()], [time.monotonic()]
+    daemons = [start()]
+    start_times = [time.monotonic()]
 
     def has_socket() -> bool:
         # on a busy machine munge sometimes hangs for minutes without a socket or a message, so restart it

@@ -53,7 +53,8 @@ def save(storage: Checkpoints, step: int, numel: int = 24) -> None:
 def assert_is_of_its_step(path: Path, numel: int = 24) -> int:
     """Load a checkpoint and compare every element with the expected content of its step. Return the step."""
     step = int(path.name.removeprefix("step-"))
-    loaded_weights, loaded_rest = weights(-1, numel), rest(-1)
+    loaded_weights = weights(-1, numel)
+    loaded_rest = rest(-1)
     loaded_facts = checkpoints(path.parents[1], load_only=True).load(
         path, loaded_weights, loaded_rest
     )

@@ -23,7 +23,8 @@ def test_each_part_prints_rows(part):
     done = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(120))
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert rows and {row["part"] for row in rows} == {part}
+    assert rows
+    assert {row["part"] for row in rows} == {part}
     assert not [(row["case"], row["error"]) for row in rows if "error" in row]
     for row in rows:
         for name, value in row.items():
@@ -61,4 +62,5 @@ def test_rows_are_stored_and_an_unknown_part_is_reported(tmp_path):
     wrong = forked.run(
         [*command, "--only", "sped"], capture_output=True, text=True, timeout=patience.seconds(60)
     )
-    assert wrong.returncode == 2 and "capabilities" in wrong.stderr
+    assert wrong.returncode == 2
+    assert "capabilities" in wrong.stderr

@@ -69,7 +69,8 @@ def config_of(folder: Path, mode: str, store: str) -> Config:
 def flip(path: Path, chosen: random.Random) -> tuple[bytes, str]:
     """Flip a random bit of a file. Return its original content and a description of the bit."""
     data = path.read_bytes()
-    at, bit = chosen.randrange(len(data)), chosen.randrange(8)
+    at = chosen.randrange(len(data))
+    bit = chosen.randrange(8)
     path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
     return data, f"{path.name}: bit {bit} of byte {at}"
 
@@ -140,7 +141,8 @@ def test_no_flipped_bit_is_used(ranks: int, mode: str, in_store: bool, tmp_path:
     config = config_of(folder, mode, store)
     code, output = storage_faults.run(config, ranks, None)
     assert code == 0, output
-    chosen, failures = random.Random(f"flips {SEED}{ranks} {mode}{store and ' store'}"), []
+    chosen = random.Random(f"flips {SEED}{ranks} {mode}{store and ' store'}")
+    failures = []
     contents = Contents([WholeFile("rows.txt", config.training.dataset_path or "", "o")], folder)
     contents.look()
     with world_of_one():
@@ -152,8 +154,10 @@ def test_no_flipped_bit_is_used(ranks: int, mode: str, in_store: bool, tmp_path:
             "contents": contents.record(),
         }
         assert original["newest"] == f"{store or checkpoint}/step-{STEPS}"
-        assert original["best"] and original["contents"]
-        assert len(original["metrics.jsonl"]) == STEPS and original["validation.jsonl"]
+        assert original["best"]
+        assert original["contents"]
+        assert len(original["metrics.jsonl"]) == STEPS
+        assert original["validation.jsonl"]
         files = sorted(
             path for path in checkpoint.glob("step-*/*") if path.is_file() and path.stat().st_size
         )

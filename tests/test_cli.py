@@ -80,7 +80,8 @@ def test_help_of_each_verb_has_an_example(capsys, verb):
     except SystemExit as end:  # raised by argparse
         code = end.code
     out, err = capsys.readouterr()
-    assert (code, err) == (0, "") and out.startswith(f"usage: shardtrain {verb}")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: shardtrain {verb}")
     examples = re.findall(
         rf"^(?:example: |  )(?:eval \"\$\()?(shardtrain {verb}\b.+)", out, flags=re.MULTILINE
     )
@@ -92,7 +93,8 @@ def test_options_and_presets_in_the_help_of_train_exist(capsys):
     assert cli.main(["train", "--help"]) == 0
     out = capsys.readouterr().out
     option_names = set(re.findall(r"--([a-z_]+\.[a-z_]+)", out))
-    assert len(option_names) >= 10 and option_names <= {*options(), "section.key"}
+    assert len(option_names) >= 10
+    assert option_names <= {*options(), "section.key"}
     assert all(
         presets.find(Path(name)).exists()
         for name in re.findall(r"shardtrain train (llama\w+)", out)
@@ -184,7 +186,8 @@ def test_version_is_that_of_the_package(capsys):
 def test_wrong_command_prints_one_line_and_exits_with_2(capsys, arguments, fragments):
     code, out, err = answer(capsys, *arguments)
     assert (code, out) == (2, "")
-    assert err.startswith("error[2]: ") and err.count("\n") == 1
+    assert err.startswith("error[2]: ")
+    assert err.count("\n") == 1
     for fragment in fragments:
         assert fragment in err
 
@@ -315,7 +318,8 @@ def test_one_process_needs_no_launcher(tmp_path):
         "source here/bin/activate", f"shardtrain generate {tmp_path}", "shardtrain train",
         f"shardtrain report {tmp_path}",
     ], suggestions  # fmt: skip
-    assert suggestions[0].startswith("next: ") and suggestions[2].endswith("--training.steps=2")
+    assert suggestions[0].startswith("next: ")
+    assert suggestions[2].endswith("--training.steps=2")
     assert "a sample" in done.stderr
 
 
@@ -326,7 +330,8 @@ def test_train_module_runs_the_train_verb(monkeypatch, capsys):
     monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("shardtrain.train", run_name="__main__")
-    assert ended.value.code == 2 and "training.stepz" in capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "training.stepz" in capsys.readouterr().err
 
 
 @pytest.mark.nightly(
@@ -425,7 +430,8 @@ def test_a_path_that_is_too_long_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     code, _, err = answer(capsys, *command_line.format("n" * 300).split())
     assert code in (2, 3, 5)
-    assert err.startswith(f"error[{code}]: ") and err.count("\n") == 1
+    assert err.startswith(f"error[{code}]: ")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,15 @@ def last_stage(path: Path) -> list[tuple[str, str]]:
 def test_image_runs_as_non_root_and_its_command_receives_signals(path):
     stage = last_stage(path)
     users = [value for name, value in stage if name == "USER"]
-    assert users and users[-1] not in ("0", "root")
+    assert users
+    assert users[-1] not in ("0", "root")
     (entry,) = [value for name, value in stage if name == "ENTRYPOINT"]
     assert json.loads(entry) == ["shardtrain"], "a shell would not forward signals"
     (command,) = [value for name, value in stage if name == "CMD"]
     assert json.loads(command) == ["train"], "a file here would override the CONFIG_FILE of a job"
     (default,) = [re.search(r"CONFIG_FILE=(\S+)", value) for name, value in stage if name == "ENV"]
-    assert default and (ROOT / default[1]).is_file()
+    assert default
+    assert (ROOT / default[1]).is_file()
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -72,7 +74,8 @@ def test_versions_are_pinned_and_no_secret_is_named(path):
     )
     assert not re.search(r"\bADD\b|curl|wget|sudo|latest|--privileged", text)
     installs = [line for line in re.sub(r"\\\n", " ", text).splitlines() if "pip install" in line]
-    assert installs and all("--no-cache-dir" in line for line in installs)
+    assert installs
+    assert all("--no-cache-dir" in line for line in installs)
     assert all("--constraint" in line or "^torch==" in line for line in installs), (
         "an untested version"
     )

@@ -23,7 +23,8 @@ SMALL = (
 )
 SHARES = 10
 """The core's tests run in so many shares, one for each landing."""
-MINUTES, MOST_MINUTES = 3, 15
+MINUTES = 3
+MOST_MINUTES = 15
 """Time of a share on a quiet and on a busy machine. Tests that have not begun by then are skipped."""
 FEWEST_PASSED = 50
 """Tests that must have passed in this time."""
@@ -57,7 +58,8 @@ def test_a_name_of_the_python_api_reports_what_is_not_installed(
     message = f"shardtrain.{name} needs shardtrain.tools, which is not installed; install the complete package"
     with pytest.raises(ImportError, match=message) as raised:
         getattr(shardtrain, name)
-    assert "\n" not in str(raised.value) and raised.value.__suppress_context__
+    assert "\n" not in str(raised.value)
+    assert raised.value.__suppress_context__
 
 
 def test_a_launch_without_the_planner_reports_that_it_is_not_installed(without_tools: None) -> None:
@@ -113,7 +115,8 @@ def test_few_files_of_the_core_need_what_it_lacks() -> None:
     ]
     assert len(left_out) <= MOST_LEFT_OUT, "\n".join(left_out)
     shares = [core_tests.share(number, SHARES) for number in range(1, SHARES + 1)]
-    assert sum(map(len, shares)) + len(left_out) == len(core_tests.files()) and all(shares)
+    assert sum(map(len, shares)) + len(left_out) == len(core_tests.files())
+    assert all(shares)
 
 
 @pytest.mark.timeout(2400)

@@ -108,7 +108,8 @@ def test_all_ranks_stop_at_the_same_step_and_the_last_state_is_saved(
             if policy == "stop":
                 assert end.error is None
             else:
-                assert isinstance(end.error, DataError) and end.error.exit_code == 3
+                assert isinstance(end.error, DataError)
+                assert end.error.exit_code == 3
                 expected = (
                     f"the training data ended after step {step} of 100; use more data, or set training.on_data_end to "
                     '"repeat" (begin again) or "stop" (exit 0)'
@@ -122,7 +123,8 @@ def test_insufficient_data_in_memory_are_refused_before_the_first_step(
     step = runs[0]["memory stop"].state["step"]
     for rank in runs:
         end = rank["memory error"]
-        assert isinstance(end.error, DataError) and not end.losses
+        assert isinstance(end.error, DataError)
+        assert not end.losses
         assert str(end.error) == (
             f"training.steps=100 is more than the {step} steps that the training data are; use more data, set "
             f'training.steps={step}, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)'
@@ -154,7 +156,8 @@ def test_ended_run_resumes_with_repeat(runs: list[dict[str, Ended]]) -> None:
     ended, continued, straight = (
         runs[0][f"memory {name}"] for name in ("stop", "continues", "straight")
     )
-    assert continued.error is None and straight.error is None
+    assert continued.error is None
+    assert straight.error is None
     assert len(continued.losses) == STEPS - ended.state["step"]
     # the last step before the end is not full; the resumed run starts with the first unread row
     ids = [i for i in sample_ids("memory stop") if i >= 0] + sample_ids("memory continues")
@@ -185,7 +188,8 @@ def test_changed_file_is_named_on_resume(tmp_path: Path) -> None:
     write_data(tmp_path)
     first, second = run_ranks(1, other_data, tmp_path)[0]
     assert first.error is None
-    assert isinstance(second.error, ConfigError) and second.error.exit_code == 2
+    assert isinstance(second.error, ConfigError)
+    assert second.error.exit_code == 2
     assert "data.jsonl differ); use the same" in str(second.error)
 
 
@@ -221,7 +225,8 @@ def test_run_without_target_tokens_fails(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     for rank in run_ranks(2, only_prompts, tmp_path):
         for steps, ended in zip((3, 10), rank, strict=True):
-            assert isinstance(ended.error, DataError) and ended.state["step"] == steps
+            assert isinstance(ended.error, DataError)
+            assert ended.state["step"] == steps
             assert f"the first {steps} steps had no token with loss" in str(ended.error)
 
 
@@ -256,4 +261,5 @@ def test_epochs_are_complete_if_a_resume_changes_the_batch_size(tmp_path: Path) 
         if sample >= 0
     ]
     assert Counter(ids) == Counter({sample: 2 for sample in range(30)})
-    assert third.losses == [] and third.state == second.state
+    assert third.losses == []
+    assert third.state == second.state

@@ -41,7 +41,8 @@ def config(
 
 def drawn_by_each_step(rank: int, config: Config) -> list[tuple[float, float, float]]:
     """Return one number of each generator in each of three steps, after the generators were seeded for the step."""
-    run, numbers = make_run(rank, config), []
+    run = make_run(rank, config)
+    numbers = []
     original = run.runner.forward_backward
 
     def draw(batches, weight):
@@ -83,9 +84,11 @@ def seeds() -> list[dict[str, object]]:
 
 
 def test_two_runs_are_bitwise_equal(tmp_path: Path) -> None:
-    first, again = run_ranks(2, twice, tmp_path), run_ranks(2, twice, tmp_path)
+    first = run_ranks(2, twice, tmp_path)
+    again = run_ranks(2, twice, tmp_path)
     for a, b in ((first[0]["one"], first[0]["two"]), (first[1]["one"], again[1]["one"])):
-        assert a.losses == b.losses and a.grad_norms == b.grad_norms
+        assert a.losses == b.losses
+        assert a.grad_norms == b.grad_norms
         assert_bitwise(a.weights, b.weights)
         assert_bitwise(a.optimizer, b.optimizer)
 

@@ -158,7 +158,8 @@ def shell(tmp_path_factory):
 
     # a fake interpreter that records the command of a script, to run it in a fork instead
     (folder / "notes/bin").mkdir(parents=True)
-    notes, note = folder / "notes", folder / "notes/bin/python"
+    notes = folder / "notes"
+    note = folder / "notes/bin/python"
     real = f'[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"'
     note.write_text(
         f"#!/bin/sh\n{real}\nprintf '%s\\n' \"$@\" > {notes}/arguments\nenv -0 > {notes}/environment\n"
@@ -243,7 +244,8 @@ def test_commands_of_a_page_run_in_order(shell, tmp_path, page):
     run_commands(shell, [line for _, line in commands([page])], tmp_path)
     if (tmp_path / "continued").exists():
         steps = (tmp_path / "continued" / "metrics.jsonl").read_text().splitlines()
-        assert '"step": 30' in steps[-1] and "continue" in done_log(tmp_path / "continued")
+        assert '"step": 30' in steps[-1]
+        assert "continue" in done_log(tmp_path / "continued")
 
 
 @pytest.mark.timeout(400)
@@ -313,7 +315,8 @@ def done_log(folder):
 
 def test_tables_of_commands_are_current():
     known = {line for _, line in commands()}
-    assert set(SMALLER) <= known and set(NOT_RUN) <= known
+    assert set(SMALLER) <= known
+    assert set(NOT_RUN) <= known
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

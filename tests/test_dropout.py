@@ -177,8 +177,10 @@ def test_run_with_dropout_resumes_bitwise(
     ended: list[dict[str, Ended]], mesh: str, where: str
 ) -> None:
     for rank in ended:
-        straight, resumed = rank[f"{mesh} straight"], rank[f"{mesh}{where}"]
-        assert straight.error is None and resumed.error is None
+        straight = rank[f"{mesh} straight"]
+        resumed = rank[f"{mesh}{where}"]
+        assert straight.error is None
+        assert resumed.error is None
         assert len(straight.sample_ids[0]) == 4  # two micro-batches of two rows
         assert resumed.losses == straight.losses[3:]
         assert resumed.grad_norms == straight.grad_norms[3:]
@@ -235,7 +237,8 @@ def local(mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mesh", SPLIT)
 def test_ranks_with_different_tokens_draw_different_masks(mesh: str, tmp_path: Path) -> None:
-    file, encoder = tmp_path / "dropping.py", tmp_path / "causal_encoder.py"
+    file = tmp_path / "dropping.py"
+    encoder = tmp_path / "causal_encoder.py"
     file.write_text(MODEL_FILE)
     # pretend that the encoder is causal, because the task requires it; the result does not matter here
     original = (Path(shardtrain.models.__path__[0]) / "encoder.py").read_text()
@@ -305,13 +308,12 @@ def test_dropout_after_a_rowwise_linear_is_allowed_next_to_replicated_modules(
     tmp_path: Path,
 ) -> None:
     """Latent attention contains "replicate" modules, but its output has different tokens on each rank."""
-    file, text = (
-        tmp_path / "latent.py",
-        (Path(__file__).parent / "models/others/mla_moe.py").read_text(),
-    )
+    file = tmp_path / "latent.py"
+    text = (Path(__file__).parent / "models/others/mla_moe.py").read_text()
     definition = "self.out = nn.Linear(c.num_heads * c.nope_dim, c.dim, bias=False)"
     result = "return self.out(out[..., : self.nope_dim].flatten(2))"
-    assert definition in text and result in text
+    assert definition in text
+    assert result in text
     text = text.replace(definition, f"{definition}\n        self.drop = nn.Dropout(0.1)")
     text = text.replace('{"tiny": {}}', '{"small": {}}')
     file.write_text(

@@ -104,7 +104,8 @@ def test_run_writes_exactly_these_files(folder: Path, runs: list[Any]) -> None:
     }
     logs = {"logs/rank-0.log", "logs/rank-1.log"}
     events = {name for name in files if name.startswith("tb/")}
-    assert len(events) == 1 and "events.out.tfevents" in next(iter(events))
+    assert len(events) == 1
+    assert "events.out.tfevents" in next(iter(events))
     expected = (
         {"config.resolved.toml", "asked/for.toml", "metrics.jsonl", "goodput.jsonl"}
         | {"shardtrain.schema.json", "asked/shardtrain.schema.json"}
@@ -132,7 +133,8 @@ def test_metrics_are_written_at_step_1_every_log_freq_and_the_last(
     records = [record_of(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
     assert [record["step"] for record in records] == [1, 4, 8, 10]
     assert all(list(record) == KEYS for record in records)
-    losses, start = runs[0][0].losses, 0
+    losses = runs[0][0].losses
+    start = 0
     for record in records:
         stop = record["step"]
         assert record["loss"] == pytest.approx(sum(losses[start:stop]) / (stop - start), abs=1e-9)
@@ -181,7 +183,8 @@ def test_each_rank_has_its_own_log(folder: Path, runs: list[Any]) -> None:
         assert "\x1b" not in log
         assert f"iteration_5/rank{rank}_trace.json" in log
         assert f"rank{1 - rank}_trace.json" not in log
-        assert "saved checkpoint" in log and "step-10" in log
+        assert "saved checkpoint" in log
+        assert "step-10" in log
 
 
 def test_traces_are_valid_and_contain_operations_and_collectives(
@@ -202,7 +205,8 @@ def test_checkpoint_records_its_progress_and_data(folder: Path, runs: list[Any])
         "nonfinite_skips": 0,
     }
     order_hash = facts["state"].pop("order_hash")
-    assert facts["state"] == counts and facts["weights_only"] is False
+    assert facts["state"] == counts
+    assert facts["weights_only"] is False
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     hash_by_step = {record["step"]: record["order_hash"] for record in records}
     assert hash_by_step[4] == f"{order_hash:016x}"
@@ -254,7 +258,8 @@ def test_epochs_set_the_exact_number_of_steps_and_each_epoch_sees_every_sample(
     steps = range(len(runs_of_ranks[0].losses))
     ids = [sample for step in steps for run in runs_of_ranks for sample in run.sample_ids[step]]
     # the last step is not full
-    assert runs_of_ranks[0].state["samples_consumed"] == 63 and ids[63:] == [-1]
+    assert runs_of_ranks[0].state["samples_consumed"] == 63
+    assert ids[63:] == [-1]
     assert sorted(ids[:21]) == sorted(ids[21:42]) == sorted(ids[42:63]) == list(range(21))
     assert ids[:21] != ids[21:42]
     # the schedule uses the number of steps, so the learning rate ends at its minimum
@@ -277,10 +282,12 @@ def test_ranks_with_different_data_stop_before_the_first_step(
 ) -> None:
     for rank in others:
         error = rank["different"].error
-        assert isinstance(error, ConfigError) and error.exit_code == 2
+        assert isinstance(error, ConfigError)
+        assert error.exit_code == 2
         host = socket.gethostname()
         where = f"on rank 1 (host {host}) is not the same as on rank 0 (host {host})"
-        assert "the training data differ between ranks" in str(error) and where in str(error)
+        assert "the training data differ between ranks" in str(error)
+        assert where in str(error)
         assert "different-" in str(error), "the message does not name the file"
         assert rank["different"].losses == []
 
@@ -298,7 +305,8 @@ def late(rank: int, folder: Path, limit: int) -> tuple[str, int, str, float]:
         training={"local_batch_size": 4},
         comm={"train_timeout_seconds": limit},
     )
-    original, pulled = data.DataLoader.__next__, []
+    original = data.DataLoader.__next__
+    pulled = []
 
     def pull(stream: data.DataLoader) -> data.Batch:
         pulled.append(time.monotonic())
@@ -326,7 +334,8 @@ def test_late_rank_ends_the_others_in_bounded_time(tmp_path: Path) -> None:
     assert text.startswith(
         f"step 3: all_reduce did not complete: Timed out waiting {limit}000ms"
     ), text
-    assert "comm.train_timeout_seconds" in text and "\n" not in text
+    assert "comm.train_timeout_seconds" in text
+    assert "\n" not in text
     assert seconds >= limit  # the limit of later steps, not the 300 s of the first step
     # the peer of the late rank has exited
     kind, code, text, _ = late_rank

@@ -28,7 +28,8 @@ from shardtrain.config.schema import Config
 from shardtrain.ops.dtensor import to_full
 from shardtrain.train import resume, trainer
 
-STEPS, SAVED = 20, 10
+STEPS = 20
+SAVED = 10
 LOSS_RELATIVE = 1e-6
 """Eight times the float32 resolution of 1.2e-7: ten steps with sums in another order, at a large eps, stay below it."""
 
@@ -38,7 +39,8 @@ EXPERTS = {
     "moe_ffn_dim": 32, "num_experts": 4, "z_loss_coeff": 1e-2, "load_balance_coeff": 1e-2,
 }  # fmt: skip
 DDP = {"data_parallel_replicate_degree": 2}
-TP, PP = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
+TP = {"tensor_parallel_degree": 2}
+PP = {"pipeline_parallel_degree": 2}
 
 SAME: dict[str, dict[str, Any]] = {
     "fsdp": {},
@@ -107,7 +109,9 @@ def generators() -> str:
 
 def run(rank: int, config: Config) -> tuple[Ended, list[str], dict[str, torch.Tensor]]:
     """Run as one rank. Return the run, the generator states after each step, and all tensors after a resume."""
-    states, tensors, step = [], {}, trainer.step
+    states = []
+    tensors = {}
+    step = trainer.step
 
     def recorded_step(run: trainer.Run) -> Any:
         if not states and run.state.step == SAVED:
@@ -145,7 +149,8 @@ def begin(rank: int, root: Path, kinds: set[str]) -> dict[str, Any]:
 
 def check_cancelled(rank: int, root: Path, names: set[str]) -> dict[str, Any]:
     """Run the second half, in new processes, of the runs that resume on this number of ranks."""
-    size, results = dist.get_world_size(), {}
+    size = dist.get_world_size()
+    results = {}
     # a daemon process cannot start data workers
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     halves = {kind: (kind, 2, sections) for kind, sections in SAME.items()}
@@ -203,11 +208,13 @@ def joined(ranks: list[dict[str, Any]]) -> dict[str, list[Any]]:
 )
 def test_two_halves_equal_one_run(straight: Any, resumed: Any, kind: str) -> None:
     for (full, *_), (half, *_) in zip(straight[kind], resumed[kind], strict=True):
-        assert full.error is None and half.error is None
+        assert full.error is None
+        assert half.error is None
         for field in ("losses", "grad_norms", "lrs", "sample_ids"):
             assert len(getattr(full, field)) == STEPS
             assert getattr(half, field) == getattr(full, field)[SAVED:], field
-        assert half.state == full.state and half.scaler == full.scaler
+        assert half.state == full.state
+        assert half.scaler == full.scaler
         assert_bitwise(half.weights, full.weights)
         assert_bitwise(half.optimizer, full.optimizer)
     if kind == "float16":
@@ -222,7 +229,8 @@ def test_two_halves_equal_one_run(straight: Any, resumed: Any, kind: str) -> Non
 def test_random_state_does_not_outlive_a_step(straight: Any, resumed: Any, kind: str) -> None:
     """Generators have the same state after each step, although the second half started with another state."""
     for (_, states, _), (_, later_states, _) in zip(straight[kind], resumed[kind], strict=True):
-        assert len(states) == STEPS and later_states == states[SAVED:]
+        assert len(states) == STEPS
+        assert later_states == states[SAVED:]
 
 
 @pytest.mark.parametrize("kind", cases(["ddp", "float16"], ["fsdp", "ep", "muon"]))
@@ -250,7 +258,8 @@ def test_another_mesh_loads_the_same_bits_and_continues_like_the_original_run(
     stored = saved_tensors(root, kind)
     for after, _, loaded in resumed[change]:
         assert_bitwise(loaded, stored)
-        assert after.error is None and after.lrs == original.lrs[SAVED:]
+        assert after.error is None
+        assert after.lrs == original.lrs[SAVED:]
         assert after.state == original.state, "the data or their order differ"
         for loss, expected in zip(after.losses, original.losses[SAVED:], strict=True):
             assert abs(loss - expected) <= LOSS_RELATIVE * expected

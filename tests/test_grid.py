@@ -291,10 +291,12 @@ def differences(result: Result, expected: Result) -> list[str]:
         if not torch.equal(w, expected.initial[name])
     ]
     for step in range(STEPS):
-        loss, expected_loss = result.losses[step], expected.losses[step]
+        loss = result.losses[step]
+        expected_loss = expected.losses[step]
         if not abs(loss - expected_loss) <= 1e-5:
             lines.append(f"loss of step {step + 1}: {loss} instead of {expected_loss}")
-        norm, expected_norm = result.grad_norms[step], expected.grad_norms[step]
+        norm = result.grad_norms[step]
+        expected_norm = expected.grad_norms[step]
         if not abs(norm - expected_norm) <= 1e-6 * expected_norm:
             lines.append(f"norm of step {step + 1}: {norm} instead of {expected_norm}")
     for name, gradient in result.gradients.items():

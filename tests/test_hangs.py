@@ -132,7 +132,8 @@ def test_with_a_foreign_launcher_rank_0_is_named_although_it_hosts_the_store(tmp
     assert end(ranks[0]) == -signal.SIGKILL
     report = record(tmp_path)
     assert (report["code"], report["rank"], report["phase"]) == (6, 0, "step")
-    assert "has not answered" in report["message"] and "rank 1 waits in" in report["message"]
+    assert "has not answered" in report["message"]
+    assert "rank 1 waits in" in report["message"]
     assert "most recent call first" in log(tmp_path, 1)
 
 
@@ -168,14 +169,14 @@ def is_stopped(pid: int) -> bool:
 )
 def test_random_hangs_are_attributed_correctly(tmp_path):
     """Print the number of errors and the times (visible with pytest -s)."""
-    dice, wrong, seconds = random.Random(HANGS), [], []
+    dice = random.Random(HANGS)
+    wrong = []
+    seconds = []
     for number in range(HANGS):
         folder = tmp_path / str(number)
         count = 2 if number % 4 else 4
-        rank, place = (
-            dice.randrange(count),
-            dice.choice([place for place in PLACES if place != "worker"]),
-        )
+        rank = dice.randrange(count)
+        place = dice.choice([place for place in PLACES if place != "worker"])
         degree = (
             {"data_parallel_shard_degree": count}
             if number % 2
@@ -193,7 +194,8 @@ def test_random_hangs_are_attributed_correctly(tmp_path):
         ):
             wrong.append((number, count, rank, place, report))
     seconds.sort()
-    middle, longest = seconds[len(seconds) // 2], seconds[-1]
+    middle = seconds[len(seconds) // 2]
+    longest = seconds[-1]
     print(
         f"\n{HANGS} hangs with comm.hang_timeout_seconds={LIMIT}: {len(wrong)} wrong reports {wrong}"
     )

@@ -53,7 +53,8 @@ def live(config: Config) -> None:
     store = torch.distributed.FileStore(str(folder / f"store-{os.getpid()}"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     pulled: list[int] = []
-    pull, step = data.DataLoader.__next__, trainer.step
+    pull = data.DataLoader.__next__
+    step = trainer.step
 
     def recorded_pull(stream: data.DataLoader) -> data.Batch:
         batch = pull(stream)
@@ -82,7 +83,8 @@ def steps_taken(folder: Path) -> list[dict[str, Any]]:
 
 
 def run_with_kills(folder: Path, kind: str, kills: int) -> list[dict[str, Any]]:
-    config, dice = config_of(folder, kind), random.Random(5)
+    config = config_of(folder, kind)
+    dice = random.Random(5)
     for life in range(kills + 1):
         process = multiprocessing.get_context("fork").Process(
             target=live, args=(config,), daemon=True

@@ -96,16 +96,19 @@ def test_config_file_variable_applies_without_a_configuration_on_the_command_lin
     for verb in (["train"], ["test"], ["config", "show"], ["config", "check"]):
         assert cli.main(verb) == 2
         output = "".join(capsys.readouterr())
-        assert "stepz" in output and "from CONFIG_FILE" in output
+        assert "stepz" in output
+        assert "from CONFIG_FILE" in output
         path = str(tmp_path / "of_command_line.toml")
         for arguments in ([path], ["--job.config_file", path], [f"--job.config-file={path}"]):
             assert cli.main([*verb, *arguments]) == 2
             output = "".join(capsys.readouterr())
-            assert "stepy" in output and "CONFIG_FILE" not in output
+            assert "stepy" in output
+            assert "CONFIG_FILE" not in output
     monkeypatch.setenv("CONFIG_FILE", str(tmp_path / "gone\x1b[31m.toml"))
     assert cli.main(["train"]) == 2
     message = capsys.readouterr().err
-    assert "does not exist" in message and "\x1b" not in message
+    assert "does not exist" in message
+    assert "\x1b" not in message
 
 
 def unread() -> list[str]:

@@ -21,7 +21,8 @@ Python release."""
 
 def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("notebook", ROOT / "docs/notebook.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -44,7 +45,8 @@ def test_notebook_is_stored_with_its_output() -> None:
         float(loss)
         for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", "".join(map(text_of, cells)))
     ]
-    assert len(losses) >= 5 and losses[-1] < losses[0] - 1
+    assert len(losses) >= 5
+    assert losses[-1] < losses[0] - 1
     assert str(ROOT) not in NOTEBOOK.read_text()
 
 
@@ -58,7 +60,8 @@ def test_running_the_notebook_reproduces_its_output() -> None:
     module = script()
     again = module.printed(module.executed(NOTEBOOK, seconds=round(patience.seconds(300))))
     for cell in code_cells():
-        stored, new = text_of(cell), again[cell["id"]]
+        stored = text_of(cell)
+        new = again[cell["id"]]
         # generated text depends on the last bit of the weights
         if "sample" in cell["metadata"].get("tags", []):
             assert new.strip()

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[1]
 
 def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     # dataclasses look up their module
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(ROOT / "docs"))  # they share docs/svg.py
@@ -33,12 +34,10 @@ def script(name: str) -> ModuleType:
     return module
 
 
-cast, pictures, drawings, plots = (
-    script("cast"),
-    script("pictures"),
-    script("drawings"),
-    script("plots"),
-)
+cast = script("cast")
+pictures = script("pictures")
+drawings = script("drawings")
+plots = script("plots")
 
 
 def rows(svg: str) -> list[str]:
@@ -51,7 +50,8 @@ def rows(svg: str) -> list[str]:
 
 def test_command_is_recorded_replayed_and_drawn(tmp_path: Path) -> None:
     program = "import sys; print('a <b> & c'); print('\\x1b[32mgreen\\x1b[0m', sys.stdout.isatty())"
-    output, recording = tmp_path / "one.svg", tmp_path / "one.cast"
+    output = tmp_path / "one.svg"
+    recording = tmp_path / "one.cast"
     cast_command = [sys.executable, "docs/cast.py", "-o", str(output)]
     command = [
         "--columns",
@@ -121,7 +121,8 @@ def test_picture_of_the_readme_shows_a_run() -> None:
     assert shown[0] == "$shardtrain train debug"
     assert any(row.startswith("next:") for row in shown)
     assert any(row.startswith("sample after step") for row in shown)
-    assert not re.search(r"<script|href|url\(|@import", drawn) and len(drawn) < 50_000
+    assert not re.search(r"<script|href|url\(|@import", drawn)
+    assert len(drawn) < 50_000
 
 
 def texts(svg: str) -> list[str]:
@@ -141,9 +142,11 @@ def test_pictures_of_pages_are_current(module: ModuleType) -> None:
         stored = (ROOT / f"docs/pictures/{name}.svg").read_text()
         assert draw() == stored, f"run python docs/{module.__name__}.py"
         assert f"](pictures/{name}.svg)" in pages
-        assert texts(stored) and not re.search(r"<script|href|@import", stored)
+        assert texts(stored)
+        assert not re.search(r"<script|href|@import", stored)
         # legible on light and dark pages
-        assert "prefers-color-scheme: dark" in stored and 'class="ground"' in stored
+        assert "prefers-color-scheme: dark" in stored
+        assert 'class="ground"' in stored
 
 
 def test_every_picture_has_a_script() -> None:

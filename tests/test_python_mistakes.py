@@ -308,7 +308,8 @@ def test_mistake_is_reported_in_one_line_that_names_the_parameter(
     assert answer in message
     lines = len(getattr(caught.value, "problems", [message]))
     assert not any(f"{message}".startswith(option) for option in ("job.", "model.hf_assets_path"))
-    assert message.count("\n") < lines and "command line" not in message
+    assert message.count("\n") < lines
+    assert "command line" not in message
     assert not re.search(r"(?<![\w-])--[a-z]", message), f"{message!r} names a flag"
 
 

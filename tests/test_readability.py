@@ -59,7 +59,8 @@ def test_hard_files_are_listed(tmp_path, monkeypatch):
 
     title, hard = reporter.lines
     assert title == "readability of changed files"
-    assert hard.startswith("hard.py: ") and "hard phrases per 1,000 words" in hard
+    assert hard.startswith("hard.py: ")
+    assert "hard phrases per 1,000 words" in hard
 
 
 def test_a_folder_without_git_prints_nothing(tmp_path):

@@ -20,7 +20,8 @@ def test_a_plain_step_executes_no_new_files_and_few_new_lines() -> None:
 
 def test_growth_names_the_files_and_the_command() -> None:
     spec = importlib.util.spec_from_file_location("reading_path", PROGRAM)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
     growth = program.growth

@@ -197,7 +197,8 @@ def test_each_recipe_has_a_page_and_each_page_a_recipe() -> None:
     assert pages == {file.stem for file in FILES} >= set(FIRST)
     table = (ROOT / "configs/recipes/README.md").read_text()
     for name in pages:
-        assert f"({name}.md)" in table and f"({name}.toml)" in table
+        assert f"({name}.md)" in table
+        assert f"({name}.toml)" in table
         text = page_of(name).read_text()
         headings = re.findall(r"^## (.*)$", text, flags=re.M)
         assert headings == [
@@ -207,4 +208,5 @@ def test_each_recipe_has_a_page_and_each_page_a_recipe() -> None:
             "What to look at",
             "What goes wrong",
         ]
-        assert len(rows_of(name)) == 2 and f"$ shardtrain train configs/recipes/{name}.toml" in text
+        assert len(rows_of(name)) == 2
+        assert f"$ shardtrain train configs/recipes/{name}.toml" in text

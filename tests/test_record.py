@@ -32,7 +32,9 @@ from shardtrain.tools.verify import recorded_differences, recordings
 from shardtrain.tools.verify.recorded_differences import Comparison
 from shardtrain.utils.errors import ConfigError, DataError
 
-VOCABULARY, WIDTH, STEPS = 61, 24, 3
+VOCABULARY = 61
+WIDTH = 24
+STEPS = 3
 LENGTHS = (3, 11, 27, 23)
 """Tokens of the samples of a step. Of two ranks, one has 14 of them and the other 50."""
 
@@ -150,7 +152,8 @@ def test_a_correct_program_has_the_recording_of_one_process(
 ) -> None:
     comparison = compared(tmp_path, kind, size=size)
     assert comparison.first is None and comparison.missing == (), comparison
-    assert comparison.num_steps == STEPS and 0 < comparison.largest["gradients"] < 1e-5
+    assert comparison.num_steps == STEPS
+    assert 0 < comparison.largest["gradients"] < 1e-5
 
 
 # fault -> program, what differs first, and a part of the cause
@@ -190,7 +193,8 @@ def test_a_head_that_sharding_untied_is_named(tmp_path: Path) -> None:
         "has a parameter head.weight" in one and "tied to embed.weight" in one
         for one in comparison.missing
     )
-    assert comparison.first is not None and comparison.first.what == "gradients"
+    assert comparison.first is not None
+    assert comparison.first.what == "gradients"
     assert comparison.first.names[0] == "embed.weight"
 
 
@@ -206,7 +210,8 @@ def test_parts_add_up_to_the_projections_of_the_full_tensor(
     parts = []
     for part in range(ranks):
         chunk = -(-shape[dim] // ranks)
-        start, stop = min(part * chunk, shape[dim]), min((part + 1) * chunk, shape[dim])
+        start = min(part * chunk, shape[dim])
+        stop = min((part + 1) * chunk, shape[dim])
         parts.append(part_of(tensor, dim, start, stop))
     assert sum(part[1] for part in parts) == pytest.approx(squared)
     np.testing.assert_allclose(
@@ -234,9 +239,8 @@ def test_the_distance_of_two_tensors_follows_from_their_projections() -> None:
             recordings.distance(*projections) ** 2 / float((one - other).double().square().sum())
         )
     # A mean of 8 squares has a standard deviation of about half its mean; that of 200 such means is 0.035.
-    assert np.mean(ratios) == pytest.approx(1, abs=0.12) and np.std(ratios) == pytest.approx(
-        0.5, abs=0.12
-    )
+    assert np.mean(ratios) == pytest.approx(1, abs=0.12)
+    assert np.std(ratios) == pytest.approx(0.5, abs=0.12)
 
 
 def test_numbers_of_any_device_dtype_and_size_are_recorded(tmp_path: Path) -> None:
@@ -249,12 +253,11 @@ def test_numbers_of_any_device_dtype_and_size_are_recorded(tmp_path: Path) -> No
     model.low.grad = torch.tensor([1.0, float("nan"), 0.0], dtype=torch.bfloat16)
     recorder.write(0, loss=float("inf"))
     (step,) = recordings.read(tmp_path).steps
-    assert (
-        step.losses is None
-        and step.weights["scalar"].norm == 2.0
-        and step.weights["empty"].norm == 0.0
-    )
-    assert np.isnan(step.gradients["low"].norm) and list(step.gradients) == ["low"]
+    assert step.losses is None
+    assert step.weights["scalar"].norm == 2.0
+    assert step.weights["empty"].norm == 0.0
+    assert np.isnan(step.gradients["low"].norm)
+    assert list(step.gradients) == ["low"]
     same = recorded_differences.errors_of(step.gradients, step.gradients)
     assert same == {"low": float("inf")}, "NaN differs from everything"
 
@@ -352,7 +355,8 @@ def test_a_third_recording_sets_the_tolerance(tmp_path: Path) -> None:
     a, b, c = (recordings.read(tmp_path / name) for name in "abc")
     assert recorded_differences.compare(a, b).first is None
     first = recorded_differences.compare(a, b, rounding=c).first
-    assert first is not None and first.names == ("weight",)
+    assert first is not None
+    assert first.names == ("weight",)
 
 
 def record(
@@ -399,7 +403,8 @@ def test_the_update_of_a_gradient_of_rounding_errors_is_not_compared(tmp_path: P
     )
     # The weights of a larger gradient are compared.
     first = first_of(tmp_path / "larger", [one] * 3, [{**one, "large": -GRADIENT}] * 3, range(3))
-    assert first is not None and first.names == ("large",)
+    assert first is not None
+    assert first.names == ("large",)
 
 
 @pytest.mark.parametrize("missing", ["a", "b"])
@@ -407,7 +412,9 @@ def test_a_gradient_that_one_program_lacks_is_named(tmp_path: Path, missing: str
     full = {"large": GRADIENT, "small": GRADIENT}
     gradients = {"a": full, "b": full, missing: {"large": GRADIENT}}
     first = first_of(tmp_path, [gradients["a"]], [gradients["b"]])
-    assert first is not None and first.what == "gradients" and first.names == ("small",)
+    assert first is not None
+    assert first.what == "gradients"
+    assert first.names == ("small",)
     assert f"the gradient of small is zero or None in {tmp_path / missing}" in first.cause
 
 
@@ -424,7 +431,8 @@ def test_a_factor_of_all_gradients_is_not_hidden_by_zeros(tmp_path: Path) -> Non
     first = first_of(
         tmp_path, [{"large": GRADIENT, "small": zeros}], [{"large": 2 * GRADIENT, "small": zeros}]
     )
-    assert first is not None and first.cause == "all gradients are 2 times as large"
+    assert first is not None
+    assert first.cause == "all gradients are 2 times as large"
 
 
 def test_a_difference_between_recorded_steps_is_not_called_an_update(tmp_path: Path) -> None:
@@ -440,7 +448,8 @@ def test_a_difference_between_recorded_steps_is_not_called_an_update(tmp_path: P
     first = recorded_differences.compare(
         recordings.read(tmp_path / "a"), recordings.read(tmp_path / "b")
     ).first
-    assert first is not None and "training differs in step 0 to 9: record every step" in first.cause
+    assert first is not None
+    assert "training differs in step 0 to 9: record every step" in first.cause
 
 
 def test_recordings_of_more_than_a_thousand_steps_are_compared(tmp_path: Path) -> None:
@@ -450,14 +459,13 @@ def test_recordings_of_more_than_a_thousand_steps_are_compared(tmp_path: Path) -
 
 def test_numbers_that_are_not_finite_are_the_cause(tmp_path: Path) -> None:
     first = first_of(tmp_path, [{"large": GRADIENT}], [{"large": GRADIENT * math.inf}])
-    assert first is not None and "large has NaN or infinite gradients in" in first.cause
+    assert first is not None
+    assert "large has NaN or infinite gradients in" in first.cause
 
 
 def test_recordings_without_effect_are_refused(tmp_path: Path) -> None:
-    a, c = (
-        record(tmp_path / "a", [{"large": GRADIENT}]),
-        record(tmp_path / "c", [{"large": GRADIENT}], (7,)),
-    )
+    a = record(tmp_path / "a", [{"large": GRADIENT}])
+    c = record(tmp_path / "c", [{"large": GRADIENT}], (7,))
     with pytest.raises(ConfigError, match=r"--rounding=.* has no step in common"):
         recorded_differences.compare(a, a, rounding=c)
     empty = record(tmp_path / "empty", [{}])
@@ -482,8 +490,11 @@ def test_ranks_with_the_same_samples_count_once(tmp_path: Path) -> None:
             }
             recorder.write(0, **(numbers if rank else {}), samples=torch.arange(2))
     (step,) = recordings.read(tmp_path).steps
-    assert step.losses == (2.0,) and step.num_tokens == (8,) and step.samples == ("0", "1")
-    assert step.gradients["weight"].replicas_differ and "bias" not in step.gradients
+    assert step.losses == (2.0,)
+    assert step.num_tokens == (8,)
+    assert step.samples == ("0", "1")
+    assert step.gradients["weight"].replicas_differ
+    assert "bias" not in step.gradients
 
 
 def test_a_line_that_is_too_long_is_refused(
@@ -565,7 +576,9 @@ def test_the_mean_of_means_of_another_trainer_is_named(tmp_path: Path) -> None:
         if averages_tokens:
             assert first is None
             continue
-        assert first is not None and first.what == "gradients" and first.step == 0
+        assert first is not None
+        assert first.what == "gradients"
+        assert first.step == 0
         assert re.search(r"mean of means: ranks of .* have \d+, \d+ tokens", first.cause), (
             first.cause
         )

@@ -219,11 +219,14 @@ def is_defined(dotted: str) -> bool:
 
 def leads_to_a_name(dotted: str) -> bool:
     """True if ``shardtrain.a.b.name`` is a package, a module, or a name in the code of one."""
-    folder, _, rest = "", "", dotted
+    folder = ""
+    _ = ""
+    rest = dotted
     while rest:
         first, _, others = rest.partition(".")
         if (ROOT / folder / first).is_dir():
-            folder, rest = f"{folder}{first}/", others
+            folder = f"{folder}{first}/"
+            rest = others
             continue
         module = f"{folder}{first}.py"
         if (ROOT / module).is_file():
@@ -292,10 +295,13 @@ def test_programs_next_to_the_package_import_names_that_exist() -> None:
 
 
 def test_a_stale_name_is_found() -> None:
-    assert is_defined("attention_scores.with_sinks") and not is_defined("scores.with_sinks")
-    assert is_defined("training.steps") and not is_defined("training.gone")
+    assert is_defined("attention_scores.with_sinks")
+    assert not is_defined("scores.with_sinks")
+    assert is_defined("training.steps")
+    assert not is_defined("training.gone")
     assert leads_to_a_name("shardtrain.config.options.options")
     assert leads_to_a_name("shardtrain.layout")
     assert not leads_to_a_name("shardtrain.config.options.gone")
     assert not leads_to_a_name("shardtrain.gone.options")
-    assert "config/options.py" in endings() and "options/config.py" not in endings()
+    assert "config/options.py" in endings()
+    assert "options/config.py" not in endings()

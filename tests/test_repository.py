@@ -78,9 +78,11 @@ def test_changelog_has_an_unreleased_section_and_names_existing_verbs() -> None:
 
 def test_hosted_ci_and_hooks_run_existing_commands() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
-    assert {"run": ".ci/run"} in jobs["ci"]["steps"] and (ROOT / ".ci/run").exists()
+    assert {"run": ".ci/run"} in jobs["ci"]["steps"]
+    assert (ROOT / ".ci/run").exists()
     oldest = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
-    assert oldest and oldest[1] in jobs["ci"]["strategy"]["matrix"]["python"]
+    assert oldest
+    assert oldest[1] in jobs["ci"]["strategy"]["matrix"]["python"]
     hooks = yaml.safe_load((ROOT / ".github/pre-commit-config.yaml").read_text())["repos"][0][
         "hooks"
     ]

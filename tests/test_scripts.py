@@ -166,7 +166,8 @@ def test_tests_run_in_parallel_and_arguments_of_the_caller_come_last(repository)
         repository, "run_tests.sh", "tests/test_cli.py", "-n", "0", "-k", "two words"
     )
     arguments = started(calls)
-    assert arguments[:3] == ["-m", "pytest", "-n"] and 1 <= int(arguments[3]) <= 16
+    assert arguments[:3] == ["-m", "pytest", "-n"]
+    assert 1 <= int(arguments[3]) <= 16
     assert arguments[4:] == [
         "--dist",
         "worksteal",
@@ -230,7 +231,8 @@ def test_forgotten_turn_advances_after_two_hundred_commits(repository, landings)
 def test_machine_without_gpu_downloads_no_cuda_packages(repository):
     _, calls, _, _ = run(repository, "run_train.sh")
     torch = [call for call in calls if "torch==" in call]
-    assert len(torch) == 1 and torch[0].endswith("+cpu")
+    assert len(torch) == 1
+    assert torch[0].endswith("+cpu")
     assert any("cpu.txt" in call for call in calls)
 
 
@@ -242,7 +244,8 @@ def test_pytorchs_index_is_the_fallback_for_cpu_wheels(repository):
     code, calls, _, _ = run(repository, "run_train.sh", NO_CPU_WHEEL="1")
     torch = [call for call in calls if "torch==" in call]
     assert code == 0
-    assert len(torch) == 2 and "--index-url https://download.pytorch.org/whl/cpu" in torch[1]
+    assert len(torch) == 2
+    assert "--index-url https://download.pytorch.org/whl/cpu" in torch[1]
 
 
 def test_variables_become_options(repository):
@@ -314,4 +317,5 @@ def test_number_of_parallel_tests_does_not_depend_on_omp_num_threads(repository)
 def test_missing_requirement_is_reported_in_one_line(repository, variables, message):
     code, calls, err, _ = run(repository, "run_train.sh", **variables)
     assert (code, calls) == (2, [])
-    assert err.count("\n") == 1 and message in err
+    assert err.count("\n") == 1
+    assert message in err

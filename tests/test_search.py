@@ -61,9 +61,14 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 SEED = int(os.environ.get("SHARDTRAIN_SEARCH_SEED", "0"))
 COUNT = int(os.environ.get("SHARDTRAIN_SEARCH", "20"))
-PARTS, NEWER_PARTS, MORE_PARTS, NETWORK_PARTS = 11, 3, 11, 3
+PARTS = 11
+NEWER_PARTS = 3
+MORE_PARTS = 11
+NETWORK_PARTS = 3
 """Parts of 20 cases: 560 cases in total."""
-OLDER, NEW, MORE = (FAMILIES, ()), (NEWER, ()), ((*FAMILIES, *NEWER), FEATURES)
+OLDER = (FAMILIES, ())
+NEW = (NEWER, ())
+MORE = ((*FAMILIES, *NEWER), FEATURES)
 """Pairs of the families and the features to draw from."""
 NETWORKS = (("llama3",), (ARCHITECTURES,))
 CHEAP = (
@@ -77,7 +82,8 @@ SMALL_COUNTS = (
     (COUNT // 5, NETWORKS),
 )
 """Number of cases in the default tier, by what they draw from. They have two ranks and few passes."""
-SMALL, SMALL_PIPELINE = 2, 8
+SMALL = 2
+SMALL_PIPELINE = 8
 """Maximum passes through a layer per rank and step. The time of a case is proportional to them."""
 
 # Shrunk cases of earlier searches, by the fault that they had.
@@ -327,7 +333,8 @@ def test_tolerance_widens_by_the_rounding_errors_of_one_process() -> None:
         weight = {"w": torch.ones(4) * scale}
         return Numbers([1.0, loss], [1.0, scale], [], {}, weight, weight)
 
-    usual, expected = TOLERANCES["float32"], numbers(1.0, 1.0)
+    usual = TOLERANCES["float32"]
+    expected = numbers(1.0, 1.0)
     assert widened(usual, expected, expected, MOST) == usual  # no amplification
     wider = widened(usual, numbers(1 + 1e-5, 1 + 4e-6), expected, MOST)
     assert wider.loss == pytest.approx(8e-5, rel=1e-3)
@@ -367,8 +374,10 @@ def test_crash_and_late_refusal_are_found_and_do_not_stop_the_search(
     monkeypatch.setattr(search.trainer, "build", fail)
     cases = [Case({FSDP: "2", "debug.seed": str(seed)}) for seed in (1, 2, 3)]
     crash, late, equal = searcher.judge(cases)
-    assert crash.kind == "crashes" and "planted" in crash.text
-    assert late.kind == "refused late" and "debug.seed=2 is refused" in late.text
+    assert crash.kind == "crashes"
+    assert "planted" in crash.text
+    assert late.kind == "refused late"
+    assert "debug.seed=2 is refused" in late.text
     assert equal == Verdict("equal")
 
 

@@ -24,7 +24,8 @@ def shardtrain(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def assert_silent(done: subprocess.CompletedProcess[str], folder: Path) -> None:
     for canary in CANARIES.values():
-        assert canary not in done.stdout and canary not in done.stderr
+        assert canary not in done.stdout
+        assert canary not in done.stderr
         for path in folder.rglob("*"):
             assert canary not in path.name
             assert not path.is_file() or canary.encode() not in path.read_bytes(), path
@@ -52,7 +53,8 @@ def test_a_run_writes_no_secret_anywhere(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     kinds = {path.suffix for path in folder.rglob("*") if path.is_file()}
     assert {".log", ".jsonl", ".toml", ".json", ".bin"} <= kinds
-    assert "loss" in done.stderr and "print_config = true" in done.stderr
+    assert "loss" in done.stderr
+    assert "print_config = true" in done.stderr
     assert_silent(done, folder)
 
 
@@ -64,5 +66,6 @@ def test_an_error_that_quotes_a_secret_masks_it(tmp_path: Path) -> None:
         "train", "--job.dump_folder", str(folder), "--model.hf_assets_path", f"/no/{secret}"
     )
     assert done.returncode == 2, done.stderr
-    assert "hf_assets_path" in done.stderr and "***" in done.stderr
+    assert "hf_assets_path" in done.stderr
+    assert "***" in done.stderr
     assert_silent(done, tmp_path)

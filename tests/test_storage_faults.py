@@ -133,8 +133,10 @@ def test_storage_fault_ends_with_correct_losses_or_a_lossless_retry(
     ranks: int, mode: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     expected, calls = undisturbed(tmp_path_factory, ranks, mode)
-    assert sorted(expected) == list(range(1, STEPS + 1)) and {"launcher", "0"} <= calls.keys()
-    chosen, failures = random.Random(f"{SEED}{ranks} {mode}"), []
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    assert {"launcher", "0"} <= calls.keys()
+    chosen = random.Random(f"{SEED}{ranks} {mode}")
+    failures = []
     for number in range(FAULTS):
         process = chosen.choice(sorted(calls))
         place = chosen.randrange(1, calls[process] + 1)
@@ -244,14 +246,14 @@ def test_fault_or_kill_at_any_call_of_an_object_store_loses_nothing(
     counted = stored(tmp_path / "counted", mode)
     code, output = storage_faults.run(counted, ranks, None, counts=True)
     assert code == 0, output
-    expected, calls = storage_faults.losses(counted), storage_faults.calls(counted)
-    chosen, failures = random.Random(f"store {SEED}{kills} {ranks} {mode}"), []
+    expected = storage_faults.losses(counted)
+    calls = storage_faults.calls(counted)
+    chosen = random.Random(f"store {SEED}{kills} {ranks} {mode}")
+    failures = []
     for number in range(KILLS if kills else FAULTS):
         process = chosen.choice(sorted(calls))
-        place, kind = (
-            chosen.randrange(1, calls[process] + 1),
-            chosen.choice(ONLY or list(STORE_KINDS)),
-        )
+        place = chosen.randrange(1, calls[process] + 1)
+        kind = chosen.choice(ONLY or list(STORE_KINDS))
         fault = Fault(process, place, kind, chosen.choice([1, 1, 3]), late=chosen.random() < 0.3)
         if kills:
             fault = Fault(process, place, "kill", late=fault.late)
@@ -277,7 +279,8 @@ def test_kill_at_any_call_of_any_process_loses_nothing(
 ) -> None:
     sections = {"training": {**SECTIONS["training"], "global_batch_size": 4}} if ranks == 4 else {}
     expected, calls = undisturbed(tmp_path_factory, ranks, mode, **sections)
-    chosen, failures = random.Random(f"{SEED}kills {ranks} {mode}"), []
+    chosen = random.Random(f"{SEED}kills {ranks} {mode}")
+    failures = []
     for number in range(KILLS):
         process = chosen.choice(sorted(calls))
         fault = Fault(process, chosen.randrange(1, calls[process] + 1), "kill")
@@ -359,8 +362,10 @@ def test_fault_of_data_storage_is_retryable_or_reported_as_a_missing_file(
     counted = config_of(tmp_path / "counted", "async", **sections)
     code, output = storage_faults.run(counted, ranks, None, counts=True, of_data=True)
     assert code == 0, output
-    expected, calls = storage_faults.losses(counted), storage_faults.calls(counted)
-    chosen, failures = random.Random(f"{SEED}data {ranks} {kind}"), []
+    expected = storage_faults.losses(counted)
+    calls = storage_faults.calls(counted)
+    chosen = random.Random(f"{SEED}data {ranks} {kind}")
+    failures = []
     for number in range(FAULTS):
         process = chosen.choice(sorted(calls))
         place = chosen.randrange(1, calls[process] + 1)
@@ -425,7 +430,8 @@ def test_folder_deleted_during_a_run_is_created_again(
 
 def becomes_read_only(loaded: Loaded) -> object:
     """Train, and make the checkpoint folder read-only, even for root, before the fourth step."""
-    step, folder = trainer.step, Path(loaded.config.job.dump_folder, "checkpoint")
+    step = trainer.step
+    folder = Path(loaded.config.job.dump_folder, "checkpoint")
     # unshare before other threads start, because they would keep the old mounts
     assert ctypes.CDLL(None).unshare(_NEW_MOUNTS) == 0
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
@@ -468,5 +474,6 @@ def test_folder_that_becomes_read_only_is_named_and_its_last_checkpoint_resumes(
     record = json.loads((tmp_path / "run/exit.json").read_text())
     assert code == record["code"] == 8 and record["retryable"] and record["rank"] == 0, output
     (line,) = [line for line in output.splitlines() if line.startswith("error[8]")]
-    assert "cannot write checkpoint" in line and "Read-only file system" in line
+    assert "cannot write checkpoint" in line
+    assert "Read-only file system" in line
     assert not _after(config, ranks, expected)

@@ -50,10 +50,12 @@ def test_each_worker_starts_with_one_of_the_longest_files(num_workers):
     longest = [Item(name, case) for name in LONGEST_FIRST for case in range(3)]
     order = dealt([*short, *longest], num_workers)
     assert sorted(map(id, order)) == sorted(map(id, [*short, *longest]))
-    undivided, started = list(order), []
+    undivided = list(order)
+    started = []
     for number in range(num_workers):  # divide the list as xdist does
         size = len(undivided) // (num_workers - number)
-        slice_, undivided = undivided[:size], undivided[size:]
+        slice_ = undivided[:size]
+        undivided = undivided[size:]
         names = [item.path.name for item in slice_]
         assert names[0] in LONGEST_FIRST
         long_files = [name for name in dict.fromkeys(names) if name in LONGEST_FIRST]
@@ -155,7 +157,8 @@ def test_a_file_that_cannot_be_imported_fails_the_run(folder, workers):
         "import nothing_of_this_name\n\ndef test_a():\n    pass\n"
     )
     status, _, output = run(folder, *workers, "--import-mode=importlib")
-    assert status != 0 and "No module named 'nothing_of_this_name'" in output
+    assert status != 0
+    assert "No module named 'nothing_of_this_name'" in output
 
 
 def test_shared_test_helper_is_imported_once(folder):
@@ -189,7 +192,8 @@ def test_nightly_only_law_requires_a_reason(folder):
     assert run(folder, "test_more.py::test_of_hours")[:2] == (0, ["test_of_hours"])
     (folder / "test_more.py").write_text(test.format('("it takes hours")'))
     code, _, output = run(folder)
-    assert code == 0 and "only nightly: test_more.py::test_of_hours: it takes hours" in output
+    assert code == 0
+    assert "only nightly: test_more.py::test_of_hours: it takes hours" in output
 
 
 def test_nightly_only_law_may_name_a_law_of_the_default_tier(folder):
@@ -209,7 +213,8 @@ def test_nightly_only_law_may_name_a_law_of_the_default_tier(folder):
     ):
         (folder / "test_more.py").write_text(test.format(name))
         code, _, output = run(folder)
-        assert code == 1 and "test_more.py::test_on_pods has no case in the default tier" in output
+        assert code == 1
+        assert "test_more.py::test_on_pods has no case in the default tier" in output
     (folder / "test_more.py").write_text(test.format("test_sample.py::test_gone"))
     assert run(folder, "test_more.py")[0] in (0, pytest.ExitCode.NO_TESTS_COLLECTED), (
         "the other file was not collected"
@@ -218,7 +223,8 @@ def test_nightly_only_law_may_name_a_law_of_the_default_tier(folder):
 
 def test_laws_option_lists_every_law_and_runs_nothing(folder):
     code, ran, output = run(folder, "--laws")
-    assert code == 0 and ran == []
+    assert code == 0
+    assert ran == []
     rows = re.findall(r"^ +(\d+) +(\d+)  ([\d,-]+) +(test_\w+)$", output, re.MULTILINE)
     shares = sorted({share_of(f"test_sample.py::test_pairs[{name}]") for name in ("3-4", "last")})
     assert rows == [
@@ -297,7 +303,8 @@ def test_waits_are_longer_on_a_busy_machine(monkeypatch):
     monkeypatch.setattr(patience, "load", lambda: 1.0)
     quiet = patience.seconds(10)
     monkeypatch.setattr(patience, "load", lambda: 8.0)
-    assert quiet >= 10 and patience.seconds(10) == pytest.approx(8 * quiet)
+    assert quiet >= 10
+    assert patience.seconds(10) == pytest.approx(8 * quiet)
     monkeypatch.setenv("SHARDTRAIN_TEST_PATIENCE", "3")
     assert patience.seconds(10) == pytest.approx(24 * quiet)
 

@@ -48,7 +48,8 @@ def test_wheel_has_this_version_and_every_file_of_the_package(wheel: Path) -> No
 )
 def test_first_commands_work_from_the_wheel_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     programs = installed_wheel.install(wheel, tmp_path)
-    command, folder = programs / "shardtrain", tmp_path / "empty"
+    command = programs / "shardtrain"
+    folder = tmp_path / "empty"
     folder.mkdir()
 
     def run(*arguments: str | Path) -> str:

@@ -260,7 +260,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Select the tests to run, and order the slowest files first so no core is idle at the end."""
     config.stash.setdefault(NAMED, any("::" in argument for argument in config.args))
     laws: dict[str, Law] = {}
-    selected, deselected = [], []
+    selected = []
+    deselected = []
     costly = {
         line for line in COSTLY.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
     }
@@ -495,10 +496,12 @@ def _cpu_seconds() -> float:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Write the cost of a test to COSTS. The first test that needs a fixture pays for it."""
-    wall, cpu = time.monotonic(), _cpu_seconds()
+    wall = time.monotonic()
+    cpu = _cpu_seconds()
     result = yield
     if COSTS:
-        wall_seconds, cpu_seconds = time.monotonic() - wall, _cpu_seconds() - cpu
+        wall_seconds = time.monotonic() - wall
+        cpu_seconds = _cpu_seconds() - cpu
         line = {"test": item.nodeid, "wall": round(wall_seconds, 3), "cpu": round(cpu_seconds, 3)}
         with open(COSTS, "a") as file:
             file.write(json.dumps(line) + "\n")

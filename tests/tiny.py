@@ -170,7 +170,11 @@ def whole(run: trainer.Run) -> dict[str, Tensor]:
 def train_steps(rank: int, config: Config, steps: int) -> Result:
     """Train a number of steps as one rank, without the files of a complete run."""
     run = make_run(rank, config)
-    initial, losses, norms, lrs, ids = whole(run), [], [], [], []
+    initial = whole(run)
+    losses = []
+    norms = []
+    lrs = []
+    ids = []
     pull = run.dataloader.__next__
     padding: list[int] = []
 
@@ -274,7 +278,10 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
     result, and other errors propagate. The call patches functions of the trainer until it returns.
     """
     runs: list[trainer.Run] = []
-    losses, norms, lrs, ids = [], [], [], []
+    losses = []
+    norms = []
+    lrs = []
+    ids = []
     size = torch.distributed.get_world_size()
 
     def build(*arguments: Any) -> trainer.Run:

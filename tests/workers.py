@@ -183,7 +183,8 @@ def _rewrite_from_the_end() -> int:
 
         from _pytest.assertion import rewrite
 
-        tests, quiet = Path(__file__).parent, SimpleNamespace(trace=lambda text: None)
+        tests = Path(__file__).parent
+        quiet = SimpleNamespace(trace=lambda text: None)
         for path in sorted(tests.rglob("test_*.py"), reverse=True):
             cached = rewrite.get_cache_dir(path) / (path.name[:-3] + rewrite.PYC_TAIL)
             if rewrite.try_makedirs(cached.parent) and rewrite._read_pyc(path, cached) is None:

@@ -20,7 +20,8 @@ parser.add_argument("--compile", action="store_true")
 asked = parser.parse_args()
 
 torch.manual_seed(0)
-rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+rank = int(os.environ.get("RANK", "0"))
+ranks = int(os.environ.get("WORLD_SIZE", "1"))
 low = asked.dtype == "bfloat16"
 model = Llama()
 if ranks > 1:

@@ -5,11 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-VOCABULARY, DIM, LAYERS, HEADS, KEY_HEADS, HEAD_DIM, FFN = 2048, 256, 6, 8, 4, 32, 768
-TOKENS, ROWS = 512, 8
+VOCABULARY = 2048
+DIM = 256
+LAYERS = 6
+HEADS = 8
+KEY_HEADS = 4
+HEAD_DIM = 32
+FFN = 768
+TOKENS = 512
+ROWS = 8
 PARAMETERS = 5_770_496
-THETA, EPS = 500_000.0, 1e-5
-LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_NORM = 8e-4, 0.1, (0.9, 0.95), 1.0
+THETA = 500_000.0
+EPS = 1e-5
+LEARNING_RATE = 8e-4
+WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.95)
+MAX_NORM = 1.0
 
 
 def row(index: int, length: int = TOKENS) -> Tensor:

@@ -54,7 +54,8 @@ def exchange_flags(manager: Checkpoints) -> None:
 @contextlib.contextmanager
 def blocked_writers() -> Iterator[threading.Event]:
     """Block the writer threads until the yielded event is set."""
-    released, write = threading.Event(), files.write_hashed
+    released = threading.Event()
+    write = files.write_hashed
 
     def write_late(*arguments: Any) -> Any:
         assert released.wait(patience.seconds(WAIT_SECONDS))
@@ -84,15 +85,18 @@ def manager(tmp_path: Path, group: None) -> Iterator[Checkpoints]:
 def test_background_save_writes_the_values_at_the_time_of_the_call(
     manager: Checkpoints, tmp_path: Path
 ) -> None:
-    first, second = weights(1), rest(1)
+    first = weights(1)
+    second = rest(1)
     with blocked_writers() as go:
         manager.save(1, first, second, facts(1), last=False)
         for tensor in (*first.values(), *second.values()):
             tensor.add_(1000)
-        assert manager.steps() == [] and manager.saved_step == 0
+        assert manager.steps() == []
+        assert manager.saved_step == 0
         go.set()
         assert manager.finish()
-    assert manager.steps() == [1] and manager.saved_step == 1
+    assert manager.steps() == [1]
+    assert manager.saved_step == 1
     assert_is_of_its_step(tmp_path / "checkpoint/step-1")
 
 
@@ -101,12 +105,14 @@ def test_end_of_a_background_save_is_noticed_at_the_next_step(manager: Checkpoin
         save(manager, 1)
         exchange_flags(manager)
         manager.poll()
-        assert manager.saving.writing is not None and manager.saved_step == 0
+        assert manager.saving.writing is not None
+        assert manager.saved_step == 0
         go.set()
         eventually(lambda: manager.saving.writing is not None and manager.saving.writing.ended)
         exchange_flags(manager)
         manager.poll()
-    assert manager.saving.writing is None and manager.saved_step == 1
+    assert manager.saving.writing is None
+    assert manager.saved_step == 1
 
 
 def test_second_background_save_is_skipped_and_counted(
@@ -133,7 +139,9 @@ def test_last_save_waits_for_the_previous_one_and_blocks_until_written(
         save(manager, 1)
         threading.Timer(0.2, go.set).start()
         manager.save(2, weights(2), rest(2), facts(2), last=True)
-    assert manager.steps() == [1, 2] and manager.saved_step == 2 and manager.saving.writing is None
+    assert manager.steps() == [1, 2]
+    assert manager.saved_step == 2
+    assert manager.saving.writing is None
 
 
 def test_staging_buffer_is_reused(manager: Checkpoints) -> None:
@@ -167,8 +175,11 @@ def test_close_after_an_error_cancels_a_save_that_takes_too_long(
         save(manager, 1)
         writing = manager.saving.writing
         manager.close()
-        assert manager.steps() == [] and not list((tmp_path / "checkpoint").glob("lease*"))
-    assert writing is not None and writing.wait(patience.seconds(WAIT_SECONDS)) and writing.failed
+        assert manager.steps() == []
+        assert not list((tmp_path / "checkpoint").glob("lease*"))
+    assert writing is not None
+    assert writing.wait(patience.seconds(WAIT_SECONDS))
+    assert writing.failed
     assert manager.steps() == [], "a writer without its lease must not commit"
 
 
@@ -194,7 +205,8 @@ def test_two_failed_saves_in_a_row_are_tolerated_and_a_third_is_not(
 
     for step, fails in enumerate([False, True, True, False, True, True], 1):
         attempt(step, fails)
-    assert manager.steps() == [1, 4] and manager.saved_step == 4
+    assert manager.steps() == [1, 4]
+    assert manager.saved_step == 4
     assert (
         "training continues, and the newest checkpoint is that of step 4 (checkpoint.on_save_error; 2 of"
         in caplog.text
@@ -313,13 +325,12 @@ def test_background_save_on_ranks_matches_a_blocking_one_and_fails_on_all_ranks(
             background_manifest.facts,
         )
     assert len({answer["error"] for answer in answers}) == 1
-    assert "rank 1 on" in answers[0]["error"] and f"errno {errno.ENOSPC}" in answers[0]["error"]
+    assert "rank 1 on" in answers[0]["error"]
+    assert f"errno {errno.ENOSPC}" in answers[0]["error"]
     for answer in answers:
-        assert (
-            answer["step_folders"] == []
-            and answer["skipped"] == 1
-            and (answer["steps"], answer["saved"]) == ([2], 2)
-        )
+        assert answer["step_folders"] == []
+        assert answer["skipped"] == 1
+        assert (answer["steps"], answer["saved"]) == ([2], 2)
 
 
 def run(rank: int, folder: Path, mode: str, stop_after: int | None = None) -> Ended:
@@ -361,14 +372,16 @@ def test_background_saves_change_no_numbers_and_failures_are_reported_within_a_s
 ) -> None:
     for answer in run_ranks(2, runs_of_each_mode, tmp_path):
         blocking = answer["blocking"]
-        assert blocking.error is None and answer["async"].error is None
+        assert blocking.error is None
+        assert answer["async"].error is None
         assert answer["async"].losses == blocking.losses
         assert_bitwise(answer["async"].weights, blocking.weights)
         assert_bitwise(answer["continued"].weights, blocking.weights)
         assert_bitwise(answer["continued"].optimizer, blocking.optimizer)
         assert answer["continued"].losses == blocking.losses[-len(answer["continued"].losses) :]
         failed = answer["failed"]
-        assert isinstance(failed.error, StorageError) and "rank 1 on" in str(failed.error)
+        assert isinstance(failed.error, StorageError)
+        assert "rank 1 on" in str(failed.error)
         assert failed.state["step"] == 3, (
             "the failed save is that of step 2, reported one step later"
         )

@@ -23,7 +23,8 @@ from shardtrain.tools import checkpoint_command
 from shardtrain.train.validation import Evaluation, Validator
 from shardtrain.utils.errors import ConfigError
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 @pytest.fixture
@@ -83,7 +84,8 @@ def save(manager: Checkpoints, step: int, loss: float | None = None) -> None:
 def test_best_checkpoint_is_not_deleted_until_a_better_one_exists(
     tmp_path: Path, group: None, mode: Any, capsys: Any
 ) -> None:
-    manager, folder = Checkpoints(config(tmp_path, async_mode=mode)), tmp_path / "checkpoint"
+    manager = Checkpoints(config(tmp_path, async_mode=mode))
+    folder = tmp_path / "checkpoint"
     for step, loss, expected in (
         (1, 3.0, [1]),
         (2, 2.0, [1, 2]),
@@ -120,7 +122,8 @@ def test_best_checkpoint_is_not_deleted_until_a_better_one_exists(
 def test_stale_or_broken_pointer_is_rewritten(
     tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager, folder = Checkpoints(config(tmp_path)), tmp_path / "checkpoint"
+    manager = Checkpoints(config(tmp_path))
+    folder = tmp_path / "checkpoint"
     save(manager, 1, 3.0)
     with monkeypatch.context() as patch:
 
@@ -129,13 +132,12 @@ def test_stale_or_broken_pointer_is_rewritten(
 
         patch.setattr(files, "replace_durable", refuse)
         save(manager, 2, 2.0)
-    assert (
-        read_pointer(folder)["step"] == 1
-        and manager.steps() == [1, 2]
-        and "cannot write" in caplog.text
-    )
+    assert read_pointer(folder)["step"] == 1
+    assert manager.steps() == [1, 2]
+    assert "cannot write" in caplog.text
     save(manager, 3, 2.5)
-    assert read_pointer(folder)["step"] == 2 and manager.steps() == [2, 3]
+    assert read_pointer(folder)["step"] == 2
+    assert manager.steps() == [2, 3]
     for text in (
         "",
         "{}",
@@ -168,7 +170,8 @@ def test_invalid_state_of_best_is_reported_and_ignored(
 ) -> None:
     best = Best(config(tmp_path))
     best.load(state, tmp_path)
-    assert best.step == -1 and "starting without one" in caplog.text
+    assert best.step == -1
+    assert "starting without one" in caplog.text
 
 
 def test_state_of_another_metric_is_ignored(tmp_path: Path, caplog: Any) -> None:
@@ -176,7 +179,8 @@ def test_state_of_another_metric_is_ignored(tmp_path: Path, caplog: Any) -> None
     best.observe(4, {"loss": 1.0})
     other = Best(config(tmp_path, best_mode="max"))
     other.load(best.to_dict(), tmp_path)
-    assert other.step == -1 and "this run compares validation.loss (max)" in caplog.text
+    assert other.step == -1
+    assert "this run compares validation.loss (max)" in caplog.text
 
 
 def test_some_steps_are_never_deleted(tmp_path: Path, group: None) -> None:
@@ -290,14 +294,14 @@ def seeds(rank: int, root: Path) -> dict[str, Ended]:
 
 def test_seed_checkpoint_is_the_state_before_the_first_step(tmp_path: Path) -> None:
     (answer,) = run_ranks(1, seeds, tmp_path)
-    assert answer["seed"].error is None and answer["seed"].losses == []
+    assert answer["seed"].error is None
+    assert answer["seed"].losses == []
     assert {path.name for path in (tmp_path / "seed/checkpoint").glob("step-*")} == {
         "step-0",
         "step-2",
     }
     assert answer["from seed"].losses == answer["plain"].losses
     assert_bitwise(answer["from seed"].weights, answer["plain"].weights)
-    assert isinstance(answer["too late"].error, ConfigError) and "this one is at step 2" in str(
-        answer["too late"].error
-    )
+    assert isinstance(answer["too late"].error, ConfigError)
+    assert "this one is at step 2" in str(answer["too late"].error)
     assert not list((tmp_path / "seed").rglob("*.tmp-*"))

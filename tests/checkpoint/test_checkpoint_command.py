@@ -42,7 +42,8 @@ def test_ls_lists_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert run("ls", folder) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["step-2", "step-4", "step-5", "step-6"]
-    assert "1 rank  4 tensors  whole" in lines[0] and "missing or cut: rank-00000.bin" in lines[1]
+    assert "1 rank  4 tensors  whole" in lines[0]
+    assert "missing or cut: rank-00000.bin" in lines[1]
     assert "cannot be used" in lines[2]
 
 
@@ -51,23 +52,21 @@ def test_ls_accepts_a_run_a_step_and_a_hugging_face_folder(
 ) -> None:
     assert run("ls", folder) == 0
     listed = capsys.readouterr().out
-    assert run("ls", folder.parent) == 0 and capsys.readouterr().out == listed
-    assert (
-        run("ls", folder / "step-2") == 0
-        and capsys.readouterr().out == listed.splitlines()[0] + "\n"
-    )
+    assert run("ls", folder.parent) == 0
+    assert capsys.readouterr().out == listed
+    assert run("ls", folder / "step-2") == 0
+    assert capsys.readouterr().out == listed.splitlines()[0] + "\n"
     hub = folder.parent / "hf"
     hub.mkdir()
-    assert (
-        run("ls", hub) == 5
-        and "contains a step-N folder; name a step-N folder" in capsys.readouterr().err
-    )
+    assert run("ls", hub) == 5
+    assert "contains a step-N folder; name a step-N folder" in capsys.readouterr().err
     (hub / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     tensors = {"a": torch.zeros(4), "b": torch.zeros(2, dtype=torch.bfloat16)}
     save_file(tensors, hub / "model.safetensors", metadata={"format": "pt"})
     assert run("ls", hub) == 0
     line = capsys.readouterr().out
-    assert "GPT2LMHeadModel  2 tensors  1 bfloat16, 1 float32" in line and "missing" not in line
+    assert "GPT2LMHeadModel  2 tensors  1 bfloat16, 1 float32" in line
+    assert "missing" not in line
     (hub / "model.safetensors.index.json").write_text(
         '{"weight_map": {"c": "model-2.safetensors"}}'
     )
@@ -86,19 +85,24 @@ def test_ls_prints_one_line_for_a_folder_with_missing_or_oversized_fields(
     )
     assert run("ls", tmp_path) == 0
     line = capsys.readouterr().out
-    assert "  no architecture  0 tensors" in line and "and 980 more" in line and "None" not in line
+    assert "  no architecture  0 tensors" in line
+    assert "and 980 more" in line
+    assert "None" not in line
     for key in ({"architectures": ["A" * 10**6]}, {"model_type": "A" * 10**6}):
         config.write_text(json.dumps(key))
         assert run("ls", tmp_path) == 0
         line = capsys.readouterr().out
-        assert "AAA... (1000000 characters)" in line and len(line) < 1000 and line.count("\n") == 1
+        assert "AAA... (1000000 characters)" in line
+        assert len(line) < 1000
+        assert line.count("\n") == 1
 
 
 def test_verify_reads_every_byte_and_names_each_bad_file(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "step-6/notes.txt").touch()
-    assert run("verify", folder / "step-2") == 0 and run("verify", folder) == 0
+    assert run("verify", folder / "step-2") == 0
+    assert run("verify", folder) == 0
     assert "notes.txt is not part of the checkpoint" in capsys.readouterr().out
     for step in (2, 4):
         file = folder / f"step-{step}/rank-00000.bin"
@@ -107,15 +111,11 @@ def test_verify_reads_every_byte_and_names_each_bad_file(
         file.write_bytes(content)
     assert run("verify", folder) == 5
     output = capsys.readouterr()
-    assert (
-        "step-2: rank-00000.bin is damaged" in output.err
-        and "step-4: rank-00000.bin is damaged" in output.err
-    )
-    assert (
-        "step-6: good" in output.out
-        and output.err.startswith("error[5]: ")
-        and output.err.count("\n") == 1
-    )
+    assert "step-2: rank-00000.bin is damaged" in output.err
+    assert "step-4: rank-00000.bin is damaged" in output.err
+    assert "step-6: good" in output.out
+    assert output.err.startswith("error[5]: ")
+    assert output.err.count("\n") == 1
     assert run("verify", folder / "step-9") == 5
 
 
@@ -126,10 +126,12 @@ def test_diff_reports_equality_and_the_largest_difference(
     assert "0 of 4 tensors differ" in capsys.readouterr().out
     assert run("diff", folder / "step-2", folder / "step-4") == 1
     out = capsys.readouterr().out
-    assert "model.a: 24 of 24 elements differ, by at most 2\n" in out and "state: differs" in out
+    assert "model.a: 24 of 24 elements differ, by at most 2\n" in out
+    assert "state: differs" in out
     assert run("diff", folder / "step-2", folder / "step-6") == 1
     out = capsys.readouterr().out
-    assert f"model.b: only in {folder / 'step-2'}" in out and "data_cursors: differs" in out
+    assert f"model.b: only in {folder / 'step-2'}" in out
+    assert "data_cursors: differs" in out
 
 
 def test_diff_and_weights_accept_a_run_folder_and_print_the_checkpoint_used(
@@ -151,7 +153,8 @@ def test_weights_neither_replaces_a_file_nor_leaves_a_partial_one(
     plant: str, folder: Path, tmp_path: Path
 ) -> None:
     """A file with a likely temporary name is not touched either."""
-    elsewhere, place = tmp_path / "elsewhere", tmp_path / "place"
+    elsewhere = tmp_path / "elsewhere"
+    place = tmp_path / "place"
     place.mkdir()
     elsewhere.write_text("precious")
     (place / "free.st.tmp").write_text("precious")
@@ -162,10 +165,8 @@ def test_weights_neither_replaces_a_file_nor_leaves_a_partial_one(
         output.symlink_to(elsewhere if plant == "link" else tmp_path / "absent")
     before = sorted(path.name for path in place.iterdir())
     assert run("weights", folder / "step-4", output) == 2
-    assert (
-        sorted(path.name for path in place.iterdir()) == before
-        and not (tmp_path / "absent").exists()
-    )
+    assert sorted(path.name for path in place.iterdir()) == before
+    assert not (tmp_path / "absent").exists()
     assert run("weights", folder / "step-4", place / "free.st") == 0
     assert sorted(path.name for path in place.iterdir()) == sorted([*before, "free.st"])
     assert elsewhere.read_text() == (place / "free.st.tmp").read_text() == "precious"
@@ -177,12 +178,11 @@ def test_weights_are_written_once_and_completely(
     output = tmp_path / "weights.safetensors"
     assert run("weights", folder / "step-4", output) == 0
     opened = load_file(output)
-    assert (
-        sorted(opened) == ["a", "b"]
-        and opened["b"] == 4
-        and torch.equal(opened["a"], torch.arange(24.0) + 4)
-    )
-    assert run("weights", folder / "step-2", output) == 2 and "exists" in capsys.readouterr().err
+    assert sorted(opened) == ["a", "b"]
+    assert opened["b"] == 4
+    assert torch.equal(opened["a"], torch.arange(24.0) + 4)
+    assert run("weights", folder / "step-2", output) == 2
+    assert "exists" in capsys.readouterr().err
     assert load_file(output)["b"] == 4
     assert run("weights", folder / "step-2", tmp_path / "no/such/folder") == 8
     (folder / "step-2/rank-00000.bin").write_bytes(b"")
@@ -200,7 +200,8 @@ def test_shards_of_any_split_are_assembled(tmp_path: Path, shape: tuple[int, ...
         boxes = [
             ((*o, start), (*s, length)) for o, s in boxes for start, length in halves if length
         ]
-    data, grids = b"", []
+    data = b""
+    grids = []
     for offsets, sizes in boxes:
         part = full
         for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
@@ -232,8 +233,10 @@ def test_wrong_arguments_are_reported_in_one_line(
 ) -> None:
     assert run(*arguments) == 2
     assert text in capsys.readouterr().err
-    assert run() == 2 and "shardtrain checkpoint needs a verb" in capsys.readouterr().err
-    assert run("--help") == 0 and "usage: shardtrain checkpoint" in capsys.readouterr().out
+    assert run() == 2
+    assert "shardtrain checkpoint needs a verb" in capsys.readouterr().err
+    assert run("--help") == 0
+    assert "usage: shardtrain checkpoint" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "weights"])

@@ -98,10 +98,8 @@ def test_all_ranks_receive_the_same_values(answers: list[dict[str, Any]]) -> Non
 def test_error_on_one_rank_is_raised_on_all(answers: list[dict[str, Any]]) -> None:
     for rank, answer in enumerate(answers):
         assert answer["refused"] == "CheckpointError: no"
-        assert (
-            answer["no disk"].startswith("StorageError: rank 0 on ")
-            and "/full: No space left" in answer["no disk"]
-        )
+        assert answer["no disk"].startswith("StorageError: rank 0 on ")
+        assert "/full: No space left" in answer["no disk"]
         bug = (
             "ZeroDivisionError: of rank 2"
             if rank == 2
@@ -119,8 +117,10 @@ def test_single_process_needs_no_process_group() -> None:
     assert collectives.gather_json((1, 2)) == [[1, 2]]
     assert collectives.gather_distinct_json((1, 2)) == ([[1, 2]], [0])
     assert collectives.broadcast_json({"a": (1,)}) == {"a": [1]}
-    assert collectives.any_rank(True) and not collectives.any_rank(False)
-    assert collectives.first_word("word") == "word" and collectives.first_word("") == ""
+    assert collectives.any_rank(True)
+    assert not collectives.any_rank(False)
+    assert collectives.first_word("word") == "word"
+    assert collectives.first_word("") == ""
 
 
 def bytes_gathered(rank: int, size: int) -> list[int]:
@@ -164,7 +164,8 @@ def manifest_sent(rank: int, size: int) -> list[int]:
         for name in names:
             setattr(dist, name, counted(name))
         assert len(collectives.broadcast_json("m" * size if rank == 0 else None)) == size
-        assert collectives.first_word("") == "" and not collectives.any_rank(False)
+        assert collectives.first_word("") == ""
+        assert not collectives.any_rank(False)
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)

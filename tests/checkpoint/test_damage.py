@@ -36,11 +36,9 @@ def assert_rejected(root: Path, step: int, name: str) -> None:
     """Check that ``checkpoint.load_step`` rejects the step in one line that names the file."""
     with pytest.raises(CheckpointError) as caught:
         checkpoints(root, load_only=True, load_step=step).to_continue()
-    assert (
-        name in str(caught.value)
-        and f"step-{step}" in str(caught.value)
-        and "\n" not in str(caught.value)
-    )
+    assert name in str(caught.value)
+    assert f"step-{step}" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_flipped_bits_are_rejected(folder: Path) -> None:
@@ -109,11 +107,10 @@ def test_newest_valid_checkpoint_is_used_and_skipped_ones_are_logged(
     newest = checkpoints(folder).to_continue()
     assert newest == folder / "checkpoint/step-2"
     lines = [record.message for record in caplog.records if "skipped" in record.message]
-    assert len(lines) == 2 and all("continuing from step-2" in line for line in lines)
-    assert (
-        "step-6 has no manifest.json" in lines[0]
-        and "step-4: rank-00000.bin has 5 bytes" in lines[1]
-    )
+    assert len(lines) == 2
+    assert all("continuing from step-2" in line for line in lines)
+    assert "step-6 has no manifest.json" in lines[0]
+    assert "step-4: rank-00000.bin has 5 bytes" in lines[1]
 
 
 def test_run_without_any_valid_checkpoint_does_not_silently_restart(folder: Path) -> None:

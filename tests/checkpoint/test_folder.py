@@ -77,13 +77,15 @@ def refusal(
             root / "checkpoint/step-3", into or weights(), rest() if other is None else other
         )
     assert caught.value.exit_code == 5
-    assert "\n" not in str(caught.value) and "step-3" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "step-3" in str(caught.value)
     return str(caught.value)
 
 
 def test_tensors_are_loaded_in_place(tmp_path: Path) -> None:
     save(tmp_path, 3)
-    model_weights, optimizer_state = weights(), rest()
+    model_weights = weights()
+    optimizer_state = rest()
     facts = checkpoints(tmp_path).load(
         tmp_path / "checkpoint/step-3", model_weights, optimizer_state
     )
@@ -310,7 +312,8 @@ def test_stray_entry_is_logged_at_start_and_moved_aside_by_a_save_of_its_step(
     assert f"step-12 {description}: skipped, continuing from step-9" in caplog.text
     manager.save(12, weights(12), rest(12), FACTS, False)
     manager.close()
-    assert checkpoints(tmp_path).to_continue() == path and not path.is_symlink()
+    assert checkpoints(tmp_path).to_continue() == path
+    assert not path.is_symlink()
     assert [name for name in entries(tmp_path) if name.startswith("step-12")] == [
         "step-12",
         "step-12.aside",
@@ -398,7 +401,8 @@ def test_last_save_can_contain_only_weights_in_a_safetensors_file(
     }
     assert opened.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert opened[name].dtype == tensor.dtype and torch.equal(opened[name], tensor)
+        assert opened[name].dtype == tensor.dtype
+        assert torch.equal(opened[name], tensor)
     torch.save(opened, tmp_path / "weights.pt")  # the conversion to .pt in docs/checkpoints.md
     assert torch.load(tmp_path / "weights.pt", weights_only=True).keys() == expected.keys()
     assert manifest.read(tmp_path / "checkpoint/step-3").facts["weights_only"] is True
@@ -418,7 +422,8 @@ def test_weights_only_checkpoint_initializes_a_run_of_any_dtype(tmp_path: Path, 
 def test_weights_only_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:
     save(tmp_path, 3, last=True, last_save_model_only=True)
     message = refusal(tmp_path)
-    assert "contains only weights" in message and "checkpoint.initial_load_path" in message
+    assert "contains only weights" in message
+    assert "checkpoint.initial_load_path" in message
 
 
 # -- rejected --------------------------------------------------------------------------------------------------
@@ -459,7 +464,9 @@ def test_truncated_file_is_rejected(tmp_path: Path, name: str, share: float) -> 
 def test_different_shape_is_rejected_with_the_name_of_the_tensor(tmp_path: Path) -> None:
     save(tmp_path, 3)
     message = refusal(tmp_path, into=weights(rows=7))
-    assert "model.a" in message and "[6, 4]" in message and "[7, 4]" in message
+    assert "model.a" in message
+    assert "[6, 4]" in message
+    assert "[7, 4]" in message
 
 
 def test_missing_tensor_is_rejected_with_its_name(tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ def test_unsupported_version_is_rejected_with_its_writer_and_the_newest_supporte
     )
     with pytest.raises(CheckpointError) as caught:
         checkpoints(tmp_path, load_only=True, load_step=3).to_continue()
-    assert caught.value.exit_code == 5 and "\n" not in str(caught.value)
+    assert caught.value.exit_code == 5
+    assert "\n" not in str(caught.value)
     if isinstance(version, int) and not isinstance(version, bool):
         message = (
             f"has format version {version}, written by shardtrain 9.8; "

@@ -50,7 +50,8 @@ def test_compressed_boxes_round_trip(data: st.DataObject) -> None:
     assert sorted(chunks, key=lambda chunk: chunk.offsets) == expected
     for grid in grids:
         own_chunks = [*grid.chunks()]
-        assert len(own_chunks) == grid.count and math.prod(grid.box[1]) == grid.count * grid.numel
+        assert len(own_chunks) == grid.count
+        assert math.prod(grid.box[1]) == grid.count * grid.numel
         assert all(overlap(grid.box, (chunk.offsets, chunk.sizes)) for chunk in own_chunks)
         assert [file for file in range(-1, count + 1) if grid.is_in(file)] == sorted(
             chunk.file for chunk in own_chunks

@@ -240,7 +240,8 @@ def test_folded_table_does_not_grow_with_layers() -> None:
 
 def grids_per_layer(ep: int, shards: int, layers: int) -> int:
     """Return the number of grids per layer of an MoE with experts on ``ep`` ranks and rows split unevenly."""
-    rows, ranks = 2 * shards - 5, ep * shards
+    rows = 2 * shards - 5
+    ranks = ep * shards
     kinds = {"w1": ([ep * 2, rows, 4], [[ep, 1, 0], [shards, ep, 1]])}
     kinds |= {"w2": ([ep * 2, rows - 3, 4], [[ep, 1, 0], [shards, ep, 1]])}
     kinds |= {"wo": ([ranks - 7, 4], [[ranks, 1, 0]]), "norm": ([rows], [[ranks, 1, 0]])}

@@ -157,4 +157,5 @@ def test_command_prints_the_interval_and_the_useful_share(
 def test_command_rejects_invalid_times(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         checkpoint_command.main(["interval", *arguments])
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

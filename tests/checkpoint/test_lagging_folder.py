@@ -47,7 +47,8 @@ NIGHTLY = [case for case in itertools.product(MODES, ("absent", "empty")) if cas
 @pytest.mark.parametrize(("mode", "kind"), cases(DEFAULT, nightly=NIGHTLY))
 def test_saves_wait_for_files_that_appear_late(tmp_path: Path, mode: str, kind: str) -> None:
     for ended in run_ranks(2, start, tmp_path, mode, kind, LAG_SECONDS):
-        assert ended.error is None and len(ended.losses) == STEPS
+        assert ended.error is None
+        assert len(ended.losses) == STEPS
     names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
     assert names == {"step-1", "step-2", *(["step-2-hf"] if mode == "hub export" else [])}
     log = (tmp_path / "logs/rank-0.log").read_text()
@@ -63,7 +64,8 @@ def start_with_a_blind_rank(rank: int, folder: Path) -> Ended:
 
 def test_save_gives_up_after_a_timeout_and_names_the_node(tmp_path: Path) -> None:
     for ended in run_ranks(2, start_with_a_blind_rank, tmp_path):
-        assert isinstance(ended.error, StorageError) and ended.error.exit_code == 8
+        assert isinstance(ended.error, StorageError)
+        assert ended.error.exit_code == 8
         message = rf"rank-00001.bin: {os.uname().nodename}, the node of rank 0, sees 0 of its \d+ bytes after"
         with pytest.raises(StorageError, match=message):
             raise ended.error

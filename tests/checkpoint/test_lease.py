@@ -67,7 +67,8 @@ def test_second_run_is_rejected_with_the_holder_of_the_lease(tmp_path: Path, hol
         ConfigError, match=rf"being written by process {holder.pid} on .* since 20"
     ) as caught:
         Lease(tmp_path).acquire()
-    assert caught.value.exit_code == 2 and "job.dump_folder" in str(caught.value)
+    assert caught.value.exit_code == 2
+    assert "job.dump_folder" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["lease.json"], "no temporary files remain"
 
 
@@ -78,11 +79,9 @@ def test_lease_of_a_killed_process_is_taken_over_and_logged(
     holder.join(patience.seconds(10))
     taken = Lease(tmp_path)
     taken.acquire()
-    assert (
-        "took over" in caplog.text
-        and f"process {holder.pid}" in caplog.text
-        and "no longer exists" in caplog.text
-    )
+    assert "took over" in caplog.text
+    assert f"process {holder.pid}" in caplog.text
+    assert "no longer exists" in caplog.text
     taken.check()
     taken.release()
     assert list(tmp_path.iterdir()) == []
@@ -142,7 +141,8 @@ def test_lease_of_another_host_is_taken_over_after_observed_silence(
     watch = Watch(monkeypatch)
     monkeypatch.setattr(lease, "_age_seconds", age_seconds)
     Lease(tmp_path).acquire()
-    assert watch.now - 1000 == watched and f"(watched for {watched} s)" in caplog.text
+    assert watch.now - 1000 == watched
+    assert f"(watched for {watched} s)" in caplog.text
     assert lease.read(path)["pid"] == os.getpid()
 
 
@@ -224,10 +224,8 @@ def test_deleted_lease_is_written_again_by_its_holder(
     if removed == "folder":
         folder.rmdir()
     own_lease.check()
-    assert (
-        lease.read(folder / "lease.json")["nonce"] == own_lease.nonce
-        and "written again" in caplog.text
-    )
+    assert lease.read(folder / "lease.json")["nonce"] == own_lease.nonce
+    assert "written again" in caplog.text
     with pytest.raises(ConfigError, match="another job.dump_folder"):
         acquire_in_another_process(folder)
     own_lease.release()
@@ -251,9 +249,11 @@ def test_unreadable_lease_is_retried_and_renewal_continues(
 ) -> None:
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(lease, "PATIENCE_SECONDS", 0.5)
-    own_lease, path = Lease(tmp_path), tmp_path / "lease.json"
+    own_lease = Lease(tmp_path)
+    path = tmp_path / "lease.json"
     own_lease.acquire()
-    read, failures_left = lease._read, [0]
+    read = lease._read
+    failures_left = [0]
 
     def fail_to_read(path: Path) -> dict[str, Any]:
         if failures_left[0]:

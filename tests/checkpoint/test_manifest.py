@@ -44,7 +44,10 @@ def rejection(data: bytes) -> str:
     with pytest.raises(CheckpointError) as caught:
         manifest.parse(data, PATH)
     text = str(caught.value)
-    assert "manifest.json" in text and "step-3" in text and "\n" not in text and len(text) < 400
+    assert "manifest.json" in text
+    assert "step-3" in text
+    assert "\n" not in text
+    assert len(text) < 400
     return text
 
 
@@ -77,7 +80,8 @@ def changed(*path: str | int, value: Any) -> str:
     return json.dumps(body)
 
 
-A, CHUNK = ("tensors", "model.a"), ("tensors", "model.a", 2, 1)
+A = ("tensors", "model.a")
+CHUNK = ("tensors", "model.a", 2, 1)
 HOSTILE: dict[str, str | bytes] = {
     "a path upwards": changed("files", 0, 0, value="../../etc/passwd.bin"),
     "an absolute path": changed("files", 0, 0, value="/etc/passwd.bin"),
@@ -153,7 +157,8 @@ def test_hostile_manifest_with_a_correct_hash_is_rejected(name: str) -> None:
 
 def test_hostile_manifests_run_no_code_and_open_no_files() -> None:
     events: list[str] = []
-    watching, thread = [True], threading.get_ident()
+    watching = [True]
+    thread = threading.get_ident()
 
     def hook(event: str, _: object) -> None:
         # only this thread: others (such as the server of an earlier test) may cause events too
@@ -216,11 +221,13 @@ def test_forged_value_in_any_field_is_rejected_or_safe(data: st.DataObject) -> N
     except CheckpointError:
         return
     for file in parsed.files:
-        assert "/" not in file.name and file.name not in ("", ".", "..")
+        assert "/" not in file.name
+        assert file.name not in ("", ".", "..")
     for tensor in parsed.tensors.values():
         for chunk in tensor.chunks():
             size = chunk.numel * ITEM_BYTES[tensor.dtype]
-            assert chunk.begin >= 0 and chunk.begin + size <= parsed.files[chunk.file].bytes
+            assert chunk.begin >= 0
+            assert chunk.begin + size <= parsed.files[chunk.file].bytes
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
@@ -256,7 +263,8 @@ def test_manifest_module_imports_only_the_standard_library() -> None:
     check: Callable[[str], bool] = sys.modules.__contains__
     assert check("shardtrain.checkpoint.manifest")
     source = Path(manifest.__file__).read_text()
-    assert "import torch" not in source and "numpy" not in source
+    assert "import torch" not in source
+    assert "numpy" not in source
 
 
 def test_manifest_too_large_to_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,17 +309,16 @@ def test_grids_round_trip() -> None:
         ((0, 0), 0), ((0, 2), 1), ((2, 0), 2), ((2, 2), 3), ((4, 0), 4), ((4, 2), 5),
     ]  # fmt: skip
     assert [c.file for c in parsed.tensors["model.c"].chunks()] == [5, 4, 3, 2, 1, 0]
-    assert (
-        manifest.parse(parsed.to_bytes(), PATH) == parsed
-        and json.loads(parsed.to_bytes())["version"] == 2
-    )
+    assert manifest.parse(parsed.to_bytes(), PATH) == parsed
+    assert json.loads(parsed.to_bytes())["version"] == 2
 
 
 def test_manifest_without_repeated_grids_keeps_version_1() -> None:
     assert json.loads(manifest.parse(signed(json.dumps(BODY)), PATH).to_bytes())["version"] == 1
 
 
-A_AXES, B_GRID = ("tensors", "model.a", 2, 0, 4), ("tensors", "model.b", 2, 0)
+A_AXES = ("tensors", "model.a", 2, 0, 4)
+B_GRID = ("tensors", "model.b", 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -343,11 +350,13 @@ def test_hostile_grid_is_rejected(body: str, why: str) -> None:
 @given(st.data())
 def test_shared_bytes_are_detected_as_a_check_of_every_byte_does(data: st.DataObject) -> None:
     """The implementation groups identical files; the definition checks every byte of every file."""
-    files, tensors = data.draw(st.integers(1, 8)), {}
+    files = data.draw(st.integers(1, 8))
+    tensors = {}
     for number in range(data.draw(st.integers(1, 4))):
         count = data.draw(st.integers(1, files))
         step = data.draw(st.integers(-2, 2)) if count > 1 else 1
-        first, begin = data.draw(st.integers(0, files - 1)), data.draw(st.integers(0, 5))
+        first = data.draw(st.integers(0, files - 1))
+        begin = data.draw(st.integers(0, 5))
         tensors[f"t{number}"] = [
             "uint8",
             [2 * count],
@@ -375,5 +384,6 @@ def test_hugging_face_folder_is_rejected_with_the_option_that_reads_it(tmp_path:
     ) as refused:
         manifest.read(tmp_path)
     message = str(retention.unusable(tmp_path, str(refused.value)))
-    assert message.count("checkpoint.initial_load_in_hf") == 1 and "use another one" not in message
+    assert message.count("checkpoint.initial_load_in_hf") == 1
+    assert "use another one" not in message
     assert "; use another one" in str(retention.unusable(tmp_path / "step-1", "it is damaged"))

@@ -153,7 +153,8 @@ def test_newest_complete_checkpoint_of_any_node_is_resumed(
         if isinstance(expected, str):
             with pytest.raises(CheckpointError, match=expected):
                 raise ended.error or AssertionError(f"continued with {len(ended.losses)} steps")
-            assert ended.losses == [] and "\n" not in str(ended.error)
+            assert ended.losses == []
+            assert "\n" not in str(ended.error)
             continue
         assert ended.error is None and len(ended.losses) == STEPS - expected, log
         if len(nodes) == 2:  # the same mesh: bitwise equal
@@ -206,7 +207,8 @@ def train_with_two_batch_sizes(rank: int, disks: Path) -> str:
             rank, replace(node_config, training=replace(node_config.training, **training))
         )
         # this rank's half of 8 sequences
-        assert ended.error is None and {len(ids) for ids in ended.sample_ids} == {4}
+        assert ended.error is None
+        assert {len(ids) for ids in ended.sample_ids} == {4}
     return (disks / "ba"[rank] / f"logs/rank-{rank}.log").read_text()
 
 

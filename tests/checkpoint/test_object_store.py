@@ -66,7 +66,8 @@ def names() -> list[str]:
 
 def assert_step_is_intact(step: int) -> None:
     """Load a step with all checks, and compare every element with its expected value."""
-    loaded, loaded_optimizer = weights(-1), rest(-1)
+    loaded = weights(-1)
+    loaded_optimizer = rest(-1)
     facts_loaded = stored(load_only=True).load(
         place(f"{FOLDER}/step-{step}"), loaded, loaded_optimizer
     )
@@ -80,7 +81,8 @@ def test_commands_find_the_checkpoints_of_a_run_by_its_folder(tmp_path: Path) ->
     save(stored(), 5)
     config = Config(checkpoint=Checkpoint(folder=FOLDER))
     chosen = locate_checkpoint.find_checkpoint(tmp_path, config)
-    assert str(chosen.path) == f"{FOLDER}/step-5" and isinstance(chosen.path, ObjectPath)
+    assert str(chosen.path) == f"{FOLDER}/step-5"
+    assert isinstance(chosen.path, ObjectPath)
     empty = Config(checkpoint=Checkpoint(folder="memory://bucket/empty"))
     with pytest.raises(
         CheckpointError, match="neither it nor memory://bucket/empty has a folder step-N"
@@ -114,7 +116,8 @@ def test_saving_a_step_again_replaces_its_objects() -> None:
     loaded = weights(-1)
     stored(load_only=True).load(place(f"{FOLDER}/step-3"), loaded, {})
     assert torch.equal(loaded["model.b"], torch.tensor(8.0))
-    assert len(names()) == len(old) and names() != old
+    assert len(names()) == len(old)
+    assert names() != old
 
 
 def test_steps_saved_again_count_for_retention() -> None:
@@ -253,7 +256,8 @@ def test_lease_of_another_host_is_taken_over_when_it_is_not_renewed(
     third = stored()
     third.to_continue()
     as_other_host(host="elsewhere", beats=0)
-    beats, read_bytes = itertools.count(1), ObjectPath.read_bytes
+    beats = itertools.count(1)
+    read_bytes = ObjectPath.read_bytes
 
     def beating(path: ObjectPath) -> bytes:
         content = read_bytes(path)
@@ -340,7 +344,8 @@ def failures() -> list[Callable[[], BaseException]]:
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(late: bool) -> None:
     """``after``: the store executes the request, and its answer is lost."""
-    step, failed_saves = 2, 0
+    step = 2
+    failed_saves = 0
     with_deletes = stored(keep_latest_k=2)
     for first in (1, 2):
         save(with_deletes, first)
@@ -398,7 +403,8 @@ def test_kill_at_any_call_keeps_the_newest_saved_checkpoint() -> None:
         assert newest in (saved_step, saved_step + 1)
         for step in stored().steps():
             assert_step_is_intact(step)
-    assert newest > 20 and 150 < number < 299
+    assert newest > 20
+    assert 150 < number < 299
     last = stored()
     last.to_continue()
     last.close()
@@ -496,9 +502,8 @@ def test_unsafe_address_is_rejected(folder: str, rule: str) -> None:
     problems = [
         str(problem) for problem in check(Loaded(dataclasses.replace(Config(), checkpoint=options)))
     ]
-    assert len(problems) == bool(rule) and all(
-        rule in line and "secret" not in line for line in problems
-    )
+    assert len(problems) == bool(rule)
+    assert all(rule in line and "secret" not in line for line in problems)
 
 
 class CountingStore:
@@ -532,4 +537,6 @@ def test_requests_for_the_markers_of_a_background_save_do_not_grow_with_ranks(ra
     )
     assert store.requests <= 3
     left = [path.name for path in folder.list_below()]
-    assert len(left) == 1 and "_earlier_" in left[0] and left[0].endswith("-0af3-1.done")
+    assert len(left) == 1
+    assert "_earlier_" in left[0]
+    assert left[0].endswith("-0af3-1.done")

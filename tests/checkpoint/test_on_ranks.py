@@ -53,7 +53,8 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
     if rank == 0:
         longer.write_text(Path(text_file()).read_text() + " mesh")
     dist.barrier()
-    model, four_steps = {"last_save_model_only": True}, {"training": {"steps": 4}}
+    model = {"last_save_model_only": True}
+    four_steps = {"training": {"steps": 4}}
 
     def keep(path: Path) -> None:
         pass
@@ -174,7 +175,8 @@ def test_every_rank_rejects_in_one_line_before_the_first_step(
             else CheckpointError
         )
         assert isinstance(error, kind) and error.exit_code == kind.exit_code, error
-        assert REFUSED[name] in str(error) and "\n" not in str(error)
+        assert REFUSED[name] in str(error)
+        assert "\n" not in str(error)
         assert rank[name].losses == []
 
 
@@ -187,13 +189,15 @@ def test_damaged_newest_checkpoint_is_skipped_with_a_log_line(
         assert rank[f"{name}, any step"].losses == rank["good"].losses[2:]
     log = (root / name / "logs/rank-0.log").read_text()
     damaged = "step-3 has no manifest.json" if name == "manifest missing" else "rank-00001.bin"
-    assert damaged in log and "skipped, continuing from step-2" in log
+    assert damaged in log
+    assert "skipped, continuing from step-2" in log
 
 
 def test_all_changed_options_are_reported_together(runs: list[dict[str, Ended]]) -> None:
     for rank in runs:
         error = rank["other course"].error
-        assert isinstance(error, ConfigError) and rank["other course"].losses == []
+        assert isinstance(error, ConfigError)
+        assert rank["other course"].losses == []
         changes = [
             "optimizer.lr: 0.01 -> 0.02",
             "lr_scheduler.min_lr_factor: 0.0 -> 0.1",
@@ -201,9 +205,8 @@ def test_all_changed_options_are_reported_together(runs: list[dict[str, Ended]])
         ]
         assert len(error.problems) == len(changes)
         for line, change in zip(error.problems, changes, strict=True):
-            assert change in str(
-                line
-            ) and f'checkpoint.accept_changes = ["{change.partition(":")[0]}"]' in str(line)
+            assert change in str(line)
+            assert f'checkpoint.accept_changes = ["{change.partition(":")[0]}"]' in str(line)
 
 
 def test_accepted_change_takes_effect_and_is_recorded_in_later_checkpoints(
@@ -216,10 +219,8 @@ def test_accepted_change_takes_effect_and_is_recorded_in_later_checkpoints(
         assert rank["accepted"].lrs == [
             learning_rate(Optimizer(lr=0.02), LRScheduler(warmup_steps=2), 4, 3)
         ]
-        assert (
-            rank["precision accepted"].error is None
-            and rank["precision accepted"].scaler["scale"] > 1
-        )
+        assert rank["precision accepted"].error is None
+        assert rank["precision accepted"].scaler["scale"] > 1
         assert rank["freed"].error is None
     history = manifest.read(root / "changed/checkpoint/step-5").facts["accepted_changes"]
     assert [(entry["step"], entry["option"], entry["old"], entry["new"]) for entry in history] == [
@@ -238,7 +239,8 @@ def test_run_resumes_an_older_step(runs: list[dict[str, Ended]]) -> None:
 
 def test_finished_run_that_is_started_again_does_nothing(runs: list[dict[str, Ended]]) -> None:
     for rank in runs:
-        assert rank["finished"].error is None and rank["finished"].losses == []
+        assert rank["finished"].error is None
+        assert rank["finished"].losses == []
         assert rank["finished"].state == rank["good"].state
 
 

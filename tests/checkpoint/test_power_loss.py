@@ -167,10 +167,8 @@ class Disk:
 
         def rename(old: Any, new: Any, **options: Any) -> None:
             real["rename"](old, new, **options)
-            old, new = (
-                full_path(old, options.get("src_dir_fd")),
-                full_path(new, options.get("dst_dir_fd")),
-            )
+            old = full_path(old, options.get("src_dir_fd"))
+            new = full_path(new, options.get("dst_dir_fd"))
             folder, name = self.at(old)
             assert self.at(new)[0] is folder, "a rename between folders is two changes"
             folder.change(**{name: None, Path(new).name: folder.entries[name]})
@@ -233,7 +231,8 @@ def group() -> Iterator[None]:
 def test_every_state_after_a_power_loss_has_the_old_or_the_new_checkpoint(
     old_step: int, tmp_path: Path
 ) -> None:
-    root, new_step = tmp_path / "run", old_step + 1
+    root = tmp_path / "run"
+    new_step = old_step + 1
     manager = checkpoints(root, keep_latest_k=2)
     manager.to_continue()
     for step in range(1, new_step):
@@ -247,7 +246,8 @@ def test_every_state_after_a_power_loss_has_the_old_or_the_new_checkpoint(
         disk.keep_states()
         final = disk.seen
     manager.close()
-    assert total > 10 and len(disk.states) > 100
+    assert total > 10
+    assert len(disk.states) > 100
     found_new = 0
     for number, (_, tree) in enumerate(disk.states):
         crashed = tmp_path / f"crash-{number}"

@@ -23,7 +23,8 @@ from shardtrain.checkpoint.collectives import all_ranks
 from shardtrain.config.schema import Config
 from shardtrain.utils.errors import CheckpointError, StorageError
 
-STEPS, SAVED = 4, 2
+STEPS = 4
+SAVED = 2
 
 
 def config(folder: Path, parallelism: dict[str, Any] | None = None, **checkpoint: Any) -> Config:
@@ -39,7 +40,8 @@ def runs(rank: int, root: Path) -> dict[str, Ended]:
     os.environ["LOCAL_RANK"] = "0"  # each rank is on its own node
     files.SEEN_SECONDS = 0.3
     files.PIECE_BYTES = 5000  # a tensor takes several pieces
-    node_folder, first = root / f"node-{rank}", {"storage": "first_node"}
+    node_folder = root / f"node-{rank}"
+    first = {"storage": "first_node"}
     runs_by_name = {
         "straight": train_whole(rank, config(root / "shared")),
         "refused": train_whole(rank, config(node_folder / "refused")),
@@ -87,13 +89,13 @@ def test_unshared_disks_are_reported_before_the_first_step(
 ) -> None:
     for rank in ended:
         error = rank["refused"].error
-        assert (
-            isinstance(error, StorageError)
-            and error.exit_code == 8
-            and rank["refused"].losses == []
-        )
-        assert f"{os.uname().nodename} does not see" in str(error) and "\n" not in str(error)
-        assert 'checkpoint.storage = "first_node"' in str(error) and "job.dump_folder" in str(error)
+        assert isinstance(error, StorageError)
+        assert error.exit_code == 8
+        assert rank["refused"].losses == []
+        assert f"{os.uname().nodename} does not see" in str(error)
+        assert "\n" not in str(error)
+        assert 'checkpoint.storage = "first_node"' in str(error)
+        assert "job.dump_folder" in str(error)
     assert not [*root.glob("node-0/refused/checkpoint/*"), *root.glob("shared/checkpoint/probe-*")]
 
 
@@ -101,15 +103,15 @@ def test_first_node_stores_the_checkpoints_of_all(
     root: Path, ended: list[dict[str, Ended]]
 ) -> None:
     for rank in ended:
-        straight, resumed = rank["straight"], rank["resumed"]
-        assert resumed.error is None and resumed.losses == straight.losses[SAVED:]
+        straight = rank["straight"]
+        resumed = rank["resumed"]
+        assert resumed.error is None
+        assert resumed.losses == straight.losses[SAVED:]
         assert_bitwise(resumed.weights, straight.weights)
         assert_bitwise(resumed.optimizer, straight.optimizer)
     for name in ("rank-00000.bin", "rank-00001.bin"):
-        shared_file, node_file = (
-            root / "shared/checkpoint/step-2" / name,
-            root / "node-0/run/checkpoint/step-2" / name,
-        )
+        shared_file = root / "shared/checkpoint/step-2" / name
+        node_file = root / "node-0/run/checkpoint/step-2" / name
         assert shared_file.read_bytes() == node_file.read_bytes(), (
             "bytes differ from those in a shared folder"
         )
@@ -126,12 +128,10 @@ def test_checkpoint_of_the_first_node_is_loaded_on_another_mesh(
 
 def test_damage_and_a_full_disk_are_reported_on_all_ranks(ended: list[dict[str, Ended]]) -> None:
     for rank in ended:
-        assert isinstance(rank["damaged"].error, CheckpointError) and "rank-00001.bin" in str(
-            rank["damaged"].error
-        )
-        assert isinstance(rank["full"].error, StorageError) and "errno 28" in str(
-            rank["full"].error
-        )
+        assert isinstance(rank["damaged"].error, CheckpointError)
+        assert "rank-00001.bin" in str(rank["damaged"].error)
+        assert isinstance(rank["full"].error, StorageError)
+        assert "errno 28" in str(rank["full"].error)
 
 
 def write_to_a_full_disk(rank: int, folder: Path) -> str:

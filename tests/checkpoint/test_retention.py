@@ -164,7 +164,8 @@ class Folder(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule()
     def die_in_flight(self) -> None:
-        before, writing = self.valid_steps(), self.manager.saving.writing
+        before = self.valid_steps()
+        writing = self.manager.saving.writing
         assert writing is not None
         self.manager.close()
         GO.set()
@@ -182,7 +183,8 @@ class Folder(RuleBasedStateMachine):
         self.finish_save()
         before = self.valid_steps()
         functions = {"write": "write_hashed", "manifest": "write_durable", "rename": "rename"}
-        rmtree, patched = shutil.rmtree, pytest.MonkeyPatch()
+        rmtree = shutil.rmtree
+        patched = pytest.MonkeyPatch()
 
         def keep_trash(path: Path, **options: Any) -> None:
             if stage == "trash" and ".trash-" not in path.name:
@@ -283,7 +285,8 @@ def test_deletion_renames_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     retention.discard(tmp_path / "checkpoint/step-2")
     assert manager.steps() == []
     names = [path.name for path in (tmp_path / "checkpoint").glob("step-*")]
-    assert len(names) == 1 and names[0].startswith("step-2.trash-")
+    assert len(names) == 1
+    assert names[0].startswith("step-2.trash-")
 
 
 def test_a_save_does_not_wait_until_old_files_are_removed(
@@ -303,7 +306,8 @@ def test_a_save_does_not_wait_until_old_files_are_removed(
     manager = checkpoints(tmp_path, keep_latest_k=2)
     for step in (1, 2, 3, 4):
         save(manager, step)
-    assert manager.steps() == [3, 4] and not removed
+    assert manager.steps() == [3, 4]
+    assert not removed
     may_remove.set()
     patience.wait_for(lambda: len(removed) == 2, 10)
     manager.close()
@@ -334,7 +338,8 @@ def test_failed_deletion_is_logged_and_does_not_stop_the_run(
 
     monkeypatch.setattr(retention, "discard", fail)
     save(manager, 3)
-    assert manager.steps() == [1, 2, 3] and "cannot delete old checkpoint" in caplog.text
+    assert manager.steps() == [1, 2, 3]
+    assert "cannot delete old checkpoint" in caplog.text
 
 
 def test_leftovers_of_a_dead_writer_are_deleted_immediately_and_others_after_an_hour(

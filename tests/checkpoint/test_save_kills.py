@@ -109,14 +109,17 @@ def assert_nothing_is_lost(root: Path, reported: int) -> int:
 def test_random_kills_lose_nothing(
     size: int, mode: str, share: float, kills: int, tmp_path: Path
 ) -> None:
-    dice, newest, gained = random.Random(size), 0, 0
+    dice = random.Random(size)
+    newest = 0
+    gained = 0
     for number in range(int(kills * share)):
         ranks, receiver = start_ranks(size, tmp_path, number, mode)
         assert receiver.poll(patience.seconds(60))
         reported = int(receiver.recv_bytes())  # the step it resumed from
         assert reported == newest
         # wait for a number of saves and then part of another: kills hit all phases at any machine speed
-        begin, waits = time.monotonic(), dice.randrange(4)
+        begin = time.monotonic()
+        waits = dice.randrange(4)
         for _ in range(waits * size + size - 1 if waits else 0):  # every rank reports
             assert receiver.poll(patience.seconds(60))
             reported = max(reported, int(receiver.recv_bytes()))

@@ -33,7 +33,8 @@ def write_tensors(
     counts = [math.prod(len(sizes) for sizes in cells) for _, cells in tensors.values()]
     count = max(counts)
     order = np.arange(count) if rng is None else rng.permutation(count)
-    written, stored = [bytearray() for _ in range(count)], {}
+    written = [bytearray() for _ in range(count)]
+    stored = {}
     for name, (tensor, cells) in tensors.items():
         intervals = []  # for each dimension, the (start, size) pairs
         for sizes in cells:
@@ -64,7 +65,8 @@ def write_tensors(
 @given(st.data())
 def test_any_box_of_tensors_saved_by_any_mesh_is_read_exactly(data: st.DataObject) -> None:
     """For any dtype, number of dimensions and memory layout, and with reads in small parts."""
-    tensors, boxes = {}, {}
+    tensors = {}
+    boxes = {}
     for name in ("model.a", "model.b"):
         dims = data.draw(st.integers(0, 3))
         cells = [
@@ -83,15 +85,15 @@ def test_any_box_of_tensors_saved_by_any_mesh_is_read_exactly(data: st.DataObjec
             low,
             [data.draw(st.integers(1, size - at)) for size, at in zip(shape, low, strict=True)],
         )
-    most_bytes, most_pieces = (
-        data.draw(st.sampled_from([8, 20, 64, 2**23])),
-        data.draw(st.sampled_from([1, 5, 2**17])),
-    )
+    most_bytes = data.draw(st.sampled_from([8, 20, 64, 2**23]))
+    most_pieces = data.draw(st.sampled_from([1, 5, 2**17]))
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         manifest = write_tensors(
             Path(name), tensors, np.random.default_rng(data.draw(st.integers(0, 99)))
         )
-        filled, expected, box_of_tensor = {}, {}, {}
+        filled = {}
+        expected = {}
+        box_of_tensor = {}
         for key, (low, sizes) in boxes.items():
             saved = tensors[key][0]
             expected[key] = saved[
@@ -124,8 +126,10 @@ def test_overlaps_are_computed_once_for_all_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """40 layers take as many overlap computations and opened files as one layer."""
-    computed, opened = [], []
-    overlaps, open_stored = Grid.overlaps, files.open_stored
+    computed = []
+    opened = []
+    overlaps = Grid.overlaps
+    open_stored = files.open_stored
     monkeypatch.setattr(
         Grid, "overlaps", lambda grid, box: (computed.append(grid), overlaps(grid, box))[1]
     )
@@ -162,9 +166,8 @@ def test_at_most_one_piece_is_read_at_a_time(
     filled = {"model.experts": torch.zeros_like(saved, dtype=dtype)}
     tensor_reader.read(filled, manifest, tmp_path)
     assert torch.equal(filled["model.experts"], saved.to(dtype))
-    assert (
-        bytes_read == 2 * [56, 56, 28] and sum(bytes_read) == saved.numel() * ITEM_BYTES["float32"]
-    )
+    assert bytes_read == 2 * [56, 56, 28]
+    assert sum(bytes_read) == saved.numel() * ITEM_BYTES["float32"]
 
 
 def test_pieces_of_16384_files_are_stored_in_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +177,7 @@ def test_pieces_of_16384_files_are_stored_in_arrays(monkeypatch: pytest.MonkeyPa
     manifest = Manifest(1, 16384, "run", "test", (), stored, {})
     filled = {name: torch.empty(16384, 4) for name in stored}
     pieces = tensor_reader._next_pieces(tensor_reader._find(filled, manifest))
-    assert pieces is not None and len(pieces.files) == 8 * 16384 == tensor_reader.MOST_PIECES
+    assert pieces is not None
+    assert len(pieces.files) == 8 * 16384 == tensor_reader.MOST_PIECES
     assert sum(column.nbytes for column in pieces[:5]) == 40 * len(pieces.files)
     assert len({id(cut) for _, cut in pieces.cuts}) == 1

@@ -24,7 +24,8 @@ def write_checkpoint(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
         "model.a": torch.arange(FILES * 6.0).reshape(FILES * 2, 3),
         "model.b": torch.arange(FILES * 4.0) * 10,
     }
-    stored, listed = {}, []
+    stored = {}
+    listed = []
     for name, tensor, begin in (
         ("model.a", saved["model.a"], 0),
         ("model.b", saved["model.b"], 24),

@@ -85,7 +85,8 @@ def test_weights_in_any_layout_of_torch_save_are_imported(
         1,
     )
     output = capsys.readouterr().out
-    assert ": equal" in output and "0 of 21 tensors differ" in output
+    assert ": equal" in output
+    assert "0 of 21 tensors differ" in output
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,8 @@ def test_weights_in_any_layout_of_torch_save_are_imported(
 def test_hostile_file_runs_no_code_and_is_rejected_in_one_line(
     name: str, tmp_path: Path, capfd: Any
 ) -> None:
-    file, canary = tmp_path / "checkpoint.pt", tmp_path / "canary"
+    file = tmp_path / "checkpoint.pt"
+    canary = tmp_path / "canary"
     table = {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}
     if name == "old format":
         torch.save(table, file, _use_new_zipfile_serialization=False)
@@ -104,15 +106,19 @@ def test_hostile_file_runs_no_code_and_is_rejected_in_one_line(
         file.write_bytes(b"text" if name == "text" else bombs(canary)[name])
     assert cli.main(["checkpoint", "from-dcp", str(file), str(tmp_path / "out"), *words()]) == 5
     error = capfd.readouterr().err
-    assert len(error.strip().splitlines()) == 1 and "checkpoint.pt" in error
+    assert len(error.strip().splitlines()) == 1
+    assert "checkpoint.pt" in error
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
 def test_names_in_nested_tables_and_lists_are_joined_by_dots(tmp_path: Path) -> None:
     torch.save({"a": {"b": [torch.zeros(2), 3]}, "c": "text", "d": []}, tmp_path / "x.pt")
     file = FlatFile(tmp_path / "x.pt")
-    assert list(file.tensors) == ["a.b.0"] and list(file.objects) == ["a.b.1", "c", "d"]
-    assert file.value("a.b.1") == 3 and file.value("c") == "text" and file.value("d") is None
+    assert list(file.tensors) == ["a.b.0"]
+    assert list(file.objects) == ["a.b.1", "c", "d"]
+    assert file.value("a.b.1") == 3
+    assert file.value("c") == "text"
+    assert file.value("d") is None
 
 
 def test_training_from_a_torchtitan_checkpoint_names_the_import_command(
@@ -140,7 +146,5 @@ def test_training_from_a_torchtitan_checkpoint_names_the_import_command(
         done = forked.run(line, cwd=tmp_path, capture_output=True, text=True)
         errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
         assert done.returncode == 5 and len(errors) == 1, done.stderr[-2000:]
-        assert (
-            f"`shardtrain checkpoint from-dcp {place} NEW`" in errors[0]
-            and errors[0].count("use another") <= 1
-        )
+        assert f"`shardtrain checkpoint from-dcp {place} NEW`" in errors[0]
+        assert errors[0].count("use another") <= 1

@@ -83,7 +83,8 @@ def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(
     assert (
         calls["write"] >= 2 and calls["fsync"] >= 4 and calls["rename"] >= 1 and calls["mkdir"] == 1
     ), calls
-    step, failed_saves = 3, 0
+    step = 3
+    failed_saves = 0
     for name, count in calls.items():
         for number in range(1, count + 1):
             for code in ERRORS:
@@ -164,7 +165,8 @@ def test_error_on_one_rank_fails_the_save_on_all_without_blocking(
             name,
             first,
         )
-        assert first[1][-1] == 2 and first[1] == [1, 2]
+        assert first[1][-1] == 2
+        assert first[1] == [1, 2]
     assert answers[0][-1] == answers[1][-1] == ("saved", [2, 100])
 
 
@@ -184,11 +186,9 @@ def save_under_a_limit(rank: int, root: Path) -> str:
 
 def test_file_size_limit_of_the_kernel_is_reported(tmp_path: Path) -> None:
     for message in run_ranks(2, save_under_a_limit, tmp_path):
-        assert (
-            f"rank 1 on {os.uname().nodename}" in message
-            and f"errno {errno.EFBIG}" in message
-            and "rank-00001.bin" in message
-        )
+        assert f"rank 1 on {os.uname().nodename}" in message
+        assert f"errno {errno.EFBIG}" in message
+        assert "rank-00001.bin" in message
     assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-1"]
 
 
@@ -205,7 +205,8 @@ def test_save_without_enough_free_space_does_not_begin(
         StorageError, match=r"100 bytes are free and \d+ are needed; nothing was changed"
     ):
         save(manager, 2)
-    assert not created and manager.steps() == [1]
+    assert not created
+    assert manager.steps() == [1]
 
 
 @pytest.mark.usefixtures("group")
@@ -225,7 +226,9 @@ def test_files_are_synced_before_the_checkpoint_is_renamed(
     """Order that survives a power loss: fsync of shards, manifest and draft folder, rename, fsync of the parent."""
     order: list[str] = []
     opened: dict[int, str] = {}
-    os_open, os_fsync, os_rename = os.open, os.fsync, os.rename
+    os_open = os.open
+    os_fsync = os.fsync
+    os_rename = os.rename
 
     def noted_open(path: Any, *arguments: Any, **options: Any) -> int:
         descriptor = os_open(path, *arguments, **options)

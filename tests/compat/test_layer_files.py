@@ -80,7 +80,8 @@ def test_layer_files_match_fmengine_s_format(good_folder: Path) -> None:
         same(file(3, shard), {"weight": full_weights["model.norm.weight"]})
         same(file(4, shard), {"weight": full_weights["lm_head.weight"][rows]})
         for layer in (0, 1):
-            parts, prefix = file(layer + 1, shard), f"model.layers.{layer}."
+            parts = file(layer + 1, shard)
+            prefix = f"model.layers.{layer}."
             assert parts.keys() == {
                 n.removeprefix(prefix) for n in full_weights if n.startswith(prefix)
             }
@@ -248,7 +249,8 @@ HOSTILE: dict[str, Callable[[Path, Path], None]] = {
 def test_a_hostile_file_runs_nothing_and_is_one_line(
     name: str, good_folder: Path, tmp_path: Path, capfd: Any
 ) -> None:
-    folder, canary = tmp_path / "fm", tmp_path / "canary"
+    folder = tmp_path / "fm"
+    canary = tmp_path / "canary"
     shutil.copytree(good_folder, folder)
     HOSTILE[name](folder / STEP / "layer_01-model_00-model_states.pt", canary)
     for arguments in (
@@ -257,11 +259,9 @@ def test_a_hostile_file_runs_nothing_and_is_one_line(
     ):
         assert cli.main([*arguments, str(tmp_path / "out")]) == 5
         error = capfd.readouterr().err
-        assert (
-            len(error.strip().splitlines()) == 1
-            and "layer_01-model_00" in error
-            and "\x1b" not in error
-        )
+        assert len(error.strip().splitlines()) == 1
+        assert "layer_01-model_00" in error
+        assert "\x1b" not in error
     assert [path.name for path in tmp_path.iterdir()] == ["fm"]
 
 
@@ -326,7 +326,8 @@ def test_missing_and_surplus_tensors_are_named_without_writing(
     ):
         assert cli.main([*arguments, str(tmp_path / "out")]) in (2, 5)
         error = capfd.readouterr().err
-        assert message in error and len(error.strip().splitlines()) == 1
+        assert message in error
+        assert len(error.strip().splitlines()) == 1
         assert ".tmp-" not in error, "the message must name the user's folder"
     assert [path.name for path in tmp_path.iterdir()] == ["fm"]
 

@@ -127,11 +127,9 @@ def test_torchtitan_2024_04(
         option,
     )
     assert (c.checkpoint.enable, c.checkpoint.last_save_model_only) == (False, False)
-    assert (
-        c.profiling.enable_profiling
-        and not c.metrics.disable_color_printing
-        and not c.compile.enable
-    )
+    assert c.profiling.enable_profiling
+    assert not c.metrics.disable_color_printing
+    assert not c.compile.enable
 
 
 @pytest.mark.parametrize(
@@ -195,7 +193,8 @@ def test_torchtitan_v0_2_2_runs_under_its_own_names(name: str) -> None:
 def test_the_resolved_form_of_an_old_file_needs_no_alias(file: Path, tmp_path: Path) -> None:
     config = load(file).config
     again = read(tmp_path, resolved_toml(config))
-    assert again.config == config and again.notices == ()
+    assert again.config == config
+    assert again.notices == ()
 
 
 @pytest.mark.parametrize(
@@ -470,7 +469,8 @@ def test_a_flavor_of_another_name_is_found_with_a_notice(
     tmp_path: Path, name: str, flavor: str, today: str
 ) -> None:
     loaded = read(tmp_path, f"[model]\nname = '{name}'\nflavor = '{flavor}'")
-    assert check(loaded) == [] and loaded.config.model.flavor == today
+    assert check(loaded) == []
+    assert loaded.config.model.flavor == today
     assert any("model.flavor" in notice for notice in loaded.notices)
 
 
@@ -528,7 +528,8 @@ def angles(loaded: Loaded) -> str:
 )
 def test_a_file_of_torchtitan_with_other_rotary_angles_is_reported_once(tmp_path, text, part):
     note = angles(read(tmp_path, text))
-    assert part in note and bool(note) == bool(part)
+    assert part in note
+    assert bool(note) == bool(part)
 
 
 def test_files_of_other_systems_have_no_note_about_torchtitan_s_angles(tmp_path):
@@ -545,22 +546,22 @@ def test_files_of_other_systems_have_no_note_about_torchtitan_s_angles(tmp_path)
     loaded = load_settings(
         migration.settings, ["--model.name", "llama3", "--model.flavor", "8B"], follow=False
     )
-    assert (
-        migration.entries
-        and angles(dataclasses.replace(loaded, renames=tuple(map(str, migration.entries)))) == ""
-    )
+    assert migration.entries
+    assert angles(dataclasses.replace(loaded, renames=tuple(map(str, migration.entries)))) == ""
 
 
 def test_a_notice_of_a_rename_is_not_a_warning(tmp_path):
     """The trainer logs renames as INFO, and notices about changed results as warnings."""
     text = "[training]\nbatch_size = 2\ncompile = true\n[metrics]\nrank_0_only = true\n"
     loaded = read(tmp_path, text)
-    assert len(loaded.notices) == 3 and loaded.renames == loaded.notices
+    assert len(loaded.notices) == 3
+    assert loaded.renames == loaded.notices
     mask = "[model]\nname = 'llama3'\nflavor = '8B_flex'\n"
     for changed in (mask, "[model]\nattn_mask_type = 'block_causal'\n"):
         loaded = read(tmp_path, changed)
         warnings = [notice for notice in loaded.notices if notice not in loaded.renames]
-        assert len(warnings) == 1 and "positions restart in each" in warnings[0]
+        assert len(warnings) == 1
+        assert "positions restart in each" in warnings[0]
     loaded = read(tmp_path, "[training]\nbatch_size = 2\nlocal_batch_size = 2\n")
     assert [
         "too, as here" in notice for notice in loaded.notices if notice not in loaded.renames

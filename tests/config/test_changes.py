@@ -20,7 +20,8 @@ COMPARED = [name for name in options() if changes.class_of(name) != "ignore"]
 
 def changed(config: Config, option: str) -> Config:
     """Return a config with another value of one option. Its type does not matter for the class."""
-    sections, key = option.split(".")[:-1], option.rpartition(".")[2]
+    sections = option.split(".")[:-1]
+    key = option.rpartition(".")[2]
     value: Any = value_of(config, option)
     new: Any = {bool: lambda: not value, int: lambda: value + 7, float: lambda: value + 0.5}.get(
         type(value), lambda: "another"
@@ -64,7 +65,8 @@ def test_a_change_is_detected_exactly_if_it_matters(option: str) -> None:
 
 
 def test_another_mesh_with_the_same_batch_is_the_same_run() -> None:
-    of_mesh, fixed = Config(), changed(Config(), "training.global_batch_size")
+    of_mesh = Config()
+    fixed = changed(Config(), "training.global_batch_size")
     assert differing(fixed, fixed, ranks=(2, 4)) == []
     assert differing(of_mesh, of_mesh, ranks=(2, 4)) == ["training.global_batch_size"]
     halved = dataclasses.replace(
@@ -124,7 +126,8 @@ def test_infinite_numbers_and_hostile_records_stay_one_line_of_json() -> None:
     assert differing(config, config) == []
     hostile = {"optimizer.lr": "\n\x1b[31m" + "x" * 9999, "training.max_norm": {"a": [None]}}
     for change in changes.find(hostile, Config(), 1):
-        assert str(change).isprintable() and len(str(change)) < 500
+        assert str(change).isprintable()
+        assert len(str(change)) < 500
 
 
 def problems(*options: str) -> list[str]:
@@ -138,7 +141,8 @@ def problems(*options: str) -> list[str]:
 def test_only_acceptable_changes_can_be_listed() -> None:
     assert problems("optimizer.lr", "training.max_norm") == problems("all") == []
     (problem,) = problems("optimizer.lrr")
-    assert 'did you mean "optimizer.lr"?' in problem and "is not an option" in problem
+    assert 'did you mean "optimizer.lr"?' in problem
+    assert "is not an option" in problem
     (problem,) = problems("metrics.log_freq")
     assert "may be changed freely" in problem
     (problem,) = problems("debug.seed")

@@ -26,7 +26,8 @@ def test_a_list_ends_at_the_next_option_and_may_be_repeated() -> None:
         {"--mesh": mesh},
         ["--json"],
     )
-    assert taken.own == {"--mesh": ["tp=2", "pp=2", "cp=2"], "--json": True} and taken.rest == (
+    assert taken.own == {"--mesh": ["tp=2", "pp=2", "cp=2"], "--json": True}
+    assert taken.rest == (
         "--a.b",
         "1",
     )

@@ -57,7 +57,8 @@ def test_bash_offers_verbs_options_presets_and_values() -> None:
 def test_each_shell_accepts_its_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(("completion", shell)) == 0
     script = capsys.readouterr().out
-    assert all(verb in script for verb in VERBS) and "training.steps" in script
+    assert all(verb in script for verb in VERBS)
+    assert "training.steps" in script
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=patience.seconds(60))
@@ -69,4 +70,5 @@ def test_an_unsupported_shell_is_one_line_with_a_fix(
 ) -> None:
     assert cli.main(("completion", *arguments)) == 2
     message = capsys.readouterr().err
-    assert message.count("\n") == 1 and 'eval "$(shardtrain completion bash)"' in message
+    assert message.count("\n") == 1
+    assert 'eval "$(shardtrain completion bash)"' in message

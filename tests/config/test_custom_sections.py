@@ -58,7 +58,8 @@ def test_defaults_are_those_of_the_file(module: str) -> None:
     reward = config.reward
     assert (reward.scale, reward.kind, reward.limit, reward.cap) == (1.0, "mean", None, 3)
     assert isinstance(reward.scale, float), "an integer default of a float option is a float"
-    assert reward.names == ["x"] and reward.weights == {}
+    assert reward.names == ["x"]
+    assert reward.weights == {}
     assert (config.optimizer.trust, config.optimizer.lr, config.optimizer.beta1) == (
         0.5,
         0.125,
@@ -144,7 +145,8 @@ def test_changed_file_is_read_again(tmp_path: Path, module: str) -> None:
 def test_help_has_the_docstrings(module: str) -> None:
     schema = type(load(None, ["--job.custom_config_module", module]).config)
     text = help_text("reward", schema)
-    assert "Rewards of my task." in text and "Factor of the reward." in text
+    assert "Rewards of my task." in text
+    assert "Factor of the reward." in text
     assert "--optimizer.trust  (number; default 0.5)" in help_text("optimizer", schema)
     assert "dtype" in help_text("optimizer.state_dtype", schema), (
         "inherited options keep their texts"
@@ -196,9 +198,9 @@ def test_invalid_file_is_one_line(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(None, ["--job.custom_config_module", module])
     message = str(error.value)
-    assert (
-        INVALID[text] in message and "\n" not in message and "job.custom_config_module" in message
-    )
+    assert INVALID[text] in message
+    assert "\n" not in message
+    assert "job.custom_config_module" in message
 
 
 @pytest.mark.parametrize("path", ["missing.py", "torchtitan.experiments.flux", "."])

@@ -80,11 +80,10 @@ def test_tables_of_a_file_become_dataclasses_with_a_line_for_each_key(tmp_path: 
     assert {name: loaded.origins[name] for name in lines} == {
         name: f"run.toml:{line}" for name, line in lines.items()
     }
-    assert not loaded.is_set("data.sources.web.epochs") and not loaded.is_set("data.format")
-    assert (
-        loaded.value("data.sources.my-code.epochs") == 2
-        and loaded.value("data.stages.1.weights.web") == 2.0
-    )
+    assert not loaded.is_set("data.sources.web.epochs")
+    assert not loaded.is_set("data.format")
+    assert loaded.value("data.sources.my-code.epochs") == 2
+    assert loaded.value("data.stages.1.weights.web") == 2.0
 
 
 @pytest.mark.parametrize(
@@ -107,13 +106,13 @@ def test_the_entries_of_an_array_of_tables_have_separate_lines() -> None:
     lines = key_lines(
         "[[a]]\nx = 1\n[a.b]\ny = 1\n[[a]]\nx = 2\n[[a.c]]\nz = 1\n[[a.c]]\nz = 2\n[d]\ne = [\n{f = 1},\n{f = 2}]\n"
     )
-    assert lines[("a", "0", "x")] == 2 and lines[("a", "0", "b", "y")] == 4
-    assert (
-        lines[("a", "1", "x")] == 6
-        and lines[("a", "1", "c", "0", "z")] == 8
-        and lines[("a", "1", "c", "1", "z")] == 10
-    )
-    assert lines[("d", "e", "0", "f")] == 13 and lines[("d", "e", "1", "f")] == 14
+    assert lines[("a", "0", "x")] == 2
+    assert lines[("a", "0", "b", "y")] == 4
+    assert lines[("a", "1", "x")] == 6
+    assert lines[("a", "1", "c", "0", "z")] == 8
+    assert lines[("a", "1", "c", "1", "z")] == 10
+    assert lines[("d", "e", "0", "f")] == 13
+    assert lines[("d", "e", "1", "f")] == 14
 
 
 def test_arguments_change_add_and_replace_entries(tmp_path: Path) -> None:
@@ -123,7 +122,8 @@ def test_arguments_change_add_and_replace_entries(tmp_path: Path) -> None:
         TEXT,
         [*arguments, "--data.sources.new.dataset", "tsv", "--data.stages.1.until_tokens=2e6"],
     )
-    sources, stages = loaded.config.data.sources, loaded.config.data.stages
+    sources = loaded.config.data.sources
+    stages = loaded.config.data.stages
     assert sources["web"] == DataSource(dataset_path="web.jsonl", weight=0.3)
     assert sources["my-code"] == DataSource("text", "code", epochs=2, text_field="body")
     assert sources["new"] == DataSource("tsv")
@@ -477,7 +477,8 @@ def test_all_problems_of_a_mixture_are_reported_together(tmp_path: Path) -> None
 )
 def test_possible_data_options_have_no_problems_or_notes(tmp_path: Path, text: str) -> None:
     loaded = read(tmp_path, text)
-    assert check(loaded) == [] and notes(loaded) == []
+    assert check(loaded) == []
+    assert notes(loaded) == []
 
 
 @pytest.mark.parametrize(
@@ -538,11 +539,14 @@ def test_show_and_the_resolved_file_hold_every_field_of_every_entry(tmp_path: Pa
     loaded = read(tmp_path, TEXT, ["--data.sources.web.split", "test"])
     text = show(loaded)
     assert '[data.sources.web]\ndataset = "jsonl"  # default\n' in text
-    assert 'split = "test"  # command line\n' in text and "weight = 3.0  # run.toml:3\n" in text
-    assert text.count("[[data.stages]]") == 2 and "until_tokens = 1000000  # run.toml:9" in text
+    assert 'split = "test"  # command line\n' in text
+    assert "weight = 3.0  # run.toml:3\n" in text
+    assert text.count("[[data.stages]]") == 2
+    assert "until_tokens = 1000000  # run.toml:9" in text
     (tmp_path / "again.toml").write_text(resolved_toml(loaded.config))
     assert load(tmp_path / "again.toml").config == loaded.config
-    assert "[data.sources]" in resolved_toml(Config()) and "stages = []" in resolved_toml(Config())
+    assert "[data.sources]" in resolved_toml(Config())
+    assert "stages = []" in resolved_toml(Config())
 
 
 def test_help_explains_the_keys_of_an_entry() -> None:

@@ -121,7 +121,8 @@ def test_fields_reported_as_unused_change_no_logit(family: str, tmp_path: Path) 
         if "num_groups" in described.values
         else described.values
     )
-    module, unused = models.find(described.name), described.hub.unused(values)
+    module = models.find(described.name)
+    unused = described.hub.unused(values)
     pair = []
     for factor in (1, 2):
         config = module.Config(
@@ -139,7 +140,8 @@ def test_fields_reported_as_unused_change_no_logit(family: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", HUBS)
 def test_a_reader_knows_every_key_of_the_class_in_transformers(name: str) -> None:
     """Unknown keys are therefore unused in transformers, and have no effect."""
-    hub, cls = HUBS[name], class_of(HUBS[name])
+    hub = HUBS[name]
+    cls = class_of(HUBS[name])
     keys = (
         {field.name for field in dataclasses.fields(cls)}
         | set(cls.attribute_map)
@@ -228,10 +230,10 @@ def test_unsupported_variants_use_transformers_with_a_notice(
     family: str, changes: Any, tmp_path: Path
 ) -> None:
     described = recognise(write({**config_of(family), **changes}, tmp_path / "hf"))
-    assert described.name == "transformers" and described.overrides == {
-        "path": str(tmp_path / "hf")
-    }
-    assert len(described.notices) == 1 and "; using " in described.notices[0]
+    assert described.name == "transformers"
+    assert described.overrides == {"path": str(tmp_path / "hf")}
+    assert len(described.notices) == 1
+    assert "; using " in described.notices[0]
 
 
 def test_an_import_compares_logits_and_reports_the_difference(
@@ -240,10 +242,8 @@ def test_an_import_compares_logits_and_reports_the_difference(
     folder = save(build("llama3"), tmp_path / "hf")
     assert main(["import", str(folder), "--to", str(tmp_path / "a")]) == 0
     captured = capsys.readouterr()
-    assert (
-        "transformers returns the same logits: largest error" in captured.out
-        and "Loading weights" not in captured.err
-    )
+    assert "transformers returns the same logits: largest error" in captured.out
+    assert "Loading weights" not in captured.err
     read = importing.recognise
 
     def wrong(*arguments: Any) -> Any:

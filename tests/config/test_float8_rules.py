@@ -119,10 +119,8 @@ def test_mx_on_a_cpu_is_rejected_with_a_fix():
         "needs MXFP8 matmuls (CUDA capability 10.0 or higher), which a CPU does not support"
         in str(problem)
     )
-    assert (
-        'quantize.linear.mx.recipe_name = "mxfp8_emulated"' in str(problem)
-        and len(str(problem).splitlines()) == 1
-    )
+    assert 'quantize.linear.mx.recipe_name = "mxfp8_emulated"' in str(problem)
+    assert len(str(problem).splitlines()) == 1
     (problem,) = machine_notes(load("debug", MX[:1]), 1, "xpu", 1)
     assert "which xpu does not support" in str(problem)
     assert (
@@ -139,9 +137,8 @@ def test_a_recipe_of_mx_is_one_of_three():
 
 def test_experts_in_mx_are_not_available():
     (problem,) = unavailable(load("debug", ["--model.converters=quantize.grouped_mm.mx"]))
-    assert "not available yet" in str(problem) and 'use "quantize.grouped_mm.float8"' in str(
-        problem
-    )
+    assert "not available yet" in str(problem)
+    assert 'use "quantize.grouped_mm.float8"' in str(problem)
     assert unavailable(load("debug", MX)) == []
 
 
@@ -168,7 +165,8 @@ def test_ineffective_and_mesh_dependent_mx_options_are_reported(arguments, messa
     reported = [
         note for note in notes(load("debug", [*MX, *arguments])) if "mx." in note or "MX" in note
     ]
-    assert message in "".join(reported) and bool(reported) == bool(message)
+    assert message in "".join(reported)
+    assert bool(reported) == bool(message)
 
 
 def test_an_update_in_backward_and_accumulation_exclude_each_other():

@@ -77,10 +77,8 @@ def test_a_folder_used_for_sizes_may_have_another_tokenizer(folder: Path, tmp_pa
 
 def test_options_of_the_user_override_the_folder(folder: Path) -> None:
     loaded = at(folder, "--model.overrides.num_layers", "1")
-    assert (
-        loaded.config.model.overrides["num_layers"] == 1
-        and loaded.config.model.overrides["dim"] == 64
-    )
+    assert loaded.config.model.overrides["num_layers"] == 1
+    assert loaded.config.model.overrides["dim"] == 64
     assert loaded.origins["model.overrides.num_layers"] == "command line"
     named = at(folder, "--model.flavor", "debugmodel").config.model
     assert (named.name, named.flavor, dict(named.overrides)) == ("llama3", "debugmodel", {})
@@ -133,7 +131,8 @@ def test_an_impossible_folder_is_one_problem(
             if "--model.hf_assets_path" not in arguments
             else [*arguments],
         )
-    assert message in str(raised.value) and "\n" not in str(raised.value)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_folder_that_describes_nothing_is_named(tmp_path: Path) -> None:

@@ -17,10 +17,8 @@ from shardtrain.config import init_file, load, presets
 def test_the_file_is_the_configuration_of_the_preset(preset: str, tmp_path: Path) -> None:
     path = tmp_path / "new" / "run.toml"
     assert cli.main(["init", str(path), preset, "--training.steps", "77"]) == 0
-    written, meant = (
-        config.load(path, []),
-        config.load(presets.FOLDER / f"{preset}.toml", ["--training.steps", "77"]),
-    )
+    written = config.load(path, [])
+    meant = config.load(presets.FOLDER / f"{preset}.toml", ["--training.steps", "77"])
     assert written.config == meant.config
     lines = path.read_text().splitlines()
     assert max(map(len, lines)) <= 120
@@ -42,7 +40,8 @@ def test_given_options_are_written_and_the_next_commands_printed(
         == 0
     )
     table = tomllib.loads(Path("mine.toml").read_text())
-    assert table["training"]["dataset_path"] == "a.txt" and table["model"]["flavor"] == "2.6M"
+    assert table["training"]["dataset_path"] == "a.txt"
+    assert table["model"]["flavor"] == "2.6M"
     assert "shardtrain train mine.toml" in capsys.readouterr().out
     Path("a.txt").write_text("words " * 400_000)
     assert cli.main(["config", "check", "mine.toml"]) == 0
@@ -65,7 +64,8 @@ def test_a_wrong_argument_is_one_line_and_writes_nothing(
     Path("there.toml").write_text("")
     assert cli.main(["init", *arguments]) == 2
     error = capsys.readouterr().err
-    assert message in error and len(error.strip().splitlines()) == 1
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["there.toml"]
 
 
@@ -75,14 +75,17 @@ def test_an_existing_schema_is_kept_if_equal_or_replaced_with_a_note(
     monkeypatch.chdir(tmp_path)
     schema = Path("shardtrain.schema.json")
     assert cli.main(["init", "first.toml"]) == 0
-    written, stamp = schema.read_text(), schema.stat()
+    written = schema.read_text()
+    stamp = schema.stat()
     assert "replaced" not in capsys.readouterr().err
     assert cli.main(["init", "second.toml"]) == 0
-    assert schema.stat() == stamp and "replaced" not in capsys.readouterr().err
+    assert schema.stat() == stamp
+    assert "replaced" not in capsys.readouterr().err
     schema.write_text("{}")
     assert cli.main(["init", "third.toml"]) == 0
     note = "note: replaced shardtrain.schema.json, which was not the schema of this version\n"
-    assert schema.read_text() == written and capsys.readouterr().err == note
+    assert schema.read_text() == written
+    assert capsys.readouterr().err == note
 
 
 def test_an_interactive_user_is_prompted(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -100,7 +103,8 @@ def test_an_interactive_user_is_prompted(tmp_path: Path, capsys, monkeypatch) ->
         "corpus/*.jsonl",
         500,
     )
-    assert written_config.model.flavor == "8B" and not list(answers)
+    assert written_config.model.flavor == "8B"
+    assert not list(answers)
 
 
 def test_the_next_commands_can_be_pasted_for_any_file_name(
@@ -113,7 +117,8 @@ def test_the_next_commands_can_be_pasted_for_any_file_name(
         for line in capsys.readouterr().out.splitlines()
         if line.startswith("  shardtrain ")
     ]
-    assert len(commands) == 3 and all(command[-1] == "my run's.toml" for command in commands)
+    assert len(commands) == 3
+    assert all(command[-1] == "my run's.toml" for command in commands)
 
 
 def write_model_folder(folder: Path, **config: object) -> str:
@@ -159,9 +164,11 @@ def test_a_hugging_face_folder_replaces_the_model_of_the_preset(
     assert cli.main(["init", "tuned.toml", "debug", *arguments]) == 0
     table = tomllib.loads(Path("tuned.toml").read_text())
     assert table["model"] == {"name": name, "flavor": "from_folder", "hf_assets_path": folder}
-    assert "sample_prompt" not in table["metrics"] and "description" not in table["job"]
+    assert "sample_prompt" not in table["metrics"]
+    assert "description" not in table["job"]
     model = load("tuned.toml").config.model
-    assert model.name == name and (name == "transformers" or model.overrides["dim"] == 64)
+    assert model.name == name
+    assert name == "transformers" or model.overrides["dim"] == 64
 
 
 def test_a_named_flavor_and_a_folder_with_only_a_tokenizer_keep_the_model(
@@ -179,7 +186,8 @@ def test_a_named_flavor_and_a_folder_with_only_a_tokenizer_keep_the_model(
     ]
     assert cli.main(["init", "named.toml", "debug", *options]) == 0
     named = tomllib.loads(Path("named.toml").read_text())
-    assert named["model"]["name"] == "llama3" and named["metrics"]["sample_prompt"] == "Once"
+    assert named["model"]["name"] == "llama3"
+    assert named["metrics"]["sample_prompt"] == "Once"
     (tmp_path / "tokenizer").mkdir()
     assert cli.main(["init", "tokenizer.toml", "debug", "--model.hf_assets_path", "tokenizer"]) == 0
     assert tomllib.loads(Path("tokenizer.toml").read_text())["model"]["flavor"] == "2.6M"
@@ -194,4 +202,5 @@ def test_a_folder_that_describes_another_model_than_named_is_an_error(
         cli.main(["init", "a.toml", "--model.hf_assets_path", folder, "--model.name", "llama3"])
         == 2
     )
-    assert "qwen2" in capsys.readouterr().err and not Path("a.toml").exists()
+    assert "qwen2" in capsys.readouterr().err
+    assert not Path("a.toml").exists()

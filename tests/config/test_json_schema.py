@@ -85,7 +85,5 @@ def test_the_first_line_of_each_preset_and_recipe_names_the_schema_for_editors()
 def test_init_writes_the_schema_that_its_first_line_names(tmp_path: Path) -> None:
     assert cli.main(["init", str(tmp_path / "a.toml"), "debug"]) == 0
     directive, name = (tmp_path / "a.toml").read_text(encoding="utf-8").splitlines()[0].split(" ")
-    assert (
-        directive == "#:schema"
-        and (tmp_path / name).read_text(encoding="utf-8") == json_schema_text()
-    )
+    assert directive == "#:schema"
+    assert (tmp_path / name).read_text(encoding="utf-8") == json_schema_text()

@@ -35,21 +35,21 @@ def test_no_arguments_are_the_default_config() -> None:
     loaded = load(None)
     assert loaded.config == Config()
     assert set(loaded.origins.values()) == {"default"}
-    assert loaded.notices == () and loaded.path is None
+    assert loaded.notices == ()
+    assert loaded.path is None
 
 
 def test_without_a_file_the_preset_is_used_and_reported() -> None:
     loaded = load(None, ["--training.steps", "5"], preset=presets.FIRST)
     assert loaded.config == load(ROOT / "configs/debug.toml", ["--training.steps", "5"]).config
-    assert "no configuration is named" in loaded.notices[0] and "llama3_8b" in loaded.notices[0]
+    assert "no configuration is named" in loaded.notices[0]
+    assert "llama3_8b" in loaded.notices[0]
     for named in (
         load("llama3_8b", preset=presets.FIRST),
         load(None, ["--job.config_file", "llama3_8b"], preset="x"),
     ):
-        assert (
-            named.config.model == load(ROOT / "configs/llama3_8b.toml").config.model
-            and named.notices == ()
-        )
+        assert named.config.model == load(ROOT / "configs/llama3_8b.toml").config.model
+        assert named.notices == ()
 
 
 def test_every_preset_has_a_name_and_a_file_of_that_name_takes_precedence(
@@ -79,7 +79,8 @@ def test_the_file_may_be_named_by_an_option_and_two_are_refused(tmp_path: Path) 
         (None, [f"--job.config-file={file}"]),
     ):
         loaded = load(path, arguments)
-        assert loaded.config.training.steps == 7 and loaded.path == file
+        assert loaded.config.training.steps == 7
+        assert loaded.path == file
     for read in (
         lambda arguments: load("a.toml", arguments),
         lambda arguments: split(["a.toml", *arguments]),
@@ -152,7 +153,8 @@ def test_the_file_may_be_named_by_an_option_and_two_are_refused(tmp_path: Path) 
 def test_an_argument_sets_its_option(arguments: list[str], option: str, value: object) -> None:
     loaded = load(None, arguments)
     got = loaded.value(option)
-    assert got == value and type(got) is type(value)
+    assert got == value
+    assert type(got) is type(value)
     assert loaded.origins[option] == "command line"
     changed = {name for name in loaded.origins if loaded.is_set(name)}
     assert {name for name in changed if not name.startswith("model.overrides.")} == {option}
@@ -173,8 +175,10 @@ def test_an_integer_may_be_written_as_an_integral_float_and_a_float_as_an_intege
     tmp_path: Path,
 ) -> None:
     config = load(write(tmp_path, "[training]\nsteps = 1e6\nmax_norm = 1\n")).config.training
-    assert config.steps == 1_000_000 and type(config.steps) is int
-    assert config.max_norm == 1.0 and type(config.max_norm) is float
+    assert config.steps == 1_000_000
+    assert type(config.steps) is int
+    assert config.max_norm == 1.0
+    assert type(config.max_norm) is float
 
 
 def test_overrides_of_file_and_command_line_join_key_by_key(tmp_path: Path) -> None:
@@ -237,7 +241,8 @@ def test_windows_line_ends_and_a_byte_order_mark_are_accepted(tmp_path: Path) ->
 
 
 def test_loading_twice_gives_equal_configs_that_share_no_list(tmp_path: Path) -> None:
-    first, second = load(None).config, load(None).config
+    first = load(None).config
+    second = load(None).config
     assert first == second
     assert first.compile.components is not second.compile.components
 

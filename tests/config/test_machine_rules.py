@@ -253,14 +253,17 @@ def test_a_run_reports_renamed_and_ineffective_options(tmp_path: Path) -> None:
     lines = require(
         read(tmp_path, "[training]\nbatch_size = 2\n[validation]\nfreq = 3\n"), 2, "cpu", 0
     )
-    assert len(lines) == 2 and "batch_size" in lines[0] and "validation.freq" in lines[1]
+    assert len(lines) == 2
+    assert "batch_size" in lines[0]
+    assert "validation.freq" in lines[1]
 
 
 def test_too_many_ranks_are_rejected_with_the_limit() -> None:
     loaded = load("llama3_8b", [])
     assert not list(mesh_notes(loaded, MAX_RANKS))
     (problem,) = mesh_notes(loaded, MAX_RANKS + 8)
-    assert problem.option == "--nproc" and f"more than {MAX_RANKS:,} ranks" in problem.rule
+    assert problem.option == "--nproc"
+    assert f"more than {MAX_RANKS:,} ranks" in problem.rule
 
 
 @pytest.mark.parametrize(
@@ -274,10 +277,8 @@ def test_too_many_nodes_for_the_hang_timeout_are_rejected_with_a_fix(
     assert (problem is None) == (least is None)
     nodes = ranks // local_ranks
     if problem is not None:
-        assert (
-            problem.option == "comm.hang_timeout_seconds"
-            and problem.fix == f"set it to {least} or more"
-        )
+        assert problem.option == "comm.hang_timeout_seconds"
+        assert problem.fix == f"set it to {least} or more"
         loaded = load("debug", [f"--comm.hang_timeout_seconds={least}"])
         assert watching_problem(loaded, ranks, local_ranks) is None
         assert nodes / beat_seconds(least, nodes) <= NODES_PER_SECOND

@@ -79,7 +79,8 @@ def test_config_may_come_from_another_model_file_or_extend_its_config(
     write(tmp_path, text, "extended.py")
     assert read_model_file("imported").fields["dim"] == ("int", 64)
     extended = read_model_file("extended").fields
-    assert extended["dim"] == ("int", 64) and extended["extra"] == ("int", 1)
+    assert extended["dim"] == ("int", 64)
+    assert extended["extra"] == ("int", 1)
     assert model_names() == ["extended", "imported"]
 
 
@@ -100,7 +101,8 @@ def test_an_incomplete_model_file_is_a_config_error(
     with pytest.raises(ConfigError, match=fragment):
         read_model_file(name)
     problems = check(load(None, ["--model.name", name]))
-    assert len(problems) == 1 and fragment in str(problems[0])
+    assert len(problems) == 1
+    assert fragment in str(problems[0])
 
 
 def test_a_user_defined_model_is_checked_like_those_of_the_package(tmp_path: Path) -> None:

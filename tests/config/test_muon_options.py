@@ -42,5 +42,6 @@ def test_a_wrong_value_is_one_problem(tmp_path: Path, line: str, fragments: list
 )
 def test_an_option_of_muon_stops_a_run_with_another_optimizer(tmp_path: Path, line: str) -> None:
     [problem] = problems(tmp_path, f"[optimizer]\n{line}\n")
-    assert "is only supported by Muon" in problem and 'set optimizer.name = "Muon"' in problem
+    assert "is only supported by Muon" in problem
+    assert 'set optimizer.name = "Muon"' in problem
     assert not problems(tmp_path, f'[optimizer]\nname = "Muon"\n{line}\n')

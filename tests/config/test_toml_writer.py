@@ -28,7 +28,8 @@ TEXT = st.text(st.characters(blacklist_categories=("Cs",)), max_size=8)
 
 def strategy(kind: Any) -> st.SearchStrategy[Any]:
     """Return a strategy for values of an annotation in the schema."""
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin is Literal:
         return st.sampled_from(args)
     if dataclasses.is_dataclass(kind):
@@ -92,7 +93,8 @@ TABLES = ("data.sources", "data.stages", "model.overrides")
 def test_tables_of_any_names_and_values_reload_with_a_line_for_each_key(
     values: dict[str, Any], tmp_path_factory: Any
 ) -> None:
-    config, file = build("", values), tmp_path_factory.getbasetemp() / "tables.toml"
+    config = build("", values)
+    file = tmp_path_factory.getbasetemp() / "tables.toml"
     file.write_bytes(resolved_toml(config).encode())
     loaded = load(file)
     assert loaded.config == config
@@ -112,7 +114,8 @@ def test_tables_of_any_names_and_values_reload_with_a_line_for_each_key(
 @settings(max_examples=100, derandomize=True)
 def test_a_value_written_as_toml_reads_back_with_its_type(value: Any) -> None:
     again = tomllib.loads(f"x = {toml_value(value)}")["x"]
-    assert again == value and type(again) is type(value)
+    assert again == value
+    assert type(again) is type(value)
 
 
 def test_the_resolved_default_config_is_the_default_and_names_unset_options() -> None:
@@ -183,7 +186,8 @@ def test_every_option_has_help_that_its_section_shows() -> None:
         "--training.steps  (integer; default 10000)\n    Optimizer steps of the run."
         in help_text("training")
     )
-    assert "[training]" in help_text() and "[quantize.linear.float8]" in help_text()
+    assert "[training]" in help_text()
+    assert "[quantize.linear.float8]" in help_text()
     with pytest.raises(ConfigError, match="trainin is neither a section nor an option"):
         help_text("trainin")
 

@@ -84,7 +84,8 @@ def test_unsupported_options_of_transformers_models_are_rejected(
     arguments: list[str], option: str, message: str, folder: Path
 ) -> None:
     text_of_problems = problems(folder, *arguments)
-    assert option in text_of_problems and message in text_of_problems
+    assert option in text_of_problems
+    assert message in text_of_problems
 
 
 def test_balance_loss_is_rejected_with_other_tasks_and_compile(folder: Path) -> None:
@@ -129,11 +130,9 @@ def test_a_folder_without_a_model_is_named(text: str | None, message: str, tmp_p
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     text_of_problems = problems(tmp_path)
-    assert (
-        "model.hf_assets_path" in text_of_problems
-        and message in text_of_problems
-        and "\n" not in text_of_problems
-    )
+    assert "model.hf_assets_path" in text_of_problems
+    assert message in text_of_problems
+    assert "\n" not in text_of_problems
     assert 'model.hf_assets_path="bytes" has no config.json' in problems("bytes")
 
 

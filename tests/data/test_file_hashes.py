@@ -22,7 +22,8 @@ from shardtrain.tools.data import prepare
 from shardtrain.train import trainer
 from shardtrain.utils.errors import ConfigError
 
-ROWS, LENGTH = 24_000, 100
+ROWS = 24_000
+LENGTH = 100
 """2.6 MB, more than the sampled 1 MiB."""
 
 
@@ -72,7 +73,9 @@ def run(
         small_bytes,
         0.0,
     )
-    step, threads, may_hash = trainer.step, [], threading.Event()
+    step = trainer.step
+    threads = []
+    may_hash = threading.Event()
     hash_all = Contents._hash_all
 
     def hash_when_allowed(contents: Contents, remaining: Any) -> None:
@@ -106,16 +109,17 @@ def test_changed_rows_of_equal_size_are_detected(
     write_rows(file, "a", *between_samples(file))
     assert file.stat().st_size == size
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0]
-    assert (
-        "rows.jsonl" in message and "at equal size" in message and "exclude_from_loading" in message
-    )
+    assert "rows.jsonl" in message
+    assert "at equal size" in message
+    assert "exclude_from_loading" in message
     # small files are hashed before the first step, large ones in a thread that reports after at most one step here
     assert steps <= (0 if small_bytes else 1)
     if not small_bytes:
         assert "this start trained on it after step 4" in message
         [again, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0]
         # recorded in the run folder
-        assert steps == 0 and "rows.jsonl differ at equal size" in again
+        assert steps == 0
+        assert "rows.jsonl differ at equal size" in again
     write_rows(file)
     assert run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0] == ("", 4)
 
@@ -128,13 +132,16 @@ def test_checkpoint_trained_on_changed_content_is_rejected_after_the_file_is_res
     assert run_ranks(1, run, config_of(tmp_path, "rows", 4), 0)[0] == ("", 4)
     write_rows(file, "a", *between_samples(file))
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0, 3)[0]
-    assert steps == 3 and "continue with checkpoint.load_step=4" in message
+    assert steps == 3
+    assert "continue with checkpoint.load_step=4" in message
     assert (tmp_path / "run/checkpoint/step-6").is_dir(), (
         "step 6 must be saved, before the file was hashed"
     )
     write_rows(file)
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0)[0]
-    assert steps == 0 and "rows.jsonl" in message and "checkpoint.load_step=4" in message
+    assert steps == 0
+    assert "rows.jsonl" in message
+    assert "checkpoint.load_step=4" in message
     assert "steps after 4 of this run were trained on other contents" in message
     assert run_ranks(1, run, config_of(tmp_path, "rows", 10, load_step=4), 0)[0] == ("", 6)
 
@@ -151,8 +158,10 @@ def test_file_replaced_before_it_was_hashed_is_reported(
     first.expect(recorded)
     first.start(4)
     unproven = first.unproven()
-    assert first.record() == recorded and unproven["rows.jsonl"].startswith("4 ")
-    assert Contents([file_entry]).trained_on_other(recorded, unproven) == [] and not caplog.text
+    assert first.record() == recorded
+    assert unproven["rows.jsonl"].startswith("4 ")
+    assert Contents([file_entry]).trained_on_other(recorded, unproven) == []
+    assert not caplog.text
     write_rows(file)
     os.utime(file, ns=(1, 1))
     assert Contents([file_entry]).trained_on_other(recorded, unproven) == []
@@ -176,11 +185,9 @@ def test_prepared_shard_that_differs_from_its_index_stops_the_run(tmp_path: Path
         opened.seek(tokens.stat().st_size // 2)
         opened.write(b"\x07")
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "shards", 4))[0]
-    assert (
-        "tokens-00000.bin" in message
-        and "does not match its SHA-256 in index.json" in message
-        and steps == 0
-    )
+    assert "tokens-00000.bin" in message
+    assert "does not match its SHA-256 in index.json" in message
+    assert steps == 0
 
 
 def test_file_is_hashed_once_and_again_after_a_change(
@@ -206,9 +213,9 @@ def test_file_is_hashed_once_and_again_after_a_change(
         return contents
 
     first = look()
-    assert (
-        hashed == ["one", "two"] and look().record() == first.record() and hashed == ["one", "two"]
-    )
+    assert hashed == ["one", "two"]
+    assert look().record() == first.record()
+    assert hashed == ["one", "two"]
     before = paths[0].stat()
     data = bytearray(paths[0].read_bytes())
     data[500] ^= 1
@@ -234,16 +241,12 @@ def test_hashing_ends_with_the_run_and_reports_unhashed_files(
     assert contents.record() == {}
     contents.start(0)
     thread = contents._thread
-    assert (
-        thread is not None
-        and "are identified by size and samples until their hashes are computed" in caplog.text
-    )
+    assert thread is not None
+    assert "are identified by size and samples until their hashes are computed" in caplog.text
     contents.close()
     patience.wait_for(lambda: not thread.is_alive(), 10)
-    assert (
-        "1 of 1 data files were not hashed when the run ended" in caplog.text
-        and contents.record() == {}
-    )
+    assert "1 of 1 data files were not hashed when the run ended" in caplog.text
+    assert contents.record() == {}
     broken = Contents([WholeFile("large", str(path), "training.dataset_path", indexed="0" * 64)])
     broken._hash(broken._files["large"], 1.0)
     assert isinstance(broken.problem, ConfigError)

@@ -23,7 +23,9 @@ from shardtrain.data import IGNORE, Batch, death_of_worker, open_dataloader
 from shardtrain.data.order import sample_at
 from shardtrain.utils.errors import ConfigError, DataError
 
-SEQ_LEN, GLOBAL_BATCH, NUM_SAMPLES = 4, 8, 23
+SEQ_LEN = 4
+GLOBAL_BATCH = 8
+NUM_SAMPLES = 23
 
 
 @pytest.fixture
@@ -296,7 +298,8 @@ def test_rows_of_each_source_are_counted_equally_on_all_ranks(config, tmp_path):
         stream = open_rank(mixed, rank=rank, ranks=2)
         next(stream)
         rows = stream.rows_of_sources
-        assert list(rows) == ["first", "second"] and sum(rows.values()) == stream.samples_consumed
+        assert list(rows) == ["first", "second"]
+        assert sum(rows.values()) == stream.samples_consumed
         assert rows["second"] == pytest.approx(3 * rows["first"], abs=3)
 
 
@@ -331,5 +334,7 @@ def test_death_of_a_worker_is_recognized_in_any_report():
     dead = death_of_worker(
         RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. \nmore")
     )
-    assert isinstance(dead, DataError) and dead.exit_code == 3 and "\n" not in str(dead)
+    assert isinstance(dead, DataError)
+    assert dead.exit_code == 3
+    assert "\n" not in str(dead)
     assert death_of_worker(RuntimeError("shapes differ")) is None

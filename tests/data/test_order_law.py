@@ -25,7 +25,9 @@ from shardtrain.config.schema import (
 from shardtrain.data import IGNORE, open_dataloader
 from shardtrain.tools.data import prepare
 
-GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 32, 9
+GLOBAL_BATCH = 8
+SEQ_LEN = 32
+STEPS = 9
 TEXTS = ["".join(random.Random(i).choices("abcdefgh \n", k=20 + 37 * i % 160)) for i in range(150)]
 
 
@@ -183,7 +185,10 @@ def sequence(config, plan, workers):
 
     ``plan`` lists (ranks, steps) for each resume, or (ranks, steps, workers) to override ``workers``.
     """
-    result, order_hash, samples, cursors = [], 0, 0, None
+    result = []
+    order_hash = 0
+    samples = 0
+    cursors = None
     for ranks, steps, *own_workers in plan:
         streams, accumulation = open_ranks(
             config, ranks, *(own_workers or [workers]), samples, cursors
@@ -238,7 +243,8 @@ def test_every_token_is_a_target_once_per_epoch_on_any_number_of_ranks(kind, tmp
     counted = {}
     for ranks in (1, 3):
         training = replace(config.training, local_batch_size=3)
-        rows, targets = {}, 0
+        rows = {}
+        targets = 0
         options = {"num_batch_ranks": ranks, "accumulation": 1}
         streams = [
             open_dataloader(replace(config, training=training), batch_rank=r, **options)

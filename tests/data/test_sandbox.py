@@ -64,7 +64,8 @@ TEMPLATES = [
 def test_template_that_multiplies_its_text_is_rejected(text: str) -> None:
     with pytest.raises((Unusable, ConfigError)) as refused:
         ChatTemplate(text, {}).render([{"role": "user", "content": "hello"}])
-    assert len(str(refused.value).splitlines()) == 1 and len(str(refused.value)) < 1000
+    assert len(str(refused.value).splitlines()) == 1
+    assert len(str(refused.value)) < 1000
 
 
 def test_long_conversation_is_accepted() -> None:
@@ -114,7 +115,8 @@ def test_tokenizer_that_would_exhaust_the_process_is_rejected(name: str, tmp_pat
 
 
 def test_parquet_bomb_is_rejected(tmp_path: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "bomb.parquet"
     # one page of 320 MB, above the limit set here
     pq.write_table(pa.table({"text": ["a" * 40_000_000] * 8}), path, compression="zstd")
@@ -127,7 +129,8 @@ def test_parquet_bomb_is_rejected(tmp_path: Path) -> None:
 
 
 def test_parquet_file_with_many_repeated_values_is_tried_first(tmp_path: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
     nothing = pa.ListArray.from_arrays(
         pa.array([0, 60_000_000], pa.int32()), pa.nulls(60_000_000, pa.int8())
     )
@@ -142,7 +145,8 @@ def test_parquet_file_with_many_repeated_values_is_tried_first(tmp_path: Path) -
 
 
 def _arrow(path: Path, column: Any, **options: Any) -> str:
-    pa, ipc = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.ipc")
+    pa = pytest.importorskip("pyarrow")
+    ipc = pytest.importorskip("pyarrow.ipc")
     pytest.importorskip("datasets")
     batch = pa.record_batch({"text": column})
     settings = ipc.IpcWriteOptions(**options)
@@ -209,7 +213,8 @@ def test_arrow_file_larger_than_the_limit_is_memory_mapped(tmp_path: Path) -> No
     path = _arrow(tmp_path / "a.arrow", pa.array(["a" * 5_000_000] * 60))
     with _limits(memory_bytes=2**28):
         source = sources.find("huggingface").open_source(sources.Request(path=path))
-    assert source.num_rows == 60 and len(source.row(59)["text"]) == 5_000_000
+    assert source.num_rows == 60
+    assert len(source.row(59)["text"]) == 5_000_000
 
 
 def test_row_counts_its_memory_in_python(tmp_path: Path) -> None:
@@ -226,7 +231,8 @@ def test_row_counts_its_memory_in_python(tmp_path: Path) -> None:
         pa.ListViewArray.from_arrays(pa.array([0] * 9), pa.array([10**7] * 9), pa.nulls(10**7)),
     ):
         for row in rows_of_batch(pa.table({"text": column}), 2**24):
-            assert isinstance(row, sources.BadRow) and "data.max_row_bytes" in str(row)
+            assert isinstance(row, sources.BadRow)
+            assert "data.max_row_bytes" in str(row)
     labels = pa.array(["good", None, "bad"] * 50).dictionary_encode()
     turns = pa.array([[{"role": "user", "content": "x" * 10}] * 3] * 150)
     table = pa.table(

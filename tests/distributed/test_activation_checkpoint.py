@@ -87,7 +87,8 @@ def _watch(options: dict[str, Any]) -> Observations:
     tokens = torch.arange(64).view(2, 32)
     with Watch() as watch:
         logits = model(tokens, torch.arange(32).expand(2, -1))
-        forward, between = watch.operations.copy(), watch.bytes_alive()
+        forward = watch.operations.copy()
+        between = watch.bytes_alive()
         (logits.square().sum() * 1e-3).backward()
     return Observations(
         runs, forward, watch.operations, between, {n: p.grad for n, p in model.named_parameters()}

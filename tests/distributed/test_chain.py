@@ -133,7 +133,8 @@ def test_data_path_other_than_x_is_rejected(
         if not is_frozen
         else BROKEN[run].replace("layers.0.linear.", "the output of embed")
     )
-    assert expected in message and "\n" not in message
+    assert expected in message
+    assert "\n" not in message
 
 
 def test_weight_of_another_module_is_rejected() -> None:

@@ -92,15 +92,14 @@ def _decided(num_ranks: int = 1, flops: int = FLOPS, **sections: Any) -> bool | 
 
 def test_long_run_on_a_cpu_is_compiled_unless_disabled(monkeypatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert _decided() is True and _decided(num_ranks=2) is True
+    assert _decided() is True
+    assert _decided(num_ranks=2) is True
     # also with AMX
     assert _decided(training={"mixed_precision_param": "bfloat16", "steps": 100_000}) is True
     assert _decided(compile={"enable": False}) is False
     short = {"steps": 200}  # 400 seconds of the fastest core
-    assert (
-        _decided(training=short) is None
-        and _decided(training=short, compile={"enable": True}) is True
-    )
+    assert _decided(training=short) is None
+    assert _decided(training=short, compile={"enable": True}) is True
     # equally long, in steps of 2 ms
     assert _decided(flops=10**5, training={"steps": 10**7}) is None
     assert _decided(training={"epochs": 1}) is None
@@ -146,7 +145,8 @@ def test_result_of_the_vector_instruction_check_is_cached_only_on_success(
 
     valid.__wrapped__ = lambda: valid(claimed=True)  # type: ignore[attr-defined]
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", valid)
-    first, second = tmp_path / "g++-12", tmp_path / "g++-13"
+    first = tmp_path / "g++-12"
+    second = tmp_path / "g++-13"
     for number, compiler in enumerate((first, second)):
         compiler.write_text(f"#!/bin/sh\n{'#' * number}")
         compiler.chmod(0o755)
@@ -221,7 +221,8 @@ def test_names_never_change_and_numbers_match_eager_mode() -> None:
     compiled, _ = _apply(enable=True)
     assert list(compiled.state_dict()) == list(plain.state_dict())
     assert not any("_orig_mod" in name for name, _ in compiled.named_modules())
-    tokens, positions = torch.arange(16).view(1, 16), torch.arange(16)[None]
+    tokens = torch.arange(16).view(1, 16)
+    positions = torch.arange(16)[None]
     # the backend "eager" uses the same kernels
     assert torch.equal(compiled(tokens, positions), plain(tokens, positions))
 
@@ -240,6 +241,7 @@ def test_loss_is_compiled_if_configured(options: dict[str, Any], passed: bool) -
     assert (chunk is not None) is passed
     if chunk is not None:
         torch.manual_seed(0)
-        logits, targets = torch.randn(2, 3, 5), torch.randint(0, 5, (2, 3))
+        logits = torch.randn(2, 3, 5)
+        targets = torch.randint(0, 5, (2, 3))
         expected = cross_entropy_sum(logits, targets)
         assert torch.equal(cross_entropy_sum(logits, targets, chunk=chunk), expected)

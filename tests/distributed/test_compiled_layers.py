@@ -211,7 +211,9 @@ def _graphs_of_kinds(rank: int, num_layers: int, config: Config, kinds: type[Kin
 
     graphs = []
     torch._dynamo.register_backend(lambda graph, _: graphs.append(graph) or graph, name="counted")
-    model, layout, mesh = kinds(num_layers), Layout((), "layers", ()), MESH
+    model = kinds(num_layers)
+    layout = Layout((), "layers", ())
+    mesh = MESH
     activation_checkpoint.apply(model, layout, mesh, config)
     compile.apply(model, layout, mesh, config)
     model(torch.ones(2, 4, requires_grad=True)).sum().backward()
@@ -350,7 +352,8 @@ def _warnings(rank: int, config: Config) -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    log, listen = logging.getLogger("torch._higher_order_ops.wrap"), Listen()
+    log = logging.getLogger("torch._higher_order_ops.wrap")
+    listen = Listen()
     log.addHandler(listen)
     trainer.step(make_run(rank, config))
     log.warning("another")

@@ -107,7 +107,8 @@ def test_copies_are_bitwise_equal_to_fsdp(name: str) -> None:
     assert derived.computes_with_copies(config, 1, has_experts=name == "experts")
     copies = run_ranks(1, _steps, config, False)[0]
     sharded = run_ranks(1, _steps, config, True)[0]
-    assert copies.losses == sharded.losses and copies.losses[-1] != copies.losses[0]
+    assert copies.losses == sharded.losses
+    assert copies.losses[-1] != copies.losses[0]
     assert_bitwise(copies.gradients, sharded.gradients)
     assert_bitwise(copies.final, sharded.final)
 
@@ -168,10 +169,8 @@ def test_tensor_parallel_ranks_are_bitwise_equal_to_fsdp(name: str) -> None:
     config = _peers(name)
     assert derived.does_without_fsdp(config, 2, has_experts="experts" in name)
     for without_fsdp, sharded in run_ranks(2, _both_ways, config):
-        assert (
-            without_fsdp.losses == sharded.losses
-            and without_fsdp.losses[-1] != without_fsdp.losses[0]
-        )
+        assert without_fsdp.losses == sharded.losses
+        assert without_fsdp.losses[-1] != without_fsdp.losses[0]
         # squares are summed in float64; an update in backward sums them in the order of gradients
         assert without_fsdp.grad_norms == pytest.approx(sharded.grad_norms, rel=1e-12)
         assert_bitwise(without_fsdp.gradients, sharded.gradients)
@@ -189,14 +188,16 @@ def test_fsdp_is_used_where_it_shards_or_reduces() -> None:
         return derived.does_without_fsdp(config, ranks, has_experts)
 
     tp = {"tensor_parallel_degree": 2}
-    assert does_without(1) and does_without(1, has_experts=True) and does_without(2, **tp)
+    assert does_without(1)
+    assert does_without(1, has_experts=True)
+    assert does_without(2, **tp)
     assert does_without(2, has_experts=True, expert_parallel_degree=2, **tp)
     # experts are sharded over tensor-parallel ranks
     assert not does_without(2, has_experts=True, **tp)
-    assert not does_without(2) and not does_without(4, **tp)
-    assert not does_without(4, context_parallel_degree=2, **tp) and not does_without(
-        4, pipeline_parallel_degree=2, **tp
-    )
+    assert not does_without(2)
+    assert not does_without(4, **tp)
+    assert not does_without(4, context_parallel_degree=2, **tp)
+    assert not does_without(4, pipeline_parallel_degree=2, **tp)
     assert not does_without(2, fsdp_reshard_after_forward="always", **tp)
     for training in (
         {"dtype": "bfloat16"},
@@ -302,7 +303,8 @@ def test_checkpoints_with_and_without_fsdp_resume_bitwise_in_each_other(tmp_path
     )
     for straight, *others in run_ranks(2, _continued, tmp_path, config):
         for mixed_run in others:
-            assert mixed_run.error is None and mixed_run.losses == straight.losses[2:]
+            assert mixed_run.error is None
+            assert mixed_run.losses == straight.losses[2:]
             assert_bitwise(mixed_run.weights, straight.weights)
             assert_bitwise(mixed_run.optimizer, straight.optimizer)
 
@@ -351,9 +353,8 @@ def _gradient_of_two_ways(rank: int, ways: list[Placement]) -> torch.Tensor:
             torch.full((4,), 3.0 if isinstance(way, Replicate) else rank + 1.0).bfloat16(), way
         ).sum().backward()
     partial_gradients.make_whole(model.weight)
-    assert (
-        model.weight.grad.placements == (Replicate(),) and model.weight.grad.dtype == torch.float32
-    )
+    assert model.weight.grad.placements == (Replicate(),)
+    assert model.weight.grad.dtype == torch.float32
     return local_tensor(model.weight.grad)
 
 
@@ -373,7 +374,8 @@ def test_forward_sees_changes_of_parameters_since_the_previous_one() -> None:
     weight = model.inner.weight
     with torch.no_grad():
         before = model(input)
-        assert model.inner.weight.dtype == torch.bfloat16 and torch.equal(model(input), before)
+        assert model.inner.weight.dtype == torch.bfloat16
+        assert torch.equal(model(input), before)
         weight.add_(1.0)
         torch.testing.assert_close(model(input), before + 8, rtol=2**-7, atol=0)
     compute_copies.drop(model)

@@ -34,7 +34,8 @@ CUTS = ([], [1, 2, 3, 20, 33, 63], [16, 32, 48], [7, 40])
 MASKED = 9
 """Every so many targets are masked, like prompts."""
 
-CP, TP = {"context_parallel_degree": 2}, {"tensor_parallel_degree": 2}
+CP = {"context_parallel_degree": 2}
+TP = {"tensor_parallel_degree": 2}
 RING = {"context_parallel_rotate_method": "alltoall"}
 IN_ORDER = {"context_parallel_load_balancer": "none"}
 ULYSSES = {"context_parallel_method": "ulysses"}
@@ -152,7 +153,8 @@ def packed_batch() -> Batch:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, 512, (len(CUTS), T), generator=generator)
     targets = torch.full_like(tokens, IGNORE)
-    positions, documents = torch.empty_like(tokens), torch.empty_like(tokens)
+    positions = torch.empty_like(tokens)
+    documents = torch.empty_like(tokens)
     for row, cuts in enumerate(CUTS):
         for number, (start, stop) in enumerate(zip([0, *cuts], [*cuts, T], strict=True)):
             targets[row, start : stop - 1] = tokens[row, start + 1 : stop]

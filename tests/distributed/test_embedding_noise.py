@@ -168,7 +168,8 @@ def noise_of(batch: Any, step: int = 0, seed: int = 42, features: int = 64) -> T
 def test_noise_is_uniform_with_the_magnitude_of_transformers() -> None:
     from transformers.integrations.neftune import neftune_post_forward_hook
 
-    tokens, features = 700, 64
+    tokens = 700
+    features = 64
     ours_BTD = noise_of(rows([3, 4], tokens), features=features)
     module = SimpleNamespace(training=True, neftune_noise_alpha=ALPHA)
     theirs_BTD = neftune_post_forward_hook(module, None, torch.zeros(2, tokens, features))

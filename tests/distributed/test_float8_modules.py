@@ -35,7 +35,8 @@ from shardtrain.distributed.cpu.shared_memory import AllGather, ReduceScatter
 from shardtrain.ops.float8 import Float8Linear as Module
 from shardtrain.utils.errors import ConfigError
 
-LINEAR, GROUPED = "quantize.linear.float8", "quantize.grouped_mm.float8"
+LINEAR = "quantize.linear.float8"
+GROUPED = "quantize.grouped_mm.float8"
 STEPS = 3
 
 
@@ -195,10 +196,12 @@ def test_gathering_in_float8_is_bitwise_equal_and_sends_half():
     *_, sent, sums, _, _ = plain[0]
     *_, sent8, sums8, numbers, weights = each[0]
     # 7 linear layers in each of two layers
-    assert list(sent) == [torch.bfloat16] and weights == 2 * 7
+    assert list(sent) == [torch.bfloat16]
+    assert weights == 2 * 7
     # forward and backward gather each weight of a layer once, with one byte per number instead of two
     assert sum(sent.values()) - sum(sent8.values()) == 2 * numbers
-    assert sums8 - sums == 2 * weights and once[0][3] - sums == 1
+    assert sums8 - sums == 2 * weights
+    assert once[0][3] - sums == 1
 
 
 @functools.cache
@@ -224,7 +227,8 @@ def _curve(recipe: str | None, steps: int) -> list[float]:
 )
 def test_loss_curve_stays_close_to_bfloat16(recipe, steps):
     """With the same model, learning rate and data, losses differ by at most 2e-2 while the model learns."""
-    plain, losses = _curve(None, steps), _curve(recipe, steps)
+    plain = _curve(None, steps)
+    losses = _curve(recipe, steps)
     assert plain[-1] < plain[0] - steps / 40
     assert 0 < max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= 2e-2
 
@@ -242,10 +246,8 @@ def test_float8_option_of_a_torchtrain_file_works(tmp_path, line):
     }
     config = dataclasses.replace(tiny_config(**sections), quantize=loaded.config.quantize)
     losses = run_tiny(1, config, 2)[0].losses
-    assert (
-        losses[1] < losses[0]
-        and losses != run_tiny(1, tiny_config(training={"local_batch_size": 8}), 2)[0].losses
-    )
+    assert losses[1] < losses[0]
+    assert losses != run_tiny(1, tiny_config(training={"local_batch_size": 8}), 2)[0].losses
 
 
 @pytest.mark.parametrize(
@@ -262,10 +264,8 @@ def test_recomputation_with_float8_is_bitwise_equal(changes):
         with_float8({"recipe_name": "rowwise"}, training={"local_batch_size": 8}, **changes),
         STEPS,
     )[0]
-    assert (
-        result.losses == one_process("rowwise").losses
-        and result.grad_norms == one_process("rowwise").grad_norms
-    )
+    assert result.losses == one_process("rowwise").losses
+    assert result.grad_norms == one_process("rowwise").grad_norms
 
 
 def _converted(config: Config, tp: int = 1) -> list[str]:
@@ -309,7 +309,9 @@ def test_small_layers_are_skipped_on_request():
     }
     small = {"filter_fqns": [float8_modules.SMALL]}
     tensorwise = _converted(with_float8({**small, "recipe_name": "tensorwise"}, model=large))
-    assert "layers.0.attn.wq" in tensorwise and "layers.0.attn.wk" not in tensorwise  # 512 features
+    # 512 features
+    assert "layers.0.attn.wq" in tensorwise
+    assert "layers.0.attn.wk" not in tensorwise
     rowwise = _converted(with_float8({**small, "recipe_name": "rowwise"}, model=large))
     assert rowwise == [f"layers.{layer}.ffn.{name}" for layer in (0, 1) for name in ("w1", "w3")]
 

@@ -78,7 +78,8 @@ def test_mx_on_a_mesh_changes_no_number(mesh):
 )
 def test_recomputation_with_mx_is_bitwise_equal(changes):
     result = run_tiny(1, with_mx(training=TRAINING, **changes), STEPS)[0]
-    assert result.losses == one_process().losses and result.grad_norms == one_process().grad_norms
+    assert result.losses == one_process().losses
+    assert result.grad_norms == one_process().grad_norms
 
 
 @pytest.mark.nightly("the compiler", by="tests/distributed/test_float8_mx.py::test_mx_is_one_graph")
@@ -98,7 +99,8 @@ def test_mx_is_one_graph():
     x.grad = None
     out = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
     out.sum().backward()
-    assert torch.equal(out, plain) and torch.equal(x.grad, expected)
+    assert torch.equal(out, plain)
+    assert torch.equal(x.grad, expected)
 
 
 @functools.cache
@@ -122,7 +124,8 @@ def test_loss_curve_stays_close_to_bfloat16(monkeypatch, rule, apart, steps):
     The difference is larger with ``floor``, which clips up to an eighth of the largest number of a block.
     """
     monkeypatch.setitem(microscaling.RECIPES, "mxfp8_emulated", (rule, True))
-    plain, losses = _curve("", steps), _curve(rule, steps)
+    plain = _curve("", steps)
+    losses = _curve(rule, steps)
     assert plain[-1] < plain[0] - steps / 40
     assert 0 < max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= apart
 
@@ -140,10 +143,8 @@ def test_file_of_torchtitan_trains_in_mx(tmp_path):
     }
     config = dataclasses.replace(tiny_config(**sections), quantize=loaded.config.quantize)
     losses = run_tiny(1, config, 2)[0].losses
-    assert (
-        losses[1] < losses[0]
-        and losses != run_tiny(1, tiny_config(training={"local_batch_size": 8}), 2)[0].losses
-    )
+    assert losses[1] < losses[0]
+    assert losses != run_tiny(1, tiny_config(training={"local_batch_size": 8}), 2)[0].losses
 
 
 def _model(config: Config) -> tuple[torch.nn.Module, Any]:

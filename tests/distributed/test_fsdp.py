@@ -21,7 +21,8 @@ from shardtrain.distributed.fsdp import precision_policy
 from shardtrain.models import build, find, shape_of
 from shardtrain.ops.dtensor import local_tensor, to_full
 
-REPLICATE, TENSOR = {"data_parallel_replicate_degree": 2}, {"tensor_parallel_degree": 2}
+REPLICATE = {"data_parallel_replicate_degree": 2}
+TENSOR = {"tensor_parallel_degree": 2}
 UNITS = 4 + 2  # layers; embedding; norm with head
 
 
@@ -181,9 +182,11 @@ def test_compute_and_reduction_have_separate_dtypes_and_weights_stay_in_float32(
 
 def _one_process(rank: int) -> dict[str, Any]:
     """Run one process: mixed precision applies there too, and nothing is wrapped without need."""
-    plain, mixed = _run(rank), _run(rank, training={"mixed_precision_param": "bfloat16"})
+    plain = _run(rank)
+    mixed = _run(rank, training={"mixed_precision_param": "bfloat16"})
     stored = _run(rank, training={"dtype": "bfloat16"})
-    computed, computed_in_stored = _observed_types(mixed)[0], _observed_types(stored)[0]
+    computed = _observed_types(mixed)[0]
+    computed_in_stored = _observed_types(stored)[0]
     return {
         "plain is wrapped": isinstance(plain.runner.parts[0], FSDPModule),
         "computed": computed,
@@ -296,7 +299,8 @@ def test_gradient_of_a_frequent_token_is_rounded_once(
     for gradient, largest_other in run_ranks(
         num_ranks, partial(_gradient_of_a_frequent_token, **sections)
     ):
-        assert gradient == 4096.0 and largest_other == 0.0
+        assert gradient == 4096.0
+        assert largest_other == 0.0
 
 
 EXPERTS_APART = {
@@ -341,6 +345,8 @@ def test_prefetch_is_bitwise_equal(ranks, sections):
         )
         config = replace(config, model=model)
     ahead, plain = (run_ranks(ranks, _run_with_prefetch, config, ahead) for ahead in (True, False))
-    assert ahead[0][1] >= 3 and plain[0][1] == 0  # the embedding and both layers prefetch
+    # the embedding and both layers prefetch
+    assert ahead[0][1] >= 3
+    assert plain[0][1] == 0
     for (prefetched, _), (expected, _) in zip(ahead, plain, strict=True):
         assert_bitwise(prefetched, expected)

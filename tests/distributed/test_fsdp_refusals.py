@@ -67,7 +67,8 @@ def test_parameters_that_cannot_be_sharded_are_rejected_by_name(
     with pytest.raises(ConfigError) as raised:
         fsdp._check_parameters(model, LAYOUT)
     message = str(raised.value)
-    assert REFUSED[change] in message and "\n" not in message
+    assert REFUSED[change] in message
+    assert "\n" not in message
 
 
 def test_first_and_last_modules_may_share_a_parameter() -> None:

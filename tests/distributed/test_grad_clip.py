@@ -16,7 +16,8 @@ from shardtrain.ops.dtensor import local_tensor, to_full
 from shardtrain.train import trainer
 from shardtrain.utils.errors import NumericalError
 
-REPLICATE, TENSOR = {"data_parallel_replicate_degree": 2}, {"tensor_parallel_degree": 2}
+REPLICATE = {"data_parallel_replicate_degree": 2}
+TENSOR = {"tensor_parallel_degree": 2}
 MESHES = {
     1: [{}],
     2: [{}, REPLICATE, TENSOR],
@@ -134,7 +135,8 @@ def test_replica_with_a_different_gradient_stops_all_ranks_at_the_same_step(
     assert len({message for message, _ in results}) == 1
     for message, unchanged in results:
         assert unchanged
-        assert message.startswith("step 1: ") and "rank 1" in message
+        assert message.startswith("step 1: ")
+        assert "rank 1" in message
         assert ("is not finite" in message) == (damage == "nan")
 
 
@@ -187,13 +189,15 @@ def test_parameters_without_gradient_are_skipped() -> None:
             assert over == ("pp",)
             return tensor
 
-    with_gradient, without = torch.ones(3, requires_grad=True), torch.ones(4, requires_grad=True)
+    with_gradient = torch.ones(3, requires_grad=True)
+    without = torch.ones(4, requires_grad=True)
     assert gradient_norm([with_gradient, without], Alone()).item() == 0.0
     scale_gradients([with_gradient, without], 0.5)
     with_gradient.grad = torch.tensor([3.0, 4.0, 0.0])
     assert gradient_norm([with_gradient, without], Alone()).item() == pytest.approx(5.0)
     scale_gradients([with_gradient, without], 0.5)
-    assert with_gradient.grad.tolist() == [1.5, 2.0, 0.0] and without.grad is None
+    assert with_gradient.grad.tolist() == [1.5, 2.0, 0.0]
+    assert without.grad is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -90,4 +90,5 @@ def test_experts_that_cannot_be_split_are_rejected_by_name(kind: str, tmp_path: 
     )
     with pytest.raises(ConfigError) as raised:
         hf_experts.check(model, tiny_config(parallelism={"expert_parallel_degree": 2}))
-    assert message in str(raised.value) and "\n" not in str(raised.value)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -127,7 +127,9 @@ def test_run_over_packed_documents_resumes_without_stages_and_exports_the_same_w
     degrees = piped(2, "Interleaved1F1B")
     first = run_ranks(2, train_whole, packed_run(path, tmp_path / "cut", degrees), 2)[0]
     resumed = run_ranks(1, train_whole, packed_run(path, tmp_path / "cut", {}))[0]
-    assert straight.error is None and resumed.error is None and first.error is None
+    assert straight.error is None
+    assert resumed.error is None
+    assert first.error is None
     assert [*first.losses, *resumed.losses] == pytest.approx(straight.losses, rel=1e-5)
     piped_run = run_ranks(2, train_whole, packed_run(path, tmp_path / "piped", degrees))[0]
     assert piped_run.error is None
@@ -194,4 +196,5 @@ def test_network_that_is_no_chain_is_rejected_by_name(kind: str, tmp_path: Path)
     )
     with pytest.raises(ConfigError) as raised:
         hf_stages.trace(model)
-    assert message in str(raised.value) and "\n" not in str(raised.value)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)

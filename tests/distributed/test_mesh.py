@@ -35,7 +35,8 @@ def config_of(degrees: dict[str, int]):
 
 def test_axes_are_in_order_with_tensor_parallel_innermost() -> None:
     assert AXES == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    assert BATCH_AXES == ("dp_replicate", "dp_shard") and (*BATCH_AXES, "cp") == LOSS_AXES
+    assert BATCH_AXES == ("dp_replicate", "dp_shard")
+    assert (*BATCH_AXES, "cp") == LOSS_AXES
 
 
 @pytest.mark.parametrize(
@@ -124,10 +125,8 @@ def test_three_dimensional_mesh_matches_the_documented_table(described) -> None:
 
 def test_fsdp_mesh_begins_with_the_replicate_axis_if_there_is_one(described) -> None:
     axes_of_ranks = [(facts["data"], facts["data_size"]) for facts in described[0]]
-    replicate_and_shard, with_context = (
-        ("dp_replicate", "dp_shard"),
-        ("dp_replicate", "dp_shard_cp"),
-    )
+    replicate_and_shard = ("dp_replicate", "dp_shard")
+    with_context = ("dp_replicate", "dp_shard_cp")
     assert axes_of_ranks == [
         (("dp_shard",), 2),
         (replicate_and_shard, 4),

@@ -86,4 +86,5 @@ def test_tensor_parallelism_rejects_a_weight_read_by_another_module(tmp_path: Pa
     tp_config = config(tmp_path / "model.py", FILES["in the head"], tensor_parallel_degree=2)
     for message in run_ranks(2, rejection, tp_config):
         assert message.startswith("parallelism.tensor_parallel_degree=2 reads embed.weight in head")
-        assert "self.head.weight = self.embed.weight" in message and "\n" not in message
+        assert "self.head.weight = self.embed.weight" in message
+        assert "\n" not in message

@@ -146,7 +146,8 @@ def test_separate_gradients_of_inputs_and_weights_match_one_process(schedule: st
 
 def layer_runs(rank: int, schedule: str, case: str) -> list[int]:
     """Return how often each layer of this rank runs per micro-batch."""
-    run, runs = make_run(rank, split_backward(schedule, case)), Counter[str]()
+    run = make_run(rank, split_backward(schedule, case))
+    runs = Counter[str]()
     for part in run.runner.parts:
         for name, layer in part.layers.items():  # type: ignore[union-attr, operator]
             layer.attn.core.register_forward_hook(lambda *_, name=name: runs.update([name]))
@@ -169,7 +170,8 @@ def layer_runs(rank: int, schedule: str, case: str) -> list[int]:
 def test_layer_is_recomputed_once_in_every_schedule(schedule: str, case: str) -> None:
     """Recomputing for each separately requested group of weights would cost more than it saves."""
     for runs in run_ranks(2, layer_runs, schedule, case):
-        assert runs and set(runs) == {2}
+        assert runs
+        assert set(runs) == {2}
 
 
 def test_uneven_stages_change_no_number() -> None:

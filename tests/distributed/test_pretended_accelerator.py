@@ -35,11 +35,9 @@ from shardtrain.models import moe
 from shardtrain.ops import accelerator, device_kernels
 from shardtrain.train import trainer
 
-AGREEMENT, EXCHANGE, ROWS = (
-    "loss and gradient norm",
-    "rows of experts to exchange",
-    "rows of each expert",
-)
+AGREEMENT = "loss and gradient norm"
+EXCHANGE = "rows of experts to exchange"
+ROWS = "rows of each expert"
 
 WITH_EXPERTS = ("llama4", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "neox", *WITH_EXPERTS)
@@ -114,14 +112,16 @@ def covering() -> list[Case]:
     chosen: list[Case] = []
     while open_pairs:
         a, x, b, y = min(open_pairs)
-        best, most = None, 0
+        best = None
+        most = 0
         for _ in range(60):
             values: list[Any] = [draw.choice(options) for options in FACTORS]
             values[a], values[b] = x, y
             case: Case = tuple(values)  # type: ignore[assignment]
             num_pairs = len(pairs_of(case) & open_pairs) if is_legal(case) else 0
             if num_pairs > most:
-                best, most = case, num_pairs
+                best = case
+                most = num_pairs
         if best is None:  # this pair is impossible
             open_pairs.discard((a, x, b, y))
             continue
@@ -202,7 +202,8 @@ def waits_of_a_step(case: Case) -> tuple[dict[str, int], list[str], int]:
             run = trainer.build(config, World(0, ranks, 0, torch.device(NAME, 0)))
             device.waits.clear()
             outcome = trainer.step(run)
-        assert outcome is not None and outcome.loss_sum.device.type == NAME
+        assert outcome is not None
+        assert outcome.loss_sum.device.type == NAME
     dist.destroy_process_group()
     fake_backend._forget_meshes()
     reads = dict(Counter(wait.read for wait in device.waits if wait.read))

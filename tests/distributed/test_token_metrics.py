@@ -98,7 +98,8 @@ def test_metric_is_the_mean_over_target_tokens_on_every_mesh(tmp_path: Path, mes
     for (_, loss, values), (_, plain_loss, nothing) in zip(
         logged_steps, logged(tmp_path / "plain"), strict=True
     ):
-        assert nothing == {} and set(values) == {f"token_metrics/{name}" for name in FILES}
+        assert nothing == {}
+        assert set(values) == {f"token_metrics/{name}" for name in FILES}
         # float32 losses of single tokens, summed in a different order
         assert values["token_metrics/loss"] == pytest.approx(loss, rel=1e-6)
         assert values["token_metrics/mean"] == SHAPE["vocab_size"]
@@ -141,7 +142,8 @@ def test_invalid_metric_file_is_an_error_with_its_name(
         == 2
     )
     (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "my_metric.py" in line]
-    assert "metrics.token_metrics=" in line and message in line
+    assert "metrics.token_metrics=" in line
+    assert message in line
 
 
 def test_metrics_require_the_language_model_task_and_distinct_names(tmp_path: Path, capsys) -> None:

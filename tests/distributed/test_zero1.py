@@ -60,7 +60,8 @@ def _train(rank: int, num_ranks: int, replicas: int, shards: int, fused: bool) -
             plain[name].grad = gradient
         split.before_update()
         for piece in split.slices.values():
-            assert local_tensor(piece).is_contiguous() and local_tensor(piece.grad).is_contiguous()
+            assert local_tensor(piece).is_contiguous()
+            assert local_tensor(piece.grad).is_contiguous()
         optimizer.step()
         split.after_update()
         reference.step()
@@ -72,7 +73,8 @@ def _train(rank: int, num_ranks: int, replicas: int, shards: int, fused: bool) -
             if split.slices[name] is not parameters[name]:
                 assert split.slices[name].grad is None
     for name, piece in split.slices.items():
-        assert isinstance(piece, DTensor) and piece.shape == parameters[name].shape
+        assert isinstance(piece, DTensor)
+        assert piece.shape == parameters[name].shape
         facts["covered"][name] = local_slices(piece)
         facts["numel"] += local_tensor(piece).numel()
         if piece is parameters[name]:
@@ -121,7 +123,8 @@ def test_split_states_update_like_the_full_parameter(num_ranks, replicas, shards
 def test_fused_adamw_supports_non_contiguous_memory() -> None:
     """The reason why slices are copied. Once PyTorch passes this test, copies are no longer needed."""
     matrix = torch.arange(12.0).view(3, 4)
-    gapped, packed = nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[:, :2].clone())
+    gapped = nn.Parameter(matrix[:, :2])
+    packed = nn.Parameter(matrix[:, :2].clone())
     for parameter in (gapped, packed):
         parameter.grad = torch.ones(3, 2)
         torch.optim.AdamW([parameter], lr=0.1, fused=True).step()

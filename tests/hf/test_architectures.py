@@ -107,9 +107,11 @@ def folder(name: str, path: Path) -> Path:
 def test_logits_are_equal_and_the_folder_survives_a_round_trip(
     name: str, tmp_path: Path, capsys: Any
 ) -> None:
-    source, back = folder(name, tmp_path / "hf"), tmp_path / "back"
+    source = folder(name, tmp_path / "hf")
+    back = tmp_path / "back"
     recognised = recognise(source)
-    assert recognised.name == "transformers" and len(recognised.notices) == 1
+    assert recognised.name == "transformers"
+    assert len(recognised.notices) == 1
     # Both commands compare logits in float32, and fail above 1e-4 of the largest.
     assert (
         main(["import", str(source), "--to", str(tmp_path / "imported"), "--check", "logits"]) == 0
@@ -219,10 +221,12 @@ def test_a_config_error_of_transformers_is_one_line(
     for _ in range(2):
         architecture.build(str(tmp_path / "odd"), "LlamaForCausalLM", "auto")
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.count("beta_fast field must be greater") == 1 and len(warning.splitlines()) == 1
+    assert warning.count("beta_fast field must be greater") == 1
+    assert len(warning.splitlines()) == 1
     with pytest.raises(
         ConfigError, match=r"cannot be built as LlamaForCausalLM \(.*factor field must be"
     ) as refused:
         architecture.build(str(tmp_path / "wrong"), "LlamaForCausalLM", "auto")
-    assert len(str(refused.value).splitlines()) == 1 and "TypeError" not in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+    assert "TypeError" not in str(refused.value)
     assert capfd.readouterr().err == ""

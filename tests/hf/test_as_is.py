@@ -65,10 +65,8 @@ def test_an_import_exports_bitwise(name: str, ranks: int, tmp_path: Path, capsys
     arguments = [str(tmp_path / "run/checkpoint/step-0"), "--to", str(output), "--check", "logits"]
     assert export_main([*arguments, "--config", str(toml(name, tmp_path))]) == 0
     captured = capsys.readouterr()
-    assert (
-        "transformers returns the same logits" in captured.out
-        and "Loading weights" not in captured.err
-    )
+    assert "transformers returns the same logits" in captured.out
+    assert "Loading weights" not in captured.err
     before, after = (load_file(path / "model.safetensors") for path in (folder(name), output))
     # Shared tensors may be stored under another of their names.
     assert all(torch.equal(after[key], before[key]) for key in before.keys() & after.keys())
@@ -79,7 +77,8 @@ def test_an_import_exports_bitwise(name: str, ranks: int, tmp_path: Path, capsys
 
 
 def started(rank: int, config: Config) -> dict[str, torch.Tensor] | str:
-    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    run = make_run(rank, config)
+    checkpoints = Checkpoints(config)
     try:
         resume(run, checkpoints)
     except ShardtrainError as error:
@@ -142,7 +141,9 @@ def test_base_prefix_and_duplicate_tensors_do_not_matter(tmp_path: Path) -> None
 )
 def test_weights_that_do_not_fit_are_named(change: Any, message: str, tmp_path: Path) -> None:
     weights = begun("gpt2", rewritten("gpt2", tmp_path / "other", change), tmp_path)
-    assert isinstance(weights, str) and weights.startswith("CheckpointError") and message in weights
+    assert isinstance(weights, str)
+    assert weights.startswith("CheckpointError")
+    assert message in weights
 
 
 def test_a_truncated_file_another_model_and_converted_names_are_one_line(tmp_path: Path) -> None:
@@ -151,7 +152,8 @@ def test_a_truncated_file_another_model_and_converted_names_are_one_line(tmp_pat
     file.write_bytes(file.read_bytes()[:-10])
     assert "is truncated" in begun("gpt2", source, tmp_path)
     other = begun("gpt2", folder("opt"), tmp_path / "b")
-    assert "contains another model than" in other and other.startswith("ConfigError")
+    assert "contains another model than" in other
+    assert other.startswith("ConfigError")
     experts = begun("mixtral", folder("mixtral"), tmp_path / "c")
     # by version
     assert isinstance(experts, dict) or "that only transformers can convert" in experts
@@ -204,9 +206,7 @@ def test_an_architecture_without_a_native_model_uses_transformers(tmp_path: Path
         "transformers",
         {"path": str(folder("gpt2"))},
     )
-    assert (
-        "model_type='gpt2' is not one of" in recognised.notices[0]
-        and "GPT2LMHeadModel of transformers" in recognised.notices[0]
-    )
+    assert "model_type='gpt2' is not one of" in recognised.notices[0]
+    assert "GPT2LMHeadModel of transformers" in recognised.notices[0]
     with pytest.raises(CheckpointError, match="is missing"):
         recognise(tmp_path)

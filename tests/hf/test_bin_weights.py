@@ -229,11 +229,9 @@ def old(modern: Path, folder: Path, form: str, parts: int = 1) -> Path:
 def test_import_and_run_read_the_same_weights_as_from_safetensors(
     form: str, parts: int, modern: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, output, back = (
-        old(modern, tmp_path / "old", form, parts),
-        tmp_path / "checkpoint",
-        tmp_path / "back",
-    )
+    folder = old(modern, tmp_path / "old", form, parts)
+    output = tmp_path / "checkpoint"
+    back = tmp_path / "back"
     assert main(["import", str(folder), "--to", str(output)]) == 5, (
         "a load must not fall back to a pickle"
     )
@@ -246,7 +244,8 @@ def test_import_and_run_read_the_same_weights_as_from_safetensors(
         "logits were not compared: transformers would unpickle the file" in capsys.readouterr().out
     )
     files = source.of_checkpoint(output, manifest.read(output))
-    assert files is not None and files.read("generation_config.json") == b'{"temperature": 0.5}'
+    assert files is not None
+    assert files.read("generation_config.json") == b'{"temperature": 0.5}'
 
     # The export of the import, and the weights of a run, are bitwise equal with the dtypes of the file.
     assert main(["export", str(output), "--to", str(back), "--check", "weights"]) == 0
@@ -270,7 +269,8 @@ def test_import_and_run_read_the_same_weights_as_from_safetensors(
 def test_an_import_runs_nothing_of_a_pickle(
     kind: str, modern: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder, canary = old(modern, tmp_path / "old", "zip"), tmp_path / "canary"
+    folder = old(modern, tmp_path / "old", "zip")
+    canary = tmp_path / "canary"
     (folder / BIN).write_bytes(bombs(canary)[kind])
     capfd.readouterr()
     assert main(["import", str(folder), "--to", str(tmp_path / "checkpoint"), "--legacy_bin"]) == 5

@@ -27,7 +27,8 @@ BLOCK = (8, 12)
 
 def quantize(folder: Path) -> dict[str, np.ndarray]:
     """Write the projections of a folder in fp8 with the published layout. Return the dequantized values."""
-    tensors, numbers = load_file(folder / "model.safetensors"), {}
+    tensors = load_file(folder / "model.safetensors")
+    numbers = {}
     for name in [name for name in tensors if "proj" in name]:
         weight = tensors[name]
         rows, columns = (-(-size // step) for size, step in zip(weight.shape, BLOCK, strict=True))
@@ -100,22 +101,20 @@ def test_a_run_starts_from_dequantized_weights_on_any_mesh(
         single["layers.0.attn.wo.weight"],
         expected(numbers, "model.layers.0.self_attn.o_proj.weight"),
     )
-    assert single.keys() == several.keys() and all(
-        torch.equal(single[name], several[name]) for name in single
-    )
+    assert single.keys() == several.keys()
+    assert all(torch.equal(single[name], several[name]) for name in single)
 
 
 def test_the_quantization_option_must_match_the_folder(
     folder: Path, numbers: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     kind, text = run_ranks(1, refused, config_for(folder, tmp_path / "run", "one"))[0]
-    assert (
-        kind == "ConfigError"
-        and "initial_load_in_hf_quantized=false must be true for quantized weights" in text
-    )
+    assert kind == "ConfigError"
+    assert "initial_load_in_hf_quantized=false must be true for quantized weights" in text
     plain = save(build("deepseek_v3"), tmp_path / "plain")
     kind, text = run_ranks(1, refused, quantized(config_for(plain, tmp_path / "run", "one")))[0]
-    assert kind == "ConfigError" and "requires quantized weights" in text
+    assert kind == "ConfigError"
+    assert "requires quantized weights" in text
 
 
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:

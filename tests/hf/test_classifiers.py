@@ -86,7 +86,8 @@ def trained(run_config: Config) -> Path:
 
 def scores(rank: int, run_config: Config) -> tuple[list[Tensor], Tensor]:
     """Return rows without padding, and their scores by the newest checkpoint."""
-    run, checkpoints = make_run(rank, run_config), Checkpoints(run_config)
+    run = make_run(rank, run_config)
+    checkpoints = Checkpoints(run_config)
     resume(run, checkpoints)
     checkpoints.close()
     run.dataloader.seek(0, None)
@@ -107,7 +108,8 @@ def assert_scores(folder: Path, rows: list[Tensor], expected: Tensor) -> None:
     model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     for row, score in zip(rows, expected, strict=True):
         with torch.no_grad():
             torch.testing.assert_close(

@@ -148,7 +148,8 @@ def fields_of(folder: Path, name: str) -> dict[str, Any]:
 def test_the_export_of_a_run_stops_where_the_run_stops(
     form: str, from_scratch: bool, eos: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run, back = tmp_path / "run", tmp_path / "back"
+    run = tmp_path / "run"
+    back = tmp_path / "back"
     config = run_of(base(tmp_path / "base"), run, form, from_scratch)
     capfd.readouterr()
     assert main(["export", str(run), "--to", str(back), "--check", "weights"]) == 0
@@ -210,7 +211,8 @@ def test_merged_adapters_stop_where_the_run_stops_unless_disabled(
         ),
         ("unaligned", ["--keep_generation_config"], {}, {}),
     ):
-        merged, back = str(tmp_path / f"merged-{name}"), tmp_path / name
+        merged = str(tmp_path / f"merged-{name}")
+        back = tmp_path / name
         assert main(["merge", str(tmp_path / "run"), "--to", merged, *arguments]) == 0
         assert main(["export", merged, "--to", str(back), "--check", "weights"]) == 0
         bos = {"bos_token_id": BOS} if changed else {}
@@ -264,7 +266,9 @@ def test_tokens_are_aligned_like_in_transformers_trainer(
     again, no_changes = with_tokens(
         aligned, {"bos_token_id": [BOS], "eos_token_id": [EOS], "pad_token_id": []}
     )
-    assert changes and again == aligned and not no_changes
+    assert changes
+    assert again == aligned
+    assert not no_changes
 
 
 @pytest.mark.parametrize(
@@ -288,7 +292,8 @@ def test_end_tokens_are_those_of_the_rows(
 
 
 def test_prepared_conversations_are_recognized_by_their_shards(tmp_path: Path) -> None:
-    rows, shards = tmp_path / "rows.jsonl", tmp_path / "shards"
+    rows = tmp_path / "rows.jsonl"
+    shards = tmp_path / "shards"
     rows.write_text(json.dumps(ROWS["chat"]) + "\n")
     folder = base_tokenizer(tmp_path / "tokenizer")
     arguments = [

@@ -55,7 +55,8 @@ def test_new_rows_are_the_mean_and_the_exported_folder_has_them(name: str, tmp_p
         (grown.get_input_embeddings().weight, before.get_input_embeddings().weight),
         (grown.get_output_embeddings().weight, before.get_output_embeddings().weight),
     ):
-        assert new.shape[0] == rows and torch.equal(new[: rows - 9], old)
+        assert new.shape[0] == rows
+        assert torch.equal(new[: rows - 9], old)
         torch.testing.assert_close(new[rows - 9 :], old.mean(0).expand(9, -1), atol=1e-6, rtol=0)
     # config.json is otherwise unchanged.
     saved, original = (

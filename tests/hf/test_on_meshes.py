@@ -64,12 +64,12 @@ def test_an_unreadable_file_stops_every_rank(tmp_path: Path) -> None:
     victim = sorted(folder.glob("model-*.safetensors"))[1]
     victim.write_bytes(victim.read_bytes()[:-10])
     answers = run_ranks(4, refused, config)
-    assert {name for name, _ in answers} == {"CheckpointError"} and all(
-        victim.name in text for _, text in answers
-    )
+    assert {name for name, _ in answers} == {"CheckpointError"}
+    assert all(victim.name in text for _, text in answers)
     run_config = config_for(folder, tmp_path / "alone", "one")
     model = dataclasses.replace(
         run_config.model, overrides={**run_config.model.overrides, "num_heads": 8}
     )
     name, text = run_ranks(1, refused, dataclasses.replace(run_config, model=model))[0]
-    assert name == "ConfigError" and "num_heads=8 instead of 4" in text
+    assert name == "ConfigError"
+    assert "num_heads=8 instead of 4" in text

@@ -226,16 +226,17 @@ def test_a_folder_that_does_not_fit_is_refused(case: str, folder: Path, tmp_path
 
 
 def test_import_and_export_survive_a_round_trip(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
+    checkpoint = tmp_path / "checkpoint"
+    back = tmp_path / "back"
     assert main(["import", str(folder), "--to", str(checkpoint)]) == 0
     assert 'name = "llama3"' in capsys.readouterr().out
     assert main(["export", str(checkpoint), "--to", str(back), "--shard_gigabytes", "0.001"]) == 0
     out = capsys.readouterr().out
-    assert "all weights were read back and are equal" in out and "same logits" in out
+    assert "all weights were read back and are equal" in out
+    assert "same logits" in out
     pair = [load_file(where / "model.safetensors") for where in (folder, back)]
-    assert pair[0].keys() == pair[1].keys() and all(
-        torch.equal(pair[0][name], pair[1][name]) for name in pair[0]
-    )
+    assert pair[0].keys() == pair[1].keys()
+    assert all(torch.equal(pair[0][name], pair[1][name]) for name in pair[0])
     assert main(["export", str(checkpoint), "--to", str(back)]) == 2, (
         "an existing folder must not be replaced"
     )
@@ -273,7 +274,8 @@ def test_files_next_to_the_weights_are_checked(
     change(folder)
     assert main(["import", str(folder), "--to", str(folder.parent / "checkpoint")]) in (2, 5)
     error = capsys.readouterr().err
-    assert re.search(message, error) and error.count("\n") == 1
+    assert re.search(message, error)
+    assert error.count("\n") == 1
     assert not (folder.parent / "checkpoint").exists()
 
 

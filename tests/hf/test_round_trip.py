@@ -94,7 +94,8 @@ def assert_same_folder(
     before: Path, after: Path, changed: dict[str, Any] | None = None, weights: bool = True
 ) -> None:
     assert fields_of(after) == {**fields_of(before), **(changed or {})}
-    actual, expected = texts(after), texts(before)
+    actual = texts(after)
+    expected = texts(before)
     if changed is OF_BYTES:
         settings = json.loads(expected.pop("generation_config.json"))
         assert json.loads(actual.pop("generation_config.json")) == {
@@ -103,7 +104,8 @@ def assert_same_folder(
             "eos_token_id": [257, 1, 2],
         }
     assert actual == expected
-    a, b = tensors(before), tensors(after)
+    a = tensors(before)
+    b = tensors(after)
     assert {name: (t.shape, t.dtype) for name, t in a.items()} == {
         name: (t.shape, t.dtype) for name, t in b.items()
     }
@@ -115,7 +117,8 @@ def assert_same_folder(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_untouched_folder_survives_a_round_trip(family: str, tmp_path: Path) -> None:
     folder = published(save(build(family, vocab_size=400), tmp_path / "hf"))
-    checkpoint, back = str(tmp_path / "checkpoint"), tmp_path / "back"
+    checkpoint = str(tmp_path / "checkpoint")
+    back = tmp_path / "back"
     assert main(["import", str(folder), "--to", checkpoint, "--check", "weights"]) == 0
     assert main(["export", checkpoint, "--to", str(back), "--check", "weights"]) == 0
     assert_same_folder(folder, back)
@@ -133,7 +136,8 @@ def test_an_untouched_folder_of_transformers_survives_a_round_trip(
         bare = {key.removeprefix("transformer."): tensor for key, tensor in tensors(folder).items()}
         save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
     published(folder, {"max_position_embeddings": 64})
-    checkpoint, back = str(tmp_path / "checkpoint"), tmp_path / "back"
+    checkpoint = str(tmp_path / "checkpoint")
+    back = tmp_path / "back"
     assert main(["import", str(folder), "--to", checkpoint]) == 0
     assert main(["export", checkpoint, "--to", str(back), "--check", "weights"]) == 0
     assert_same_folder(folder, back)

@@ -147,7 +147,8 @@ def test_a_failed_save_of_a_folder_leaves_no_files_and_stops_the_run(
 ) -> None:
     monkeypatch.setattr(files, "write_hashed", no_space(str(tmp_path)))
     error = train(config_for(tmp_path, last_save_in_hf=True), ranks=1).error
-    assert isinstance(error, StorageError) and "No space left" in str(error)
+    assert isinstance(error, StorageError)
+    assert "No space left" in str(error)
     assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*")) == ["step-2"], (
         "the checkpoint itself must remain"
     )
@@ -163,7 +164,8 @@ def test_a_run_may_continue_after_a_failed_save_of_a_folder(
     )
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=5))
     ended = train(config, ranks=2)
-    assert ended.error is None and ended.state["step"] == 5
+    assert ended.error is None
+    assert ended.state["step"] == 5
     assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*")) == [
         "step-2",
         "step-4",
@@ -180,7 +182,8 @@ def test_a_run_that_ends_with_its_data_writes_the_folder(tmp_path: Path) -> None
         dataclasses.replace(config, training=dataclasses.replace(config.training, **changed))
     )
     last = ended.state["step"]
-    assert ended.error is None and 0 < last < 50
+    assert ended.error is None
+    assert 0 < last < 50
     assert (tmp_path / f"checkpoint/step-{last}-hf/config.json").is_file()
 
 
@@ -200,15 +203,15 @@ def test_a_model_without_a_transformers_class_is_rejected_before_the_first_step(
         config, model=dataclasses.replace(config.model, norm_type="layernorm")
     )
     ended = train(config)
-    assert (
-        isinstance(ended.error, ConfigError)
-        and "norm_type" in str(ended.error)
-        and not ended.losses
-    )
+    assert isinstance(ended.error, ConfigError)
+    assert "norm_type" in str(ended.error)
+    assert not ended.losses
     labels = reviews.config(
         checkpoint={"enable": True, "last_save_in_hf": True}, job={"dump_folder": str(tmp_path)}
     )
     model = dataclasses.replace(labels.model, name="llama4", flavor="debugmodel", overrides={})
     ended = train(dataclasses.replace(labels, model=model))
     message = "transformers has no class like Llama4ForCausalLM with a classification head"
-    assert isinstance(ended.error, ConfigError) and message in str(ended.error) and not ended.losses
+    assert isinstance(ended.error, ConfigError)
+    assert message in str(ended.error)
+    assert not ended.losses

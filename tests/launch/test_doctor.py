@@ -47,7 +47,8 @@ def test_the_doctor_is_submitted_like_the_training(platform):
     ]
     arguments += [] if platform == "local" else ["--nodes=2"]
     arguments += ["--hosts", "a,b"] if platform == "ssh" else []
-    training, doctor = launch(*arguments), launch(*arguments, "--doctor")
+    training = launch(*arguments)
+    doctor = launch(*arguments, "--doctor")
     assert training.returncode == doctor.returncode == 0, doctor.stderr
     # A manifest has one argument per line. Other platforms have them on one line, some quoted.
     training_command, doctor_command = (
@@ -55,8 +56,10 @@ def test_the_doctor_is_submitted_like_the_training(platform):
     )
     assert training_command[training_command.index("train") - 1] == "shardtrain"
     assert doctor_command[doctor_command.index("doctor") - 1] == "shardtrain"
-    assert "--max_restarts" in training_command and "--max_restarts" not in doctor_command
-    assert "doctor" not in training_command and "train" not in doctor_command
+    assert "--max_restarts" in training_command
+    assert "--max_restarts" not in doctor_command
+    assert "doctor" not in training_command
+    assert "train" not in doctor_command
     assert "--training.steps=7" in doctor_command, "the doctor must examine the given configuration"
 
 
@@ -92,10 +95,8 @@ def test_long_names_are_truncated_to_fit_pod_names():
 
 def test_the_doctor_ignores_a_sweep():
     arguments = ["slurm", "--launch.slurm.sweep=--optimizer.lr 1e-4", "--dry-run"]
-    assert (
-        "--array" in launch(*arguments).stdout
-        and "--array" not in launch(*arguments, "--doctor").stdout
-    )
+    assert "--array" in launch(*arguments).stdout
+    assert "--array" not in launch(*arguments, "--doctor").stdout
 
 
 @pytest.mark.nightly(
@@ -120,4 +121,5 @@ def test_two_hosts_are_examined_together_and_one_report_comes_back(tmp_path):
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stderr.splitlines() if "2 ranks on " in line]
     assert len(lines) == 1, "only rank 0 may report on all ranks"
-    assert "all_reduce" in result.stderr and "versions" in result.stderr
+    assert "all_reduce" in result.stderr
+    assert "versions" in result.stderr

@@ -47,7 +47,8 @@ def world_sizes(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
 def test_a_run_goes_on_without_a_node_and_takes_it_back(tmp_path, number, status):
-    port, folder = free_port(), tmp_path / "run"
+    port = free_port()
+    folder = tmp_path / "run"
     names = {
         **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1",
         "PET_RDZV_CONF": "keep_alive_interval=1,last_call_timeout=3",
@@ -77,7 +78,8 @@ def test_a_run_goes_on_without_a_node_and_takes_it_back(tmp_path, number, status
         return first
 
     with contextlib.ExitStack() as stack:
-        first_node, second_node = start(0), start(1)
+        first_node = start(0)
+        second_node = start(1)
         wait_for_steps([2])
         second_node.send_signal(number)
         assert second_node.wait(patience.seconds(WAIT_SECONDS)) == status

@@ -108,9 +108,8 @@ def test_the_script_trains_with_two_ranks_in_an_empty_environment(tmp_path):
     command = [str(ROOT / "run_llama_train.sh"), *options(tmp_path / "run", 5)]
     [(code, stderr)] = ended(start(command, names))
     assert code == 0, stderr
-    assert (
-        list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5] and "training with 2 processes" in stderr
-    )
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5]
+    assert "training with 2 processes" in stderr
     for rank in (0, 1):
         assert "done: 5 steps" in (tmp_path / f"run/logs/rank-{rank}.log").read_text()
         assert f"[rank{rank}]" in stderr, "the terminal shows both ranks of LOG_RANK"
@@ -134,7 +133,8 @@ def test_a_signal_to_the_script_reaches_the_ranks_which_save(tmp_path):
     finally:
         [(code, stderr)] = ended(process)
     assert code == 75, stderr
-    assert newest(tmp_path / "run") > 0 and record(tmp_path / "run")["code"] == 75
+    assert newest(tmp_path / "run") > 0
+    assert record(tmp_path / "run")["code"] == 75
 
 
 # kind of start -> options and variables. The node is the only one of its run.
@@ -183,7 +183,8 @@ def test_the_status_of_a_stopped_run_is_the_configured_one(tmp_path, how):
     finally:
         [(code, stderr)] = ended(process)
     assert code == (75 if failure.SUPERVISED in names else 3), stderr
-    assert "stopped[75]" in stderr and record(tmp_path / "run")["code"] == 75
+    assert "stopped[75]" in stderr
+    assert record(tmp_path / "run")["code"] == 75
     assert newest(tmp_path / "run") > 0
 
 
@@ -194,9 +195,11 @@ def test_the_status_of_a_stopped_run_is_the_configured_one(tmp_path, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", cases([1], nightly=[0]))
 def test_a_node_waits_for_a_later_one_and_each_rank_has_its_log(tmp_path, first):
-    port, arguments = free_port(), options(tmp_path / "run", 2)
+    port = free_port()
+    arguments = options(tmp_path / "run", 2)
     early = node(first, port, arguments, tmp_path)
-    assert early.stderr is not None and "meeting at" in early.stderr.readline()
+    assert early.stderr is not None
+    assert "meeting at" in early.stderr.readline()
     time.sleep(2)  # it is waiting for the other node by now
     assert early.poll() is None
     late = node(1 - first, port, arguments, tmp_path)
@@ -215,7 +218,8 @@ def test_a_node_waits_for_a_later_one_and_each_rank_has_its_log(tmp_path, first)
 )
 @pytest.mark.parametrize("ahead", [-20, 60])
 def test_two_nodes_with_different_clocks_train_one_run_and_end(tmp_path, ahead):
-    port, arguments = free_port(), options(tmp_path / "run", 2)
+    port = free_port()
+    arguments = options(tmp_path / "run", 2)
     pair = [node(0, port, arguments, tmp_path), node(1, port, arguments, tmp_path, ahead)]
     results = ended(*pair)
     assert [code for code, _ in results] == [0, 0], results
@@ -232,9 +236,10 @@ def test_a_node_that_never_comes_is_reported_in_one_line(tmp_path, number):
         node(number, port, options(tmp_path / "run", 2), tmp_path, RDZV_TIMEOUT="2")
     )
     [line] = errors(stderr)
-    assert (
-        code == 6 and line.startswith("error[6]") and f"127.0.0.1:{port}" in line and "2 s" in line
-    )
+    assert code == 6
+    assert line.startswith("error[6]")
+    assert f"127.0.0.1:{port}" in line
+    assert "2 s" in line
     assert ("2 nodes" if number == 0 else "first node") in line
 
 
@@ -274,7 +279,8 @@ def test_refused_ranks_replace_the_exit_file_of_an_earlier_attempt(tmp_path):
         )
     )
     assert code == 2 and "training.global_batch_size=4" in stderr, stderr
-    assert record(tmp_path / "run")["code"] == 2 and record(tmp_path / "run")["retryable"] is False
+    assert record(tmp_path / "run")["code"] == 2
+    assert record(tmp_path / "run")["retryable"] is False
 
 
 def test_stale_variables_of_another_launcher_are_ignored(tmp_path):
@@ -326,4 +332,5 @@ def test_an_impossible_environment_is_one_line_without_importing_torch(tmp_path,
     ]
     [(code, stderr)] = ended(start(command, bare(tmp_path, **names)))
     assert code == 2 and len(errors(stderr)) == 1, stderr
-    assert "| torch\n" not in stderr and not (tmp_path / "run").exists()
+    assert "| torch\n" not in stderr
+    assert not (tmp_path / "run").exists()

@@ -112,7 +112,8 @@ def test_errors_that_a_user_can_fix_show_no_class_and_no_source_line(kind):
         == f"error[{status}]: rank 3 (host {report.host}): the data end; use more; see out/rank-3.log"
     )
     # in exit.json and in the log
-    assert report.kind == kind.__name__ and "Traceback" in report.trace
+    assert report.kind == kind.__name__
+    assert "Traceback" in report.trace
 
 
 def test_a_run_of_one_process_names_no_rank():
@@ -142,11 +143,9 @@ def test_secrets_are_masked_in_line_and_trace(monkeypatch):
 
 
 def test_the_culprit_is_the_first_rank_that_is_not_a_peer(tmp_path):
-    peer, first, second = (
-        caught(RuntimeError(GLOO), 0),
-        caught(RuntimeError("a"), 1),
-        caught(RuntimeError("b"), 2),
-    )
+    peer = caught(RuntimeError(GLOO), 0)
+    first = caught(RuntimeError("a"), 1)
+    second = caught(RuntimeError("b"), 2)
     assert failure.culprit([second, peer, first]).rank == 1
     assert failure.culprit([peer]).rank == 0
     died = failure.killed(3, 9, time_seconds=first.time_seconds - 1)
@@ -209,20 +208,17 @@ def test_a_full_disk_leaves_the_exit_file_in_reserved_space_or_the_named_file(
     failure.reserve_exit(tmp_path)
     monkeypatch.setattr(atomic_io, "write", full)
     failure.write_exit(tmp_path, None, 8)
-    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 8 and os.listdir(
-        tmp_path
-    ) == ["exit.json"]
+    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 8
+    assert os.listdir(tmp_path) == ["exit.json"]
     assert capsys.readouterr().err == ""
     (tmp_path / "exit.json").unlink()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     failure.write_exit(tmp_path / "gone", None, 8)
     report = capsys.readouterr().err
+    assert "cannot write" in report
     assert (
-        "cannot write" in report
-        and json.loads(Path(report.rpartition(" it was written to ")[2].strip()).read_text())[
-            "code"
-        ]
+        json.loads(Path(report.rpartition(" it was written to ")[2].strip()).read_text())["code"]
         == 8
     )
 

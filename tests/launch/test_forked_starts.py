@@ -30,7 +30,8 @@ def meet(_: Loaded) -> None:
     """Join a group, compute with autograd, which starts threads, and all-reduce."""
     folder = private_store.folder_of(os.environ)
     assert folder is not None
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo", store=private_store.group_store(folder), rank=rank, world_size=size
     )

@@ -104,7 +104,8 @@ def test_a_stranger_at_the_endpoint_is_named(kind, monkeypatch):
     monkeypatch.setattr(greeting, "CONNECT_SECONDS", 0.2)
     with program(behave) as port, pytest.raises(error) as raised:
         greeting.await_store(f"127.0.0.1:{port}", 1)
-    assert message in str(raised.value) and f"127.0.0.1:{port}" in str(raised.value)
+    assert message in str(raised.value)
+    assert f"127.0.0.1:{port}" in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1
 
 
@@ -183,7 +184,8 @@ def test_a_silent_client_does_not_keep_a_node_from_serving(monkeypatch):
     monkeypatch.setattr(greeting, "rendezvous_listener", listen_to_a_client)
     began = time.monotonic()
     greeting.claim(f"127.0.0.1:{free_port()}", 600).close()
-    assert clients and time.monotonic() - began < greeting.CONNECT_SECONDS
+    assert clients
+    assert time.monotonic() - began < greeting.CONNECT_SECONDS
     for client in clients:
         client.close()
 
@@ -205,7 +207,8 @@ def test_a_client_that_resets_its_connection_does_not_keep_a_node_from_serving(m
     monkeypatch.setattr(greeting, "_await", lambda endpoint, seconds, look, problem, fix: look())
     port = free_port()
     with greeting.claim(f"127.0.0.1:{port}", 600) as served:
-        assert len(resets) == 1 and served.getsockname() == ("127.0.0.1", port)
+        assert len(resets) == 1
+        assert served.getsockname() == ("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("find", [greeting.claim, greeting.find_place])

@@ -106,7 +106,9 @@ def test_slurm_and_ssh_enter_folders_of_any_name(folders):
         (at / name).mkdir(exist_ok=True)
     for start in range(0, len(names), 200):
         batch = names[start : start + 200]
-        scripts, remote, expected = list[str](), list[str](), list[list[str]]()
+        scripts = list[str]()
+        remote = list[str]()
+        expected = list[list[str]]()
         for folder, name in (
             (path, one_name) for one_name in batch for path in (str(at / one_name), one_name)
         ):
@@ -130,7 +132,8 @@ def test_slurm_and_ssh_enter_folders_of_any_name(folders):
 
 def each(record: Recorder) -> list[list[str]]:
     """Return the folder and arguments of each call."""
-    fields, calls = record.read("each"), []
+    fields = record.read("each")
+    calls = []
     while fields:
         count = int(fields[0]) + 1
         calls.append(fields[1 : count + 1])
@@ -208,7 +211,8 @@ def test_every_variable_of_bash_arrives_or_is_rejected(tmp_path):
         try:
             text = slurm.render(job, Launch())
         except ConfigError as error:
-            assert name in slurm.TAKEN and f"launch.env.{name}" in str(error)
+            assert name in slurm.TAKEN
+            assert f"launch.env.{name}" in str(error)
             continue
         # These affect the shells in between, as intended. bash as root ignores PS4 from the environment.
         if name not in ("PATH", "BASH_ENV", "ENV", "LD_LIBRARY_PATH", "PS4"):
@@ -230,7 +234,8 @@ def test_a_forwarded_variable_dropped_by_sbatch_ends_the_job(tmp_path):
     record = Recorder(tmp_path, **CLUSTER)
     text = slurm.render(replace(job_of([]), forwarded=("A_TOKEN",)), Launch())
     record.run(["bash"], text, A_TOKEN="a\nb $(touch canary)", **STEP)
-    assert record.variables()["A_TOKEN"] == "a\nb $(touch canary)" and "canary" not in text
+    assert record.variables()["A_TOKEN"] == "a\nb $(touch canary)"
+    assert "canary" not in text
     result = subprocess.run(
         ["bash"],
         input=text,
@@ -239,7 +244,8 @@ def test_a_forwarded_variable_dropped_by_sbatch_ends_the_job(tmp_path):
         capture_output=True,
         timeout=patience.seconds(30),
     )
-    assert result.returncode != 0 and "A_TOKEN: was not passed on by sbatch" in result.stderr
+    assert result.returncode != 0
+    assert "A_TOKEN: was not passed on by sbatch" in result.stderr
 
 
 def test_a_line_of_a_hostfile_is_a_host_or_an_error(tmp_path):
@@ -284,9 +290,9 @@ def test_ids_that_a_platform_would_misread_are_rejected():
 def test_a_malformed_id_is_reported_in_one_line(capsys, verb, name):
     assert main(["launch", verb, name]) == 2
     output = capsys.readouterr()
-    assert (
-        "is not a job ID" in output.err and len(output.err.splitlines()) == 1 and output.out == ""
-    )
+    assert "is not a job ID" in output.err
+    assert len(output.err.splitlines()) == 1
+    assert output.out == ""
 
 
 PATHS = ["a b.toml", "it's.toml", 'a"b.toml', "$(touch canary).toml", "`id`.toml", "a;b.toml", "-x.toml", "--help.toml",
@@ -319,11 +325,9 @@ def test_a_configuration_with_an_unprintable_name_is_rejected(tmp_path, capsys, 
     for platform in ("slurm", "local"):
         assert main(["launch", platform, os.fsdecode(path), "--dry-run"]) == 2
         output = capsys.readouterr()
-        assert (
-            "non-printable character" in output.err
-            and len(output.err.splitlines()) == 1
-            and output.out == ""
-        )
+        assert "non-printable character" in output.err
+        assert len(output.err.splitlines()) == 1
+        assert output.out == ""
 
 
 def test_the_text_of_a_configuration_arrives_in_a_manifest_unchanged(tmp_path):

@@ -112,7 +112,8 @@ def test_a_host_starts_the_command_with_exactly_these_texts(tmp_path):
         with subprocess.Popen(
             host, stdin=-1, stdout=-1, cwd=record.inside, env=record.names()
         ) as process:
-            assert process.stdin and process.stdout
+            assert process.stdin
+            assert process.stdout
             process.stdin.write(plans[1].message({}))
             process.stdin.flush()
             assert process.stdout.read().startswith(b"shardtrain host ready ")
@@ -171,7 +172,8 @@ def test_a_manifest_passes_on_every_text_unchanged(tmp_path, monkeypatch, kind):
         received = [json.loads(manifest) for manifest in record.read("created")]
         for loader in LOADERS[number > 0 :]:
             manifests = list(yaml.load_all(written, Loader=loader))
-            assert manifests == received and containers(manifests)
+            assert manifests == received
+            assert containers(manifests)
             for container in containers(manifests):
                 names = {entry["name"]: expanded(entry["value"], {}) for entry in container["env"]}
                 same(list(job.environment.values()), [names[name] for name in job.environment])

@@ -72,7 +72,8 @@ def test_a_job_refused_by_runai_is_one_line_with_status_2(tmp_path, monkeypatch,
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ConfigError, match="runai failed: Error: workload not found; ") as error:
         getattr(job_status, verb)("runai/v2/pytorch/-/run")
-    assert error.value.exit_code == 2 and len(str(error.value).splitlines()) == 1
+    assert error.value.exit_code == 2
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_a_missing_hostfile_is_reported(tmp_path):
@@ -142,10 +143,8 @@ def test_slots_are_the_ranks_and_chosen_devices_are_the_visible_ones():
     plans = ssh.render(
         JOB, Launch(), [Host("a", slots=2, devices=(1, 3)), Host("b", slots=2)], "10.0.0.1", "id"
     )
-    assert (
-        plans[0].command[-2:] == ("--nproc", "2")
-        and plans[0].environment["CUDA_VISIBLE_DEVICES"] == "1,3"
-    )
+    assert plans[0].command[-2:] == ("--nproc", "2")
+    assert plans[0].environment["CUDA_VISIBLE_DEVICES"] == "1,3"
     assert "CUDA_VISIBLE_DEVICES" not in plans[1].environment
     assert [plan.environment["SHARDTRAIN_NODE_RANK"] for plan in plans] == ["0", "1"]
     assert {plan.environment["SHARDTRAIN_RDZV_ENDPOINT"] for plan in plans} == {"10.0.0.1:29500"}
@@ -197,12 +196,10 @@ def test_a_local_first_host_uses_the_address_that_faces_the_other_hosts():
     assert addresses.meeting(["127.0.1.1", "127.0.0.2"]) == "127.0.1.1"
     assert addresses.meeting(["10.0.0.1", "127.0.0.1"]) == "10.0.0.1"
     assert addresses.meeting(["127.0.1.1", None]) is None
-    assert (
-        addresses.toward("127.0.0.1") == "127.0.0.1" and addresses.interface_of("127.0.0.9") == "lo"
-    )
-    assert (
-        addresses.toward("nowhere.invalid") is None and addresses.interface_of("192.0.2.1") is None
-    )
+    assert addresses.toward("127.0.0.1") == "127.0.0.1"
+    assert addresses.interface_of("127.0.0.9") == "lo"
+    assert addresses.toward("nowhere.invalid") is None
+    assert addresses.interface_of("192.0.2.1") is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems use ps")
@@ -213,7 +210,8 @@ def test_a_reused_process_id_is_not_a_launch(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     job_status.status(f"ssh/{os.getpid()}")
     boot, ticks = (folder / "started").read_text().split()
-    after_reboot, later_process = f"{boot[::-1]} {ticks}", f"{boot} {int(ticks) + 1}"
+    after_reboot = f"{boot[::-1]} {ticks}"
+    later_process = f"{boot} {int(ticks) + 1}"
     for other in (after_reboot, later_process):
         (folder / "started").write_text(other)
         job_status.stop(f"ssh/{os.getpid()}")

@@ -26,7 +26,8 @@ for line in (folder / "refused").read_text().splitlines():
         sys.exit(1)
 print((folder / "pods").read_text() if "pods" in arguments else "")
 """
-CREATE, DELETE = "create --filename -", "delete --ignore-not-found --wait=false --filename -"
+CREATE = "create --filename -"
+DELETE = "delete --ignore-not-found --wait=false --filename -"
 
 
 @pytest.fixture

@@ -122,7 +122,8 @@ def test_commands_that_need_torch_report_its_absence_in_one_line(arguments):
         timeout=patience.seconds(60),
         check=False,
     )
-    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
     assert re.fullmatch(
         r"error\[2\]: (torch|numpy) is not installed here; .*`launch`.*",
         result.stderr.splitlines()[-1],
@@ -146,7 +147,8 @@ def test_one_file_is_rendered_for_every_platform_without_torch_and_secrets(
     )
     assert result.returncode == 0, result.stderr
     assert result.stderr == NOTES.get(platform, "").format(file=config_file)
-    assert "2e-05" in result.stdout and "--launch" not in result.stdout
+    assert "2e-05" in result.stdout
+    assert "--launch" not in result.stdout
     for canary in CANARIES.values():
         assert canary not in result.stdout
     assert sorted(tmp_path.rglob("*")) == before, "a dry run must not write files"
@@ -162,7 +164,8 @@ def test_resources_that_a_platform_grants_only_on_request_are_reported():
         )
         assert "no GPU" not in run(platform, "--dry-run", *devices).stderr
         meant = run(platform, "--dry-run", "--image", "x", "--training.device", "cpu")
-        assert meant.returncode == 0 and "no GPU" not in meant.stderr
+        assert meant.returncode == 0
+        assert "no GPU" not in meant.stderr
     assert "launch.cpus_per_node is not set" in run("slurm", "--dry-run", *devices).stderr
     for platform in ("kubernetes", "runai"):
         assert "launch.shared_memory_gib is not set" in run(platform, "--dry-run", *devices).stderr
@@ -189,7 +192,8 @@ def test_devices_that_no_rank_uses_and_ranks_without_a_device_are_reported_befor
         unused = run(platform, "debug", "--dry-run", *devices, "--training.device", "cpu").stderr
         assert '8 GPUs are requested on each node, but training.device = "cpu" uses none' in unused
         refused = run(platform, "debug", "--dry-run", *devices, "--nproc", "16")
-        assert refused.returncode == 2 and refused.stdout == ""
+        assert refused.returncode == 2
+        assert refused.stdout == ""
         assert "launch.nproc_per_node=16 exceeds the 8 devices of a node" in refused.stderr
 
 
@@ -205,7 +209,8 @@ def test_a_launch_without_a_configuration_names_its_preset():
 def test_secrets_are_references_in_every_manifest(config_file, kind):
     result = run("kubernetes", config_file, "--dry-run", f"--launch.kubernetes.kind={kind}")
     manifests = list(yaml.safe_load_all(result.stdout))
-    assert manifests[0]["kind"] == "ConfigMap" and manifests[0]["data"]["config.toml"] == CONFIG
+    assert manifests[0]["kind"] == "ConfigMap"
+    assert manifests[0]["data"]["config.toml"] == CONFIG
     assert result.stdout.count("secretKeyRef") == 2 * (2 if kind == "pytorchjob" else 1)
     assert not re.search(r"^\s+(value|data): .*canary", result.stdout, re.MULTILINE)
     assert manifests[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
@@ -255,9 +260,8 @@ def test_runai_receives_only_documented_flags(tmp_path, config_file, cli):
         for argument in arguments[: arguments.index("--")]
         if argument.startswith("-")
     }
-    assert flags <= FLAGS[cli] and not any(
-        argument.startswith("--environment") for argument in arguments
-    )
+    assert flags <= FLAGS[cli]
+    assert not any(argument.startswith("--environment") for argument in arguments)
     assert result.stdout == f"runai/{cli}/pytorch/team/run\n"
 
 
@@ -302,9 +306,11 @@ def test_local_paths_missing_in_a_container_are_noted(tmp_path, platform, is_fil
 
 def test_one_pod_and_an_elastic_range_become_runai_options(config_file):
     single = run("runai", config_file, "--dry-run", "--nodes", "1").stdout
-    assert single.startswith("runai training standard submit run ") and "--workers" not in single
+    assert single.startswith("runai training standard submit run ")
+    assert "--workers" not in single
     elastic = run("runai", config_file, "--dry-run", "--nodes", "2:4").stdout
-    assert "--workers 3 " in elastic and "--min-replicas 1 --max-replicas 3 " in elastic
+    assert "--workers 3 " in elastic
+    assert "--min-replicas 1 --max-replicas 3 " in elastic
 
 
 def test_an_elastic_pytorchjob_has_only_workers(config_file):
@@ -380,23 +386,24 @@ def test_bad_input_is_reported_in_one_line(tmp_path, arguments, message):
     )
     result = run(*arguments, XDG_STATE_HOME=str(tmp_path))
     assert result.returncode == 2, (result.stdout, result.stderr)
-    assert message in result.stderr and len(result.stderr.splitlines()) == 1 and result.stdout == ""
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
 
 
 def test_a_program_that_is_missing_or_refuses_is_reported_in_one_line(tmp_path, config_file):
     empty = tmp_path / "empty"
     empty.mkdir()
     result = run("kubernetes", config_file, PATH=str(empty))
-    assert (
-        result.returncode == 2
-        and "kubectl" in result.stderr
-        and len(result.stderr.splitlines()) == 1
-    )
+    assert result.returncode == 2
+    assert "kubectl" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
     stub = empty / "runai"
     stub.write_text("#!/bin/sh\necho 'project team: quota exceeded' >&2\nexit 1\n")
     stub.chmod(0o755)
     result = run("runai", config_file, PATH=f"{empty}:/bin:/usr/bin")
-    assert result.returncode == 2 and "quota exceeded" in result.stderr.splitlines()[-1]
+    assert result.returncode == 2
+    assert "quota exceeded" in result.stderr.splitlines()[-1]
     assert [line for line in result.stderr.splitlines()[:-1] if not line.startswith("note: ")] == []
 
 
@@ -438,7 +445,8 @@ def test_launch_local_is_train_with_the_variables_of_launch(tmp_path):
         timeout=patience.seconds(60),
         check=False,
     )
-    assert result.returncode == 2 and "NGPU" in result.stderr
+    assert result.returncode == 2
+    assert "NGPU" in result.stderr
 
 
 def test_the_source_of_flags_names_their_reference():

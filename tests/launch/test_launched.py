@@ -29,7 +29,8 @@ def test_launches_are_listed(
     launched.note("slurm/1234", "outputs/first")
     (tmp_path / "cluster.py").write_text(PLATFORM)
     arguments = ["launch", "cluster.py", "debug", "--job.dump_folder", "outputs/second"]
-    assert cli.main([*arguments, "--dry-run"]) == 0 and cli.main(arguments) == 0
+    assert cli.main([*arguments, "--dry-run"]) == 0
+    assert cli.main(arguments) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "17"
     path = tmp_path / "state/shardtrain/launched.jsonl"
     with path.open("a") as file:
@@ -38,7 +39,8 @@ def test_launches_are_listed(
         )  # lines of another program
     assert cli.main(["launch", "status"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["LAUNCHED", "ID", "RUN"] and "\x1b" not in "".join(lines)
+    assert lines[0].split() == ["LAUNCHED", "ID", "RUN"]
+    assert "\x1b" not in "".join(lines)
     assert lines[2].split()[2:] == ["cluster.py", "17", "outputs/second"]
     assert lines[3].split()[2:] == ["slurm/1234", "outputs/first"]
     assert os.stat(path).st_mode & 0o077 == 0

@@ -112,7 +112,8 @@ def test_the_status_of_the_culprit_is_the_status_of_the_run(tmp_path, mode, stat
 
 def test_a_rank_killed_by_a_signal_is_named_with_the_signal(tmp_path):
     _, _, err, record = run(tmp_path, "kill")
-    assert "rank 1 (host" in err[0] and "was killed by signal 9" in err[0]
+    assert "rank 1 (host" in err[0]
+    assert "was killed by signal 9" in err[0]
     assert record["retryable"] is True
 
 

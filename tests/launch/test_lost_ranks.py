@@ -165,11 +165,9 @@ def test_each_fault_on_each_host_is_explained_on_both(tmp_path, how, fault, rank
             f"rank {rank} (host " in lines[0] and f"logs/rank-{rank}.log" in lines[0]
         )
     end = record(tmp_path / "run")
-    assert (
-        end["code"] == code
-        and re.fullmatch(kind, end["class"])
-        and re.search(message, end["message"])
-    )
+    assert end["code"] == code
+    assert re.fullmatch(kind, end["class"])
+    assert re.search(message, end["message"])
     assert end["rank"] == (None if code == 75 else rank)
     assert code != 75 or end["last_step"] == newest(tmp_path / "run")
     for number in (0, 1):
@@ -196,11 +194,9 @@ def test_a_node_whose_agent_is_killed_is_named_by_the_other_one(tmp_path, victim
         )
     assert hosts[1 - victim].returncode == 6, stderr
     (line,) = [line for line in stderr.splitlines() if "error[" in line or "stopped[" in line]
-    assert (
-        f"rank {victim} (host " in line
-        and "was lost with its node" in line
-        and f"logs/rank-{victim}.log" in line
-    )
+    assert f"rank {victim} (host " in line
+    assert "was lost with its node" in line
+    assert f"logs/rank-{victim}.log" in line
     end = record(tmp_path / "run")
     assert (end["code"], end["rank"], end["retryable"]) == (6, victim, True)
 
@@ -229,9 +225,8 @@ def test_a_limit_of_one_host_ends_both_and_both_name_it(tmp_path, refused, name,
         (line,) = [line for line in text.splitlines() if "error[" in line]
         assert re.search(rf"error\[7\]: {words}", line), text
     end = record(tmp_path / "run")
-    assert (end["code"], end["rank"], end["retryable"]) == (7, None, False) and re.match(
-        words, end["message"]
-    )
+    assert (end["code"], end["rank"], end["retryable"]) == (7, None, False)
+    assert re.match(words, end["message"])
 
 
 # code in exit.json before the start, code that another node writes meanwhile -> final code
@@ -284,4 +279,5 @@ def test_a_cut_session_ends_the_launcher_with_the_status_in_exit_json(tmp_path):
     end = record(tmp_path / "run")
     assert launcher.returncode == end["code"] == 75, stderr
     assert "the connection to host host-b was lost" in stderr
-    assert end["last_step"] == newest(tmp_path / "run") and end["rank"] is None
+    assert end["last_step"] == newest(tmp_path / "run")
+    assert end["rank"] is None

@@ -161,7 +161,8 @@ def test_system_failures_are_one_line(kind: str, tmp_path: Path) -> None:
     )  # fmt: skip
     lines = [line for line in result.stderr.splitlines() if not line.startswith("shardtrain ")]
     assert result.returncode == code and len(lines) == 1, result.stderr
-    assert lines[0].startswith(f"error[{code}]: ") and message in lines[0]
+    assert lines[0].startswith(f"error[{code}]: ")
+    assert message in lines[0]
 
 
 def test_a_verb_that_starts_no_ranks_refuses_an_unusable_compiler_cache_in_one_line(
@@ -181,7 +182,8 @@ def test_a_verb_that_starts_no_ranks_refuses_an_unusable_compiler_cache_in_one_l
         text=True,
         timeout=patience.seconds(120),
     )
-    assert result.returncode == 2 and result.stdout == ""
+    assert result.returncode == 2
+    assert result.stdout == ""
     assert result.stderr.startswith(
         'error[2]: TORCHINDUCTOR_CACHE_DIR="/dev/null/cache" is not a folder'
     )

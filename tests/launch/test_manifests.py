@@ -85,7 +85,8 @@ def test_a_jobset_matches_its_published_model(arguments):
     assert returned("jobset_v1alpha2_job_set", "JobsetV1alpha2JobSet", job) == job
     (node,) = job["spec"]["replicatedJobs"]
     inner = node["template"]["spec"]
-    assert inner["parallelism"] == inner["completions"] and inner["completionMode"] == "Indexed"
+    assert inner["parallelism"] == inner["completions"]
+    assert inner["completionMode"] == "Indexed"
     assert_pod(inner["template"])
     names = {
         entry["name"]: entry.get("value")

@@ -65,7 +65,8 @@ def meet(rank: int, port: int, clocks: list[float]) -> tuple[int, int]:
     rendezvous = open_meeting(node(rank, port, most=len(clocks)), listener(rank, port))
     info = rendezvous.next_rendezvous()
     time.sleep(2)  # two checks of the heartbeats, after which a wrong clock could still drop a node
-    assert rendezvous.num_nodes_waiting() == 0 and len(rendezvous.state.participants) == len(clocks)
+    assert rendezvous.num_nodes_waiting() == 0
+    assert len(rendezvous.state.participants) == len(clocks)
     end_together(rendezvous, info.store, info.rank)
     return info.rank, info.world_size
 
@@ -191,7 +192,8 @@ def test_a_node_is_lost_when_its_heartbeat_has_not_changed_for_fifteen_seconds(m
     passed = [0.0]
     monkeypatch.setattr(meeting.time, "monotonic", lambda: 1000.0 + passed[0])
     store = dist.HashStore()
-    reader, other = state_of(store, "reader"), state_of(store, "other")
+    reader = state_of(store, "reader")
+    other = state_of(store, "other")
     wrong_clock = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=ahead)
 
     def sees_other() -> bool:
@@ -221,7 +223,8 @@ def test_a_node_whose_clock_jumps_still_sends_heartbeats(monkeypatch, jump):
         holder._last_sync_time = -1
         holder.sync()
         context = pytorch._RendezvousContext(own_node, holder.state, holder._settings)
-        assert own_node in holder.state.participants and pytorch._should_keep_alive(context)
+        assert own_node in holder.state.participants
+        assert pytorch._should_keep_alive(context)
 
 
 def test_a_world_with_too_few_nodes_does_not_train(monkeypatch, capsys):
@@ -376,7 +379,9 @@ def test_a_lost_store_is_not_called_again_and_the_agent_reports_the_cause(monkey
     assert len(calls) == 1
 
 
-ONE, OTHER, NO_SECRET = "of one run", "of another run", ""
+ONE = "of one run"
+OTHER = "of another run"
+NO_SECRET = ""
 # number of nodes and secret of the first node, then of the second node -> error of the second node
 COUNTS = {
     "equal": ((2, 2, NO_SECRET), (2, 2, NO_SECRET), ""),

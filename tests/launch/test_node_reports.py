@@ -120,7 +120,9 @@ def test_a_silent_node_is_named_if_no_rank_is_to_blame(tmp_path, monkeypatch):
         )
         remaining, _lost = list(reports)
     cause = remaining.explain([PEERS[0], PEERS[1]], False, tmp_path)
-    assert cause and (cause.rank, cause.exit_code) == (2, 6) and "did not report" in cause.message
+    assert cause
+    assert (cause.rank, cause.exit_code) == (2, 6)
+    assert "did not report" in cause.message
     local_cause = remaining.explain([LEFT, PEERS[0]], False, tmp_path)
     assert local_cause and local_cause.rank == 1, (
         "a cause on this node takes precedence over a lost node"
@@ -138,7 +140,8 @@ def test_a_node_whose_ranks_fail_later_does_not_wait_for_one_that_has_ended(tmp_
     cause = within(
         patience.seconds(30), lambda: second.explain([failure.killed(1, 9, 10.0)], False, tmp_path)
     )
-    assert cause and cause.rank == 1
+    assert cause
+    assert cause.rank == 1
 
 
 def test_another_node_s_failure_is_noticed_but_not_its_stop(tmp_path, monkeypatch):
@@ -261,11 +264,9 @@ def test_a_lost_store_is_not_called_again_and_its_node_is_named(tmp_path, monkey
     calls = store.calls
     assert second.others_have_failed()
     cause = second.explain([PEERS[2], PEERS[3]], False, tmp_path)
-    assert (
-        cause
-        and (cause.rank, cause.exit_code) == (0, 6)
-        and "was lost with its node" in cause.message
-    )
+    assert cause
+    assert (cause.rank, cause.exit_code) == (0, 6)
+    assert "was lost with its node" in cause.message
     assert store.calls == calls, (
         "a lost store must not be called again: each call would take the full timeout"
     )
@@ -319,7 +320,8 @@ def test_a_forged_report_of_one_node_does_not_change_those_of_others(
     store.set("shardtrain/nodes/end/0", FORGED[name])
     store.set("shardtrain/nodes/end/1", FORGED[name])
     cause = second.explain([PEERS[1]], False, tmp_path)
-    assert cause and replace(cause, time_seconds=KILLED.time_seconds) == KILLED
+    assert cause
+    assert replace(cause, time_seconds=KILLED.time_seconds) == KILLED
     store.set("shardtrain/nodes/end/2", FORGED[name])
     store.set("shardtrain/nodes/end/0", FORGED[name])
     store.set("shardtrain/nodes/end/1", "[]")

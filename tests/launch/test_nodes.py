@@ -233,11 +233,14 @@ def test_restarts_and_join_timeout_are_read():
     place = nodes.find(
         NOTHING, {**RUNAI, "MAX_RESTARTS": "3", "PET_MAX_RESTARTS": "5", "RDZV_TIMEOUT": "30"}
     )
-    assert place is not None and (place.max_restarts, place.join_seconds) == (3, 30)
+    assert place is not None
+    assert (place.max_restarts, place.join_seconds) == (3, 30)
     place = nodes.find(split(["--max_restarts", "1"]), {**RUNAI, "MAX_RESTARTS": "3"})
-    assert place is not None and (place.max_restarts, place.join_seconds) == (1, 600)
+    assert place is not None
+    assert (place.max_restarts, place.join_seconds) == (1, 600)
     place = nodes.find(split(["--max_restarts", "0"]), {**RUNAI, "MAX_RESTARTS": "3"})
-    assert place is not None and place.max_restarts == 0
+    assert place is not None
+    assert place.max_restarts == 0
 
 
 @pytest.mark.parametrize(
@@ -267,7 +270,8 @@ def test_a_node_starts_the_requested_ranks_or_one_per_device(requested, names, a
 def test_a_node_without_devices_takes_its_share_of_the_mesh():
     mesh = Config(parallelism=Parallelism(data_parallel_shard_degree=4, tensor_parallel_degree=2))
     place = nodes.find(NOTHING, {"PET_NNODES": "2", "MASTER_ADDR": "a"})
-    assert place is not None and nodes.choose_processes(mesh, None, {}, place, 0, 2).count == 4
+    assert place is not None
+    assert nodes.choose_processes(mesh, None, {}, place, 0, 2).count == 4
 
 
 def test_a_wrong_number_of_gpus_is_an_error():
@@ -289,7 +293,8 @@ def test_a_node_exits_with_the_most_informative_status(codes, status):
 def test_rendezvous_settings_are_read_and_a_malformed_list_is_rejected():
     settings = {"PET_RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1"}
     node = nodes.find(split([]), {**ELASTIC, **settings})
-    assert node and node.rendezvous == {"last_call_timeout": "3", "keep_alive_interval": "1"}
+    assert node
+    assert node.rendezvous == {"last_call_timeout": "3", "keep_alive_interval": "1"}
     with pytest.raises(ConfigError, match="PET_RDZV_CONF"):
         nodes.find(split([]), {**ELASTIC, "PET_RDZV_CONF": "last_call_timeout"})
 

@@ -43,11 +43,13 @@ def test_a_platform_file_shows_and_submits_the_same_text(tmp_path, capsys):
     ]
     assert main([*arguments, "--dry-run"]) == 0
     dry_run = capsys.readouterr().out
-    assert dry_run.startswith("# first on 2\n") and "--training.steps 3" in dry_run
+    assert dry_run.startswith("# first on 2\n")
+    assert "--training.steps 3" in dry_run
     queue = tmp_path / "my_platform.queue"
     assert not queue.exists()
     assert main(arguments) == 0
-    assert capsys.readouterr().out == "mine/first\n" and queue.read_text() + "\n" == dry_run
+    assert capsys.readouterr().out == "mine/first\n"
+    assert queue.read_text() + "\n" == dry_run
 
 
 @pytest.mark.parametrize(
@@ -80,10 +82,10 @@ def stop(id):
 
 def test_job_verbs_call_the_platform_file(tmp_path, capsys):
     path = written(tmp_path, PLATFORM + FOLLOWED)
-    assert (
-        main(["status", path, "mine/first"]) == 0 and capsys.readouterr().out == "mine/first runs\n"
-    )
-    assert main(["stop", path, "mine/first"]) == 0 and capsys.readouterr().out == ""
+    assert main(["status", path, "mine/first"]) == 0
+    assert capsys.readouterr().out == "mine/first runs\n"
+    assert main(["stop", path, "mine/first"]) == 0
+    assert capsys.readouterr().out == ""
     assert (tmp_path / "my_platform.py.stopped").read_text() == "mine/first"
     with pytest.raises(
         ConfigError, match=r"launch logs=.*my_platform.py.* has no logs; define logs\(id\)"

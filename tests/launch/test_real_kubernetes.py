@@ -142,14 +142,16 @@ def test_a_job_is_created_shown_and_stopped_and_the_server_stores_every_field(
     result = launch(server.config(), *arguments)
     assert result.returncode == 0, result.stderr
     job = result.stdout.strip()
-    assert job == f"kubernetes/ml/{kind}/run-{name}" and result.stderr == ""
+    assert job == f"kubernetes/ml/{kind}/run-{name}"
+    assert result.stderr == ""
     for sent in yaml.safe_load_all(launch(server.config(), *arguments, "--dry-run").stdout):
         group, _, version = sent["apiVersion"].rpartition("/")
         plural = ".".join(filter(None, [f"{sent['kind'].lower()}s", group]))
         stored = server.get(plural, sent["metadata"]["name"], "--namespace", "ml")
         assert is_stored(stored, sent), (version, sent, stored)
     status = launch(server.config(), "status", job)
-    assert status.returncode == 0 and f"run-{name}" in status.stdout
+    assert status.returncode == 0
+    assert f"run-{name}" in status.stdout
     assert launch(server.config(), "stop", job).returncode == 0
     assert ours(server, "ml") == []
 
@@ -214,7 +216,9 @@ def test_the_server_finds_errors_that_schemas_miss(server, config_file):
         "spec": spec,
     }
     result = server.kubectl("create", "--dry-run=server", "--filename", "-", text=json.dumps(pod))
-    assert result.returncode and "volumeMounts" in result.stderr and "Not found" in result.stderr
+    assert result.returncode
+    assert "volumeMounts" in result.stderr
+    assert "Not found" in result.stderr
     wrong = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -223,7 +227,8 @@ def test_the_server_finds_errors_that_schemas_miss(server, config_file):
     result = server.kubectl(
         "create", "--filename", "-", text=json.dumps({**wrong, "spec": {"replicatedJob": []}})
     )
-    assert result.returncode and 'unknown field "replicatedJob"' in result.stderr
+    assert result.returncode
+    assert 'unknown field "replicatedJob"' in result.stderr
 
 
 def test_the_fields_of_a_pytorchjob_match_the_published_package():
@@ -244,7 +249,8 @@ def test_the_fields_of_a_pytorchjob_match_the_published_package():
 
 @pytest.mark.parametrize("kind", RESOURCES)
 def test_a_refused_launch_leaves_no_objects(server, config_file, kind):
-    where, plural = f"full-{kind}", RESOURCES[kind]
+    where = f"full-{kind}"
+    plural = RESOURCES[kind]
     hard = {f"count/{plural}": "0"}
     quota = {
         "apiVersion": "v1",

@@ -50,7 +50,8 @@ def rendered(
 ) -> tuple[list[dict], Path]:
     """Return the manifests of a job and the path of the file from its ConfigMap."""
     folder.mkdir()
-    written, mounted = folder / "run.toml", folder / "mounted.toml"
+    written = folder / "run.toml"
+    mounted = folder / "mounted.toml"
     written.write_text(CONFIG.format(folder=folder / "out", text=text_file(), interval=interval))
     arguments = [
         f"--training.steps={steps}",
@@ -103,7 +104,8 @@ def reach(folder: Path, step: int, *running: pods.Pod) -> None:
 def test_two_pods_train_and_after_a_request_to_stop_the_same_command_continues(
     tmp_path, kind, ranks
 ):
-    folder, steps = tmp_path / "run", 60
+    folder = tmp_path / "run"
+    steps = 60
     documents, mounted = rendered(
         kind, folder, steps, "--launch.nodes=2", f"--launch.nproc_per_node={ranks}"
     )
@@ -199,7 +201,8 @@ def check(folder: Path, reference: Path) -> None:
         assert pod.ended(TIMEOUT) == 75, pod.output()
     finally:
         pod.kill()
-    actual, expected = losses(folder / "out"), losses(reference / "out")
+    actual = losses(folder / "out")
+    expected = losses(reference / "out")
     assert sorted(actual) == list(range(1, last + 1))
     assert [actual[step][1] for step in sorted(actual)] == [
         expected[step][1] for step in sorted(actual)

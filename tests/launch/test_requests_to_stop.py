@@ -104,7 +104,8 @@ def straight(tmp_path_factory):
     """Losses of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("straight")
     assert end(run(config(folder))) == 0
-    assert record(folder)["code"] == 0 and len(losses(folder)) == STEPS
+    assert record(folder)["code"] == 0
+    assert len(losses(folder)) == STEPS
     return losses(folder)
 
 
@@ -131,7 +132,8 @@ def test_starting_ranks_that_wait_for_lost_peers_end_before_the_grace_period(tmp
     wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)))
     os.kill(process.pid, signal.SIGTERM)
     assert end(process) == record(tmp_path)["code"] == 75
-    assert "before the first step" in record(tmp_path)["message"] and no_orphans(tmp_path)
+    assert "before the first step" in record(tmp_path)["message"]
+    assert no_orphans(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,8 @@ def test_a_stop_request_in_any_phase_saves_and_loses_no_step(tmp_path, straight,
     time.sleep(0.1)
     (tmp_path / "go").touch()
     assert end(process) == record(tmp_path)["code"] == 75
-    assert record(tmp_path)["class"] == "Preempted" and record(tmp_path)["retryable"]
+    assert record(tmp_path)["class"] == "Preempted"
+    assert record(tmp_path)["retryable"]
     assert (
         newest(tmp_path) == PHASES[phase] == max(losses(tmp_path)) == record(tmp_path)["last_step"]
     )
@@ -197,7 +200,8 @@ def test_every_stop_signal_has_the_same_effect(tmp_path, number):
         f"stopped by {number.name} after step {HELD - 1}; everything is saved"
         in record(tmp_path)["message"]
     )
-    assert newest(tmp_path) == HELD - 1 and no_orphans(tmp_path)
+    assert newest(tmp_path) == HELD - 1
+    assert no_orphans(tmp_path)
 
 
 @pytest.mark.parametrize("phase", cases(["data"], nightly=["step"]))
@@ -238,7 +242,8 @@ def test_a_save_that_exceeds_the_grace_period_keeps_the_previous_checkpoint(tmp_
     assert record(tmp_path)["message"].endswith(
         "the last checkpoint is " + str(tmp_path / "checkpoint/step-2")
     )
-    assert newest(tmp_path) == 2 and no_orphans(tmp_path)
+    assert newest(tmp_path) == 2
+    assert no_orphans(tmp_path)
 
 
 def test_a_save_expected_to_exceed_the_grace_period_is_not_started(tmp_path):
@@ -264,7 +269,8 @@ def test_two_interrupts_end_the_run_immediately(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     process.join(patience.seconds(20))  # shorter than the grace period
     assert end(process) == record(tmp_path)["code"] == 76
-    assert newest(tmp_path) == 2 and no_orphans(tmp_path)
+    assert newest(tmp_path) == 2
+    assert no_orphans(tmp_path)
 
 
 def test_an_interrupt_of_the_process_group_is_one_request(tmp_path):
@@ -275,7 +281,8 @@ def test_an_interrupt_of_the_process_group_is_one_request(tmp_path):
         os.kill(pid, signal.SIGINT)
     (tmp_path / "go").touch()
     assert end(process) == record(tmp_path)["code"] == 75
-    assert newest(tmp_path) == HELD and no_orphans(tmp_path)
+    assert newest(tmp_path) == HELD
+    assert no_orphans(tmp_path)
 
 
 @pytest.mark.parametrize("saves", cases([False], nightly=[True]))
@@ -340,7 +347,8 @@ def test_two_interrupts_immediately_end_ranks_of_another_launcher(tmp_path):
             os.kill(rank.pid, signal.SIGINT)
         time.sleep(3 * ONE_REQUEST_SECONDS)
     assert [end(rank) for rank in ranks] == [76, 76]
-    assert newest(tmp_path) == 2 and record(tmp_path)["code"] == 76
+    assert newest(tmp_path) == 2
+    assert record(tmp_path)["code"] == 76
 
 
 @pytest.mark.parametrize("phase", cases(["data"], nightly=["slow steps"]))
@@ -380,7 +388,8 @@ def test_a_job_that_is_requeued_after_each_step_has_one_loss_curve(tmp_path, str
     )
     accounted = account(attempts_of(events.read(tmp_path)[0]))
     assert (accounted.attempts, accounted.failures) == (STEPS, 0)
-    assert accounted.seconds["lost"] == 0 and accounted.idle_seconds > 0
+    assert accounted.seconds["lost"] == 0
+    assert accounted.idle_seconds > 0
 
 
 def test_without_checkpoints_a_run_stops_immediately(tmp_path):
@@ -454,4 +463,5 @@ def test_a_signal_after_the_end_of_a_run_prints_no_traceback(tmp_path):
     )
     process.start()
     process.join(patience.seconds(30))
-    assert process.exitcode == 0 and (tmp_path / "stderr").read_text() == ""
+    assert process.exitcode == 0
+    assert (tmp_path / "stderr").read_text() == ""

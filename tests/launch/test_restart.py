@@ -25,7 +25,8 @@ LINUX = pytest.mark.skipif(
 
 def kill_once(folder, step, rank):
     """Kill one rank with SIGKILL at its ``step``-th update, only in the first attempt."""
-    original, calls = trainer.optim.set_learning_rate, []
+    original = trainer.optim.set_learning_rate
+    calls = []
 
     def patched(*arguments):
         calls.append(1)
@@ -56,7 +57,8 @@ def test_a_killed_rank_costs_one_restart_and_changes_no_loss(tmp_path, rank):
     run_config = config(tmp_path)
     assert end(fork(_launch, run_config, 1, lambda: kill_once(tmp_path, 4, rank))) == 0
     assert record(tmp_path)["code"] == 0
-    assert losses(tmp_path) == losses(tmp_path / "undisturbed") and len(losses(tmp_path)) == STEPS
+    assert losses(tmp_path) == losses(tmp_path / "undisturbed")
+    assert len(losses(tmp_path)) == STEPS
     assert no_orphans(tmp_path)
 
 
@@ -96,10 +98,12 @@ def test_a_rank_killed_during_a_restart_costs_one_restart(tmp_path, capfd):
         "restart 2 of 3",
         "restart 3 of 3",
     ]
-    assert list(losses(tmp_path)) == list(range(1, STEPS + 1)) and no_orphans(tmp_path)
+    assert list(losses(tmp_path)) == list(range(1, STEPS + 1))
+    assert no_orphans(tmp_path)
     accounted = account(attempts_of(events.read(tmp_path)[0]))
     assert (accounted.attempts, accounted.saves) == (2, 3)
-    assert accounted.seconds["restart"] > 0 and accounted.idle_seconds == 0
+    assert accounted.seconds["restart"] > 0
+    assert accounted.idle_seconds == 0
 
 
 def always():
@@ -117,11 +121,9 @@ def always_killed():
 def test_an_error_repeated_in_the_same_step_ends_the_restarts_and_names_the_data(tmp_path, capfd):
     assert end(fork(_launch, config(tmp_path), 100, always)) == CRASH_LOOP
     exit_record = record(tmp_path)
-    assert (
-        exit_record["code"] == CRASH_LOOP
-        and exit_record["class"] == "CrashLoop"
-        and not exit_record["retryable"]
-    )
+    assert exit_record["code"] == CRASH_LOOP
+    assert exit_record["class"] == "CrashLoop"
+    assert not exit_record["retryable"]
     assert exit_record["message"].startswith(
         "two attempts in a row ended with RuntimeError in step 1 (sequences 0 to 7 of the data) (there is no"
     )
@@ -164,9 +166,8 @@ def test_only_the_same_error_in_the_same_step_is_a_crash_loop():
     assert restarts.after(6, failure("B", "step 4")) is None, (
         "a lost rank is no evidence against the data"
     )
-    assert (
-        restarts.after(1, failure("B", "")) is None and restarts.after(1, failure("B", "")) is None
-    )
+    assert restarts.after(1, failure("B", "")) is None
+    assert restarts.after(1, failure("B", "")) is None
     assert restarts.after(1, failure("B", "step 4")) is None
     assert restarts.after(1, failure("B", "step 4")) == CRASH_LOOP
 

@@ -92,7 +92,8 @@ PHASES = list(TABLE["SIGTERM"])
 ARGUMENTS, PREFLIGHT, STARTING, *_, AFTER = PHASES
 READER = "reader of a tokenizer"
 """Part of ``STARTING`` in which rank 0 waits for the child process that opens the tokenizer first."""
-TWICE, PAUSE = "SIGINT twice", "SIGSTOP, then SIGCONT"
+TWICE = "SIGINT twice"
+PAUSE = "SIGSTOP, then SIGCONT"
 KILLED = ("SIGKILL", "SIGSYS")
 HELD_IN = {
     "first step": "warm-up",
@@ -494,9 +495,8 @@ def test_a_check_that_is_killed_or_stopped_is_named_and_tried_again(
     assert status == record(tmp_path / "run")["code"] == (0 if restarts else 6)
     assert ("restart 1 of 1" in lines) == bool(restarts)
     if not restarts:
-        assert record(tmp_path / "run")["retryable"] and not record(tmp_path / "run")[
-            "message"
-        ].endswith("log")
+        assert record(tmp_path / "run")["retryable"]
+        assert not record(tmp_path / "run")["message"].endswith("log")
     assert no_orphans(tmp_path)
 
 

@@ -28,14 +28,18 @@ def node(store: dist.Store, secret: str = "of all", run_id: str = "run") -> Sign
 
 def test_nodes_with_one_secret_exchange_states() -> None:
     store = dist.HashStore()
-    first, second = node(store), node(store)
+    first = node(store)
+    second = node(store)
     assert first.get_state() is None
     written = first.set_state(b"one\nstate")
-    assert written and (written[0], written[2]) == (b"one\nstate", True)
+    assert written
+    assert (written[0], written[2]) == (b"one\nstate", True)
     read = second.get_state()
-    assert read and read[0] == b"one\nstate"
+    assert read
+    assert read[0] == b"one\nstate"
     replaced = second.set_state(b"two", read[1])
-    assert replaced and (replaced[0], replaced[2]) == (b"two", True)
+    assert replaced
+    assert (replaced[0], replaced[2]) == (b"two", True)
     late = first.set_state(b"three", written[1])
     assert late and (late[0], late[2]) == (b"two", False), "somebody was faster"
 

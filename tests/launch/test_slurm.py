@@ -44,7 +44,8 @@ def directives(text: str) -> dict[str, str]:
 
 
 def test_the_script_depends_only_on_the_number_of_nodes():
-    two, eight = script("--launch.nodes=2"), script("--launch.nodes=8")
+    two = script("--launch.nodes=2")
+    eight = script("--launch.nodes=8")
     changed = [(a, b) for a, b in zip(two.splitlines(), eight.splitlines(), strict=True) if a != b]
     assert changed == [("#SBATCH --nodes=2", "#SBATCH --nodes=8")]
 
@@ -71,7 +72,8 @@ def test_the_notice_is_longer_than_the_trainers_grace():
 
 def test_jobs_are_requeued_unless_disabled():
     text = script("--launch.slurm.no_requeue")
-    assert "scontrol requeue" not in text and "no-requeue" in directives(text)
+    assert "scontrol requeue" not in text
+    assert "no-requeue" in directives(text)
 
 
 def test_apptainer_receives_mounts_devices_and_the_folder():
@@ -86,7 +88,8 @@ def test_apptainer_receives_mounts_devices_and_the_folder():
         "apptainer exec --nv --bind /scratch/hf:/hf --bind /data:/data:ro --pwd /src run.sif"
         in step
     )
-    assert "export HF_HOME=/hf\n" in text and "export NCCL_IB_TIMEOUT=22\n" in text
+    assert "export HF_HOME=/hf\n" in text
+    assert "export NCCL_IB_TIMEOUT=22\n" in text
     assert "cd -- /src" not in text, "the folder is the container's"
 
 
@@ -138,10 +141,8 @@ def test_shellcheck_accepts_every_script(name):
 def test_the_host_suffix_is_used_in_the_endpoint_and_for_each_node():
     """At some sites, the IP-over-InfiniBand host name is the node name plus a letter."""
     text = script("--launch.nodes=2", "--launch.slurm.host_suffix=i")
-    assert (
-        'SHARDTRAIN_RDZV_ENDPOINT="${hosts[0]}i:$port"' in text
-        and "export SHARDTRAIN_HOST_SUFFIX=i\n" in text
-    )
+    assert 'SHARDTRAIN_RDZV_ENDPOINT="${hosts[0]}i:$port"' in text
+    assert "export SHARDTRAIN_HOST_SUFFIX=i\n" in text
     names = {"SHARDTRAIN_NNODES": "2", "SHARDTRAIN_RDZV_ENDPOINT": "n1i:1", "SLURM_NODEID": "1",
              "SHARDTRAIN_HOST_SUFFIX": "i", "SLURMD_NODENAME": "n2"}  # fmt: skip
     assert nodes.find(split([]), names).local_address == "n2i"
@@ -221,10 +222,8 @@ def test_a_job_signalled_before_its_handlers_is_requeued(tmp_path):
     batch = tmp_path / "batch"
     batch.write_text(script("--launch.nodes=2", f"--launch.python={python}"))
     result = shimmed(tmp_path, ["bash", str(batch)])
-    assert (
-        result.returncode == 138
-        and f"requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
-    )
+    assert result.returncode == 138
+    assert f"requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
 
 
 def queued_again(tmp_path: Path) -> bool:
@@ -344,7 +343,8 @@ def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed
         tmp_path, command, **variables, PYTHON=sys.executable, CONFIG_FILE="configs/debug.toml"
     )
     assert result.returncode == 0, result.stderr
-    assert list(losses(tmp_path)) == [1, 2] and f"on {ranks} x cpu" in result.stderr
+    assert list(losses(tmp_path)) == [1, 2]
+    assert f"on {ranks} x cpu" in result.stderr
     assert ("but no device is visible" in result.stderr) == ("SLURM_JOB_GPUS" in variables), (
         "hidden GPUs must be reported"
     )
@@ -435,8 +435,6 @@ def test_a_real_slurm_runs_it_on_two_nodes_and_requeues_it_after_a_signal(cluste
 
 def test_a_machine_without_slurm_is_reported():
     result = launch({"PATH": "/nowhere", "PYTHONPATH": str(ROOT)}, "slurm", "debug")
-    assert (
-        result.returncode == 2
-        and len(result.stderr.splitlines()) == 1
-        and "--dry-run" in result.stderr
-    )
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "--dry-run" in result.stderr

@@ -54,7 +54,8 @@ def errors(path: Path) -> list[str]:
 def test_a_missing_dependency_is_one_line_per_node_and_ends_the_job(
     cluster, tmp_path, options, message
 ):
-    bare, shims = tmp_path / "bare", tmp_path / "shims"
+    bare = tmp_path / "bare"
+    shims = tmp_path / "shims"
     shims.mkdir()
     for path, body in {
         bare: f'exec {sys.executable} -I -S "$@"',
@@ -73,10 +74,12 @@ def test_a_missing_dependency_is_one_line_per_node_and_ends_the_job(
         *(option.format(**names) for option in options),
     )
     line = end_of(cluster, job)
-    assert ": FAILED on " in line and ", exit code 2, log " in line
+    assert ": FAILED on " in line
+    assert ", exit code 2, log " in line
     lines = errors(tmp_path / f"lacks-{job}.log")
     nodes = sorted(re.match(rf"error\[2\]: (\S+): {message}", line)[1] for line in lines)
-    assert len(nodes) == 2 and nodes[1] == f"z{nodes[0]}"
+    assert len(nodes) == 2
+    assert nodes[1] == f"z{nodes[0]}"
     assert shown(cluster, job)["Restarts"] == "0"
 
 
@@ -120,9 +123,8 @@ def test_a_deleted_configuration_is_reported_by_each_node(cluster, tmp_path):
     ).stdout.strip()
     assert ", exit code 2, log " in end_of(cluster, job)
     lines = errors(tmp_path / f"gone-{job}.log")
-    assert len(lines) == 2 and all(
-        f"no configuration {path} here; use a folder that" in line for line in lines
-    )
+    assert len(lines) == 2
+    assert all(f"no configuration {path} here; use a folder that" in line for line in lines)
 
 
 def test_a_port_in_use_is_skipped(cluster, tmp_path):
@@ -187,11 +189,13 @@ def test_each_task_of_a_sweep_has_its_folder_and_fails_independently(cluster, tm
     ]
     assert [sorted(losses(folder / f"sweep-{task}")) for task in (0, 2)] == [[1, 2], [1, 2]]
     text = (folder / "sweep-2/config.resolved.toml").read_text()
-    assert "lr = 0.0003" in text and "seed = 7" in text
+    assert "lr = 0.0003" in text
+    assert "seed = 7" in text
     logs = launch(cluster, "logs", f"slurm/{job}").stdout
     assert [f"==> {tmp_path}/sweep-{job}_{task}.log <==" in logs for task in range(3)] == [True] * 3
     task_log = launch(cluster, "logs", f"slurm/{job}_1").stdout
-    assert "/nowhere" in task_log and "==>" not in task_log
+    assert "/nowhere" in task_log
+    assert "==>" not in task_log
 
 
 @pytest.mark.nightly(
@@ -249,7 +253,8 @@ def test_a_saved_run_that_cannot_be_requeued_is_reported(cluster, tmp_path):
     subprocess.run(
         ["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=patience.seconds(60)
     )
-    assert ": FAILED on " in (line := end_of(cluster, job)) and "exit code 75" in line
+    assert ": FAILED on " in (line := end_of(cluster, job))
+    assert "exit code 75" in line
     (line,) = errors(tmp_path / f"once-{job}.log")
     assert line.endswith("saved, but Slurm did not requeue it; submit it again to continue")
     assert newest(folder) == max(losses(folder))
@@ -280,7 +285,8 @@ def test_a_container_has_its_mounts_and_cannot_write_read_only_ones(cluster, tmp
     sandbox = os.environ.get("SHARDTRAIN_SANDBOX")
     if not sandbox:
         pytest.skip("SHARDTRAIN_SANDBOX names no folder with the CPU image")
-    folder, cache = tmp_path / "run", tmp_path / "cache"
+    folder = tmp_path / "run"
+    cache = tmp_path / "cache"
     folder.mkdir()
     cache.mkdir()
     root = Path(__file__).parents[2]
@@ -303,6 +309,6 @@ def test_a_container_has_its_mounts_and_cannot_write_read_only_ones(cluster, tmp
     result = subprocess.run(
         ["bash", "-c", f"{container} touch /hf/x"], env=cluster, capture_output=True, text=True
     )
-    assert (
-        result.returncode and "Read-only file system" in result.stderr and not list(cache.iterdir())
-    )
+    assert result.returncode
+    assert "Read-only file system" in result.stderr
+    assert not list(cache.iterdir())

@@ -80,18 +80,17 @@ def test_an_impossible_job_is_one_line_with_a_fix_and_is_not_queued(cluster, cas
 
 def test_a_job_that_must_wait_is_queued_with_a_note_and_its_status_explains_it(cluster):
     result = launch(cluster, "slurm", "debug", "--name=later", "--launch.slurm.partition=closed")
-    assert (
-        result.returncode == 0
-        and "PartitionDown" in result.stderr
-        and len(result.stderr.splitlines()) == 1
-    )
+    assert result.returncode == 0
+    assert "PartitionDown" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
     name = result.stdout.strip()
     status = launch(cluster, "status", name).stdout
     assert status.startswith(
         f"{name}: PENDING, PartitionDown: the partition is closed; the job starts when it opens, log /"
     )
     early = launch(cluster, "logs", name)
-    assert early.returncode == 2 and "has no log yet" in early.stderr
+    assert early.returncode == 2
+    assert "has no log yet" in early.stderr
     assert launch(cluster, "stop", name).returncode == 0
     assert "later" not in queued(cluster)
 
@@ -138,11 +137,9 @@ def test_a_wrong_munge_key_is_reported(cluster, tmp_path_factory):
 @pytest.mark.parametrize("verb", ["status", "logs", "stop"])
 def test_a_job_that_slurm_has_forgotten_is_reported_in_one_line(cluster, tmp_path, verb):
     result = launch(cluster, verb, "slurm/999999", cwd=tmp_path)
-    assert (
-        result.returncode == 2
-        and len(result.stderr.splitlines()) == 1
-        and "slurm/999999" in result.stderr
-    )
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "slurm/999999" in result.stderr
 
 
 def test_the_log_of_a_forgotten_job_is_found_in_the_folder_of_its_launch(cluster, tmp_path):
@@ -187,12 +184,11 @@ def test_a_missing_image_or_folder_is_noted_before_submission(cluster):
 )  # fmt: skip
 def test_permanent_pending_reasons_are_recognized(reason, lasts):
     explanation, never_starts = meaning(reason)
-    assert explanation and never_starts is lasts
+    assert explanation
+    assert never_starts is lasts
     line = SlurmRecord("7", "PENDING", reason=reason, count="2").line()
-    assert (
-        line.startswith(f"slurm/7: PENDING on 2 nodes, {reason}: ")
-        and line.endswith("will not start") is lasts
-    )
+    assert line.startswith(f"slurm/7: PENDING on 2 nodes, {reason}: ")
+    assert line.endswith("will not start") is lasts
 
 
 def test_messages_name_existing_options():
@@ -203,4 +199,5 @@ def test_messages_name_existing_options():
         r"launch\.[a-z_.]+",
         " ".join([*REFUSALS.values(), *(explanation for explanation, _ in REASONS.values())]),
     )
-    assert named and set(named) <= set(options())
+    assert named
+    assert set(named) <= set(options())

@@ -25,7 +25,8 @@ from shardtrain import __version__
 from shardtrain.launch.remote_agent import SILENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
-TELLS_SECONDS, ALIVE_SECONDS = 10.0, 15.0
+TELLS_SECONDS = 10.0
+ALIVE_SECONDS = 15.0
 """Time limits for the report of a failure, and for a silent host (ServerAliveInterval 5, 3 times)."""
 MACHINE_SECONDS = 10.0
 """Additional time for Python to start on a busy machine."""
@@ -117,13 +118,15 @@ def test_two_machines_train_without_name_resolution_or_a_named_interface(network
     folder = tmp_path / "run"
     result = run(command(network, folder, "--training.steps=3"), tmp_path)
     assert result.returncode == 0, result.stderr
-    assert max(losses(folder)) == 3 and "on 2 x cpu" in result.stderr
+    assert max(losses(folder)) == 3
+    assert "on 2 x cpu" in result.stderr
     assert f"meeting at {machines.HOSTS['host-a']}:29500" in result.stderr
 
 
 def test_a_dry_run_shows_the_ssh_address_of_the_first_host(network, tmp_path):
     result = run(command(network, tmp_path / "run", "--dry-run"), tmp_path)
-    assert result.returncode == 0 and result.stdout.count(f"{machines.HOSTS['host-a']}:29500") == 2
+    assert result.returncode == 0
+    assert result.stdout.count(f"{machines.HOSTS['host-a']}:29500") == 2
 
 
 @pytest.mark.parametrize("moment", cases(["start"], nightly=["middle"]))
@@ -150,7 +153,8 @@ def test_a_disconnected_host_is_reported_and_ends_its_processes(network, tmp_pat
         assert (
             launcher.returncode in (6, 75, 76) and launcher.returncode == record(folder)["code"]
         ), err
-        assert "note: the connection to host host-b was lost" in err and "last checkpoint" in err
+        assert "note: the connection to host host-b was lost" in err
+        assert "last checkpoint" in err
         assert "note: host host-b was lost" in err
         # grace_seconds, and the time to detect it
         assert told_after < ALIVE_SECONDS + 5 + 10 + patience.seconds(MACHINE_SECONDS)
@@ -332,7 +336,8 @@ def test_a_host_without_package_interpreter_or_folder_is_reported(
 
 
 def test_a_host_without_the_configuration_file_is_reported_and_the_others_stop(network, tmp_path):
-    here, nothing = tmp_path / "configs", tmp_path / "nothing"
+    here = tmp_path / "configs"
+    nothing = tmp_path / "nothing"
     here.mkdir()
     nothing.mkdir()
     (here / "run.toml").write_text('[training]\nsteps = 100000\non_data_end = "repeat"\n')
@@ -342,7 +347,8 @@ def test_a_host_without_the_configuration_file_is_reported_and_the_others_stop(n
         assert time.monotonic() - before < TELLS_SECONDS + patience.seconds(MACHINE_SECONDS)
     assert result.returncode == 2, result.stderr
     (line,) = errors(result.stderr)
-    assert line.startswith("[host-b] error[2]: ") and f"{here}/run.toml" in line
+    assert line.startswith("[host-b] error[2]: ")
+    assert f"{here}/run.toml" in line
     assert "note: host host-b has ended with 2" in result.stderr
 
 

@@ -19,7 +19,8 @@ from shardtrain.launch.platforms.ssh import HostCommand
 from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.process import SECRET
 
-HOSTS, AT_ONCE = 30, 4
+HOSTS = 30
+AT_ONCE = 4
 
 
 def plans(folder, answer):
@@ -46,7 +47,8 @@ def test_hosts_are_contacted_in_waves_and_started_when_all_have_answered(tmp_pat
     ready = f"touch answered/$$; echo {remote_agent.READY} {__version__} -"
     assert ssh_connections.SshConnections(plans(tmp_path, ready), options, tmp_path)() == 0
     seen = [int(line) for line in (tmp_path / "seen").read_text().split()]
-    assert len(seen) == HOSTS and 1 < max(seen) <= AT_ONCE
+    assert len(seen) == HOSTS
+    assert 1 < max(seen) <= AT_ONCE
     assert (tmp_path / "received").read_text().split() == [str(HOSTS)] * HOSTS
 
 
@@ -100,7 +102,9 @@ def test_all_hosts_that_cannot_start_are_named_with_their_reasons(tmp_path, monk
     )
 
 
-SAVED, NOT_SAVED, FAILED = "stopped[75]: saved", "stopped[76]: not saved", "error[6]: rank 1 failed"
+SAVED = "stopped[75]: saved"
+NOT_SAVED = "stopped[76]: not saved"
+FAILED = "error[6]: rank 1 failed"
 # what two hosts do after a request to stop: a line about the end of the run and an exit status -> that of the launcher
 STOPS = {
     "all ranks have saved": ((SAVED, 75), (SAVED, 75), 75),
@@ -139,5 +143,6 @@ def test_the_launcher_ends_with_the_code_that_hosts_wrote_to_exit_json(name, tmp
 def test_the_plan_shows_how_the_secret_is_sent_without_its_value(monkeypatch):
     monkeypatch.setenv(SECRET, "of-the-user")
     plan = ssh.text([host("node1", "true")])
-    assert f'"{SECRET}": "***"' in plan and "standard input" in plan.splitlines()[0]
+    assert f'"{SECRET}": "***"' in plan
+    assert "standard input" in plan.splitlines()[0]
     assert "of-the-user" not in plan

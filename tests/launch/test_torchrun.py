@@ -151,7 +151,8 @@ def check(folder: Path, reference: Path, steps: int, world_sizes: list[int]) -> 
     """Compare the attempts, data and losses of a run with those of an undisturbed run."""
     lines = map(json.loads, (folder / "goodput.jsonl").read_text().splitlines())
     assert [event["world_size"] for event in lines if event["kind"] == "start"] == world_sizes
-    actual, expected = losses(folder), losses(reference)
+    actual = losses(folder)
+    expected = losses(reference)
     assert list(actual) == list(expected) == list(range(1, steps + 1))
     assert [h for _, h in actual.values()] == [h for _, h in expected.values()]
     for step, (loss, _) in actual.items():
@@ -160,7 +161,9 @@ def check(folder: Path, reference: Path, steps: int, world_sizes: list[int]) -> 
 
 
 def test_a_run_that_loses_a_node_continues_with_the_other_and_sees_the_same_data(tmp_path):
-    steps, port, folder = 60, free_port(), tmp_path / "elastic"
+    steps = 60
+    port = free_port()
+    folder = tmp_path / "elastic"
     assert (
         start(*arguments(tmp_path / "undisturbed", steps), "--nproc", "1").wait(
             patience.seconds(WAIT_SECONDS)
@@ -182,7 +185,9 @@ def test_a_run_that_loses_a_node_continues_with_the_other_and_sees_the_same_data
 
 def test_a_run_that_gains_a_node_continues_with_both_and_sees_the_same_data(tmp_path):
     """The agent stops its rank, which saves, so no step is repeated."""
-    steps, port, folder = 250, free_port(), tmp_path / "elastic"
+    steps = 250
+    port = free_port()
+    folder = tmp_path / "elastic"
     assert (
         start(*arguments(tmp_path / "undisturbed", steps), "--nproc", "1").wait(
             patience.seconds(WAIT_SECONDS)

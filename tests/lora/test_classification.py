@@ -70,7 +70,8 @@ def train(ranks: int, run_config: Config) -> Ended:
 
 def scores(rank: int, run_config: Config) -> Any:
     """Return the first batch and its scores by the newest checkpoint."""
-    run, checkpoints = make_run(rank, run_config), Checkpoints(run_config)
+    run = make_run(rank, run_config)
+    checkpoints = Checkpoints(run_config)
     resume(run, checkpoints)
     checkpoints.close()
     run.dataloader.seek(0, None)
@@ -110,7 +111,8 @@ def test_peft_opens_adapters_and_head_with_the_same_scores(
     ]
     assert cli.main(arguments) == 0
     fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert fields["task_type"] == "SEQ_CLS" and fields["modules_to_save"] == ["score"]
+    assert fields["task_type"] == "SEQ_CLS"
+    assert fields["modules_to_save"] == ["score"]
     torch.manual_seed(0)
     base_model = transformers.AutoModelForSequenceClassification.from_pretrained(
         base, num_labels=2, dtype=torch.float32
@@ -162,6 +164,5 @@ def test_the_test_verb_reads_adapters_head_and_frozen_weights(tmp_path: Path) ->
         run_config, lora=dataclasses.replace(run_config.lora, enable=False)
     )
     summed = run_ranks(1, measured, merged_config, str(tmp_path / "merged"))[0]
-    assert summed["accuracy"] == result["accuracy"] and summed["loss"] == pytest.approx(
-        result["loss"], abs=1e-5
-    )
+    assert summed["accuracy"] == result["accuracy"]
+    assert summed["loss"] == pytest.approx(result["loss"], abs=1e-5)

@@ -44,7 +44,8 @@ def test_peft_opens_adapters_of_experts_and_merges_equally(
     """Logits of about 1 within 1e-4, because the two programs sum experts in a different order."""
     base = save(build(family), tmp_path / "base")
     ended = train(1, adapter_config(base, tmp_path / "run", lora=lora))[0]
-    assert ended.error is None and ended.losses[-1] < ended.losses[0]
+    assert ended.error is None
+    assert ended.losses[-1] < ended.losses[0]
     vocab = FAMILIES[family][1]["vocab_size"]
     unmerged = logits(open_model(tmp_path / "run").model, vocab)
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
@@ -84,7 +85,8 @@ def test_expert_adapters_that_peft_transposes_are_merged_but_not_exported(tmp_pa
             base, tmp_path / "run", lora={**BOTH, "target_parameters": ["experts.*_proj"]}
         ),
     )[0]
-    assert ended.error is None and ended.losses[-1] < ended.losses[0]
+    assert ended.error is None
+    assert ended.losses[-1] < ended.losses[0]
     unmerged = logits(open_model(tmp_path / "run").model, 260)
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 2

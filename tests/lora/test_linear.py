@@ -38,10 +38,12 @@ def test_the_output_matches_the_formula_and_only_factors_have_gradients():
         adapted.lora_a.normal_()
         adapted.lora_b.normal_()
     y = adapted(x)
-    a, b = adapted.lora_a, adapted.lora_b
+    a = adapted.lora_a
+    b = adapted.lora_b
     torch.testing.assert_close(y, x @ base.weight.T + base.bias + 2.5 * x @ a.T @ b.T)
     y.square().sum().backward()
-    assert base.weight.grad is None and base.bias.grad is None
+    assert base.weight.grad is None
+    assert base.bias.grad is None
     gradient = 2 * y.detach()
     torch.testing.assert_close(
         b.grad, 2.5 * torch.einsum("bto,btr->or", gradient, x @ a.detach().T)
@@ -74,7 +76,8 @@ def test_dropout_only_applies_to_the_adapter_s_input_in_training():
 def test_factors_are_initialized_like_in_the_paper_and_its_code(start):
     model = nn.Sequential(LoraLinear(nn.Linear(300, 40, device="meta"), rank=32, scale=1.0))
     draws = spec.draws(model, start)
-    a, b = torch.empty(32, 300), torch.ones(40, 32)
+    a = torch.empty(32, 300)
+    b = torch.ones(40, 32)
     init_weights.draw_(a, "0.lora_a", draws["0.lora_a"], seed=1)
     init_weights.draw_(b, "0.lora_b", draws["0.lora_b"], seed=1)
     assert not b.any()
@@ -145,8 +148,10 @@ def dropping(rank, root, parallelism) -> dict[str, Ended]:
 )
 def test_adapters_with_dropout_resume_bitwise(parallelism, tmp_path):
     for ended in run_ranks(2, dropping, tmp_path, parallelism):
-        straight, stopped = ended["straight"], ended["stopped"]
-        assert straight.error is None and stopped.error is None
+        straight = ended["straight"]
+        stopped = ended["stopped"]
+        assert straight.error is None
+        assert stopped.error is None
         assert stopped.losses == straight.losses[2:]
         assert_bitwise(stopped.weights, straight.weights)
         assert_bitwise(stopped.optimizer, straight.optimizer)
@@ -193,7 +198,8 @@ def test_dora_matches_the_output_and_gradients_of_peft(kind: str, dropout: float
     ]
     for actual, other in pairs:
         torch.testing.assert_close(actual, other, atol=1e-5 * float(other.abs().max()), rtol=1e-5)
-    assert adapted.weight.grad is None and adapted.bias.grad is None
+    assert adapted.weight.grad is None
+    assert adapted.bias.grad is None
 
 
 def held_by_a_rank(rank: int, config: Any) -> Any:

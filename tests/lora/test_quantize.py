@@ -72,7 +72,9 @@ def test_quantized_weights_are_small_unchanged_and_equal_on_every_mesh(kind, bas
     losses, num_bytes, weights, same, adapters, count = run_ranks(
         1, ten_steps, low_config(base, tmp_path / "one", kind, local_batch_size=8)
     )[0]
-    assert same and count == 2 * 7  # all linear modules of two layers
+    # all linear modules of two layers
+    assert same
+    assert count == 2 * 7
     per_weight, per_module = BYTES[kind]
     assert num_bytes <= per_weight * weights + per_module * count
     unquantized = run_ranks(
@@ -81,11 +83,13 @@ def test_quantized_weights_are_small_unchanged_and_equal_on_every_mesh(kind, bas
     assert unquantized[5] == 0
     # Relative error of a weight: a tenth for 4 bits, less than a hundredth for 8 bits.
     assert losses == pytest.approx(unquantized[0], rel=0.05 if kind == "nf4" else 0.005)
-    assert losses[-1] < losses[0] - 0.2 and losses != unquantized[0]
+    assert losses[-1] < losses[0] - 0.2
+    assert losses != unquantized[0]
     for name, parallelism in (("fsdp", {}), ("pp", {"pipeline_parallel_degree": 2})):
         config = low_config(base, tmp_path / name, kind, parallelism, local_batch_size=4)
         for rank in run_ranks(2, ten_steps, config):
-            assert rank[0] == pytest.approx(losses, abs=1e-5) and rank[3]
+            assert rank[0] == pytest.approx(losses, abs=1e-5)
+            assert rank[3]
             for adapter, tensor in rank[4].items():
                 torch.testing.assert_close(tensor, adapters[adapter], atol=1e-5, rtol=0)
 
@@ -147,4 +151,5 @@ def test_options_incompatible_with_quantization_are_rejected():
             for p in check(Loaded(tiny_config(lora=on, **sections)))
             if "base_dtype" in str(p)
         ]
-        assert len(problems) == 1 and message in problems[0]
+        assert len(problems) == 1
+        assert message in problems[0]

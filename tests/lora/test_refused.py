@@ -160,7 +160,8 @@ def test_weights_that_changed_under_their_adapters_are_refused(run, tmp_path):
     save(build("llama3", seed=1), tmp_path / "other")
     config = adapter_config(tmp_path / "other", tmp_path / "run", training={"steps": 4})
     line = errors_of(config)
-    assert "does not contain the base weights of the adapters" in line and str(run / "base") in line
+    assert "does not contain the base weights of the adapters" in line
+    assert str(run / "base") in line
     step = str(tmp_path / "run" / "checkpoint" / "step-2")
     assert (
         cli.main(
@@ -224,7 +225,8 @@ def test_unsupported_options_of_a_peft_folder_are_rejected(run, tmp_path, fields
     damage(tmp_path / "peft", **fields)
     with pytest.raises(ConfigError) as caught:
         PeftFolder(tmp_path / "peft", llama3, shape_of(run))
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def shape_of(run):

@@ -41,14 +41,16 @@ def run(base, tmp_path_factory):
     config = adapter_config(base, folder, checkpoint={"interval": 2})
     train(1, config, stop_after=2)
     ended = train(1, config)[0]
-    assert ended.error is None and len(ended.losses) == 2
+    assert ended.error is None
+    assert len(ended.losses) == 2
     return folder, ended
 
 
 def test_a_checkpoint_contains_only_adapters_and_their_optimizer(run):
     stored = manifest.read(run[0] / "checkpoint" / "step-4")
     names = {name for name in stored.tensors if name.startswith("model.")}
-    assert names and all(is_adapter(name) for name in names)
+    assert names
+    assert all(is_adapter(name) for name in names)
     adapters = sum(
         4 * torch.Size(t.shape).numel() for n, t in stored.tensors.items() if n.startswith("model.")
     )
@@ -136,11 +138,9 @@ def test_peft_opens_the_export_with_the_same_logits(run, base, tmp_path):
     ]
     assert cli.main(arguments) == 0
     fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert (
-        fields["peft_type"] == "LORA"
-        and fields["task_type"] == "CAUSAL_LM"
-        and fields["bias"] == "none"
-    )
+    assert fields["peft_type"] == "LORA"
+    assert fields["task_type"] == "CAUSAL_LM"
+    assert fields["bias"] == "none"
     assert fields["base_model_name_or_path"] == str(base)
     assert (fields["r"], fields["lora_alpha"], fields["use_rslora"]) == (4, 8.0, False)
     assert fields["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
@@ -213,7 +213,8 @@ def test_dora_matches_peft_and_merges_equally(base, base_dtype, tmp_path):
         "base_dtype": base_dtype,
     }
     ended = train(1, adapter_config(base, tmp_path / "run", lora=lora))[0]
-    assert ended.error is None and ended.losses[-1] < ended.losses[0]
+    assert ended.error is None
+    assert ended.losses[-1] < ended.losses[0]
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     unmerged = logits(open_model(tmp_path / "run").model, 260)
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
@@ -246,7 +247,8 @@ def test_every_family_trains_adapters_and_merges_them(family, tmp_path):
         )
         config = dataclasses.replace(config, checkpoint=checkpoint)
     ended = train(1, config)[0]
-    assert ended.error is None and ended.losses[-1] < ended.losses[0]
+    assert ended.error is None
+    assert ended.losses[-1] < ended.losses[0]
     checkpoint = tmp_path / "run" / "checkpoint" / "step-4"
     unmerged = logits(open_model(tmp_path / "run").model, FAMILIES[family][1]["vocab_size"])
     assert cli.main(["merge", str(checkpoint), "--to", str(tmp_path / "merged")]) == 0
@@ -273,7 +275,8 @@ def test_frozen_weights_and_router_biases_stay_unchanged(tmp_path):
     folder = save(build("deepseek_v3"), tmp_path / "base")
     config = adapter_config(folder, tmp_path / "run", training={"steps": 10})
     [(changed, before)] = run_ranks(1, changed_by_ten_steps, config)
-    assert changed and all(is_adapter(name) for name in changed)
+    assert changed
+    assert all(is_adapter(name) for name in changed)
     assert cli.main(["import", str(folder), "--to", str(tmp_path / "imported")]) == 0
     stored = manifest.read(tmp_path / "imported")
     assert {name for name in before if not is_adapter(name)} == stored.tensors.keys()

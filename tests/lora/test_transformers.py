@@ -236,9 +236,8 @@ def test_adapters_written_by_peft_survive_a_round_trip(tmp_path: Path) -> None:
     expected, actual = (
         load_file(tmp_path / side / "adapter_model.safetensors") for side in ("theirs", "ours")
     )
-    assert expected.keys() == actual.keys() and all(
-        torch.equal(expected[key], actual[key]) for key in expected
-    )
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[key], actual[key]) for key in expected)
     configs = [
         json.loads((tmp_path / side / "adapter_config.json").read_text())
         for side in ("theirs", "ours")

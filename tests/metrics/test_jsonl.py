@@ -119,7 +119,8 @@ def test_folder_that_cannot_be_created_is_a_warning(tmp_path, caplog):
     file = JsonlFile(tmp_path / "run" / "metrics.jsonl", 0)
     file.write({"step": 1})
     file.close()
-    assert "training continues" in caplog.text and file.num_lost == 1
+    assert "training continues" in caplog.text
+    assert file.num_lost == 1
 
 
 TORN = ["", '{"step": 9', "[1]\n", "\x00\x00", '{"step": 3}\n', '{"step": 100000}\n', "\n"]
@@ -136,12 +137,14 @@ def test_only_the_end_of_a_large_file_is_read_with_the_same_result(
     tmp_path, monkeypatch, gaps, start, tail, tail_bytes
 ):
     """Reading the entire file is the reference. The file has valid records, followed by torn lines of a crash."""
-    steps_written, step = [], 0
+    steps_written = []
+    step = 0
     for gap in gaps:
         step += gap
         steps_written.append(step)
     content = "".join(f'{{"step": {s}, "loss": {s / 7}}}\n' for s in steps_written) + "".join(tail)
-    small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
+    small = tmp_path / "small.jsonl"
+    large = tmp_path / "large.jsonl"
     small.write_text(content)
     large.write_text(content)
     monkeypatch.setattr(metrics_jsonl, "_LARGE_BYTES", 2**40)
@@ -154,7 +157,8 @@ def test_only_the_end_of_a_large_file_is_read_with_the_same_result(
     assert all(json.loads(line) for line in large.read_text().splitlines() if line), (
         "a line is torn"
     )
-    assert history == sorted(set(history)) and set(history) <= set(expected)
+    assert history == sorted(set(history))
+    assert set(history) <= set(expected)
     if expected:
         assert history[-1] == expected[-1]
 
@@ -168,7 +172,8 @@ def test_history_of_a_large_file_is_thinned_and_its_end_truncated_in_place(tmp_p
     history = [record["step"] for record in JsonlFile(path, 15_000).history]
     assert path.stat().st_ino == inode
     assert steps(path) == list(range(1, 15_001))
-    assert (history[0], history[-1]) == (1, 15_000) and 2000 < len(history) <= 2502
+    assert (history[0], history[-1]) == (1, 15_000)
+    assert 2000 < len(history) <= 2502
     JsonlFile(path, 0)
     assert not path.exists() and len(list(tmp_path.iterdir())) == 1, (
         "the history of the earlier run was not renamed"

@@ -66,7 +66,8 @@ def test_loss_is_the_mean_over_tokens_and_max_loss_the_worst_rank(tmp_path, kit)
     # a pipeline. Step 1 is its own window and must not leak into the next.
     sums = {0: [5.0, 10.0, 2.0], 1: [7.0, 30.0, 60.0], 2: [0.0, 0.0, 0.0]}
     tokens = {0: [1, 10, 5], 1: [1, 20, 10], 2: [0, 0, 0]}
-    ranks, logged = kit.Ranks(3), {}
+    ranks = kit.Ranks(3)
+    logged = {}
 
     def play(rank):
         facts = kit.facts(rank=rank, world_size=3, is_writer=rank == 1, total_steps=3)
@@ -136,7 +137,8 @@ def test_a_window_without_tokens_has_no_loss_and_does_not_fail(kit):
     window = MeterWindow(kit.Clock())
     window.add(torch.zeros(()), 0, 0, 0.0)
     means = window.read(kit.OneRank())
-    assert math.isnan(means.loss) and math.isnan(means.max_loss)
+    assert math.isnan(means.loss)
+    assert math.isnan(means.max_loss)
     assert means.tokens_per_second == 0
 
 
@@ -151,7 +153,8 @@ def test_steps_without_targets_are_named_and_counted(tmp_path, kit, caplog):
     assert [line["steps_without_targets"] for line in records(tmp_path)] == [1, 1, 2, 2]
     assert caplog.text.count("loss: no targets") == 2
     assert caplog.text.count("loss:  1.00000") == 2
-    assert "loss 1.0000 -> 1.0000" in caplog.text and "nan" not in caplog.text
+    assert "loss 1.0000 -> 1.0000" in caplog.text
+    assert "nan" not in caplog.text
 
 
 def test_paused_time_is_not_step_time(tmp_path, kit):
@@ -194,10 +197,8 @@ def test_unknown_device_has_no_mfu_and_reports_it(tmp_path, kit, caplog):
     with caplog.at_level("INFO", logger="shardtrain"):
         kit.run(tmp_path, 1)
     assert records(tmp_path)[0]["mfu"] is None
-    assert (
-        "the bfloat16 peak of AMD EPYC is unknown" in caplog.text
-        and "metrics.peak_flops" in caplog.text
-    )
+    assert "the bfloat16 peak of AMD EPYC is unknown" in caplog.text
+    assert "metrics.peak_flops" in caplog.text
 
 
 def test_a_known_device_has_its_mfu_from_the_table(tmp_path, kit):
@@ -258,7 +259,8 @@ def test_summary_contains_steps_losses_tokens_speed_and_files(tmp_path, kit, cap
 def test_finished_run_reports_it_and_the_option_to_increase(tmp_path, kit, caplog):
     with caplog.at_level("INFO", logger="shardtrain"):
         kit.run(tmp_path, 4, start_step=4, total_steps=4)
-    assert "finished at step 4" in caplog.text and "steps 5 to 4" not in caplog.text
+    assert "finished at step 4" in caplog.text
+    assert "steps 5 to 4" not in caplog.text
     assert (
         "the run had already finished at step 4: to continue, increase training.steps"
         in caplog.text

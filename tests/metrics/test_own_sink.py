@@ -110,4 +110,5 @@ def test_invalid_sink_file_is_refused_in_one_line_before_ranks_start(
         == 2
     )
     (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "my_sink.py" in line]
-    assert "metrics.sinks" in line and message in line
+    assert "metrics.sinks" in line
+    assert message in line

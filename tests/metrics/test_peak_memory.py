@@ -46,6 +46,7 @@ def test_cuda_peaks_see_a_real_allocation():
     peak_memory.read_peak("cuda")
     block = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
     del block
-    first, second = peak_memory.read_peak("cuda"), peak_memory.read_peak("cuda")
+    first = peak_memory.read_peak("cuda")
+    second = peak_memory.read_peak("cuda")
     assert first.max_active_gib >= gib(256 * 2**20)
     assert second.max_active_gib < first.max_active_gib

@@ -187,7 +187,8 @@ def test_failing_write_is_one_warning_and_closes_the_sink(
     atomic_io.guard()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert f"cannot write TensorBoard files in {tmp_path}/run/tb" in caplog.text
-    assert "training continues without them" in caplog.text and "\n" not in caplog.messages[0]
+    assert "training continues without them" in caplog.text
+    assert "\n" not in caplog.messages[0]
     assert capfd.readouterr() == ("", ""), "a thread printed a traceback"
 
 
@@ -216,7 +217,8 @@ def test_a_missing_package_is_an_error_and_not_an_empty_folder(tmp_path, monkeyp
 def test_a_long_history_is_thinned_evenly_and_keeps_its_ends(count):
     records = [{"step": step} for step in range(count)]
     steps = [record["step"] for record in tensorboard.thinned(records)]
-    assert len(steps) == min(count, tensorboard.REPLAYED) and steps == sorted(set(steps))
+    assert len(steps) == min(count, tensorboard.REPLAYED)
+    assert steps == sorted(set(steps))
     if count:
         assert (steps[0], steps[-1]) == (0, count - 1)
         gaps = {after - before for before, after in itertools.pairwise(steps)}

@@ -55,7 +55,8 @@ def test_mlflow_receives_metrics_and_options_and_a_resumed_run_continues(
     losses = [
         (metric.step, metric.value) for metric in store.get_metric_history(run.info.run_id, "loss")
     ]
-    assert [step for step, _ in losses] == [1, 5, 10] and losses[0][1] == 1.0
+    assert [step for step, _ in losses] == [1, 5, 10]
+    assert losses[0][1] == 1.0
     everything = b"".join(
         path.read_bytes() for path in (tmp_path / "mlruns").rglob("*") if path.is_file()
     )
@@ -73,7 +74,8 @@ def test_trackio_stores_metrics_in_files_of_the_run(tmp_path, kit) -> None:
     assert len(files) == 1, list((run / "trackio").rglob("*"))
     with sqlite3.connect(files[0]) as data:
         rows = data.execute("select run_name, step, metrics from metrics order by step").fetchall()
-    assert [row[1] for row in rows] == [1, 5, 10] and {row[0] for row in rows} == {"my_run"}
+    assert [row[1] for row in rows] == [1, 5, 10]
+    assert {row[0] for row in rows} == {"my_run"}
     assert b'"loss":1.0' in bytes(rows[0][2]).replace(b" ", b"")
 
 

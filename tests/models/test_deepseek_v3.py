@@ -109,7 +109,8 @@ def test_yarn_keeps_high_frequencies_and_scales_low_ones() -> None:
     turns = 4096 * plain / (2 * math.pi)
     assert torch.equal(yarn[turns > 40], plain[turns > 40])
     torch.testing.assert_close(yarn[turns < 0.7], plain[turns < 0.7] / 40.0)
-    assert (yarn <= plain).all() and (yarn >= plain / 40 * 0.999).all()
+    assert (yarn <= plain).all()
+    assert (yarn >= plain / 40 * 0.999).all()
     torch.testing.assert_close(
         YarnAngles(64, 10000.0, 1.0, 4096, 32.0, 1.0).inverse_frequencies(), plain
     )

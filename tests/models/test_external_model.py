@@ -262,9 +262,8 @@ def test_each_unknown_override_is_reported() -> None:
     with pytest.raises(ConfigError, match="not a field of the model's Config") as error:
         shape_of(find("llama3"), "8B", {"dims": 3, "layers": 4, "dim": 8}, "rmsnorm")
     assert len(error.value.problems) == 2
-    assert "model.overrides.dims=3" in str(error.value) and "model.overrides.layers=4" in str(
-        error.value
-    )
+    assert "model.overrides.dims=3" in str(error.value)
+    assert "model.overrides.layers=4" in str(error.value)
 
 
 def test_overrides_take_precedence_over_the_flavor_and_the_norm_is_set() -> None:

@@ -157,7 +157,8 @@ def test_initial_residual_projections_decrease_with_depth(depth_init: bool) -> N
             [0.02 / (2 * (i + 1 if depth_init else 6)) ** 0.5 for i in range(6)]
         )
     assert draws["layers.3.attn.wq.weight"].std == 0.02
-    assert draws["head.weight"].std == 256**-0.5 and draws["head.weight"].cutoff == 3.0
+    assert draws["head.weight"].std == 256**-0.5
+    assert draws["head.weight"].cutoff == 3.0
     assert (
         draws["norm.weight"].distribution
         == draws["layers.0.attn_norm.weight"].distribution
@@ -171,7 +172,8 @@ def test_models_are_causal(family: str) -> None:
     tokens, positions = inputs()
     changed = tokens.clone()
     changed[:, 8] = (changed[:, 8] + 1) % SHAPE["vocab_size"]
-    before, after = model(tokens, positions), model(changed, positions)
+    before = model(tokens, positions)
+    after = model(changed, positions)
     # not bitwise: rounding of an expert's matmul may depend on its number of tokens
     torch.testing.assert_close(after[:, :8], before[:, :8], atol=1e-6, rtol=1e-5)
     assert (before[:, 8:] - after[:, 8:]).abs().amax(dim=(0, 2)).min() > 1e-4
@@ -186,7 +188,8 @@ def test_encoder_attends_in_both_directions_only_within_a_document() -> None:
         dim=(0, 2)
     ).min() > 1e-6
     documents = (positions >= 8).long()
-    before, after = model(tokens, positions, documents), model(changed, positions, documents)
+    before = model(tokens, positions, documents)
+    after = model(changed, positions, documents)
     assert torch.equal(before[:, :8], after[:, :8])
     torch.testing.assert_close(
         before[:, :8], model(tokens[:, :8], positions[:, :8]), atol=1e-6, rtol=1e-5

@@ -77,7 +77,8 @@ def test_logits_match_hugging_face(variant: str, tmp_path: Path) -> None:
 @torch.no_grad()
 def test_each_mechanism_changes_logits(tmp_path: Path) -> None:
     folder = save(build_theirs("gpt_oss"), tmp_path / "hf")
-    model, config = native_model(folder), recognise(folder).config
+    model = native_model(folder)
+    config = recognise(folder).config
     expected_BTV = model(*rows())
     changes = {"sliding_window": 0, "rope_factor": 1.0, "swiglu_limit": 0.5, "swiglu_alpha": 1.0}
     for name, value in changes.items():
@@ -128,14 +129,16 @@ def test_different_order_of_layers_uses_transformers(tmp_path: Path) -> None:
         json.dumps({**fields, "layer_types": ["full_attention", "sliding_attention"]})
     )
     description = recognise(folder)
-    assert description.name == "transformers" and "layer_types" in description.notices[0]
+    assert description.name == "transformers"
+    assert "layer_types" in description.notices[0]
 
 
 def packed_folder(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     """Return a folder with MXFP4 experts, like the published gpt-oss, and the weights transformers reads from it."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     folder = save(build_theirs("gpt_oss", hidden_size=64, intermediate_size=32), tmp_path / "hf")
-    tensors, expected = load_file(folder / "model.safetensors"), {}
+    tensors = load_file(folder / "model.safetensors")
+    expected = {}
     generator = torch.Generator().manual_seed(3)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
@@ -176,7 +179,8 @@ def test_mxfp4_weights_match_transformers(tmp_path: Path) -> None:
 
 def test_mxfp4_weights_are_exported_dequantized(tmp_path: Path) -> None:
     folder, expected = packed_folder(tmp_path)
-    checkpoint, back = str(tmp_path / "checkpoint"), tmp_path / "back"
+    checkpoint = str(tmp_path / "checkpoint")
+    back = tmp_path / "back"
     assert main(["import", str(folder), "--to", checkpoint, "--check", "weights"]) == 0
     assert main(["export", checkpoint, "--to", str(back), "--check", "logits"]) == 0
     assert "quantization_config" not in json.loads((back / "config.json").read_text())

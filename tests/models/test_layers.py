@@ -106,7 +106,8 @@ def test_rotary_angles_match_transformers() -> None:
 def test_angles_are_float32_cosines_and_sines_of_position_times_frequency() -> None:
     positions = torch.tensor([[0, 1, 5], [100, 7, 7]])
     cos, sin = RotaryAngles(8, 1e4)(positions)
-    assert cos.shape == sin.shape == (2, 3, 1, 4) and cos.dtype == sin.dtype == torch.float32
+    assert cos.shape == sin.shape == (2, 3, 1, 4)
+    assert cos.dtype == sin.dtype == torch.float32
     angle = 100 * rotary_reference(8, 1e4, "none")[1]
     assert cos[1, 0, 0, 1].item() == pytest.approx(math.cos(angle), abs=1e-5)
     assert sin[1, 0, 0, 1].item() == pytest.approx(math.sin(angle), abs=1e-5)
@@ -115,9 +116,8 @@ def test_angles_are_float32_cosines_and_sines_of_position_times_frequency() -> N
 
 
 def test_rotary_angles_have_no_tensors() -> None:
-    assert not RotaryAngles(8, 1e4).state_dict(keep_vars=True) and not list(
-        RotaryAngles(8, 1e4).buffers()
-    )
+    assert not RotaryAngles(8, 1e4).state_dict(keep_vars=True)
+    assert not list(RotaryAngles(8, 1e4).buffers())
 
 
 def test_rotation_acts_on_pairs_half_a_head_apart_and_keeps_norms_and_dtype() -> None:
@@ -139,7 +139,9 @@ def test_rotation_acts_on_pairs_half_a_head_apart_and_keeps_norms_and_dtype() ->
 
 def attention_reference(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
     """Causal attention in float64, one query of one head at a time."""
-    q, k, v = q_BTNH.double(), k_BTKH.double(), v_BTKH.double()
+    q = q_BTNH.double()
+    k = k_BTKH.double()
+    v = v_BTKH.double()
     out = torch.zeros_like(q)
     heads_per_key = q.size(2) // k.size(2)
     for b in range(q.size(0)):
@@ -159,7 +161,8 @@ def test_attention_core_is_causal_softmax_over_grouped_heads(
     torch.manual_seed(0)
     q = torch.randn(2, 7, num_heads, 8, requires_grad=True)
     k, v = (torch.randn(2, 7, num_kv_heads, 8, requires_grad=True) for _ in range(2))
-    out, expected = AttentionCore()(q, k, v), attention_reference(q, k, v)
+    out = AttentionCore()(q, k, v)
+    expected = attention_reference(q, k, v)
     torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)
     coefficients = torch.randn_like(out)
     gradients = torch.autograd.grad((out * coefficients).sum(), (q, k, v))
@@ -168,13 +171,15 @@ def test_attention_core_is_causal_softmax_over_grouped_heads(
 
 
 def test_attention_core_has_no_weights() -> None:
-    assert not list(AttentionCore().parameters()) and not list(AttentionCore().buffers())
+    assert not list(AttentionCore().parameters())
+    assert not list(AttentionCore().buffers())
 
 
 def test_attention_derives_head_counts_from_weights() -> None:
     """Weights of half of the heads compute the contribution of these heads, as tensor parallelism requires."""
     torch.manual_seed(0)
-    x, angles = torch.randn(2, 5, 16), RotaryAngles(4, 1e4)(torch.arange(5)[None])
+    x = torch.randn(2, 5, 16)
+    angles = RotaryAngles(4, 1e4)(torch.arange(5)[None])
     full_attention = Attention(16, num_heads=4, num_kv_heads=2, head_dim=4)
     parts = []
     for part in range(2):
@@ -190,7 +195,8 @@ def test_attention_derives_head_counts_from_weights() -> None:
 
 def test_feed_forward_is_swiglu() -> None:
     torch.manual_seed(0)
-    ffn, x = FeedForward(8, 12), torch.randn(2, 3, 8)
+    ffn = FeedForward(8, 12)
+    x = torch.randn(2, 3, 8)
     w1, w2, w3 = (ffn.get_submodule(name).weight.double() for name in ("w1", "w2", "w3"))
     gate = x.double() @ w1.T
     expected = (gate / (1 + (-gate).exp()) * (x.double() @ w3.T)) @ w2.T
@@ -200,7 +206,8 @@ def test_feed_forward_is_swiglu() -> None:
 @pytest.mark.parametrize("norm_type", ["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"])
 def test_norms_follow_their_formula_and_have_their_parameters(norm_type: str) -> None:
     torch.manual_seed(0)
-    norm, x = build_norm(norm_type, 16, 1e-5), torch.randn(3, 16, requires_grad=True)
+    norm = build_norm(norm_type, 16, 1e-5)
+    x = torch.randn(3, 16, requires_grad=True)
     names = {name for name, _ in norm.named_parameters()}
     assert names == (set() if norm_type == "np_layernorm" else {"weight"})
     if names:

@@ -83,7 +83,8 @@ def test_logits_match_hugging_face(variant: str, tmp_path: Path) -> None:
 def test_each_mechanism_changes_logits(tmp_path: Path) -> None:
     """Without each of the mechanisms, logits differ, so the comparison above covers them."""
     folder = save(build_theirs("llama4"), tmp_path / "hf")
-    model, config = native_model(folder), recognise(folder).config
+    model = native_model(folder)
+    config = recognise(folder).config
     expected_BTV = model(*rows())
     changes = {
         "attention_chunk_size": 0,
@@ -141,24 +142,22 @@ def test_text_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     reference, folder = multimodal_folder(tmp_path)
     description = recognise(folder)
-    assert description.name == "llama4" and any(
-        "vision_config" in notice for notice in description.notices
-    )
+    assert description.name == "llama4"
+    assert any("vision_config" in notice for notice in description.notices)
     torch.testing.assert_close(
         native_model(folder)(*rows()), reference(rows()[0]).logits, atol=1e-5, rtol=1e-5
     )
-    checkpoint, back = str(tmp_path / "checkpoint"), tmp_path / "back"
+    checkpoint = str(tmp_path / "checkpoint")
+    back = tmp_path / "back"
     assert main(["import", str(folder), "--to", checkpoint, "--check", "weights"]) == 0
     assert main(["export", checkpoint, "--to", str(back), "--check", "logits"]) == 0
     exported_config = json.loads((back / "config.json").read_text())
-    assert (
-        exported_config["architectures"] == ["Llama4ForCausalLM"]
-        and exported_config["model_type"] == "llama4_text"
-    )
-    before, after = reference.state_dict(), load_file(back / "model.safetensors")
-    assert before.keys() == after.keys() and all(
-        torch.equal(before[name], after[name]) for name in before
-    )
+    assert exported_config["architectures"] == ["Llama4ForCausalLM"]
+    assert exported_config["model_type"] == "llama4_text"
+    before = reference.state_dict()
+    after = load_file(back / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +177,8 @@ def test_different_order_of_layers_uses_transformers(
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, **changes}))
     description = recognise(folder)
-    assert description.name == "transformers" and reason in description.notices[0]
+    assert description.name == "transformers"
+    assert reason in description.notices[0]
 
 
 PUBLISHED: dict[str, Any] = {
@@ -238,7 +238,8 @@ def test_published_configurations_match_the_flavors(
         flavor,
         {},
     )
-    assert len(description.notices) == 1 and "vision_config" in description.notices[0]
+    assert len(description.notices) == 1
+    assert "vision_config" in description.notices[0]
 
 
 def test_flops_of_attention_within_chunks_count_only_the_chunk() -> None:

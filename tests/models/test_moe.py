@@ -16,7 +16,9 @@ from shardtrain.ops.cpu import expert_mix
 from shardtrain.ops.row_order import Choice, Groups, inverse_of, permute, repeat_and_permute
 from shardtrain.ops.targets import FILLER_DOCUMENT
 
-DIM, FFN, EXPERTS = 16, 12, 8
+DIM = 16
+FFN = 12
+EXPERTS = 8
 ROUTINGS = {
     "softmax": Routing(EXPERTS, 2),
     "softmax, not normalized": Routing(EXPERTS, 3, route_norm=False),
@@ -45,7 +47,8 @@ def tokens(batch: int = 2, length: int = 11, dtype: torch.dtype = torch.float64)
 
 def plain(moe: MoE, x_BTD: Tensor) -> Tensor:
     """Reference: loop over tokens and experts, by the formulas in the papers."""
-    r, out = moe.routing, []
+    r = moe.routing
+    out = []
     for x_D in x_BTD.flatten(0, 1):
         logits_E = moe.router.gate.weight @ x_D
         scores_E = (
@@ -65,7 +68,9 @@ def plain(moe: MoE, x_BTD: Tensor) -> Tensor:
         y_D = torch.zeros_like(x_D)
         for e in chosen:
             weight = scores_E[e] / norm * r.route_scale
-            w1, w2, w3 = moe.experts.w1[e], moe.experts.w2[e], moe.experts.w3[e]
+            w1 = moe.experts.w1[e]
+            w2 = moe.experts.w2[e]
+            w3 = moe.experts.w3[e]
             input_D = x_D * weight if r.score_before_experts else x_D
             expert_D = w2 @ (F.silu(w1 @ input_D) * (w3 @ input_D))
             y_D = y_D + (expert_D if r.score_before_experts else expert_D * weight)
@@ -179,9 +184,8 @@ def test_every_row_has_a_place_and_sizes_are_few() -> None:
         order = places.order_E if by_size else torch.arange(EXPERTS)
         # Each size covers the rows of its expert. It is a multiple of a power of two of at most an eighth of the mean:
         # 16, or 8 if experts are sorted
-        assert bool((sizes >= torch.tensor(counts)[order]).all()) and bool(
-            (sizes % (8 if by_size else 16) == 0).all()
-        )
+        assert bool((sizes >= torch.tensor(counts)[order]).all())
+        assert bool((sizes % (8 if by_size else 16) == 0).all())
         assert places.num_places == int(sizes.sum())
         assert (
             sizes.tolist()
@@ -258,7 +262,8 @@ def test_fused_experts_are_as_accurate_in_16_bits(
     for exact_value, fused_value, separate_value in zip(exact, fused, separate, strict=True):
         fused_error = float((fused_value.double() - exact_value).norm() / exact_value.norm())
         separate_error = float((separate_value.double() - exact_value).norm() / exact_value.norm())
-        assert fused_error <= 1.05 * separate_error and separate_error < 0.01
+        assert fused_error <= 1.05 * separate_error
+        assert separate_error < 0.01
 
 
 @pytest.mark.parametrize("by_size", [False, True])
@@ -319,7 +324,8 @@ def test_cases_that_the_fused_function_does_not_support_run_step_by_step(
 
 
 def test_tokens_are_independent() -> None:
-    moe, x = block(ROUTINGS["groups"], 20), tokens()
+    moe = block(ROUTINGS["groups"], 20)
+    x = tokens()
     changed = x.clone()
     changed[1, 3] += 1.0
     torch.testing.assert_close(moe(changed)[0], moe(x)[0])
@@ -368,7 +374,8 @@ def test_router_computes_in_float32_for_any_input_dtype() -> None:
 
 
 def test_bias_changes_the_choice_and_not_the_weights() -> None:
-    moe, x = block(ROUTINGS["biased choice"]), tokens()
+    moe = block(ROUTINGS["biased choice"])
+    x = tokens()
     moe.router.expert_bias.zero_()
     moe.router.expert_bias[5] = 10.0
     logits, scores, chosen = moe.router(x)
@@ -380,7 +387,8 @@ def test_bias_changes_the_choice_and_not_the_weights() -> None:
 
 
 def test_only_experts_of_the_best_groups_are_chosen_even_with_negative_biased_scores() -> None:
-    moe, x = block(dataclasses.replace(ROUTINGS["groups"], load_balance_coeff=1e-3)), tokens()
+    moe = block(dataclasses.replace(ROUTINGS["groups"], load_balance_coeff=1e-3))
+    x = tokens()
     moe.router.expert_bias.fill_(-5.0)
     _, _, chosen = moe.router(x)
     for experts in chosen.flatten(0, 1).tolist():
@@ -398,7 +406,8 @@ def test_forced_balance_assigns_experts_in_turn() -> None:
 
 def expected_balance_loss(moe: MoE, x_BTD: Tensor) -> Tensor:
     """DeepSeek-V3 equations 17 to 20 per sequence, times its tokens, plus the z-loss of each token."""
-    r, total = moe.routing, torch.zeros((), dtype=x_BTD.dtype)
+    r = moe.routing
+    total = torch.zeros((), dtype=x_BTD.dtype)
     for x_TD in x_BTD:
         logits_TE = x_TD @ moe.router.gate.weight.T
         scores_TE = logits_TE.softmax(-1) if r.score_func == "softmax" else logits_TE.sigmoid()
@@ -438,7 +447,8 @@ def test_balance_losses_add_their_weighted_gradients(
 
 
 def test_balance_losses_do_not_depend_on_batching() -> None:
-    moe, x = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3, z_loss_coeff=0.1)), tokens(4)
+    moe = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3, z_loss_coeff=0.1))
+    x = tokens(4)
     moe.balance.loss_weight = torch.tensor(0.1)
     gradients_of_batchings = []
     for size in (4, 1):
@@ -455,7 +465,8 @@ def test_balance_losses_do_not_depend_on_batching() -> None:
 @pytest.mark.parametrize("shared", [0, 12])
 def test_padding_after_a_text_changes_no_gradient_and_no_load(shared: int) -> None:
     routing = Routing(EXPERTS, 2, balance_loss_coeff=0.3, z_loss_coeff=0.1, load_balance_coeff=1e-3)
-    x_BTD, lengths = tokens(3), (11, 6, 1)
+    x_BTD = tokens(3)
+    lengths = (11, 6, 1)
     results = []
     for padded in (True, False):
         moe = block(routing, shared)
@@ -480,7 +491,8 @@ def test_row_of_only_padding_has_no_balance_loss() -> None:
     moe = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3, z_loss_coeff=0.1))
     moe.balance.loss_weight = torch.tensor(1.0)
     (moe(tokens(), torch.full((2, 11), FILLER_DOCUMENT)) * 0.0).sum().backward()
-    assert float(moe.balance.loss_sum) == 0.0 and int(moe.balance.count_E.sum()) == 0
+    assert float(moe.balance.loss_sum) == 0.0
+    assert int(moe.balance.count_E.sum()) == 0
     assert all(bool((p.grad == 0).all()) for p in moe.parameters())
 
 
@@ -497,7 +509,8 @@ def test_tokens_are_counted_once_with_recomputation_and_never_in_evaluation(
     at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_mix, "_MANY_ROWS", 0 if at_once else 64)
-    moe, x = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3)), tokens()
+    moe = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3))
+    x = tokens()
     moe.balance.loss_weight = torch.tensor(1.0)
     with torch.no_grad():
         moe(x)
@@ -509,7 +522,8 @@ def test_tokens_are_counted_once_with_recomputation_and_never_in_evaluation(
         ).sum().backward()
         assert torch.equal(moe.balance.count_E, expected * times)
     moe.balance.reset()
-    assert moe.balance.count_E is None and moe.balance.loss_sum is None
+    assert moe.balance.count_E is None
+    assert moe.balance.loss_sum is None
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,15 @@ from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.utils.errors import ConfigError
 
-STEPS, BATCH = 2, 4
+STEPS = 2
+BATCH = 4
 
 TP, CP, PP, EP = (
     {f"{axis}_degree": 2}
     for axis in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
 )
-RING, ULYSSES = (
-    {"context_parallel_rotate_method": "alltoall"},
-    {"context_parallel_method": "ulysses"},
-)
+RING = {"context_parallel_rotate_method": "alltoall"}
+ULYSSES = {"context_parallel_method": "ulysses"}
 IN_ORDER = {"context_parallel_load_balancer": "none"}
 PIPED = {
     **PP,

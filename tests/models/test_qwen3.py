@@ -56,7 +56,8 @@ def test_the_layout_fits_every_module(name: str, extra: dict[str, float]) -> Non
     module = find(name)
     flavor = next(iter(module.FLAVORS))
     model = build(module, shape_of(module, flavor, {**TINY, **extra}, "rmsnorm"))
-    paths, names = [n for n, _ in model.named_modules()], [n for n, _ in model.named_parameters()]
+    paths = [n for n, _ in model.named_modules()]
+    names = [n for n, _ in model.named_parameters()]
     assert check(module.LAYOUT, paths, names) == []
 
 

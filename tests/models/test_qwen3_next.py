@@ -70,7 +70,8 @@ def weights_of(
     found = {}
     for name, parameter in ours.named_parameters():
         place = NEXT.HUB.source(name, config)
-        assert place is not None and not isinstance(place, MergedExperts)
+        assert place is not None
+        assert not isinstance(place, MergedExperts)
         if ".experts." in name:
             # their model stacks experts, and gate and up projections
             stack = name.rpartition(".")[0].replace("layers", "model.layers").replace("moe", "mlp")

@@ -51,12 +51,14 @@ def first_step(
     rank: int, config: Config
 ) -> tuple[float, dict[str, Tensor], dict[int, tuple[Tensor, Tensor]]]:
     """Return loss and full gradients of the first step with a folder's weights, and the rows of this rank by sample."""
-    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    run = make_run(rank, config)
+    checkpoints = Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
     rows: dict[int, tuple[Tensor, Tensor]] = {}
     gradients: dict[str, Tensor] = {}
-    work, update = run.runner.forward_backward, run.runner.update
+    work = run.runner.forward_backward
+    update = run.runner.update
 
     def remember(batches: Any, weight: Tensor) -> Tensor:
         for batch in batches:
@@ -139,10 +141,8 @@ def test_random_weights_follow_the_architecture_and_are_equal_on_every_mesh(tmp_
     is_scaled = not transformers.__version__.startswith("5.0.")
     assert abs(float(residual) - 0.02 / math.sqrt(4 if is_scaled else 1)) < 5e-4
     assert abs(float(alone["hf.transformer.wte.weight"].std()) - 0.02) < 5e-4
-    assert (
-        alone["hf.transformer.ln_f.weight"].eq(1).all()
-        and alone["hf.transformer.ln_f.bias"].eq(0).all()
-    )
+    assert alone["hf.transformer.ln_f.weight"].eq(1).all()
+    assert alone["hf.transformer.ln_f.bias"].eq(0).all()
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -177,7 +177,8 @@ def runs_with_resume(rank: int, output: Path) -> list[Any]:
 def test_run_with_dropout_and_recomputation_resumes_bitwise(tmp_path: Path) -> None:
     folder("gpt2")  # created once for all ranks
     for straight, resumed in run_ranks(2, runs_with_resume, tmp_path):
-        assert straight.error is None and resumed.error is None
+        assert straight.error is None
+        assert resumed.error is None
         assert resumed.losses == straight.losses[2:]
         assert_bitwise(resumed.weights, straight.weights)
         assert_bitwise(resumed.optimizer, straight.optimizer)
@@ -187,7 +188,8 @@ def evaluations(rank: int, output: Path) -> list[float]:
     losses = []
     for dropout in (False, True):
         run = make_run(rank, config_for("gpt2", output, overrides={"dropout": dropout}))
-        batch, part = next(run.dataloader), run.runner.parts[0]
+        batch = next(run.dataloader)
+        part = run.runner.parts[0]
         trained = float(run.runner.forward_backward([batch], torch.ones(())))
         part.eval()
         losses += [float(run.runner.evaluate(batch)), trained]
@@ -268,7 +270,8 @@ def test_unsupported_folder_is_a_one_line_error(
     path = copy_with("llama", tmp_path / "folder", **changes)
     with pytest.raises(ConfigError) as raised:
         models.build(module, models.shape_of(module, "folder", {"path": str(path)}, "rmsnorm"))
-    assert re.search(message, str(raised.value)) and "\n" not in str(raised.value)
+    assert re.search(message, str(raised.value))
+    assert "\n" not in str(raised.value)
 
 
 DOCUMENTS = "".join(
@@ -279,10 +282,12 @@ DOCUMENTS = "".join(
 
 def step_over_documents(rank: int, config: Config) -> tuple[float, dict[str, Tensor]]:
     """Return the loss sum and gradients of one step over all documents."""
-    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    run = make_run(rank, config)
+    checkpoints = Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
-    total, targets = 0.0, 0
+    total = 0.0
+    targets = 0
     for batch in (next(run.dataloader) for _ in range(8)):
         total += float(run.runner.forward_backward([batch], torch.ones(())))
         targets += batch.num_targets
@@ -338,7 +343,8 @@ def test_packed_documents_match_padded_ones(name: str, attention: str, tmp_path:
 
 
 def error_about_documents(rank: int, config: Config, deaf: bool) -> str:
-    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    run = make_run(rank, config)
+    checkpoints = Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
     model = run.runner.parts[0]
@@ -390,7 +396,8 @@ def test_network_that_ignores_documents_is_detected_on_its_mesh(deaf: bool, tmp_
     for message in run_ranks(
         2, error_about_documents, config_for("llama", tmp_path, parallelism=degrees), deaf
     ):
-        assert ("is ignored by LlamaForCausalLM" in message) is deaf and "\n" not in message
+        assert ("is ignored by LlamaForCausalLM" in message) is deaf
+        assert "\n" not in message
     half = config_for("llama", tmp_path / "half", training={"mixed_precision_param": "bfloat16"})
     for message in run_ranks(2, error_about_documents, half, deaf):
         assert ("is ignored by LlamaForCausalLM" in message) is deaf

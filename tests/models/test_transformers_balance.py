@@ -83,12 +83,14 @@ class Step:
 
 
 def first_step(rank: int, config: Config) -> Step:
-    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    run = make_run(rank, config)
+    checkpoints = Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
     rows: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
     gradients: dict[str, Tensor] = {}
-    work, update = run.runner.forward_backward, run.runner.update
+    work = run.runner.forward_backward
+    update = run.runner.update
 
     def remember(batches: Any, weight: Tensor) -> Tensor:
         for batch in batches:

@@ -26,7 +26,8 @@ def cuda(monkeypatch):
 
 
 def test_host_has_no_queue_and_needs_no_pinned_memory():
-    assert not accelerator.is_accelerator("cpu") and not accelerator.is_accelerator("meta")
+    assert not accelerator.is_accelerator("cpu")
+    assert not accelerator.is_accelerator("meta")
     assert accelerator.collectives("cpu") == "gloo"
     assert accelerator.of_rank("cpu", 3) == CPU
     assert not accelerator.pins_memory(CPU)
@@ -70,7 +71,8 @@ def test_rank_that_sees_a_single_device_uses_it(devices, counted, place, monkeyp
     if counted:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     device = accelerator.of_rank("cuda", 3)
-    assert device == torch.device("cuda", place) and chosen == [device]
+    assert device == torch.device("cuda", place)
+    assert chosen == [device]
 
 
 @pytest.mark.parametrize(
@@ -88,9 +90,8 @@ def test_kernels_depend_on_the_compute_capability(cuda, capability, flash, group
     assert device_kernels.has_grouped_matmul(CUDA, torch.bfloat16) == grouped
     assert not device_kernels.has_grouped_matmul(CUDA, torch.float32)
     assert device_kernels.has_bfloat16_units(CUDA) == bfloat16
-    assert device_kernels.has_matmul_into_float32(
-        CUDA
-    ) and not device_kernels.has_matmul_into_float32(CPU)
+    assert device_kernels.has_matmul_into_float32(CUDA)
+    assert not device_kernels.has_matmul_into_float32(CPU)
     assert device_kernels.has_grouped_matmul(CPU, torch.float32)
 
 
@@ -170,7 +171,8 @@ def attention_of_grouped_heads():
             out, lse = flash_attention.attend(q, k, v, causal)
             grads = flash_attention.attend_backward(out, q, k, v, out, lse, causal)
             assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
-            assert out.shape == q.shape and lse.shape == (2, 8, 16)
+            assert out.shape == q.shape
+            assert lse.shape == (2, 8, 16)
         return mode.waits
 
 

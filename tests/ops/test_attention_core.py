@@ -14,7 +14,10 @@ from shardtrain.ops import attention_core
 from shardtrain.ops.attention_core import CoreCall
 
 SLOPES = (0.5, 0.25, 0.125, 0.0625)
-N, K, T, H = 4, 2, 13, 8
+N = 4
+K = 2
+T = 13
+H = 8
 GIVEN = CoreCall(((1, T, N, H), (1, T, K, H), (1, T, K, H)), 0, True, False)
 HEADS_FIRST = CoreCall(((1, N, T, H), (1, K, T, H), (1, K, T, H)), 0, True, False)
 
@@ -160,7 +163,8 @@ class NanForSomeHeads(AttentionCore):
 
 def test_core_that_returns_nan_for_some_heads_cannot_be_split() -> None:
     broken = attention_core.broken_when_heads_are_dealt(NanForSomeHeads(), GIVEN)
-    assert broken is not None and "different values for half of its heads" in broken.rule
+    assert broken is not None
+    assert "different values for half of its heads" in broken.rule
 
 
 class NanForTheFirstToken(AttentionCore):
@@ -176,9 +180,11 @@ class NanForTheFirstToken(AttentionCore):
 
 def test_core_that_returns_nan_is_named_as_such() -> None:
     split = attention_core.broken_when_split(NanForTheFirstToken(), GIVEN, seq_len=64)
-    assert split is not None and "NaN or infinity" in split.rule
+    assert split is not None
+    assert "NaN or infinity" in split.rule
     dealt = attention_core.broken_when_heads_are_dealt(NanForTheFirstToken(), GIVEN)
-    assert dealt is not None and "NaN or infinity" in dealt.rule
+    assert dealt is not None
+    assert "NaN or infinity" in dealt.rule
 
 
 def test_window_longer_than_the_rows_is_accepted() -> None:
@@ -195,12 +201,15 @@ def test_heads_that_differ_by_more_than_their_slopes_cannot_be_split() -> None:
             return super().forward(q, k, v, documents_BT)
 
     broken = attention_core.broken_when_heads_are_dealt(FromCount(slopes=True), GIVEN)
-    assert broken is not None and "different values for half of its heads" in broken.rule
+    assert broken is not None
+    assert "different values for half of its heads" in broken.rule
     fixed = attention_core.broken_when_heads_are_dealt(User(slopes=True), GIVEN)
-    assert fixed is not None and "fails with half of its heads" in fixed.rule
+    assert fixed is not None
+    assert "fails with half of its heads" in fixed.rule
 
 
 def test_indivisible_key_heads_are_detected_by_shapes() -> None:
     broken = attention_core.broken_number_of_heads(User(), GIVEN, 4)
-    assert broken is not None and "2 key-value heads, which 4 ranks cannot divide" in broken.rule
+    assert broken is not None
+    assert "2 key-value heads, which 4 ranks cannot divide" in broken.rule
     assert attention_core.broken_number_of_heads(User(), GIVEN, 2) is None

@@ -44,7 +44,8 @@ def test_measurement_under_memory_pressure_is_repeated_after_an_hour(
         "some avg10=23.40 avg60=9.00 avg300=2.10 total=1208791999\nfull avg10=0.00 avg60=0.00\n"
     )
     monkeypatch.setattr(kernel_speed, "_PRESSURE", str(pressure))
-    slow, fast = Kernels(onednn_linear=0.9), Kernels(onednn_linear=2.0)
+    slow = Kernels(onednn_linear=0.9)
+    fast = Kernels(onednn_linear=2.0)
     monkeypatch.setattr(kernel_speed, "measure", lambda: slow)
     assert kernel_speed.remembered_or_measured() == slow
     monkeypatch.setattr(kernel_speed, "measure", lambda: fast)
@@ -90,7 +91,8 @@ def test_unwritable_home_is_not_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_kernel_is_used_if_clearly_faster() -> None:
     kernels = Kernels(onednn_linear=1.04, blocked_attention=1.8)
-    assert not kernels.uses("onednn_linear") and kernels.uses("blocked_attention")
+    assert not kernels.uses("onednn_linear")
+    assert kernels.uses("blocked_attention")
     assert kernels.describe() == "CPU kernels: blocked bfloat16 attention (1.8 x as fast)"
     assert "none of shardtrain's is faster" in chosen_kernels.PYTORCH.describe()
 
@@ -105,9 +107,8 @@ def test_failing_kernel_is_logged_when_measured_and_at_each_start(
     monkeypatch.setattr(logging.getLogger("shardtrain"), "propagate", True)
     with caplog.at_level("WARNING"):
         speeds = kernel_speed.remembered_or_measured()
-    assert speeds.blocked_attention == chosen_kernels.FAILED and not speeds.uses(
-        "blocked_attention"
-    )
+    assert speeds.blocked_attention == chosen_kernels.FAILED
+    assert not speeds.uses("blocked_attention")
     assert [record.message for record in caplog.records] == [
         f"CPU kernels: blocked {name} failed (RuntimeError: no such kernel); using PyTorch's kernel"
         for name in (

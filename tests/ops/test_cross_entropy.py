@@ -34,9 +34,11 @@ def example(
 def float64_reference(logits: Tensor, targets: Tensor, weight: float = 1.0) -> tuple[float, Tensor]:
     """Return the loss sum and its gradient by the definition, token by token."""
     logits = logits.double()
-    total, gradient = 0.0, torch.zeros_like(logits)
+    total = 0.0
+    gradient = torch.zeros_like(logits)
     for place in torch.cartesian_prod(*(torch.arange(size) for size in targets.shape)).tolist():
-        row, target = logits[tuple(place)], int(targets[tuple(place)])
+        row = logits[tuple(place)]
+        target = int(targets[tuple(place)])
         if target == IGNORE:
             continue
         exponentials = (row - row.max()).exp()
@@ -64,7 +66,8 @@ def test_loss_and_gradient_match_the_float64_reference(
     logits, targets = example(dtype)
     loss, gradient = value_and_gradient(logits, targets)
     expected, expected_gradient = float64_reference(logits, targets)
-    assert loss.dtype == torch.float32 and loss.shape == ()
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert gradient.dtype == dtype
     torch.testing.assert_close(
@@ -120,7 +123,8 @@ def test_gradient_is_weighted_before_rounding() -> None:
 def test_huge_logits_do_not_overflow() -> None:
     logits = torch.tensor([[[3e38, -3e38, 0.0]]])
     loss, gradient = value_and_gradient(logits, torch.tensor([[0]]))
-    assert loss.item() == 0.0 and torch.isfinite(gradient).all()
+    assert loss.item() == 0.0
+    assert torch.isfinite(gradient).all()
 
 
 def test_target_outside_the_vocabulary_is_an_error() -> None:
@@ -155,22 +159,24 @@ def test_custom_chunk_function_is_used() -> None:
         return torch.ones(()), torch.full(logits_nV.shape, 2.0) * weight
 
     loss, gradient = value_and_gradient(logits, targets, 0.5, chunk=chunk)
-    assert (
-        chunk_sizes == [18]
-        and loss.item() == 0.5
-        and torch.equal(gradient, torch.ones_like(logits))
-    )
+    assert chunk_sizes == [18]
+    assert loss.item() == 0.5
+    assert torch.equal(gradient, torch.ones_like(logits))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_loss_matches_eager(dtype: torch.dtype) -> None:
-    logits, targets = (example()[0] * 5).to(dtype), example()[1]
+    logits = (example()[0] * 5).to(dtype)
+    targets = example()[1]
     assert (targets == IGNORE).any()
-    logits_NV, targets_N, weight = logits.flatten(0, -2), targets.flatten(), torch.tensor(0.3)
+    logits_NV = logits.flatten(0, -2)
+    targets_N = targets.flatten()
+    weight = torch.tensor(0.3)
     loss, gradient_NV = cross_entropy.chunk_loss(logits_NV, targets_N, weight)
     other_loss, other_NV = cross_entropy.chunk_loss_without_scatter(logits_NV, targets_N, weight)
     assert other_NV.dtype == dtype
-    assert torch.equal(other_loss, loss) and torch.equal(other_NV, gradient_NV.to(dtype))
+    assert torch.equal(other_loss, loss)
+    assert torch.equal(other_NV, gradient_NV.to(dtype))
 
 
 class LargestFloat32(TorchDispatchMode):
@@ -256,7 +262,8 @@ def _check_split(rank: int, num_ranks: int) -> None:
             loss, gradient = value_and_gradient(
                 logits[..., columns], nothing, vocabulary=vocabulary
             )
-            assert loss.item() == 0.0 and not gradient.any()
+            assert loss.item() == 0.0
+            assert not gradient.any()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -17,7 +17,11 @@ from shardtrain.models.layers import AttentionCore
 from shardtrain.ops import attention_scores as scores
 from shardtrain.ops import document_mask
 
-B, T, N, K, H = 2, 24, 4, 2, 8
+B = 2
+T = 24
+N = 4
+K = 2
+H = 8
 CUTS = st.lists(st.sets(st.integers(1, T - 1), max_size=T - 1), min_size=B, max_size=B)
 
 
@@ -37,11 +41,9 @@ def numbers(cuts: list[set[int]], gap: int = 1) -> Tensor:
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor) -> Tensor:
     """Reference: causal grouped-query attention within documents, in float64."""
-    q, k, v = (
-        q.double(),
-        k.double().repeat_interleave(N // K, 2),
-        v.double().repeat_interleave(N // K, 2),
-    )
+    q = q.double()
+    k = k.double().repeat_interleave(N // K, 2)
+    v = v.double().repeat_interleave(N // K, 2)
     scores = torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.size(-1))
     visible = (documents_BT[:, :, None] == documents_BT[:, None, :]) & torch.ones(
         T, T, dtype=torch.bool

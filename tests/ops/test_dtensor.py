@@ -25,14 +25,16 @@ from shardtrain.ops.dtensor import (
 
 def test_plain_tensor_is_one_full_slice() -> None:
     tensor = torch.arange(6.0).view(2, 3)
-    assert local_tensor(tensor) is tensor and to_full(tensor) is tensor
+    assert local_tensor(tensor) is tensor
+    assert to_full(tensor) is tensor
     assert split_axes(tensor) == ()
     assert local_slices(tensor) == (slice(0, 2), slice(0, 3))
 
 
 def test_only_shards_split_a_dimension() -> None:
     assert sharded_dim(Shard(1)) == 1
-    assert sharded_dim(Replicate()) is None and sharded_dim(Partial()) is None
+    assert sharded_dim(Replicate()) is None
+    assert sharded_dim(Partial()) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -42,7 +44,8 @@ def test_squared_norm_covers_all_tensors(dtype) -> None:
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     expected = sum(tensor.double().square().sum() for tensor in tensors)
     result = squared_norm(tensors)
-    assert result.dtype == torch.float64 and result.shape == ()
+    assert result.dtype == torch.float64
+    assert result.shape == ()
     assert result.item() == pytest.approx(expected.item(), rel=1e-12)
 
 

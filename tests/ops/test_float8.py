@@ -37,7 +37,9 @@ def on_grid(x: Tensor, dim: int | None, name: str) -> Tensor:
 def expected(recipe: str, x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output and the gradients of input and weight, in float64."""
     if recipe == "tensorwise":
-        x8, w8, g8 = on_grid(x, None, "e4m3"), on_grid(w, None, "e4m3"), on_grid(g, None, "e5m2")
+        x8 = on_grid(x, None, "e4m3")
+        w8 = on_grid(w, None, "e4m3")
+        g8 = on_grid(g, None, "e5m2")
         return x8 @ w8.T, g8 @ w8, g8.T @ x8
     out = on_grid(x, 1, "e4m3") @ on_grid(w, 1, "e4m3").T
     if recipe == "rowwise":
@@ -57,18 +59,17 @@ def numbers(seed: int, *shape: int) -> Tensor:
 @pytest.mark.parametrize("recipe", list(float8.RECIPES))
 def test_linear_layer_matches_its_rounding_model_in_float64(recipe, dtype):
     """Only float32 sums differ, by 1e-6 of the sum of magnitudes. bfloat16 results are rounded once more."""
-    x, w, g = (
-        numbers(0, 48, 64).to(dtype),
-        numbers(1, 32, 64).to(dtype),
-        numbers(2, 48, 32).to(dtype),
-    )
+    x = numbers(0, 48, 64).to(dtype)
+    w = numbers(1, 32, 64).to(dtype)
+    g = numbers(2, 48, 32).to(dtype)
     layer = torch.nn.Linear(64, 32, bias=False).to(dtype)
     layer.weight.data.copy_(w)
     float8.convert(layer, recipe, emulate=True)
     x.requires_grad_()
     out = layer(x[None])[0]
     out.backward(g)
-    exact, magnitudes = expected(recipe, x.detach(), w, g), (x.detach().abs(), w.abs(), g.abs())
+    exact = expected(recipe, x.detach(), w, g)
+    magnitudes = (x.detach().abs(), w.abs(), g.abs())
     sizes = (
         magnitudes[0] @ magnitudes[1].T,
         magnitudes[2] @ magnitudes[1],
@@ -103,7 +104,8 @@ def test_nonfinite_numbers_are_propagated():
     x[1, 3] = math.inf
     assert float8.rounded(x, None, "e4m3").isnan().all()
     by_row = float8.rounded(x, 1, "e4m3")
-    assert by_row[1].isnan().all() and by_row[[0, 2, 3]].isfinite().all()
+    assert by_row[1].isnan().all()
+    assert by_row[[0, 2, 3]].isfinite().all()
     x[1, 3] = math.nan
     assert float8.rounded(x, 1, "e4m3")[1].isnan().all()
 
@@ -118,28 +120,26 @@ def test_rounding_again_changes_nothing():
 
 def test_other_numbers_of_a_tensor_affect_only_small_numbers():
     x = numbers(0, 64, 64)
-    alone, together = (
-        float8.rounded(x, None, "e4m3"),
-        float8.rounded(torch.cat([x, 5.3 * x]), None, "e4m3")[:64],
-    )
+    alone = float8.rounded(x, None, "e4m3")
+    together = float8.rounded(torch.cat([x, 5.3 * x]), None, "e4m3")[:64]
     large = x.abs() > x.abs().max() * 5.3 * 2.0**-14
-    assert torch.equal(alone[large], together[large]) and not torch.equal(alone, together)
+    assert torch.equal(alone[large], together[large])
+    assert not torch.equal(alone, together)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_experts_match_their_rounding_model(dtype):
     counts = [5, 0, 17, 10]
-    x, g, w = (
-        numbers(0, 32, 16).to(dtype),
-        numbers(1, 32, 24).to(dtype),
-        numbers(2, 4, 24, 16).to(dtype),
-    )
+    x = numbers(0, 32, 16).to(dtype)
+    g = numbers(1, 32, 24).to(dtype)
+    w = numbers(2, 4, 24, 16).to(dtype)
     x.requires_grad_(), w.requires_grad_()
     out = float8.grouped_product(x, torch.tensor(counts), w, moe.product, emulate=True)
     out.backward(g)
     parts = zip(x.detach().split(counts), g.split(counts), w.detach().unbind(), strict=True)
     exact = [expected("rowwise", x_e, w_e, g_e) for x_e, g_e, w_e in parts if len(x_e)]
-    assert w.grad is not None and w.grad[1].eq(0).all()
+    assert w.grad is not None
+    assert w.grad[1].eq(0).all()
     pairs = (
         (out, torch.cat([out for out, _, _ in exact])),
         (x.grad, torch.cat([dx for _, dx, _ in exact])),
@@ -161,14 +161,13 @@ def test_experts_match_their_rounding_model(dtype):
 @pytest.mark.parametrize("recipe", list(float8.RECIPES))
 def test_products_of_a_device_match_emulated_ones(recipe):
     """On a CPU, which supports the scaled matmul of devices too, but sums in a different order."""
-    x, w, g = (
-        numbers(0, 40, 64).bfloat16(),
-        numbers(1, 32, 64).bfloat16(),
-        numbers(2, 40, 32).bfloat16(),
-    )
+    x = numbers(0, 40, 64).bfloat16()
+    w = numbers(1, 32, 64).bfloat16()
+    g = numbers(2, 40, 32).bfloat16()
     results = []
     for emulate in (False, True):
-        x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
+        x_ = x.clone().requires_grad_()
+        w_ = w.clone().requires_grad_()
         out = float8.linear(x_, w_, recipe, emulate)
         out.backward(g)
         results.append((out.detach(), x_.grad, w_.grad))
@@ -180,7 +179,10 @@ def test_products_of_a_device_match_emulated_ones(recipe):
 
 def _grouped_by_contract(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum):
     """Reference for PyTorch's grouped float8 product in float64, by its documentation of layouts and scales."""
-    a, b, scale_a, scale_b = a.double(), b.double(), scale_a.double(), scale_b.double()
+    a = a.double()
+    b = b.double()
+    scale_a = scale_a.double()
+    scale_b = scale_b.double()
     starts = [0, *offs.tolist()]
     if b.ndim == 3:
         parts = zip(starts, starts[1:], b, scale_b, strict=False)
@@ -211,14 +213,14 @@ def test_experts_on_a_device_get_valid_operands(monkeypatch):
 
     original = torch._scaled_grouped_mm
     monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped_mm)
-    count_E, results = torch.tensor([5, 0, 17, 10]), []
-    x, g, w = (
-        numbers(0, 32, 16).bfloat16(),
-        numbers(1, 32, 48).bfloat16(),
-        numbers(2, 4, 48, 16).bfloat16(),
-    )
+    count_E = torch.tensor([5, 0, 17, 10])
+    results = []
+    x = numbers(0, 32, 16).bfloat16()
+    g = numbers(1, 32, 48).bfloat16()
+    w = numbers(2, 4, 48, 16).bfloat16()
     for emulate in (False, True):
-        x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
+        x_ = x.clone().requires_grad_()
+        w_ = w.clone().requires_grad_()
         out = float8.grouped_product(x_, count_E, w_, moe.product, emulate)
         out.backward(g)
         results.append((out.detach(), x_.grad, w_.grad))

@@ -16,7 +16,11 @@ from shardtrain.ops.gated_delta_net import (
     unit_length,
 )
 
-ROWS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 2, 6, 5, 3
+ROWS = 2
+KEY_HEADS = 2
+HEADS = 6
+KEY_DIM = 5
+VALUE_DIM = 3
 DOCUMENTS = {
     "one": [],
     "borders": [8, 16],
@@ -119,7 +123,8 @@ def test_two_chunks_with_a_state_between_them_equal_one() -> None:
 
 def test_no_tensor_has_two_dimensions_of_tokens() -> None:
     """Memory of the chunked form grows linearly with tokens."""
-    tokens, largest = 1024, 0
+    tokens = 1024
+    largest = 0
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):

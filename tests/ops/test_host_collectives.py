@@ -118,7 +118,8 @@ def test_a_group_reduces_its_own_ranks() -> None:
 def reduced_and_gathered(rank: int) -> tuple[list[float], int, int, list[int]]:
     total = torch.tensor([rank, 0.5], dtype=torch.float64)
     host_collectives.all_reduce(total)
-    largest, smallest = torch.tensor([rank]), torch.tensor([rank + 3])
+    largest = torch.tensor([rank])
+    smallest = torch.tensor([rank + 3])
     host_collectives.all_reduce(largest, dist.ReduceOp.MAX)
     host_collectives.all_reduce(smallest, dist.ReduceOp.MIN)
     transposed = torch.ones(2, 3).t()

@@ -19,7 +19,8 @@ from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_slices, local_tensor
 
 LAYOUT = Layout(first=("embed",), layers="layers", last=("head",))
-NORMAL, TRUNCATED = Draw("normal", std=0.02), Draw("truncated_normal", std=0.5, cutoff=1.0)
+NORMAL = Draw("normal", std=0.02)
+TRUNCATED = Draw("truncated_normal", std=0.5, cutoff=1.0)
 
 
 def drawn(
@@ -39,7 +40,8 @@ def test_seeds_names_and_blocks_have_different_numbers() -> None:
     assert not torch.equal(weight, drawn((300, 500), name="v"))
     assert not torch.equal(weight, drawn((300, 500), seed=1))
     rows_per_block = init_weights.BLOCK_NUMEL // 500
-    first, second = weight[:rows_per_block], weight[rows_per_block : 2 * rows_per_block]
+    first = weight[:rows_per_block]
+    second = weight[rows_per_block : 2 * rows_per_block]
     assert not torch.equal(first, second)
     # 5 sigma of 65,500 pairs
     assert abs(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1]) < 0.02
@@ -154,11 +156,13 @@ def _check_fsdp_over_tensor_parallel(rank: int) -> None:
             # the shards of all ranks cover each number once
             parts = [None] * 4
             torch.distributed.all_gather_object(parts, (local_slices(model[0].weight), local))
-            covered, rebuilt = torch.zeros_like(full), torch.zeros_like(full)
+            covered = torch.zeros_like(full)
+            rebuilt = torch.zeros_like(full)
             for slices, part in parts:
                 covered[slices] += 1
                 rebuilt[slices] = part
-            assert torch.equal(rebuilt, full) and torch.equal(covered, torch.ones_like(full))
+            assert torch.equal(rebuilt, full)
+            assert torch.equal(covered, torch.ones_like(full))
 
 
 def _check_meshes(rank: int) -> None:

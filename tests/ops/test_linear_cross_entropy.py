@@ -16,7 +16,9 @@ from shardtrain.ops import cross_entropy, linear_cross_entropy
 from shardtrain.ops.cross_entropy import IGNORE, cross_entropy_sum
 from shardtrain.ops.linear_cross_entropy import linear_cross_entropy_sum, saved_bytes
 
-TOKENS, DIM, VOCABULARY = 30, 24, 50
+TOKENS = 30
+DIM = 24
+VOCABULARY = 50
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +38,16 @@ def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 def computed(
     hidden: Tensor, head: Tensor, targets: Tensor, together: bool, weight: float = 0.25
 ) -> list[Tensor]:
-    hidden, head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+    hidden = hidden.clone().requires_grad_()
+    head = head.clone().requires_grad_()
     factor = torch.tensor(weight)
     if together:
         loss = linear_cross_entropy_sum(hidden, head, targets, factor)
     else:
         loss = cross_entropy_sum(hidden @ head.t(), targets, factor)
     loss.backward()
-    assert hidden.grad is not None and head.grad is not None
+    assert hidden.grad is not None
+    assert head.grad is not None
     return [loss.detach(), hidden.grad, head.grad]
 
 
@@ -62,7 +66,8 @@ def test_error_against_float64_is_that_of_separate_head_and_loss(dtype: torch.dt
     exact = [exact_loss.detach(), *(leaf.grad for leaf in leaves)]
     ours, usual = (computed(hidden, head, targets, together) for together in (True, False))
     for fused, separate, expected in zip(ours, usual, exact, strict=True):
-        assert expected is not None and fused.dtype == separate.dtype
+        assert expected is not None
+        assert fused.dtype == separate.dtype
         mine_error, usual_error = (
             float((value.double() - expected).norm()) for value in (fused, separate)
         )
@@ -74,7 +79,8 @@ def test_frozen_head_and_evaluation_compute_no_gradient_of_the_head() -> None:
     hidden, head, targets = drawn(torch.float32)
     hidden.requires_grad_()
     linear_cross_entropy_sum(hidden, head, targets, torch.ones(())).backward()
-    assert head.grad is None and hidden.grad is not None
+    assert head.grad is None
+    assert hidden.grad is not None
     with torch.no_grad():
         one = linear_cross_entropy_sum(hidden, head, targets, torch.ones(()))
     torch.testing.assert_close(one, cross_entropy_sum(hidden @ head.t(), targets).detach())
@@ -153,7 +159,8 @@ def test_fusion_with_a_tied_head_changes_no_number() -> None:
     config = tiny_config(
         model={"overrides": {"tied_embeddings": True}}, training={"local_batch_size": 4}
     )
-    tied, separate = run_ranks(2, at_head, config), run_ranks(2, train_steps, config, 4)
+    tied = run_ranks(2, at_head, config)
+    separate = run_ranks(2, train_steps, config, 4)
     for (result, calls), expected in zip(tied, separate, strict=True):
         assert calls
         assert result.losses == pytest.approx(expected.losses, abs=1e-5)

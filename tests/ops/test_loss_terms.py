@@ -33,7 +33,8 @@ def example(vocab: int = 17) -> tuple[Tensor, Tensor]:
 def of_pytorch(logits_BTV: Tensor, targets_BT: Tensor, terms: LossTerms) -> tuple[float, Tensor]:
     """Return the loss and the gradient in float64."""
     logits_BTV = logits_BTV.double().requires_grad_()
-    kept_NV, targets_N = logits_BTV[targets_BT != IGNORE], targets_BT[targets_BT != IGNORE]
+    kept_NV = logits_BTV[targets_BT != IGNORE]
+    targets_N = targets_BT[targets_BT != IGNORE]
     loss = F.cross_entropy(
         kept_NV, targets_N, label_smoothing=terms.label_smoothing, reduction="sum"
     )
@@ -62,10 +63,8 @@ def test_loss_and_gradient_match_pytorch(
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 def test_the_head_computes_the_same_loss(terms: LossTerms) -> None:
     generator = torch.Generator().manual_seed(1)
-    hidden_BTD, weight_VD = (
-        torch.randn(2, 9, 8, generator=generator),
-        torch.randn(17, 8, generator=generator),
-    )
+    hidden_BTD = torch.randn(2, 9, 8, generator=generator)
+    weight_VD = torch.randn(17, 8, generator=generator)
     _, targets_BT = example()
     expected, _ = of_pytorch(hidden_BTD @ weight_VD.t(), targets_BT, terms)
     loss = linear_cross_entropy_sum(

@@ -26,7 +26,8 @@ def nearest(x: Tensor) -> Tensor:
     size = x.abs().clamp(max=448)
     above = torch.searchsorted(E4M3, size).clamp(min=1)
     below = above - 1
-    to_below, to_above = size - E4M3[below], E4M3[above] - size
+    to_below = size - E4M3[below]
+    to_above = E4M3[above] - size
     lower = (to_below < to_above) | ((to_below == to_above) & (below % 2 == 0))
     return torch.copysign(E4M3[torch.where(lower, below, above)], x)
 
@@ -109,7 +110,8 @@ def test_rounding_matches_the_specification_exactly(dtype, rule):
         meant = bits.double().unflatten(1, (-1, 32)) * POWERS[scale.long()][..., None]
         assert torch.equal(meant.flatten(1)[:, : x.size(1)], expected)
         actual = microscaling.rounded(x, rule)
-        assert actual.dtype is dtype and torch.equal(actual, expected.to(dtype))
+        assert actual.dtype is dtype
+        assert torch.equal(actual, expected.to(dtype))
 
 
 def test_floor_clips_and_rceil_does_not():
@@ -126,31 +128,32 @@ def test_block_with_a_nonfinite_number_is_nan(value, rule):
     x = numbers(0, 4, 96)
     x[1, 40] = value
     bits, scale = microscaling.to_mx(x, rule)
-    assert scale[1, 1] == 0xFF and (scale == 0xFF).sum() == 1
+    assert scale[1, 1] == 0xFF
+    assert (scale == 0xFF).sum() == 1
     actual = microscaling.rounded(x, rule)
-    assert actual[1, 32:64].isnan().all() and actual.isnan().sum() == 32
+    assert actual[1, 32:64].isnan().all()
+    assert actual.isnan().sum() == 32
     assert bits.view(4, 3, 32)[1, 1].float().isnan().all()
 
 
 def test_zeros_keep_their_signs_and_have_the_smallest_scale():
     x = torch.tensor([[0.0, -0.0] * 16])
     bits, scale = microscaling.to_mx(x, "floor")
-    assert scale.tolist() == [[0]] and torch.equal(
-        bits.view(torch.uint8), torch.tensor([[0, 128] * 16]).byte()
-    )
+    assert scale.tolist() == [[0]]
+    assert torch.equal(bits.view(torch.uint8), torch.tensor([[0, 128] * 16]).byte())
 
 
 @pytest.mark.parametrize("shape", [(0, 64, 32), (4, 64, 0), (0, 5, 7)], ids=str)
 @pytest.mark.parametrize("emulate", [True, False])
 def test_empty_tensors_are_supported(shape, emulate):
     rows, inputs, outputs = shape
-    x, w = (
-        torch.ones(rows, inputs, requires_grad=True),
-        torch.ones(outputs, inputs, requires_grad=True),
-    )
+    x = torch.ones(rows, inputs, requires_grad=True)
+    w = torch.ones(outputs, inputs, requires_grad=True)
     out = microscaling.linear(x, w, "floor", emulate)
     out.sum().backward()
-    assert out.shape == (rows, outputs) and x.grad.shape == x.shape and w.grad.shape == w.shape
+    assert out.shape == (rows, outputs)
+    assert x.grad.shape == x.shape
+    assert w.grad.shape == w.shape
     assert w.grad.eq(0).all() or rows
     assert microscaling.product(x[:, :0], w[:, :0], "floor", emulate).eq(0).all()
 
@@ -190,12 +193,11 @@ def test_linear_layer_matches_its_rounding_model(rule, dtype, sizes):
     """
     rows, inputs, outputs = sizes
     half = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
-    x, w, g = (
-        numbers(0, rows, inputs).to(half),
-        numbers(1, outputs, inputs).to(half),
-        numbers(2, rows, outputs).to(half),
-    )
-    x_, w_ = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
+    x = numbers(0, rows, inputs).to(half)
+    w = numbers(1, outputs, inputs).to(half)
+    g = numbers(2, rows, outputs).to(half)
+    x_ = x.to(dtype).requires_grad_()
+    w_ = w.to(dtype).requires_grad_()
     out = microscaling.linear(x_[None], w_, rule, emulate=True)[0]
     out.backward(g.to(dtype))
     magnitudes = x.abs().double(), w.abs().double(), g.abs().double()
@@ -209,7 +211,8 @@ def test_linear_layer_matches_its_rounding_model(rule, dtype, sizes):
     ):
         bound = (1e-15 if dtype is torch.float64 else 2e-6) * 2 * size
         bound = bound + (expected.abs() * 2.0**-8 if dtype is torch.bfloat16 else 0)
-        assert actual.dtype is dtype and ((actual.double() - expected).abs() <= bound).all()
+        assert actual.dtype is dtype
+        assert ((actual.double() - expected).abs() <= bound).all()
 
 
 def laid_out(scale: Tensor, rows: int, blocks: int) -> Tensor:
@@ -252,11 +255,9 @@ def test_product_on_a_device_gets_valid_operands(monkeypatch, rule, sizes):
         shapes.append(tuple(original(*on_meta, out_dtype=out_dtype).shape))
         meant = []
         for rows_of, scale in ((a, scale_a), (b.t(), scale_b)):
-            assert (
-                rows_of.dtype is torch.float8_e4m3fn
-                and rows_of.is_contiguous()
-                and rows_of.size(1) % 32 == 0
-            )
+            assert rows_of.dtype is torch.float8_e4m3fn
+            assert rows_of.is_contiguous()
+            assert rows_of.size(1) % 32 == 0
             blocks = rows_of.size(1) // 32
             power = POWERS[laid_out(scale.view(torch.uint8), rows_of.size(0), blocks).long()]
             meant.append(
@@ -266,12 +267,11 @@ def test_product_on_a_device_gets_valid_operands(monkeypatch, rule, sizes):
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     rows, inputs, outputs = sizes
-    x, w, g = (
-        numbers(0, rows, inputs).bfloat16(),
-        numbers(1, outputs, inputs).bfloat16(),
-        numbers(2, rows, outputs).bfloat16(),
-    )
-    x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
+    x = numbers(0, rows, inputs).bfloat16()
+    w = numbers(1, outputs, inputs).bfloat16()
+    g = numbers(2, rows, outputs).bfloat16()
+    x_ = x.clone().requires_grad_()
+    w_ = w.clone().requires_grad_()
     microscaling_out = microscaling.linear(x_, w_, rule, emulate=False)
     microscaling_out.backward(g)
     for actual, expected in zip(
@@ -288,7 +288,8 @@ def test_recipes_match_those_of_torchao():
     assert torch.equal(
         layer(x), microscaling.linear(x, layer.weight, "floor", emulate=True) + layer.bias
     )
-    assert "mxfp8_emulated" in repr(layer) and set(dict(layer.named_parameters())) == {
+    assert "mxfp8_emulated" in repr(layer)
+    assert set(dict(layer.named_parameters())) == {
         "weight",
         "bias",
     }

@@ -77,5 +77,6 @@ def test_penalty_makes_earlier_tokens_less_likely():
 
 
 def test_rows_of_a_batch_are_independent():
-    alone, beside = Draws(5, [3]), Draws(5, [1, 3])
+    alone = Draws(5, [3])
+    beside = Draws(5, [1, 3])
     assert [alone.next([0])[0] for _ in range(3)] == [beside.next([0, 1])[1] for _ in range(3)]

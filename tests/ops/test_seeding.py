@@ -75,12 +75,14 @@ def test_seed_step_pipeline_stage_and_data_rank_each_change_all_three_generators
 @pytest.mark.parametrize("warn_only", [False, True])
 def test_deterministic_option_configures_pytorch(warn_only: bool, monkeypatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    benchmark, deterministic = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+    benchmark = torch.backends.cudnn.benchmark
+    deterministic = torch.backends.cudnn.deterministic
     try:
         set_determinism(warn_only)
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.is_deterministic_algorithms_warn_only_enabled() is warn_only
-        assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+        assert torch.backends.cudnn.deterministic
+        assert not torch.backends.cudnn.benchmark
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)

@@ -16,7 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardtrain.models.layers import AttentionCore
 from shardtrain.ops import document_mask, sliding_window
 
-B, T, N, K, H = 2, 24, 4, 2, 8
+B = 2
+T = 24
+N = 4
+K = 2
+H = 8
 CUTS = st.lists(st.sets(st.integers(1, T - 1), max_size=T - 1), min_size=B, max_size=B)
 
 
@@ -38,7 +42,8 @@ def numbers(cuts: list[set[int]]) -> Tensor:
 
 def visible(tokens: int, size: int) -> Tensor:
     """The definition: key j is at or before query i, and fewer than ``size`` tokens before it."""
-    i, j = torch.arange(tokens)[:, None], torch.arange(tokens)[None]
+    i = torch.arange(tokens)[:, None]
+    j = torch.arange(tokens)[None]
     return (j <= i) & (j > i - size)
 
 
@@ -46,11 +51,9 @@ def by_hand(
     q: Tensor, k: Tensor, v: Tensor, size: int, documents_BT: Tensor | None = None
 ) -> Tensor:
     """Reference: causal grouped-query attention within a window, in float64."""
-    q, k, v = (
-        q.double(),
-        k.double().repeat_interleave(N // K, 2),
-        v.double().repeat_interleave(N // K, 2),
-    )
+    q = q.double()
+    k = k.double().repeat_interleave(N // K, 2)
+    v = v.double().repeat_interleave(N // K, 2)
     scores = torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.size(-1))
     mask_BTT = visible(q.size(1), size).expand(B, -1, -1)
     if documents_BT is not None:
@@ -156,22 +159,26 @@ def test_blocks_cover_each_pair_within_the_window_once(q, s, offset, size, at_on
             )
             == 0
         )
-        assert part.any(1).all() and part.any(0).all()
+        assert part.any(1).all()
+        assert part.any(0).all()
         assert part[-1, -1]  # kernels align the mask at the last key
         visits[queries, keys] += part.long()
-    i, j = torch.arange(q)[:, None] + offset, torch.arange(s)[None]
+    i = torch.arange(q)[:, None] + offset
+    j = torch.arange(s)[None]
     assert torch.equal(visits, ((j <= i) & (j > i - size)).long())
 
 
 def test_no_mask_grows_with_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    mask_sizes, mask = [], sliding_window.mask
+    mask_sizes = []
+    mask = sliding_window.mask
     monkeypatch.setattr(
         "shardtrain.ops.flash_attention.mask",
         lambda q, s, *rest: mask_sizes.append(q * s) or mask(q, s, *rest),
     )
     *parts, _ = inputs(tokens=2000)
     document_mask.attention(*parts, None, 50)
-    assert len(mask_sizes) == 16 and max(mask_sizes) <= 128 * (128 + 49)
+    assert len(mask_sizes) == 16
+    assert max(mask_sizes) <= 128 * (128 + 49)
 
 
 def test_compiled_function_matches_eager() -> None:

@@ -16,7 +16,8 @@ from shardtrain.ops import token_mixing
 
 OTHERS = sorted((Path(__file__).parents[1] / "models" / "others").glob("*.py"))
 SOUND = (Path(__file__).parents[1] / "tools/verify" / "sound_model.py").read_text()
-IN_FFN, IN_BLOCK = "return self.down(F.gelu(self.up(x)))", "        x = x + self.drop(self.attn("
+IN_FFN = "return self.down(F.gelu(self.up(x)))"
+IN_BLOCK = "        x = x + self.drop(self.attn("
 ARANGE = "positions = torch.arange(tokens.size(1), device=tokens.device)[None]\n        "
 EMBEDDED = "x = self.embed(tokens)\n"
 # change -> errors of CP and of TP (None if accepted)
@@ -73,9 +74,8 @@ def test_second_core_missing_in_the_layout_is_found() -> None:
     attention = model.get_submodule("layers.0.attn")
     attention.second = type(attention.core)()
     broken = token_mixing.outside_of_cores(model, layout)
-    assert broken is not None and broken.rule.startswith(
-        "has layers.0.attn.second of the same class AttentionCore"
-    )
+    assert broken is not None
+    assert broken.rule.startswith("has layers.0.attn.second of the same class AttentionCore")
 
 
 def test_mixing_is_found_in_a_model_whose_layout_names_only_a_recurrence() -> None:
@@ -86,7 +86,8 @@ def test_mixing_is_found_in_a_model_whose_layout_names_only_a_recurrence() -> No
     broken = token_mixing.outside_of_cores(
         model, dataclasses.replace(layout, recurrence="layers.*.delta.other")
     )
-    assert broken is not None and "in layers.0.delta.core" in broken.rule
+    assert broken is not None
+    assert "in layers.0.delta.core" in broken.rule
 
 
 FAMILIES = [

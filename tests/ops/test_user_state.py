@@ -92,4 +92,5 @@ def test_state_from_before_a_trial_is_kept(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), trial(model):
         model(3)
         raise RuntimeError
-    assert list(model.table) == [2] and torch.equal(model.mask, torch.ones(2))
+    assert list(model.table) == [2]
+    assert torch.equal(model.mask, torch.ones(2))

@@ -108,7 +108,8 @@ def test_restored_state_continues_bitwise(name, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_creating_the_state_early_changes_no_update(implementation):
     config = Optimizer(implementation=implementation)
-    plain, early = parameters(), parameters()
+    plain = parameters()
+    early = parameters()
     train(plain, build(plain.items(), config), range(3))
     optimizer = build(early.items(), config)
     tensors = state_tensors(optimizer, early.items())
@@ -124,7 +125,8 @@ def test_creating_the_state_early_changes_no_update(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_early_state_has_the_dtypes_of_a_first_update(implementation):
     config = Optimizer(implementation=implementation)
-    early, stepped = parameters(), parameters()
+    early = parameters()
+    stepped = parameters()
     early_state = state_tensors(build(early.items(), config), early.items())
     optimizer = build(stepped.items(), config)
     train(stepped, optimizer, range(1))

@@ -48,7 +48,8 @@ def _map(rank, mesh_shape, placements, tensors, local_elements):
             if full.ndim == 2
             else torch.stack([function_of_full_matrix(m) for m in full])
         )
-        assert torch.equal(result, each[local_slices(tensor)]) and result.is_contiguous()
+        assert torch.equal(result, each[local_slices(tensor)])
+        assert result.is_contiguous()
     return len(calls), collectives, len(buckets)
 
 
@@ -95,7 +96,8 @@ def test_stack_split_between_matrices_needs_no_collective():
         (0, 0),
     ]
     results = run_ranks(4, _map, (2, 2), [Shard(0), Shard(2)], stacks, 2**26)
-    assert sum(calls for calls, _, _ in results) == 5 and {c for _, c, _ in results} == {2}
+    assert sum(calls for calls, _, _ in results) == 5
+    assert {c for _, c, _ in results} == {2}
 
 
 def test_plain_matrix_needs_no_gather():

@@ -55,17 +55,16 @@ def test_rounding_to_bfloat16_is_unbiased(value):
 def test_nonfinite_numbers_are_unchanged():
     x = torch.tensor([torch.inf, -torch.inf, torch.nan])
     rounded = stochastic_rounding.to_bfloat16(x, torch.full((3,), 65535))
-    assert rounded[:2].tolist() == [torch.inf, -torch.inf] and rounded[2].isnan()
+    assert rounded[:2].tolist() == [torch.inf, -torch.inf]
+    assert rounded[2].isnan()
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_code_has_256_numbers_and_is_unbiased(signed):
     code = torch.tensor(low_bits.code(signed))
-    assert (
-        len(code) == len(code.unique()) == 256
-        and code.min() == (-1 if signed else 0)
-        and code.max() == 1
-    )
+    assert len(code) == len(code.unique()) == 256
+    assert code.min() == (-1 if signed else 0)
+    assert code.max() == 1
     assert (code == 0).any()
     every = torch.arange(stochastic_rounding.LEVELS)
     for value in [0.3, 1.0, 7e-4, 2e-7, *([-0.3, -1.0, -2e-3] if signed else [])]:
@@ -123,7 +122,9 @@ def test_weight_decay_of_bfloat16_weights_without_gradients_is_not_lost(
     """
     if name == "AdamW8bit" and state_dtype == "bfloat16":
         pytest.skip("its state has 8 bits")
-    steps, rate, decay = 100, 1e-5, 0.1
+    steps = 100
+    rate = 1e-5
+    decay = 0.1
     state = {} if name == "AdamW8bit" else {"state_dtype": state_dtype}
     config = Optimizer(name=name, lr=rate, weight_decay=decay, bf16_stochastic_round=True, **state)
     weight = Parameter(torch.ones(512, 512, dtype=torch.bfloat16))
@@ -358,8 +359,10 @@ def test_run_resumes_bitwise_and_on_other_ranks(tmp_path, optimizer):
     run_ranks(2, train_whole, config("cut"), 4)
     shutil.copytree(tmp_path / "cut", tmp_path / "one")
     continued = run_ranks(2, train_whole, config("cut"))[0]
-    assert continued.error is None and continued.losses == straight.losses[3:]
+    assert continued.error is None
+    assert continued.losses == straight.losses[3:]
     for name, tensor in straight.optimizer.items():
         assert torch.equal(continued.optimizer[name], tensor), name
     alone = run_ranks(1, train_whole, config("one"))[0]
-    assert alone.error is None and alone.losses == pytest.approx(straight.losses[3:], abs=2e-4)
+    assert alone.error is None
+    assert alone.losses == pytest.approx(straight.losses[3:], abs=2e-4)

@@ -128,7 +128,9 @@ def test_deepspeed_warmup_can_be_linear_and_takes_at_least_two_steps():
 @pytest.mark.parametrize(("warmup", "total"), [(10, 40), (0, 9), (9, 10), (20, 12)])
 def test_deepspeed_schedules_with_an_end_match_their_closed_forms(warmup_type, warmup, total):
     """Compare with ``_get_gamma`` of WarmupDecayLR and ``get_lr_ratio`` of WarmupCosineLR at iterations 0, 1, ..."""
-    n, least, most = max(2, warmup), 1e-6, 5e-5
+    n = max(2, warmup)
+    least = 1e-6
+    most = 5e-5
     rise = [math.log(i + 1) / math.log(n) if warmup_type == "log" else i / n for i in range(n)]
     fall = [max(0.0, (total - i) / max(1.0, total - n)) for i in range(n, total)]
     same = {"lr": most, "warmup_steps": warmup, "warmup_type": warmup_type}

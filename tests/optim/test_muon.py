@@ -104,7 +104,8 @@ def test_hidden_matrices_get_the_published_update(nesterov):
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 def test_other_parameters_get_the_update_of_adamw(implementation):
-    muon_parameters, adamw_parameters = parameters(), parameters()
+    muon_parameters = parameters()
+    adamw_parameters = parameters()
     options = {"implementation": implementation, "no_weight_decay": ["*norm*"]}
     train(muon_parameters, build(muon_parameters.items(), muon(**options)), range(4))
     config = Optimizer(lr=1e-2, weight_decay=0.3, eps=1e-3, **options)
@@ -117,7 +118,8 @@ def test_other_parameters_get_the_update_of_adamw(implementation):
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_update_matches_torch_muon_on_one_process():
-    parameters_here, parameters_of_torch = parameters(), parameters()
+    parameters_here = parameters()
+    parameters_of_torch = parameters()
     train(parameters_here, build(parameters_here.items(), muon(muon_dtype="bfloat16")), range(4))
     flat = [name for name in HIDDEN if parameters_of_torch[name].ndim == 2]
     torch_muon = torch.optim.Muon(
@@ -140,10 +142,12 @@ def test_singular_values_approach_one(shape, dtype):
     matrix = 1e-4 * torch.randn(shape, generator=torch.Generator().manual_seed(3))
     before = matrix.clone()
     result = orthogonalize(matrix.to(dtype), 5)
-    assert torch.equal(matrix, before) and result.dtype == dtype
+    assert torch.equal(matrix, before)
+    assert result.dtype == dtype
     # values not far below the largest end at 0.68 to 1.13; square matrices also have much smaller ones
     sizes = torch.linalg.svdvals(result.float())
-    assert sizes.max() < 1.3 and sizes.median() > 0.6
+    assert sizes.max() < 1.3
+    assert sizes.median() > 0.6
 
 
 def test_zero_matrix_stays_zero():
@@ -175,7 +179,8 @@ def test_state_is_one_momentum_per_matrix_and_adamw_for_the_rest():
 
 
 def test_restored_state_continues_bitwise():
-    straight, first = parameters(), parameters()
+    straight = parameters()
+    first = parameters()
     train(straight, build(straight.items(), muon()), range(6))
     optimizer = build(first.items(), muon())
     train(first, optimizer, range(3))
@@ -366,7 +371,8 @@ def test_pipeline_stages_update_their_own_matrices_alike():
         steps=3,
     )
     stages = [set(result.final) for result in results]
-    assert stages[0] | stages[1] == set(one_process().final) and not stages[0] & stages[1]
+    assert stages[0] | stages[1] == set(one_process().final)
+    assert not stages[0] & stages[1]
     for result in results:
         initial = {name: one_process().initial[name] for name in result.initial}
         assert_same_numbers(result, replace(one_process(), initial=initial))
@@ -381,13 +387,12 @@ def test_offloaded_parameters_train_alike():
 
 
 def test_momentum_is_sharded_with_one_tensor_per_matrix():
-    one_rank, two_ranks = (
-        one_process().facts,
-        run_tiny(2, tiny_config(optimizer=TINY), steps=1)[0].facts,
-    )
+    one_rank = one_process().facts
+    two_ranks = run_tiny(2, tiny_config(optimizer=TINY), steps=1)[0].facts
     assert two_ranks["optimizer_bytes"] == pytest.approx(one_rank["optimizer_bytes"] / 2, rel=0.01)
     # Muon stores 4 bytes per number and AdamW 8; embedding and head have 64 K numbers
-    numbers, ends = one_rank["num_params"], 2 * 512 * 64
+    numbers = one_rank["num_params"]
+    ends = 2 * 512 * 64
     assert one_rank["optimizer_bytes"] == pytest.approx(4 * (numbers - ends) + 8 * ends, rel=0.01)
 
 
@@ -408,7 +413,8 @@ def test_run_resumes_bitwise(tmp_path):
     run_ranks(2, train_whole, config("cut"), 4)
     continued = run_ranks(2, train_whole, config("cut"))
     for resumed, uninterrupted in zip(continued, straight, strict=True):
-        assert resumed.error is None and uninterrupted.error is None
+        assert resumed.error is None
+        assert uninterrupted.error is None
         assert resumed.losses == uninterrupted.losses[3:]
         assert_bitwise(resumed.weights, uninterrupted.weights)
         assert_bitwise(resumed.optimizer, uninterrupted.optimizer)

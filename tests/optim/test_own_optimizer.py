@@ -41,7 +41,8 @@ def initial_state(parameter):
     return {"mean": torch.zeros_like(parameter), "step": torch.zeros(())}
 """
 
-STEPS, KILLED = 4, 3
+STEPS = 4
+KILLED = 3
 MESHES = {"fsdp": {}, "tp": {"tensor_parallel_degree": 2}}
 
 
@@ -76,9 +77,12 @@ def test_run_with_an_optimizer_from_a_file_resumes_on_any_mesh(tmp_path: Path, m
     for straight, killed, resumed in run_ranks(
         2, straight_and_resumed, tmp_path, written(tmp_path), mesh
     ):
-        assert straight.error is None and killed.error is None and resumed.error is None
+        assert straight.error is None
+        assert killed.error is None
+        assert resumed.error is None
         assert {name.rpartition(".")[2] for name in straight.optimizer} == {"mean", "step"}
-        assert len(resumed.losses) == STEPS - 2 and resumed.lrs == straight.lrs[2:]
+        assert len(resumed.losses) == STEPS - 2
+        assert resumed.lrs == straight.lrs[2:]
         if mesh == "fsdp":
             assert resumed.losses == straight.losses[2:]
             assert_bitwise(resumed.weights, straight.weights)
@@ -170,7 +174,9 @@ def test_optimizer_from_a_file_works_in_every_mode(tmp_path: Path, kind: str) ->
     for plain, straight, resumed in run_ranks(
         2, runs_of_kind, tmp_path, written(tmp_path, MOMENTUM), kind
     ):
-        assert plain.error is None and straight.error is None and resumed.error is None
+        assert plain.error is None
+        assert straight.error is None
+        assert resumed.error is None
         assert straight.losses == pytest.approx(
             plain.losses, rel=2e-3 if kind == "float16" else 1e-6
         )

@@ -25,7 +25,8 @@ def factor(step, total_steps, warmup_steps):
     return 1 - (step - warmup_steps) / (total_steps - warmup_steps)
 """
 
-STEPS, KILLED = 5, 3
+STEPS = 5
+KILLED = 3
 MESHES = {
     "one process": (1, {}),
     "fsdp": (2, {}),
@@ -79,7 +80,8 @@ def test_schedule_file_changed_since_the_last_save_is_an_error(
     (resumed,) = run_ranks(1, train_whole, config(4))
     assert (message is None) == (resumed.error is None)
     if message:
-        assert message in str(resumed.error) and f"{path} with the SHA-256" in str(resumed.error)
+        assert message in str(resumed.error)
+        assert f"{path} with the SHA-256" in str(resumed.error)
     else:
         assert resumed.lrs == pytest.approx([0.25e-2] * 2)
 
@@ -91,7 +93,8 @@ def test_resumed_run_with_a_schedule_file_equals_the_built_in_schedule(
     for straight, resumed in run_ranks(
         MESHES[mesh][0], built_in_and_own, tmp_path, written(tmp_path), mesh
     ):
-        assert straight.error is None and resumed.error is None
+        assert straight.error is None
+        assert resumed.error is None
         assert resumed.lrs == straight.lrs[2:] == pytest.approx([1e-2, 1e-2 * 2 / 3, 1e-2 / 3])
         assert resumed.losses == straight.losses[2:]
 
@@ -161,7 +164,8 @@ def test_invalid_schedule_file_is_an_error_with_its_name(
         line for line in "".join(capsys.readouterr()).splitlines() if not line.startswith("note:")
     ]
     (line,) = [line for line in lines if "my_schedule.py" in line]
-    assert "lr_scheduler.name=" in line and message in line
+    assert "lr_scheduler.name=" in line
+    assert message in line
 
 
 @pytest.mark.parametrize(
@@ -176,7 +180,8 @@ def test_every_real_number_type_is_accepted(number: Any) -> None:
     rate = learning_rate(
         Optimizer(lr=0.5), LRScheduler(), 10, 3, schedule=lambda step, total_steps: number
     )
-    assert type(rate) is float and rate == 0.5 * float(number)
+    assert type(rate) is float
+    assert rate == 0.5 * float(number)
 
 
 def test_option_that_a_schedule_file_does_not_read_is_an_error(tmp_path: Path, capsys) -> None:

@@ -166,7 +166,8 @@ def test_error_outside_the_step_is_a_warning_and_training_continues(
         return storage_faults.losses(config), saved(Path(config.job.dump_folder))
 
     expected, weights = made_once(tmp_path_factory, f"errors-{ranks}", undisturbed)
-    assert sorted(expected) == list(range(1, STEPS + 1)) and weights
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    assert weights
     config = config_of(tmp_path / "run")
     places = list(PLACES.values()) if failing == EVERYTHING else [PLACES[failing]]
     code, output = storage_faults.run(config, ranks, None, main=partial(broken, places))

@@ -89,7 +89,9 @@ def test_stopped_rank_does_not_silence_others(nodes: Nodes) -> None:
         time.sleep(BEAT)
         nodes.beat(0, 1, 2, 4, 5)
     received = nodes.received()
-    assert received[3] == 1 and received[4] >= 12 and received[5] >= 12
+    assert received[3] == 1
+    assert received[4] >= 12
+    assert received[5] >= 12
     nodes.beat(3)  # it continues, and sends again
     nodes.beat(4, 5)
     nodes.beat(3)
@@ -152,7 +154,8 @@ class LostStore:
 
 def test_end_waits_for_all_ranks_with_few_requests(nodes: Nodes) -> None:
     nodes.beat(*range(6))
-    start, end_times = time.monotonic(), []
+    start = time.monotonic()
+    end_times = []
 
     def wait(rank: HeartbeatExchange) -> None:
         rank.wait_for_others(6, 10)
@@ -166,7 +169,8 @@ def test_end_waits_for_all_ranks_with_few_requests(nodes: Nodes) -> None:
     nodes.ranks[5].wait_for_others(6, 10)
     for thread in threads:
         thread.join()
-    assert len(end_times) == 5 and max(end_times) - start < 10
+    assert len(end_times) == 5
+    assert max(end_times) - start < 10
     assert {rank for rank, name in nodes.calls if name == "add"} <= {0, 3, *range(6)}
 
 
@@ -187,7 +191,8 @@ def test_without_a_private_folder_a_rank_sends_for_itself(
     rank = HeartbeatExchange(store_of_rank, 1, 2, BEAT)
     rank.meet({**environment, STORE: ""})
     rank.say(Heartbeat(1, "host"))
-    assert rank.receive()[1].beat == 1 and not folder.joinpath("sign-1").exists()
+    assert rank.receive()[1].beat == 1
+    assert not folder.joinpath("sign-1").exists()
 
 
 def test_invalid_heartbeat_is_skipped(nodes: Nodes) -> None:

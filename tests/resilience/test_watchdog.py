@@ -39,7 +39,8 @@ from shardtrain.utils import activity
 from shardtrain.utils.activity import Mark
 from shardtrain.utils.errors import ConfigError, PeerError
 
-LIMIT, BEAT = 30.0, 2.0
+LIMIT = 30.0
+BEAT = 2.0
 WAITING = {"collective": "all_reduce", "at": "train.py:9 in _read"}
 
 
@@ -89,7 +90,8 @@ def test_a_verdict_has_a_bounded_size_whatever_the_ranks_do(size):
         }
 
     verdict, _ = judge(signs, size=size)
-    assert verdict.num_silent == size // 2 and "nor have ranks 2,4,6" in verdict.message
+    assert verdict.num_silent == size // 2
+    assert "nor have ranks 2,4,6" in verdict.message
     assert len(to_json(verdict)) < 4000
     assert from_json(to_json(verdict)) == verdict
 
@@ -114,7 +116,8 @@ def test_live_rank_outside_a_collective_is_blamed(culprit):
 
 def test_rank_that_never_sends_a_heartbeat_is_blamed():
     verdict, seconds = judge(lambda beat: {0: say(beat, **WAITING)})
-    assert (verdict.rank, verdict.num_silent) == (1, 1) and seconds <= LIMIT + 2 * BEAT
+    assert (verdict.rank, verdict.num_silent) == (1, 1)
+    assert seconds <= LIMIT + 2 * BEAT
     assert judge(lambda beat: {0: say(beat, is_cold=True)}) is None, (
         "no rank waits, so the limit is longer"
     )
@@ -130,7 +133,8 @@ def test_ranks_furthest_behind_are_blamed():
         }
 
     verdict, _ = judge(signs, size=4)
-    assert verdict.rank == 1 and verdict.message.endswith("; nor have ranks 2")
+    assert verdict.rank == 1
+    assert verdict.message.endswith("; nor have ranks 2")
 
 
 def test_ranks_in_different_collectives_are_all_named():
@@ -190,7 +194,8 @@ def test_long_compilation_may_end_at_different_times():
     # the slowest rank may need 200 s more after 1,000 s of compilation
     assert judge(signs(500, 600), 1200, size=3) is None
     verdict, seconds = judge(signs(500, 700), 3000, size=3)
-    assert verdict.rank == 0 and verdict.message.startswith("has not arrived")
+    assert verdict.rank == 0
+    assert verdict.message.startswith("has not arrived")
     assert 1250 < seconds < 1300, "the timeout of the collective comes first"
 
 
@@ -207,7 +212,8 @@ def test_consecutive_collectives_count_as_progress():
     verdict, seconds = judge(
         lambda beat: {rank: say(beat, ticks=min(beat, 99), **WAITING) for rank in range(2)}, 1000
     )
-    assert "no rank is behind" in verdict.message and seconds >= 99 * BEAT + LIMIT
+    assert "no rank is behind" in verdict.message
+    assert seconds >= 99 * BEAT + LIMIT
 
 
 def test_collectives_of_all_groups_and_of_shared_memory_are_counted():
@@ -235,7 +241,8 @@ def test_hang_is_reported_before_the_collective_times_out():
     verdict, seconds = judge(
         lambda beat: {0: say(beat, **slow), 1: say(beat, **slow, **WAITING)}, 600
     )
-    assert verdict.rank == 0 and seconds < 100
+    assert verdict.rank == 0
+    assert seconds < 100
 
 
 def test_longest_limit_of_any_rank_applies_and_0_disables():
@@ -274,7 +281,8 @@ def test_number_of_monitors_does_not_grow_with_the_world():
     assert monitors(1) == {0}
     assert monitors(2) == {0, 1}
     assert monitors(4096) == {0, 1, 2048, 4095}
-    assert beat_seconds(30) == beat_seconds(0) == 2.0 and beat_seconds(1) == 0.1
+    assert beat_seconds(30) == beat_seconds(0) == 2.0
+    assert beat_seconds(1) == 0.1
 
 
 def mark(begun: int, facts: str = "step", work: int = 25, samples: int = 50) -> Mark:
@@ -282,7 +290,8 @@ def mark(begun: int, facts: str = "step", work: int = 25, samples: int = 50) -> 
 
 
 def test_rank_counts_as_slow_after_five_consecutive_windows():
-    stragglers, slow_ranks = Stragglers(4), []
+    stragglers = Stragglers(4)
+    slow_ranks = []
     signs = {rank: say(0) for rank in range(4)}
     for window in range(WINDOWS + 2):
         marks = {rank: mark(window, work=48 if rank == 2 else 25) for rank in range(4)}
@@ -298,7 +307,8 @@ def test_ranks_of_other_pipeline_stages_are_not_peers():
 
 
 def test_window_with_few_samples_is_extended():
-    stragglers, signs = Stragglers(2), {0: say(0), 1: say(0)}
+    stragglers = Stragglers(2)
+    signs = {0: say(0), 1: say(0)}
     results = []
     for window in range(8):
         marks = {0: mark(window, samples=8, work=4), 1: mark(window, samples=8, work=7)}
@@ -320,10 +330,12 @@ def test_latest_common_marks_are_compared():
         0: say(1, marks={1: mark(7), 16: mark(4)}),
         1: say(1, marks={1: mark(8), 16: mark(4, "lost")}),
     }
-    assert common(signs, 2, after=4) is None and common(signs, 3, after=0) is None
+    assert common(signs, 2, after=4) is None
+    assert common(signs, 3, after=0) is None
     assert find_odd({0: mark(4), 1: mark(4)}, signs) is None
     odd = find_odd(common(signs, 2, after=0), signs)
-    assert odd.rank == 1 and odd.message.endswith("rank 0: step; rank 1: lost")
+    assert odd.rank == 1
+    assert odd.message.endswith("rank 0: step; rank 1: lost")
 
 
 def test_marks_count_steps_of_this_process():
@@ -397,8 +409,10 @@ def test_work_inside_pytorch_frames_is_not_a_wait():
             return x
 
     torch.nn.Sequential(Looks())(torch.ones(1))
-    assert not seen[0].collective and seen[0].at.startswith("test_watchdog.py:")
-    assert not seen[0].compiling and not seen[0].debugging
+    assert not seen[0].collective
+    assert seen[0].at.startswith("test_watchdog.py:")
+    assert not seen[0].compiling
+    assert not seen[0].debugging
 
 
 # the value of an option, so it must be equal on all ranks

@@ -12,7 +12,8 @@ import patience
 import pytest
 from tiers import cases
 
-NAN, INFINITY = float("nan"), float("inf")
+NAN = float("nan")
+INFINITY = float("inf")
 COLUMNS = {
     "a text": ({"text": [NAN, NAN, 1.0]}, {}),
     "a label": (
@@ -63,7 +64,8 @@ def train(
 def test_nan_in_a_column_is_a_bad_row_with_its_position_and_column(
     kind: str, tmp_path: Path
 ) -> None:
-    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     columns, options = COLUMNS[kind]
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.table(columns), path)

@@ -39,7 +39,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @contextmanager
 def command_lines() -> Iterator[set[bytes]]:
     """Collect every command line of the machine during the block, at 20 Hz."""
-    lines, ended = set[bytes](), threading.Event()
+    lines = set[bytes]()
+    ended = threading.Event()
 
     def look() -> None:
         while not ended.wait(PERIOD_SECONDS):

@@ -35,7 +35,8 @@ def watch(command: list[str], folder: Path, attack: bool = False) -> set[tuple[s
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "NCCL_", "MASTER_"))
     }
-    canary, attacked = folder / "canary", set()
+    canary = folder / "canary"
+    attacked = set()
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         try:
@@ -116,4 +117,5 @@ def test_preparing_data_listens_nowhere(tmp_path: Path) -> None:
 def test_wildcard_listener_is_detected() -> None:
     with socket.create_server(("0.0.0.0", 0)) as server:
         assert ("00000000", server.getsockname()[1]) in listeners({os.getpid()})
-        assert not is_loopback("00000000") and not is_loopback("0" * 32)
+        assert not is_loopback("00000000")
+        assert not is_loopback("0" * 32)

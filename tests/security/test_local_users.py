@@ -118,10 +118,8 @@ def test_another_user_cannot_access_the_rendezvous_folder(
             parent.chmod(parent.stat().st_mode | 0o055)
     folder = tmp_path / "rendezvous"
     folder.mkdir(mode=0o700)
-    store, signs = (
-        private_store.group_store(folder),
-        private_store.FolderStore(folder / "heartbeat"),
-    )
+    store = private_store.group_store(folder)
+    signs = private_store.FolderStore(folder / "heartbeat")
     store.set("key", "value")
     num_keys = store.num_keys()
     signs.set("sign-0", "well")
@@ -130,8 +128,10 @@ def test_another_user_cannot_access_the_rendezvous_folder(
         "the attacker cannot even reach the parent folder"
     )
     assert not as_nobody(lambda: attack(folder))
-    assert store.get("key") == b"value" and signs.get("sign-0") == b"well"
-    assert store.num_keys() == num_keys and not signs.check(["verdict"])
+    assert store.get("key") == b"value"
+    assert signs.get("sign-0") == b"well"
+    assert store.num_keys() == num_keys
+    assert not signs.check(["verdict"])
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
@@ -180,7 +180,8 @@ def test_process_forked_during_a_change_does_not_keep_the_lock(tmp_path: Path) -
         other = threading.Thread(target=store.add, args=("n", 1), daemon=True)
         other.start()
         other.join(patience.seconds(10))
-        assert not other.is_alive() and children[0].is_alive()
+        assert not other.is_alive()
+        assert children[0].is_alive()
         assert store.get("n") == b"2"
     finally:
         children[0].kill()
@@ -271,7 +272,8 @@ def test_folder_open_to_others_is_skipped(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "runtime").mkdir()
     (tmp_path / "runtime/shardtrain").symlink_to(taken)
     folder = private_store.folder_of_launcher(launched(tmp_path))
-    assert folder and folder.is_relative_to(tmp_path / "home")
+    assert folder
+    assert folder.is_relative_to(tmp_path / "home")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
@@ -279,8 +281,10 @@ def test_sweep_ignores_files_that_disappear(tmp_path: Path) -> None:
     """Other ranks may rename a file or remove a folder after it was listed. A dangling link stands for such a file."""
     folder = private_store.folder_of_launcher(launched(tmp_path))
     other = private_store.folder_of_launcher(launched(tmp_path, MASTER_PORT="29501"))
-    assert folder and other
+    assert folder
+    assert other
     for parent in (folder, other):
         (parent / "gone").symlink_to(tmp_path / "nowhere")
     private_store.sweep(folder)
-    assert folder.exists() and other.exists()
+    assert folder.exists()
+    assert other.exists()

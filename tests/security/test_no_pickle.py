@@ -143,7 +143,8 @@ def test_only_explicit_requests_use_the_reader_of_bin_weights() -> None:
     }
     assert readers == {"shardtrain/hf/importing.py", "shardtrain/hf/source.py"}
     text = "".join(texts.values())
-    assert "weights_only=" not in text and "FileSystemReader" not in text
+    assert "weights_only=" not in text
+    assert "FileSystemReader" not in text
     # the package uses PyTorch's DCP writer, but never its reader, which unpickles
     writer = ast.parse(texts["shardtrain/tools/dcp/writing.py"])
     imported = [

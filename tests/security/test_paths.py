@@ -54,7 +54,8 @@ def test_default_names_and_absolute_checkpoint_folder_are_allowed() -> None:
 
 @pytest.mark.parametrize("name", ["step-1.trash-ab12", "step-1.tmp-ab12", "step-1"])
 def test_deleting_does_not_follow_links(tmp_path: Path, name: str) -> None:
-    precious, folder = tmp_path / "precious", tmp_path / "checkpoint"
+    precious = tmp_path / "precious"
+    folder = tmp_path / "checkpoint"
     precious.mkdir()
     folder.mkdir()
     (precious / "file").write_text("kept")
@@ -87,7 +88,9 @@ def test_link_instead_of_a_file_is_replaced_without_writing_to_its_target(tmp_pa
 
 def test_repeatedly_planted_link_never_redirects_a_write(tmp_path: Path) -> None:
     """An attacker may cause errors by planting links continuously, but no byte may reach the target of a link."""
-    precious, log, ended = tmp_path / "precious", tmp_path / "log", threading.Event()
+    precious = tmp_path / "precious"
+    log = tmp_path / "log"
+    ended = threading.Event()
     precious.write_text("kept")
 
     def plant() -> None:
@@ -131,7 +134,8 @@ def test_world_writable_checkpoint_folder_is_refused_unless_allowed(tmp_path: Pa
 
 def test_run_writes_nothing_world_writable_and_nothing_outside_its_folder(tmp_path: Path) -> None:
     """The run has umask 0, which protects nothing. The test also checks the temporary folder."""
-    temporary, outputs = tmp_path / "tmp", tmp_path / "outputs"
+    temporary = tmp_path / "tmp"
+    outputs = tmp_path / "outputs"
     temporary.mkdir()
     options_given = {
         "job.dump_folder": outputs, "training.dataset": "text", "training.dataset_path": text_file(),

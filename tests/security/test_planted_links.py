@@ -211,7 +211,8 @@ def test_links_instead_of_files_of_a_run_never_redirect_a_write(
     plant: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
     """The names are those of an undisturbed run, so the test covers new files of runs automatically."""
-    first, second = config_of(tmp_path / "first"), config_of(tmp_path / "second")
+    first = config_of(tmp_path / "first")
+    second = config_of(tmp_path / "second")
     code, output = storage_faults.run(first, 2, None)
     assert code == 0, output
     names = [path.relative_to(tmp_path / "first") for path in files_below(tmp_path / "first")]
@@ -253,7 +254,8 @@ def test_linked_folder_is_refused_at_start_with_its_target(folder: str, tmp_path
     def link_problems(config: Config) -> list[Problem]:
         return [problem for problem in machine_notes(Loaded(config)) if "link" in problem.rule]
 
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run = tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere"
     config = config_of(run)
     config = replace(
         config, profiling=replace(config.profiling, save_traces_folder="profile_traces/deeper")
@@ -340,7 +342,8 @@ def test_run_folder_with_dots_after_an_absent_folder_is_refused(
 
 
 def test_folder_that_becomes_a_link_after_the_checks_is_refused(tmp_path: Path) -> None:
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run = tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     run.mkdir()
     for name in ("logs", "checkpoint"):
@@ -361,7 +364,8 @@ def test_node_report_does_not_follow_a_linked_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The link may be planted on any node after its checks."""
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run = tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     run.mkdir()
     (run / "logs").symlink_to(elsewhere)
@@ -460,7 +464,8 @@ def test_two_nodes_write_nothing_through_planted_links(
         homes, f"--checkpoint.enable={str(name == 'checkpoint' or planted_on == 0).lower()}"
     )
     kept = [path for path in precious.rglob("*") if path.is_file()]
-    assert len(kept) == len(names) and {path.read_text() for path in kept} == {"kept"}
+    assert len(kept) == len(names)
+    assert {path.read_text() for path in kept} == {"kept"}
     if name == "files":
         assert [code for code, _ in ends] == [0, 0], ends
         return

@@ -229,4 +229,5 @@ def test_host_with_an_older_python_is_named_in_one_line(tmp_path: Path) -> None:
         done = finished(command, ROOT, {"XDG_STATE_HOME": str(tmp_path)})
     lines = [line for line in done.stderr.splitlines() if line.startswith("error[")]
     assert done.returncode == 2 and len(lines) == 1, done.stderr
-    assert "host-a" in lines[0] and "its Python is older than 3.11" in lines[0]
+    assert "host-a" in lines[0]
+    assert "its Python is older than 3.11" in lines[0]

@@ -72,12 +72,14 @@ def rank_main(rank: int, folder: Path) -> None:
     gloo_sockets.private(lambda: dist.init_process_group("gloo", **options))
     descriptors = len(os.listdir("/proc/self/fd"))
     (folder / f"ready-{rank}").touch()
-    number, stops = 0, torch.zeros(())
+    number = 0
+    stops = torch.zeros(())
     while not stops:
         tensor = torch.tensor([rank + number, (folder / "stop").exists()])
         dist.all_reduce(tensor)
         assert tensor[0] == 2 * number + 1, "a sum has other terms than those of the two ranks"
-        number, stops = number + 1, tensor[1]
+        number = number + 1
+        stops = tensor[1]
     assert len(os.listdir("/proc/self/fd")) == descriptors, "a foreign connection was accepted"
     (folder / f"done-{rank}").touch()
 

@@ -227,7 +227,8 @@ def teacher() -> Path:
 
 def of_distillation() -> Both:
     """Cross-entropy mixed with the divergence of trl's GKD. The factor T^2 is added here."""
-    rows, place = pairs(), teacher()
+    rows = pairs()
+    place = teacher()
     task = {
         "teacher_path": str(place),
         "kd_ratio": 0.7,

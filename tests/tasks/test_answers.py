@@ -143,7 +143,8 @@ def test_validation_is_equal_on_any_number_of_ranks(task: str, file: Path, tmp_p
                 if key.startswith(("loss", "reward"))
             }
         )
-    assert results[0].keys() == results[1].keys() and "reward_margin" in results[0]
+    assert results[0].keys() == results[1].keys()
+    assert "reward_margin" in results[0]
     assert results[0] == pytest.approx(results[1], abs=1e-5)
 
 
@@ -157,7 +158,8 @@ def arguments_for(file: Path, task: str, *more: str) -> list[str]:
 def test_chat_template_and_columns_of_answers_are_configurable(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    template, path = tmp_path / "plain.jinja", tmp_path / "pairs.jsonl"
+    template = tmp_path / "plain.jinja"
+    path = tmp_path / "pairs.jsonl"
     template.write_text(
         "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}!"
         "{% endgeneration %}{% else %}{{ message.content }}?{% endif %}{% endfor %}"
@@ -168,7 +170,8 @@ def test_chat_template_and_columns_of_answers_are_configurable(
     named = (f"--data.chat_template={template}", "--data.prompt_field=asked")
     assert show.main(arguments_for(path, "preference", *named)) == 0
     shown = capsys.readouterr().out
-    assert "is it?«yes!»" in shown and "is it?«no!»" in shown
+    assert "is it?«yes!»" in shown
+    assert "is it?«no!»" in shown
 
 
 def test_data_show_prints_both_answers_with_learned_parts(
@@ -260,7 +263,8 @@ def test_kto_label_may_be_a_number(tmp_path: Path, label: Any, is_good: bool | N
 def test_chat_preferences_are_read_in_every_layout() -> None:
     """Files with one row in each layout yield the same pair."""
     ask = {"role": "user", "content": "the cat"}
-    good, bad = {"role": "assistant", "content": "Hello"}, {"role": "assistant", "content": "well"}
+    good = {"role": "assistant", "content": "Hello"}
+    bad = {"role": "assistant", "content": "well"}
     rows: list[dict[str, Any]] = [
         {"prompt": [ask], "chosen": [good], "rejected": [bad]},
         {"prompt": "the cat", "chosen": [ask, good], "rejected": [ask, bad]},
@@ -289,7 +293,8 @@ def test_transformers_models_learn_from_answers(
     )
     assert list(check(Loaded(run_config))) == []
     ended = run_ranks(1, train_whole, run_config)[0]
-    assert ended.error is None and ended.losses[-1] < ended.losses[0]
+    assert ended.error is None
+    assert ended.losses[-1] < ended.losses[0]
 
 
 MARGINS = {

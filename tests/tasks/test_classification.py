@@ -141,7 +141,8 @@ def test_each_row_is_evaluated_once_and_predictions_keep_the_order_of_the_file(r
         assert result == one_process()
     for size, (count, metrics, predictions) in zip((872, 7), one_process(), strict=True):
         labels = [label for _, label in rows(size, 1)]
-        assert count == size and predictions["label"] == labels
+        assert count == size
+        assert predictions["label"] == labels
         right = sum(a == b for a, b in zip(predictions["prediction"], labels, strict=True))
         assert metrics["accuracy"] == right / size
 
@@ -159,11 +160,11 @@ def test_macro_f1_is_the_mean_over_labels() -> None:
 
 def test_long_row_is_truncated_and_keeps_eos() -> None:
     task = Classification(config(training={"seq_len": 6}))
-    short, long = (
-        task.read_rows("train")[0],
-        max(task.read_rows("train"), key=lambda row: len(row.tokens)),
-    )
-    assert len(long.tokens) == 6 and long.tokens[0] == 256 and long.tokens[-1] == 257
+    short = task.read_rows("train")[0]
+    long = max(task.read_rows("train"), key=lambda row: len(row.tokens))
+    assert len(long.tokens) == 6
+    assert long.tokens[0] == 256
+    assert long.tokens[-1] == 257
     assert list(short.tokens).count(257) == 1
 
 
@@ -173,7 +174,8 @@ def test_batch_is_as_wide_as_its_longest_row() -> None:
         [Example(np.array([256, 97, 257]), 1), Example(np.array([256, 97, 98, 99, 257]), IGNORE)]
     )
     assert batch["tokens_BT"].tolist() == [[256, 97, 257, 0, 0], [256, 97, 98, 99, 257]]
-    assert batch["lengths_B"].tolist() == [3, 5] and task.num_targets(batch) == 1
+    assert batch["lengths_B"].tolist() == [3, 5]
+    assert task.num_targets(batch) == 1
 
 
 def test_second_text_of_a_pair_follows_the_first(tmp_path: Path) -> None:
@@ -185,7 +187,8 @@ def test_second_text_of_a_pair_follows_the_first(tmp_path: Path) -> None:
         training={"dataset": "jsonl", "dataset_path": str(path)},
     )
     (row,) = tasks.open_task(run_config).read_rows("train")
-    assert row.tokens.tolist() == [256, ord("x"), 257, ord("y"), 257] and row.label == 1
+    assert row.tokens.tolist() == [256, ord("x"), 257, ord("y"), 257]
+    assert row.label == 1
 
 
 @pytest.mark.parametrize(
@@ -301,7 +304,8 @@ def test_run_resumes_at_the_row_where_it_stopped(tmp_path: Path) -> None:
     ]
     for uninterrupted, resumed in run_ranks(2, continued, *configs):
         assert resumed.sample_ids == uninterrupted.sample_ids[3:]
-        assert resumed.losses == uninterrupted.losses[3:] and resumed.state == uninterrupted.state
+        assert resumed.losses == uninterrupted.losses[3:]
+        assert resumed.state == uninterrupted.state
 
 
 def test_workers_prepare_the_same_batches() -> None:
@@ -318,9 +322,8 @@ def test_workers_prepare_the_same_batches() -> None:
         return [next(stream) for _ in range(3)]
 
     for a, b in zip(three_batches(run_config), three_batches(worker_config), strict=True):
-        assert torch.equal(a["tokens_BT"], b["tokens_BT"]) and torch.equal(
-            a.sample_ids_B, b.sample_ids_B
-        )
+        assert torch.equal(a["tokens_BT"], b["tokens_BT"])
+        assert torch.equal(a.sample_ids_B, b.sample_ids_B)
 
 
 def test_file_without_labels_is_allowed_only_as_test_set() -> None:
@@ -328,7 +331,5 @@ def test_file_without_labels_is_allowed_only_as_test_set() -> None:
         validation={"enable": True}, task={"test_dataset_path": file_of(7, 2, labels=False)}
     )
     task = tasks.open_task(run_config)
-    assert (
-        not task.is_labelled("test")
-        and [row.label for row in task.read_rows("test")] == [IGNORE] * 7
-    )
+    assert not task.is_labelled("test")
+    assert [row.label for row in task.read_rows("test")] == [IGNORE] * 7

@@ -48,7 +48,8 @@ def scored(rank: int, run_config: Config) -> Any:
     evaluation = validation.evaluate(
         run.runner, validation.open_dataloader(run_config, run.mesh), run.mesh
     )
-    assert evaluation is not None and evaluation.metrics is not None
+    assert evaluation is not None
+    assert evaluation.metrics is not None
     return run.total_steps, evaluation.rows, evaluation.metrics["accuracy"]
 
 
@@ -72,7 +73,8 @@ def test_single_method_of_a_task_can_be_replaced(tmp_path: Path) -> None:
     task = tasks.open_task(run_config)
     assert isinstance(task, RowTask)
     rows = {"prediction": torch.tensor([1, 0]), "label": torch.tensor([1, 1])}
-    assert task.metrics(rows)["rows"] == 2.0 and task.metrics(rows)["accuracy"] == 0.5
+    assert task.metrics(rows)["rows"] == 2.0
+    assert task.metrics(rows)["accuracy"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,8 @@ def train(config: Config, ranks: int = 1, stop_after: int | None = None) -> Ende
 
 def test_resumed_run_requires_its_original_teacher(tmp_path: Path) -> None:
     moved = save(build("qwen3", vocab_size=512), tmp_path / "copy")
-    checkpoint, steps = {"enable": True, "interval": 2}, {"steps": 4}
+    checkpoint = {"enable": True, "interval": 2}
+    steps = {"steps": 4}
     uninterrupted = train(config(tmp_path / "uninterrupted", checkpoint=checkpoint, training=steps))
     parted = config(tmp_path / "parted", checkpoint=checkpoint, training=steps)
     train(parted, stop_after=2)
@@ -135,7 +136,8 @@ def test_resumed_run_requires_its_original_teacher(tmp_path: Path) -> None:
         training={"steps": 6},
     )
     refused = train(other_teacher)
-    assert isinstance(refused.error, ConfigError) and "teacher differ" in str(refused.error)
+    assert isinstance(refused.error, ConfigError)
+    assert "teacher differ" in str(refused.error)
 
 
 def test_bfloat16_teacher_has_the_numbers_of_a_float32_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +169,8 @@ def test_validation_measures_only_the_student_and_steps_log_both_losses(tmp_path
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for step in steps:
         mixed = 0.75 * step["cross_entropy"] + 0.25 * 4 * step["divergence"]
-        assert step["loss"] == pytest.approx(mixed, rel=1e-5) and step["divergence"] > 0.01
+        assert step["loss"] == pytest.approx(mixed, rel=1e-5)
+        assert step["divergence"] > 0.01
     logged = json.loads((tmp_path / "validation.jsonl").read_text().splitlines()[-1])
     # near log 512 = 6.24 for random weights, unlike the mixed loss
     assert logged["loss"] == pytest.approx(steps[-1]["cross_entropy"], abs=1.0)
@@ -283,9 +286,12 @@ def test_different_vocabularies_are_rejected(tmp_path: Path) -> None:
             )
         )
 
-    assert not lines("own", "own") and not lines("own", "same") and not lines("own", "more")
+    assert not lines("own", "own")
+    assert not lines("own", "same")
+    assert not lines("own", "more")
     (line,) = lines("own", "other")
-    assert "has another vocabulary than" in line and "id 40 is" in line
+    assert "has another vocabulary than" in line
+    assert "id 40 is" in line
     (line,) = lines("more", "own")
     assert "'<extra>' here and nothing there" in line
     (line,) = lines("bytes", "own")
@@ -294,12 +300,14 @@ def test_different_vocabularies_are_rejected(tmp_path: Path) -> None:
 
 def test_teacher_with_too_few_rows_or_damaged_weights_is_rejected(tmp_path: Path) -> None:
     few = train(config(tmp_path / "few", {"teacher_path": str(teacher(vocab_size=128))}))
-    assert isinstance(few.error, ConfigError) and "has rows for 128 ids" in str(few.error)
+    assert isinstance(few.error, ConfigError)
+    assert "has rows for 128 ids" in str(few.error)
     place = save(build("qwen3", vocab_size=512), tmp_path / "cut")
     file = place / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     cut = train(config(tmp_path / "run", {"teacher_path": str(place)}))
-    assert isinstance(cut.error, CheckpointError) and "is truncated" in str(cut.error)
+    assert isinstance(cut.error, CheckpointError)
+    assert "is truncated" in str(cut.error)
 
 
 def test_packed_documents_are_masked_in_both_models_or_rejected(tmp_path: Path) -> None:
@@ -337,6 +345,5 @@ def test_packed_documents_are_masked_in_both_models_or_rejected(tmp_path: Path) 
             training=training,
         )
     )
-    assert isinstance(ended.error, ConfigError) and "is ignored by OPTForCausalLM" in str(
-        ended.error
-    )
+    assert isinstance(ended.error, ConfigError)
+    assert "is ignored by OPTForCausalLM" in str(ended.error)

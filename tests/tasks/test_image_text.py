@@ -508,7 +508,8 @@ def test_other_tasks_do_not_ignore_options_of_images(tmp_path: Path) -> None:
         load(None, ["--data.image_folder", str(tmp_path), "--task.frozen_modules", "x"])
     )
     text = "\n".join(map(str, problems))
-    assert "data.image_folder=" in text and 'is only read by task.name = "image_text"' in text
+    assert "data.image_folder=" in text
+    assert 'is only read by task.name = "image_text"' in text
     assert "task.frozen_modules=" in text
 
 

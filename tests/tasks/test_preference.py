@@ -21,7 +21,9 @@ from shardtrain.config.schema import Config, Parallelism, Task
 from shardtrain.tasks.preference import Preference
 from shardtrain.utils.errors import CheckpointError, ConfigError, DataError
 
-BETA, SEQ_LEN, PAIRS = 0.3, 48, 16
+BETA = 0.3
+SEQ_LEN = 48
+PAIRS = 16
 WORDS = ["mesh", "shard", "rank", "norm", "step", "loss", "é"]
 
 
@@ -82,7 +84,8 @@ def closed_form(
     config: Config, first: dict[str, torch.Tensor], now: dict[str, torch.Tensor], ids: list[int]
 ) -> float:
     """Return the loss by equation 7 of the paper."""
-    reference, policy = model_of(config, first), model_of(config, now)
+    reference = model_of(config, first)
+    policy = model_of(config, now)
     losses = []
     for row in (rows()[i] for i in ids):
         margin = 0.0
@@ -99,7 +102,8 @@ def closed_form(
 
 def test_loss_matches_the_paper_in_float64(file: Path) -> None:
     run_config = config(file)
-    before, after = run_tiny(1, run_config, 2)[0], run_tiny(1, run_config, 3)[0]
+    before = run_tiny(1, run_config, 2)[0]
+    after = run_tiny(1, run_config, 3)[0]
     assert before.losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), (
         "the loss must be log 2 before learning"
     )
@@ -169,9 +173,8 @@ def test_resumed_run_requires_its_original_reference(file: Path, tmp_path: Path)
     other_reference = train(
         config(file, tmp_path / "parted", checkpoint=moved, training={"steps": 6})
     )
-    assert isinstance(other_reference.error, ConfigError) and "reference weights differ" in str(
-        other_reference.error
-    )
+    assert isinstance(other_reference.error, ConfigError)
+    assert "reference weights differ" in str(other_reference.error)
 
 
 def test_reference_of_adapters_is_the_base_model(file: Path, tmp_path: Path) -> None:
@@ -203,9 +206,9 @@ def test_preferences_are_learned_and_rewards_measured(file: Path, tmp_path: Path
     )
     assert train(run_config, ranks=2).error is None
     logged = json.loads((tmp_path / "validation.jsonl").read_text().splitlines()[-1])
-    assert (
-        logged["reward_accuracy"] == 1.0 and logged["reward_margin"] > 0.5 and logged["loss"] < 0.5
-    )
+    assert logged["reward_accuracy"] == 1.0
+    assert logged["reward_margin"] > 0.5
+    assert logged["loss"] < 0.5
 
 
 def test_conversations_are_supported(tmp_path: Path) -> None:
@@ -286,7 +289,8 @@ def test_damaged_reference_is_rejected(file: Path, tmp_path: Path) -> None:
     ended = train(
         config(file, tmp_path / "run", checkpoint={"enable": True, "initial_load_path": str(start)})
     )
-    assert isinstance(ended.error, CheckpointError) and "is damaged" in str(ended.error)
+    assert isinstance(ended.error, CheckpointError)
+    assert "is damaged" in str(ended.error)
 
 
 def test_logged_rewards_are_those_of_all_pairs_of_the_step(file: Path, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ pytest.importorskip("transformers")
 
 
 def scores(rank: int, run_config: Config) -> Any:
-    run, checkpoints = make_run(rank, run_config), Checkpoints(run_config)
+    run = make_run(rank, run_config)
+    checkpoints = Checkpoints(run_config)
     resume(run, checkpoints)
     checkpoints.close()
     batch = next(run.dataloader)
@@ -46,7 +47,8 @@ def test_scores_match_transformers_for_any_padding(tmp_path: Path, family: str) 
         job={"dump_folder": str(tmp_path / "run")},
     )
     batch, outputs, head = run_ranks(1, scores, run_config)[0]
-    assert head.shape == (2, 32) and len(set(batch["lengths_B"].tolist())) > 1
+    assert head.shape == (2, 32)
+    assert len(set(batch["lengths_B"].tolist())) > 1
     body.config.num_labels = 2
     reference = getattr(
         transformers, type(body).__name__.replace("CausalLM", "SequenceClassification")

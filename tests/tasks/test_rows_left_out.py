@@ -14,7 +14,8 @@ from shardtrain import tasks
 from shardtrain.config.schema import Config
 from shardtrain.utils.errors import DataError
 
-EOS, SEQ_LEN = 257, 32
+EOS = 257
+SEQ_LEN = 32
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
     "{% if add_generation_prompt %}a{% endif %}"

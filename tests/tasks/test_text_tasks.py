@@ -87,7 +87,8 @@ def losses(rank: int, name: str, config: Config) -> tuple[float, float]:
     """Return the mean loss of a batch computed by the runner, and by ``transformers``."""
     import transformers
 
-    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    run = make_run(rank, config)
+    checkpoints = Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
     batch: Any = next(run.dataloader)
@@ -129,10 +130,8 @@ def test_masked_tokens_depend_on_row_and_epoch(tmp_path: Path) -> None:
     """80 % are replaced by the mask, 10 % by a random token, and 10 % are unchanged."""
 
     def epochs(batch_size: int) -> list[dict[int, tuple[list[int], list[int]]]]:
-        stream, tokens_of_epochs = (
-            opened("bert", tmp_path, local_batch_size=batch_size, global_batch_size=batch_size),
-            [],
-        )
+        stream = opened("bert", tmp_path, local_batch_size=batch_size, global_batch_size=batch_size)
+        tokens_of_epochs = []
         for _ in range(2):
             rows = {}
             for _ in range(24 // batch_size):
@@ -145,7 +144,8 @@ def test_masked_tokens_depend_on_row_and_epoch(tmp_path: Path) -> None:
         return tokens_of_epochs  # type: ignore[return-value]
 
     first, second = epochs(8)
-    assert [first, second] == epochs(4) and len(first) == 24
+    assert [first, second] == epochs(4)
+    assert len(first) == 24
     assert all(
         first[sample] != second[sample] for sample in range(24) if len(first[sample][0]) > 12
     )
@@ -157,10 +157,14 @@ def test_masked_tokens_depend_on_row_and_epoch(tmp_path: Path) -> None:
             if target != IGNORE
         ]
         assert len(chosen) == max(1, round(0.3 * (len(shown) - 2)))
-        assert targets[0] == targets[-1] == IGNORE and shown[0] == 256 and shown[-1] == 257
+        assert targets[0] == targets[-1] == IGNORE
+        assert shown[0] == 256
+        assert shown[-1] == 257
         for token, target in chosen:
             fates["mask" if token == 300 else "same" if token == target else "other"] += 1
-    assert 0.7 < fates["mask"] / sum(fates.values()) < 0.9 and fates["same"] and fates["other"]
+    assert 0.7 < fates["mask"] / sum(fates.values()) < 0.9
+    assert fates["same"]
+    assert fates["other"]
 
 
 @pytest.mark.parametrize(

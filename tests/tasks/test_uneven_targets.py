@@ -63,7 +63,8 @@ def evaluated(rank: int, run_config: Config) -> tuple[float, int]:
 def reference_evaluation(rank: int, run_config: Config) -> tuple[float, int]:
     """Return the evaluation from logits of one row at a time, without the package's data and loss code."""
     model = make_run(rank, run_config).runner.parts[0]
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for completion in COMPLETIONS:
         tokens = torch.tensor([256, *f"{PROMPT}{completion}".encode(), 257])
         with torch.no_grad():

@@ -67,7 +67,8 @@ def test_options_of_validation_change_no_number_of_training(
 ) -> None:
     expected = run_tiny(1, config(file, task), 2)[0]
     changed = run_tiny(1, config(file, task, **{**CHANGED, "seq_len": seq_len}), 2)[0]
-    assert changed.losses == expected.losses and changed.grad_norms == expected.grad_norms
+    assert changed.losses == expected.losses
+    assert changed.grad_norms == expected.grad_norms
 
 
 def test_kto_exchanges_full_completions_before_truncation(file: Path) -> None:
@@ -76,7 +77,8 @@ def test_kto_exchanges_full_completions_before_truncation(file: Path) -> None:
     by_text = {(row["prompt"] + row["completion"]): row for row in rows}
     task = KTO(config(file, "kto"))
     tokenizer = task.tokenizer
-    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    bos = tokenizer.bos_id
+    eos = tokenizer.eos_id
     num_longer = 0
     for group in task.read_rows("train"):
         originals = [by_text[tokenizer.decode(answer.side.whole)] for answer in group]

@@ -120,11 +120,13 @@ def test_checkpoint_is_an_alias_of_step_in_test(
 ) -> None:
     for name in ("latest", str(folders["RUN"] / "checkpoint/step-3")):
         code, text = run([*COMMANDS["test"], "--checkpoint", name], folders, tmp_path, capfd)
-        assert code == 0 and "step-3" in text
+        assert code == 0
+        assert "step-3" in text
     code, text = run(
         [*COMMANDS["test"], "--checkpoint", "1", "--step", "1"], folders, tmp_path, capfd
     )
-    assert code == 2 and '--checkpoint="1" is another name of --step; use one of them' in text
+    assert code == 2
+    assert '--checkpoint="1" is another name of --step; use one of them' in text
 
 
 @pytest.mark.parametrize("step", [None, "latest", 1])
@@ -162,7 +164,8 @@ def test_step_requires_the_folder_of_a_run(
             for argument in COMMANDS[verb]
         ]
         code, text = run([*command, "--step", "best"], folders, tmp_path, capfd)
-        assert code == 2 and '--step="best" requires the folder of a run' in text
+        assert code == 2
+        assert '--step="best" requires the folder of a run' in text
     with pytest.raises(
         ConfigError,
         match='^step="nine" must be latest, best or a number; write it like step="best"',
@@ -179,7 +182,9 @@ def test_without_a_best_checkpoint_the_latest_is_used(
     code, text = run(
         ["export", str(copy), "--to", "NEW", "--step", "best"], folders, tmp_path, capfd
     )
-    assert code == 5 and "--step=best does not exist" in text and "checkpoint.keep_best" in text
+    assert code == 5
+    assert "--step=best does not exist" in text
+    assert "checkpoint.keep_best" in text
 
 
 def test_a_damaged_best_step_is_skipped_unless_it_was_named(
@@ -193,7 +198,10 @@ def test_a_damaged_best_step_is_skipped_unless_it_was_named(
     code, text = run(
         ["export", str(copy), "--to", "NEW", "--step", "best"], folders, tmp_path, capfd
     )
-    assert code == 5 and "no checkpoint" in text and "--step=best" in text and "damaged" in text
+    assert code == 5
+    assert "no checkpoint" in text
+    assert "--step=best" in text
+    assert "damaged" in text
 
 
 def test_the_last_lines_of_the_log_name_the_best_step_and_the_commands(

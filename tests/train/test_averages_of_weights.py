@@ -188,7 +188,8 @@ def test_averages_that_are_switched_on_start_with_the_loaded_weights(tmp_path: P
 def test_averages_that_are_switched_off_are_dropped(tmp_path: Path) -> None:
     assert one_run(tmp_path, STEPS, DECAY).error is None
     assert one_run(tmp_path, STEPS + 1, None, accepts=True).error is None
-    assert stored(tmp_path) and not stored(tmp_path, step=STEPS + 1)
+    assert stored(tmp_path)
+    assert not stored(tmp_path, step=STEPS + 1)
 
 
 def one_skipped_step(
@@ -238,7 +239,8 @@ def test_only_adapters_are_averaged(tmp_path: Path) -> None:
     (ended,) = run_ranks(1, train_whole, config)
     assert ended.error is None
     averages = stored(tmp_path)
-    assert averages and all("lora_" in name for name in averages)
+    assert averages
+    assert all("lora_" in name for name in averages)
 
 
 def validated(folder: Path, use_ema: bool, mesh: str = "one") -> float:

@@ -25,7 +25,9 @@ from shardtrain.train.validation import Evaluation, Validator
 
 LOSSES = [3.0, 2.0, 2.5, 1.0, 9.0, 9.0, 0.5, 0.7]
 """Validation loss after each step. With a patience of 2, the best is 1.0 at step 4, and the run ends at step 6."""
-NEW_BEST, PATIENCE_ENDS, LAST = 4, 6, len(LOSSES)
+NEW_BEST = 4
+PATIENCE_ENDS = 6
+LAST = len(LOSSES)
 
 # phase of the request, step, patience. In "twice", the repeated validation is canceled too. In "killed", the resumed
 # run dies two steps later without a save, so the validation is repeated again.
@@ -157,9 +159,8 @@ def test_canceled_validation_is_repeated(
     straight = made_once(
         tmp_path_factory, f"run-{patience}", lambda: run_ranks(2, train, uninterrupted, patience)[0]
     )
-    assert straight.error is None and straight.state["step"] == (
-        PATIENCE_ENDS if patience else LAST
-    )
+    assert straight.error is None
+    assert straight.state["step"] == (PATIENCE_ENDS if patience else LAST)
     assert len(result(uninterrupted)["validations"].splitlines()) == straight.state["step"]
 
     starts = run_ranks(2, stopped_and_resumed, tmp_path, phase, step, patience)[0]

@@ -104,7 +104,8 @@ def test_seed_checkpoint_of_one_process_does_not_set_the_batch_size(tmp_path: Pa
     run_ranks(1, train_whole, config(tmp_path, checkpoint={"create_seed_checkpoint": True}))
     assert batch_size_of_run(config(tmp_path), 2) == -1
     ended = run_ranks(2, train_whole, config(tmp_path))[0]
-    assert ended.error is None and ended.state["samples_consumed"] == 8
+    assert ended.error is None
+    assert ended.state["samples_consumed"] == 8
 
 
 def batch_size_of_run(config: Config, ranks: int) -> int:

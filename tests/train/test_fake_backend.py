@@ -104,7 +104,8 @@ def test_all_axes_together_are_built_and_traced(rank, schedule):
     assert (run.traced.layers, run.traced.not_traced) == (2, "")
     assert run.traced.activations_bytes > 0
     text = "\n".join(run.stages)
-    first, last = ("embed" in text, "head" in text)
+    first = "embed" in text
+    last = "head" in text
     assert (first, last) == (
         (True, True)
         if schedule == "ZBVZeroBubble" and rank == 0
@@ -118,7 +119,8 @@ def test_all_axes_together_are_built_and_traced(rank, schedule):
 )
 def test_every_way_to_split_a_sequence_is_traced(method):
     run = dry(deep_config(parallelism={"context_parallel_degree": 2, **method}), rank=1, size=4)
-    assert run.traced.not_traced == "" and run.traced.layers == 4
+    assert run.traced.not_traced == ""
+    assert run.traced.layers == 4
 
 
 def test_micro_batch_has_no_memory_and_is_not_counted_as_activation(monkeypatch):
@@ -151,10 +153,8 @@ def test_skipped_layers_are_counted_as_if_traced(monkeypatch, mode, tp):
     few_layers = dry(config, size=4)
     monkeypatch.setattr(fake_backend, "LAYERS_OF_A_KIND", 10)
     everything = dry(config, size=4)
-    assert (
-        few_layers.traced.layers_traced == (4 if mode == "selective" else 2)
-        and everything.traced.layers_traced == 10
-    )
+    assert few_layers.traced.layers_traced == (4 if mode == "selective" else 2)
+    assert everything.traced.layers_traced == 10
     assert few_layers.traced.activations_bytes == pytest.approx(
         everything.traced.activations_bytes, rel=1e-3
     )
@@ -276,7 +276,8 @@ def test_configuration_of_405b_on_512_ranks_is_checked_in_seconds_without_files(
     config = str(ROOT / "configs/llama3_405b.toml")
     code, out, err = answer(capsys, config, "--nproc", "512", *ANYWHERE, *degrees)
     assert (code, err) == (0, "")
-    assert "rank 511 of 512" in out and "nothing is trained, read or written" in out
+    assert "rank 511 of 512" in out
+    assert "nothing is trained, read or written" in out
     assert "405.85B parameters\nmesh: 512 ranks, pp 8 x dp_shard 8 x tp 8" in out
     assert (
         "8 sequences x 1 accumulation x 8 data ranks = 64 sequences x 8192 = 524288 tokens per step"
@@ -308,7 +309,8 @@ def test_buffers_of_experts_have_no_memory_with_selective_recomputation(monkeypa
     """FSDP's hooks of experts run outside of the mode that counts operations, which once disabled fake tensors."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
-    allocate, buffers = DefaultAllocMixin.allocate, []
+    allocate = DefaultAllocMixin.allocate
+    buffers = []
 
     def noted(*arguments, **keywords):
         buffers.append(allocate(*arguments, **keywords))
@@ -325,7 +327,8 @@ def test_buffers_of_experts_have_no_memory_with_selective_recomputation(monkeypa
         training={"seq_len": 32},
     )
     dry(config, size=8)  # two ranks per expert
-    assert len(buffers) > 10 and all(isinstance(tensor, FakeTensor) for tensor in buffers)
+    assert len(buffers) > 10
+    assert all(isinstance(tensor, FakeTensor) for tensor in buffers)
 
 
 def test_experts_are_traced_with_equal_load():
@@ -338,7 +341,8 @@ def test_experts_are_traced_with_equal_load():
         parallelism={"expert_parallel_degree": 4},
     )
     run = dry(config, size=8)
-    assert run.traced.not_traced == "" and run.traced.activations_bytes > 0
+    assert run.traced.not_traced == ""
+    assert run.traced.activations_bytes > 0
 
 
 def test_untraceable_configuration_is_reported():
@@ -370,7 +374,8 @@ def test_untraceable_configuration_is_reported():
 def test_invalid_configuration_fails_as_in_a_run(capsys, arguments, fragment):
     code, out, err = answer(capsys, "--nproc", "8", *ANYWHERE, *arguments)
     assert (code, out) == (2, "")
-    assert err.startswith("error[2]: ") and fragment in err
+    assert err.startswith("error[2]: ")
+    assert fragment in err
 
 
 def test_device_missing_on_this_machine_is_accepted(capsys):

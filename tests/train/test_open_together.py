@@ -56,10 +56,8 @@ def write(kind: str, folder: Path) -> dict[str, Any]:
         elif kind == "parquet":
             _parquet(path, text)
     if kind == "tokens":
-        writer, content = (
-            ShardWriter(folder / "shards", ByteTokenizer().vocab_size, 500),
-            Path(text_file()).read_bytes(),
-        )
+        writer = ShardWriter(folder / "shards", ByteTokenizer().vocab_size, 500)
+        content = Path(text_file()).read_bytes()
         writer.add_documents(np.array([4000]))
         writer.add_tokens(np.frombuffer(content[:4000], dtype=np.uint8).astype(np.int64))
         writer.finish(tokenizer=ByteTokenizer.fingerprint, tokenizer_name="bytes")
@@ -75,7 +73,8 @@ def write(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def _parquet(path: Path, text: str) -> None:
-    arrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    writer = pytest.importorskip("pyarrow.parquet")
     writer.write_table(
         arrow.table({"text": text.splitlines()}), path.with_suffix(".parquet"), row_group_size=4
     )
@@ -118,7 +117,8 @@ def open_all(
     rank: int, folder: Path, datasets_to_open: dict[str, dict[str, Any]], many: int
 ) -> dict[str, Any]:
     """For each dataset, return the calls of this rank while opening, the fingerprint, and the rows of three batches."""
-    calls, results = Calls(folder), {}
+    calls = Calls(folder)
+    results = {}
     for kind, options in datasets_to_open.items():
         _data_files.MANY_FILES = many if kind.startswith("many") else 10_000
         config = config_of(options, "memory" if kind == "in memory" else "stream")
@@ -202,9 +202,8 @@ def test_one_rank_contacts_the_hub_and_others_open_its_cache(
         tmp_path / "cache"
     )
     first, *others = run_ranks(3, open_hub_on_ranks, tmp_path, streaming, has_cache)
-    assert first[0] == ["revision", "commit-0"] and first[1] == [
-        f"row {number}" for number in range(70)
-    ]
+    assert first[0] == ["revision", "commit-0"]
+    assert first[1] == [f"row {number}" for number in range(70)]
     for requests, texts, files in others:
         assert requests == ([] if has_cache and not streaming else ["commit-0"])
         assert (texts, files) == (first[1], first[2])
@@ -212,7 +211,8 @@ def test_one_rank_contacts_the_hub_and_others_open_its_cache(
 
 def open_tokenizers(rank: int, folder: Path, paths: list[str]) -> list[Any]:
     """For each tokenizer, return the calls of this rank while opening it, and its properties."""
-    calls, results = Calls(folder), []
+    calls = Calls(folder)
+    results = []
     for path in paths:
         calls.clear()
         with together(config_of({})):
@@ -300,7 +300,8 @@ def test_one_rank_checks_the_copy_of_a_node(nodes: Path, per_node: int) -> None:
     ranks = run_ranks(2 * per_node, open_on_nodes, nodes, {"dataset": "jsonl"}, per_node)
     assert len({fingerprint for _, fingerprint in ranks}) == 1
     calls = [count for count, _ in ranks]
-    first, second = calls[0], calls[per_node]
+    first = calls[0]
+    second = calls[per_node]
     assert sum(calls) == first + second
     assert first < second <= first + shared_opening.MAX_WITNESSES
 
@@ -346,7 +347,8 @@ def test_rank_that_lacks_listed_files_is_named_on_all(
     else:
         shutil.rmtree(data)
     (kind, code, text), *others = run_ranks(4, open_on_nodes, nodes, {"dataset": "jsonl"})
-    assert (kind, code) == ("ConfigError", 2) and "\n" not in text
+    assert (kind, code) == ("ConfigError", 2)
+    assert "\n" not in text
     assert re.match(r"rank 2 on \S+: ", text) and re.search(message, text), text
     assert others == [(kind, code, text)] * 3
 
@@ -356,9 +358,8 @@ def test_error_of_the_opening_rank_is_raised_on_all(nodes: Path) -> None:
         (nodes / node / "data/005.jsonl").write_text("")
     errors = run_ranks(4, open_on_nodes, nodes, {"dataset": "jsonl"})
     assert len(set(errors)) == 1
-    assert errors[0][:2] == (DataError.__name__, 3) and errors[0][2].startswith(
-        'training.dataset_path="data/005.jsonl" is '
-    )
+    assert errors[0][:2] == (DataError.__name__, 3)
+    assert errors[0][2].startswith('training.dataset_path="data/005.jsonl" is ')
 
 
 def look_slowly(rank: int) -> Any:
@@ -409,7 +410,8 @@ def read_a_changed_file(rank: int, config: Config, file: Path) -> str:
 def test_rank_that_did_not_list_files_detects_a_changed_file_when_reading(tmp_path: Path) -> None:
     config = config_of(write("jsonl", tmp_path / "data"))
     for text in run_ranks(2, read_a_changed_file, config, tmp_path / "data/003.jsonl"):
-        assert "003.jsonl" in text and "was changed since the run opened it" in text
+        assert "003.jsonl" in text
+        assert "was changed since the run opened it" in text
 
 
 def test_single_process_and_dry_run_need_no_other_ranks() -> None:

@@ -20,7 +20,9 @@ from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
 from shardtrain.config.schema import Config
 
-STEPS, SAVED, KILLED = 6, 3, 5
+STEPS = 6
+SAVED = 3
+KILLED = 5
 """Steps of the run, of the checkpoint, and when the first start ends: two steps are lost and repeated."""
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -197,7 +199,8 @@ def test_run_resumes_on_another_mesh(runs: list[dict[str, Ended]], change: str) 
     straight = runs[0]["fsdp straight"]
     for rank in runs:
         resumed = rank[change]
-        assert resumed.error is None and len(resumed.losses) == STEPS - SAVED
+        assert resumed.error is None
+        assert len(resumed.losses) == STEPS - SAVED
         assert abs(resumed.losses[0] - straight.losses[SAVED]) <= SAME_LOSS
         for resumed_loss, expected_loss in zip(
             resumed.losses, straight.losses[SAVED:], strict=True
@@ -241,10 +244,13 @@ def test_checkpoints_exist_for_the_expected_steps(root: Path, runs: list[dict[st
 def test_new_run_starts_from_only_the_weights_of_a_checkpoint(
     root: Path, runs: list[dict[str, Ended]]
 ) -> None:
-    anew, straight = runs[0]["anew"], runs[0]["one straight"]
+    anew = runs[0]["anew"]
+    straight = runs[0]["one straight"]
     assert anew.error is None
-    assert anew.state["step"] == 1 and anew.state["samples_consumed"] == 8
-    assert anew.lrs == straight.lrs[:1] and anew.sample_ids == straight.sample_ids[:1]
+    assert anew.state["step"] == 1
+    assert anew.state["samples_consumed"] == 8
+    assert anew.lrs == straight.lrs[:1]
+    assert anew.sample_ids == straight.sample_ids[:1]
     assert anew.losses[0] < straight.losses[0] - 0.1  # weights after three steps of training
     assert all(
         float(count) == 1 for name, count in anew.optimizer.items() if name.endswith(".step")
@@ -252,10 +258,13 @@ def test_new_run_starts_from_only_the_weights_of_a_checkpoint(
 
 
 def test_schedule_and_data_can_restart(runs: list[dict[str, Ended]]) -> None:
-    excluding, straight = runs[0]["excluding"], runs[0]["one straight"]
+    excluding = runs[0]["excluding"]
+    straight = runs[0]["one straight"]
     assert excluding.error is None
-    assert excluding.state["step"] == 4 and excluding.state["updates"] == 1
-    assert excluding.lrs == straight.lrs[:1] and excluding.sample_ids == straight.sample_ids[:1]
+    assert excluding.state["step"] == 4
+    assert excluding.state["updates"] == 1
+    assert excluding.lrs == straight.lrs[:1]
+    assert excluding.sample_ids == straight.sample_ids[:1]
     assert all(
         float(count) == 4 for name, count in excluding.optimizer.items() if name.endswith(".step")
     )

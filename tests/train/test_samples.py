@@ -49,11 +49,13 @@ MESHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mesh", cases(["tp", "fsdp"], nightly=["copies"]))
 def test_meshes_change_no_sample(mesh: str) -> None:
     (alone,) = run_ranks(1, drawn, config())
-    assert alone and run_ranks(2, drawn, config(MESHES[mesh])) == [alone] * 2
+    assert alone
+    assert run_ranks(2, drawn, config(MESHES[mesh])) == [alone] * 2
 
 
 def sampled_and_generated(rank: int, run_config: Config) -> tuple[str, str]:
-    run, tokenizer = make_run(rank, run_config), open_tokenizer("bytes")
+    run = make_run(rank, run_config)
+    tokenizer = open_tokenizer("bytes")
     layout: Layout = llama.LAYOUT
     generator = Generator(run.runner.parts[0], layout, tokenizer.vocab_size)
     prompt = [*tokenizer.prefix_ids, *tokenizer.encode(PROMPT).tolist()]
@@ -75,7 +77,8 @@ def test_samples_do_not_affect_training_and_continue_after_a_resume(tmp_path: Pa
         run_config = config(freq=freq, job=folder, training={"steps": steps}, checkpoint=saves)
         return run_ranks(1, train_whole, run_config)[0]
 
-    with_samples, without = ended("with", 1, 3), ended("without", 0, 3)
+    with_samples = ended("with", 1, 3)
+    without = ended("without", 0, 3)
     assert with_samples.losses == without.losses
     assert_bitwise(with_samples.weights, without.weights)
     assert not (tmp_path / "without/samples.jsonl").exists()

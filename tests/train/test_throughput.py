@@ -13,7 +13,8 @@ from tiny import tiny_config, train_whole
 from shardtrain import models, tasks
 from shardtrain.utils.checked_json import record_of
 
-PROMPT, COMPLETION = "hello world " * 2, "!"
+PROMPT = "hello world " * 2
+COMPLETION = "!"
 NUM_ROWS = 4
 LENGTH = len(PROMPT) + len(COMPLETION) + 2
 """Tokens of a row: bytes, BOS and EOS."""
@@ -56,7 +57,8 @@ def test_equal_texts_have_equal_token_counts(
 
 # -- tasks on rows -----------------------------------------------------------------------------------------------------
 
-SHORT, LONG = "ab", "hello world " * 2
+SHORT = "ab"
+LONG = "hello world " * 2
 SPECIAL = 2
 """Number of BOS and EOS tokens."""
 LENGTHS = {

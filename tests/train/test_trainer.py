@@ -56,8 +56,11 @@ def config(mesh: str, max_norm: float = NO_CLIP, **training: Any) -> Config:
 
 def one_step(rank: int, config: Config, num_kept: Mapping[int, int] | int = 64) -> Step:
     """Run one step in which each row keeps its first ``kept[sample]`` targets."""
-    run, ids, gradients = make_run(rank, config), [], {}
-    pull, update = run.dataloader.__next__, run.runner.update
+    run = make_run(rank, config)
+    ids = []
+    gradients = {}
+    pull = run.dataloader.__next__
+    update = run.runner.update
 
     class Masked:
         def __getattr__(self, name: str) -> Any:
@@ -161,11 +164,10 @@ def test_step_without_targets_is_zero_and_not_nan(steps: Any, mesh: str) -> None
 @pytest.mark.parametrize("mesh", ["one", "accumulation", "fsdp", "ddp", "tp"])
 def test_update_gets_clipped_gradients_and_the_log_the_norm_before(steps: Any, mesh: str) -> None:
     for rank in steps:
-        clipped, free = rank[mesh, "clipped"], rank[mesh, "none"]
-        assert (
-            clipped.grad_norm == pytest.approx(free.grad_norm, abs=SAME_NORM)
-            and clipped.grad_norm > 0.1
-        )
+        clipped = rank[mesh, "clipped"]
+        free = rank[mesh, "none"]
+        assert clipped.grad_norm == pytest.approx(free.grad_norm, abs=SAME_NORM)
+        assert clipped.grad_norm > 0.1
         total = (
             sum(float(gradient.double().square().sum()) for gradient in clipped.gradients.values())
             ** 0.5

@@ -84,7 +84,8 @@ def recorded(stream: Any, sample_ids: list[list[int]]) -> Any:
 
 def evaluated(rank: int, configs: list[Config]) -> list[tuple[Evaluation, int, list[list[int]]]]:
     """For each config, return the evaluation of a new model, the data-parallel rank, and the ids of its rows."""
-    results, run = [], make_run(rank, configs[0])
+    results = []
+    run = make_run(rank, configs[0])
     for run_config in configs:
         ids: list[list[int]] = []
         stream = recorded(evaluate.open_dataloader(run_config, run.mesh), ids)
@@ -103,7 +104,8 @@ def plain_loss(rank: int, run_config: Config) -> float:
     run = make_run(rank, run_config)
     text = Path(str(run_config.validation.dataset_path)).read_bytes()
     tokens = torch.tensor([256, *text, 257])  # BOS and EOS
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for start in range(0, len(tokens) - 1, LENGTH):
         piece = tokens[start : start + LENGTH + 1]
         with torch.no_grad():
@@ -221,7 +223,8 @@ def traces(rank: int, run_config: Config) -> tuple[bool, bool, bool, bool]:
     weights = {
         name: local_tensor(p.detach()).clone() for name, p in run.runner.parameters().items()
     }
-    random_state, consumed = torch.get_rng_state(), run.dataloader.samples_consumed
+    random_state = torch.get_rng_state()
+    consumed = run.dataloader.samples_consumed
     stream = evaluate.open_dataloader(run_config, run.mesh)
     for _ in range(2):
         evaluate.evaluate(run.runner, stream, run.mesh)
@@ -294,7 +297,8 @@ def test_training_is_bitwise_equal_with_and_without_validation(tmp_path: Path, k
     }[kind]()
     with_it = whole_run(2, tmp_path / "with", with_steps(run_config, 5, freq=2))
     without = whole_run(2, tmp_path / "without", with_steps(run_config, 5, enable=False))
-    assert with_it.losses == without.losses and with_it.grad_norms == without.grad_norms
+    assert with_it.losses == without.losses
+    assert with_it.grad_norms == without.grad_norms
     assert with_it.state == without.state
     assert_bitwise(with_it.weights, without.weights)
     assert_bitwise(with_it.optimizer, without.optimizer)
@@ -346,10 +350,8 @@ def test_validation_runs_every_freq_steps_and_after_the_last_and_logs_to_all_sin
     ]
     assert [point.step for point in events.Scalars("validation_metrics/perplexity")] == [2, 4, 5]
     log = (tmp_path / "logs" / "rank-0.log").read_text()
-    assert (
-        log.count("validation step:") == 3
-        and "7 sequences of 16 tokens, every 2 steps and after the last" in log
-    )
+    assert log.count("validation step:") == 3
+    assert "7 sequences of 16 tokens, every 2 steps and after the last" in log
 
 
 @pytest.mark.parametrize(("freq", "steps"), [(2, [2, 3]), (3, [3])])
@@ -385,4 +387,5 @@ def test_perplexity_is_the_exponential_of_the_loss_and_may_overflow_to_infinity(
 
 
 def test_held_out_file_has_the_expected_rows() -> None:
-    assert len(Path(held_out(7)).read_bytes()) == 7 * LENGTH - 1 and Path(text_file()).exists()
+    assert len(Path(held_out(7)).read_bytes()) == 7 * LENGTH - 1
+    assert Path(text_file()).exists()

@@ -69,12 +69,14 @@ def pipe(path: Path, _: Path) -> None:
 def test_planted_file_is_replaced(
     run: Path, plant: Callable[[Path, Path], None], write: Callable[[Path], None]
 ) -> None:
-    precious, path = run.parent / "precious/file", run / "logs/file"
+    precious = run.parent / "precious/file"
+    path = run / "logs/file"
     plant(path, precious)
     write(path)
     assert precious.read_text() == "kept"
     assert [other.name for other in precious.parent.iterdir()] == ["file"]
-    assert stat.S_ISREG(path.lstat().st_mode) and path.stat().st_nlink == 1
+    assert stat.S_ISREG(path.lstat().st_mode)
+    assert path.stat().st_nlink == 1
     assert [other.name for other in path.parent.iterdir()] == ["file"], "there are leftover files"
 
 
@@ -92,7 +94,8 @@ def test_device_is_kept(run: Path, kind: int, write: Callable[[Path], None]) -> 
     with pytest.raises(OSError, match="it is a device, which a file must not replace") as caught:
         write(path)
     assert str(caught.value.filename) == str(path)
-    assert os.path.samestat(path.lstat(), device) and list(path.parent.iterdir()) == [path]
+    assert os.path.samestat(path.lstat(), device)
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("name", ["stdout", "new"])
@@ -111,12 +114,14 @@ def test_nothing_is_written_into_the_folder_of_devices(
 
 def test_appending_to_a_hard_linked_file_does_not_change_its_other_name(run: Path) -> None:
     """A folder copied with ``cp -al`` has hard links, but each copy must continue with its own history."""
-    path, second = run / "metrics.jsonl", run.parent / "second"
+    path = run / "metrics.jsonl"
+    second = run.parent / "second"
     path.write_text("old ")
     path.chmod(0o640)
     second.hardlink_to(path)
     append(path)
-    assert path.read_text() == "old new" and second.read_text() == "old "
+    assert path.read_text() == "old new"
+    assert second.read_text() == "old "
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
@@ -125,7 +130,8 @@ def test_appending_to_a_hard_linked_file_does_not_change_its_other_name(run: Pat
 def test_linked_folder_is_refused_with_its_target(
     run: Path, folder: str, write: Callable[[Path], None]
 ) -> None:
-    precious, link_path = run.parent / "precious", run / folder
+    precious = run.parent / "precious"
+    link_path = run / folder
     if link_path.exists():
         link_path.rmdir()
     link_path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,4 +194,5 @@ def test_dots_after_a_link_lead_to_the_folder_that_the_system_uses(
     finally:
         atomic_io.guard()
     assert Path(path, "file").read_text() in ("new", "")
-    assert (tmp_path / "elsewhere/run/file").exists() and not list((tmp_path / "run").iterdir())
+    assert (tmp_path / "elsewhere/run/file").exists()
+    assert not list((tmp_path / "run").iterdir())

@@ -35,7 +35,8 @@ def test_failing_storage_is_not_reported_as_a_missing_folder(
 ) -> None:
     """Only the first access fails, because later ones would be about a file."""
     (tmp_path / "rows.txt").write_text("a text\n")
-    stat, failed = os.stat, []
+    stat = os.stat
+    failed = []
 
     def fails_once(path, *arguments, **keywords):
         if os.fspath(path) == str(tmp_path) and not failed:

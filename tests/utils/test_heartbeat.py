@@ -68,7 +68,8 @@ def test_lines_go_to_the_given_function(capsys: pytest.CaptureFixture[str]) -> N
     lines: list[str] = []
     with heartbeat("saving step 4", seconds=0.01, say=lines.append):
         patience.wait_for(lambda: bool(lines), 10)
-    assert lines[0].startswith("saving step 4: ") and capsys.readouterr().err == ""
+    assert lines[0].startswith("saving step 4: ")
+    assert capsys.readouterr().err == ""
 
 
 def test_waiting_heartbeat_prints_without_a_thread(
@@ -76,12 +77,14 @@ def test_waiting_heartbeat_prints_without_a_thread(
 ) -> None:
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.01")
     not_silent()
-    waiting, threads = WaitingHeartbeat("checking data"), threading.active_count()
+    waiting = WaitingHeartbeat("checking data")
+    threads = threading.active_count()
     waiting.tell()
     assert capsys.readouterr().err == ""
     patience.wait_for(lambda: waiting.timeout == 0, 10)
     waiting.tell()
-    assert threading.active_count() == threads and waiting.seconds == 0.01
+    assert threading.active_count() == threads
+    assert waiting.seconds == 0.01
     assert capsys.readouterr().err.startswith("checking data: ")
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0")
     assert WaitingHeartbeat("checking data").seconds is None
@@ -112,7 +115,8 @@ def test_consecutive_short_operations_count_as_one_silence() -> None:
     while not lines and time.monotonic() < deadline:
         with heartbeat("importing", seconds=0.5, say=lines.append):
             time.sleep(0.05)
-    assert lines and lines[0].startswith("importing: ")
+    assert lines
+    assert lines[0].startswith("importing: ")
 
 
 def test_inner_of_nested_heartbeats_reports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,10 +130,12 @@ def test_inner_of_nested_heartbeats_reports(monkeypatch: pytest.MonkeyPatch) -> 
                 # the outer operation waits longer, so a delayed inner thread still prints first
                 assert outer() > 0.3
                 assert inner() == pytest.approx(0.1)
-            assert len(lines) == 3 and all(line.startswith("inner: ") for line in lines)
+            assert len(lines) == 3
+            assert all(line.startswith("inner: ") for line in lines)
         clock.now += 0.11
         assert outer() == pytest.approx(0.1)
-    assert len(lines) == 4 and lines[3].startswith("outer: ")
+    assert len(lines) == 4
+    assert lines[3].startswith("outer: ")
 
 
 def use_manual_clock(

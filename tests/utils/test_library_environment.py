@@ -105,9 +105,11 @@ def test_unusable_folder_of_the_users_variable_is_refused(name: str, tmp_path: P
         environment.set_process_defaults(
             {library_environment.COMPILER_CACHE: str(path)}, 1, 1, alone=True
         )
-    start, fix = "TORCHINDUCTOR_CACHE_DIR", "name another folder, or unset it"
+    start = "TORCHINDUCTOR_CACHE_DIR"
+    fix = "name another folder, or unset it"
     assert str(caught.value).startswith(f'{start}="{path}" is not a folder that can be written: ')
-    assert str(caught.value).endswith(fix) and "\n" not in str(caught.value)
+    assert str(caught.value).endswith(fix)
+    assert "\n" not in str(caught.value)
 
 
 def test_missing_folder_of_the_users_variable_is_created(tmp_path: Path) -> None:

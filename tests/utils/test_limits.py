@@ -174,7 +174,8 @@ def test_user_with_few_processes_is_refused_in_one_line(most: int, tmp_path: Pat
     line = f"error[7]: ulimit -u={most} must be at least 24 for 2 ranks on this host, even with the smallest model; "
     assert done.stderr == f"{line}raise it with ulimit -u\n"
     end = json.loads((tmp_path / "run/exit.json").read_text())
-    assert done.returncode == end["code"] == 7 and end["retryable"] is False
+    assert done.returncode == end["code"] == 7
+    assert end["retryable"] is False
 
 
 def as_limited_user(most: int, action: Callable[[], object]) -> str:
@@ -299,7 +300,8 @@ def test_every_out_of_memory_error_has_the_same_code_and_names_the_limit(
     roomy = limits.Limit("ulimit -v", 2**40, 2**30, 0, "raise it with ulimit -v")
     monkeypatch.setattr(limits, "read", lambda: [roomy, limit, few])
     message = failure.describe(error, 0)
-    assert message.exit_code == 7 and message.message.startswith("memory ran out")
+    assert message.exit_code == 7
+    assert message.message.startswith("memory ran out")
     end = (
         "under ulimit -u=50: raise it with ulimit -u"
         if is_thread
@@ -430,7 +432,8 @@ def test_a_real_cgroup_is_read_and_named_when_the_kernel_kills(
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error[")]
     assert done.returncode == code and told in line, done.stderr
     end = json.loads((tmp_path / "run" / "exit.json").read_text())
-    assert (end["code"], end["retryable"]) == (code, code == 6) and told in end["message"]
+    assert (end["code"], end["retryable"]) == (code, code == 6)
+    assert told in end["message"]
 
 
 def test_reading_a_small_file_needs_little_memory(tmp_path: Path) -> None:

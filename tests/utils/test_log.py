@@ -69,7 +69,8 @@ def test_only_selected_ranks_write_to_the_console(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert not out
     assert "quiet" not in err
-    assert err.startswith("[rank0] ") and err.endswith("INFO loud\n")
+    assert err.startswith("[rank0] ")
+    assert err.endswith("INFO loud\n")
 
 
 def test_lines_appear_once_although_the_root_logger_has_handlers(tmp_path, monkeypatch):
@@ -90,7 +91,8 @@ def test_colours_reach_a_terminal_and_never_a_file(tmp_path, monkeypatch):
     path = setup(tmp_path)
     log.logger.info("red", extra=COLORED)
     assert "\x1b[31mred\x1b[0m" in sys.stderr.getvalue()
-    assert "\x1b" not in path.read_text() and "red" in path.read_text()
+    assert "\x1b" not in path.read_text()
+    assert "red" in path.read_text()
 
 
 def test_terminal_lines_are_wrapped_and_file_lines_are_not(tmp_path, monkeypatch):
@@ -119,7 +121,8 @@ def test_no_ansi_codes_without_colors(tmp_path, monkeypatch, reason):
     setup(tmp_path, color=reason != "option")
     log.logger.info("red", extra=COLORED)
     log.logger.info("also \x1b[1min the text\x1b[0m")
-    assert "red" in sys.stderr.getvalue() and "also in the text" in sys.stderr.getvalue()
+    assert "red" in sys.stderr.getvalue()
+    assert "also in the text" in sys.stderr.getvalue()
     assert "\x1b" not in sys.stderr.getvalue()
 
 
@@ -150,7 +153,8 @@ def test_secrets_are_masked_in_messages_arguments_colours_and_tracebacks(
         log.logger.exception("failed with %s", secret, stack_info=True)
     for text in (path.read_text(), sys.stderr.getvalue()):
         assert secret not in text
-        assert text.count("***") >= 3 and "RuntimeError: refused ***" in text
+        assert text.count("***") >= 3
+        assert "RuntimeError: refused ***" in text
 
 
 def test_secret_that_contains_another_is_masked_completely(monkeypatch):
@@ -251,5 +255,6 @@ def test_lines_have_one_prefix_under_torchrun_tee(
     setup(tmp_path, 1, prefix=True)
     log.logger.info("hello")
     shown = capfd.readouterr().err
-    assert "hello" in shown and shown.startswith("[rank1] ") is is_prefixed
+    assert "hello" in shown
+    assert shown.startswith("[rank1] ") is is_prefixed
     assert (tmp_path / "logs/rank-1.log").read_text().startswith("[rank1] ")

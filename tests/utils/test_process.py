@@ -34,7 +34,8 @@ def test_limit_of_open_files_is_raised_to_the_maximum() -> None:
     child.start()
     child.join()
     maximum, returned, limits = receiver.recv()
-    assert returned == maximum and limits == (maximum, maximum)
+    assert returned == maximum
+    assert limits == (maximum, maximum)
 
 
 def test_too_many_hosts_for_the_limit_of_open_files_are_refused_before_connecting(
@@ -64,4 +65,5 @@ def test_unsupported_characters_of_a_terminal_are_escaped(encoding: str) -> None
         "utf-8": "größer → 漢".encode(),
         "ascii:replace": b"gr??er ? ?",
     }
-    assert done.stdout.strip() == expected[encoding] and not done.stderr
+    assert done.stdout.strip() == expected[encoding]
+    assert not done.stderr

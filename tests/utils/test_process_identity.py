@@ -14,7 +14,8 @@ from shardtrain.utils import process_identity
 def test_a_process_is_identified_until_it_has_ended() -> None:
     this_process = process_identity.read_stat()
     assert this_process == process_identity.read_stat(os.getpid())
-    assert this_process is not None and not this_process.has_ended
+    assert this_process is not None
+    assert not this_process.has_ended
     with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL) as child:
         # it stays a zombie until it is waited for
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

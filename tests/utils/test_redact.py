@@ -41,7 +41,8 @@ def test_a_secret_is_masked_in_each_form(
     assert "canary" not in shown
     assert "more" not in shown
     assert "colour" not in shown
-    assert shown.startswith("before ") and shown.endswith(" after")
+    assert shown.startswith("before ")
+    assert shown.endswith(" after")
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,8 @@ def test_inodes_are_those_of_the_drafts_filesystem(
         else:
             files.rename(tmp_path / "step-2.tmp-0", tmp_path / "step-2")
     message = str(storage_errors.cannot("write checkpoint", "", caught.value))
-    assert f"{tmp_path}/step-2.tmp-0" in message and "0 of 5000 inodes are free" in message
+    assert f"{tmp_path}/step-2.tmp-0" in message
+    assert "0 of 5000 inodes are free" in message
 
 
 def test_link_instead_of_a_new_folder_is_named_before_writing(tmp_path: Path) -> None:
@@ -182,7 +183,8 @@ def test_an_error_anywhere_in_a_run_has_the_fix_of_its_errno(name: str, tmp_path
     inside = local.of_storage(
         OSError(number, os.strerror(number), str(tmp_path / "run/metrics.jsonl")), tmp_path
     )
-    assert isinstance(inside, ShardtrainError) and fix_of(name) in str(inside)
+    assert isinstance(inside, ShardtrainError)
+    assert fix_of(name) in str(inside)
     # a socket is not a file of the run
     unnamed = local.of_storage(OSError(number, os.strerror(number)), tmp_path)
     is_told = CAUSES[number].may_pass and not CAUSES[number].is_of_sockets

@@ -52,7 +52,8 @@ def test_next_start_removes_the_folder_of_a_killed_process(purpose: str, place: 
     abandoned, _ = killed_holder(purpose)
     assert (abandoned / "meeting/store").exists()
     with temporary.temporary_folder() as folder:
-        assert [*place.iterdir()] == [folder] and stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert [*place.iterdir()] == [folder]
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [*place.iterdir()] == []
 
 

@@ -94,7 +94,9 @@ def test_invalid_number_with_a_default_is_ignored_with_a_warning(
     monkeypatch.setenv(name, text)
     assert main(["--version"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"warning: {name}=") and line.isprintable() and line.isascii()
+    assert line.startswith(f"warning: {name}=")
+    assert line.isprintable()
+    assert line.isascii()
     assert main(["--version"]) == 0
     assert not capsys.readouterr().err, "the variable was not removed"
 

@@ -164,7 +164,12 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
     """FMEngine's rules in a plain loop: the mean over micro-batches of mean losses, clipping, Adam without decay, log
     warmup. Without its faults: copies that read the same rows, bfloat16 regardless of the JSON, eos that is no target.
     In float32, so only the summation order differs."""
-    warmup, least, most, micro, length, steps = 10, 1e-4, 5e-3, 2, 16, 20
+    warmup = 10
+    least = 1e-4
+    most = 5e-3
+    micro = 2
+    length = 16
+    steps = 20
     schedule = {"warmup_min_lr": least, "warmup_max_lr": most, "warmup_num_steps": warmup}
     file = ds_json(
         tmp_path / "llama.json",
@@ -173,7 +178,8 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
         bf16=False,
         scheduler={"type": "WarmupLR", "params": schedule},
     )
-    folder, data = hf_folder(tmp_path / "hf"), jsonl(tmp_path / "data.jsonl")
+    folder = hf_folder(tmp_path / "hf")
+    data = jsonl(tmp_path / "data.jsonl")
     assert (
         cli.main(
             [
@@ -210,9 +216,8 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
         full = [
             (*row.tolist(), int(last)) for row, last in zip(tokens, targets[:, -1], strict=True)
         ]
-        assert len(full) == 4 and all(
-            row in windows for row in full if -100 not in row and row[-1] >= 0
-        )
+        assert len(full) == 4
+        assert all(row in windows for row in full if -100 not in row and row[-1] >= 0)
         total = 0.0
         parts = list(zip(tokens.split(micro), targets.split(micro), strict=True))
         for inputs, labels in parts:
@@ -245,10 +250,8 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
 def program(folder: Path, name: str, arguments: str) -> subprocess.CompletedProcess[str]:
     """Run one of FMEngine's programs in a folder with only the files that a user has."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command, limit = (
-        [sys.executable, "-m", "shardtrain.compat.fmengine", name, *arguments.split()],
-        patience.seconds(150),
-    )
+    command = [sys.executable, "-m", "shardtrain.compat.fmengine", name, *arguments.split()]
+    limit = patience.seconds(150)
     result = forked.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit
     )
@@ -286,7 +289,8 @@ def test_a_user_s_folder_trains_and_converts_back_in_three_commands(tmp_path: Pa
     assert [step["lr"] for step in steps] == pytest.approx(
         [1e-6 + 4.9e-5 * math.log(t + 1) / math.log(50) for t in range(3)], rel=1e-12
     )
-    before, after = tensors(folder / "hf"), tensors(folder / "out")
+    before = tensors(folder / "hf")
+    after = tensors(folder / "out")
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == set(before)
@@ -317,7 +321,8 @@ def test_a_lora_block_trains_only_adapters(tmp_path: Path) -> None:
 
     adapters = load_file(str(folder / "adapter/adapter_model.safetensors"))
     assert {name.split(".")[-3] for name in adapters} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert all(".lora_" in name for name in adapters) and len(adapters) == 2 * 4 * 2
+    assert all(".lora_" in name for name in adapters)
+    assert len(adapters) == 2 * 4 * 2
     assert any(bool(tensor.any()) for name, tensor in adapters.items() if "lora_B" in name)
     fields = json.loads((folder / "adapter/adapter_config.json").read_text())
     assert (fields["r"], fields["lora_alpha"]) == (4, 8)
@@ -381,8 +386,11 @@ def test_shell_commands_and_a_slurm_script_run_unchanged(tmp_path: Path) -> None
     record = [line.split() for line in (folder / "record").read_text().splitlines()]
     assert [command[command.index("--node_rank") + 1] for command in record] == ["0", "1"]
     for command in record:
-        assert command[0] == "run" and "--nv" in command and f"{folder}:/workspace" in command
-        assert command[command.index("--nnodes") + 1] == "2" and "--nproc-per-node=1" in command
+        assert command[0] == "run"
+        assert "--nv" in command
+        assert f"{folder}:/workspace" in command
+        assert command[command.index("--nnodes") + 1] == "2"
+        assert "--nproc-per-node=1" in command
 
 
 SHIMS = {
@@ -489,7 +497,9 @@ def test_a_wrong_argument_of_its_programs_is_one_line(
     finally:
         os.chdir(before)
     error = capfd.readouterr().err
-    assert code in (2, 5) and len(error.strip().splitlines()) == 1 and message in error
+    assert code in (2, 5)
+    assert len(error.strip().splitlines()) == 1
+    assert message in error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -544,7 +554,9 @@ def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     assert [step["step"] for step in values(folder / "output")] == [1, 2, 3]
     record = (folder / "record").read_text()
-    assert "host-a" in record and "host-b" in record and "host-c" not in record
+    assert "host-a" in record
+    assert "host-b" in record
+    assert "host-c" not in record
 
 
 def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) -> None:
@@ -576,13 +588,15 @@ def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) ->
     assert launching.deepspeed(f"--hostfile hostfile --include node2 {flags}".split()) == 0
     assert calls.pop() == ["--nproc", "4", *flags.split()[1:]]
     settings = (folder / "out/fmengine.toml").read_text()
-    assert 'hf_assets_path = "hf"' in settings and 'flavor = "from_folder"' in settings
+    assert 'hf_assets_path = "hf"' in settings
+    assert 'flavor = "from_folder"' in settings
 
 
 @pytest.mark.parametrize("family", ["llama2", "mistral"])
 def test_the_window_size_flag_overrides_that_of_the_folder(family: str, tmp_path: Path) -> None:
     """The loss of the first step equals that of transformers with a mask of 4 tokens."""
-    folder, data = hf_folder(tmp_path / "hf", family), jsonl(tmp_path / "data.jsonl")
+    folder = hf_folder(tmp_path / "hf", family)
+    data = jsonl(tmp_path / "data.jsonl")
     file = ds_json(tmp_path / "llama.json", 4, 4, bf16=False)
     flags = f"--init_ckpt {folder} --data_path {data} --max_seq_len 32 --deepspeed_config {file}"
     flags += f" --output_dir {tmp_path}/out --window_size 4"

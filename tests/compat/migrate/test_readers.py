@@ -52,7 +52,8 @@ def test_every_key_has_one_answer_with_its_line(tmp_path, name):
     assert len(keys) == len(set(keys))
     defaults = [entry.option for entry in migration.entries if entry.verdict == "default"]
     others = {entry.option for entry in migration.entries if entry.verdict != "default"}
-    assert len(defaults) == len(set(defaults)) and not others & set(defaults)
+    assert len(defaults) == len(set(defaults))
+    assert not others & set(defaults)
     lines = file.read_text().splitlines()
     for entry in migration.entries:
         if entry.verdict == "default":
@@ -244,7 +245,8 @@ def test_schedules_of_deepspeed_that_end_are_followed(tmp_path, scheduler, expec
     migration = taken(tmp_path, "ds.json", {**LLAMA, "scheduler": scheduler})
     names = ["name", "warmup_steps", "warmup_type", "lr", "total_steps", "min_lr_factor"]
     options = [f"{'optimizer' if name == 'lr' else 'lr_scheduler'}.{name}" for name in names]
-    assert of(migration, *options) == expected and not migration.unsupported
+    assert of(migration, *options) == expected
+    assert not migration.unsupported
     assert config.check(config.load_settings(migration.settings)) == []
 
 
@@ -378,7 +380,8 @@ def test_parameters_yml_keeps_its_meaning(tmp_path, monkeypatch):
     migration = migrate([file])
     c = config.load_settings(migration.settings, follow=False).config
     assert (c.model.name, c.model.overrides["num_labels"]) == ("transformers", 2)
-    assert "~" not in c.job.dump_folder and c.job.dump_folder.startswith(str(tmp_path))
+    assert "~" not in c.job.dump_folder
+    assert c.job.dump_folder.startswith(str(tmp_path))
     assert (c.task.name, c.task.num_labels, c.data.text_field, c.task.label_field) == (
         "classification",
         2,
@@ -435,7 +438,8 @@ def test_a_custom_key_requires_a_task_file(tmp_path):
     )
     migration = taken(tmp_path, "parameters.yml", text)
     (entry,) = migration.unsupported
-    assert entry.key == "transformers-params.margin" and "task.options" in entry.text
+    assert entry.key == "transformers-params.margin"
+    assert "task.options" in entry.text
 
 
 def test_accumulation_needs_the_number_of_processes(tmp_path):
@@ -588,7 +592,8 @@ def test_defaults_for_missing_data_and_model_are_reported(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(LLAMA))
     notices = "\n".join(load(file).notices)
-    assert 'training.dataset = "python_stdlib"' in notices and 'model.name = "llama3"' in notices
+    assert 'training.dataset = "python_stdlib"' in notices
+    assert 'model.name = "llama3"' in notices
     named = "\n".join(load(file, ["--model.flavor", "8B", "--training.dataset", "c4"]).notices)
     assert "name no" not in named
 
@@ -683,7 +688,8 @@ def test_migrate_prints_every_note_of_check(tmp_path, capsys, name):
     assert cli.main(["config", "migrate", str(example), "-o", str(tmp_path / "new.toml")]) == 0
     printed = re.sub(r"^(note: |renamed +)", "", capsys.readouterr().out, flags=re.MULTILINE)
     missing = [note for note in notes if note.partition(": ")[2] not in printed]
-    assert notes and not missing
+    assert notes
+    assert not missing
 
 
 @pytest.mark.parametrize("system", ["Trainer", "axolotl", "torchtune"])

@@ -136,7 +136,8 @@ def test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags(torchtrain
         torchtrain, line, NGPU="2", LOG_RANK="0,1", CONFIG_FILE="./train_configs/debug_model.toml"
     )
     assert result.returncode == 0, result.stderr
-    assert "training with 2 processes" in result.stderr and "[rank1]" in result.stderr
+    assert "training with 2 processes" in result.stderr
+    assert "[rank1]" in result.stderr
     logged = scalars(torchtrain / "outputs/tb")
     assert {
         "loss_metrics/global_avg_loss",
@@ -144,7 +145,8 @@ def test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags(torchtrain
         "wps",
         "throughput(tps)",
     } <= set(logged)
-    assert list(logged["wps"]) == [1, 5, 10] and logged["wps"] == logged["throughput(tps)"]
+    assert list(logged["wps"]) == [1, 5, 10]
+    assert logged["wps"] == logged["throughput(tps)"]
     renames = [
         line for line in result.stderr.splitlines() if "training.batch_size is called" in line
     ]
@@ -154,7 +156,8 @@ def test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags(torchtrain
         event["step"]: event["lr"]
         for event in map(json.loads, (torchtrain / "outputs/metrics.jsonl").open())
     }
-    assert lr[1] == pytest.approx(8e-4 / 3) and lr[10] == pytest.approx(8e-4 / 8)
+    assert lr[1] == pytest.approx(8e-4 / 3)
+    assert lr[10] == pytest.approx(8e-4 / 8)
     assert (torchtrain / "outputs/profiling/traces/iteration_10/rank1_trace.json").is_file()
 
 
@@ -191,10 +194,8 @@ def test_torchrun_runs_train_py_like_torchtrain_s_script(torchtrain):
         line, cwd=torchtrain, env=names, capture_output=True, text=True, timeout=limit
     )
     assert result.returncode == 0, result.stderr
-    assert (
-        list(losses(torchtrain / "outputs")) == [1, 10]
-        and "on 2 x cpu" in result.stdout + result.stderr
-    )
+    assert list(losses(torchtrain / "outputs")) == [1, 10]
+    assert "on 2 x cpu" in result.stdout + result.stderr
 
 
 def as_torchrun(
@@ -237,7 +238,8 @@ def test_torchtitan_s_own_script_starts_this_trainer(torchtitan):
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0, 0], outputs
-    assert list(losses(torchtitan / "outputs")) == [1, 2, 3] and "on 2 x cpu" in outputs[0]
+    assert list(losses(torchtitan / "outputs")) == [1, 2, 3]
+    assert "on 2 x cpu" in outputs[0]
     assert {"loss_metrics/global_avg_loss", "throughput(tps)", "grad_norm"} <= set(
         scalars(torchtitan / "outputs/tb")
     )
@@ -260,10 +262,10 @@ def test_a_missing_torchtitan_file_is_one_line(torchtitan):
         torchtitan, line, CONFIG_FILE="gone.toml", TRAIN_FILE="shardtrain.train"
     )
     result = noted.run_words(torchtitan, *as_torchrun(arguments, 0, 1, free_port(), names))
-    assert result.returncode == 2 and result.stdout == ""
-    assert [line[:9] for line in result.stderr.splitlines()] == [
-        "error[2]:"
-    ] and "gone.toml" in result.stderr
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert [line[:9] for line in result.stderr.splitlines()] == ["error[2]:"]
+    assert "gone.toml" in result.stderr
 
 
 # One line of TOML each, in the order of torchtitan's README: key features, then those "coming soon" in 2024
@@ -352,7 +354,8 @@ def test_bfloat16_weights_load_with_torch_load(torchtitan):
     ]
     assert noted.run_words(torchtitan, arguments, names).returncode == 0
     weights = torch.load(torchtitan / "weights.pt", weights_only=True)
-    assert weights["tok_embeddings.weight"].shape == (2048, 256) and len(weights) > 50
+    assert weights["tok_embeddings.weight"].shape == (2048, 256)
+    assert len(weights) > 50
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
 
 
@@ -379,7 +382,8 @@ def test_a_seed_checkpoint_of_one_process_starts_any_mesh(torchtitan):
             torchtitan, [*arguments, "--job.dump_folder", folder, "--debug.seed", "7", *more], names
         )
         assert result.returncode == 0, result.stderr
-    single, split = losses(torchtitan / "outputs"), losses(torchtitan / "split")
+    single = losses(torchtitan / "outputs")
+    split = losses(torchtitan / "split")
     assert list(single) == [1]
     assert_same(split, single, 1e-5)
 
@@ -408,10 +412,8 @@ def test_a_pod_of_runai_submit_trains_without_job_variables(runai):
     }
     result = noted.run(runai, f"{TRAIN} --training.steps 2", **names)
     assert result.returncode == 0, result.stderr
-    assert (
-        list(losses(runai.parent / "claim")) == [1, 2]
-        and "training with 2 processes" in result.stderr
-    )
+    assert list(losses(runai.parent / "claim")) == [1, 2]
+    assert "training with 2 processes" in result.stderr
 
 
 def pod(folder: Path, number: int, port: int, steps: int) -> subprocess.Popen[str]:
@@ -435,7 +437,8 @@ def pod(folder: Path, number: int, port: int, steps: int) -> subprocess.Popen[st
 )
 @pytest.mark.slow
 def test_two_pods_of_the_tutorial_save_when_one_is_evicted_and_resume(runai):
-    steps, claim = 40, runai.parent / "claim"
+    steps = 40
+    claim = runai.parent / "claim"
 
     def both(until: str) -> list[tuple[int, str]]:
         port = free_port()
@@ -454,7 +457,8 @@ def test_two_pods_of_the_tutorial_save_when_one_is_evicted_and_resume(runai):
     for code, stderr in both("SIGTERM"):
         assert code == 75 and "Traceback" not in stderr, stderr
     saved = newest(claim)
-    assert 1 < saved < steps and record(claim)["code"] == 75
+    assert 1 < saved < steps
+    assert record(claim)["code"] == 75
     for code, stderr in both("its end"):
         assert code == 0, stderr
     assert list(losses(claim)) == list(range(1, steps + 1)), "a step was lost or repeated"

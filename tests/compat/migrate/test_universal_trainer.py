@@ -60,10 +60,14 @@ def configured(file: Path, nproc: int, verb: str = "train") -> Config:
 
 def body(rank: int, config: Config, steps: int) -> dict[str, Any]:
     """Run steps of the trainer. Return losses, rates, the rows of each step on this rank, and the final weights."""
-    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    run = make_run(rank, config)
+    checkpoints = Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
-    first, rows, losses, rates = run.state.step, [], [], []
+    first = run.state.step
+    rows = []
+    losses = []
+    rates = []
     pull = run.dataloader.__next__
 
     class Noted:
@@ -258,7 +262,8 @@ def test_a_global_batch_is_split_over_as_many_devices_as_divide_it(tmp_path: Pat
     for devices, used in ((1, 1), (2, 1), (3, 3), (4, 3), (8, 3), (9, 9)):
         loaded, launch = migrate.open_file(file, machine=ThisMachine(devices=devices))
         c = loaded.config
-        assert launch == {"nproc": used} and (
+        assert launch == {"nproc": used}
+        assert (
             c.training.local_batch_size,
             c.training.global_batch_size,
         ) == (
@@ -298,9 +303,8 @@ def test_a_run_resumes_from_an_original_checkpoint(
         joined(results), results[0]["losses"], results[0]["rates"], strict=True
     ):
         expected_loss, their_rate = original.take(rows)
-        assert loss == pytest.approx(expected_loss, abs=1e-6) and rate == pytest.approx(
-            their_rate, rel=1e-12
-        )
+        assert loss == pytest.approx(expected_loss, abs=1e-6)
+        assert rate == pytest.approx(their_rate, rel=1e-12)
     assert_weights(original, results[0]["weights"], 1e-6)
     assert [len(rows) for rows in joined(results)] == [8] * 6  # steps 11 to 16, with 9 per epoch
     half = configured(
@@ -385,13 +389,13 @@ def test_a_mismatched_file_is_named_and_changes_nothing(tmp_path: Path, kind: st
         folder, gpus=1, continue_training=True, continue_training_path=folder / "checkpoint-1"
     )
     assert run_ranks(1, refused, configured(file, 1), message) == [True]
-    assert not (folder / "checkpoint-1.ran").exists() and not list(
-        (folder / "models").rglob("step-*")
-    )
+    assert not (folder / "checkpoint-1.ran").exists()
+    assert not list((folder / "models").rglob("step-*"))
 
 
 def refused(rank: int, config: Config, message: str) -> bool:
-    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    run = make_run(rank, config)
+    checkpoints = Checkpoints(config)
     before = {name: tensor.detach().clone() for name, tensor in run.runner.parameters().items()}
     with pytest.raises(CheckpointError, match=message) as caught:
         resume(run, checkpoints)
@@ -518,9 +522,8 @@ def test_an_original_folder_trains_and_tests_unchanged(tmp_path: Path, epochs: i
     # 104 rows, 2 x 8 per step
     assert steps_of(models) == [7 * epoch for epoch in range(1, epochs + 1)]
     logs = [models / "logger_logs" / f"training_{rank}.log" for rank in (0, 1)]
-    assert all(log.read_text() for log in logs) and list(
-        (models / "tensorboard_logs").rglob("events*")
-    )
+    assert all(log.read_text() for log in logs)
+    assert list((models / "tensorboard_logs").rglob("events*"))
     accuracies = {
         line["step"]: line["accuracy"]
         for line in map(json.loads, (models / "validation.jsonl").read_text().splitlines())
@@ -530,8 +533,10 @@ def test_an_original_folder_trains_and_tests_unchanged(tmp_path: Path, epochs: i
     before = logs[0].read_text()
     # the run is complete, and the log is appended to
     again = command(folder, "--params=parameters.yml")
-    assert again.returncode == 0 and steps_of(models)[-1] == 7 * epochs
-    assert logs[0].read_text().startswith(before) and len(logs[0].read_text()) > len(before)
+    assert again.returncode == 0
+    assert steps_of(models)[-1] == 7 * epochs
+    assert logs[0].read_text().startswith(before)
+    assert len(logs[0].read_text()) > len(before)
     folders.write_parameters(folder, mode="test", max_length=16)
     tested = command(folder, "--params", "parameters.yml")
     assert tested.returncode == 0, tested.stderr[-3000:]
@@ -543,7 +548,9 @@ def test_an_original_folder_trains_and_tests_unchanged(tmp_path: Path, epochs: i
             line.rsplit("\t", 1)[1]
             for line in (folder / "data" / f"sentiment-{name}").read_text().splitlines()
         ]
-        assert set(results) == {"Accuracy"} and len(lines) == count and set(lines) <= {"0", "1"}
+        assert set(results) == {"Accuracy"}
+        assert len(lines) == count
+        assert set(lines) <= {"0", "1"}
         assert (
             results["Accuracy"] == sum(a == b for a, b in zip(lines, labels, strict=True)) / count
         )
@@ -587,17 +594,16 @@ def test_an_original_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
     result = command(folder, "--params=parameters.yml", "--checkpoint", "checkpoint-50")
     assert result.returncode == 0, result.stderr[-3000:]
     models = folder / "models" / "baseline"
-    assert not (models / "test_results.json").exists() and (models / "dev_results.json").exists()
+    assert not (models / "test_results.json").exists()
+    assert (models / "dev_results.json").exists()
     predictions = (models / "test_prediction.txt").read_text().split()
     original.model.eval()
     wanted = [
         original.model(torch.tensor([original.tokenizer(text)["input_ids"]])).logits
         for text in texts
     ]
-    assert (
-        predictions == [str(int(logits.argmax())) for logits in wanted]
-        and len(set(predictions)) == 2
-    )
+    assert predictions == [str(int(logits.argmax())) for logits in wanted]
+    assert len(set(predictions)) == 2
 
 
 @pytest.mark.timeout(300)
@@ -659,7 +665,8 @@ def test_wrong_files_are_reported_in_one_line(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert trained.returncode == 2 and "is for testing, but this command trains" in trained.stderr
+    assert trained.returncode == 2
+    assert "is for testing, but this command trains" in trained.stderr
 
 
 HOOKS = {
@@ -701,7 +708,8 @@ def test_hooks_are_overridden_one_at_a_time(tmp_path: Path, name: str) -> None:
     config = configured(folders.write_parameters(tmp_path, gpus=1, own=extra, **places), 1)
     assert not configs.check(configs.Loaded(config))
     seen, loss = run_ranks(1, hooked, config)[0]
-    assert seen and loss == run_ranks(1, hooked, plain)[0][1]
+    assert seen
+    assert loss == run_ranks(1, hooked, plain)[0][1]
     assert name != "loss_sum" or seen == [0.3]
 
 

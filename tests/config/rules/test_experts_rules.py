@@ -101,7 +101,8 @@ def test_an_impossible_option_is_one_problem(
 ) -> None:
     lines = [str(problem) for problem in check(loaded(tmp_path, text))]
     assert len(lines) == 1, lines
-    assert option in lines[0] and rule in lines[0]
+    assert option in lines[0]
+    assert rule in lines[0]
     assert ";" in lines[0]  # the fix
 
 

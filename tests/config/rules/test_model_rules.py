@@ -59,7 +59,9 @@ def test_an_impossible_size_is_one_problem(
 ) -> None:
     sizes = LLAMA if name in ("llama3", "qwen3") else {}
     (line,) = problems(tmp_path, name, {**sizes, **overrides})
-    assert f"model.overrides.{option}" in line and rule in line and ";" in line
+    assert f"model.overrides.{option}" in line
+    assert rule in line
+    assert ";" in line
 
 
 @pytest.mark.parametrize(

@@ -219,10 +219,8 @@ def test_an_invalid_schedule_file_is_rejected(text: str, tmp_path: Path) -> None
 
 
 def test_a_compiled_model_only_accepts_schedules_without_split_backward(tmp_path: Path) -> None:
-    full_backward, split_backward = (
-        "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n",
-        "0F0,0F1,0B0,0B1\n1F0,1I0,1F1,(1W0;1B1)OVERLAP_F_B\n",
-    )
+    full_backward = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    split_backward = "0F0,0F1,0B0,0B1\n1F0,1I0,1F1,(1W0;1B1)OVERLAP_F_B\n"
     assert problem_of_file(full_backward, tmp_path, "--compile.enable") == ""
     assert problem_of_file(split_backward, tmp_path) == ""
     assert "torch.compile returns wrong gradients" in problem_of_file(
@@ -232,7 +230,8 @@ def test_a_compiled_model_only_accepts_schedules_without_split_backward(tmp_path
 
 def problem_of_file(text: str, folder: Path, *more: str) -> str:
     """Return the problems of a schedule file for two ranks with one stage each and two micro-batches."""
-    file, schedule = folder / "run.toml", folder / "schedule.csv"
+    file = folder / "run.toml"
+    schedule = folder / "schedule.csv"
     file.write_text(TINY.replace("local_batch_size = 8", "local_batch_size = 2"))
     schedule.write_text(text)
     options = {

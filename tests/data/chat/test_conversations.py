@@ -145,7 +145,8 @@ def learned_text(path, row, **options):
     document = encode(path, row, **options)
     assert isinstance(document, Document), document
     tokenizer = open_tokenizer(str(path))
-    runs, last = [], False
+    runs = []
+    last = False
     for token, learned in zip(document.tokens.tolist(), document.learned.tolist(), strict=True):
         if learned:
             runs[-1:] = [[*runs[-1], token]] if last else [*runs[-1:], [token]]
@@ -229,7 +230,8 @@ def test_other_tokenizers_learn_the_same_text(tmp_path, kind):
 def test_bos_from_the_template_appears_once(tmp_path):
     document = encode(folder_of(tmp_path, HEADERS), {"messages": TURNS})
     bos = open_tokenizer(str(tmp_path)).bos_id
-    assert document.tokens[0] == bos and (document.tokens == bos).sum() == 1
+    assert document.tokens[0] == bos
+    assert (document.tokens == bos).sum() == 1
     document = encode(folder_of(tmp_path, CHATML), {"messages": TURNS})
     assert (document.tokens == bos).sum() == 0
 
@@ -252,9 +254,11 @@ def test_turns_are_located_if_the_template_rewrites_earlier_ones(tmp_path):
 def test_turn_that_cannot_be_located_is_a_bad_row(tmp_path):
     path = folder_of(tmp_path, UNSTABLE.replace("m.content +", "m.content | lower +"))
     result = encode(path, {"messages": TURNS})
-    assert isinstance(result, BadRow) and not result.harmless
+    assert isinstance(result, BadRow)
+    assert not result.harmless
     assert "turn 2 cannot be located" in result.reason
-    assert "data.chat_template" in result.reason and "{% generation %}" in result.reason
+    assert "data.chat_template" in result.reason
+    assert "{% generation %}" in result.reason
 
 
 def test_role_header_is_not_learned_without_a_generation_prompt(tmp_path):
@@ -307,10 +311,8 @@ def test_sharegpt_rows_become_messages(tmp_path):
         encode(path, row),
         encode(path, {"talk": row["conversations"]}, messages_field="talk"),
     ):
-        assert (
-            document.tokens.tolist() == expected.tokens.tolist()
-            and document.learned.tolist() == expected.learned.tolist()
-        )
+        assert document.tokens.tolist() == expected.tokens.tolist()
+        assert document.learned.tolist() == expected.learned.tolist()
     call = {
         "from": "function_call",
         "value": '{"name": "get_weather", "arguments": {"city": "Paris"}}',
@@ -387,7 +389,9 @@ BAD = {
 def test_invalid_conversations_are_bad_rows_with_a_reason(tmp_path, name):
     row, reason = BAD[name]
     result = encode(folder_of(tmp_path, CHATML), row)
-    assert isinstance(result, BadRow) and reason in result.reason and not result.harmless
+    assert isinstance(result, BadRow)
+    assert reason in result.reason
+    assert not result.harmless
     assert "\n" not in result.reason
 
 
@@ -439,7 +443,8 @@ def test_template_that_drops_a_tool_call_makes_a_bad_row(tmp_path):
         {**message, "content": message["content"] or "let me get_weather"} for message in WITH_TOOLS
     ]
     result = encode(folder_of(tmp_path, ZEPHYR), {"messages": messages, "tools": TOOLS})
-    assert isinstance(result, BadRow) and "drops the tool call of turn 2" in result.reason
+    assert isinstance(result, BadRow)
+    assert "drops the tool call of turn 2" in result.reason
 
 
 def test_option_overrides_the_template_of_the_tokenizer(tmp_path):
@@ -468,7 +473,8 @@ def test_conversations_with_tools_use_the_template_for_tools(tmp_path):
 def test_strftime_now_is_a_fixed_date(caplog):
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {})
     assert template.render(TURNS) == template.render(TURNS) == "26 Jul 2024"
-    assert len(caplog.records) == 1 and "2024-07-26" in caplog.text
+    assert len(caplog.records) == 1
+    assert "2024-07-26" in caplog.text
 
 
 HOSTILE = {
@@ -505,9 +511,8 @@ def test_batched_rows_encode_like_single_rows(tmp_path):
         if isinstance(alone, BadRow):
             assert document == alone
         else:
-            assert np.array_equal(document.tokens, alone.tokens) and np.array_equal(
-                document.learned, alone.learned
-            )
+            assert np.array_equal(document.tokens, alone.tokens)
+            assert np.array_equal(document.learned, alone.learned)
     assert encoder.encode([]) == []
 
 
@@ -665,7 +670,8 @@ def test_empty_reasoning_is_accepted_by_a_template_without_reasoning(tmp_path):
     thought, empty = encoder.encode(
         [{"messages": [USER, {**ANSWER, "reasoning_content": text}]} for text in ("Hm.", "")]
     )
-    assert isinstance(thought, BadRow) and isinstance(empty, Document)
+    assert isinstance(thought, BadRow)
+    assert isinstance(empty, Document)
 
 
 # In the style of Gemma 3, and of templates that write each part on its own line
@@ -783,7 +789,8 @@ def test_invalid_template_variables_make_a_bad_row(tmp_path, kwargs, reason):
     result = encode(
         folder_of(tmp_path, THINKING), {"messages": [USER, ANSWER], "chat_template_kwargs": kwargs}
     )
-    assert isinstance(result, BadRow) and reason in result.reason
+    assert isinstance(result, BadRow)
+    assert reason in result.reason
 
 
 @pytest.mark.parametrize("form", ["chat", "prompt_completion"])

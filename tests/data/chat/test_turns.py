@@ -113,7 +113,8 @@ def _template(file: Path, as_parts: bool | None = None) -> ChatTemplate:
 
 def _header(template: ChatTemplate) -> list[str]:
     """Return the generation prompt and its pieces, which only one side may learn."""
-    without_prompt, with_prompt = template.render([ASK]), template.render([ASK], {}, True)
+    without_prompt = template.render([ASK])
+    with_prompt = template.render([ASK], {}, True)
     prompt = with_prompt[_common(with_prompt, without_prompt) :].strip()
     return [prompt, *re.findall("<[^<>]*>", prompt)]
 

@@ -79,7 +79,8 @@ def test_no_space_is_inserted_if_joining_changes_characters(kind, has_nfc, pair,
     tokenizer = open_tokenizer(str(tmp_path))
     ((prompt_ids, completion_ids, shared),) = encode_pairs(tokenizer, [pair])
     text = tokenizer.decode(np.concatenate((prompt_ids, completion_ids)), keep_special=True)
-    assert shared and text.strip().replace("<unk>", "\u0308") == "".join(pair)
+    assert shared
+    assert text.strip().replace("<unk>", "\u0308") == "".join(pair)
 
 
 def test_word_split_by_the_end_of_the_prompt_is_noted() -> None:
@@ -87,8 +88,10 @@ def test_word_split_by_the_end_of_the_prompt_is_noted() -> None:
     encoder = PromptEncoder(tokenizer, Data(format="prompt_completion"))
     rows = [{"prompt": "hel", "completion": "lo world"}, {"prompt": "A:", "completion": " two"}]
     split, plain = encoder.encode(rows)
-    assert isinstance(split, Document) and isinstance(plain, Document)
-    assert SHARED_TOKEN in split.notes and plain.notes == ()
+    assert isinstance(split, Document)
+    assert isinstance(plain, Document)
+    assert SHARED_TOKEN in split.notes
+    assert plain.notes == ()
     assert split.learned is not None
     assert tokenizer.decode(split.tokens[split.learned]) == "lo world"
 
@@ -152,9 +155,11 @@ def test_bos_and_eos_written_in_a_row_are_not_added_again(
         row = {"prompt": text[:cut], "completion": text[cut:]}
         (document,) = PromptEncoder(tokenizer, Data()).encode([row])
     assert isinstance(document, Document)
-    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    bos = tokenizer.bos_id
+    eos = tokenizer.eos_id
     tokens = document.tokens.tolist()
-    assert (tokens[0], tokens[-1]) == (bos, eos) and tokens.count(bos) == tokens.count(eos) == 1
+    assert (tokens[0], tokens[-1]) == (bos, eos)
+    assert tokens.count(bos) == tokens.count(eos) == 1
     assert tuple(note for note in document.notes if note != SHARED_TOKEN) == notes
     if form == "prompt_completion":
         assert document.learned is not None and document.learned[-1], (

@@ -17,7 +17,8 @@ from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.utils.errors import ConfigError
 
 BYTES = open_tokenizer("bytes")
-BOS, EOS = 256, 257
+BOS = 256
+EOS = 257
 
 
 def encode(row, source=None, tokenizer=BYTES, **options):
@@ -32,7 +33,8 @@ def ids(text):
 def test_text_gets_bos_and_eos_and_is_learned_entirely():
     document = encode({"text": "aé", "id": 3})
     assert document.tokens.tolist() == [BOS, *ids("aé"), EOS]
-    assert document.tokens.dtype == np.int32 and document.learned is None
+    assert document.tokens.dtype == np.int32
+    assert document.learned is None
 
 
 def test_tokenizer_without_bos_and_eos_adds_none(tmp_path):
@@ -91,7 +93,8 @@ def test_empty_text_is_harmless():
 def test_long_lists_of_columns_are_shortened():
     with pytest.raises(Unusable) as caught:
         column({f"column-{i}-{'x' * 1000}": i for i in range(1000)}, "text")
-    assert "and 988 more" in caught.value.reason and len(caught.value.reason) < 700
+    assert "and 988 more" in caught.value.reason
+    assert len(caught.value.reason) < 700
 
 
 def test_completion_is_learned_and_its_prompt_is_not():
@@ -109,7 +112,8 @@ def test_no_token_spans_prompt_and_completion(tmp_path):
         {"prompt": "t", "completion": "he"}, tokenizer=tokenizer, format="prompt_completion"
     )
     learned = document.tokens[document.learned]
-    assert tokenizer.decode(learned) == "he" and learned[-1] == tokenizer.eos_id
+    assert tokenizer.decode(learned) == "he"
+    assert learned[-1] == tokenizer.eos_id
     assert tokenizer.decode(document.tokens[~document.learned]) == "t"
     assert len(tokenizer.encode("the")) == 1  # tokenized together it would be a single token
 
@@ -166,11 +170,9 @@ BAD_PAIRS = {
 def test_invalid_pairs_are_bad_rows_with_a_reason(name):
     row, reason, harmless = BAD_PAIRS[name]
     result = encode(row, format="prompt_completion")
-    assert (
-        isinstance(result, BadRow)
-        and result.reason.startswith(reason)
-        and result.harmless is harmless
-    )
+    assert isinstance(result, BadRow)
+    assert result.reason.startswith(reason)
+    assert result.harmless is harmless
 
 
 TEMPLATE = (
@@ -243,7 +245,6 @@ def test_fingerprint_covers_every_option_that_changes_documents(tmp_path):
     fingerprints.append(
         open_encoder(open_tokenizer(str(bpe_folder(tmp_path / "t"))), Data()).fingerprint
     )
-    assert len(set(fingerprints)) == len(fingerprints) and all(
-        len(fingerprint) == 64 for fingerprint in fingerprints
-    )
+    assert len(set(fingerprints)) == len(fingerprints)
+    assert all(len(fingerprint) == 64 for fingerprint in fingerprints)
     assert open_encoder(BYTES, Data(packing="padded")).fingerprint == fingerprints[0]

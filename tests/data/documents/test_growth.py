@@ -68,9 +68,8 @@ def test_rows_that_expand_a_thousandfold_hit_the_memory_limit(tmp_path: Path) ->
         DataError, match="dataset jsonl takes more than data.artefact_memory_bytes=67108864"
     ) as refused:
         open_training(path, artefact_memory_bytes=2**26)
-    assert len(str(refused.value).splitlines()) == 1 and 'data.mode to "stream"' in str(
-        refused.value
-    )
+    assert len(str(refused.value).splitlines()) == 1
+    assert 'data.mode to "stream"' in str(refused.value)
     open_training(path, artefact_memory_bytes=2**26, mode="memory")
 
 
@@ -123,7 +122,8 @@ def test_buffer_is_never_in_memory_twice(size: int, has_mask: bool) -> None:
 def test_buffer_keeps_and_counts_its_documents() -> None:
     documents = [Document(np.arange(size, dtype=np.int32), None) for size in (3, 0, 5)]
     buffer = MemoryTokenBuffer(documents, 100, Growth("a", 10))
-    assert buffer.tokens(0, 8).tolist() == [0, 1, 2, 0, 1, 2, 3, 4] and buffer.num_documents == 3
+    assert buffer.tokens(0, 8).tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert buffer.num_documents == 3
     sandbox.set_limits(sandbox.Limits(memory_bytes=700))
     with pytest.raises(
         DataError, match="data.artefact_memory_bytes=700 of memory when it is read completely"
@@ -180,9 +180,8 @@ def test_compressed_row_is_not_read_beyond_the_size_limit(
     path.write_bytes(PACK[ending](first + contents))
     reader = tsv if kind == "an open quote" else jsonl
     rows = [row for _, row in every_row(reader.open_source(Request(str(path), max_row_bytes=1000)))]
-    assert rows[0] == {
-        "text": "a"
-    } and "contains more than 1.00 MiB without the end of a row" in str(rows[1])
+    assert rows[0] == {"text": "a"}
+    assert "contains more than 1.00 MiB without the end of a row" in str(rows[1])
     assert len(rows) == 2
     assert count[0] < 2**22
 
@@ -191,7 +190,8 @@ def test_long_row_of_a_compressed_file_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "%s"}\n{"text": "b"}\n' % (b"a" * 10_000)))
     rows = [row for _, row in every_row(jsonl.open_source(Request(str(path), max_row_bytes=1000)))]
-    assert "is longer than data.max_row_bytes" in str(rows[0]) and rows[1:] == [{"text": "b"}]
+    assert "is longer than data.max_row_bytes" in str(rows[0])
+    assert rows[1:] == [{"text": "b"}]
 
 
 def test_compressed_file_with_many_rows_has_no_time_limit(
@@ -222,7 +222,9 @@ def test_json_array_is_read_by_element_within_the_time_limit(
         rows = [
             row for _, row in every_row(jsonl.open_source(Request(str(path), max_row_bytes=80)))
         ]
-        assert len(rows) == 102 and rows[0] == {"text": "é"} and rows[-1] == {"text": "b" * 60}
+        assert len(rows) == 102
+        assert rows[0] == {"text": "é"}
+        assert rows[-1] == {"text": "b" * 60}
     monkeypatch.setattr(_json_array, "_MOVE_CHARACTERS", 1)
     path.write_text('[{"text": "a"},\n[' + "[]," * 100 + "[]], {}]")
     with pytest.raises(
@@ -266,4 +268,5 @@ def test_stream_without_documents_ends_with_an_error(monkeypatch: pytest.MonkeyP
         match=r"a.jsonl:\d+: found no document in \d+ rows and data.artefact_seconds=2 of",
     ):
         list(reader._documents((0, 0)))
-    assert BadRows().skip is False and RowStats().rows == 0
+    assert BadRows().skip is False
+    assert RowStats().rows == 0

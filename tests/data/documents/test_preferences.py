@@ -11,7 +11,8 @@ from shardtrain.data.documents.columns import Unusable
 from shardtrain.data.documents.preferences import split
 
 ASK = {"role": "user", "content": "Sea?"}
-GOOD, BAD = {"role": "assistant", "content": "Blue."}, {"role": "assistant", "content": "Red."}
+GOOD = {"role": "assistant", "content": "Blue."}
+BAD = {"role": "assistant", "content": "Red."}
 SYSTEM = {"role": "system", "content": "Be brief."}
 HUMAN = "\n\nHuman: Sea?\n\nAssistant:"
 

@@ -79,7 +79,8 @@ def test_any_table_becomes_a_text_a_pair_or_a_conversation_by_template(tmp_path:
 )
 def test_row_that_cannot_be_rendered_is_a_bad_row(template: str, reason: str) -> None:
     result = encode(QUESTION, template={"text": template})
-    assert isinstance(result, BadRow) and reason in result.reason
+    assert isinstance(result, BadRow)
+    assert reason in result.reason
 
 
 def test_source_template_takes_precedence_and_changes_the_fingerprint() -> None:
@@ -101,10 +102,8 @@ def test_alpaca_reads_instruction_input_and_output() -> None:
     assert completion == "4"
     assert prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n2+2\n\n### Response:\n")
     prompt, _ = halves(encode({**row, "input": ""}, source, format="prompt_completion"))
-    assert (
-        prompt.startswith("Below is an instruction that describes a task. Write")
-        and "Input" not in prompt
-    )
+    assert prompt.startswith("Below is an instruction that describes a task. Write")
+    assert "Input" not in prompt
     text = encode(row, source)
     assert BYTES.decode(text.tokens).endswith("2+2\n\n### Response:\n4")
     assert BYTES.decode(encode({**row, "text": "verbatim"}, source).tokens) == "verbatim"
@@ -156,7 +155,8 @@ def test_template_is_tried_on_the_first_rows_before_training(tmp_path: Path) -> 
 )
 def test_template_with_unread_columns_is_rejected(text: str, message: str, tmp_path: Path) -> None:
     (problem,) = check(config_of(tmp_path, [QUESTION], text))
-    assert message in str(problem) and "run.toml:" in str(problem)
+    assert message in str(problem)
+    assert "run.toml:" in str(problem)
 
 
 def test_invalid_template_is_rejected() -> None:
@@ -199,9 +199,8 @@ def rows_of(tmp_path: Path, options: str) -> list[tuple[str, str]]:
 
 def test_long_answers_are_split_from_their_questions_only_on_request(tmp_path: Path) -> None:
     cut = rows_of(tmp_path, "")
-    assert ("Sea?blue and de", "blue and dee") in cut and all(
-        not read.startswith("e") for read, _ in cut
-    )
+    assert ("Sea?blue and de", "blue and dee") in cut
+    assert all(not read.startswith("e") for read, _ in cut)
     dropped = rows_of(tmp_path, 'long_documents = "drop"\n')
     assert [learned for _, learned in dropped] == ["b"]
     split = rows_of(tmp_path, 'long_documents = "split"\n')

@@ -75,10 +75,8 @@ def test_cached_tokens_equal_computed_ones(
     first = opened(file)
     assert (tokenized.times, len(list(own_cache.iterdir()))) == (1, 1)
     second = opened(file)
-    assert (
-        tokenized.times == 1
-        and f"dataset jsonl: tokens from the cache in {own_cache}" in caplog.text
-    )
+    assert tokenized.times == 1
+    assert f"dataset jsonl: tokens from the cache in {own_cache}" in caplog.text
     assert first.fingerprint == second.fingerprint
     assert np.array_equal(first.tokens(0, first.num_tokens), second.tokens(0, second.num_tokens))
     assert np.array_equal(first.document_starts(), second.document_starts())
@@ -94,14 +92,17 @@ def test_masks_and_skipped_rows_are_cached(
     first = opened(file, **bad)
     caplog.clear()
     second = opened(file, **bad)
-    assert tokenized.times == 1 and "skipped 1 row: " in caplog.text
-    assert first.has_mask and first.fingerprint == second.fingerprint
+    assert tokenized.times == 1
+    assert "skipped 1 row: " in caplog.text
+    assert first.has_mask
+    assert first.fingerprint == second.fingerprint
 
 
 def test_changed_file_with_equal_size_and_time_is_tokenized_again(
     file: Path, tokenized: Count
 ) -> None:
-    before, status = opened(file), file.stat()
+    before = opened(file)
+    status = file.stat()
     file.write_bytes(file.read_bytes().replace(b"row 7", b"row 8"))
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
@@ -121,11 +122,13 @@ def test_changed_chat_template_with_equal_size_and_time_tokenizes_again(
     )
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
-    before, status = opened(rows, format=form, chat_template=str(template)), template.stat()
+    before = opened(rows, format=form, chat_template=str(template))
+    status = template.stat()
     template.write_text(template.read_text().replace(";", "|"))
     os.utime(template, ns=(status.st_atime_ns, status.st_mtime_ns))
     after = opened(rows, format=form, chat_template=str(template))
-    assert tokenized.times == 2 and after.fingerprint != before.fingerprint
+    assert tokenized.times == 2
+    assert after.fingerprint != before.fingerprint
     assert bytes(after.tokens(0, after.num_tokens).tolist()) == b"Sea?|Blue.|"
     opened(rows, format=form, chat_template=str(template))
     assert tokenized.times == 2
@@ -184,7 +187,8 @@ def test_dataset_with_very_many_files_is_not_cached(
 ) -> None:
     monkeypatch.setattr(token_cache, "_MAX_FILES", 0)
     opened(file)
-    assert tokenized.times == 1 and not own_cache.exists()
+    assert tokenized.times == 1
+    assert not own_cache.exists()
 
 
 def test_changed_code_or_library_tokenizes_again(
@@ -265,7 +269,8 @@ def test_cache_can_be_disabled_and_never_stores_datasets_defined_by_code(
     )
     training = Training(dataset=str(code), seq_len=16)
     build_dataset.open_data(Config(training=training), training, shuffle=True, loop=None)
-    assert tokenized.times == 2 and not own_cache.exists()
+    assert tokenized.times == 2
+    assert not own_cache.exists()
 
 
 def test_entries_are_private_and_the_oldest_are_deleted_first(
@@ -284,7 +289,8 @@ def test_entries_are_private_and_the_oldest_are_deleted_first(
     monkeypatch.setattr(token_cache, "MAX_BYTES", 100)
     before = set(own_cache.iterdir())
     opened(file, separator="too large to be kept")
-    assert set(own_cache.iterdir()) == before and len(before) == 4
+    assert set(own_cache.iterdir()) == before
+    assert len(before) == 4
 
 
 def test_unwritable_cache_folder_only_disables_caching(

@@ -64,7 +64,8 @@ def test_table_yields_the_same_rows_as_fitting_at_start(line, packing):
     by_table = pack(line, packing, table_of(line, packing, "o"))
     for name in ("num_rows", "num_targets", "cut", "dropped", "single"):
         assert getattr(by_table, name) == getattr(at_start, name), name
-    rows_at_start, rows_by_table = rows_of(at_start, packing), rows_of(by_table, packing)
+    rows_at_start = rows_of(at_start, packing)
+    rows_by_table = rows_of(by_table, packing)
     for name in ("tokens_BT", "targets_BT", "positions_BT", "documents_BT", "lengths_B"):
         assert np.array_equal(getattr(rows_at_start, name), getattr(rows_by_table, name)), name
 

@@ -19,7 +19,8 @@ FITS = {"first_fit": first_fit, "best_fit": best_fit}
 
 def documents_of(lengths, learned=None):
     """Documents with distinct tokens, which identify their position."""
-    result, token = [], 1
+    result = []
+    token = 1
     for length in lengths:
         tokens = np.arange(token, token + length, dtype=np.int32)
         result.append(Document(tokens, None if learned is None else learned(tokens)))
@@ -117,7 +118,8 @@ def test_target_is_the_next_token_of_the_same_document(lengths, seq_len, kind):
     _, out = rows_of(documents, Packing(seq_len, kind=kind, masked=True))
     for row in range(len(out.tokens_BT)):
         for column in range(seq_len):
-            token, target = int(out.tokens_BT[row, column]), int(out.targets_BT[row, column])
+            token = int(out.tokens_BT[row, column])
+            target = int(out.targets_BT[row, column])
             if target != IGNORE:
                 assert target == token + 1
                 assert owner[target] == owner[token]

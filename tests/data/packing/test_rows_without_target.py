@@ -176,7 +176,8 @@ def test_cut_row_is_skipped_only_if_it_has_no_learned_token(kind: str) -> None:
     ]
     long = [len(document.tokens) > SEQ_LEN + 1 for document in documents]
     empty = [not learned.any() for learned in masks]
-    assert 0 < packed.dropped == sum(empty) and packed.cut == sum(long) - sum(empty)
+    assert 0 < packed.dropped == sum(empty)
+    assert packed.cut == sum(long) - sum(empty)
     assert int((out.targets_BT != IGNORE).sum()) == sum(int(learned.sum()) for learned in masks)
     if kind == "padded":
         assert (out.targets_BT != IGNORE).any(axis=1).all(), "every row must have a target"
@@ -190,10 +191,8 @@ def test_limit_on_skipped_rows_suggests_a_value_that_works(
     advice += r"raise seq_len, or set data.long_rows_max_fraction=0.667"
     with pytest.raises(DataError, match=advice):
         targets_of(load(None, arguments).config, 1)
-    assert (
-        check.main(arguments) == 3
-        and "data.long_rows_max_fraction=0.667" in capsys.readouterr().out
-    )
+    assert check.main(arguments) == 3
+    assert "data.long_rows_max_fraction=0.667" in capsys.readouterr().out
     arguments.append("--data.long_rows_max_fraction=0.667")
     with caplog.at_level(logging.WARNING):
         assert targets_of(load(None, arguments).config, 1) == [4]

@@ -200,9 +200,8 @@ def test_different_tokenizer_is_rejected_with_both_vocabulary_sizes(tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         check_tokenizer(line, tokenizer, "model.tokenizer_path")
     text = str(caught.value)
-    assert (
-        text.startswith("model.tokenizer_path: use that tokenizer, or prepare") and "\n" not in text
-    )
+    assert text.startswith("model.tokenizer_path: use that tokenizer, or prepare")
+    assert "\n" not in text
     assert all(
         part in text
         for part in ("258", "50257", "ffffffffffff", ByteTokenizer.fingerprint[:12], '"bytes"')
@@ -257,7 +256,8 @@ def test_index_records_the_origin_of_the_tokens(tmp_path: Path) -> None:
         0,
         0,
     ]
-    assert index.created_by.startswith("shardtrain ") and index.tokenizer_name == "bytes"
+    assert index.created_by.startswith("shardtrain ")
+    assert index.tokenizer_name == "bytes"
     assert sorted(p.name for p in (tmp_path / "x").iterdir() if p.name.endswith(".tmp")) == []
     assert (tmp_path / "x" / INDEX).stat().st_size > 100
 
@@ -275,7 +275,8 @@ def test_many_files_are_checked_when_first_read(
     for module in (shard_index, shards):
         monkeypatch.setattr(module, "check_file", lambda *a: (looked.append(a[1].name), check(*a)))
     late = ShardTokenBuffer(tmp_path / "shards")
-    assert looked == ["starts.bin"] and late.fingerprint == all_shards.fingerprint
+    assert looked == ["starts.bin"]
+    assert late.fingerprint == all_shards.fingerprint
     assert (late.tokens(0, 200) == all_shards.tokens(0, 200)).all()
     assert sorted(looked[1:]) == sorted(
         file.name for file in late.index.files() if file.name != "starts.bin"

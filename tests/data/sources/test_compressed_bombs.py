@@ -96,7 +96,8 @@ def test_bomb_ends_within_the_limits(ending: str, kind: str, tmp_path: Path) -> 
     result = open_measured("jsonl", path)
     assert not result.error
     assert result.rows - result.bad_rows >= good_rows
-    assert result.bad_rows == bool(reason) and reason in result.last_bad_row
+    assert result.bad_rows == bool(reason)
+    assert reason in result.last_bad_row
     assert result.grown_bytes < MAX_GROWTH_BYTES and result.seconds < MAX_SECONDS, result
 
 
@@ -143,8 +144,10 @@ def test_large_window_is_refused(ending: str, tmp_path: Path) -> None:
     path.write_bytes(large)
     result = open_measured("jsonl", path)
     assert "half of data.artefact_memory_bytes=1073741824 for its window" in result.error
-    assert f"a.jsonl.{ending}" in result.error and "raise it, or compress" in result.error
-    assert len(result.error.splitlines()) == 1 and result.grown_bytes < 32 * MIB
+    assert f"a.jsonl.{ending}" in result.error
+    assert "raise it, or compress" in result.error
+    assert len(result.error.splitlines()) == 1
+    assert result.grown_bytes < 32 * MIB
     path.write_bytes(allowed)
     assert open_measured("jsonl", path).rows == 1
 
@@ -154,14 +157,17 @@ def test_skippable_frames_of_zstandard(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes((SKIPPABLE + bytes(4)) * 100_000 + zstandard.compress(ROW))
     result = open_measured("jsonl", path)
-    assert result.rows == 1 and not result.bad_rows
+    assert result.rows == 1
+    assert not result.bad_rows
     path.write_bytes(zstandard.compress(ROW) + SKIPPABLE + b"\xff" * 4 + b"x")
     result = open_measured("jsonl", path)
-    assert result.rows == 2 and "ends in the middle" in result.last_bad_row
+    assert result.rows == 2
+    assert "ends in the middle" in result.last_bad_row
 
 
 def test_zeros_after_a_stream_of_xz_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.xz"
     path.write_bytes(lzma.compress(ROW) + bytes(MIB) + lzma.compress(ROW) + bytes(4))
     result = open_measured("jsonl", path)
-    assert result.rows == 2 and not result.bad_rows
+    assert result.rows == 2
+    assert not result.bad_rows

@@ -170,14 +170,17 @@ def test_hostile_pages_are_refused_within_the_limits(name: str, tmp_path: Path) 
     result = open_measured("parquet", write(tmp_path / "a.parquet"))
     assert result.grown_bytes < MAX_GROWTH_BYTES, result
     if expected == "read":
-        assert not result.error and result.rows == 256
+        assert not result.error
+        assert result.rows == 256
     elif expected == "row":
-        assert (
-            not result.error and result.bad_rows == 256 and "max_row_bytes" in result.last_bad_row
-        )
+        assert not result.error
+        assert result.bad_rows == 256
+        assert "max_row_bytes" in result.last_bad_row
     else:
-        assert "a.parquet" in result.error and "data.artefact_memory_bytes" in result.error
-        assert "raise the limit" in result.error and len(result.error.splitlines()) == 1
+        assert "a.parquet" in result.error
+        assert "data.artefact_memory_bytes" in result.error
+        assert "raise the limit" in result.error
+        assert len(result.error.splitlines()) == 1
 
 
 def footer(path: Path, content: bytes) -> Path:
@@ -243,13 +246,15 @@ def test_hostile_footer_is_refused_within_the_limits(name: str, tmp_path: Path) 
     pytest.importorskip("pyarrow")
     result = open_measured("parquet", FOOTERS[name](tmp_path / "a.parquet"))
     assert result.grown_bytes < MAX_GROWTH_BYTES, result
-    assert "a.parquet" in result.error and len(result.error.splitlines()) == 1
+    assert "a.parquet" in result.error
+    assert len(result.error.splitlines()) == 1
 
 
 def test_list_rows_of_a_dictionary_are_read_without_a_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
     from shardtrain.data import sandbox, sources
 
     monkeypatch.setattr(sandbox, "_ask", lambda request: pytest.fail("was tried in a child"))
@@ -274,7 +279,8 @@ def test_list_rows_of_a_dictionary_are_read_without_a_trial(
 def test_row_groups_of_one_footer_parse_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
     from shardtrain.data import sources
 
     path = tmp_path / "a.parquet"

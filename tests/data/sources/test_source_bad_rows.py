@@ -119,9 +119,11 @@ def test_bad_line_has_a_defined_result_and_does_not_affect_others(write, kind):
     if isinstance(expected, dict):
         assert row == expected
     else:
-        assert isinstance(row, BadRow) and not row.harmless
+        assert isinstance(row, BadRow)
+        assert not row.harmless
         assert str(row).startswith(expected)
-        assert "\n" not in str(row) and len(str(row)) < 200
+        assert "\n" not in str(row)
+        assert len(str(row)) < 200
 
 
 def test_200_levels_of_nesting_are_read_at_any_stack_depth(write):
@@ -132,7 +134,8 @@ def test_200_levels_of_nesting_are_read_at_any_stack_depth(write):
         return read(path) if levels == 0 else deeper(levels - 1)
 
     ((_, row),) = deeper(500)
-    assert row == read(path)[0][1] and not isinstance(row, BadRow)
+    assert row == read(path)[0][1]
+    assert not isinstance(row, BadRow)
 
 
 def test_reasons_do_not_depend_on_the_row(tmp_path):

@@ -50,8 +50,10 @@ def saved(tmp_path):
 
 
 def test_saved_dataset_is_read_as_a_table_or_as_shards(saved):
-    table, shards = opened(saved), opened(saved, streaming=True)
-    assert isinstance(table, Table) and isinstance(shards, Shards)
+    table = opened(saved)
+    shards = opened(saved, streaming=True)
+    assert isinstance(table, Table)
+    assert isinstance(shards, Shards)
     assert shards.num_shards == 3
     for source in (table, shards):
         assert [row for _, row in every_row(source)] == ROWS

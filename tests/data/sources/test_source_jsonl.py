@@ -53,12 +53,14 @@ def rows_and_lines(source):
 def test_plain_file_is_a_table_and_a_compressed_one_is_shards(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n')
     plain = opened(tmp_path)
-    assert isinstance(plain, Table) and not isinstance(plain, Shards)
+    assert isinstance(plain, Table)
+    assert not isinstance(plain, Shards)
     assert (plain.num_rows, plain.total_bytes) == (2, 19)
     assert (plain.row(1), plain.place(1)) == ({"a": 2}, f"{tmp_path}/a.jsonl:3")
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'\n{"b": 1}\n{"b": 2}'))
     mixed = opened(tmp_path)
-    assert isinstance(mixed, Shards) and not isinstance(mixed, Table)
+    assert isinstance(mixed, Shards)
+    assert not isinstance(mixed, Table)
     assert mixed.num_shards == 2
     assert list(mixed.rows(0)) == [{"a": 1}, {"a": 2}]
     assert list(mixed.rows(1, start=1)) == [{"b": 2}]
@@ -226,7 +228,8 @@ def test_damaged_compressed_data_is_one_bad_row_at_the_end(tmp_path, compression
     (tmp_path / f"a.jsonl{compression}").write_bytes(data)
     # where only a checksum detects damage, damaged rows may precede it
     rows = list(opened(tmp_path).rows(0))
-    assert isinstance(rows[-1], BadRow) and "compressed data" in rows[-1].reason
+    assert isinstance(rows[-1], BadRow)
+    assert "compressed data" in rows[-1].reason
     assert rows[0]["n"] == 0
 
 

@@ -45,7 +45,8 @@ def _text(path, number):
 
 
 def _parquet(path, number):
-    arrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    writer = pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"text": [f"{number}", f"b{number}", f"c{number}"]})
     writer.write_table(table, path.with_suffix(".parquet"), row_group_size=2)
 
@@ -96,7 +97,8 @@ def test_files_of_a_large_folder_are_opened_only_when_read_or_sampled(folder, mo
     assert len(set(opened)) <= 1, "only the first file may be opened, for the columns of a table"
     marks = source.files()
     assert len(set(opened)) <= 11
-    assert len(marks) == COUNT and sum(":" in mark for mark in marks.values()) == 10
+    assert len(marks) == COUNT
+    assert sum(":" in mark for mark in marks.values()) == 10
 
 
 def test_unsuitable_file_of_a_large_folder_is_named_when_read(tmp_path, monkeypatch):

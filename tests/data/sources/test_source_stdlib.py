@@ -16,7 +16,8 @@ def test_standard_library_is_deterministic_and_large_enough():
     first, second = (python_stdlib.open_source(Request()) for _ in range(2))
     assert isinstance(first, Table)
     assert texts(first) == texts(second)
-    assert first.files() == second.files() and len(first.files()) == 1
+    assert first.files() == second.files()
+    assert len(first.files()) == 1
     assert 2**20 < sum(map(len, texts(first))) <= first.total_bytes <= python_stdlib.MAX_BYTES
     assert any("class OrderedDict" in text for text in texts(first))
     assert first.place(0).endswith(".py")

@@ -19,9 +19,8 @@ def test_no_line_is_in_two_splits_and_all_packages_are_in_each() -> None:
     assert len(set(texts)) == len(texts) > 1000
     for part in rows_of_split.values():
         assert {label for _, label in part} == set(stdlib_packages.PACKAGES)
-    assert rows_of_split["train"] == rows("train") and len(rows_of_split["train"]) > 3 * len(
-        rows_of_split["test"]
-    )
+    assert rows_of_split["train"] == rows("train")
+    assert len(rows_of_split["train"]) > 3 * len(rows_of_split["test"])
 
 
 def test_place_locates_the_row() -> None:

@@ -120,7 +120,8 @@ def test_rows_written_by_the_csv_library_round_trip(tmp_path, data, block):
         plain = read(write(tmp_path, "a.csv", content))
         assert plain == read(write(tmp_path, "b.csv.gz", content))
     assert [tuple(row.values()) for _, row in plain] == data
-    starts, place = [], 1
+    starts = []
+    place = 1
     for record in data:
         starts.append(place + 1)
         place += 1 + sum(field.count("\n") for field in record)

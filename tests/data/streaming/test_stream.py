@@ -68,7 +68,8 @@ class ListShards:
 
 
 def rows_with(lengths):
-    rows, token = [], 1
+    rows = []
+    token = 1
     for length in lengths:
         rows.append({"tokens": list(range(token, token + length))})
         token += length
@@ -153,7 +154,9 @@ packings = st.sampled_from(
 @given(sources, packings, st.integers(1, 6))
 def test_one_pass_reads_every_token_once(source, packing, readers):
     feed = feed_of(source, packing, readers)
-    read_tokens, learned, k = Counter(), Counter(), 0
+    read_tokens = Counter()
+    learned = Counter()
+    k = 0
     while k < 10_000:
         round_of_readers = take(feed, k, k + feed.num_readers)
         k += feed.num_readers
@@ -238,7 +241,8 @@ def test_rows_of_all_readers_add_up(rows, readers):
 def test_readers_without_documents_end_with_a_warning(source, caplog):
     rows = take(feed_of(source, readers=2, passes=None), 0, 4)
     assert [row[0] for row in rows] == [-1] * 4
-    assert "reader 0 of 2 found no" in caplog.text and "reader 1 of 2 found no" in caplog.text
+    assert "reader 0 of 2 found no" in caplog.text
+    assert "reader 1 of 2 found no" in caplog.text
 
 
 def test_reader_without_documents_does_not_stop_others():

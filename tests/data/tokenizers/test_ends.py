@@ -87,7 +87,8 @@ def test_options_override_the_tokenizer_and_are_reported(tmp_path: Path) -> None
 
 def test_separator_follows_each_document(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(str(folder(tmp_path, "llama3")))
-    text, line = tokenizer.encode("the cat").tolist(), tokenizer.encode("\n\n").tolist()
+    text = tokenizer.encode("the cat").tolist()
+    line = tokenizer.encode("\n\n").tolist()
     assert encode(tokenizer, {"text": "the cat"}, separator="\n\n") == [0, *text, 1, *line]
     assert encode(tokenizer, {"text": "the cat"}, separator="\n\n", add_eos=False) == [
         0,

@@ -54,7 +54,8 @@ def test_bytes_rejects_ids_out_of_range(bad):
 
 
 def test_folder_and_its_file_open_the_same_tokenizer(folder):
-    by_folder, by_file = open_tokenizer(str(folder)), open_tokenizer(str(folder / "tokenizer.json"))
+    by_folder = open_tokenizer(str(folder))
+    by_file = open_tokenizer(str(folder / "tokenizer.json"))
     assert by_folder.fingerprint == by_file.fingerprint != ByteTokenizer.fingerprint
     assert by_folder.vocab_size == 9
     assert (by_folder.bos_id, by_folder.eos_id) == (6, 7)

@@ -39,7 +39,8 @@ def written(folder, text=LETTERS):
 def test_own_tokenizer_encodes_decodes_and_reopens_in_another_process(tmp_path):
     tokenizer = open_tokenizer(written(tmp_path), OPTION)
     ids = tokenizer.encode("The cat")
-    assert ids.dtype.name == "int32" and tokenizer.decode([27, *ids.tolist(), 28]) == "the cat"
+    assert ids.dtype.name == "int32"
+    assert tokenizer.decode([27, *ids.tolist(), 28]) == "the cat"
     assert (
         tokenizer.decode([27, *ids.tolist(), 28, 28], keep_special=True) == "<bos>the cat<eos><eos>"
     )
@@ -74,7 +75,8 @@ def test_file_without_a_valid_tokenizer_is_a_one_line_error_before_ranks_start(
     (line,) = [
         line for line in "".join(capsys.readouterr()).splitlines() if "my_tokenizer.py" in line
     ]
-    assert OPTION in line and message in line
+    assert OPTION in line
+    assert message in line
 
 
 def test_ids_outside_the_vocabulary_and_missing_spans_are_reported(tmp_path):

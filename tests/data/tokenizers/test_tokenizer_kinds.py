@@ -92,12 +92,15 @@ def test_batch_encodes_like_single_texts(tokenizer):
 def test_spans_cover_every_character_in_order(tokenizer):
     for text in SAMPLES:
         ((ids, spans),) = tokenizer.encode_spans([text])
-        assert ids.dtype == np.int32 and spans.dtype == np.int64 and spans.shape == (len(ids), 2)
+        assert ids.dtype == np.int32
+        assert spans.dtype == np.int64
+        assert spans.shape == (len(ids), 2)
         covered = set()
         for start, stop in spans.tolist():
             covered.update(range(start, stop))
         assert covered == set(range(len(text)))
-        assert (np.diff(spans[:, 0]) >= 0).all() and (np.diff(spans[:, 1]) >= 0).all()
+        assert (np.diff(spans[:, 0]) >= 0).all()
+        assert (np.diff(spans[:, 1]) >= 0).all()
 
 
 def test_span_contains_the_text_of_its_token(paths):
@@ -110,14 +113,16 @@ def test_span_contains_the_text_of_its_token(paths):
 
 
 def test_special_tokens_are_recognized_only_in_conversations(paths):
-    tiktoken, piece = open_tokenizer(paths["tiktoken"]), open_tokenizer(paths["bpe"])
+    tiktoken = open_tokenizer(paths["tiktoken"])
+    piece = open_tokenizer(paths["bpe"])
     for tokenizer, end in ((tiktoken, "<|eot_id|>"), (piece, "</s>")):
         text = f"the cat{end}Hello"
         plain = tokenizer.encode(text)
         ((ids, spans),) = tokenizer.encode_spans([text])
         assert not set(plain.tolist()) & tokenizer.special_ids
         place = [i for i, number in enumerate(ids.tolist()) if number in tokenizer.special_ids]
-        assert len(place) == 1 and spans[place[0]].tolist() == [7, 7 + len(end)]
+        assert len(place) == 1
+        assert spans[place[0]].tolist() == [7, 7 + len(end)]
         assert tokenizer.decode(plain) == text
         assert tokenizer.decode(ids, keep_special=True) == text
         assert tokenizer.decode(ids) == "the catHello"
@@ -210,9 +215,11 @@ def test_added_tokens_of_a_sentencepiece_model_follow_its_vocabulary(tmp_path):
     )
     # an added token that is not special is recognized in every text
     ids = tokenizer.encode("the<tab> cat")
-    assert pieces + 1 in ids and tokenizer.decode(ids, keep_special=True) == "the<tab> cat"
+    assert pieces + 1 in ids
+    assert tokenizer.decode(ids, keep_special=True) == "the<tab> cat"
     ((ids, spans),) = tokenizer.encode_spans(["the cat<|im_end|>"])
-    assert ids[-1] == pieces and spans[-1].tolist() == [7, 17]
+    assert ids[-1] == pieces
+    assert spans[-1].tolist() == [7, 17]
     config["added_tokens_decoder"] = {"5": {"content": "<|im_end|>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"has the piece .* at id 5"):
@@ -311,7 +318,8 @@ def test_ids_outside_the_vocabulary_have_no_text(paths):
 
 def test_tokenizer_can_be_sent_to_another_process(tokenizer):
     copy = pickle.loads(pickle.dumps(tokenizer))
-    assert copy.fingerprint == tokenizer.fingerprint and copy.spec == tokenizer.spec
+    assert copy.fingerprint == tokenizer.fingerprint
+    assert copy.spec == tokenizer.spec
     assert copy.encode(SAMPLES[1]).tolist() == tokenizer.encode(SAMPLES[1]).tolist()
 
 

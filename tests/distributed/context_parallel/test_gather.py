@@ -23,7 +23,11 @@ from shardtrain.ops.attention_scores import PLAIN, Scores
 from shardtrain.ops.chosen_kernels import Kernels
 from shardtrain.ops.cpu import blocked_attention
 
-B, T, N, K, H = 2, 48, 4, 2, 8
+B = 2
+T = 48
+N = 4
+K = 2
+H = 8
 
 
 @functools.cache
@@ -66,11 +70,9 @@ def by_hand(
     scores_of: Scores = PLAIN,
 ) -> Tensor:
     """Reference: causal grouped-query attention in float64. A query sees at most ``window`` keys, or all if 0."""
-    q, k, v = (
-        q.double(),
-        k.double().repeat_interleave(N // K, 2),
-        v.double().repeat_interleave(N // K, 2),
-    )
+    q = q.double()
+    k = k.double().repeat_interleave(N // K, 2)
+    v = v.double().repeat_interleave(N // K, 2)
     scores = torch.einsum("btnh,bsnh->bnts", q, k) * (scores_of.scale or 1 / math.sqrt(H))
     if scores_of.softcap:
         scores = scores_of.softcap * (scores / scores_of.softcap).tanh()
@@ -296,7 +298,8 @@ def test_split_attention_with_modified_scores_matches_the_reference(num_ranks: i
 def errors_by_blocks(rank: int) -> dict[str, list[float]]:
     # global state of this forked rank
     chosen_kernels.use(Kernels(blocked_attention=2.0, blocked_attention_float32=2.0))
-    taken, original = [], blocked_attention.attend_in_pieces
+    taken = []
+    original = blocked_attention.attend_in_pieces
     blocked_attention.attend_in_pieces = lambda *inputs: taken.append(1) or original(*inputs)
     errors: dict[str, list[float]] = {"cuts": [], "windows": [], "scaled": []}
     # Blocks that end within chunks, and limited memory that holds parts of chunks

@@ -107,12 +107,14 @@ def steps(rank: int, configs: Sequence[Config]) -> list[Step]:
 
 
 def first_step(rank: int, config: Config) -> Step:
-    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    run = make_run(rank, config)
+    checkpoints = Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
     rows: dict[int, tuple[Tensor, ...]] = {}
     gradients: dict[str, Tensor] = {}
-    work, update = run.runner.forward_backward, run.runner.update
+    work = run.runner.forward_backward
+    update = run.runner.update
 
     def remember(batches: Any, weight: Tensor) -> Tensor:
         for batch in batches:
@@ -195,7 +197,8 @@ def assert_ways(
     ]
     answers = run_ranks(num_ranks, steps, configs)
     rows = {sample: row for answer in answers for sample, row in answer[0][2].items()}
-    assert len(rows) == 2 and any(len(row[2].unique()) > 1 for row in rows.values()) is documents
+    assert len(rows) == 2
+    assert any(len(row[2].unique()) > 1 for row in rows.values()) is documents
     expected = run_ranks(1, transformers_step, name, changes, rows)[0]
     assert {parameter for answer in answers for parameter in answer[0][1]} == expected[1].keys()
     for answer in answers:
@@ -304,10 +307,10 @@ def test_tokens_that_mix_outside_of_attention_are_rejected_by_name(name: str) ->
     with pytest.raises(ConfigError) as raised:
         cores.check_network(built(name), split())
     text = str(raised.value)
-    assert (
-        "parallelism.context_parallel_degree=2 splits sequences, and " in text and "\n" not in text
-    )
-    assert ARCHITECTURES[name][0] in text and REJECTED[name] in text
+    assert "parallelism.context_parallel_degree=2 splits sequences, and " in text
+    assert "\n" not in text
+    assert ARCHITECTURES[name][0] in text
+    assert REJECTED[name] in text
 
 
 def test_network_that_counts_its_tokens_is_rejected_by_name(tmp_path: Path) -> None:
@@ -371,7 +374,8 @@ def test_rejection_comes_before_ranks_start(tmp_path: Path) -> None:
     """The checks before a run, and ``config check``, build the model with this function."""
     config = network("falcon", tmp_path, False, {}, parallelism={"context_parallel_degree": 2})
     [error], parameters = meta_model.build(config, 2)
-    assert REJECTED["falcon"] in str(error) and parameters is None
+    assert REJECTED["falcon"] in str(error)
+    assert parameters is None
 
 
 def test_windows_come_from_the_masks_of_transformers() -> None:
@@ -382,7 +386,8 @@ def test_windows_come_from_the_masks_of_transformers() -> None:
 
 def check_messages(rank: int, config: Config, fault: str) -> list[str]:
     """Return the messages of both checks before the first step, with a fault in the network."""
-    run, checkpoints = make_run(rank, config), Checkpoints(config)
+    run = make_run(rank, config)
+    checkpoints = Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
     model: Any = run.runner.parts[0]

@@ -20,7 +20,12 @@ from shardtrain.models.qwen3_next import GatedDeltaCore
 from shardtrain.tools.generate.cache import installed
 from shardtrain.utils.errors import ConfigError
 
-ROWS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH = 2, 2, 4, 5, 3, 4
+ROWS = 2
+KEY_HEADS = 2
+HEADS = 4
+KEY_DIM = 5
+VALUE_DIM = 3
+WIDTH = 4
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
 # tokens and the first token of each document; the second row has its borders one token later
 CASES: dict[str, tuple[int, list[int] | None]] = {

@@ -96,6 +96,7 @@ def test_barrier_times_out_with_the_limit_of_the_group() -> None:
 
 def test_barrier_requires_ranks_that_can_detect_each_others_end() -> None:
     process = own_process()
-    assert process.number == os.getpid() and can_meet([process, process])
+    assert process.number == os.getpid()
+    assert can_meet([process, process])
     assert not can_meet([process, Process(0, 0, 0)])
     assert not can_meet([process, process._replace(namespace=process.namespace + 1)])

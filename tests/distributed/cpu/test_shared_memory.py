@@ -32,7 +32,9 @@ def _collectives(
     gather: AllGather, reduce: ReduceScatter, numel: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the results of an in-place all-gather (like FSDP) and of a reduce-scatter."""
-    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
     gathered = gather.allocate((numel * ranks,), dtype=dtype, device=torch.device("cpu"))
     own_part = gathered.narrow(0, numel * rank, numel)
     own_part.copy_(_drawn(rank, numel, dtype))
@@ -53,7 +55,8 @@ def _check(rank: int, ranks: int, shared: bool, futex: bool = True) -> list[tupl
         mapped_memory.FOLDER = Path("/nowhere")  # like ranks on several machines
     if not futex and rank == 1:  # if one rank has no futex barrier, all use gloo
         shared_barrier.own_process = lambda: shared_barrier.Process(0, 0, 0)
-    gather, reduce = AllGather(), ReduceScatter()
+    gather = AllGather()
+    reduce = ReduceScatter()
     reduce.exchanges = gather.exchanges
     results = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -146,7 +149,8 @@ def test_file_of_wrong_size_and_link_are_not_mapped(
     monkeypatch.setattr(mapped_memory, "FOLDER", tmp_path)
     token = bytes(range(16))
     assert mapped_memory.create(token, 4096) is not None
-    assert mapped_memory.open_(token, 4096) is not None and mapped_memory.open_(token, 8192) is None
+    assert mapped_memory.open_(token, 4096) is not None
+    assert mapped_memory.open_(token, 8192) is None
     path = mapped_memory.path(token)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
@@ -167,7 +171,8 @@ def test_leftovers_of_killed_ranks_are_removed_but_not_recent_or_foreign_files(
     else:
         (tmp_path / foreign).unlink()
     memory = mapped_memory.create(bytes(16), 8)
-    assert memory is not None and not (tmp_path / leftover).exists()
+    assert memory is not None
+    assert not (tmp_path / leftover).exists()
     memory.close()
     remaining = {path.name for path in tmp_path.iterdir()}
     assert remaining == {recent, f"shardtrain-{0:032x}", "shardtrain-of-a-user"} | (

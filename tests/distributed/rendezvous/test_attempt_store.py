@@ -30,7 +30,8 @@ def environment(store, rank):
 
 def attempt(store, number, size=3):
     """Let each rank of an attempt write the number of the attempt, and return the numbers each rank reads from all."""
-    numbers_read, joined = {}, threading.Barrier(size)
+    numbers_read = {}
+    joined = threading.Barrier(size)
 
     def rank_main(rank):
         with attempt_store.store_of_attempt(environment(store, rank), TIMEOUT) as store_of_rank:

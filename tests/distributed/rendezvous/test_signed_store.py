@@ -58,8 +58,10 @@ def test_ranks_with_the_same_secret_read_each_others_values(server: dist.TCPStor
     )
     assert second.compare_set("verdict", "one", "two") == b"two" == first.get("verdict")
     assert (first.add("count", 2), second.add("count", 3)) == (2, 5)
-    assert second.check(["text"]) and not second.check(["nothing"])
-    assert second.delete_key("text") and not first.check(["text"])
+    assert second.check(["text"])
+    assert not second.check(["nothing"])
+    assert second.delete_key("text")
+    assert not first.check(["text"])
     below = dist.PrefixStore("below", first)  # through C++ and back, like PyTorch
     below.set("text", "deep")
     assert dist.PrefixStore("below", second).get("text") == b"deep"
@@ -107,7 +109,8 @@ def test_value_of_another_secret_run_or_attempt_is_rejected(
 
 
 def test_signed_value_is_invalid_under_another_key_or_when_truncated(server: dist.TCPStore) -> None:
-    ours, raw = signed(connection(server), OURS, "1"), connection(server)
+    ours = signed(connection(server), OURS, "1")
+    raw = connection(server)
     ours.set("rank/1", "10.0.0.1")
     signed_value = raw.get("rank/1")
     raw.set("rank/2", signed_value)
@@ -279,7 +282,8 @@ def test_tasks_of_one_node_rendezvous_repeatedly_in_a_folder(tmp_path: Path) -> 
             environment = task(tmp_path, rank)
             # nothing listens on that address
             with attempt_store.store_of_attempt(environment, TIMEOUT) as store:
-                assert store is not None and private_store.folder_of(environment)
+                assert store is not None
+                assert private_store.folder_of(environment)
                 store.set(f"of/{rank}", str(attempt))
                 values[rank] = store.get(f"of/{1 - rank}")
                 joined.wait(patience.seconds(60))
@@ -287,7 +291,8 @@ def test_tasks_of_one_node_rendezvous_repeatedly_in_a_folder(tmp_path: Path) -> 
         run_two(rank_main)
         assert values == dict.fromkeys(range(2), str(attempt).encode())
     (folder,) = (tmp_path / "runtime/shardtrain").iterdir()
-    assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.geteuid()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder.stat().st_uid == os.geteuid()
 
 
 @pytest.mark.parametrize(

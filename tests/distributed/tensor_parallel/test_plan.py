@@ -66,7 +66,8 @@ def _split(
 
 
 def _check(rank: int) -> None:
-    tokens, positions = torch.arange(24).view(2, 12) * 7, torch.arange(12).expand(2, -1)
+    tokens = torch.arange(24).view(2, 12) * 7
+    positions = torch.arange(12).expand(2, -1)
     expected = _model()[1](tokens, positions)
     for whole_logits in (False, True):
         _, model, mesh = _split(rank, 2, whole_logits)
@@ -151,7 +152,8 @@ def _check_operand_types(rank: int, has_bias: bool) -> None:
         out_BtD = model(own_BtD, torch.arange(6).expand(3, -1))
         out_BtD.square().sum().backward()
     # plain tensors, not DTensors
-    assert len(operand_types) == 4 and not any(issubclass(kind, DTensor) for kind in operand_types)
+    assert len(operand_types) == 4
+    assert not any(issubclass(kind, DTensor) for kind in operand_types)
     # ranks of one machine exchange sequences through shared memory, with two barriers in each direction
     by_gloo = {} if shared_barrier.own_process().number else {"c10d.allreduce_": 4}
     assert {str(one): count for one, count in collectives.get_comm_counts().items()} == by_gloo
@@ -231,12 +233,11 @@ def _check_chain(rank: int, ranks: int, shared: bool) -> None:
         unsplit = Chain(vocab).double()
         split = copy.deepcopy(unsplit)
         tensor_parallel.apply(split, layout, mesh, config)
-        tokens_BT, positions_BT = (
-            torch.randint(vocab, (3, 4 * ranks)),
-            torch.arange(4 * ranks).expand(3, -1),
-        )
+        tokens_BT = torch.randint(vocab, (3, 4 * ranks))
+        positions_BT = torch.arange(4 * ranks).expand(3, -1)
         back_BTV = torch.randn(3, 4 * ranks, vocab, dtype=torch.float64)
-        expected_BTV, out_BTV = unsplit(tokens_BT, positions_BT), split(tokens_BT, positions_BT)
+        expected_BTV = unsplit(tokens_BT, positions_BT)
+        out_BTV = split(tokens_BT, positions_BT)
         rows = -(-vocab // ranks)
         columns = slice(rows * rank, rows * rank + rows)
         torch.testing.assert_close(out_BTV, expected_BTV[..., columns])
@@ -294,7 +295,8 @@ def _check_rowwise_on_full_features(rank: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x_BTD, back_BTD = (torch.randn(3, 4, 8, generator=generator) for _ in range(2))
     torch.manual_seed(0)
-    alone, split = Mixer(), Mixer()
+    alone = Mixer()
+    split = Mixer()
     split.load_state_dict(alone.state_dict())
     length = SequenceLength(2)
     length.set_from_positions(split, (x_BTD, torch.zeros(3, 4)), {})
@@ -306,8 +308,10 @@ def _check_rowwise_on_full_features(rank: int) -> None:
     }
     parallelize_module(split, mesh.submesh("tp"), styles)
     half = slice(2 * rank, 2 * rank + 2)
-    mine_BTD, theirs_BTD = x_BTD[:, half].clone().requires_grad_(), x_BTD.clone().requires_grad_()
-    expected_BTD, out_BTD = alone(theirs_BTD), local_tensor(split(mine_BTD))
+    mine_BTD = x_BTD[:, half].clone().requires_grad_()
+    theirs_BTD = x_BTD.clone().requires_grad_()
+    expected_BTD = alone(theirs_BTD)
+    out_BTD = local_tensor(split(mine_BTD))
     torch.testing.assert_close(out_BTD, expected_BTD[:, half])
     expected_BTD.backward(back_BTD)
     out_BTD.backward(back_BTD[:, half])

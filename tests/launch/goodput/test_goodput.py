@@ -40,7 +40,8 @@ class Life:
         self, steps: int, interval: int, step_seconds: float, dies: bool, unknown: float = 0.0
     ) -> None:
         """Train ``steps`` from the last save, saving every ``interval``; 5 s to start, 3 s more in the first step."""
-        started, first = self.now, self.saved
+        started = self.now
+        first = self.saved
         if self.attempts == 0:
             started = float(self.job.partition(":")[2])
             self.spend(2.0, "start")  # the launcher's imports
@@ -107,7 +108,8 @@ def test_every_second_of_a_run_with_restarts_is_in_its_bin(tmp_path):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_bins_of_any_life_add_up_to_its_wall_time(tmp_path, seed):
-    dice, life = random.Random(seed), Life(tmp_path)
+    dice = random.Random(seed)
+    life = Life(tmp_path)
     life.new_command()
     for _ in range(dice.randrange(1, 8)):
         interval = dice.randrange(1, 6)
@@ -159,9 +161,8 @@ def test_live_goodput_equals_the_goodput_from_the_file(tmp_path):
             **{f"goodput_{k}_seconds": v for k, v in accounted.seconds.items()},
         }
     )
-    assert live["goodput_lost_seconds"] == pytest.approx(9.0) and live[
-        "goodput_restart_seconds"
-    ] == pytest.approx(3.0)
+    assert live["goodput_lost_seconds"] == pytest.approx(9.0)
+    assert live["goodput_restart_seconds"] == pytest.approx(3.0)
 
 
 def a_ledger(life: Life, phases: Phases, step: int = 0) -> Ledger:
@@ -191,9 +192,8 @@ def test_a_save_reported_late_counts_exactly_the_saved_steps(tmp_path):
     note_death(tmp_path, life.job, life.now)
     accounted = life.account()
     # There is no next attempt yet, so the steps after step 4 count as lost.
-    assert accounted.seconds["productive"] == pytest.approx(8.0) and accounted.seconds[
-        "lost"
-    ] == pytest.approx(12.0)
+    assert accounted.seconds["productive"] == pytest.approx(8.0)
+    assert accounted.seconds["lost"] == pytest.approx(12.0)
     a_ledger(life, Phases(lambda: life.now), 4)
     assert life.account().seconds == pytest.approx(accounted.seconds)
 
@@ -212,10 +212,10 @@ def test_steps_undone_by_a_rewind_are_lost_and_every_second_is_in_a_bin(tmp_path
         live = ledger.account()
     accounted = life.account()
     assert accounted.seconds == pytest.approx(live.seconds)
-    assert accounted.seconds["productive"] == pytest.approx(18.0) and accounted.seconds[
-        "lost"
-    ] == pytest.approx(6.0)
-    assert accounted.running_seconds == pytest.approx(24.0) and accounted.saves == 1
+    assert accounted.seconds["productive"] == pytest.approx(18.0)
+    assert accounted.seconds["lost"] == pytest.approx(6.0)
+    assert accounted.running_seconds == pytest.approx(24.0)
+    assert accounted.saves == 1
 
 
 def test_a_rank_that_keeps_no_account_writes_nothing(tmp_path):
@@ -237,7 +237,8 @@ def test_a_torn_line_loses_only_that_line(tmp_path):
     life.spend(5.0, "restart")
     life.attempt(6, 3, 1.0, dies=False)
     intact, bad = events.read(tmp_path)
-    assert bad == 1 and len(attempts_of(intact)) == 2
+    assert bad == 1
+    assert len(attempts_of(intact)) == 2
     assert account(attempts_of(intact)[:1]).seconds["checkpoint"] == undamaged.seconds["checkpoint"]
     for cut in range(0, len(content), 97):
         path.write_bytes(content[:cut])
@@ -333,7 +334,9 @@ GOOD = [
     AttemptProgress("a", 3.0, 1, 0, {"step": 1.0}, False),
     Death("j", 4.0),
 ]
-DEATH, START, PROGRESS = events.line(GOOD[2]), events.line(GOOD[0]), events.line(GOOD[1])
+DEATH = events.line(GOOD[2])
+START = events.line(GOOD[0])
+PROGRESS = events.line(GOOD[1])
 BAD = [
     *[
         b"",
@@ -379,14 +382,10 @@ def test_the_verb_prints_the_bins_and_reports_damaged_lines(tmp_path, capsys):
         file.write(json.dumps({"kind": "start"}) + "\n")
     assert cli.main(["goodput", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert (
-        "ignored 1 incomplete or damaged line of " in text
-        and "2 attempts on 2 ranks, 1 failure, 3 saves" in text
-    )
-    assert (
-        all(f"\n{name} " in text for name in (*BINS, "running", "idle", "goodput"))
-        and "predicted" in text
-    )
+    assert "ignored 1 incomplete or damaged line of " in text
+    assert "2 attempts on 2 ranks, 1 failure, 3 saves" in text
+    assert all(f"\n{name} " in text for name in (*BINS, "running", "idle", "goodput"))
+    assert "predicted" in text
 
 
 @pytest.mark.parametrize(
@@ -414,9 +413,8 @@ def test_no_line_of_the_table_is_wider_than_a_terminal(tmp_path, capsys, monkeyp
     monkeypatch.setattr(goodput.sys.stdout, "isatty", lambda: True, raising=False)
     assert cli.main(["goodput", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= columns and lines[0].startswith(
-        "1 attempt on 2 ranks, 0 failures, "
-    )
+    assert max(map(len, lines)) <= columns
+    assert lines[0].startswith("1 attempt on 2 ranks, 0 failures, ")
     # wrapped explanations stay in their column
     assert [line for line in lines if line.startswith(" " * 37)]
 

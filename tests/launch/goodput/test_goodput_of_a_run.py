@@ -23,7 +23,10 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="forks of a process that has imported torch"
 )
 
-DATA, SAVE, VALIDATION, STEP = 0.1, 0.3, 0.2, 0.15
+DATA = 0.1
+SAVE = 0.3
+VALIDATION = 0.2
+STEP = 0.15
 KILLED = 6
 """The step in which rank 0 is killed, once. Step 5, complete but not saved, is lost."""
 
@@ -75,9 +78,8 @@ def test_every_delay_of_a_run_with_a_restart_is_in_its_bin(tmp_path):
     accounted = account(attempts)
     assert (accounted.attempts, accounted.failures, accounted.saves) == (2, 1, 3)
     wall = attempts[-1].points[-1].time - attempts[0].start.job_started
-    assert (
-        accounted.running_seconds == pytest.approx(wall, rel=0.01) and accounted.idle_seconds == 0
-    )
+    assert accounted.running_seconds == pytest.approx(wall, rel=0.01)
+    assert accounted.idle_seconds == 0
 
     seconds = accounted.seconds
     assert seconds["checkpoint"] >= 3 * SAVE
@@ -85,10 +87,10 @@ def test_every_delay_of_a_run_with_a_restart_is_in_its_bin(tmp_path):
     assert seconds["validation"] >= 2 * VALIDATION
     assert seconds["lost"] >= 2 * (DATA + STEP)  # steps 5 and, until the kill, 6
     assert seconds["productive"] >= (STEPS - 1) * STEP
-    assert seconds["restart"] > 0 and seconds["start"] > 0
+    assert seconds["restart"] > 0
+    assert seconds["start"] > 0
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert 0 < last["goodput"] < 1 and last["goodput_lost_seconds"] == pytest.approx(
-        seconds["lost"]
-    )
+    assert 0 < last["goodput"] < 1
+    assert last["goodput_lost_seconds"] == pytest.approx(seconds["lost"])
     assert {f"goodput_{name}_seconds" for name in BINS} <= last.keys()
     assert "goodput " in (tmp_path / "logs/rank-0.log").read_text()

@@ -71,7 +71,8 @@ class Attention(nn.Module):
 
     def forward(self, x, angles, documents_BT):
         q, k, v = (w(x).unflatten(-1, (-1, self.size)) for w in (self.q, self.k, self.v))
-        q, k = rotate_pairs(self.q_norm(q), angles), rotate_pairs(self.k_norm(k), angles)
+        q = rotate_pairs(self.q_norm(q), angles)
+        k = rotate_pairs(self.k_norm(k), angles)
         return self.o(self.core(q, k, v, documents_BT).flatten(2))
 
 
@@ -113,7 +114,8 @@ class Model(nn.Module):
         self.lm_head.scale = c.logit_scale
 
     def forward(self, tokens_BT, positions_BT, documents_BT=None):
-        x, angles = self.embed(tokens_BT), self.rope(positions_BT)
+        x = self.embed(tokens_BT)
+        angles = self.rope(positions_BT)
         for layer in self.layers.values():
             x = layer(x, angles, documents_BT)
         return self.lm_head(self.norm(x))

@@ -91,9 +91,12 @@ class Delta(nn.Module):
         q, k, v = (
             self.conv(f(x)).unflatten(-1, (-1, self.width)) for f in (self.q, self.k, self.v)
         )
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        beta, keep = self.beta(x).sigmoid()[..., None], self.a(self.alpha(x)).exp()[..., None, None]
-        memory, out = q.new_zeros(x.size(0), q.size(2), self.width, self.width), []
+        q = F.normalize(q, dim=-1)
+        k = F.normalize(k, dim=-1)
+        beta = self.beta(x).sigmoid()[..., None]
+        keep = self.a(self.alpha(x)).exp()[..., None, None]
+        memory = q.new_zeros(x.size(0), q.size(2), self.width, self.width)
+        out = []
         for t in range(x.size(1)):
             memory = memory * keep[:, t]
             prediction = (memory * k[:, t, :, :, None]).sum(2)

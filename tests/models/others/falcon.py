@@ -85,7 +85,8 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
-        x, angles = self.word_embeddings(tokens), self.rotary(positions)
+        x = self.word_embeddings(tokens)
+        angles = self.rotary(positions)
         for block in self.h.values():
             x = block(x, angles)
         return self.lm_head(self.ln_f(x))

@@ -54,7 +54,9 @@ class Attention(nn.Module):
     def forward(self, x, angles):
         # for each KV head: queries, key, value
         qkv = self.query_key_value(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
-        q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
+        q = qkv[..., :-2, :].flatten(2, 3)
+        k = qkv[..., -2, :]
+        v = qkv[..., -1, :]
         return self.dense(self.core(rotate(q, angles), rotate(k, angles), v).flatten(2))
 
 

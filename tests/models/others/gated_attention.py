@@ -77,10 +77,8 @@ class Attention(nn.Module):
 
     def forward(self, x, positions):
         q, gate = self.q(x).unflatten(-1, (-1, 2 * self.width)).chunk(2, -1)
-        k, v = (
-            self.k(x).unflatten(-1, (-1, self.width)),
-            (F.silu(self.u(x)) * self.v(x)).unflatten(-1, (-1, self.width)),
-        )
+        k = self.k(x).unflatten(-1, (-1, self.width))
+        v = (F.silu(self.u(x)) * self.v(x)).unflatten(-1, (-1, self.width))
         y = self.core(rotary(self.nq(q), positions), rotary(self.nk(k), positions), v)
         return self.o((y * gate.sigmoid()).flatten(2))
 

@@ -131,7 +131,8 @@ class Model(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, tokens_BT, positions_BT, documents_BT=None):
-        x, angles = self.embed_tokens(tokens_BT), self.rotary(positions_BT)
+        x = self.embed_tokens(tokens_BT)
+        angles = self.rotary(positions_BT)
         for layer in self.layers.values():
             x = layer(x, angles, documents_BT)
         return self.lm_head(self.norm(x))

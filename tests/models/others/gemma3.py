@@ -81,7 +81,8 @@ class Attention(nn.Module):
         q, k, v = (
             w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
+        q = rotate(self.q_norm(q), angles)
+        k = rotate(self.k_norm(k), angles)
         return self.o_proj(self.core(q, k, v, documents_BT).flatten(2))
 
 
@@ -134,7 +135,8 @@ class Model(nn.Module):
 
     def forward(self, tokens, positions, documents_BT=None):
         x = self.embed_tokens(tokens)
-        a, b = self.rotary_emb(positions), self.rotary_emb_local(positions)
+        a = self.rotary_emb(positions)
+        b = self.rotary_emb_local(positions)
         for layer in self.layers.values():
             x = layer(x, a, b, documents_BT)
         return self.lm_head(self.norm(x))

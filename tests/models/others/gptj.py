@@ -39,7 +39,8 @@ LAYOUT = Layout(
 
 
 def rotate_every_two(x, positions, dim):
-    rotated, unrotated = x[..., :dim], x[..., dim:]
+    rotated = x[..., :dim]
+    unrotated = x[..., dim:]
     frequencies = 10000.0 ** (-torch.arange(0, dim, 2, device=x.device).float() / dim)
     angles = (positions.float()[..., None] * frequencies).repeat_interleave(2, -1)[:, :, None]
     partner = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), -1).flatten(-2)
@@ -114,7 +115,8 @@ FLAVORS = {"tiny": {}}
 
 
 def initial(c):
-    weight, bias = Draw("normal", std=0.1), Draw("normal", std=0.02)
+    weight = Draw("normal", std=0.1)
+    bias = Draw("normal", std=0.02)
     return {
         "ln_f.weight": Draw("ones"),
         "h.*.ln_1.weight": Draw("ones"),

@@ -102,7 +102,8 @@ class Model(nn.Module):
         self.norm, self.head = nn.RMSNorm(c.dim, eps=1e-6), Head(c)
 
     def forward(self, tokens_BT, positions_BT, documents_BT=None):
-        x, angles = self.embed(tokens_BT), self.rope(positions_BT)
+        x = self.embed(tokens_BT)
+        angles = self.rope(positions_BT)
         for layer in self.layers.values():
             x = layer(x, angles, documents_BT)
         return self.head(self.norm(x))

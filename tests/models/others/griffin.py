@@ -91,7 +91,8 @@ class RGLRU(nn.Module):
         )
         log_a = -8.0 * r * F.softplus(self.rate)
         gated_input = (1 - (2 * log_a).exp()).clamp_min(1e-6).sqrt() * i * x
-        h, out = torch.zeros_like(x[:, 0]), []
+        h = torch.zeros_like(x[:, 0])
+        out = []
         for t in range(x.size(1)):
             h = log_a[:, t].exp() * h + gated_input[:, t]
             out.append(h)
@@ -131,7 +132,8 @@ def rotary(x, positions):
     angles = positions[..., None, None] * 1000.0 ** (
         -torch.arange(0, x.size(-1), 2, device=x.device) / x.size(-1)
     )
-    a, b = x[..., ::2], x[..., 1::2]
+    a = x[..., ::2]
+    b = x[..., 1::2]
     return torch.stack(
         [a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1
     ).flatten(-2)

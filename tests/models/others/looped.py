@@ -85,7 +85,8 @@ class Model(nn.Module):
         self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
-        x, angles = self.project(self.embed(tokens)), self.rope(positions)
+        x = self.project(self.embed(tokens))
+        angles = self.rope(positions)
         for _ in range(2):
             for layer in self.layers.values():
                 x = layer(x, angles)

@@ -70,8 +70,10 @@ class Scan(nn.Module):
 
     def forward(self, x):
         dt, B, C = self.x_proj(x).split([self.rank, self.states, self.states], -1)
-        dt, A = F.softplus(self.dt_proj(dt)), -self.A_log.exp()
-        h, out = x.new_zeros(x.size(0), x.size(2), self.states), []
+        dt = F.softplus(self.dt_proj(dt))
+        A = -self.A_log.exp()
+        h = x.new_zeros(x.size(0), x.size(2), self.states)
+        out = []
         for t in range(x.size(1)):
             h = h * (dt[:, t, :, None] * A).exp() + (dt[:, t] * x[:, t])[..., None] * B[:, t, None]
             out.append((h * C[:, t, None]).sum(-1))

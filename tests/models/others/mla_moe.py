@@ -115,7 +115,8 @@ class Model(nn.Module):
         )
 
     def forward(self, tokens_BT, positions_BT, documents_BT=None):
-        x, angles = self.embed(tokens_BT), self.rope(positions_BT)
+        x = self.embed(tokens_BT)
+        angles = self.rope(positions_BT)
         for layer in self.layers.values():
             x = layer(x, angles, documents_BT)
         return self.head(self.norm(x))

@@ -43,7 +43,9 @@ class MupCore(nn.Module):
         self.scale = 1.0 / head_dim
 
     def forward(self, q, k, v):
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).transpose(
             1, 2
         )
@@ -112,7 +114,8 @@ FLAVORS = {"tiny": {}}
 
 
 def initial(c):
-    weight, bias = Draw("normal", std=c.width**-0.5), Draw("zeros")
+    weight = Draw("normal", std=c.width**-0.5)
+    bias = Draw("zeros")
     norms = ("readout.norm", "layers.*.norm?")
     return {
         **{f"{name}.weight": Draw("ones") for name in norms},

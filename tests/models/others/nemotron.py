@@ -57,9 +57,13 @@ class Attention(nn.Module):
         self.core = AttentionCore()
 
     def forward(self, x, angles):
-        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        q = self.wq(x)
+        k = self.wk(x)
+        v = self.wv(x)
         B, T, _ = q.shape
-        q, k, v = q.view(B, T, -1, self.hd), k.view(B, T, -1, self.hd), v.view(B, T, -1, self.hd)
+        q = q.view(B, T, -1, self.hd)
+        k = k.view(B, T, -1, self.hd)
+        v = v.view(B, T, -1, self.hd)
         half = self.hd // 2
         q = torch.cat((rotate(q[..., :half], angles), q[..., half:]), dim=-1)
         k = torch.cat((rotate(k[..., :half], angles), k[..., half:]), dim=-1)

@@ -101,7 +101,8 @@ class Attention(nn.Module):
 
     def forward(self, x, angles):
         q, k, v = (w(x).unflatten(-1, (-1, self.hd)) for w in (self.wq, self.wk, self.wv))
-        q, k = self.s_qk(rotate(q, angles)), self.s_qk(rotate(k, angles))
+        q = self.s_qk(rotate(q, angles))
+        k = self.s_qk(rotate(k, angles))
         return self.wo(self.core(q, k, v).flatten(2))
 
 
@@ -143,7 +144,8 @@ class Model(nn.Module):
         self.head = UnitHead(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
-        x, angles = self.embed(tokens), self.rope(positions)
+        x = self.embed(tokens)
+        angles = self.rope(positions)
         for layer in self.layers.values():
             x = layer(x, angles)
         return self.head(x)

@@ -61,7 +61,8 @@ class Attention(nn.Module):
 
     def forward(self, x, angles):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q, self.k, self.v))
-        q, k = F.normalize(rotate(q, angles), dim=-1), F.normalize(rotate(k, angles), dim=-1)
+        q = F.normalize(rotate(q, angles), dim=-1)
+        k = F.normalize(rotate(k, angles), dim=-1)
         return self.out(self.out_norm(self.core(self.temperature(q), k, v).flatten(2)))
 
 
@@ -98,7 +99,8 @@ class Model(nn.Module):
         self.norm, self.head = nn.LayerNorm(c.dim), nn.Linear(c.dim, c.vocab_size)
 
     def forward(self, tokens, positions):
-        x, angles = self.embed(tokens), self.rope(positions)
+        x = self.embed(tokens)
+        angles = self.rope(positions)
         for layer in self.layers.values():
             x = layer(x, angles)
         return self.head(self.norm(x))

@@ -70,7 +70,9 @@ class Attention(nn.Module):
         self.core = AttentionCore()
 
     def forward(self, x, angles, documents_BT):
-        q, k, v = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x)), self.v_proj(x)
+        q = self.q_norm(self.q_proj(x))
+        k = self.k_norm(self.k_proj(x))
+        v = self.v_proj(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         return self.o_proj(
             self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2)
@@ -110,7 +112,8 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions, documents_BT=None):
-        x, angles = self.embed_tokens(tokens), self.rotary(positions)
+        x = self.embed_tokens(tokens)
+        angles = self.rotary(positions)
         for layer in self.layers.values():
             x = layer(x, angles, documents_BT)
         return self.lm_head(self.norm(x))

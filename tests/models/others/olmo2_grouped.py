@@ -93,7 +93,8 @@ class Model(nn.Module):
         self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
-        x, angles = self.embed(tokens), self.rope(positions)
+        x = self.embed(tokens)
+        angles = self.rope(positions)
         for layer in self.layers.values():
             x = layer(x, angles)
         return self.head(self.norm(x))

@@ -54,8 +54,11 @@ class Attention(nn.Module):
 
     def forward(self, x, angles, documents_BT):
         groups = self.qkv(x).unflatten(-1, (-1, 4, self.head_dim))
-        q, k, v = groups[..., :2, :].flatten(2, 3), groups[..., 2, :], groups[..., 3, :]
-        q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
+        q = groups[..., :2, :].flatten(2, 3)
+        k = groups[..., 2, :]
+        v = groups[..., 3, :]
+        q = rotate(self.q_norm(q), angles)
+        k = rotate(self.k_norm(k), angles)
         return self.out(self.core(q, k, v, documents_BT).flatten(2))
 
 
@@ -95,7 +98,8 @@ class Model(nn.Module):
         )
 
     def forward(self, tokens_BT, positions_BT, documents_BT=None):
-        x, angles = self.embed(tokens_BT), self.rope(positions_BT)
+        x = self.embed(tokens_BT)
+        angles = self.rope(positions_BT)
         for layer in self.layers.values():
             x = layer(x, angles, documents_BT)
         return self.head(self.norm(x))

@@ -66,7 +66,8 @@ class Attention(nn.Module):
         shape = (-1, self.head_dim)
         # scaled before, like fairseq
         q = (self.q_proj(x) * self.head_dim**-0.5).unflatten(-1, shape)
-        k, v = self.k_proj(x).unflatten(-1, shape), self.v_proj(x).unflatten(-1, shape)
+        k = self.k_proj(x).unflatten(-1, shape)
+        v = self.v_proj(x).unflatten(-1, shape)
         return self.out_proj(self.core(q, k, v, documents).flatten(2))
 
 
@@ -105,7 +106,8 @@ FLAVORS = {"tiny": {}}
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    normal, zeros = Draw("normal", std=0.05), Draw("zeros")
+    normal = Draw("normal", std=0.05)
+    zeros = Draw("zeros")
     return {
         "*layer_norm.weight": Draw("ones"),
         "layers.*.*layer_norm.weight": Draw("ones"),

@@ -95,7 +95,8 @@ class Model(nn.Module):
         self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
-        x, angles = self.embed(tokens), self.rope(positions)
+        x = self.embed(tokens)
+        angles = self.rope(positions)
         per_layer = self.per_layer(tokens).unflatten(-1, (-1, 8))
         for layer in self.layers.values():
             x = layer(x, angles, per_layer)

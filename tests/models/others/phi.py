@@ -101,7 +101,8 @@ class Model(nn.Module):
         )
 
     def forward(self, tokens, positions, documents_BT=None):
-        x, angles = self.embed_tokens(tokens), self.rotary(positions)
+        x = self.embed_tokens(tokens)
+        angles = self.rotary(positions)
         for layer in self.layers.values():
             x = layer(x, angles, documents_BT)
         return self.lm_head(self.final_layernorm(x))

@@ -55,7 +55,8 @@ class Attention(nn.Module):
     def forward(self, x, angles, documents_BT=None):
         parts = self.qkv_proj(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         q, k, v = parts.split((self.group, 1, 1), dim=-2)
-        q, k = rotate(q.flatten(2, 3), angles), rotate(k.squeeze(-2), angles)
+        q = rotate(q.flatten(2, 3), angles)
+        k = rotate(k.squeeze(-2), angles)
         return self.o_proj(self.core(q, k, v.squeeze(-2), documents_BT).flatten(2))
 
 

@@ -99,7 +99,8 @@ class Model(nn.Module):
         self.head = Head(c)
 
     def forward(self, tokens, positions):
-        x, angles = self.embed(tokens), self.rope(positions)
+        x = self.embed(tokens)
+        angles = self.rope(positions)
         for block in self.blocks.values():
             x = block(x, angles)
         return self.head(x)

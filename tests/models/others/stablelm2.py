@@ -61,7 +61,8 @@ class Attention(nn.Module):
         q, k, v = (
             w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
         r = self.rotary_dim
         q = torch.cat([rotate(q[..., :r], angles), q[..., r:]], -1)
         k = torch.cat([rotate(k[..., :r], angles), k[..., r:]], -1)
@@ -118,7 +119,8 @@ class Model(nn.Module):
         )
 
     def forward(self, tokens, positions, documents_BT=None):
-        x, angles = self.embed_tokens(tokens), self.rotary(positions)
+        x = self.embed_tokens(tokens)
+        angles = self.rotary(positions)
         for layer in self.layers.values():
             x = layer(x, angles, documents_BT)
         return self.lm_head(self.final_layernorm(x))

@@ -97,8 +97,10 @@ class Model(nn.Module):
         self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
-        x, angles = self.embed(tokens), self.rope(positions)
-        skips, half = [], len(self.layers) // 2
+        x = self.embed(tokens)
+        angles = self.rope(positions)
+        skips = []
+        half = len(self.layers) // 2
         for i, layer in enumerate(self.layers.values()):
             if i < half:
                 x = layer(x, angles)

@@ -90,7 +90,8 @@ class Model(nn.Module):
         self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
-        x, angles = self.embed(tokens), self.rope(positions)
+        x = self.embed(tokens)
+        angles = self.rope(positions)
         v1 = None
         for layer in self.layers.values():
             x, v1 = layer(x, angles, v1)

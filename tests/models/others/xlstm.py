@@ -63,19 +63,21 @@ class Cell(nn.Module):
     def forward(self, x):
         q, k, v = (f(x).unflatten(-1, (-1, self.width)) for f in (self.q, self.k, self.v))
         i, f = self.gates(x).unflatten(-1, (-1, 2)).unbind(-1)
-        f, k = F.logsigmoid(f), k * self.width**-0.5
+        f = F.logsigmoid(f)
+        k = k * self.width**-0.5
         memory = q.new_zeros(q.size(0), q.size(2), self.width, self.width)
-        total, top, out = memory[..., 0], q.new_full((q.size(0), q.size(2)), -1e4), []
+        total = memory[..., 0]
+        top = q.new_full((q.size(0), q.size(2)), -1e4)
+        out = []
         for t in range(x.size(1)):
             higher = torch.maximum(f[:, t] + top, i[:, t])
-            keep, take = (
-                (f[:, t] + top - higher).exp()[..., None],
-                (i[:, t] - higher).exp()[..., None],
-            )
+            keep = (f[:, t] + top - higher).exp()[..., None]
+            take = (i[:, t] - higher).exp()[..., None]
             memory = (
                 keep[..., None] * memory + take[..., None] * v[:, t, :, :, None] * k[:, t, :, None]
             )
-            total, top = keep * total + take * k[:, t], higher
+            total = keep * total + take * k[:, t]
+            top = higher
             size = (total * q[:, t]).sum(-1, keepdim=True).abs().maximum((-top).exp()[..., None])
             out.append((memory @ q[:, t, :, :, None])[..., 0] / size)
         y = self.head_norm(torch.stack(out, 1)).flatten(2)

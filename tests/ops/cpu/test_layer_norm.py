@@ -39,7 +39,8 @@ def computed(
     x.requires_grad_()
     out = module(x)
     out.backward(gradient)
-    assert out.dtype == dtype and x.grad is not None
+    assert out.dtype == dtype
+    assert x.grad is not None
     return [
         out.detach(),
         x.grad,

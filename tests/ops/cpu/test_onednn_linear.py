@@ -33,15 +33,15 @@ def test_values_and_gradients_match_linear(
     ours = nn.Sequential(nn.Linear(48, 80, bias=bias))
     ours[0].load_state_dict(plain.state_dict())
     onednn_linear.use(ours)
-    assert type(ours[0]) is OneDnnLinear and list(ours.state_dict()) == [
-        f"0.{name}" for name in plain.state_dict()
-    ]
+    assert type(ours[0]) is OneDnnLinear
+    assert list(ours.state_dict()) == [f"0.{name}" for name in plain.state_dict()]
     x, y = (
         torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(1)).requires_grad_()
         for _ in range(2)
     )
     gradient = torch.randn(3, 5, 80)
-    out, expected = ours(x), plain(y)
+    out = ours(x)
+    expected = plain(y)
     out.backward(gradient)
     expected.backward(gradient)
     pairs = [(out, expected), (x.grad, y.grad)]
@@ -117,7 +117,8 @@ def test_onednn_changes_no_number_of_a_run(mesh: str) -> None:
 
 
 def test_compiler_treats_it_as_one_operation() -> None:
-    x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    x = torch.randn(6, 4, requires_grad=True)
+    weight = torch.randn(5, 4, requires_grad=True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(onednn_linear._product, (x, weight, None), test_utils=tests)
     torch.library.opcheck(onednn_linear._product, (x, weight, torch.randn(5)), test_utils=tests)

@@ -42,7 +42,8 @@ def test_values_match_linear(dtype: torch.dtype, tolerance: float, bias: bool) -
     exact = nn.Linear(96, 144, bias=bias).double()
     exact.load_state_dict(layer.state_dict())
     packed = nn.Sequential(layer)
-    assert packed_linear.use(packed) and type(layer) is PackedLinear
+    assert packed_linear.use(packed)
+    assert type(layer) is PackedLinear
     with torch.inference_mode():
         for shape in (
             (1,),
@@ -60,7 +61,8 @@ def test_values_match_linear(dtype: torch.dtype, tolerance: float, bias: bool) -
         ):
             x = torch.randn(*shape, 96).to(dtype)
             actual = packed(x)
-            assert actual.shape == (*shape, 144) and actual.dtype == dtype
+            assert actual.shape == (*shape, 144)
+            assert actual.dtype == dtype
             # rounding of a sum, or of a 16-bit result; the largest values are about 2, hence the factor
             torch.testing.assert_close(
                 actual.double(), exact(x.double()), rtol=0, atol=2 * tolerance
@@ -69,10 +71,12 @@ def test_values_match_linear(dtype: torch.dtype, tolerance: float, bias: bool) -
 
 def test_weight_is_unchanged_and_its_old_memory_is_freed() -> None:
     layer = nn.Linear(32, 48, bias=False)
-    before, old = layer.weight.detach().clone(), weakref.ref(layer.weight)
+    before = layer.weight.detach().clone()
+    old = weakref.ref(layer.weight)
     packed_linear.use(nn.Sequential(layer))
     assert old() is None
-    assert layer.weight.shape == (48, 32) and torch.equal(layer.weight.to_dense(), before)
+    assert layer.weight.shape == (48, 32)
+    assert torch.equal(layer.weight.to_dense(), before)
 
 
 def test_tied_head_is_packed_and_the_embedding_keeps_its_weight() -> None:
@@ -81,7 +85,8 @@ def test_tied_head_is_packed_and_the_embedding_keeps_its_weight() -> None:
     tokens_BT = torch.arange(6).view(2, 3)
     nn.init.normal_(model.embed.weight)
     expected = model(tokens_BT, torch.arange(3).expand(2, -1))
-    assert packed_linear.use(model) and type(model.head) is PackedLinear
+    assert packed_linear.use(model)
+    assert type(model.head) is PackedLinear
     logits = model(tokens_BT, torch.arange(3).expand(2, -1))
     # float32 sums in a different order
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
@@ -114,7 +119,8 @@ def test_nothing_is_packed_if_it_is_slower_or_failed(
 def test_onednn_layers_are_packed_too() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     onednn_linear.use(model)
-    assert packed_linear.use(model) and type(model[0]) is PackedLinear
+    assert packed_linear.use(model)
+    assert type(model[0]) is PackedLinear
 
 
 @pytest.mark.parametrize(

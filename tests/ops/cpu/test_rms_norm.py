@@ -37,7 +37,9 @@ def computed(
     x.requires_grad_()
     out = module(x)
     out.backward(gradient)
-    assert out.dtype == dtype and x.grad is not None and module.weight.grad is not None
+    assert out.dtype == dtype
+    assert x.grad is not None
+    assert module.weight.grad is not None
     return [out.detach(), x.grad, module.weight.grad]
 
 
@@ -65,10 +67,8 @@ def test_error_against_float64_is_that_of_pytorch(
 ) -> None:
     monkeypatch.setattr(rms_norm, "_CHUNK_NUMEL", 200)  # several chunks, with a shorter last one
     exact = computed(nn.RMSNorm, torch.float64, shape, eps)
-    rowwise, pytorch = (
-        computed(RowwiseRMSNorm, dtype, shape, eps),
-        computed(nn.RMSNorm, dtype, shape, eps),
-    )
+    rowwise = computed(RowwiseRMSNorm, dtype, shape, eps)
+    pytorch = computed(nn.RMSNorm, dtype, shape, eps)
     for actual, pytorch_value, expected in zip(rowwise, pytorch, exact, strict=True):
         error, usual_error = (
             float((value.double() - expected).norm()) for value in (actual, pytorch_value)

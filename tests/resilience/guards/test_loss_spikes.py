@@ -26,7 +26,8 @@ from shardtrain.data.batch import Batch
 from shardtrain.train import trainer
 from shardtrain.utils.errors import NumericalError
 
-STEPS, POISONED = 16, 11
+STEPS = 16
+POISONED = 11
 """Steps of the run, and the step whose rows are poisoned. Checkpoints are saved at steps 4, 8, 12 and 16."""
 EPOCH = 18
 """Steps of one epoch of the short text."""
@@ -58,7 +59,8 @@ def poisoned(
     ``stop=(rewinds, step)`` ends the run before the step after ``step``, like a kill, if there were ``rewinds``
     rewinds.
     """
-    pull, step = data.DataLoader.__next__, trainer.step
+    pull = data.DataLoader.__next__
+    step = trainer.step
     rows = {8 * (step - 1) + row for step in steps for row in range(8)}
 
     def poison(stream: data.DataLoader) -> Batch:
@@ -181,7 +183,8 @@ def test_rewind_continues_without_the_rows_of_the_last_steps(
 ) -> None:
     run = one["rewind"]
     assert run.error is None
-    assert run.state["step"] == STEPS and run.state["updates"] == STEPS
+    assert run.state["step"] == STEPS
+    assert run.state["updates"] == STEPS
     # The spike of step 11 leads back to step 8. The rows of steps 10 and 11 are skipped, so two more steps are read.
     assert run.state["samples_consumed"] == 8 * (STEPS + 2)
     assert (
@@ -213,7 +216,8 @@ def test_killed_run_with_a_rewind_resumes_bitwise(
     root: Path, one: dict[str, Ended], name: str
 ) -> None:
     """One run is killed before the first save after the rewind, the other after it."""
-    straight, resumed = one["rewind"], one[name]
+    straight = one["rewind"]
+    resumed = one[name]
     assert resumed.error is None
     assert resumed.state == straight.state
     assert_bitwise(resumed.weights, straight.weights)
@@ -254,8 +258,10 @@ def test_two_ranks_rewind_like_one(
 
 
 def test_rewind_skips_the_same_rows_of_a_stream(root: Path, one: dict[str, Ended]) -> None:
-    straight, resumed = one["stream"], one["stream resumed"]
-    assert straight.error is None and resumed.error is None
+    straight = one["stream"]
+    resumed = one["stream resumed"]
+    assert straight.error is None
+    assert resumed.error is None
     assert guard_of(root / "stream", STEPS)["rewinds"] == [[11, 8, 72, 88]]
     assert straight.state["samples_consumed"] == 8 * (STEPS + 2)
     assert resumed.state == straight.state
@@ -265,8 +271,10 @@ def test_rewind_skips_the_same_rows_of_a_stream(root: Path, one: dict[str, Ended
 def test_skipped_rows_end_the_epoch_earlier_without_an_error(
     root: Path, one: dict[str, Ended]
 ) -> None:
-    straight, resumed = one["epoch"], one["epoch resumed"]
-    assert straight.error is None and resumed.error is None
+    straight = one["epoch"]
+    resumed = one["epoch resumed"]
+    assert straight.error is None
+    assert resumed.error is None
     assert straight.state["step"] == EPOCH - 2
     assert straight.state["samples_consumed"] == 8 * EPOCH
     assert (root / f"epoch/checkpoint/step-{EPOCH - 2}").is_dir()

@@ -32,7 +32,8 @@ def train_with(
     rank: int, config: Config, bad: dict[int, float], stop_after: int | None = None
 ) -> Ended:
     """Train to the end. Forward pass n (from 1) of one rank has its loss multiplied by ``bad[n]``."""
-    original, calls = cross_entropy._CrossEntropySum, []
+    original = cross_entropy._CrossEntropySum
+    calls = []
 
     def apply(*arguments: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -48,7 +49,8 @@ def train_with(
         cross_entropy._CrossEntropySum = original  # type: ignore[misc]
 
 
-INF, NAN = float("inf"), float("nan")
+INF = float("inf")
+NAN = float("nan")
 HALF = {
     "mixed_precision_param": "float16",
     "initial_loss_scale": 1024.0,
@@ -96,8 +98,10 @@ def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
 
 def test_nonfinite_loss_stops_all_ranks_before_the_update(runs: list[dict[str, Ended]]) -> None:
     for rank in runs:
-        error, good = rank["stop"].error, rank["good"]
-        assert isinstance(error, NumericalError) and error.exit_code == 4
+        error = rank["stop"].error
+        good = rank["good"]
+        assert isinstance(error, NumericalError)
+        assert error.exit_code == 4
         assert str(error).startswith(
             "step 3: the loss of rank 1 is not finite: check the device, or "
         )
@@ -121,7 +125,8 @@ def test_run_continues_after_a_skipped_update_and_its_schedule_waits(
     runs: list[dict[str, Ended]],
 ) -> None:
     for rank in runs:
-        skipped, good = rank["skip"], rank["good"]
+        skipped = rank["skip"]
+        good = rank["good"]
         assert skipped.error is None
         assert skipped.losses[:2] == good.losses
         # the schedule counts updates, and this one was skipped
@@ -164,7 +169,8 @@ def test_float16_overflow_halves_the_loss_scale_on_every_rank(
         run = rank["half straight"]
         assert run.error is None  # the policy is to stop, but an overflow only lowers the scale
         assert run.lrs[2] == run.lrs[1] != run.lrs[0]
-        assert run.state["step"] == 5 and run.state["updates"] == 4
+        assert run.state["step"] == 5
+        assert run.state["updates"] == 4
         # The scale is halved at step 2, and doubled after steps 3, 4 and 5.
         assert run.scaler == {"scale": 1024.0, "finite_steps": 0}
         assert rank["half killed"].scaler == {"scale": 512.0, "finite_steps": 2}
@@ -175,7 +181,8 @@ def test_float16_overflow_halves_the_loss_scale_on_every_rank(
 
 def test_resumed_run_has_the_same_loss_scale(runs: list[dict[str, Ended]]) -> None:
     for rank in runs:
-        straight, resumed = rank["half straight"], rank["half resumed"]
+        straight = rank["half straight"]
+        resumed = rank["half resumed"]
         assert resumed.error is None
         assert resumed.scaler == straight.scaler
         assert resumed.state == straight.state

@@ -16,7 +16,8 @@ from shardtrain.ops.dtensor import local_tensor
 from shardtrain.train import trainer
 from shardtrain.utils.errors import NumericalError
 
-NAN, INFINITY = float("nan"), float("inf")
+NAN = float("nan")
+INFINITY = float("inf")
 
 
 def first_weight(run: trainer.Run) -> torch.Tensor:

@@ -62,7 +62,8 @@ def fail(
 
     Without ``second_look``, the value is finite in the second forward pass after the failed one.
     """
-    calls, undo = itertools.count(), []
+    calls = itertools.count()
+    undo = []
     kind = "SplitCrossEntropySum" if run.mesh.size("tp") > 1 else "_CrossEntropySum"
     original = getattr(cross_entropy, kind)
 

@@ -66,9 +66,11 @@ def flips(rank: int, parallelism: dict[str, Any]) -> list[tuple[str, int, str]]:
     results = []
     names = replicated(run, replicas)
     for _ in range(FLIPS):
-        name, culprit = rng.choice(names), rng.randrange(size)
+        name = rng.choice(names)
+        culprit = rng.randrange(size)
         parameter = run.runner.parameters().get(name)
-        place, bit = rng.random(), rng.randrange(32)
+        place = rng.random()
+        bit = rng.randrange(32)
         if rank == culprit and parameter is not None:
             index = int(place * local_tensor(parameter).numel())
             flip(parameter, index, bit)

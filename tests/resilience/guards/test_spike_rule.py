@@ -15,11 +15,13 @@ from shardtrain.utils.errors import CheckpointError
 
 
 def test_spike_is_a_number_of_standard_deviations_above_the_mean() -> None:
-    rng, guard = random.Random(0), Guard()
+    rng = random.Random(0)
+    guard = Guard()
     values = [rng.gauss(3, 0.1) for _ in range(200)]
     for value in values:
         guard.add(value, 1.0, 128)
-    mean, spread = statistics.fmean(values[-128:]), statistics.stdev(values[-128:])
+    mean = statistics.fmean(values[-128:])
+    spread = statistics.stdev(values[-128:])
     assert guard.find_spike(mean + 5.99 * spread, 1.0, 128, 6) == ""
     assert guard.find_spike(mean + 6.01 * spread, 1.0, 128, 6).startswith("the loss 3.")
     assert guard.find_spike(mean - 20 * spread, 1.0, 128, 6) == ""

@@ -73,25 +73,29 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
     assert push(*arguments) == 0
     captured = capsys.readouterr()
     output = captured.out + captured.err
-    assert TOKEN not in output and "secretsignature" not in output
+    assert TOKEN not in output
+    assert "secretsignature" not in output
     assert hub.private
     local = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
-    assert hub.files == local and {"README.md", "config.json", "model.safetensors"} <= local.keys()
+    assert hub.files == local
+    assert {"README.md", "config.json", "model.safetensors"} <= local.keys()
     text = local["README.md"].decode()
     front = yaml.safe_load(text.split("---")[1])
-    assert front["library_name"] == "transformers" and "shardtrain" in front["tags"]
+    assert front["library_name"] == "transformers"
+    assert "shardtrain" in front["tags"]
     assert not {"license", "base_model", "datasets"} & front.keys(), "unknown facts must be omitted"
-    assert TOKEN not in text and "| Steps | 4 |" in text and "| Mesh | 1 rank |" in text
+    assert TOKEN not in text
+    assert "| Steps | 4 |" in text
+    assert "| Mesh | 1 rank |" in text
     losses = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    assert f"loss {losses[-1]['loss']:.4g}" in text and "Validation" in text
+    assert f"loss {losses[-1]['loss']:.4g}" in text
+    assert "Validation" in text
     toml = re.search(r"```toml\n(.*?)```", text, re.DOTALL)[1]
     (tmp_path / "again.toml").write_text(toml)
     from shardtrain import config
 
-    again, first = (
-        config.load(tmp_path / "again.toml").config,
-        config.load(trained / "config.resolved.toml").config,
-    )
+    again = config.load(tmp_path / "again.toml").config
+    first = config.load(trained / "config.resolved.toml").config
     for section in (
         "model",
         "training",
@@ -104,7 +108,8 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
         assert getattr(again, section) == getattr(first, section), (
             "the card must contain the configuration of the run"
         )
-    assert card.is_own(text) and not card.is_own(text.replace("Steps", "steps"))
+    assert card.is_own(text)
+    assert not card.is_own(text.replace("Steps", "steps"))
     before = len(sent(hub))
     assert push(*arguments) == 0, "the repeated command must succeed"
     assert "already contains this checkpoint" in capsys.readouterr().out
@@ -137,21 +142,25 @@ def test_an_interrupted_upload_reports_its_progress_and_continues(hub, folder, m
     hub.fault, before = fault, dict(hub.files)
     assert push(str(folder), "--push", "org/name") != 0
     message = error_of(capsys.readouterr().err)
-    assert names[0] in message and "this upload is not visible in org/name yet" in message
+    assert names[0] in message
+    assert "this upload is not visible in org/name yet" in message
     assert "secretsignature" not in message
     assert hub.files == before
     hub.fault, puts = lambda handler, path: False, []
     stored = len(hub.stored)
     assert push(str(folder), "--push", "org/name") == 0
-    assert stored >= 1 and set(names) <= hub.files.keys()
+    assert stored >= 1
+    assert set(names) <= hub.files.keys()
 
 
 def test_old_weights_that_would_take_precedence_are_deleted(hub, folder, monkeypatch):
     """``from_pretrained`` prefers model.safetensors to an index, so it would load the old model with the new config."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert "model.safetensors" in hub.files and not (folder / "model.safetensors").exists()
+    assert "model.safetensors" in hub.files
+    assert not (folder / "model.safetensors").exists()
     assert push(str(folder), "--push", "org/name") == 0
-    assert "model.safetensors" not in hub.files and "original/tokenizer.model" in hub.files
+    assert "model.safetensors" not in hub.files
+    assert "original/tokenizer.model" in hub.files
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -184,10 +193,8 @@ def test_a_concurrent_commit_is_not_overwritten(hub, folder, monkeypatch, capsys
 
     hub.fault, before = fault, dict(hub.files)
     assert push(str(folder), "--push", "org/name") != 0
-    assert (
-        "was changed by somebody else during the upload" in capsys.readouterr().err
-        and hub.files == before
-    )
+    assert "was changed by somebody else during the upload" in capsys.readouterr().err
+    assert hub.files == before
 
 
 REFUSED = {
@@ -218,7 +225,8 @@ def test_impossible_uploads_are_rejected_in_one_line_before_they_start(
     assert push(str(folder), "--to", str(tmp_path / "new"), "--push", "org/name", *arguments) != 0
     message = capsys.readouterr().err
     assert expected in error_of(message) and len(message.strip().splitlines()) == 1, message
-    assert not sent(hub) and not (tmp_path / "new").exists()
+    assert not sent(hub)
+    assert not (tmp_path / "new").exists()
 
 
 def test_refusals_of_the_hub_and_missing_files_are_reported(hub, folder, monkeypatch, capsys):
@@ -261,7 +269,8 @@ def test_a_folder_of_another_checkpoint_is_not_uploaded(
         "bfloat16",
     )
     assert push(*arguments) != 0
-    assert "already exists; name a new folder" in capsys.readouterr().err and not sent(hub)
+    assert "already exists; name a new folder" in capsys.readouterr().err
+    assert not sent(hub)
 
 
 def test_the_card_contains_the_origin_of_the_folder(tmp_path):
@@ -272,7 +281,5 @@ def test_the_card_contains_the_origin_of_the_folder(tmp_path):
     (place / "config.json").write_text(json.dumps({**config, "_name_or_path": "someone/base"}))
     (place / "README.md").write_text("---\nlicense: apache-2.0\n---\n# base\n")
     folder_source = source.of_folder(place)
-    assert (
-        card._base_model(folder_source) == "someone/base"
-        and card._license(folder_source) == "apache-2.0"
-    )
+    assert card._base_model(folder_source) == "someone/base"
+    assert card._license(folder_source) == "apache-2.0"

@@ -19,10 +19,8 @@ HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "transf
 def test_import_and_export_do_not_import_pytorch_s_compiler_or_dtensor(
     verb: str, tmp_path: Path
 ) -> None:
-    folder, checkpoint = (
-        hub_folders.save(hub_folders.build("llama3-tied"), tmp_path / "hf"),
-        tmp_path / "checkpoint",
-    )
+    folder = hub_folders.save(hub_folders.build("llama3-tied"), tmp_path / "hf")
+    checkpoint = tmp_path / "checkpoint"
     arguments = {
         "import": [str(folder), "--to", str(checkpoint)],
         "export": [str(checkpoint), "--to", str(tmp_path / "b")],

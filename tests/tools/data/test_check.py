@@ -69,12 +69,15 @@ def test_clean_data_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[st
     code, report = run(capsys, *arguments)
     lengths = [len(row["text"]) + 2 for row in rows]
     table = report["datasets"]["jsonl"]
-    assert code == 0 and not report["warnings"] and not report["problems"]
+    assert code == 0
+    assert not report["warnings"]
+    assert not report["problems"]
     assert (table["rows"], table["documents"], table["tokens"]) == (40, 40, sum(lengths))
     assert (table["shortest document"], table["longest document"]) == (min(lengths), max(lengths))
     assert table["median document"] == int(np.median(lengths))
     assert table["longer than seq_len"] == sum(length > 33 for length in lengths) > 0
-    assert table["largest id"] == 257 and table["learned tokens"] == table["tokens"]
+    assert table["largest id"] == 257
+    assert table["learned tokens"] == table["tokens"]
 
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit", "best_fit", "padded"])
@@ -135,7 +138,8 @@ def test_every_kind_of_bad_row_is_reported_with_its_places(
 
 def test_no_usable_row_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = run(capsys, *arguments_for(jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 3)))
-    assert code == 3 and "has 0 usable of 3 rows" in report["problems"][0]
+    assert code == 3
+    assert "has 0 usable of 3 rows" in report["problems"][0]
     assert report["datasets"]["jsonl"]["sequences per epoch"] == 0
 
 
@@ -169,10 +173,8 @@ def test_duplicates_are_counted_and_found(
         "47",
         "8",
     ]
-    assert (
-        len(report["warnings"]) == 1
-        and "4.8 % of the documents are exact copies" in report["warnings"][0]
-    )
+    assert len(report["warnings"]) == 1
+    assert "4.8 % of the documents are exact copies" in report["warnings"][0]
 
 
 def test_one_duplicate_in_many_is_not_a_warning(
@@ -180,7 +182,9 @@ def test_one_duplicate_in_many_is_not_a_warning(
 ) -> None:
     path = jsonl(tmp_path / "a.jsonl", [*texts(300), texts()[0]])
     code, report = run(capsys, *arguments_for(path))
-    assert code == 0 and report["datasets"]["jsonl"]["duplicates"] == 1 and not report["warnings"]
+    assert code == 0
+    assert report["datasets"]["jsonl"]["duplicates"] == 1
+    assert not report["warnings"]
 
 
 def test_places_of_duplicates_hold_across_parts(
@@ -211,11 +215,9 @@ def test_leakage_into_validation_is_reported(
     assert code == 0
     assert report["datasets"]["validation: jsonl"]["documents"] == 4
     (warning,) = report["warnings"]
-    assert (
-        "2 of 4 documents are in the training data" in warning
-        and "b.jsonl:2" in warning
-        and "b.jsonl:4" in warning
-    )
+    assert "2 of 4 documents are in the training data" in warning
+    assert "b.jsonl:2" in warning
+    assert "b.jsonl:4" in warning
 
 
 def test_ids_beyond_the_model_are_status_2(
@@ -234,7 +236,8 @@ def test_ids_beyond_the_model_are_status_2(
 
 
 def test_prepared_shards_are_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, folder = jsonl(tmp_path / "a.jsonl", [*texts(3000), texts()[0]]), tmp_path / "o"
+    path = jsonl(tmp_path / "a.jsonl", [*texts(3000), texts()[0]])
+    folder = tmp_path / "o"
     prepare.main(["--output", str(folder), "--processes", "1", *arguments_for(path)])
     capsys.readouterr()
     arguments = [
@@ -257,7 +260,8 @@ def test_prepared_shards_are_verified(tmp_path: Path, capsys: pytest.CaptureFixt
         file.seek(20_000)
         file.write(b"\x00\x01")
     code, report = run(capsys, *arguments)
-    assert code == 3 and any(
+    assert code == 3
+    assert any(
         "tokens-00000.bin differs from its SHA-256" in problem for problem in report["problems"]
     )
 
@@ -275,7 +279,8 @@ def test_a_mixture_is_checked_source_by_source(
         )
     )
     _, report = run(capsys, str(config))
-    web, code = report["datasets"]["web"], report["datasets"]["code"]
+    web = report["datasets"]["web"]
+    code = report["datasets"]["code"]
     for name, table in (("web", web), ("code", code)):
         # training ends after the last row of this source
         ends = [f"--data.sources.{name}.epochs=1"]
@@ -291,7 +296,8 @@ def test_a_mixture_is_checked_source_by_source(
 def test_the_report_is_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(arguments_for(jsonl(tmp_path / "a.jsonl", texts()))) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "dataset jsonl" and lines[-1] == "no problems"
+    assert lines[0] == "dataset jsonl"
+    assert lines[-1] == "no problems"
     assert any(line.split() == ["documents", "40"] for line in lines)
     path = jsonl(tmp_path / "a.jsonl", [*texts(), "{broken\n"])
     assert check.main(arguments_for(path)) == 3
@@ -336,7 +342,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_survey_of_nothing_has_no_rows() -> None:
     survey = Survey("empty")
     assert survey.rows(Packing(8)).num_rows == 0
-    assert survey.duplicates() == (0, []) and survey.shared_with([]) == (0, [])
+    assert survey.duplicates() == (0, [])
+    assert survey.shared_with([]) == (0, [])
 
 
 def test_skipping_every_document_is_a_problem(
@@ -347,7 +354,8 @@ def test_skipping_every_document_is_a_problem(
         jsonl(tmp_path / "a.jsonl", [{"text": "x" * 100}] * 2 + [{"text": "y" * 70}]), *fitted
     )
     code, report = run(capsys, *arguments)
-    assert code == 3 and "has no sequence with packing first_fit" in report["problems"][0]
+    assert code == 3
+    assert "has no sequence with packing first_fit" in report["problems"][0]
     assert "3 of 3 documents are longer than 65 tokens and are skipped" in " ".join(
         report["warnings"]
     )
@@ -438,7 +446,8 @@ def test_rows_of_a_task_are_checked_with_the_task_s_reader(
     jsonl(tmp_path / "a.jsonl", [*[good] * 30, *wrong])
     code, report = run(capsys, *arguments)
     table = report["datasets"]["jsonl"]
-    assert code == 3 and "has 3 bad of 33 rows" in report["problems"][0]
+    assert code == 3
+    assert "has 3 bad of 33 rows" in report["problems"][0]
     assert (table["rows"], table["documents"], table["bad rows"]) == (33, 30, 3)
     assert table["sequences per epoch"] == stream.num_samples
     assert all(f"a.jsonl:{line}" in "\n".join(table["reasons"]) for line in (31, 32, 33))
@@ -451,9 +460,11 @@ def test_rows_of_a_task_are_checked_with_the_task_s_reader(
         f"--validation.dataset_path={tmp_path}/a.jsonl",
     ]
     code, report = run(capsys, *arguments)
-    assert code == 3 and "has 3 bad of 33 rows" in report["problems"][0]
+    assert code == 3
+    assert "has 3 bad of 33 rows" in report["problems"][0]
     assert report["datasets"]["validation: jsonl"]["sequences per pass"] == 30
 
     jsonl(tmp_path / "a.jsonl", wrong)
     code, report = run(capsys, *arguments)
-    assert code == 3 and report["datasets"]["jsonl"]["sequences per epoch"] == 0
+    assert code == 3
+    assert report["datasets"]["jsonl"]["sequences per epoch"] == 0

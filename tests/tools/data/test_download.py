@@ -58,7 +58,9 @@ def fails(kind: type[ShardtrainError], folder: Path, *arguments: str) -> str:
     with pytest.raises(kind) as caught:
         run(folder, *arguments)
     text = str(caught.value)
-    assert "\n" not in text and TOKEN not in text and "secretsignature" not in text
+    assert "\n" not in text
+    assert TOKEN not in text
+    assert "secretsignature" not in text
     return text
 
 
@@ -68,7 +70,8 @@ def test_only_the_tokenizer_s_files_are_downloaded(hub, tmp_path, capsys):
         name: FILES[name] for name in ("tokenizer.json", "tokenizer_config.json")
     }
     printed = capsys.readouterr().out
-    assert f"org/name at {COMMIT}: 2 files" in printed and "tokenizer.json: 13 B" in printed
+    assert f"org/name at {COMMIT}: 2 files" in printed
+    assert "tokenizer.json: 13 B" in printed
     # all files from one commit
     assert all(f"/{COMMIT}/" in path for _, path, _ in hub.requests[1:])
 
@@ -121,7 +124,8 @@ def test_the_token_is_sent_to_the_hub_but_not_to_redirect_targets(
     hub.cdn = cdn.url
     assert run(tmp_path, "--assets", "safetensors") == 0
     assert {headers.get("authorization") for _, _, headers in hub.requests} == {f"Bearer {TOKEN}"}
-    assert len(cdn.requests) == 1 and "authorization" not in cdn.requests[0][2]
+    assert len(cdn.requests) == 1
+    assert "authorization" not in cdn.requests[0][2]
     # the hash of the hub counts, not that of the storage server
     cdn.files["model.safetensors"] = WEIGHTS[:-1] + b"x"
     (tmp_path / "name" / "model.safetensors").unlink()
@@ -133,7 +137,8 @@ def test_the_token_is_sent_to_the_hub_but_not_to_redirect_targets(
     assert f"Error while downloading from {cdn.url}" in log.getvalue()
     printed = capsys.readouterr()
     for text in (printed.out, printed.err, log.getvalue()):
-        assert TOKEN not in text and "secretsignature" not in text
+        assert TOKEN not in text
+        assert "secretsignature" not in text
 
 
 def test_the_token_of_a_login_is_found(hub, tmp_path, monkeypatch):
@@ -321,11 +326,9 @@ def test_log_messages_after_the_time_limit_are_not_printed(hub, capsys, monkeypa
     handler = logging.StreamHandler(stream := io.StringIO())
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
     hub_client.Hub("org/name")
-    logger, timed_out, ended = (
-        logging.getLogger("huggingface_hub.file_download"),
-        threading.Event(),
-        threading.Event(),
-    )
+    logger = logging.getLogger("huggingface_hub.file_download")
+    timed_out = threading.Event()
+    ended = threading.Event()
 
     def call() -> None:
         logger.warning("trying to resume")
@@ -394,7 +397,8 @@ def test_corrupt_content_is_fetched_once_more_and_never_kept(hub, tmp_path, name
 
     hub.fault = fault
     assert run(tmp_path, *assets) == 0
-    assert contents(tmp_path / "name")[name] == correct and hub.fetched().count(name) == 2
+    assert contents(tmp_path / "name")[name] == correct
+    assert hub.fetched().count(name) == 2
     (tmp_path / "name" / name).unlink()
     answers[:] = [correct[:-1] + b"y"] * 2  # wrong every time
     assert f"{name} has the hash" in fails(DataError, tmp_path, *assets)

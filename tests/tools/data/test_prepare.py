@@ -116,7 +116,8 @@ def test_masks_are_kept(tmp_path: Path) -> None:
         ["--output", str(tmp_path / "o"), "--shard_tokens", "999", "--processes", "2", *arguments]
     )
     line = ShardTokenBuffer(tmp_path / "o")
-    assert line.has_mask and line.index.format == "prompt_completion"
+    assert line.has_mask
+    assert line.index.format == "prompt_completion"
     assert 0 < line.index.tally["learned"] < line.num_tokens
     assert_same(line, in_memory(arguments))
 
@@ -161,8 +162,11 @@ def test_the_last_line_summarizes_the_output(
     path = jsonl(tmp_path / "a.jsonl", [*texts(30), {"text": ""}])
     prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *arguments_for(path)])
     lines = capsys.readouterr().out.splitlines()
-    assert "30 documents" in lines[0] and "MB/s" in lines[0] and "tokens/s" in lines[0]
-    assert "skipped 1 row:" in lines[1] and "a.jsonl:31" in lines[1]
+    assert "30 documents" in lines[0]
+    assert "MB/s" in lines[0]
+    assert "tokens/s" in lines[0]
+    assert "skipped 1 row:" in lines[1]
+    assert "a.jsonl:31" in lines[1]
 
 
 def test_a_finished_folder_is_not_changed(
@@ -196,7 +200,8 @@ def test_a_finished_folder_is_not_changed(
 def test_a_folder_of_other_options_is_refused(
     tmp_path: Path, more: list[str], match: str, finished: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, folder = jsonl(tmp_path / "a.jsonl", texts(30)), tmp_path / "o"
+    path = jsonl(tmp_path / "a.jsonl", texts(30))
+    folder = tmp_path / "o"
     arguments = ["--output", str(folder), "--processes", "1", *arguments_for(path)]
     with monkeypatch.context() as patch:
         if not finished:
@@ -238,11 +243,13 @@ def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -
         is_read_first = name.endswith(".json")
         (planted / name).symlink_to(tmp_path / "absent" if is_read_first else precious)
     prepare.main(["--output", str(planted), "--processes", "1", *arguments])
-    assert precious.read_text() == "kept" and not (tmp_path / "absent").exists()
+    assert precious.read_text() == "kept"
+    assert not (tmp_path / "absent").exists()
     assert contents(planted) == contents(tmp_path / "sound")
     assert not any(path.is_symlink() for path in planted.rglob("*"))
 
-    elsewhere, linked = tmp_path / "elsewhere", tmp_path / "linked"
+    elsewhere = tmp_path / "elsewhere"
+    linked = tmp_path / "linked"
     elsewhere.mkdir()
     linked.mkdir()
     (linked / "unfinished").symlink_to(elsewhere)

@@ -77,7 +77,8 @@ def kill_at(operation: int) -> Callable[[], None]:
     """Return a function that makes this process die right before its n-th change on disk."""
 
     def arm() -> None:
-        remaining, parent_pid = [operation], os.getpid()
+        remaining = [operation]
+        parent_pid = os.getpid()
 
         def counted(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any, **options: Any) -> Any:
@@ -103,7 +104,8 @@ def kill_at(operation: int) -> Callable[[], None]:
 
 def test_twenty_kills_change_no_byte(tmp_path: Path, arguments: list[str]) -> None:
     """Each run is killed a little later than the previous one, in different phases."""
-    expected, folder = tmp_path / "uninterrupted", tmp_path / "killed"
+    expected = tmp_path / "uninterrupted"
+    folder = tmp_path / "killed"
     prepare.main(["--output", str(expected), "--processes", "1", *arguments])
     for kill in range(20):
         more = ["--output", str(folder), "--processes", str(kill % 3 + 1), *arguments]
@@ -119,7 +121,8 @@ def test_a_kill_at_any_moment_of_the_last_steps_changes_no_byte(
     tmp_path: Path, arguments: list[str]
 ) -> None:
     """Kill before every change on disk between the last unit and the index."""
-    expected, folder = tmp_path / "uninterrupted", tmp_path / "killed"
+    expected = tmp_path / "uninterrupted"
+    folder = tmp_path / "killed"
     prepare.main(["--output", str(expected), "--processes", "1", *arguments])
     for operation in range(1, 200):
         print(operation)
@@ -138,7 +141,8 @@ def test_a_torn_unit_is_written_again(
     tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A power loss may leave a file without its content."""
-    expected, folder = tmp_path / "uninterrupted", tmp_path / "torn"
+    expected = tmp_path / "uninterrupted"
+    folder = tmp_path / "torn"
     prepare.main(["--output", str(expected), "--processes", "1", *arguments])
     with monkeypatch.context() as patch:
         patch.setattr(prepare._Work, "_merge", lambda self: None)  # do not merge the units
@@ -158,7 +162,8 @@ def test_a_torn_unit_is_written_again(
 def test_a_process_that_dies_is_named_and_costs_nothing(
     tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, folder = work_units.write_unit, tmp_path / "o"
+    write = work_units.write_unit
+    folder = tmp_path / "o"
 
     def dies(
         target: Path, source: Any, encoder: Any, policy: Any, unit: Any, say: Any
@@ -191,7 +196,8 @@ def test_a_full_disk_is_a_storage_error_from_which_it_continues(
     tmp_path: Path, arguments: list[str], limit_bytes: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The worker processes exceed the limit of 600 bytes, and the shards that of 4,000 bytes."""
-    expected, folder = tmp_path / "uninterrupted", tmp_path / "full"
+    expected = tmp_path / "uninterrupted"
+    folder = tmp_path / "full"
     prepare.main(["--output", str(expected), "--processes", "1", *arguments])
     more = ["--output", str(folder), "--processes", "2", *arguments]
     full = in_child(

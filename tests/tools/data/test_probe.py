@@ -18,7 +18,8 @@ from shardtrain.ops import init_weights
 from shardtrain.tools.data.probe import EXPERTS_TOLERANCE, main, probe, verdicts
 from shardtrain.utils.errors import ConfigError
 
-T, V = 48, 64
+T = 48
+V = 64
 STOPS = (7, 8, 30, T)
 COMMON = {"vocab_size": V, "dim": 32, "num_layers": 2, "num_heads": 2}
 GROUPED = {**COMMON, "num_kv_heads": 1, "head_dim": 16}
@@ -62,7 +63,8 @@ def model_of(family: str) -> nn.Module:
 def packed() -> Batch:
     tokens = torch.randint(0, V, (1, T), generator=torch.Generator().manual_seed(2))
     targets = torch.full_like(tokens, IGNORE)
-    positions, documents = torch.empty_like(tokens), torch.empty_like(tokens)
+    positions = torch.empty_like(tokens)
+    documents = torch.empty_like(tokens)
     for number, (start, stop) in enumerate(zip((0, *STOPS), STOPS, strict=False)):
         targets[0, start : stop - 1] = tokens[0, start + 1 : stop]
         positions[0, start:stop] = torch.arange(stop - start)

@@ -125,19 +125,20 @@ def test_two_processes_train_the_same_bytes(corpus, trained, tmp_path):
 def test_compression_is_measured_on_held_out_text(corpus, tmp_path, capsys):
     assert run(corpus, tmp_path / "x") == 0
     printed = capsys.readouterr().out
-    assert "bytes per token on held-out text" in printed and "8 of 8 parts are unchanged" in printed
+    assert "bytes per token on held-out text" in printed
+    assert "8 of 8 parts are unchanged" in printed
     texts = tool.TrainingTexts([str(corpus)], None, "text", False)
-    assert len(list(texts)) == 392 and len(texts.held_out) == 8 and texts.documents == 400
+    assert len(list(texts)) == 392
+    assert len(texts.held_out) == 8
+    assert texts.documents == 400
 
 
 def test_too_little_text_for_a_held_out_part_is_reported(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the cat sat on the mat")
     assert run(tmp_path / "a.txt", tmp_path / "x") == 0
     printed = capsys.readouterr().out
-    assert (
-        "too little to hold some out" in printed
-        and "instead of 300: the text has no more pairs" in printed
-    )
+    assert "too little to hold some out" in printed
+    assert "instead of 300: the text has no more pairs" in printed
 
 
 def test_files_are_read_by_their_endings_and_columns(corpus, tmp_path):
@@ -177,7 +178,8 @@ def test_wrong_options_are_reported_in_one_line(corpus, tmp_path, name):
     arguments, message = WRONG[name]
     with pytest.raises(ConfigError) as caught:
         run(corpus, tmp_path / "x", *arguments)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert not (tmp_path / "x").exists()
 
 

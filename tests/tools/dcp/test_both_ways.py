@@ -116,13 +116,13 @@ def test_a_schedule_file_named_by_a_run_is_not_executed(tmp_path: Path, capsys: 
 
     schedule.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{schedule.read_text()}")
     command = ["checkpoint", "to-dcp", str(tmp_path / "run"), str(tmp_path / "dcp")]
-    assert cli.main(command) == 2 and not (tmp_path / "ran").exists()
+    assert cli.main(command) == 2
+    assert not (tmp_path / "ran").exists()
     message = capsys.readouterr().err
-    assert "my_schedule.py" in message and "--config" in message
-    assert (
-        cli.main([*command, f"--config={tmp_path / 'run/config.resolved.toml'}"]) == 0
-        and (tmp_path / "ran").exists()
-    )
+    assert "my_schedule.py" in message
+    assert "--config" in message
+    assert cli.main([*command, f"--config={tmp_path / 'run/config.resolved.toml'}"]) == 0
+    assert (tmp_path / "ran").exists()
 
 
 def test_a_round_trip_changes_only_what_a_folder_cannot_store(tmp_path: Path) -> None:
@@ -143,7 +143,8 @@ def test_a_round_trip_changes_only_what_a_folder_cannot_store(tmp_path: Path) ->
         )
         == 0
     )
-    before, after = DcpFolder(folder), DcpFolder(tmp_path / "b")
+    before = DcpFolder(folder)
+    after = DcpFolder(tmp_path / "b")
     assert_equal(
         {n: before.tensor(n) for n in before.tensors}, {n: after.tensor(n) for n in after.tensors}
     )
@@ -184,7 +185,9 @@ def test_weights_without_optimizer_survive_a_round_trip_with_either_naming(
 def test_reordered_queries_and_keys_reproduce_interleaved_rotary_scores() -> None:
     """torchtitan rotates the pairs (x_2i, x_2i+1). After the reordering, our rotation gives the same products."""
     torch.manual_seed(0)
-    heads, head_dim, positions = 2, 8, torch.arange(5).unsqueeze(0)
+    heads = 2
+    head_dim = 8
+    positions = torch.arange(5).unsqueeze(0)
     config = type("Config", (), {"head_dim": head_dim})()
     names = naming.Naming(naming.TORCHTITAN, "llama3", config)
     theirs = {w: torch.randn(heads * head_dim, 16, dtype=torch.float64) for w in ("wq", "wk")}
@@ -231,7 +234,8 @@ def test_a_folder_of_another_model_is_rejected_without_writing(
         5,
     )
     error = capfd.readouterr().err
-    assert message in error and len(error.strip().splitlines()) == 1
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
@@ -263,7 +267,8 @@ def test_the_state_of_another_optimizer_is_not_mistaken_for_adam(
     main = ["checkpoint", "from-dcp", str(folder), str(tmp_path / "a"), *words()]
     assert cli.main([*main, "--optimizer=true"]) == 5
     assert "it is from another optimizer, with optimizer.state." in capfd.readouterr().err
-    assert cli.main(main) == 0 and "optimizer: skipped" in capfd.readouterr().out
+    assert cli.main(main) == 0
+    assert "optimizer: skipped" in capfd.readouterr().out
     assert manifest.read(tmp_path / "a").facts["weights_only"] is True
 
 
@@ -304,7 +309,8 @@ def test_names_of_wrapped_modules_are_read(tmp_path: Path) -> None:
 
 
 def test_a_llama_2_of_the_first_torchtitan_imports_and_exports(tmp_path: Path, capsys: Any) -> None:
-    folder, ours = saved_one(tmp_path / "step-3"), tmp_path / "ours"
+    folder = saved_one(tmp_path / "step-3")
+    ours = tmp_path / "ours"
     assert (
         cli.main(
             ["checkpoint", "from-dcp", str(folder), str(ours), "--model.name=llama2", *words()]
@@ -378,11 +384,9 @@ def test_a_model_with_another_layout_is_rejected_in_both_directions(
         == 2
     )
     message = capfd.readouterr().err
-    assert (
-        "gpt_oss" in message
-        and "w1 and w3 of experts in one matrix" in message
-        and "shardtrain import" in message
-    )
+    assert "gpt_oss" in message
+    assert "w1 and w3 of experts in one matrix" in message
+    assert "shardtrain import" in message
     with pytest.raises(
         ConfigError, match=r"use --names=shardtrain; reason: .*w1 and w3 of experts in one matrix"
     ):
@@ -403,10 +407,8 @@ def test_different_rotary_angles_in_torchtitan_are_reported() -> None:
     assert 'rope_scaling = "llama3"' in line
     assert not _other_angles("llama3", config("llama3", rope_scaling="llama3"), None)
     deep = config("deepseek_v3", rope_factor=40.0)
-    assert (
-        not _other_angles("deepseek_v3", deep, 8192)
-        and len(_other_angles("deepseek_v3", deep, None)) == 1
-    )
+    assert not _other_angles("deepseek_v3", deep, 8192)
+    assert len(_other_angles("deepseek_v3", deep, None)) == 1
     with pytest.raises(
         ConfigError,
         match=r"rope_factor=40.0 differs from torchtitan's angles with training.seq_len=2048",

@@ -121,7 +121,8 @@ def described(pickled: bytes) -> Change:
 
 
 def encrypted(data: bytes) -> bytes:
-    changed, at = bytearray(data), 0
+    changed = bytearray(data)
+    at = 0
     while (at := changed.find(b"PK\1\2", at)) >= 0:
         changed[at + 8] |= 1
         at += 4
@@ -229,13 +230,15 @@ CASES: dict[str, Change] = {
 def test_a_hostile_folder_runs_nothing_and_is_one_line(
     name: str, good_folder: Path, tmp_path: Path, capfd: Any
 ) -> None:
-    folder, canary = tmp_path / "step-3", tmp_path / "canary"
+    folder = tmp_path / "step-3"
+    canary = tmp_path / "canary"
     shutil.copytree(good_folder, folder)
     CASES[name](folder, canary)
     assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]) == 5
     lines = capfd.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and len(lines[0]) < 700 and str(folder) in lines[0], lines
-    assert not canary.exists() and not (tmp_path / "ours").exists()
+    assert not canary.exists()
+    assert not (tmp_path / "ours").exists()
 
 
 def test_there_are_thirty_hostile_metadata_files() -> None:
@@ -247,14 +250,16 @@ def test_every_changed_byte_of_a_tensor_is_reported(good_folder: Path, tmp_path:
     folder = tmp_path / "step-3"
     shutil.copytree(good_folder, folder)
     place = DcpFolder(folder).tensors["output.weight"].chunks[0].place
-    path, rng = folder / place.file, random.Random(0)
+    path = folder / place.file
+    rng = random.Random(0)
     data = bytearray(path.read_bytes())
     archive = zipfile.ZipFile(io.BytesIO(data[place.begin : place.begin + place.length]))
     (content,) = [m for m in archive.infolist() if m.filename.endswith("/data/0")]
     # within its first numbers
     inside = place.begin + content.header_offset + 30 + len(content.filename) + 64
     for _ in range(25):
-        at, bit = rng.randrange(inside, inside + content.file_size - 64), 1 << rng.randrange(8)
+        at = rng.randrange(inside, inside + content.file_size - 64)
+        bit = 1 << rng.randrange(8)
         data[at] ^= bit
         path.write_bytes(data)
         with pytest.raises(CheckpointError, match=r"output\.weight.* is damaged"):

@@ -76,7 +76,9 @@ def test_the_doctor_examines_two_ranks_and_leaves_no_files(tmp_path, here):
     code, out, err = here(CONFIG, "--nproc", "2", "--json")
     assert out, err
     report = json.loads(out)
-    assert report["ranks"] == 2 and len(report["hosts"]) == 1 and code == report["exit_code"]
+    assert report["ranks"] == 2
+    assert len(report["hosts"]) == 1
+    assert code == report["exit_code"]
     failed = {row["area"] for row in report["findings"] if row["verdict"] == "fail"}
     assert failed <= {"limits", "memory"}, "only areas that depend on this machine may fail"
     areas = {row["area"] for row in report["findings"]}
@@ -91,8 +93,10 @@ def test_the_doctor_examines_two_ranks_and_leaves_no_files(tmp_path, here):
         "devices",
         "network",
     }
-    assert err.startswith("shardtrain ") and "doctor with 2 processes (from --nproc)" in err
-    assert leftovers(tmp_path) == [] and doctor_command.FOLDER not in os.environ
+    assert err.startswith("shardtrain ")
+    assert "doctor with 2 processes (from --nproc)" in err
+    assert leftovers(tmp_path) == []
+    assert doctor_command.FOLDER not in os.environ
 
 
 def test_one_process_needs_no_network_and_the_table_names_the_fix(tmp_path, here):
@@ -101,7 +105,8 @@ def test_one_process_needs_no_network_and_the_table_names_the_fix(tmp_path, here
     assert code == 8, out
     assert "fail  storage     job.dump_folder" in out
     assert "fix: make it writable, or choose another job.dump_folder" in out
-    assert "all_reduce" not in out and leftovers(tmp_path) == [tmp_path / "file"]
+    assert "all_reduce" not in out
+    assert leftovers(tmp_path) == [tmp_path / "file"]
 
 
 @pytest.mark.nightly(
@@ -113,7 +118,8 @@ def test_ranks_of_torchrun_make_one_report(tmp_path):
     code, out, err = run(tmp_path, CONFIG, launcher=launcher)
     # torchrun exits with 1 for every failure, such as a low limit of this machine
     assert code in (0, 1), err
-    assert out.count("2 ranks on 1 host") == 1 and "all_gather dp_shard (all ranks)" in out
+    assert out.count("2 ranks on 1 host") == 1
+    assert "all_gather dp_shard (all ranks)" in out
     assert "meeting port" not in out, "the port is in use by this job itself"
 
 
@@ -129,9 +135,8 @@ def test_ctrl_c_ends_all_ranks_immediately_and_leaves_no_files(tmp_path):
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=patience.seconds(60))
         # On a fast machine, it may have finished just before.
-        assert (
-            process.returncode != 0 or "2 ranks on 1 host" in out
-        ) and time.monotonic() - interrupted_at < patience.seconds(30)
+        assert process.returncode != 0 or "2 ranks on 1 host" in out
+        assert time.monotonic() - interrupted_at < patience.seconds(30)
         # A signal while the folder is created leaves an empty marked folder, which the next start removes.
         assert [
             path for path in leftovers(tmp_path) if path.is_file() and path.name != temporary.MARK
@@ -166,7 +171,9 @@ def _folder_of(pid):
 def test_wrong_arguments_are_one_line_and_start_nothing(capsys, arguments, message):
     assert cli.main(["doctor", *arguments]) == 2
     out, err = capsys.readouterr()
-    assert message in err and len(err.splitlines()) == 1 and not out
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not out
 
 
 def test_help_names_every_option_and_status(capsys):

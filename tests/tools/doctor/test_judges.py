@@ -179,8 +179,10 @@ def test_each_problem_of_one_rank_is_named_with_the_rank_and_a_fix(
 ):
     rows = troubles(spoiled(spoil, [2]))
     row = rows[area, subject]
-    assert row.verdict == verdict and text in row.measured
-    assert row.fix and 2 in row.ranks
+    assert row.verdict == verdict
+    assert text in row.measured
+    assert row.fix
+    assert 2 in row.ranks
     others = set(rows) - {(area, subject)}
     # A variable that only one rank has also differs between ranks.
     assert all(other[0] == area == "environment" for other in others), others
@@ -198,17 +200,16 @@ def test_a_slow_network_is_reported_against_its_cards():
     reports = spoiled(slow_collective, range(4))
     row = troubles(reports)["network", "all_reduce all ranks"]
     # Two cards of 400 Gb/s have 100 GB/s together. One group communicates through both.
-    assert (
-        row.verdict == "fail"
-        and "100 GB/s of the network cards" in row.expected
-        and "5 GB/s" in row.measured
-    )
+    assert row.verdict == "fail"
+    assert "100 GB/s of the network cards" in row.expected
+    assert "5 GB/s" in row.measured
 
 
 def test_devices_of_one_host_are_expected_to_use_nvlink():
     reports = patients.healthy()
     rate, why = links.expected(reports, [0, 1], 2)
-    assert rate == pytest.approx(18 * 26.562e9) and "NVLink" in why
+    assert rate == pytest.approx(18 * 26.562e9)
+    assert "NVLink" in why
     for facts in reports.facts.values():
         facts["devices"]["health"]["nvlink"] = []
     assert links.expected(reports, [0, 1], 2) == (pytest.approx(63.008e9), "63 GB/s of PCIe 5 x16")
@@ -240,16 +241,15 @@ def test_a_slow_rank_is_distinguished_from_its_neighbours():
                 {"kind": "neighbouring hosts", "peer": peer, "rate": rate},
             ]
     row = troubles(reports)["network", "neighbouring hosts"]
-    assert row.ranks == (4,) and "slowest rank 4 (host-2)" in row.measured
+    assert row.ranks == (4,)
+    assert "slowest rank 4 (host-2)" in row.measured
 
 
 def test_a_port_of_the_fabric_that_is_down_is_reported_by_host():
     down = [{"name": "mlx5_0:1", "kind": "infiniband", "up": True, "rate": 50e9}]
     rows = troubles(spoiled(change("network", cards=down), [2, 3]))
-    assert (
-        rows["network", "fabric"].ranks == (2, 3)
-        and "1 on host-1" in rows["network", "fabric"].measured
-    )
+    assert rows["network", "fabric"].ranks == (2, 3)
+    assert "1 on host-1" in rows["network", "fabric"].measured
 
 
 @pytest.mark.parametrize("must_share", [True, False])
@@ -269,7 +269,8 @@ def test_a_slow_host_is_named_by_its_disk():
 
     reports = spoiled(lame, [4, 5], num_hosts=3)
     row = troubles(reports)["storage", "checkpoint.folder rate"]
-    assert row.ranks == (4, 5) and "host-2, the slowest host" in row.measured
+    assert row.ranks == (4, 5)
+    assert "host-2, the slowest host" in row.measured
 
 
 def test_a_model_too_large_for_devices_and_disk_is_reported():
@@ -297,11 +298,9 @@ def test_a_silent_rank_is_missing_and_the_status_is_that_of_a_lost_peer():
     reports = patients.healthy()
     facts = {number: facts for number, facts in reports.facts.items() if number != 3}
     rows = judged(Reports(4, facts, {3: "devices"}))
-    assert (
-        rows[0].verdict == "fail"
-        and rows[0].ranks == (3,)
-        and "last seen at devices" in rows[0].measured
-    )
+    assert rows[0].verdict == "fail"
+    assert rows[0].ranks == (3,)
+    assert "last seen at devices" in rows[0].measured
     assert doctor_report.exit_code(rows) == 6
 
 
@@ -317,10 +316,8 @@ def test_the_table_names_hosts_and_fixes_and_fits_a_terminal():
     document = doctor_report.document(reports, judged(reports), 3.0)
     assert json.loads(doctor_report.to_json(document)) == json.loads(json.dumps(document))
     text = doctor_report.text_of(document)
-    assert (
-        "inspect host-1 (ranks 2-3): versions: torch" in text
-        and "fix: start all ranks from one environment" in text
-    )
+    assert "inspect host-1 (ranks 2-3): versions: torch" in text
+    assert "fix: start all ranks from one environment" in text
     assert max(map(len, text.splitlines())) <= doctor_report.WIDTH
     assert text.splitlines()[-1].startswith("fail: ")
 
@@ -330,11 +327,9 @@ def test_all_fields_of_a_finding_are_in_the_document():
     document = doctor_report.document(reports, judged(reports), 1.0)
     names = {field.name for field in dataclasses.fields(judged(reports)[0])}
     assert all(set(row) == names for row in document["findings"])
-    assert (
-        document["hosts"] == {"host-0": 2, "host-1": 2}
-        and document["verdict"] == "pass"
-        and document["named"] == {}
-    )
+    assert document["hosts"] == {"host-0": 2, "host-1": 2}
+    assert document["verdict"] == "pass"
+    assert document["named"] == {}
 
 
 def test_driver_values_are_parsed_and_unsupported_fields_omitted():
@@ -365,8 +360,10 @@ def test_fields_unknown_to_an_old_driver_are_queried_by_older_names_or_omitted(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with health.query("GPU-1") as query:
         values = health.answer(query, "GPU-1")
-    assert values["nvlink"] == [25.0] and values["clocks_event_reasons.active"] == "1"
-    assert "remapped_rows.failure" not in values and "error" not in values
+    assert values["nvlink"] == [25.0]
+    assert values["clocks_event_reasons.active"] == "1"
+    assert "remapped_rows.failure" not in values
+    assert "error" not in values
 
 
 def test_speeds_of_cards_are_read_from_the_kernel(tmp_path):
@@ -406,7 +403,8 @@ def test_the_hanging_ranks_furthest_behind_are_named(behind):
     for number, facts in reports.facts.items():
         facts["network"] = {"stopped": "all_reduce on tp", "place": 7 if number in behind else 8}
     (row,) = [row for row in judged(reports) if row.area == "network"]
-    assert row.ranks == tuple(behind) and "all_reduce on tp did not finish" in row.measured
+    assert row.ranks == tuple(behind)
+    assert "all_reduce on tp did not finish" in row.measured
 
 
 def test_a_collective_that_hangs_on_all_ranks_is_reported_unless_a_rank_is_missing():
@@ -414,9 +412,11 @@ def test_a_collective_that_hangs_on_all_ranks_is_reported_unless_a_rank_is_missi
     for facts in reports.facts.values():
         facts["network"] = {"stopped": "all_reduce on tp", "place": 7}
     (row,) = [row for row in judged(reports) if row.area == "network"]
-    assert "hangs on all ranks" in row.measured and row.ranks == ()
+    assert "hangs on all ranks" in row.measured
+    assert row.ranks == ()
     facts = {number: facts for number, facts in reports.facts.items() if number != 3}
     rows = [
         row for row in judged(Reports(4, facts, {3: "all_reduce on tp"})) if row.verdict == "fail"
     ]
-    assert [row.ranks for row in rows] == [(3,), (3,)] and "did not arrive" in rows[1].measured
+    assert [row.ranks for row in rows] == [(3,), (3,)]
+    assert "did not arrive" in rows[1].measured

@@ -28,10 +28,8 @@ def test_without_a_majority_all_ranks_deviate_and_equal_ones_do_not(texts):
     elif counts[0] == counts[1]:
         assert outliers == sorted(values)
     else:
-        assert (
-            len(outliers) == len(texts) - counts[0]
-            and len({values[rank] for rank in values if rank not in outliers}) == 1
-        )
+        assert len(outliers) == len(texts) - counts[0]
+        assert len({values[rank] for rank in values if rank not in outliers}) == 1
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.randoms())
@@ -39,7 +37,8 @@ def test_the_order_of_ranks_does_not_matter(texts, random):
     values = dict(enumerate(texts))
     shuffled = list(values.items())
     random.shuffle(shuffled)
-    assert odd(dict(shuffled)) == odd(values) and groups(dict(shuffled)) == groups(values)
+    assert odd(dict(shuffled)) == odd(values)
+    assert groups(dict(shuffled)) == groups(values)
 
 
 @given(st.lists(st.floats(90.0, 110.0), min_size=2, max_size=64), st.data())
@@ -71,8 +70,7 @@ def test_order_and_unit_do_not_affect_slow_ranks(rates, random, power):
 def test_a_row_names_the_versions_and_their_ranks():
     reports = Reports(3, {rank: {"hosts": {"hostname": f"host-{rank}"}} for rank in range(3)})
     row = equal(reports, "versions", "torch", {0: "2.13", 1: "2.12", 2: "2.13"}, "fail", "fix")
-    assert row.verdict == "fail" and row.ranks == (1,)
-    assert (
-        "2.12 on host-1 (rank 1)" in row.measured
-        and "2.13 on host-0 (rank 0), host-2 (rank 2)" in row.measured
-    )
+    assert row.verdict == "fail"
+    assert row.ranks == (1,)
+    assert "2.12 on host-1 (rank 1)" in row.measured
+    assert "2.13 on host-0 (rank 0), host-2 (rank 2)" in row.measured

@@ -54,15 +54,14 @@ def test_ranks_of_several_hosts_are_measured_within_and_across_them(tmp_path):
     findings = rows(reports, "hosts", "network")
     assert set(reports.hosts()) == {"host-0", "host-1", "host-2"}
     for axis in ("dp_shard (all ranks)", "one host", "across hosts"):
-        assert (
-            "GB/s" in findings[f"all_reduce {axis}"].measured
-            and "GB/s" in findings[f"all_gather {axis}"].measured
-        )
+        assert "GB/s" in findings[f"all_reduce {axis}"].measured
+        assert "GB/s" in findings[f"all_gather {axis}"].measured
     assert "slowest group host-" in findings["all_reduce one host"].measured
     assert {rank for rank, facts in reports.of("network").items() if facts["pairs"]} == {0, 2, 4}, (
         "the first of each host"
     )
-    assert "neighbouring hosts" in findings and "neighbours" not in findings
+    assert "neighbouring hosts" in findings
+    assert "neighbours" not in findings
 
 
 def _three_hosts(rank):
@@ -72,7 +71,9 @@ def _three_hosts(rank):
 
 def test_a_rank_with_another_torch_is_named(tmp_path):
     row = rows(examined(3, tmp_path, ["versions"], _older), "versions")["torch"]
-    assert row.verdict == "fail" and row.ranks == (1,) and "2.11.0 on rank 1" in row.measured
+    assert row.verdict == "fail"
+    assert row.ranks == (1,)
+    assert "2.11.0 on rank 1" in row.measured
 
 
 def _older(rank):
@@ -82,7 +83,8 @@ def _older(rank):
 
 def test_a_rank_that_multiplies_slowly_is_named(tmp_path):
     row = rows(examined(3, tmp_path, ["devices"], _lame), "devices")["matmul float32"]
-    assert row.verdict == "warn" and row.ranks == (2,)
+    assert row.verdict == "warn"
+    assert row.ranks == (2,)
 
 
 def _lame(rank):
@@ -95,7 +97,8 @@ def _lame(rank):
 
 def test_a_product_with_one_wrong_element_is_detected(tmp_path):
     row = rows(examined(2, tmp_path, ["devices"], _damaged), "devices")["matrix product"]
-    assert row.verdict == "fail" and row.ranks == (1,)
+    assert row.verdict == "fail"
+    assert row.ranks == (1,)
 
 
 def _damaged(rank):
@@ -113,9 +116,12 @@ def _damaged(rank):
 
 def test_a_fast_clock_is_named(tmp_path):
     row = rows(examined(3, tmp_path, ["clock"], _ahead), "clock")["skew"]
-    assert row.verdict == "fail" and row.ranks == (1,)
+    assert row.verdict == "fail"
+    assert row.ranks == (1,)
     measured = re.match(r"\+(\d+\.\d) s on rank 1", row.measured)
-    assert measured and abs(float(measured[1]) - 90) < 2  # a busy machine replies late
+    # a busy machine replies late
+    assert measured
+    assert abs(float(measured[1]) - 90) < 2
 
 
 def _ahead(rank):
@@ -132,10 +138,8 @@ def test_ranks_that_do_not_share_the_folder_of_checkpoints_are_reported(tmp_path
         return patients.loaded(tmp_path / "ab"[rank], checkpoint={"enable": True})
 
     findings = rows(examined(2, tmp_path, ["storage"], _impatient, separate_folders), "storage")
-    assert (
-        findings["checkpoint.folder shared"].verdict == "fail"
-        and "first_node" in findings["checkpoint.folder shared"].fix
-    )
+    assert findings["checkpoint.folder shared"].verdict == "fail"
+    assert "first_node" in findings["checkpoint.folder shared"].fix
     assert findings["job.dump_folder shared"].verdict == "pass", (
         "hosts may have separate log folders"
     )
@@ -148,7 +152,9 @@ def _impatient(rank):
 
 def test_a_folder_that_one_rank_cannot_write_is_reported(tmp_path):
     row = rows(examined(2, tmp_path, ["storage"], _read_only), "storage")["job.dump_folder"]
-    assert row.verdict == "fail" and row.ranks == (1,) and "Permission denied" in row.measured
+    assert row.verdict == "fail"
+    assert row.ranks == (1,)
+    assert "Permission denied" in row.measured
 
 
 def _read_only(rank):
@@ -171,10 +177,8 @@ def test_a_collective_that_hangs_names_the_rank_that_did_not_arrive(tmp_path):
     ]
     assert [row.ranks for row in findings] == [(2,), ()]
     assert "all_reduce on dp_shard (all ranks) did not finish on rank 2" in findings[0].measured
-    assert (
-        "rank 2 did not get past all_reduce" in findings[1].measured
-        and "ranks 0-1 waited" in findings[1].measured
-    )
+    assert "rank 2 did not get past all_reduce" in findings[1].measured
+    assert "ranks 0-1 waited" in findings[1].measured
 
 
 def _hangs(rank):
@@ -202,7 +206,8 @@ def test_a_missing_rank_is_waited_for_once_and_named(tmp_path):
         for row in patients.judged(reports, "hosts", "clock", "storage", "network")
         if row.verdict == "fail"
     ]
-    assert findings[0].area == "ranks" and findings[0].ranks == (1,)
+    assert findings[0].area == "ranks"
+    assert findings[0].ranks == (1,)
     assert [row.measured for row in findings[1:]] == ["rank 1 has not arrived; ranks 0, 2 waited"]
     assert not list(tmp_path.glob(f"{storage_checks.PREFIX}*"))
 
@@ -217,8 +222,10 @@ def test_a_hanging_check_is_a_finding_and_others_continue(tmp_path):
         1, tmp_path, ["versions", "storage", "limits"], _dead_server, limit_seconds=3.0
     )
     findings = rows(reports, "versions", "storage", "limits")
-    assert findings["check"].area == "storage" and "did not finish" in findings["check"].measured
-    assert findings["open files"].area == "limits" and findings["torch"].verdict == "pass"
+    assert findings["check"].area == "storage"
+    assert "did not finish" in findings["check"].measured
+    assert findings["open files"].area == "limits"
+    assert findings["torch"].verdict == "pass"
 
 
 def _dead_server(rank):
@@ -227,10 +234,8 @@ def _dead_server(rank):
 
 def test_a_check_that_raises_is_a_finding(tmp_path):
     findings = rows(examined(1, tmp_path, ["memory"], _raises), "memory")
-    assert (
-        findings["check"].verdict == "fail"
-        and "RuntimeError: no such device" in findings["check"].measured
-    )
+    assert findings["check"].verdict == "fail"
+    assert "RuntimeError: no such device" in findings["check"].measured
 
 
 def _raises(rank):
@@ -242,7 +247,8 @@ def _raises(rank):
 
 def test_a_low_limit_of_open_files_is_reported(tmp_path):
     findings = rows(examined(1, tmp_path, ["limits"], _few_files), "limits")
-    assert findings["open files"].verdict == "fail" and findings["open files"].measured == "128"
+    assert findings["open files"].verdict == "fail"
+    assert findings["open files"].measured == "128"
 
 
 def _few_files(rank):
@@ -263,7 +269,8 @@ def test_a_problem_of_the_configuration_on_this_machine_is_reported(tmp_path):
         )
 
     findings = rows(examined(1, tmp_path, ["config"], loaded_of=with_missing_data), "config")
-    assert findings["problem"].verdict == "fail" and "nothing.txt" in findings["problem"].measured
+    assert findings["problem"].verdict == "fail"
+    assert "nothing.txt" in findings["problem"].measured
 
 
 def test_a_model_needs_its_weights_gradients_and_two_moments(tmp_path):
@@ -316,28 +323,30 @@ def test_the_filesystem_of_a_path_is_that_of_the_nearest_mount(tmp_path):
 
 
 def test_old_files_of_a_killed_doctor_are_removed(tmp_path):
-    old, new = tmp_path / f"{storage_checks.PREFIX}0-0", tmp_path / f"{storage_checks.PREFIX}1-0"
+    old = tmp_path / f"{storage_checks.PREFIX}0-0"
+    new = tmp_path / f"{storage_checks.PREFIX}1-0"
     for path in (old, new):
         path.touch()
     os.utime(old, (0, 0))
     storage_checks._sweep(tmp_path)
-    assert not old.exists() and new.exists()
+    assert not old.exists()
+    assert new.exists()
 
 
 def test_versions_of_libraries_are_noted_without_importing_them(tmp_path):
     facts = examined(1, tmp_path, ["versions"]).facts[0]["versions"]
-    assert (
-        facts["torch"] == torch.__version__
-        and facts["numpy"]
-        and set(versions._LIBRARIES) <= set(facts)
-    )
+    assert facts["torch"] == torch.__version__
+    assert facts["numpy"]
+    assert set(versions._LIBRARIES) <= set(facts)
 
 
 def test_inaccurate_sums_of_a_rank_are_detected_and_the_rank_is_named(tmp_path):
     reports = examined(3, tmp_path, ["numbers"], _adds_in_float32)
     findings = rows(reports, "numbers")
-    assert findings["gradient norm"].verdict == "fail" and findings["gradient norm"].ranks == (2,)
-    assert findings["loss sum"].verdict == "pass" and "128,256" in findings["loss sum"].measured
+    assert findings["gradient norm"].verdict == "fail"
+    assert findings["gradient norm"].ranks == (2,)
+    assert findings["loss sum"].verdict == "pass"
+    assert "128,256" in findings["loss sum"].measured
 
 
 def _adds_in_float32(rank):

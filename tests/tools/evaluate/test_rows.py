@@ -18,7 +18,9 @@ from shardtrain.utils.errors import ConfigError
 
 pytest.importorskip("transformers")
 
-SEQ_LEN, BOS, EOS = 24, 256, 257
+SEQ_LEN = 24
+BOS = 256
+EOS = 257
 TEXTS = ["mesh", "a rank", "é 東京", "the loss of seven", "x" * 20, "norm, " * 9, "shard and step"]
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
@@ -59,7 +61,8 @@ def jsonl(path: Path, rows: list[Any]) -> Path:
 
 def loss_of(model: torch.nn.Module, tokens: list[int], first: int = 1) -> tuple[float, int]:
     """Return the sum and number of the losses of tokens[first:] in float64, in windows of SEQ_LEN targets."""
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for start in range(0, len(tokens) - 1, SEQ_LEN):
         window = tokens[start : start + SEQ_LEN + 1]
         with torch.no_grad():
@@ -115,9 +118,8 @@ def test_packing_is_an_option_and_depends_on_the_order(opened: OpenedModel, tmp_
         total, count = loss_of(
             reference_model, [token for text in texts for token in (BOS, *text.encode(), EOS)]
         )
-        assert (
-            result["loss"] == pytest.approx(total / count, rel=1e-6) and result["tokens"] == count
-        )
+        assert result["loss"] == pytest.approx(total / count, rel=1e-6)
+        assert result["tokens"] == count
         losses.append(result["loss"])
     assert abs(losses[0] - losses[1]) > 1e-3, (
         "documents in the same sequence must attend to each other"
@@ -139,9 +141,8 @@ def test_the_format_of_rows_is_detected_by_their_columns(
         [*b"uhi;a there;"] if form in ("chat", "sharegpt") else [BOS, *b"hi there", EOS]
     )
     total, count = loss_of(build("llama3").double(), expected_tokens, FIRST_TARGET[form])
-    assert (
-        result["loss"] == pytest.approx(total / count, rel=1e-6) and result["tokens"] == 2 * count
-    )
+    assert result["loss"] == pytest.approx(total / count, rel=1e-6)
+    assert result["tokens"] == 2 * count
     assert result["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
 
 

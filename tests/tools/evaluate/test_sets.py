@@ -60,7 +60,8 @@ def test_loss_and_bits_equal_those_of_transformers_in_float64(rows: Path, tmp_pa
         shuffle=False,
         loop=False,
     )
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
     for batch in stream:
         with torch.no_grad():
             logits = reference(batch.tokens_BT).logits.flatten(0, 1)
@@ -221,7 +222,8 @@ def test_the_command_prints_and_writes_json(
     rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
-    folder, output = save(build("llama3"), tmp_path / "hf"), tmp_path / "found.json"
+    folder = save(build("llama3"), tmp_path / "hf")
+    output = tmp_path / "found.json"
     arguments = ["evaluate", "--from", str(folder), "--tokenizer", "bytes", "--seq_len", "32"]
     assert (
         cli.main(
@@ -230,9 +232,8 @@ def test_the_command_prints_and_writes_json(
         == 0
     )
     printed = json.loads(capfd.readouterr().out)
-    assert printed["sets"]["one"] == printed["sets"]["two"] and printed == json.loads(
-        output.read_text()
-    )
+    assert printed["sets"]["one"] == printed["sets"]["two"]
+    assert printed == json.loads(output.read_text())
     assert cli.main([*arguments, "--data", f"one={rows}", "--output", str(output)]) == 2, (
         "an existing file must not be overwritten"
     )

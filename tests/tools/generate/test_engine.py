@@ -65,9 +65,8 @@ def test_neither_the_cache_nor_the_batch_changes_a_token(family, sampling):
     model, layout = tiny(family)
     inputs = prompts(5, 1, 17, 9)
     generated = Generator(model, layout).generate(inputs, 16, sampling, seed=3)
-    assert [len(row) for row in generated] == [16] * 4 and len(
-        {tuple(row) for row in generated}
-    ) == 4
+    assert [len(row) for row in generated] == [16] * 4
+    assert len({tuple(row) for row in generated}) == 4
     assert (
         Generator(model, layout, use_cache=False).generate(inputs, 16, sampling, seed=3)
         == generated
@@ -100,7 +99,8 @@ def test_passes_padded_to_a_multiple_of_ranks_change_no_token():
 
 def test_rows_that_end_do_not_change_others():
     model, layout = tiny("qwen3")
-    inputs, stops = prompts(3, 8, 8, 1, 6), frozenset(range(0, VOCAB, 9))
+    inputs = prompts(3, 8, 8, 1, 6)
+    stops = frozenset(range(0, VOCAB, 9))
     unstopped = Generator(model, layout).generate(inputs, 24, DRAWN, seed=1)
     generated = Generator(model, layout).generate(inputs, 24, DRAWN, seed=1, stop_ids=stops)
     for row, full in zip(generated, unstopped, strict=True):
@@ -111,7 +111,8 @@ def test_rows_that_end_do_not_change_others():
 
 def test_a_row_ends_when_its_watcher_stops_it():
     model, layout = tiny("llama3")
-    inputs, seen = prompts(3, 5), []
+    inputs = prompts(3, 5)
+    seen = []
 
     def watch(row, new):
         seen.append((row, list(new)))
@@ -124,12 +125,14 @@ def test_a_row_ends_when_its_watcher_stops_it():
 
 def test_a_cache_that_grows_changes_no_token():
     model, layout = tiny("llama3", layers=1)
-    inputs, new = prompts(3, 7), BLOCK + 40
+    inputs = prompts(3, 7)
+    new = BLOCK + 40
     generated = Generator(model, layout).generate(inputs, new)
     with torch.no_grad():  # the most likely token at each position of the full row
         row = torch.tensor([[*inputs[1], *generated[1]]])
         logits = model(row, torch.arange(row.size(1))[None])[0, len(inputs[1]) - 1 : -1]
-    assert logits.argmax(-1).tolist() == generated[1] and len(generated[1]) == new
+    assert logits.argmax(-1).tolist() == generated[1]
+    assert len(generated[1]) == new
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,8 @@ def test_a_cache_that_grows_changes_no_token():
 def test_attention_with_matmuls_changes_no_token(family, monkeypatch):
     # In float32, where rounding changes no token. The command uses this path in bfloat16.
     model, layout = tiny(family)
-    inputs, stops = prompts(3, 40, 8, 1), frozenset(range(0, VOCAB, 40))
+    inputs = prompts(3, 40, 8, 1)
+    stops = frozenset(range(0, VOCAB, 40))
     expected = Generator(model, layout, width=2).generate(inputs, 2 * BLOCK, DRAWN, stop_ids=stops)
     assert max(map(len, expected)) > BLOCK  # the cache has grown, and rows have ended
     monkeypatch.setattr(cache, "_has_fast_matmuls", lambda *_: True)
@@ -180,7 +184,8 @@ def test_the_seed_and_the_number_of_a_row_decide_what_is_drawn():
     other = Generator(model, layout).generate(
         [prompt, prompt], 12, sampling, seed=1, numbers=[0, 7]
     )
-    assert other[0] == first and other[1] != first
+    assert other[0] == first
+    assert other[1] != first
     assert Generator(model, layout).generate([prompt], 12, sampling, seed=2) != [first]
 
 

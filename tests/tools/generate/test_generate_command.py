@@ -259,7 +259,8 @@ def test_tensor_parallel_ranks_generate_the_tokens_of_one_rank(tmp_path, name, o
         prompts, 6
     )
     (first, num_local_weights), (second, _) = run_ranks(2, generate_split, tmp_path, prompts)
-    assert first == second == expected and len({tuple(row) for row in expected}) == 3
+    assert first == second == expected
+    assert len({tuple(row) for row in expected}) == 3
     total = sum(p.numel() for p in opened.model.parameters())
     assert num_local_weights < 0.9 * total
 
@@ -291,7 +292,8 @@ def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(
         [*arguments, "--prompt", "Hello", "--chat", "--stop", "<|im_start|>"]
     )
     opened = open_model(options.source, options.config)
-    answers, tokenizer = Answers(options, opened), opened.tokenizer
+    answers = Answers(options, opened)
+    tokenizer = opened.tokenizer
     ids = answers._encoder.value("Hello", "prompt")
     assert (
         tokenizer.decode(ids, keep_special=True)
@@ -308,7 +310,8 @@ def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(
     with pytest.raises(DataError, match=r"in\.jsonl:2: .*nothing to generate"):
         answers._encoder.row(invalid_row, "m", "tools")
     code, _, err = answer(capfd, "--from", str(trained), "--chat", "--prompt", "Hello")
-    assert code == 2 and "data.chat_template is not set" in err
+    assert code == 2
+    assert "data.chat_template is not set" in err
 
 
 # --- what is wrong ---
@@ -342,7 +345,9 @@ def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(
 )
 def test_a_wrong_request_is_one_line(capfd, arguments, message):
     code, out, err = answer(capfd, *arguments)
-    assert (code, out) == (2, "") and message in err and "Traceback" not in err
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -370,7 +375,9 @@ def test_a_bad_row_is_named_without_writing_output(trained, tmp_path, capfd, lin
         str(tmp_path / "out.jsonl"),
     ]
     code, _, err = answer(capfd, *arguments)
-    assert code == 3 and message in err and "in.jsonl:3: " in err
+    assert code == 3
+    assert message in err
+    assert "in.jsonl:3: " in err
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -387,7 +394,8 @@ def test_files_that_cannot_be_read_or_written_are_named_before_any_work(tmp_path
         code, _, err = answer(
             capfd, *arguments, str(tmp_path / output), "--input", str(tmp_path / source)
         )
-        assert code in (2, 3) and message in err
+        assert code in (2, 3)
+        assert message in err
 
 
 def test_a_damaged_checkpoint_is_refused_by_name_and_skipped_in_a_folder(trained, tmp_path, capfd):
@@ -401,7 +409,9 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_skipped_in_a_folder(trained
     assert "step-40" in open_model(run).name
     shutil.rmtree(run / "checkpoint" / "step-40")
     code, _, err = answer(capfd, "--from", str(run), "--prompt", "x")
-    assert code == 5 and "no checkpoint in" in err and "damaged" in err
+    assert code == 5
+    assert "no checkpoint in" in err
+    assert "damaged" in err
     shutil.rmtree(run / "checkpoint")
     with pytest.raises(CheckpointError, match="has no checkpoint"):
         open_model(run)
@@ -415,7 +425,8 @@ def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path):
 
 
 def test_code_named_by_a_folder_is_not_executed(trained, tmp_path):
-    run, code = shutil.copytree(trained, tmp_path / "run"), tmp_path / "evil.py"
+    run = shutil.copytree(trained, tmp_path / "run")
+    code = tmp_path / "evil.py"
     code.write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom shardtrain.models.llama3 import *\n"
     )
@@ -447,13 +458,12 @@ def test_a_recurrence_without_a_state_in_the_layout_requires_no_cache(tmp_path, 
         "ab",
     )
     code, _, err = answer(capfd, *arguments)
-    assert (
-        code == 2
-        and "add --no_cache" in err
-        and "mixes tokens outside of the attention core" in err
-    )
+    assert code == 2
+    assert "add --no_cache" in err
+    assert "mixes tokens outside of the attention core" in err
     code, out, _ = answer(capfd, *arguments, "--no_cache", "--max_new_tokens", "2")
-    assert code == 0 and out
+    assert code == 0
+    assert out
 
 
 def test_the_compute_dtype_can_be_chosen(trained):

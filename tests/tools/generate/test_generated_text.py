@@ -31,7 +31,8 @@ def tokenizer(request, tmp_path_factory):
 
 def printed(text, new):
     """Return the text streamed until the row ends, and its tokens."""
-    printer, pieces = Printer(text), []
+    printer = Printer(text)
+    pieces = []
     for count in range(1, len(new) + 1):
         pieces.append(printer.more(new[:count]))
         if text.has_ended(new[:count]):
@@ -55,7 +56,8 @@ def test_pieces_join_to_the_text(tokenizer, sentence):
     ids = tokenizer.encode(sentence).tolist()
     text = Text(tokenizer, tokenizer.encode("Hello").tolist(), frozenset())
     streamed, new = printed(text, ids)
-    assert new == ids and streamed == text.of(ids)
+    assert new == ids
+    assert streamed == text.of(ids)
 
 
 @pytest.mark.parametrize("stop", ["mat", "東京", ", na", "."])
@@ -63,17 +65,16 @@ def test_a_stop_text_ends_the_row_and_is_never_printed(tokenizer, stop):
     ids = tokenizer.encode(SENTENCES[0]).tolist()
     text = Text(tokenizer, tokenizer.encode("Hello ").tolist(), frozenset(), ["zebra", stop])
     streamed, new = printed(text, ids)
-    assert stop not in streamed and text.of(new) == streamed
+    assert stop not in streamed
+    assert text.of(new) == streamed
     assert streamed.strip() == SENTENCES[0].partition(stop)[0].strip()
 
 
 def test_the_token_that_ends_a_row_has_no_text():
     text = Text(ByteTokenizer(), [256], frozenset({257, 10}))
-    assert (
-        text.of([104, 105, 257]) == "hi"
-        and text.of([104, 105, 10]) == "hi"
-        and text.of([104, 105]) == "hi"
-    )
+    assert text.of([104, 105, 257]) == "hi"
+    assert text.of([104, 105, 10]) == "hi"
+    assert text.of([104, 105]) == "hi"
 
 
 def test_half_a_character_is_not_printed():

@@ -82,7 +82,9 @@ def test_greedy_tokens_equal_those_of_transformers(
     module = find(name)
     model = module.Model(module.Config(**{**ours, "norm_eps": config.rms_norm_eps}))
     copy_weights(reference, model)
-    lengths, longest, new = (4, 11, 7), 11, 20
+    lengths = (4, 11, 7)
+    longest = 11
+    new = 20
     rows = [torch.randint(1, 64, (length,), generator=generator).tolist() for length in lengths]
     # padding is on the left
     tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
@@ -95,7 +97,8 @@ def test_greedy_tokens_equal_those_of_transformers(
         monkeypatch.setattr(
             chosen_kernels, "_chosen", chosen_kernels.Kernels(packed_linear_float32=2.0)
         )
-        assert packed_linear.use(model) and isinstance(model.head, packed_linear.PackedLinear)
+        assert packed_linear.use(model)
+        assert isinstance(model.head, packed_linear.PackedLinear)
     generated = Generator(model, module.LAYOUT).generate(rows, new)
     assert generated == expected.tolist()
     assert len({tuple(row) for row in generated}) == 3

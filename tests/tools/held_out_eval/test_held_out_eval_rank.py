@@ -183,13 +183,12 @@ def test_a_wrong_row_leaves_no_file(tmp_path: Path) -> None:
         "--nproc",
         "1",
     ]
-    arguments, stderr_file = (
-        ["test", str(trained() / "config.resolved.toml"), *options],
-        tmp_path / "stderr",
-    )
+    arguments = ["test", str(trained() / "config.resolved.toml"), *options]
+    stderr_file = tmp_path / "stderr"
     assert end(fork(main, arguments, stderr_file)) == 3
     assert f"{bad}:2: label '2' in column '1' is not one of 0, 1" in stderr_file.read_text()
-    assert "Traceback" not in stderr_file.read_text() and not (tmp_path / "out").exists()
+    assert "Traceback" not in stderr_file.read_text()
+    assert not (tmp_path / "out").exists()
 
 
 def main(arguments: list[str], stderr_file: Path) -> None:
@@ -218,9 +217,8 @@ def test_a_language_model_is_tested_by_its_loss() -> None:
     }
     run_config = shallow_config(validation=held_out)
     loss, files = run_ranks(1, language_model, run_config)[0]
-    assert list(files) == ["dev_results.json"] and json.loads(files["dev_results.json"])[
-        "loss"
-    ] == pytest.approx(loss)
+    assert list(files) == ["dev_results.json"]
+    assert json.loads(files["dev_results.json"])["loss"] == pytest.approx(loss)
 
 
 def language_model(rank: int, run_config: Config) -> Any:

@@ -34,7 +34,8 @@ def test_each_suggested_change_saves_at_least_a_tenth(name: str, world_size: int
     title, *lines = after_run.after_out_of_memory(
         config.load(name).config, world_size, is_cpu=False
     )
-    assert "docs/plan.md" in title and 1 <= len(lines) == len(shares(lines)) <= 3
+    assert "docs/plan.md" in title
+    assert 1 <= len(lines) == len(shares(lines)) <= 3
     assert all(share < 0.91 for share in shares(lines)), "0.9, plus rounding in the output"
 
 
@@ -125,7 +126,8 @@ def test_planned_and_measured_values_are_compared_and_large_differences_warn(
     gib = plan.fullest.peak / 2**30
     run = finished(tmp_path, 1.1 * plan.tps, 0.5 * gib)
     speed, memory = after_run.beside_measured(run, 8, "NVIDIA H100 80GB HBM3")
-    assert speed.endswith("(+10%)") and not speed.startswith("warning")
+    assert speed.endswith("(+10%)")
+    assert not speed.startswith("warning")
     assert memory == (
         f"warning: peak memory in GiB: planned {gib:.1f}, measured {0.5 * gib:.1f} (-50%): more than 15% off"
     )
@@ -141,7 +143,8 @@ def test_a_difference_in_a_small_run_is_no_warning(tmp_path: Path) -> None:
     )
     lines = after_run.beside_measured(run, 1, "NVIDIA H200")
     assert len(lines) == 2 and not any(line.startswith("warning") for line in lines), lines
-    assert "depends on the host" in lines[0] and "within the accuracy of a plan" in lines[1]
+    assert "depends on the host" in lines[0]
+    assert "within the accuracy of a plan" in lines[1]
 
 
 def test_unknown_devices_and_short_runs_are_not_compared(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ bfloat16 = 100e12
 @pytest.mark.parametrize("name", devices.names())
 def test_each_device_of_the_package_is_plausible_and_names_its_sources(name):
     device = hardware.find(name)
-    assert device.source and device.link.source and device.network.source
+    assert device.source
+    assert device.link.source
+    assert device.network.source
     half = "bfloat16" if "bfloat16" in device.flops else "float16"
     assert device.peak(half) >= device.peak("float32")
     assert device.memory_bytes > 2**30

@@ -143,10 +143,8 @@ def check(
     } | sections.get("training", {})  # fmt: skip
     config = tiny_config(**{**sections, "training": training})
     config = dataclasses.replace(config, model=Model(**model))
-    measured, planned = (
-        run_ranks(size, measured_bytes, config, kernels),
-        planned_bytes(config, size, kernels),
-    )
+    measured = run_ranks(size, measured_bytes, config, kernels)
+    planned = planned_bytes(config, size, kernels)
     per_place = size // len(planned)
     for place, bytes_planned in enumerate(planned):
         bytes_measured = max(measured[place * per_place : (place + 1) * per_place])

@@ -82,9 +82,11 @@ def test_json_is_one_object_with_bytes_and_seconds(capsys):
 def test_an_oversized_plan_reports_the_excess_and_a_fix(capsys):
     code, out, _ = answer(capsys, "llama3_70b", "--gpus", "8", "--device", "a100-40")
     assert code == 2
-    assert "does not fit" in out and "too much; possible changes" in out
+    assert "does not fit" in out
+    assert "too much; possible changes" in out
     plan = shardtrain.plan("llama3_70b", gpus=8, device="a100-40")
-    assert not plan.fits and 1 <= len(plan.fixes) <= 3
+    assert not plan.fits
+    assert 1 <= len(plan.fixes) <= 3
 
 
 def test_the_python_api_returns_the_numbers_of_the_command(capsys):
@@ -119,7 +121,8 @@ def test_the_python_api_returns_the_numbers_of_the_command(capsys):
 def test_wrong_plan_arguments_are_rejected_in_one_line_each(capsys, arguments, message):
     code, out, err = answer(capsys, "llama3_8b", *arguments)
     assert (code, out) == (2, "")
-    assert message in err and all(line.startswith("error[2]") for line in err.splitlines())
+    assert message in err
+    assert all(line.startswith("error[2]") for line in err.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,9 @@ def test_an_output_that_must_not_be_written_is_rejected_before_the_search(
     Path("mine.toml").write_text('[model]\nname = "llama3"\nflavor = "8B"\n')
     monkeypatch.setattr(search, "run", None)
     code, out, err = answer(capsys, "./mine.toml", "--gpus", "8", "--search", "-o", output)
-    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
     assert "8B" in Path("mine.toml").read_text()
 
 
@@ -164,11 +169,13 @@ def test_tensor_parallelism_within_a_node_costs_less_than_across_nodes():
 
 
 def test_the_best_of_a_search_is_no_slower_and_accepted_by_train(tmp_path):
-    loaded, device = config.load("llama3_8b", []), hardware.find("h100")
+    loaded = config.load("llama3_8b", [])
+    device = hardware.find("h100")
     search_result = search.run(loaded, 16, device)
     best = search_result.ranked[0]
     requested = planning.make(loaded.config, 16, device)
-    assert best.plan.tps >= requested.tps and best.plan.fits
+    assert best.plan.tps >= requested.tps
+    assert best.plan.fits
     assert best.plan.job.tokens_per_step == requested.job.tokens_per_step
     speeds = [candidate.plan.tps for candidate in search_result.ranked]
     assert speeds == sorted(speeds, reverse=True)
@@ -178,7 +185,8 @@ def test_the_best_of_a_search_is_no_slower_and_accepted_by_train(tmp_path):
     config.require_to_build(again, 16)
     assert planning.make(again.config, 16, device).as_dict() == best.plan.as_dict()
     text = search.lines(search_result, 3)
-    assert max(map(len, text)) <= 80 and any("runner-up" in line for line in text)
+    assert max(map(len, text)) <= 80
+    assert any("runner-up" in line for line in text)
 
 
 @pytest.mark.nightly("searches and traces of models up to 405B")
@@ -236,13 +244,15 @@ def test_every_schedule_is_planned(name):
         "parallelism.pipeline_parallel_schedule": name,
     }
     plan = shardtrain.plan("llama3_8b", options, gpus=16)
-    assert len(plan.ranks) == 4 and 0 < plan.time.bubble < 0.5
+    assert len(plan.ranks) == 4
+    assert 0 < plan.time.bubble < 0.5
     assert plan.time.costs["pipeline bubble and sends"] > 0
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("llama3_8b", 8), ("llama3_70b", 8)])
 def test_the_largest_fits_and_a_little_more_does_not(name, world_size):
-    device, loaded = hardware.find("h100"), config.load(name)
+    device = hardware.find("h100")
+    loaded = config.load(name)
     largest = planning.largest(loaded.config, world_size, device)
     now = planning.make(loaded.config, world_size, device)
     if not now.fits:  # even one row does not fit, and larger values cannot help
@@ -272,7 +282,8 @@ def test_the_largest_values_of_a_layout_are_reported_on_request(capsys):
         "training.local_batch_size",
         "model.overrides.num_layers",
     }
-    assert int(limits["training.seq_len"]) > 8192 and int(limits["model.overrides.num_layers"]) > 32
+    assert int(limits["training.seq_len"]) > 8192
+    assert int(limits["model.overrides.num_layers"]) > 32
     code, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--largest", "--json")
     assert json.loads(out)["largest"] == {option: int(number) for option, number in limits.items()}
 
@@ -283,7 +294,8 @@ def test_failures_cost_half_an_interval_and_a_restart_each(capsys):
     for interval in (100, 1000):
         assert cli.main([*arguments, "--checkpoint.interval", str(interval), "--json"]) == 0
         budgets[interval] = json.loads(capsys.readouterr().out)["budget"]
-    often, rarely = budgets[100], budgets[1000]
+    often = budgets[100]
+    rarely = budgets[1000]
     assert (
         often["days"] == rarely["days"] < often["days_with_failures"] < rarely["days_with_failures"]
     )
@@ -330,7 +342,8 @@ def test_float8_is_searched_if_requested_and_supported_by_the_device(tmp_path, c
     code, _, err = answer(
         capsys, "llama3_8b", "--gpus", "8", "--search", "--float8", "--device", "a100"
     )
-    assert code == 2 and "has no float8 products" in err
+    assert code == 2
+    assert "has no float8 products" in err
 
 
 @pytest.mark.parametrize(
@@ -390,9 +403,9 @@ SLURM = ["launch", "slurm", "--dry-run", "--launch.nodes", "2", "--launch.device
 def test_a_job_that_cannot_fit_is_rejected_before_submission(arguments, message, capsys) -> None:
     assert cli.main([*SLURM[:2], arguments[0], *SLURM[2:], *arguments[1:]]) == 2
     printed = capsys.readouterr()
-    assert (
-        message in printed.err and printed.out == "" and len(printed.err.strip().splitlines()) == 1
-    )
+    assert message in printed.err
+    assert printed.out == ""
+    assert len(printed.err.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("device", [["--launch.device", "h100"], []])

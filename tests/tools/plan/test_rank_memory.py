@@ -67,7 +67,8 @@ def wide(**sections):
 )
 def test_a_plan_agrees_with_the_dry_run_within_five_percent(sections):
     config = wide(**sections)
-    run, plan = traced(config, 0, 8), planned(config, 0, 8)
+    run = traced(config, 0, 8)
+    plan = planned(config, 0, 8)
     weight_bytes = run.parameter_bytes + run.low_bits_bytes
     assert (plan.parameters, plan.gradients) == (weight_bytes, run.gradient_bytes)
     assert plan.optimizer == run.optimizer_bytes
@@ -91,7 +92,8 @@ def test_the_plan_of_every_family_matches_its_trace(name, flavor, most):
     options = {"name": name, "flavor": flavor, "overrides": {}}
     training = {"seq_len": 256, "mixed_precision_param": "bfloat16"}
     config = replace(tiny_config(training=training), model=Model(**options))
-    run, plan = traced(config, 0, 4), planned(config, 0, 4)
+    run = traced(config, 0, 4)
+    plan = planned(config, 0, 4)
     assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
     assert plan.total == pytest.approx(run.total_bytes, rel=most)
 
@@ -113,7 +115,8 @@ def test_weights_of_a_transformers_network_are_counted_from_its_modules(parallel
     pytest.importorskip("transformers")
     training = {"local_batch_size": 2, "global_batch_size": 8}
     config = hf_tiny(deep_folder("qwen3_moe"), tmp_path, parallelism=parallelism, training=training)
-    run, plan = traced(config, 0, 4), planned(config, 0, 4)
+    run = traced(config, 0, 4)
+    plan = planned(config, 0, 4)
     assert shapes.read(config).has_experts
     assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
 
@@ -137,7 +140,8 @@ def test_activations_of_experts_of_a_transformers_network_are_traced(parallelism
     training = {"local_batch_size": 2, "global_batch_size": 8, "seq_len": 256}
     folder = hf_folder(name, **sizes)
     config = hf_tiny(folder, tmp_path, parallelism=parallelism, training=training)
-    run, plan = traced(config, 0, 4), planned(config, 0, 4)
+    run = traced(config, 0, 4)
+    plan = planned(config, 0, 4)
     assert not run.traced.not_traced
     assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
     # transformers has no tensor-parallel plan for gpt-oss, so each rank computes all of its blocks
@@ -161,7 +165,8 @@ def test_a_pipeline_holds_the_micro_batches_in_flight(name, rank):
         training={"local_batch_size": 8, "global_batch_size": -1},
         model={"num_layers": 8},
     )
-    run, plan = traced(config, rank * 4, 8), planned(config, rank, 8)
+    run = traced(config, rank * 4, 8)
+    plan = planned(config, rank, 8)
     assert plan.in_flight == run.traced.most_in_flight
     assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
     assert plan.total == pytest.approx(run.total_bytes, rel=0.08)
@@ -202,7 +207,8 @@ def test_eight_billion_weights_fit_one_gpu_of_80_gb(options):
     memory = rank_memory.of_rank(
         model, job_sizes.of_config(config, 1, len(model.layers)), 0, (), "cuda"
     )
-    assert model.num_params > 8e9 and config.training.seq_len == 8192
+    assert model.num_params > 8e9
+    assert config.training.seq_len == 8192
     device = hardware.find("h100")
     # for the driver, the allocator, and float32 temporaries of the update
     assert memory.total + 4 * 2**30 <= device.memory_bytes

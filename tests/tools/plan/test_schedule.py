@@ -22,7 +22,8 @@ def test_the_bubble_of_one_stage_per_rank_matches_the_formula(name, degree, coun
     "name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 )
 def test_every_schedule_of_pytorch_runs_to_its_end_and_computes_each_part_once(name):
-    degree, count = 4, 8
+    degree = 4
+    count = 8
     orders = schedule.orders(name, degree, 2 * degree, count)
     times = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     seconds = {(kind, stage): time for stage in range(2 * degree) for kind, time in times.items()}

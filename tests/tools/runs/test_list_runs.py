@@ -65,7 +65,8 @@ def test_runs_are_found_below_and_the_newest_comes_first(
         str(tmp_path / "sweep/new"),
         str(tmp_path / "sweep/old"),
     ]
-    assert lines[0].startswith("under way") and lines[0].split()[2:4] == ["7", "2.5"]
+    assert lines[0].startswith("under way")
+    assert lines[0].split()[2:4] == ["7", "2.5"]
     assert cli.main(["runs", str(tmp_path), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["state"], row["step"], row["loss"]) for row in rows] == [
@@ -83,7 +84,8 @@ def test_a_file_without_a_record_is_shown_without_numbers(
     run_folder(tmp_path / "run\x1b[31m", text=text, end=[1])
     assert cli.main(["runs", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert " - " in out and "\x1b" not in out
+    assert " - " in out
+    assert "\x1b" not in out
 
 
 def test_a_path_that_is_not_a_folder_is_reported(

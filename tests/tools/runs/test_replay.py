@@ -94,14 +94,16 @@ def test_a_replay_is_bitwise_and_does_not_change_the_run(root: Path) -> None:
         (7, "record"),
         (8, "record checkpoint"),
     ):
-        assert f"step {step}: " in output and f": {compared}: equal" in output
+        assert f"step {step}: " in output
+        assert f": {compared}: equal" in output
     assert content(root / "run") == before
 
 
 def test_without_an_earlier_checkpoint_a_replay_begins_at_the_start(root: Path) -> None:
     status, output = replay(root, "2", str(root / "run"), "--output", str(root / "kept"))
     assert status == 0, output
-    assert "replaying steps 1 to 2" in output and (root / "kept/logs/rank-1.log").is_file()
+    assert "replaying steps 1 to 2" in output
+    assert (root / "kept/logs/rank-1.log").is_file()
 
 
 def test_a_run_without_checkpoints_replays_from_its_start_with_progress(
@@ -113,13 +115,16 @@ def test_a_run_without_checkpoints_replays_from_its_start_with_progress(
     )
     assert status == 0, output
     assert "replaying steps 1 to 2" in output
-    assert "building the model and opening its data: " in output and "step 1: 0s" in output
+    assert "building the model and opening its data: " in output
+    assert "step 1: 0s" in output
 
 
 def test_a_replay_on_other_ranks_is_compared_within_rounding(root: Path) -> None:
     status, output = replay(root, "6", str(root / "run"), "--nproc", "1")
     assert status == 0, output
-    assert "the run had 2 ranks" in output and "step 6: " in output and ": record: equal" in output
+    assert "the run had 2 ranks" in output
+    assert "step 6: " in output
+    assert ": record: equal" in output
 
 
 @pytest.mark.nightly(
@@ -153,10 +158,8 @@ def test_the_first_difference_is_named(root: Path) -> None:
     (folder / "metrics.jsonl").unlink()
     status, output = replay(root, "6", str(folder))
     assert status == 4, output
-    assert (
-        "step 6 differs from the run: model.embed.weight and " in output
-        and "more tensors of step-6 differ" in output
-    )
+    assert "step 6 differs from the run: model.embed.weight and " in output
+    assert "more tensors of step-6 differ" in output
 
 
 def test_an_impossible_replay_is_reported_in_one_line(root: Path, tmp_path: Path) -> None:
@@ -185,7 +188,8 @@ def test_a_replay_does_not_start_from_damaged_checkpoints(root: Path) -> None:
     (folder / "checkpoint/step-6/manifest.json").write_bytes(b"x")
     (folder / "checkpoint/step-3/rank-00000.bin").write_bytes(b"")
     assert plan(config(folder), 8, 8).base == 0
-    assert plan(config(root / "run"), 8, 8).base == 6 and plan(config(root / "run"), 6, 8).base == 3
+    assert plan(config(root / "run"), 8, 8).base == 6
+    assert plan(config(root / "run"), 6, 8).base == 3
     with pytest.raises(CheckpointError, match="nothing to compare with"):
         plan(config(root / "nowhere"), 1, 1)
 
@@ -195,7 +199,8 @@ def test_opening_a_folder_runs_no_code_named_by_its_configuration(
     tmp_path: Path, verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One error line per code file, and none is loaded."""
-    folder, code = tmp_path / "run", tmp_path / "code.py"
+    folder = tmp_path / "run"
+    code = tmp_path / "code.py"
     folder.mkdir()
     code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     keys = {

@@ -279,7 +279,8 @@ def test_a_file_with_fixed_sizes_is_reported_as_not_compared(tmp_path: Path) -> 
     verdict = verdict_of(
         tmp_path, changed([(EMBEDDED, EMBEDDED + "        x = x.view(-1, 2048, 32)\n")]), "tp=2"
     )
-    assert verdict.refused == [] and verdict.compared == []
+    assert verdict.refused == []
+    assert verdict.compared == []
     assert "does not run on 32 tokens" in verdict.left_out[0]
 
 
@@ -302,10 +303,13 @@ def test_a_reduced_copy_is_found_for_every_family(
     """Like a user's file: the meaning of its sizes is inferred only from their names and from test runs."""
     config = run_of(FAMILIES / f"{name}.py", "tp=2", flavor)
     (reduction,) = forked_workers.run(1, own_sizes.smaller, config, 2, tp, folder=tmp_path)
-    assert reduction["why"] == "" and reduction["given"]["num_layers"] <= own_sizes.MOST_LAYERS
+    assert reduction["why"] == ""
+    assert reduction["given"]["num_layers"] <= own_sizes.MOST_LAYERS
     facts = configs.read_model_file(str(FAMILIES / f"{name}.py"))
     small = configs.shape(facts, flavor, reduction["given"])
-    assert small["num_heads"] % tp == 0 and small["dim"] % tp == 0 and small["vocab_size"] % tp == 0
+    assert small["num_heads"] % tp == 0
+    assert small["dim"] % tp == 0
+    assert small["vocab_size"] % tp == 0
     assert small["dim"] <= 512
 
 
@@ -355,10 +359,8 @@ def test_all_ranks_receive_the_same_verdict_before_building(tmp_path: Path) -> N
     answers = run_ranks(2, ask_on_ranks, str(path), str(tmp_path))
     assert answers[0] == answers[1]
     refusal, quiet = answers[0]
-    assert (
-        refusal.startswith(f"model.name={path} on tp=2")
-        and "order queries, keys and values by head" in refusal
-    )
+    assert refusal.startswith(f"model.name={path} on tp=2")
+    assert "order queries, keys and values by head" in refusal
     assert quiet == [
         f"model.check=false: {path} is NOT compared with one process; run `shardtrain verify {path}` to do so"
     ]

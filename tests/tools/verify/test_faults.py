@@ -383,7 +383,8 @@ def heads_of_the_wrong_rank(monkeypatch):
 @fault("cp=2", "the backward pass first differs", "module layers.", "attn.core", by_default=True)
 def gradients_of_keys_of_other_ranks_lost(monkeypatch):
     def keep_own(ctx, gradient):
-        size, rank = ctx.group.size(), ctx.group.rank()
+        size = ctx.group.size()
+        rank = ctx.group.rank()
         return gradient.chunk(size, dim=1)[rank].contiguous(), None, None
 
     monkeypatch.setattr(gather._GatherSequence, "backward", staticmethod(keep_own))

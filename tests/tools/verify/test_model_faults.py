@@ -519,7 +519,8 @@ WITHOUT_MESH = [name for name, fault in FAULTS.items() if not fault.needs_mesh]
     ),
 )
 def test_a_fault_visible_without_a_mesh_is_named(name, results):
-    fault, result = FAULTS[name], results[name]
+    fault = FAULTS[name]
+    result = results[name]
     axis = fault.mesh.partition("=")[0]
     without_faults = "not possible" if axis in result["impossible"] else "same"
     verdict = "refused" if result["broken"] else without_faults
@@ -558,15 +559,18 @@ def test_a_correct_model_has_the_same_results_on_every_mesh(name, tmp_path, caps
 )
 def test_the_command_names_a_fault_in_a_model_file(name, tmp_path):
     fault = FAULTS[name]
-    path, out = tmp_path / "model.py", io.StringIO()
+    path = tmp_path / "model.py"
+    out = io.StringIO()
     path.write_text(changed_model(fault.changes))
     try:
         with contextlib.redirect_stdout(out):
             verify.main([str(path), "--mesh", fault.mesh, "--steps", "1", "--json"])
         (row,) = json.loads(out.getvalue())["rows"]
-        verdict, cause = row["verdict"], f"{row['first']} {row['cause']}"
+        verdict = row["verdict"]
+        cause = f"{row['first']} {row['cause']}"
     except ConfigError as error:
-        verdict, cause = "refused", str(error)
+        verdict = "refused"
+        cause = str(error)
     print(f"\n{name:45} {fault.mesh:12} {verdict:12} {cause}")
     assert verdict == fault.verdict, cause
     assert all(text in cause for text in fault.cause), cause

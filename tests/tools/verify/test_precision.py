@@ -654,8 +654,10 @@ def test_tolerances_have_a_key_for_each_number(tmp_path):
 def test_the_command_keeps_the_precision_of_the_configuration(capsys):
     assert cli.main(["verify", "--precision", "own", "--mesh", "dp_shard=2", "--steps", "1"]) == 0
     out = capsys.readouterr().out
-    assert "compute bfloat16" in out and "rounding alone explains" in out
-    assert out.count(" same ") == 2 and "\none process " in out
+    assert "compute bfloat16" in out
+    assert "rounding alone explains" in out
+    assert out.count(" same ") == 2
+    assert "\none process " in out
 
 
 @pytest.mark.nightly("a second run of the command")

@@ -133,7 +133,8 @@ def test_a_partially_scaled_gradient_is_detected(monkeypatch):
 
 
 def test_numbers_of_a_tile_depend_only_on_their_position():
-    wholes, parts = {}, run_ranks(4, _tiled)
+    wholes = {}
+    parts = run_ranks(4, _tiled)
     for name, shape in (("matrix", (2050, 12)), ("stack", (3, 1030, 8))):
         wholes[name] = torch.empty(shape)
         tile.fill_(wholes[name], name, 2.0, 1.0)
@@ -142,10 +143,8 @@ def test_numbers_of_a_tile_depend_only_on_their_position():
             assert torch.equal(
                 torch.tensor(values), wholes[name][tuple(slice(*pair) for pair in slices)]
             )
-    assert (
-        abs(float(wholes["matrix"].std()) - 2.0) < 0.1
-        and abs(float(wholes["matrix"].mean()) - 1.0) < 0.1
-    )
+    assert abs(float(wholes["matrix"].std()) - 2.0) < 0.1
+    assert abs(float(wholes["matrix"].mean()) - 1.0) < 0.1
 
 
 def _tiled(rank):
@@ -187,9 +186,8 @@ def test_factors_reproduce_the_gradients_of_float64(monkeypatch, tmp_path):
     monkeypatch.setattr(float64, "FACTORED_NUMEL", 900)
     loss, gradients = float64.loss_and_gradients(model, loss_of)
     assert loss == pytest.approx(float(expected), rel=1e-14)
-    assert set(gradients.factors) == {"0.weight", "1.weight", "2.weight"} and set(
-        gradients.whole
-    ) == {"1.bias"}
+    assert set(gradients.factors) == {"0.weight", "1.weight", "2.weight"}
+    assert set(gradients.whole) == {"1.bias"}
     float64.write(gradients, str(tmp_path / "gradients"))
     gradients = float64.read(str(tmp_path / "gradients"))
     for name, parameter in exact.named_parameters():
@@ -354,10 +352,8 @@ def test_a_model_that_does_not_fit_is_reduced_and_each_reduction_reported():
     pieces = {piece.name: piece for piece in real_layers.pieces(loaded, 8 << 30, counted)}
     assert set(pieces) == {"dense layer", "layer", "vocabulary"}
     assert all(piece.bytes_on({}, 1) <= 8 << 30 for piece in pieces.values())
-    assert (
-        "experts 256 -> " in pieces["layer"].size_text
-        and "vocabulary 129280 -> 1024" in pieces["layer"].size_text
-    )
+    assert "experts 256 -> " in pieces["layer"].size_text
+    assert "vocabulary 129280 -> 1024" in pieces["layer"].size_text
     assert "embedding of 1024 rows" in pieces["vocabulary"].size_text
     (full_model,) = real_layers.pieces(loaded, 1 << 50, counted)
     assert full_model.size_text == "num_layers 61 -> 2"
@@ -368,13 +364,13 @@ def test_checks_that_do_not_fit_are_skipped_and_reported(capsys, monkeypatch):
     monkeypatch.setattr(real, "general", lambda _: _one_that_fits_and_one_that_does_not())
     assert cli.main(["verify", "--real", "--memory", "1"]) == 0
     text = capsys.readouterr().out
-    assert "left out" in text and "needs 2.00 GiB of memory, 1.00 GiB allowed" in text
+    assert "left out" in text
+    assert "needs 2.00 GiB of memory, 1.00 GiB allowed" in text
     assert "1 passed, 0 failed, 1 left out: checks that were left out have no result" in text
     assert cli.main(["verify", "--real", "--json", "--memory=1"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [row["verdict"] for row in report["rows"]] == ["pass", "left out"] and report[
-        "exit_code"
-    ] == 0
+    assert [row["verdict"] for row in report["rows"]] == ["pass", "left out"]
+    assert report["exit_code"] == 0
 
 
 def _one_that_fits_and_one_that_does_not():
@@ -387,7 +383,8 @@ def _one_that_fits_and_one_that_does_not():
 )
 def test_an_error_above_the_limit_or_nan_fails(error, verdict, status):
     row = real.measured(real.Check("loss sum", "", "1", 1, 0, 1e-6, lambda _: (error, "")), 1)
-    assert row.verdict == verdict and real.exit_code([row]) == status
+    assert row.verdict == verdict
+    assert real.exit_code([row]) == status
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ def evidence(gradients: list[torch.Tensor], reference_gradient: torch.Tensor) ->
 def test_a_cause_that_explains_nothing_is_not_named() -> None:
     """A gradient just outside the tolerance matches every hypothesis that reproduces the gradient of one process."""
     torch.manual_seed(0)
-    reference_gradient, noise = torch.randn(1000), torch.randn(1000)
+    reference_gradient = torch.randn(1000)
+    noise = torch.randn(1000)
     e = evidence([reference_gradient + 5e-5 * noise] * 2, reference_gradient)
     assert causes.clipped_otherwise(e) is None
     assert causes.scaled(e) is None
@@ -89,9 +90,8 @@ def test_a_cause_that_explains_nothing_is_not_named() -> None:
     assert not e.explains_loss(4.0, 1e-6)
     for factor, message in ((0.5, "scaled by 1/2"), (2.0, "scaled by 2"), (1.01, "scaled by 1.01")):
         off = evidence([factor * reference_gradient + 5e-5 * noise] * 2, reference_gradient)
-        assert message in str(causes.scaled(off)) and "clipped by another factor" in str(
-            causes.clipped_otherwise(off)
-        )
+        assert message in str(causes.scaled(off))
+        assert "clipped by another factor" in str(causes.clipped_otherwise(off))
         assert off.explains("w", lambda _, factor=factor: factor * reference_gradient)
 
 

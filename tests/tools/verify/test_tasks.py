@@ -29,4 +29,6 @@ def test_a_masked_language_model_is_verified(tmp_path: Path) -> None:
         note.startswith("task: masked_language_model as language_model") for note in task.notes
     )
     (row,) = verify.verify(task, trainer, tmp_path)  # type: ignore[arg-type]
-    assert row.verdict == "same" and row.gradient is not None and row.gradient < 1e-5
+    assert row.verdict == "same"
+    assert row.gradient is not None
+    assert row.gradient < 1e-5

@@ -117,7 +117,8 @@ def test_the_default_meshes_have_the_configured_axes_and_name_impossible_ones():
     arguments = [f"--parallelism.{name}={value}" for name, value in degrees.items()]
     loaded = config.load(None, [*arguments, "--model.overrides.num_kv_heads=1"])
     plans = meshes.default(loaded, ())
-    assert plans[0].name == "dp_shard=2,tp=2,cp=2" and all(plan.num_ranks <= 8 for plan in plans)
+    assert plans[0].name == "dp_shard=2,tp=2,cp=2"
+    assert all(plan.num_ranks <= 8 for plan in plans)
     assert any(
         plan.name == "tp=2" and "does not divide" in plan.problem and "1 KV heads" in plan.problem
         for plan in plans
@@ -157,12 +158,12 @@ def test_options_that_verify_disables_are_noted_and_not_rejected():
     loaded = config.load(None, [f"--{name}={value}" for name, value in options.items()])
     task = verify.plan(loaded, verify_request.VerifyOptions(meshes=("dp_shard=2",)))
     notes = "\n".join(task.notes)
-    assert "optimizer: Muon -> AdamW" in notes and "precision: float16 -> float32" in notes
-    assert "compile: off" in notes and "memory_budget" in notes
-    assert (
-        task.plans[0].loaded.config.training.enable_cpu_offload
-        and not task.reference.training.enable_cpu_offload
-    )
+    assert "optimizer: Muon -> AdamW" in notes
+    assert "precision: float16 -> float32" in notes
+    assert "compile: off" in notes
+    assert "memory_budget" in notes
+    assert task.plans[0].loaded.config.training.enable_cpu_offload
+    assert not task.reference.training.enable_cpu_offload
 
 
 def test_the_arguments_of_a_request_are_parsed():
@@ -203,10 +204,12 @@ def test_schedules_and_the_command_line_end_to_end(capsys):
     ]
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
-    assert (
-        "num_layers 6 -> 4" in out and "AdamW with eps 0.01" in out and "bfloat16 -> float32" in out
-    )
-    assert out.count(" same ") == 2 and "ZBVZeroBubble" in out and "bitwise" in out
+    assert "num_layers 6 -> 4" in out
+    assert "AdamW with eps 0.01" in out
+    assert "bfloat16 -> float32" in out
+    assert out.count(" same ") == 2
+    assert "ZBVZeroBubble" in out
+    assert "bitwise" in out
 
 
 def test_full_keeps_the_model_and_its_weights(capsys):
@@ -232,9 +235,8 @@ def test_full_keeps_the_model_and_its_weights(capsys):
     assert verify.main(arguments) == 0
     report = json.loads(capsys.readouterr().out)
     assert not any("->" in note and "model" in note for note in report["notes"])
-    assert (
-        any("24 synthetic tokens" in note for note in report["notes"]) and report["exit_code"] == 0
-    )
+    assert any("24 synthetic tokens" in note for note in report["notes"])
+    assert report["exit_code"] == 0
 
 
 EXITS = {
@@ -296,17 +298,13 @@ def test_allow_impossible_without_meshes_is_rejected(capsys):
 
 
 def test_the_table_shows_the_differences():
-    same, wrong = (
-        MeshResult("tp=2", "", "same", 1.0, 0, 0.0, 0.0, 0.0, 0.0),
-        MeshResult("cp=2", "", "failed", cause="rank 1 died"),
-    )
+    same = MeshResult("tp=2", "", "same", 1.0, 0, 0.0, 0.0, 0.0, 0.0)
+    wrong = MeshResult("cp=2", "", "failed", cause="rank 1 died")
     differs = MeshResult(
         "pp=2", "1F1B", "differs", 1.0, 0, 1.0, float("inf"), 0.0, 0.0, "step 1: here", "this"
     )
     impossible = MeshResult("ep=2", "", "not possible", cause="no experts")
     text = verify_report.table([same, wrong, differs, impossible])
-    assert (
-        "pp=2 1F1B: step 1: here\n  likely cause: this" in text
-        and "ep=2: not possible: no experts" in text
-    )
+    assert "pp=2 1F1B: step 1: here\n  likely cause: this" in text
+    assert "ep=2: not possible: no experts" in text
     assert json.loads(verify_report.document("m", [], [differs], 4))["rows"][0]["gradient"] is None

@@ -122,4 +122,5 @@ def test_float8_options_that_match_no_module_are_rejected_before_ranks_start(
         ),
     )
     errors, _ = build(replace(config, quantize=quantize))
-    assert problem in "".join(map(str, errors)) and bool(errors) == bool(problem)
+    assert problem in "".join(map(str, errors))
+    assert bool(errors) == bool(problem)

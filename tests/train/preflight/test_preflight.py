@@ -325,7 +325,9 @@ def test_check_reports_the_errors_of_train_in_the_same_lines(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, lines = checked(capsys, FAULTY[name])
-    assert status in (2, 3, 5) and lines and len(set(lines)) == len(lines)
+    assert status in (2, 3, 5)
+    assert lines
+    assert len(set(lines)) == len(lines)
     assert started(FAULTY[name]) == (status, lines)
 
 
@@ -343,7 +345,8 @@ def test_check_counts_ranks_of_other_nodes(capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["config", "check", "run.toml", "--nnodes=2"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert started(["--nnodes=2"]) == (2, [line.partition("]: ")[2] for line in errors])
-    assert len(errors) == 1 and "the rendezvous endpoint is not set" in errors[0]
+    assert len(errors) == 1
+    assert "the rendezvous endpoint is not set" in errors[0]
     arguments = [
         "--nnodes=2",
         "--rdzv_endpoint=here:29500",
@@ -418,7 +421,8 @@ def test_workers_whose_batches_exceed_shared_memory_are_rejected(
     assert not judge(loaded, machine.this_machine(loaded, 1)).lines
     small_disks(needed - 1)
     (line,) = judge(loaded, machine.this_machine(loaded, 1)).lines
-    assert "training.dataloader.num_workers=2" in line and format_bytes(needed) in line
+    assert "training.dataloader.num_workers=2" in line
+    assert format_bytes(needed) in line
 
 
 def threads() -> int:
@@ -447,9 +451,11 @@ def test_process_that_will_fork_opens_no_files_itself(folder: Path, arguments: l
     try:
         require(loaded, machine.this_machine(loaded, 1))
     except ShardtrainError as error:
-        assert in_child is not None and (type(in_child), str(in_child)) == (type(error), str(error))
+        assert in_child is not None
+        assert (type(in_child), str(in_child)) == (type(error), str(error))
     else:
-        assert in_child is None and not arguments
+        assert in_child is None
+        assert not arguments
 
 
 @pytest.mark.usefixtures("no_steps")
@@ -526,12 +532,14 @@ def test_bytes_of_a_rank_follow_from_shapes_layout_and_mesh() -> None:
     def needed(nproc: int, *arguments: str) -> int:
         loaded = config.load("run.toml", arguments)
         errors, parameters = meta_model.build(loaded.config)
-        assert not errors and parameters is not None
+        assert not errors
+        assert parameters is not None
         return memory_fit.state_bytes(loaded.config, nproc, parameters)
 
     one_rank = needed(1)
     errors, parameters = meta_model.build(config.load("run.toml").config)
-    assert not errors and parameters is not None
+    assert not errors
+    assert parameters is not None
     # weights, gradients and two AdamW states
     assert one_rank == 4 * 4 * sum(one.num_elements for one in parameters)
     assert needed(4) == one_rank // 4
@@ -554,7 +562,8 @@ def test_model_accepted_without_importing_torch_fits() -> None:
             "run.toml", [f"--model.flavor={flavor}", "--model.overrides.vocab_size=128256"]
         )
         errors, parameters = meta_model.build(loaded.config)
-        assert not errors and parameters is not None
+        assert not errors
+        assert parameters is not None
         needed = memory_fit.state_bytes(loaded.config, 1, parameters)
         for share in (0.9, 1.1, 2.0, 8.0):
             device_machine = machine.Machine(
@@ -585,10 +594,8 @@ def test_more_ranks_than_accelerators_are_rejected_in_one_line() -> None:
         ]
         assert len(problems) == int(refused), problems
         if refused:
-            assert (
-                problems[0].startswith(f"ranks of this machine={ranks} exceeds its ")
-                and f"--nproc {devices}" in problems[0]
-            )
+            assert problems[0].startswith(f"ranks of this machine={ranks} exceeds its ")
+            assert f"--nproc {devices}" in problems[0]
 
 
 def test_nearest_names_are_suggested_for_sections_and_platforms(
@@ -597,11 +604,9 @@ def test_nearest_names_are_suggested_for_sections_and_platforms(
     (folder / "typo.toml").write_text("[trainning]\nsteps = 3\nseq_len = 0\n[optimiser]\nlr = 1\n")
     assert cli.main(["config", "check", str(folder / "typo.toml")]) == 2
     errors = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
-    assert (
-        len(errors) == 2
-        and "did you mean [training]?" in errors[0]
-        and "did you mean [optimizer]?" in errors[1]
-    )
+    assert len(errors) == 2
+    assert "did you mean [training]?" in errors[0]
+    assert "did you mean [optimizer]?" in errors[1]
     for arguments, name in (
         (["launch", "slrum"], "slurm"),
         (["launch", "kubernets"], "kubernetes"),

@@ -127,7 +127,8 @@ def test_a_file_without_a_trace_is_one_line_or_an_empty_summary(text: str, tmp_p
     try:
         assert read(tmp_path / "x.json").operations == []
     except DataError as error:
-        assert len(str(error).splitlines()) == 1 and "x.json" in str(error)
+        assert len(str(error).splitlines()) == 1
+        assert "x.json" in str(error)
 
 
 @pytest.mark.parametrize("key", ["name", "cat", "ts", "dur", "pid", "tid", "args"])
@@ -176,7 +177,10 @@ def test_the_newest_step_of_a_run_is_reported_and_the_slowest_rank(
     write(tmp_path / "profile_traces/iteration_20/rank1_trace.json", slow)
     assert cli.main(["profile", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "*    1" in out and "aten::addmm" in out and "gemm" not in out and "memory" in out
+    assert "*    1" in out
+    assert "aten::addmm" in out
+    assert "gemm" not in out
+    assert "memory" in out
     assert max(map(len, out.splitlines()[:-1])) <= 80
     assert cli.main(["profile", str(tmp_path), "--step", "10", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"]["0"]["operations"][0]["name"] == "gemm"
@@ -200,7 +204,8 @@ def test_wrong_profile_arguments_are_one_line(
     (tmp_path / "profile_traces").mkdir()
     assert cli.main(["profile", *arguments]) == 2
     error = capsys.readouterr().err
-    assert message in error and len(error.strip().splitlines()) == 1
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
 
 
 def test_a_real_trace_is_read(tmp_path: Path) -> None:
@@ -214,5 +219,6 @@ def test_a_real_trace_is_read(tmp_path: Path) -> None:
     recorded.export_chrome_trace(str(tmp_path / "real.json"))
     summary = read(tmp_path / "real.json")
     assert {op.name: op.calls for op in summary.operations}["aten::mm"] == 5
-    assert summary.memory and max(size for _, size in summary.memory) >= 64 * 64 * 4
+    assert summary.memory
+    assert max(size for _, size in summary.memory) >= 64 * 64 * 4
     assert summary.compute_us <= summary.span_us

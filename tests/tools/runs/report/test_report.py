@@ -73,17 +73,19 @@ def test_a_page_has_the_curves_and_the_last_numbers_of_its_run(tmp_path: Path) -
     text = written(tmp_path, folder)
     charts_of_page = charts(text)
     train, validation = charts_of_page["Loss"]["lines"]
-    assert train["x"] == list(range(1, 21)) and train["y"][0] == 4.0 and train["y"][-1] == 0.2
-    assert validation["name"] == "first (validation)" and validation["y"] == [1.25]
+    assert train["x"] == list(range(1, 21))
+    assert train["y"][0] == 4.0
+    assert train["y"][-1] == 0.2
+    assert validation["name"] == "first (validation)"
+    assert validation["y"] == [1.25]
     assert charts_of_page["my_metric"]["lines"][0]["y"] == [7.5] * 20  # a metric added by a task
-    assert "perplexity (validation)" in charts_of_page and "order_hash" not in charts_of_page
+    assert "perplexity (validation)" in charts_of_page
+    assert "order_hash" not in charts_of_page
     elements = Elements(text)
     assert sum(tag == "svg" for tag, _ in elements.tags) == len(charts_of_page)
-    assert (
-        "first" in elements.text
-        and "ended" in elements.text
-        and "training.seq_len" in elements.text
-    )
+    assert "first" in elements.text
+    assert "ended" in elements.text
+    assert "training.seq_len" in elements.text
 
 
 def test_samples_sources_and_planned_values_are_shown(tmp_path: Path) -> None:
@@ -103,10 +105,12 @@ def test_samples_sources_and_planned_values_are_shown(tmp_path: Path) -> None:
     )
     text = written(tmp_path, folder)
     page_text = Elements(text).text
-    assert (
-        "f_1(<b>)" in page_text and "f_99(<b>)" in page_text and 2 <= page_text.count("def f_") <= 8
-    )
-    assert "peak memory in GiB" in page_text and "+50%" in page_text and "wrong" not in page_text
+    assert "f_1(<b>)" in page_text
+    assert "f_99(<b>)" in page_text
+    assert 2 <= page_text.count("def f_") <= 8
+    assert "peak memory in GiB" in page_text
+    assert "+50%" in page_text
+    assert "wrong" not in page_text
     assert [line["name"] for line in charts(text)["Rows read of each source"]["lines"]] == [
         "run books",
         "run web",
@@ -127,9 +131,11 @@ def test_compared_runs_show_only_the_options_that_differ(tmp_path: Path) -> None
         str(first),
         str(second),
     ]
-    assert [len(line["x"]) for line in lines] == [5, 9] and lines[0]["color"] != lines[1]["color"]
+    assert [len(line["x"]) for line in lines] == [5, 9]
+    assert lines[0]["color"] != lines[1]["color"]
     page_text = Elements(text).text
-    assert "training.lr" in page_text and "training.seq_len" not in page_text
+    assert "training.lr" in page_text
+    assert "training.seq_len" not in page_text
 
 
 def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
@@ -139,7 +145,8 @@ def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
     (folder / "exit.json").write_text(json.dumps({"code": 3, "message": HOSTILE}))
     (folder / "logs").mkdir()
     (folder / "logs/rank-0.log").write_text(f"2026-01-01 00:00:00 WARNING {HOSTILE}\n")
-    clean, text = written(tmp_path, run_folder(tmp_path / "clean")), written(tmp_path, folder)
+    clean = written(tmp_path, run_folder(tmp_path / "clean"))
+    text = written(tmp_path, folder)
     kinds = {tag for tag, _ in Elements(clean).tags}
     elements = Elements(text)
     assert {tag for tag, _ in elements.tags} == kinds
@@ -169,14 +176,16 @@ def test_no_control_character_of_a_run_is_in_the_page(tmp_path: Path) -> None:
     (folder / "logs/rank-0.log").write_text(f"2026-01-01 00:00:00 WARNING {obeyed}\n")
     text = written(tmp_path, folder)
     assert not set(text) & set(obeyed)
-    assert "\\x1b" in text and "\\u202e" in text
+    assert "\\x1b" in text
+    assert "\\u202e" in text
     assert charts(text)[f"b{obeyed}"]["lines"]
 
 
 def test_the_page_makes_no_network_requests(tmp_path: Path) -> None:
     text = written(tmp_path, run_folder(tmp_path / "run"))
     (rules,) = [names["content"] for tag, names in Elements(text).tags if names.get("http-equiv")]
-    assert rules is not None and rules.startswith("default-src 'none'; script-src 'sha256-")
+    assert rules is not None
+    assert rules.startswith("default-src 'none'; script-src 'sha256-")
     # the SVG namespace
     assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
 
@@ -188,7 +197,8 @@ def test_downsampling_keeps_every_spike(place: int) -> None:
     series.values.extend([1.0] * 100_000)
     series.values[place] = 9.0
     steps, values = series.thinned()
-    assert len(steps) <= 2 * run_files.POINTS and steps == sorted(set(steps))
+    assert len(steps) <= 2 * run_files.POINTS
+    assert steps == sorted(set(steps))
     assert values[steps.index(place)] == 9.0
 
 
@@ -223,7 +233,8 @@ def test_damaged_lines_are_counted_and_the_rest_is_drawn(tmp_path: Path, name: s
     record = run_files.read(folder)
     assert record.bad_lines == 1
     assert list(record.metrics["loss"].steps) == [1, 2, 3, 4]  # the last line is incomplete
-    assert "inf" not in record.metrics and "none" not in record.metrics
+    assert "inf" not in record.metrics
+    assert "none" not in record.metrics
     assert "1 lines of its files are damaged" in page.build([record])
 
 
@@ -243,9 +254,8 @@ def test_wrong_folders_are_reported_together_and_nothing_is_written(
     arguments = ["report", str(folder), str(tmp_path / "none"), str(tmp_path), "-o", str(output)]
     assert cli.main(arguments) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 and all(
-        "has no metrics.jsonl; name the folder of a run" in line for line in lines
-    )
+    assert len(lines) == 2
+    assert all("has no metrics.jsonl; name the folder of a run" in line for line in lines)
     assert not output.exists()
     assert cli.main(["report"]) == 2
     assert "requires 1 to 50 folders" in capsys.readouterr().err

@@ -72,7 +72,9 @@ def test_appended_lines_are_read_once_and_torn_lines_when_complete(
     add(tmp_path, 'ss": 2.5}\n')
     run.look()
     run.look()
-    assert steps(run) == [1, 2, 3, 4] and len(taken) == 1 and run.curves["loss"][1][-1] == 2.5
+    assert steps(run) == [1, 2, 3, 4]
+    assert len(taken) == 1
+    assert run.curves["loss"][1][-1] == 2.5
 
 
 def test_rewound_and_restarted_runs_are_followed(tmp_path: Path) -> None:
@@ -88,7 +90,8 @@ def test_rewound_and_restarted_runs_are_followed(tmp_path: Path) -> None:
     assert steps(run) == [1, 2, 3, 4, 5, 6]
     (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics-before.jsonl")
     run.look()
-    assert steps(run) == [] and run.last == {}
+    assert steps(run) == []
+    assert run.last == {}
     add(tmp_path, lines(1, 50))  # a longer file with the same name
     run.look()
     assert steps(run) == list(range(1, 51))
@@ -104,12 +107,11 @@ def test_a_long_file_is_sampled_and_its_curve_spans_all_steps(
     run = FollowedRun(tmp_path)
     run.look()
     sampled_steps = steps(run)
-    assert (
-        sampled_steps == sorted(set(sampled_steps))
-        and sampled_steps[0] < 200
-        and run.last["step"] == 20_000
-    )
-    assert len(sampled_steps) <= 200 and len([step for step in sampled_steps if step < 10_000]) > 20
+    assert sampled_steps == sorted(set(sampled_steps))
+    assert sampled_steps[0] < 200
+    assert run.last["step"] == 20_000
+    assert len(sampled_steps) <= 200
+    assert len([step for step in sampled_steps if step < 10_000]) > 20
 
 
 @pytest.mark.parametrize(
@@ -149,9 +151,11 @@ def test_a_frame_fits_its_terminal_and_escapes_file_content(
 ) -> None:
     followed = [full(tmp_path / f"run \x1b[2J {number}") for number in range(3)]
     rows = frame(followed, 1, Terminal(columns, height, unicode))
-    assert len(rows) <= height and max(map(len, rows)) <= columns
+    assert len(rows) <= height
+    assert max(map(len, rows)) <= columns
     text = "\n".join(rows)
-    assert "\x1b" not in text and "\x07" not in text
+    assert "\x1b" not in text
+    assert "\x07" not in text
     if not unicode:
         text.encode("ascii")
 
@@ -206,7 +210,8 @@ def test_watch_and_report_label_the_speed_equally(
     assert re.search(r"^tokens/s, all devices +1,?955", capsys.readouterr().out, re.MULTILINE)
     assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
-    assert "<th>Tokens/s, all devices</th>" in page and "<td>1955</td>" in page.replace(",", "")
+    assert "<th>Tokens/s, all devices</th>" in page
+    assert "<td>1955</td>" in page.replace(",", "")
 
 
 def test_once_prints_every_run_below_a_folder(
@@ -216,7 +221,8 @@ def test_once_prints_every_run_below_a_folder(
     full(tmp_path / "b")
     assert cli.main(["watch", str(tmp_path), "--once"]) == 0
     out = capsys.readouterr().out
-    assert "a  under way" in out and "b  under way" in out
+    assert "a  under way" in out
+    assert "b  under way" in out
     assert cli.main(["watch", str(tmp_path / "none")]) == 0, (
         "without a terminal, it must print only once"
     )

@@ -36,7 +36,8 @@ def test_a_divisor_that_each_rank_counts_itself(check, monkeypatch):
     result = check("task", meshes=("dp_shard=2",))
     assert result.verdict == "differs", result
     first = result.comparisons[0].first
-    assert "gradient of" in first and "in step 1" in first
+    assert "gradient of" in first
+    assert "in step 1" in first
     assert "the loss of step 1 is divided by" in result.comparisons[0].cause
 
 
@@ -108,7 +109,8 @@ def test_a_resume_that_forgets_the_optimizer(check, monkeypatch):
 
 def test_a_requested_mesh_that_is_impossible_is_not_checked(check):
     result = check("task", meshes=("tp=3",))
-    assert result.verdict == "not checked" and not result.holds
+    assert result.verdict == "not checked"
+    assert not result.holds
 
 
 def test_a_batch_order_that_depends_on_workers(check, monkeypatch):
@@ -129,7 +131,8 @@ PACKED = ("--data.packing", "first_fit")
 
 def test_separate_documents_have_the_loss_of_packed_ones(check):
     result = check("packing", *PACKED)
-    assert result.verdict == "holds" and result.worst.error < 1e-6
+    assert result.verdict == "holds"
+    assert result.worst.error < 1e-6
 
 
 def test_positions_that_depend_on_the_documents_before(check, monkeypatch):

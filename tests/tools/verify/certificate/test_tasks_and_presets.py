@@ -205,10 +205,8 @@ def test_a_teacher_that_attends_to_other_documents_is_seen(check, monkeypatch, d
 
 def test_missing_data_and_tokenizers_are_replaced_and_named(tmp_path):
     loaded, notes = with_substitutes(config.load("llama3_8b", []), tmp_path)
-    assert (
-        loaded.config.model.hf_assets_path == "bytes"
-        and loaded.config.training.dataset == "python_stdlib"
-    )
+    assert loaded.config.model.hf_assets_path == "bytes"
+    assert loaded.config.training.dataset == "python_stdlib"
     assert [note.partition(" ")[0] for note in notes] == ["substitute:", "substitute:"]
     assert with_substitutes(config.load("debug", []), tmp_path)[1] == []
 
@@ -217,7 +215,8 @@ def test_rounding_of_states_is_off_in_float32():
     options = ["--optimizer.bf16_stochastic_round", "true", "--optimizer.state_dtype", "bfloat16"]
     task = verify.plan(config.load(None, options), VerifyOptions(meshes=("tp=2",)))
     (plan,) = task.plans
-    assert plan.problem == "" and plan.loaded.config.optimizer.state_dtype == "default"
+    assert plan.problem == ""
+    assert plan.loaded.config.optimizer.state_dtype == "default"
     task = verify.plan(config.load(None, options), VerifyOptions(meshes=("tp=2",), precision="own"))
     assert task.plans[0].loaded.config.optimizer.bf16_stochastic_round
 
