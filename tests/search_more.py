@@ -715,7 +715,7 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
         "metrics.log_freq", "metrics.enable_tensorboard", "metrics.disable_color_printing",
         "metrics.save_for_all_ranks", "metrics.enable_wandb", "metrics.enable_mlflow", "metrics.enable_trackio",
         "metrics.prometheus_port", "metrics.prometheus_address", "metrics.sinks", "metrics.peak_flops",
-        "metrics.token_metrics",
+        "metrics.token_metrics", "metrics.per_source_loss",
         "metrics.legacy_tags", "model.print_after_conversion", "training.gc_debug",
         "activation_checkpoint.visualize_memory_budget_pareto",
     ),
@@ -785,6 +785,7 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
     "noise that tests/distributed/test_embedding_noise.py compares on meshes": ("training.neftune_noise_alpha",),
     "used by the task image_text: tests/tasks/test_image_text.py": (
         "data.images_field", "data.image_folder", "data.max_image_pixels", "data.max_image_bytes",
+        "task.frozen_modules",
     ),
 }  # fmt: skip
 """Options that no case draws, by the reason why they cannot change a result. A name that ends in a dot is a section."""

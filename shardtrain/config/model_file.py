@@ -21,7 +21,8 @@ from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
 MODELS_FOLDER = Path(__file__).parent.parent / "models"
-_PACKAGE = "shardtrain.models."
+NATIVE_MODELS = "shardtrain.models."
+"""Start of the module names of the native models."""
 _HAS_FLAVORS = re.compile(r"^(FLAVORS\b|from .* import .*\bFLAVORS\b)", re.MULTILINE)
 _AS_IT_IS = 'use its Hugging Face folder: set model.name = "transformers" and model.hf_assets_path to the folder'
 # Hint for torchtitan models that this package does not have.
@@ -160,11 +161,13 @@ def _definition(
             if any(isinstance(target, ast.Name) and target.id == wanted for target in targets):
                 return module, node.value
         elif (
-            isinstance(node, ast.ImportFrom) and follow and (node.module or "").startswith(_PACKAGE)
+            isinstance(node, ast.ImportFrom)
+            and follow
+            and (node.module or "").startswith(NATIVE_MODELS)
         ):
             for alias in node.names:
                 if (alias.asname or alias.name) == wanted:
-                    path = MODELS_FOLDER / f"{(node.module or '')[len(_PACKAGE) :]}.py"
+                    path = MODELS_FOLDER / f"{(node.module or '')[len(NATIVE_MODELS) :]}.py"
                     if path.is_file():
                         return _definition(_parse(path, name), alias.name, name, follow=False)
     return None

@@ -56,6 +56,34 @@ TEMPLATES = [
     "{% set t = 'a' * 100 %}" + "{% set t %}{{ t }}{{ t }}{% endset %}" * 40 + "{{ t }}",
     "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
 ]
+DOUBLED = (
+    "{% set n = namespace(v=[1], w=[1], s=(1,), t=(1,)) %}{% for i in range(40) %}"
+    "{% set n.v = [n.v, n.v] %}{% set n.w = [n.w, n.w] %}"
+    "{% set n.s = (n.s, n.s) %}{% set n.t = (n.t, n.t) %}{% endfor %}"
+)
+"""Lists and tuples of depth 40, with 2^40 items if each occurrence counts."""
+COMPARISONS = [
+    "{{ n.v == n.w }}",
+    "{{ n.v < n.w }}",
+    "{{ n.v in [n.w] }}",
+    "{{ 1 if n.v != n.w }}",
+    "{{ [n.w].index(n.v) }}",
+    "{{ [n.w].count(n.v) }}",
+    "{{ n.v is eq(n.w) }}",
+    "{{ n.v is in([n.w]) }}",
+    "{{ [n.v]|select('eq', n.w)|list|length }}",
+    "{{ [n.v]|reject('lt', n.w)|list|length }}",
+    "{{ [n.v, n.w]|unique|list|length }}",
+    "{{ [n.v, n.w]|min|length }}",
+    "{{ [n.v, n.w]|sort|length }}",
+    "{{ {n.s: 1}|length }}",
+    "{{ dict([(n.s, 1)])|length }}",
+    "{{ {}.get(n.s) }}",
+    "{{ {1: 2}[n.s] }}",
+    "{% for x in [n.v, n.w] %}{{ loop.changed(x) }}{% endfor %}",
+    "{% for x in [n.v] if x == n.w %}{% endfor %}",
+    "{% if n.v >= n.w %}{% endif %}",
+]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +94,30 @@ def test_template_that_multiplies_its_text_is_rejected(text: str) -> None:
         ChatTemplate(text, {}).render([{"role": "user", "content": "hello"}])
     assert len(str(refused.value).splitlines()) == 1
     assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("comparison", COMPARISONS)
+def test_template_that_compares_exponentially_many_items_is_rejected(comparison: str) -> None:
+    with pytest.raises(Unusable) as refused:
+        ChatTemplate(DOUBLED + comparison, {}).render([{"role": "user", "content": "hello"}])
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_template_compares_messages_as_usual() -> None:
+    template = ChatTemplate(
+        "{{ messages == messages }} {{ messages[0] in messages }} {{ {'a': 1, ('b', 2): 3}[('b', 2)] }} "
+        "{{ messages is eq(messages) }} {{ 2 < 3 > 1 }} {{ missing == 1 }} {{ 'e' in 'hello' }}",
+        {},
+    )
+    assert template.render([{"role": "user", "content": "x"}]) == "True True 3 True True False True"
+
+
+@pytest.mark.parametrize("number", ["1" * 5000, "0x" + "f" * 500_000])
+def test_template_with_a_number_of_too_many_digits_is_rejected(number: str) -> None:
+    with pytest.raises(ConfigError, match="a number with too many digits") as refused:
+        ChatTemplate("{{ " + number + " }}", {}).render([{"role": "user", "content": "x"}])
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_long_conversation_is_accepted() -> None:

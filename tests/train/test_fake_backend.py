@@ -302,7 +302,7 @@ def test_worlds_of_one_and_of_thousands_are_built(capsys, size):
     code, out, _ = answer(capsys, str(ROOT / "configs/debug.toml"), *arguments)
     assert code == 0
     assert f"rank 0 of {size}" in out
-    assert "note: compile.enable=true: nothing is compiled here" in out
+    assert "note: compile.enable=true: a dry run does not compile" in out
 
 
 def test_buffers_of_experts_have_no_memory_with_selective_recomputation(monkeypatch):

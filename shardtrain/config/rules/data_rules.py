@@ -497,10 +497,12 @@ def _check_jinja(option: str, entries: dict[str, str], where: str) -> Iterator[P
     for name, text in entries.items():
         try:
             jinja2.Environment().parse(text)
-        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+        except (jinja2.TemplateSyntaxError, ValueError, RecursionError) as error:
             message = "it nests too deeply"
             if isinstance(error, jinja2.TemplateSyntaxError):
                 message = str(error.message)
+            elif isinstance(error, ValueError):
+                message = "it contains a number with too many digits"
             yield Problem(
                 f"{option}.{name}",
                 text,

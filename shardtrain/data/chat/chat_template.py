@@ -184,10 +184,19 @@ class ChatTemplate:
         }
         try:
             return environment.from_string(text)
-        except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError, MemoryError) as error:
+        except (
+            jinja2.TemplateSyntaxError,
+            SyntaxError,
+            ValueError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             where = "it nests too deeply"
             if isinstance(error, jinja2.TemplateSyntaxError):
                 where = f"line {error.lineno}: {error.message}"
+            # Python refuses to convert numbers of more than 4300 digits.
+            elif isinstance(error, ValueError):
+                where = "it contains a number with too many digits"
             # Python may fail to compile the code that Jinja generates from the template.
             elif isinstance(error, SyntaxError):
                 where = str(error.msg)

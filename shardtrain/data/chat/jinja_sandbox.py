@@ -84,6 +84,10 @@ _LINEAR_FILTERS = frozenset(
     )
 )
 """Filters that process a text in one pass."""
+_COMPARING_TESTS = (
+    *("eq", "==", "equalto", "ne", "!=", "in"),
+    *("gt", ">", "greaterthan", "ge", ">=", "lt", "<", "lessthan", "le", "<="),
+)
 _ADDING_FILTERS = ("sync_do_sum", "do_sum")
 """Filters that add up items. Unless the items are numbers, they copy the sum so far for each item."""
 _LONG_NUMBER = re.compile(r"\d{5}")
@@ -141,6 +145,10 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             texts = [str(part) for part in parts]
             return "".join(texts)
 
+        def shardtrain_compared(self, value: Any) -> Any:
+            """Count an operand of a comparison, or a key of a dictionary, and return it."""
+            return _compared(work, value)
+
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             # Operators that may need much time or memory: "%" formats a text, "+" and "*" create longer texts and
             # lists, and "*" and "**" may create huge integers.
@@ -166,6 +174,8 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             # ``_parse`` inserts a call of this function into each loop and macro. Count an iteration, not the call.
             if function == self.shardtrain_count:
                 return work.count()
+            if function == self.shardtrain_compared:
+                return _compared(work, args[0])
             # For str.join, make a list first, so that the size is known. An iterator could yield the same text
             # any number of times.
             if (
@@ -207,6 +217,7 @@ def sandbox(work: Work, *extensions: Any) -> Any:
                     )
                     node.body.insert(0, nodes.Output([counted]).set_lineno(node.lineno))
             _replace_joins(template, nodes)
+            _count_comparisons(template, nodes)
             return template.set_environment(self)
 
     # These are the settings of Hugging Face's apply_chat_template. Remove lipsum, which can create texts of any
@@ -215,6 +226,8 @@ def sandbox(work: Work, *extensions: Any) -> Any:
     del environment.globals["lipsum"]
     for name, function in environment.filters.items():
         environment.filters[name] = bounded(function, work, _weight(name), name in _WIDE_FILTERS)
+    for name in _COMPARING_TESTS:
+        environment.tests[name] = _counted_test(environment.tests[name], work)
     environment.finalize = lambda value: _written(work, value)
     environment.filters["replace"] = lambda text, *words: _replaced(work, _text(work, text), *words)
     environment.filters["join"] = _joined(environment.filters["join"], work)
@@ -240,6 +253,43 @@ def _replace_joins(node: Any, nodes: Any) -> None:
                     value[place] = call
                 else:
                     setattr(node, name, call)
+
+
+def _count_comparisons(template: Any, nodes: Any) -> None:
+    """Count the operands of comparisons and the keys of dictionaries.
+
+    Lists may contain the same list many times, and Python compares and hashes each occurrence. Without a limit, 40
+    rounds of ``x = [x, x]`` make a comparison that takes hours.
+    """
+
+    def counted(operand: Any) -> Any:
+        function = nodes.EnvironmentAttribute("shardtrain_compared")
+        return nodes.Call(function, [operand], [], None, None).set_lineno(operand.lineno)
+
+    for comparison in list(template.find_all(nodes.Compare)):
+        comparison.expr = counted(comparison.expr)
+        for operand in comparison.ops:
+            operand.expr = counted(operand.expr)
+    for pair in list(template.find_all(nodes.Pair)):
+        pair.key = counted(pair.key)
+
+
+def _compared(work: Work, value: Any) -> Any:
+    """Count a value before it is compared or hashed. Texts and numbers are compared quickly."""
+    if isinstance(value, Sequence | Mapping) and not isinstance(value, str | bytes | range):
+        work.plan(deep_size(value))
+    return value
+
+
+def _counted_test(test: Callable[..., Any], work: Work) -> Callable[..., Any]:
+    """Wrap a Jinja test such as ``is eq(x)`` so that its arguments are counted."""
+
+    def counted(*args: Any) -> Any:
+        for argument in args:
+            _compared(work, argument)
+        return test(*args)
+
+    return counted
 
 
 def _size(value: Any) -> int:
@@ -302,6 +352,13 @@ def _plan_call(work: Work, function: Any, args: tuple[Any, ...], kwargs: dict[st
     """Count the result of a method of a text or a number before it is called."""
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
+    # Methods such as list.index, dict.get and loop.changed compare or hash their arguments, and so does dict().
+    if isinstance(owner, Sequence | Mapping) and not isinstance(owner, str | bytes):
+        for value in (owner, *args):
+            _compared(work, value)
+    elif function is dict or name == "changed":
+        for value in (*args, *kwargs.values()):
+            _compared(work, value)
     if not isinstance(owner, str | bytes | int):
         return
     if name in _WIDE_METHODS:

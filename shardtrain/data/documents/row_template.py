@@ -109,12 +109,20 @@ class RowTemplate:
         environment.finalize = _finalize
         try:
             return environment.from_string(text)
-        except (jinja2.TemplateSyntaxError, RecursionError, MemoryError) as error:
-            where = (
-                error.message
-                if isinstance(error, jinja2.TemplateSyntaxError)
-                else "it nests too deeply"
-            )
+        except (
+            jinja2.TemplateSyntaxError,
+            SyntaxError,
+            ValueError,
+            RecursionError,
+            MemoryError,
+        ) as error:
+            where = "it nests too deeply"
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                where = str(error.message)
+            elif isinstance(error, SyntaxError):
+                where = str(error.msg)
+            elif isinstance(error, ValueError):
+                where = "it contains a number with too many digits"
             raise ConfigError(
                 Problem(
                     f"{option}.{name}",

@@ -1,8 +1,8 @@
 """Check that the offsets of Arrow arrays are within their data, before values are read.
 
 Arrow reads a text or a list at the place that its offsets name, without a check. Its own complete check also
-reads all texts, and all elements of lists, even for a single row. ``Table.validate()`` must have checked the
-sizes of buffers and the lengths of arrays.
+reads all texts, and all elements of lists, even for a single row. The quick check of pyarrow must have checked
+the sizes of buffers and the lengths of arrays before.
 
 Source: https://arrow.apache.org/docs/format/Columnar.html
 """

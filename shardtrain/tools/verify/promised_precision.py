@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from shardtrain.config.model_file import NATIVE_MODELS
 from shardtrain.models import gpt_oss, layers, moe, neox
 from shardtrain.tools.verify.rounding_noise import unit_roundoff
 
-NATIVE = "shardtrain.models."
-"""Package of the models to which the promises apply. A user's model file may compute in any dtype."""
 OWN_CODE_ROUNDINGS = 4
 """Roundings of the code between two submodules of a user's model: residual sums, rotary angles, activations."""
 NATIVE_ROUNDINGS = 2
@@ -111,7 +110,7 @@ def cause_of(module: nn.Module, actual: Tensor) -> str:
 
 def own_code_roundings(module: nn.Module) -> int:
     """Return how often the code between two submodules of a module may round."""
-    if type(module).__module__.startswith(NATIVE):
+    if type(module).__module__.startswith(NATIVE_MODELS):
         return NATIVE_ROUNDINGS
     return OWN_CODE_ROUNDINGS
 

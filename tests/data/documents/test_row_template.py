@@ -151,6 +151,10 @@ def test_template_is_tried_on_the_first_rows_before_training(tmp_path: Path) -> 
             '[data.template]\ntext = "{% if %}"',
             'data.template.text="{% if %}" is not a Jinja template',
         ),
+        (
+            f'[data.template]\ntext = "{{{{ {"1" * 5000} }}}}"',
+            "is not a Jinja template (it contains a number with too many digits)",
+        ),
     ],
 )
 def test_template_with_unread_columns_is_rejected(text: str, message: str, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_broken_tokenizer_config_is_named(folder, content):
 def test_broken_or_missing_file_is_reported_with_option_and_path(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r'model.hf_assets_path=".*" holds no tokenizer.json or tokenizer.model; .*"bytes"',
+        match=r'model.hf_assets_path=".*" contains no tokenizer.json or tokenizer.model; .*"bytes"',
     ):
         open_tokenizer(str(tmp_path))
     with pytest.raises(ConfigError, match=r"model.tokenizer_path=.*nowhere"):

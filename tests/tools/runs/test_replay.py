@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -18,8 +19,10 @@ from ranks import run_ranks
 from tiny import shallow_config, train_whole
 
 from shardtrain import cli
+from shardtrain.config import Loaded, check
 from shardtrain.config.schema import Config
 from shardtrain.resilience.guards.loss_spikes import Guard
+from shardtrain.tools.runs.replay import replay_plan
 from shardtrain.tools.runs.replay.replay_plan import plan
 from shardtrain.utils.checked_json import line_of, record_of
 from shardtrain.utils.errors import CheckpointError
@@ -222,3 +225,28 @@ def test_opening_a_folder_runs_no_code_named_by_its_configuration(
         assert f"{option}=" in stderr, option
     assert stderr.count("is code that the folder of a run names") == len(named) + 2
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint": {"hf_interval": 2}},
+        {"checkpoint": {"last_save_in_hf": True}},
+        {"checkpoint": {"keep_best": "validation.loss"}, "validation": {"enable": True}},
+        {"training": {"ema_decay": 0.9}},
+        {"training": {"ema_decay": 0.9}, "validation": {"enable": True, "use_ema": True}},
+        {"training": {"spike_policy": "rewind"}},
+    ],
+)
+@pytest.mark.parametrize("base", [0, 3])
+def test_replay_accepts_options_that_save_or_validate(
+    root: Path, tmp_path: Path, options: dict[str, dict[str, Any]], base: int
+) -> None:
+    run_config = config(root / "run")
+    for section, values in options.items():
+        changed = dataclasses.replace(getattr(run_config, section), **values)
+        run_config = dataclasses.replace(run_config, **{section: changed})
+    folder = root / "run" / "checkpoint"
+    request = replay_plan.ReplayPlan(root / "run", folder, base, 4, 1, ())
+    replayed = replay_plan.config_of(run_config, request, tmp_path)
+    assert list(check(Loaded(replayed))) == []

@@ -387,7 +387,7 @@ def test_disk_without_space_for_a_checkpoint_is_rejected_with_the_numbers(
     size = memory_fit.checkpoint_bytes(loaded.config, parameters)
     for free, code, message in (
         (int(1.1 * size), 8, "a save requires 1.2 times that"),
-        (int(3 * 1.2 * size) + 9, 0, "room for 3"),
+        (int(3 * 1.2 * size) + 9, 0, "enough for only 3"),
         (
             int(11 * 1.2 * size) + 9,
             0,

@@ -98,20 +98,30 @@ def config_of(config: Config, replay_plan: ReplayPlan, output: Path) -> Config:
         load_step=-1,
         create_seed_checkpoint=False,
         keep_best="",  # it requires a validation, which a replay skips
-        accept_changes=[*checkpoint.accept_changes, "training.spike_policy"],  # changed below
+        # exports are saved, too
+        hf_interval=0,
+        last_save_in_hf=False,
+        # both are changed below
+        accept_changes=[
+            *checkpoint.accept_changes,
+            "training.spike_policy",
+            "training.ema_decay",
+        ],
     )
 
     # The run's metrics do not contain spikes that caused a rollback, and a replay must not roll back.
     training = config.training
     if training.spike_policy == "rewind":
         training = dataclasses.replace(training, spike_policy="log")
+    # Averages are only read by checkpoints and validation, and a replay has neither.
+    training = dataclasses.replace(training, ema_decay=None)
     return dataclasses.replace(
         config,
         job=dataclasses.replace(config.job, dump_folder=str(output), save_config_file=None),
         checkpoint=checkpoint,
         lora=lora,
         training=training,
-        validation=dataclasses.replace(config.validation, enable=False),
+        validation=dataclasses.replace(config.validation, enable=False, use_ema=False),
         profiling=dataclasses.replace(
             config.profiling, enable_profiling=False, enable_memory_snapshot=False
         ),
