@@ -226,8 +226,9 @@ def sandbox(work: Work, *extensions: Any) -> Any:
     del environment.globals["lipsum"]
     for name, function in environment.filters.items():
         environment.filters[name] = bounded(function, work, _weight(name), name in _WIDE_FILTERS)
+    tests: dict[str, Any] = environment.tests
     for name in _COMPARING_TESTS:
-        environment.tests[name] = _counted_test(environment.tests[name], work)
+        tests[name] = _counted_test(tests[name], work)
     environment.finalize = lambda value: _written(work, value)
     environment.filters["replace"] = lambda text, *words: _replaced(work, _text(work, text), *words)
     environment.filters["join"] = _joined(environment.filters["join"], work)
