@@ -318,7 +318,7 @@ def test_one_rank_checks_the_copy_of_a_node(nodes: Path, per_node: int) -> None:
         nightly=[
             (
                 "an unsampled file is missing",
-                r'the data="data" is a copy on this node, which lacks 005\.jsonl, and rank',
+                r'the data="data" is a copy on this node, which lacks 005\.jsonl, which rank',
             ),
             (
                 "one file is longer",
@@ -328,7 +328,7 @@ def test_one_rank_checks_the_copy_of_a_node(nodes: Path, per_node: int) -> None:
                 "an additional file",
                 r"which has 999\.jsonl of \d+ bytes, which does not exist on rank 0",
             ),
-            ("no folder", r"data/000\.jsonl\" is not here"),
+            ("no folder", r"data/000\.jsonl\" does not exist on this host"),
         ],
     ),
 )
