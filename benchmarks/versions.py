@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("tests", nargs="*", help="arguments of pytest, such as tests/ops")
     options = parser.parse_args()
 
-    def test(interpreter: Path) -> None:
+    def record(interpreter: Path) -> None:
         row = run_tests(interpreter, options.workers, options.tests)
         print(json.dumps(row, indent=2))
         if not options.tests:
@@ -98,12 +98,12 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
 
     if options.environment:
-        test(options.environment.absolute() / "bin" / "python")
+        record(options.environment.absolute() / "bin" / "python")
         return
     for python in options.python:
         for version in options.torch:
             with tempfile.TemporaryDirectory() as folder:
-                test(create_environment(Path(folder), python, version))
+                record(create_environment(Path(folder), python, version))
 
 
 if __name__ == "__main__":

@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> Iterator[T]:
-    """Yield the items 0, 1, 2, ... forever. Worker processes live as long as the iterator."""
+    """Yield the items 0, 1, 2, ... forever. Worker processes end with the iterator."""
     if not options.num_workers:
         return map(items.__getitem__, itertools.count())
     threads = limits.WORKER_THREADS * options.num_workers
     limits.require_threads(
         threads, f"{options.num_workers} data workers", "training.dataloader.num_workers"
     )
-    # Fork workers on Linux, so that they inherit datasets and tokenizers. They may share open files, see ``shards``.
+    # Fork workers on Linux, so they inherit datasets and tokenizers. They may share open files, see ``shards``.
     start_method = "fork"
     if sys.platform != "linux":
         start_method = "spawn"

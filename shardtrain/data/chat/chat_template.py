@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from shardtrain.data.chat.jinja_sandbox import MAX_CHARACTERS, Work, bounded, deep_size, sandbox
+from shardtrain.data.chat.jinja_sandbox import (
+    COMPILE_ERRORS,
+    MAX_CHARACTERS,
+    Work,
+    bounded,
+    deep_size,
+    sandbox,
+    why_not_compiled,
+)
 from shardtrain.data.chat.messages import NO_VARIABLES, Message
 from shardtrain.data.documents.columns import Unusable
 from shardtrain.utils import libraries
@@ -184,22 +192,10 @@ class ChatTemplate:
         }
         try:
             return environment.from_string(text)
-        except (
-            jinja2.TemplateSyntaxError,
-            SyntaxError,
-            ValueError,
-            RecursionError,
-            MemoryError,
-        ) as error:
-            where = "it nests too deeply"
+        except (jinja2.TemplateSyntaxError, *COMPILE_ERRORS) as error:
+            where = why_not_compiled(error)
             if isinstance(error, jinja2.TemplateSyntaxError):
                 where = f"line {error.lineno}: {error.message}"
-            # Python refuses to convert numbers of more than 4300 digits.
-            elif isinstance(error, ValueError):
-                where = "it contains a number with too many digits"
-            # Python may fail to compile the code that Jinja generates from the template.
-            elif isinstance(error, SyntaxError):
-                where = str(error.msg)
             rule = f"is not a Jinja template ({where})"
             if file is None:
                 rule = f"is not set, and the tokenizer's own template is not valid Jinja ({where})"

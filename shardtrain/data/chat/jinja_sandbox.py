@@ -93,6 +93,21 @@ _ADDING_FILTERS = ("sync_do_sum", "do_sum")
 _LONG_NUMBER = re.compile(r"\d{5}")
 
 
+COMPILE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""Errors of Python and Jinja for a template that they cannot compile, besides jinja2.TemplateSyntaxError."""
+
+
+def why_not_compiled(error: Exception) -> str:
+    """Return the reason of one of ``COMPILE_ERRORS``, as a phrase."""
+    # Python may fail to compile the code that Jinja generates from the template.
+    if isinstance(error, SyntaxError):
+        return str(error.msg)
+    # Python refuses to convert numbers of more than 4300 digits.
+    if isinstance(error, ValueError):
+        return "it contains a number with too many digits"
+    return "it nests too deeply"
+
+
 class Work:
     """Counters of one rendering. ``begin`` resets them."""
 

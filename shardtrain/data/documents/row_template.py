@@ -16,7 +16,13 @@ from typing import Any
 from shardtrain.config.schema import Data, DataSource
 from shardtrain.config.schema.data_options import ROLES
 from shardtrain.data import sources
-from shardtrain.data.chat.jinja_sandbox import MAX_CHARACTERS, Work, sandbox
+from shardtrain.data.chat.jinja_sandbox import (
+    COMPILE_ERRORS,
+    MAX_CHARACTERS,
+    Work,
+    sandbox,
+    why_not_compiled,
+)
 from shardtrain.data.documents.bad_rows import around_bad_rows, attempt
 from shardtrain.data.documents.columns import MAX_NAMES, Unusable, check_text, kind
 from shardtrain.data.documents.encoded import Document, Encoder
@@ -109,20 +115,10 @@ class RowTemplate:
         environment.finalize = _finalize
         try:
             return environment.from_string(text)
-        except (
-            jinja2.TemplateSyntaxError,
-            SyntaxError,
-            ValueError,
-            RecursionError,
-            MemoryError,
-        ) as error:
-            where = "it nests too deeply"
+        except (jinja2.TemplateSyntaxError, *COMPILE_ERRORS) as error:
+            where = why_not_compiled(error)
             if isinstance(error, jinja2.TemplateSyntaxError):
                 where = str(error.message)
-            elif isinstance(error, SyntaxError):
-                where = str(error.msg)
-            elif isinstance(error, ValueError):
-                where = "it contains a number with too many digits"
             raise ConfigError(
                 Problem(
                     f"{option}.{name}",
