@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+from processor import processor_facts
 from torch import Tensor
 
 from shardtrain.ops import flash_attention
@@ -99,7 +99,7 @@ def main() -> None:
                         kernel: round(gigaflop / value) for kernel, value in seconds.items()
                     },
                     "times_as_fast": round(seconds["flash"] / seconds["blocks"], 2),
-                    "processor": platform.processor() or platform.machine(),
+                    "processor": processor_facts(),
                     "torch": torch.__version__,
                 }
                 rows.append(row)

@@ -280,7 +280,7 @@ def main() -> None:
             root = Path(folder)
             for name in ("flips", "kills", "error", "seconds"):
                 (root / name).mkdir()
-            outcomes = {
+            outcomes: dict[str, dict[str, Any]] = {
                 "flipped bits": flips(kind, root / "flips", options.flips),
                 "kill -9": kills(kind, root / "kills", options.kills),
                 "write error": write_errors(kind, root / "error"),

@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from processor import processor_facts
+
 from shardtrain.cli import VERBS
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +32,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    results: dict[str, object] = {"processor": processor(), "rounds": options.rounds}
+    results: dict[str, object] = {"processor": processor_facts(), "rounds": options.rounds}
     for verb in ("", *(verb for verb in VERBS if not verb.startswith("-") and verb != "help")):
         results[f"{verb} --help".strip()] = measured(
             [*([verb] if verb else []), "--help"], options.rounds
@@ -69,14 +71,6 @@ def measured(arguments: list[str], rounds: int) -> list[float]:
         )
         seconds.append(spent() - before)
     return [round(min(seconds), 2), round(max(seconds), 2)]
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        os.uname().machine,
-    )
 
 
 def spent() -> float:

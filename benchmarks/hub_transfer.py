@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from processor import processor_facts
 from safetensors.torch import save_file
 
 LAYERS = 16
@@ -122,20 +122,6 @@ def measure(arguments: list[str]) -> tuple[float, int]:
     return time.monotonic() - started, round(peak / 1024)
 
 
-def processor() -> str:
-    """Return the name of the processor."""
-    names = [
-        line
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return (
-        f"{names[0].partition(':')[2].strip()}, {os.cpu_count()} threads"
-        if names
-        else platform.processor()
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
@@ -183,7 +169,7 @@ def main() -> None:
     result = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "processor": processor(),
+        "processor": processor_facts(),
         "threads_of_torch": os.environ.get("OMP_NUM_THREADS", "default"),
         "load_averages": loads,
         "model_mib": round(total / 2**20),

@@ -25,6 +25,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import torch
+from processor import processor_facts
 
 from shardtrain.config.schema import Config, Data
 from shardtrain.data import DataLoader, open_dataloader
@@ -166,7 +167,7 @@ def main() -> None:
         facts = {
             "tokens": arguments.tokens,
             "text_mb": arguments.text_mb,
-            "machine": platform.processor() or platform.machine(),
+            "machine": processor_facts(),
         }
         facts |= {
             "python": platform.python_version(),

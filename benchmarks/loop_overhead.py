@@ -26,6 +26,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.distributed as dist
+from processor import processor_facts
 from torch.nn import functional as F
 
 from shardtrain import data, models
@@ -103,7 +104,8 @@ def trainer_step(config: Config, here: process_group.World) -> Callable[[], None
 
     def step() -> None:
         outcome = trainer.step(run)
-        metrics.update(run.state.step, **outcome.measures())
+        assert outcome, "the data have ended"
+        trainer.update_metrics(run, metrics, outcome)
 
     return step
 
@@ -149,7 +151,7 @@ def main() -> None:
         facts = {
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "processor": platform.processor(),
+            "processor": processor_facts(),
         }
         options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     if dist.is_initialized():

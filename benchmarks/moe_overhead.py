@@ -28,6 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.distributed as dist
+from processor import processor_facts
 
 from shardtrain.config.schema import Comm, Config
 from shardtrain.distributed import process_group
@@ -145,7 +146,7 @@ def main() -> None:
         facts = {
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "processor": platform.processor(),
+            "processor": processor_facts(),
         }
         options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     if dist.is_initialized():

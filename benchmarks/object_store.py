@@ -27,6 +27,7 @@ from typing import Any
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from moto.server import DomainDispatcherApplication, create_backend_app
+from processor import processor_facts
 from werkzeug.serving import make_server
 
 from shardtrain.checkpoint import async_save
@@ -134,12 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    cpu = [
-        line
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    found: dict[str, Any] = {"processor": cpu[0].partition(":")[2].strip() if cpu else ""}
+    found: dict[str, Any] = {"processor": processor_facts()}
     with s3_server() as server:
         import s3fs
 

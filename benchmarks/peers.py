@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from importlib.metadata import distribution, version
 from pathlib import Path
 
+from processor import processor_facts
+
 HERE = Path(__file__).resolve().parent
 SCRIPTS = HERE / "peers"
 TOKENS_PER_STEP = 8 * 512
@@ -269,19 +271,6 @@ def gemm_ceilings() -> dict[str, int]:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
-def processor() -> str:
-    """Return name, family, model and matrix instructions of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    facts = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
-    flags = set(facts.get("flags", "").split())
-    has = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
-    family_and_model = f"family {facts.get('cpu family')} model {facts.get('model')}"
-    return f"{facts.get('model name', '')}, {family_and_model}: {' '.join(has)}"
-
-
 def summary(rows: list[dict[str, object]]) -> Iterator[str]:
     """Yield a line per dtype and peer: medians over rounds, and the ratio to the plain loop with equal ranks."""
     for dtype in dict.fromkeys(str(row["dtype"]) for row in rows):
@@ -335,7 +324,7 @@ def main() -> None:
     names = options.only.split(";") if options.only else list(PEERS)
     rows: list[dict[str, object]] = []
     facts: dict[str, object] = {
-        "processor": processor(), "torch": version("torch"), "python": platform.python_version(),
+        "processor": processor_facts(), "torch": version("torch"), "python": platform.python_version(),
         "gemm_gflops": gemm_ceilings(),
     }  # fmt: skip
     print(json.dumps(facts))

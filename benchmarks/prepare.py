@@ -185,7 +185,9 @@ def main() -> None:
     parser.add_argument("--peer", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peer:
-        return peer(*options.peer, options.processes)
+        text, tokenizer_file, folder_of_peer = options.peer
+        peer(text, tokenizer_file, folder_of_peer, options.processes)
+        return
     options.ours_only |= options.bytes
     rows: list[dict[str, float | str]] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:

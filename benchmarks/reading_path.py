@@ -62,10 +62,9 @@ class Trace:
     def start(self) -> None:
         """Discard earlier records and start tracing."""
         self._codes, self._main = set(), set()
-        threading.setprofile_all_threads(self._note) if sys.version_info >= (
-            3,
-            12,
-        ) else threading.setprofile(self._note)
+        # New in Python 3.12. The types are checked for 3.11, which lacks it.
+        start = getattr(threading, "setprofile_all_threads", threading.setprofile)
+        start(self._note)
         sys.setprofile(self._note)
 
     def stop(self) -> dict[str, Found]:

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from loop_overhead import make_config
+from processor import processor_facts
 
 from shardtrain.checkpoint import holders, replica_comparison
 from shardtrain.config.schema import Comm, Config
@@ -93,7 +94,7 @@ def main() -> None:
         facts = {
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "processor": platform.processor(),
+            "processor": processor_facts(),
         }
         options.out.write_text(json.dumps({**facts, "rows": results}, indent=1) + "\n")
 

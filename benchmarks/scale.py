@@ -23,6 +23,7 @@
 ``real_save``    two real ranks save, check and read a model of N MiB with optimizer: MiB in addition to the tensors
 ``host_reduce``  an all-reduce of four numbers over N real ranks, with a delay of 2 ms before each message:
                  milliseconds, sequential messages, and those of gloo's ring
+``host_step``    the same delay in a step of the debug preset: milliseconds of host work and sequential messages
 ``peer_rows``    N ranks that need the same rows of 8,192 tokens: CPU seconds of a rank per row if each reads it from
                  prepared shards, if the first one reads and broadcasts it (gloo, one machine), and if each tokenizes it
                  from text (byte-level BPE of 32,768 tokens, trained on such text)
@@ -53,6 +54,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from prepare import make_text, train_tokenizer
+from processor import processor_facts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -636,6 +638,77 @@ def delayed_reductions(folder: str, rank: int, size: int, sender: Any) -> None:
     dist.destroy_process_group()
 
 
+def host_step(size: int) -> dict[str, Any]:
+    """Milliseconds of host work in a step of the debug preset with ``size`` real ranks, the median of four steps.
+
+    Host work is the processor time of rank 0's main thread, without forward, backward and update, and a delay of
+    2 ms for each message of a host collective. Processor time excludes the wait for a core, because there are more
+    ranks than cores.
+    """
+    from shardtrain import cli
+    from shardtrain.train import trainer
+
+    steps: list[dict[str, float]] = []
+    clock = {"device": 0.0, "messages": 0.0, "end": 0.0}
+    sender, receiver = os.pipe()
+
+    def as_device_work(function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return function(*arguments, **named)
+            finally:
+                clock["device"] += time.thread_time() - start
+
+        return timed
+
+    send = dist.isend
+    train_step = trainer.step
+
+    def delayed_send(*arguments: Any, **named: Any) -> Any:
+        clock["messages"] += 1
+        time.sleep(0.002)
+        return send(*arguments, **named)
+
+    def step(run: Any) -> Any:
+        if not clock["end"]:
+            run.runner.forward_backward = as_device_work(run.runner.forward_backward)
+        outcome = train_step(run)
+        now = time.thread_time()
+        steps.append({**clock, "total": now - clock["end"]})
+        clock.update(device=0.0, messages=0.0, end=now)
+        if len(steps) == 6 and os.environ["RANK"] == "0":
+            os.write(receiver, json.dumps(steps[2:]).encode())
+        return outcome
+
+    dist.isend = delayed_send
+    host_collectives.RING_UP_TO = 1
+    trainer.step = step
+    trainer._update = as_device_work(trainer._update)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {
+            "training.steps": "6",
+            "training.seq_len": "64",
+            "training.local_batch_size": "1",
+            "training.global_batch_size": str(size),
+            "job.dump_folder": folder,
+            "metrics.log_freq": "100",
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        status = cli.main(["train", "debug", "--nproc", str(size), *words])
+    if status:
+        raise SystemExit(f"the run of {size} ranks ended with {status}")
+    measured = json.loads(os.read(sender, 65536))
+    processor_ms = [1000 * (one["total"] - one["device"]) for one in measured]
+    messages = sorted(one["messages"] for one in measured)[2]
+    median_ms = sorted(processor_ms)[2]
+    return {
+        "processor_milliseconds": round(median_ms, 1),
+        "messages_in_sequence": messages,
+        "milliseconds": round(median_ms + 2 * messages, 1),
+    }
+
+
 def save_and_read(folder: str, rank: int, mebibytes: int, sender: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -846,17 +919,11 @@ def main() -> None:
         (slow_ranks, ranks), (metrics, (10**4, 10**6, 10**7)), (shards, (100, 1000, 10_000)),
         (many_files, (10**4, 10**5, 10**6)), (whole_documents, (10**6, 10**7)), (prepared_documents, (10**6, 10**9)),
         (saving, tuple(MESHES)), (resuming, tuple(RESUMES)), (own_parts, (4548,)), (commit, ranks),
-        (real_save, (768, 3072)), (host_reduce, (16, 32, 64)), (peer_rows, (2, 8)), (retained, (100, 10_000)),
+        (real_save, (768, 3072)), (host_reduce, (16, 32, 64)),
+        (host_step, (16, 32, 64)), (peer_rows, (2, 8)), (retained, (100, 10_000)),
         (imports, ("torch", "torch.distributed.tensor", "torch._dynamo", "shardtrain.train.trainer")),
     ]  # fmt: skip
-    cpu = [
-        line
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    found: dict[str, Any] = {
-        "processor": f"{cpu[0].partition(':')[2].strip()}, {os.cpu_count()} threads" if cpu else ""
-    }
+    found: dict[str, Any] = {"processor": f"{processor_facts()}, {os.cpu_count()} threads"}
     for measure, counts in asked:
         if options.only not in (None, measure.__name__):
             continue

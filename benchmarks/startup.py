@@ -24,7 +24,6 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -34,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from processor import processor_facts
 
 from shardtrain import config as configs
 from shardtrain import distributed
@@ -220,7 +220,7 @@ def main() -> None:
         print(json.dumps(law))
     if arguments.out:
         facts = {
-            "processor": platform.processor() or platform.machine(),
+            "processor": processor_facts(),
             "torch": torch.__version__,
         }
         arguments.out.write_text(json.dumps({**facts, "rows": rows, "laws": laws}, indent=1) + "\n")

@@ -26,6 +26,7 @@ from pathlib import Path
 os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TORCH_CPP_LOG_LEVEL="ERROR")
 
 import torch
+from processor import processor_facts
 
 from shardtrain.config.schema import Config
 from shardtrain.distributed import process_group
@@ -89,7 +90,9 @@ def rank_main(rank: int, meeting: Path | int, names: dict[str, str], requests: C
             while requests.recv():
                 begun = time.perf_counter()
                 for _ in range(STEPS):
-                    metrics.update(run.state.step, **trainer.step(run).measures())
+                    outcome = trainer.step(run)
+                    assert outcome, "the data have ended"
+                    trainer.update_metrics(run, metrics, outcome)
                     phases.begin("step")
                 requests.send(time.perf_counter() - begun)
     os._exit(0)
@@ -148,7 +151,7 @@ def main() -> None:
         facts = {
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "processor": platform.processor(),
+            "processor": processor_facts(),
         }
         result = {
             **facts,

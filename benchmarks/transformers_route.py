@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -27,6 +26,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import torch.distributed as dist
 import transformers
+from processor import processor_facts
 
 from shardtrain.config.schema import Comm, Config
 from shardtrain.distributed import process_group
@@ -151,14 +151,6 @@ def measure(
     return rows
 
 
-def processor() -> str:
-    """Return the name of the processor."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
 def main() -> None:
     """Print the ratios and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -175,7 +167,7 @@ def main() -> None:
     facts = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "processor": processor(),
+        "processor": processor_facts(),
     }
     options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     if dist.is_initialized():

@@ -194,6 +194,21 @@ def resume_table() -> str:
     return "\n".join(lines)
 
 
+def host_step_table() -> str:
+    """Return a table of the host work of a step, with a delay before each message, by number of ranks."""
+    lines = [
+        "| Real ranks | Messages in sequence | Processor, ms | With 2 ms for each message, ms |"
+    ]
+    lines.append("|---:|---:|---:|---:|")
+    for ranks in ("16", "32", "64"):
+        row = read("scale_cpu")["host_step"][ranks]
+        processor, total = row["processor_milliseconds"], row["milliseconds"]
+        lines.append(
+            f"| {ranks} | {row['messages_in_sequence']:.0f} | {processor:.1f} | {total:.1f} |"
+        )
+    return "\n".join(lines)
+
+
 # Checkpoints in an object store: benchmarks/object_store.py
 
 
@@ -329,6 +344,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "object_store.run": lambda: str(sum(read("object_store_cpu")["run"]["requests"].values())),
     "scale.save_table": save_table,
     "scale.resume_table": resume_table,
+    "scale.host_step_table": host_step_table,
+    "scale.host_step_processor": lambda: str(read("scale_cpu")["host_step"]["processor"]),
     "scale.save_plan_seconds": lambda: (
         f"{read('scale_cpu')['saving']['405B fsdp 2048 tp 8']['plan_cpu_seconds']:.0f}"
     ),

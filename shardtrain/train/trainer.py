@@ -252,21 +252,7 @@ def _steps(
             if not state.tokens_seen:
                 check_has_targets(config, state.step, run.total_steps)
 
-            # On log steps, metrics need collectives. Log steps are the same on all ranks.
-            extra = run.measures() if metrics.is_log_step(state.step) else {}
-            metrics.update(
-                state.step,
-                loss_sum=outcome.loss_sum,
-                local_tokens=outcome.local_tokens,
-                global_tokens=outcome.global_tokens,
-                grad_norm=outcome.grad_norm,
-                lr=outcome.lr,
-                data_seconds=outcome.data_seconds,
-                extra=extra,
-                order_hash=state.order_hash,
-                computed_tokens=outcome.computed_tokens,
-                source_sums=outcome.source_sums,
-            )
+            update_metrics(run, metrics, outcome)
 
             # Do this before saving, because weights that differ between replicas must not be saved.
             resilience.compare_replicas(run, checkpoints)
@@ -291,6 +277,25 @@ def _steps(
         shutdown.leave(run, checkpoints)
     if state.step < run.total_steps:
         shutdown.data_ended(run, checkpoints)
+
+
+def update_metrics(run: Run, metrics: Metrics, outcome: Outcome) -> None:
+    """Add the results of the last step to the metrics (a collective on log steps, which are the same on all ranks)."""
+    state = run.state
+    extra = run.measures() if metrics.is_log_step(state.step) else {}
+    metrics.update(
+        state.step,
+        loss_sum=outcome.loss_sum,
+        local_tokens=outcome.local_tokens,
+        global_tokens=outcome.global_tokens,
+        grad_norm=outcome.grad_norm,
+        lr=outcome.lr,
+        data_seconds=outcome.data_seconds,
+        extra=extra,
+        order_hash=state.order_hash,
+        computed_tokens=outcome.computed_tokens,
+        source_sums=outcome.source_sums,
+    )
 
 
 def _finish_step(

@@ -1,0 +1,27 @@
+"""The name of this machine's processor, which every result file states."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+_MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+def processor_facts() -> str:
+    """Return name, family, model and matrix instructions of the processor.
+
+    Some hosts give every processor the same name, so family and model tell them apart.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    facts: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        facts[name.strip()] = value.strip()
+    flags = set(facts.get("flags", "").split())
+    instructions = " ".join(flag for flag in _MATRIX_INSTRUCTIONS if flag in flags)
+    model = facts.get("model name", platform.machine())
+    return f"{model}, family {facts.get('cpu family')} model {facts.get('model')}: {instructions}"
