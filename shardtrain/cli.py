@@ -302,7 +302,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     world_size = variables.number(os.environ, "WORLD_SIZE", "")
     local_ranks = variables.number(os.environ, "LOCAL_WORLD_SIZE", "1", least=1)
     # If all ranks of a large run read the same files, the storage would be overloaded.
-    looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
+    checks_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
     try:
         # replace the exit.json of an earlier attempt with other nodes, by which the same command continues
         with local.refusals_in_exit_json(loaded, of_configuration=True):
@@ -311,7 +311,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
             preflight.require(
                 loaded,
                 preflight.this_machine(loaded, None, world_size, local_ranks),
-                looks_at_files,
+                checks_files,
             )
     except ShardtrainError as error:
         local.leave_refused(error, loaded)  # to the agent of this node, if there is one

@@ -634,7 +634,7 @@ def load(case: Case, more: Mapping[str, str] | None = None) -> Loaded:
     loaded = config.load(None, [*case.arguments(), *_flags(missing)])
     config.require(loaded, case.num_ranks, "cpu", 0)
     errors, _ = meta_model.build(loaded.config, case.num_ranks)
-    data_errors, _ = data_opening.look(loaded.config, "training", None)
+    data_errors, _ = data_opening.find_errors(loaded.config, "training", None)
     for error in [*errors, *data_errors]:
         raise error
     return loaded

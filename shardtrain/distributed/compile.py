@@ -217,7 +217,7 @@ def _compiles_layers(config: Config) -> bool:
     return bool(config.compile.enable) and "model" in config.compile.components
 
 
-def left_out(config: Config) -> str | None:
+def graph_break_warning(config: Config) -> str | None:
     """Return a warning that names the first graph break so far. None if all layers were compiled.
 
     If a layer recomputes, a graph break inside it makes the entire layer run eagerly.

@@ -140,9 +140,9 @@ class Resilience:
         """True if ranks exchange flags about a save in this step. Equal on all ranks."""
         return self.saving.by_clock or self.saving.writing is not None
 
-    def leaves_out(self, first_row: int, end_row: int) -> bool:
+    def excludes(self, first_row: int, end_row: int) -> bool:
         """True if a step must be skipped, because a rollback after a loss spike excluded one of its rows."""
-        return bool(self.guard.rewinds) and self.guard.leaves_out(first_row, end_row)
+        return bool(self.guard.rewinds) and self.guard.excludes(first_row, end_row)
 
     def judge(
         self, run: WatchedRun, loss: Tensor, norm: Tensor, agreed: Agreed, batches: list[data.Batch]

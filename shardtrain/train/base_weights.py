@@ -69,7 +69,7 @@ def load(
     if config.checkpoint.initial_load_in_hf:
         tensors = without_new_head(config, tensors)
 
-    # _load_quantized fills all weights, so that only the fingerprint remains to be computed below.
+    # _load_quantized fills all weights. With an empty dict, the functions below compute only the fingerprint.
     if config.lora.base_dtype != quantize.WHOLE:
         _load_quantized(config, runner, device, tensors)
         tensors = {}
@@ -97,13 +97,13 @@ def load(
 def without_new_head(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors to load from a Hugging Face folder.
 
-    Skips the new classification head of a native model, because the folder does not contain it.
+    These are all tensors, except the new classification head of a native model, which the folder lacks.
     """
     module = models.find(config.model.name)
     if not tasks.open_task(config).num_labels or is_as_is(module):
         return dict(tensors)
     logger.info(
-        f"the folder does not contain the head of {config.task.name}; it keeps its initial weights"
+        f"the folder does not contain the head of {config.task.name}; the head keeps its initial weights"
     )
     head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
@@ -125,10 +125,14 @@ def _load_quantized(
         weights.fill(
             {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}
         )
-        named_modules = [named for part in runner.parts for named in part.named_modules()]
+        named_modules: list[tuple[str, torch.nn.Module]] = []
+        for part in runner.parts:
+            named_modules += part.named_modules()
         for name, linear in named_modules:
+            # quantize.take_out has removed the weights that are to be quantized.
             if not isinstance(linear, FrozenLinear) or linear.weight is not None:
                 continue
+            # Read the unsharded weight, and keep only its quantized copy.
             weight = weights.read(f"{name}.weight", device)
             weight = weight.to(device, getattr(torch, config.training.dtype))
             if linear.transposed:
@@ -171,7 +175,7 @@ def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         all_ranks(partial(importing.fill_as_configured, tensors, folder, config))
 
     def hash_share() -> dict[str, str]:
-        """Hash some of the files: the ranks divide the files among them."""
+        """Hash this rank's share of the files."""
         return fingerprint(folder, True, dist.get_rank(), dist.get_world_size())
 
     hashes: dict[str, str] = {}
@@ -185,7 +189,7 @@ def _load_checkpoint(
 ) -> dict[str, Any]:
     if FACT in checkpoints.facts(path):
         rule = "contains adapters without the base weights"
-        fix = "merge them first (shardtrain merge), or name a full model"
+        fix = "merge the adapters first (shardtrain merge), or use the path of a full model"
         raise ConfigError(Problem(PATH, str(path), rule, fix))
     first_rank(lambda: check_noted(config.model, path))
     if tensors:

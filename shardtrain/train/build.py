@@ -88,7 +88,7 @@ def build(config: Config, world: World) -> Run:
     if derived.compute_dtype(config) == "float16":
         scaler = optim.LossScaler(training.initial_loss_scale, training.loss_scale_growth_interval)
 
-    # Open the data. Each data-parallel rank reads its own rows.
+    # Open the data. Each data-parallel rank reads different rows.
     with together(config):
         stream = task.open_dataloader(
             batch_rank=mesh.rank(*BATCH_AXES),
@@ -96,7 +96,7 @@ def build(config: Config, world: World) -> Run:
             accumulation=derived.accumulation_steps(config, world.size),
         )
     task.check(stream, built.module, built.shape)
-    reference_models.hold(task, runner, config, mesh)
+    reference_models.load_frozen_models(task, runner, config, mesh)
     require_same_data(stream, "the training data")
     # With training.epochs, the data determine the number of steps.
     total_steps = training.steps
@@ -125,14 +125,17 @@ def build(config: Config, world: World) -> Run:
 
 
 def _mean_flops_per_token(built: BuiltModel, stream: DataLoader) -> float:
-    """Return the mean over all tokens of the data.
+    """Return the FLOPs per token, as the mean over all tokens of the data.
 
-    A mean is needed because the cost of attention depends on the length of a row, and lengths differ.
+    The FLOPs of attention depend on the length of a row, and the rows of some tasks differ in length.
     """
-    tokens_by_length = {length: length * count for length, count in stream.sequence_lengths.items()}
-    if not tokens_by_length:
-        tokens_by_length = {built.config.training.seq_len: 1}
-    flops = sum(
-        tokens * built.flops_per_token(length) for length, tokens in tokens_by_length.items()
-    )
-    return flops / sum(tokens_by_length.values())
+    rows_of_length = stream.sequence_lengths
+    # Without known lengths, assume that all rows are full.
+    if not rows_of_length:
+        return float(built.flops_per_token(built.config.training.seq_len))
+    flops = 0
+    num_tokens = 0
+    for length, rows in rows_of_length.items():
+        flops += length * rows * built.flops_per_token(length)
+        num_tokens += length * rows
+    return flops / num_tokens

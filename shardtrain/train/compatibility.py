@@ -64,7 +64,7 @@ def _with_batch_size(loaded: Loaded, size: int) -> Loaded:
 def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
     """Return the step and the batch size of the checkpoint to resume from.
 
-    The step is -1 without a checkpoint. The batch size is 0 if there is nothing to change: it equals this
+    The step is -1 without a checkpoint. The batch size is 0 if it need not or cannot be used: it equals this
     run's batch size, or this mesh does not support it.
     """
     options = loaded.config.checkpoint
@@ -72,6 +72,7 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
     start = lora.initial_load_path if lora.enable else options.initial_load_path
     folder = folder_of(loaded.config.job.dump_folder, options.folder)
     steps = retention.steps(folder) if options.load_step == -1 else [options.load_step]
+    # The newest checkpoint comes first. Without one, the run continues from the configured start.
     paths = [folder / f"step-{step}" for step in reversed(steps)]
     if not paths and start and not options.initial_load_model_only:
         paths = [place(start)]
@@ -85,6 +86,7 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
             and size > 0
             and size != derived.global_batch_size(loaded.config, world_size)
         )
+        # Another number of ranks may not be able to divide the batch.
         is_supported = is_other and not problems_of(_with_batch_size(loaded, size), world_size)
         step = retention.step_of(path) or 0
         if not is_supported:
@@ -94,7 +96,7 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
 
 
 def record(run: Run) -> dict[str, Any]:
-    """Return what a checkpoint records about options: their values, and all changes accepted so far.
+    """Return the facts about options for a checkpoint: their values, and all changes accepted so far.
 
     Options that do not affect results are not recorded.
     """
@@ -125,6 +127,7 @@ def refuse(run: Run, path: object, found: Sequence[OptionChange], other_data: st
     for change in found:
         if change.kind != "error" or change.option in accepted or ALL in accepted:
             continue
+        # An unset batch size depends on the number of ranks, so "use the old value" would not help.
         fix = "use the old value"
         if change.option == BATCH and run.config.training.global_batch_size == -1:
             fix = _how_to_keep_batch_size(run.config, change)
@@ -155,6 +158,7 @@ def _how_to_keep_batch_size(config: Config, change: OptionChange) -> str:
     cause = (
         f"{ranks} data-parallel ranks x training.local_batch_size={local_size} make {change.new}"
     )
+    # Suggest the largest local batch size that divides the checkpoint's batch evenly.
     for size in range(local_size, 0, -1):
         if change.old % (size * ranks) == 0:
             return f"{cause}: set training.local_batch_size={size}"

@@ -1,10 +1,10 @@
 """Test before the first step that a ``transformers`` network keeps the documents of a packed row apart.
 
 Such networks recognize documents by ``position_ids``, which restart at 0 with each document. Networks that
-build their masks with ``create_causal_mask`` of transformers respect these boundaries, but nothing marks
-these networks. And a network that also has other memory, such as a convolution or a recurrent state, mixes
-documents whatever its mask is. So this module computes the logits of a short document twice, after another
-document and alone, and compares them. It uses the run's weights and mesh.
+build their masks with ``create_causal_mask`` of transformers respect these boundaries, but there is no way to
+recognize these networks. A network with a convolution or a recurrent state mixes documents even with a
+correct mask. So this module computes the logits of a short document twice, after another document and at the
+start of a row, and compares them. It uses the run's weights and mesh.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ OPTION = "data.document_mask"
 _LENGTH = 8
 """Number of tokens of each of the two documents. More if the mesh cannot split a row of this length."""
 _MAX_RATIO = 0.1
-"""How much a previous document changes the logits, as a ratio: the maximum change with a mask, relative to
-the change without one. With a working mask only rounding in float32 or bfloat16 remains. If the network
-ignores the mask, the ratio is about 1."""
+"""Maximum change of the logits by a previous document with a mask, relative to the change without a mask.
+
+With a working mask, only rounding remains in float32 or bfloat16. If the network ignores the mask, the ratio is
+about 1."""
 
 
 def check_run(run: Run) -> None:
@@ -92,8 +93,8 @@ def check(
             return model(tokens, positions, **documents)  # type: ignore[no-any-return]
         return context_parallel.full_logits(model, tokens, positions, mesh, config, **documents)
 
-    # Logits of the second document in three cases: it continues the first document, it is a separate document
-    # after the first, or it is alone.
+    # Compute the logits of the second document in three cases: as a continuation of the first document, as a
+    # separate document after the first, and without any document before it.
     was_training = model.training
     model.eval()
     with torch.no_grad():

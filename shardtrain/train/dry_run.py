@@ -82,7 +82,7 @@ class DryRun:
 
 
 def main(loaded: Loaded, rank: int, size: int, notices: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the lines of the report on rank ``rank`` of ``size``, the first one before the work starts."""
+    """Yield the lines of the report on rank ``rank`` of ``size``. The first line comes before the work starts."""
     started = time.perf_counter()
     yield (
         f'{versions()}: comm.mode="fake_backend" builds rank {rank} of {size} in this process; '
@@ -132,7 +132,9 @@ def build(config: Config, world: process_group.World) -> DryRun:
     with fake_backend.materialized(runner):
         low_bits_bytes = sum(quantize.count(part, config) for part in runner.parts)
         # Do not use runner.parameters(): a rank with two stages stores shared parameters twice.
-        parameters = [parameter for part in runner.parts for parameter in part.parameters()]
+        parameters: list[nn.Parameter] = []
+        for part in runner.parts:
+            parameters += part.parameters()
         parameter_bytes = _local_bytes(parameters)
         optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
         states = optim.state_tensors(optimizer, runner.optimizer_parameters().items())
@@ -140,6 +142,7 @@ def build(config: Config, world: process_group.World) -> DryRun:
         trained_numel = sum(
             local_tensor(parameter).numel() for parameter in parameters if parameter.requires_grad
         )
+        # Accumulated gradients are unsharded, so they may exceed the sharded ones.
         accumulated_bytes = _accumulated_bytes(runner.parts, mesh, config)
         gradient_bytes = max(_gradient_bytes(runner.parts, layout, mesh, config), accumulated_bytes)
         del optimizer, states
@@ -384,11 +387,12 @@ def _gradient_bytes(
     If the optimizer updates during backward, each gradient is freed after its update. Then only gradients
     that exist at the same time count.
     """
-    trained = [
-        parameter for part in parts for parameter in part.parameters() if parameter.requires_grad
-    ]
+    trained = []
+    for part in parts:
+        trained += [parameter for parameter in part.parameters() if parameter.requires_grad]
     if not config.optimizer.early_step_in_backward:
         return _local_bytes(trained)
+    # Without FSDP, backward updates one parameter at a time.
     if not fsdp.is_needed(parts, mesh, config):
         return max(_local_bytes([parameter]) for parameter in trained)
     # The gradients of one FSDP unit are freed before the gradients of the next unit exist, so count the

@@ -1,10 +1,9 @@
-"""Check a user's model file before parallel training: run a small copy on a mesh and in one process, and
-compare the results.
+"""Check a user's model file before parallel training.
 
-The layout in a model file may be wrong, and then training computes wrong results without an error. For
-example, the layout may split a matrix through the middle of a head, or apply different dropout to replicated
-activations. Rank 0 runs ``shardtrain.tools.verify.before_training`` in a child process on its CPU, and all
-ranks receive the result.
+Run a small copy of the model on a mesh and in one process, and compare the results. If the layout in a model
+file is wrong, training computes wrong results without an error. For example, the layout may split a matrix
+through the middle of a head, or apply different dropout to replicated activations. Rank 0 runs
+``shardtrain.tools.verify.before_training`` in a child process on its CPU, and all ranks receive the result.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.temporary import temporary_folder
 
 LIMIT_SECONDS = 240
-"""Timeout of the comparison, which usually takes 10 seconds. Shorter if ``comm.init_timeout_seconds`` is."""
+"""Timeout of the comparison, which usually takes 10 seconds. ``comm.init_timeout_seconds`` may shorten it."""
 _RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -39,7 +38,7 @@ _RANK_VARIABLES = (
 _RANK_VARIABLE_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PMI", "OMPI_")
 
 
-def is_about(config: Config) -> bool:
+def applies_to(config: Config) -> bool:
     """True if the model is a user's file and uses tensor, context, pipeline or expert parallelism."""
     p = config.parallelism
     degrees = (p.tensor_parallel_degree, p.context_parallel_degree, p.pipeline_parallel_degree)
@@ -57,7 +56,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> list[str]:
     Raises:
         ConfigError: the results differ. All ranks raise the same error.
     """
-    if world_size == 1 or not is_about(config):
+    if world_size == 1 or not applies_to(config):
         return []
     command = f"shardtrain verify {config.job.config_file or config.model.name}"
     if not config.model.check:
@@ -78,7 +77,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> list[str]:
 
 
 def _with_option(line: str, model_name: str) -> str:
-    """Prefix a line with the model file that it is about, unless the line starts with an option's name."""
+    """Prefix a line with ``model.name=...``, unless the line already starts with an option or the layout."""
     if line.startswith(("model.", "parallelism.", "LAYOUT")):
         return line
     return f"model.name={model_name} {line}"

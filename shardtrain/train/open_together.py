@@ -47,9 +47,9 @@ _KEEP_ALIVE_SECONDS = 10.0
 
 
 def together(config: Config) -> AbstractContextManager[None]:
-    """Return a context manager inside which data are opened once for all ranks. Opening is a collective then.
+    """Return a context manager that lets rank 0 open data for all ranks.
 
-    It does nothing with one rank or in a dry run.
+    Inside it, opening data is a collective. It does nothing with one rank or in a dry run.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return nullcontext()
@@ -65,22 +65,25 @@ class Together:
         self._is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
         self._keep_alive_seconds = min(_KEEP_ALIVE_SECONDS, timeout_seconds / 4)
         self._places_with_copies: set[str] = set()
-        """Places that at least one node has its own copy of. The set is the same on all ranks."""
+        """Paths that are a separate copy on at least one node. The set is the same on all ranks."""
         self._copies_here: set[str] = set()
-        """Places that this node has its own copy of."""
+        """Paths that are a separate copy on this node."""
         self._opened_by_this_rank: set[str] = set()
-        """Places that this rank opens for itself."""
+        """Paths that this rank opens itself instead of using another rank's result."""
         self._node: tuple[int, dist.ProcessGroup | None] | None = None
+        """Result of ``_find_node``, once it is known."""
 
     def once(self, place: str, look: Look, listing: Listing | None) -> Any:
         # Rank 0 reads the storage. All ranks receive its result or raise its error.
         first_place, result = self._broadcast_result(place, look, 0, dist.group.WORLD)
+        # Without a listing, no files can be compared. Use what is known from earlier calls.
         if listing is None:
             if first_place in self._places_with_copies:
                 return self._result_of_node(place, look, result, None, first_place)
             return result
 
         def has_copy() -> bool:
+            # Only one rank per node checks its files, to limit the load on shared storage.
             if not self._is_first_of_node or self._rank == 0:
                 return False
             return place != first_place or _differs_here(listing.witnesses(result))
@@ -93,6 +96,7 @@ class Together:
             # The first rank decides for its node, even if the node's ranks use different paths.
             if self._broadcast(lambda: has_copy_here, source, group):
                 self._copies_here.add(place)
+        # A different path may be a different copy.
         if any_ranks([place != first_place])[0]:
             self._places_with_copies.add(first_place)
         if first_place in self._places_with_copies:
@@ -110,8 +114,8 @@ class Together:
     ) -> Any:
         """Return the result that this rank should use (a collective).
 
-        This is usually rank 0's ``result``. If the node has its own copy of the data, it is the result of the
-        node's first rank. A rank whose path differs from the path of that rank opens the data itself.
+        Usually, this is rank 0's ``result``. If the node has a separate copy of the data, it is the result of
+        the node's first rank. If this rank has a different path than that rank, it opens the data itself.
 
         Raises:
             ConfigError: the node's copy has different files than rank 0's data.
@@ -120,6 +124,7 @@ class Together:
         def read() -> Any:
             source_place = first_place
             node_result = result
+            # The first rank of the node lists the node's copy.
             if place in self._copies_here:
                 source, group = self._find_node()
                 source_place, node_result = self._broadcast_result(place, look, source, group)
@@ -128,6 +133,7 @@ class Together:
                 return look()
             if listing is None or place != first_place:
                 return node_result
+            # Files may differ in time and inode, but all copies must have the same names and sizes.
             difference = listing.difference(result, node_result)
             if difference:
                 rule = f"is a copy on this node, which {difference}"
@@ -170,8 +176,8 @@ class Together:
     ) -> Any:
         """Call ``make`` on the source rank, and return its value on all ranks of the group.
 
-        While ``make`` runs, the source sends keep-alives, so that the other ranks do not time out. If this
-        rank is alone in its group, ``group`` is None.
+        The source sends keep-alives while ``make`` runs, because otherwise the other ranks would time out.
+        ``group`` is None if it would have only this rank.
         """
         if group is None:
             return make()
@@ -182,6 +188,7 @@ class Together:
                 dist.broadcast(size, source, group=group)
                 # Tell the watchdog that waiting for slow storage or a download is not a hang.
                 activity.tick()
+            # The first other number is the size of the value.
             buffer = torch.empty(int(size), dtype=torch.uint8)
             for piece in buffer.split(_PIECE_BYTES):
                 dist.broadcast(piece, source, group=group)
@@ -226,12 +233,13 @@ class Together:
         """
         if self._node is not None:
             return self._node
-        local = torch.tensor([_node_number(), int(not self._is_first_of_node)])
-        all_nodes = host_collectives.all_gather(local)
-        # ranks of one machine have the same node number
-        members = (all_nodes[:, 0] == local[0]).nonzero().flatten().tolist()
-        # prefer the rank with LOCAL_RANK 0, then the lowest rank
-        source = min(members, key=lambda rank: (int(all_nodes[rank, 1]), rank))
+        # Exchange one row per rank: the number of its node, and 0 if it is the first rank there.
+        local_row = torch.tensor([_node_number(), int(not self._is_first_of_node)])
+        rows = host_collectives.all_gather(local_row)
+        is_on_this_node = rows[:, 0] == local_row[0]
+        members = is_on_this_node.nonzero().flatten().tolist()
+        # Without a rank with LOCAL_RANK 0, use the lowest rank.
+        source = min(members, key=lambda rank: (int(rows[rank, 1]), rank))
         group = None
         if len(members) > 1:
             group = gloo_sockets.private(
@@ -287,6 +295,7 @@ def require_same_data(stream: Any, data: str) -> None:
     fingerprints, number_of_rank = gather_distinct_json(stream.fingerprint)
     if len(fingerprints) == 1:
         return
+    # Compare rank 0 with the first rank that has another fingerprint.
     rank = number_of_rank.index(1)
     listings, listing_of_rank = gather_distinct_json(dict(stream.sampled_files))
     first_files = listings[0]
@@ -305,7 +314,8 @@ def _rank_and_host() -> str:
 
 
 def _class_and_message(error: Exception, is_first: bool) -> tuple[str, str]:
-    """Return the class name and the message of the error that other ranks raise for a source rank's error."""
+    """Return the class name and the message with which the other ranks raise the source rank's error."""
+    # Errors of rank 0 read like those of a run with one rank. Errors of other ranks name the rank and host.
     origin = "" if is_first else _rank_and_host()
     class_name = type(error).__name__
     if isinstance(error, ShardtrainError) and hasattr(errors, class_name):

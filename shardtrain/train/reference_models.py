@@ -5,8 +5,8 @@ the reference model has the run's initial weights. Whenever the run starts or re
 ``checkpoint.initial_load_path``, or draws them from the seed again.
 
 Frozen models are sharded like the trained model. They are not part of checkpoints, so a run can resume on any
-mesh. The fingerprint of the data includes ``hf.initial_weights.identity``, so that a run cannot resume with
-different reference weights.
+mesh. The fingerprint of the data includes ``hf.initial_weights.identity``. Resuming with different reference
+weights is therefore an error.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def frozen_configs(task: Any, config: Config) -> dict[str, Config]:
         if isinstance(reference, Problem):
             raise ConfigError(reference)
         return {"reference": reference}
-    # The reference is the initial model. New adapters change nothing yet, so it needs none. Adapters that are
-    # loaded, and quantized base weights, belong to the initial model.
+    # The reference is the initial model. New adapters do not change its outputs, so build the reference without
+    # adapters. But loaded adapters and quantized base weights do, so keep them.
     lora = config.lora
     if not _is_adapted(config):
         lora = replace(lora, enable=False)
@@ -61,7 +61,7 @@ def _is_adapted(config: Config) -> bool:
     return lora.enable and (lora.initial_load_path is not None or lora.base_dtype != quantize.WHOLE)
 
 
-def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
+def load_frozen_models(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
     """Build and load the frozen model of a task, if it needs one (a collective).
 
     Raises:
@@ -91,6 +91,7 @@ def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
                     "both models use the same token ids"
                 )
             continue
+        # Without a folder, the reference has the run's initial weights. build_model has drawn them from the seed.
         start = start_of(config)
         if _is_adapted(frozen):
             _fill_adapted(built, frozen, mesh)
@@ -129,6 +130,7 @@ def _fill(built: BuiltModel, config: Config, start: Place) -> None:
         all_ranks(partial(importing.fill_as_configured, weights, Path(str(start)), config))
         return
 
+    # Look for damaged files before reading. If one rank finds one, all ranks raise.
     def verify() -> None:
         damage = tensors.find_damaged_file(manifest.read(start), start)
         if damage:

@@ -121,7 +121,7 @@ def _load_start(run: Run, checkpoints: Checkpoints) -> bool:
             run.config, run.runner, run.adapters, run.mesh.device, checkpoints
         )
         start = lora.initial_load_path
-    # The run's own checkpoint takes precedence over initial weights.
+    # A checkpoint in the run's folder takes precedence over initial weights.
     is_start = path is None and options.enable and start is not None
     if is_start:
         path = place(str(start))
@@ -183,8 +183,8 @@ def load(
     changes = [] if is_new_run else compatibility.find_changes(run, facts, sorted(excluded))
     other_data = "" if excluded & {"dataloader", "train_state"} else _find_other_data(run, facts)
 
-    # Reject changed options or data before any tensor is changed. But if the model itself has changed, load
-    # first, because the error about a tensor that does not fit names this tensor.
+    # Reject changed options or data before any tensor is changed. The exception is a changed model: load first,
+    # because a tensor of the wrong shape then raises a more specific error.
     is_other_model = any(change.option.startswith("model.") for change in changes)
     if is_new_run and not run.config.lora.enable:
         first_rank(lambda: check_noted(run.config.model, path))
@@ -213,7 +213,7 @@ def load(
         _load_guard(run, facts, path)
         _load_scaler(run, facts, path, changes)
     if "lr_scheduler" in excluded:
-        # The schedule depends only on this count, so it starts again.
+        # The schedule depends only on the number of updates, so 0 restarts it.
         run.state.updates = 0
     # The position in the data follows from the number of samples. Readers of a stream also need their cursors.
     # Without them, they would have to read the stream again from its start.
@@ -274,7 +274,7 @@ def _read_cursors(facts: Mapping[str, Any], path: Place) -> np.ndarray | None:
         return np.array(saved, np.int64).reshape(-1, 3)
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
-            f"checkpoint {path}: data_cursors are not rows of three counts; use another checkpoint"
+            f"checkpoint {path}: data_cursors must be rows of three numbers; use another checkpoint"
         ) from error
 
 
@@ -291,9 +291,9 @@ def weights(run: Run) -> dict[str, Tensor]:
 
 
 def held_by(adapters: Spec | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return those of ``tensors`` that checkpoints contain. Without adapters, these are all.
+    """Return the tensors that checkpoints contain. Without adapters, these are all of ``tensors``.
 
-    The names have the prefix that checkpoints use.
+    Names in ``tensors`` have the prefix that checkpoints use.
     """
     if adapters is None:
         return tensors
@@ -325,6 +325,7 @@ def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
             )
         )
     if facts.get("data_fingerprint") == run.dataloader.fingerprint:
+        # Names, sizes and options agree, so only the hashes can show a difference.
         return f"{_first_names(differing)} differ at equal size" if differing else ""
     old_files = facts.get("data_files", {})
     new_files = run.dataloader.sampled_files
@@ -335,9 +336,10 @@ def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     )
     if changed:
         return f"{_first_names(changed)} differ"
+    # The files look the same, so the difference is in an option or within a file.
     return (
-        "rows of a file of equal size, tokenizer, seq_len, seed, packing, mixture, data.mode, "
-        "data.readers or training.last_batch differ"
+        "tokenizer, seq_len, seed, packing, mixture, data.mode, data.readers, training.last_batch, or rows of a "
+        "file of equal size differ"
     )
 
 

@@ -23,7 +23,7 @@ def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, starte
     """
     training = run.config.training
     guard = run.resilience.guard
-    # Loading the checkpoint overwrites these with an older history. They are restored below.
+    # Loading the checkpoint overwrites the guard's history with an older one. It is restored below.
     rewinds = guard.rewinds
     spikes = guard.spikes
     step = run.state.step + 1

@@ -67,7 +67,7 @@ class Run:
     certificate: dict[str, Any] | None = None
     """Path, SHA-256 and state of ``job.certificate`` when the run started. Checkpoints record them."""
     owes_validation: bool = False
-    """True if a request to stop cancelled the validation after this step, so that it must be repeated."""
+    """True if a request to stop cancelled the validation after this step. The resumed run repeats it."""
 
     def model_state_dict(self) -> dict[str, Tensor]:
         """Return all parameters, including frozen ones, and buffers by their names in checkpoints."""
@@ -106,7 +106,7 @@ class Run:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The learning-rate schedule. Cached, so that a user's file is executed only once."""
+        """The learning-rate schedule. It is cached, because a user's file must be executed only once."""
         return lr_scheduler.find(self.config.lr_scheduler.name)
 
     def measures(self) -> dict[str, float]:
@@ -132,7 +132,7 @@ def model_state_dict(runner: Runner) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of a step. Some are sums of this rank, and others are equal on all ranks."""
+    """Results of a step. Some are sums over this rank's tokens, and others are equal on all ranks."""
 
     loss_sum: Tensor
     """Sum of the loss over this rank's target tokens."""

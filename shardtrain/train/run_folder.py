@@ -35,7 +35,7 @@ def open_log(
     config = loaded.config
     folder = Path(config.job.dump_folder)
     atomic_io.guard(folder, folder / config.checkpoint.folder)
-    # LOG_RANK selects the ranks that log to the console. If there are several, each line starts with the rank.
+    # LOG_RANK selects the ranks that log to the console. With several ranks, each line starts with its rank.
     ranks = log.console_ranks()
     color = not config.metrics.disable_color_printing
     file_pattern = config.metrics.save_log_file
@@ -75,8 +75,8 @@ def write_resolved_config(
 ) -> None:
     """Write a file with the effective value of every option. Loading it results in the same configuration.
 
-    Comments at its top contain the versions, and the name of the JSON schema next to it. With the schema,
-    editors can complete and check the file.
+    Comments at its top contain the versions and the name of the JSON schema, which is written next to it. With
+    the schema, editors can complete and check the file.
     """
     origin = loaded.path or "the defaults"
     header = f"{json_schema.DIRECTIVE}\n# {versions()}, {world_size} ranks, started from {origin}\n"

@@ -1,7 +1,7 @@
 """Sample text during training: continue ``metrics.sample_prompt`` every ``metrics.sample_freq`` steps.
 
 The sharded model itself generates the text, without a KV cache, so every pass reads all tokens again. All
-samples use the same random numbers, so that they differ only because the model has changed. Sampling does not
+samples use the same random numbers. Two samples differ only because the model has changed. Sampling does not
 affect training: it computes no gradients, the model is in evaluation mode, and sampling has its own random
 generator.
 """
@@ -35,9 +35,7 @@ SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 _MAX_CHARACTERS = 1000
 """Maximum number of characters of prompt and text in a record, see ``JsonlFile``."""
 _LENGTH_MULTIPLE = 64
-"""Rows are padded to a multiple of this length, so that few shapes are compiled and tensor parallelism can
-split them.
-"""
+"""Pad rows to a multiple of this length. Then few shapes are compiled, and tensor parallelism can split rows."""
 
 
 class Samples:
@@ -71,8 +69,7 @@ class Samples:
             return
         self.every_steps = self._options.sample_freq
         self._tokenizer = tokenizer_of(config)
-        # Begin the prompt like a training document. Of a long prompt, keep only the last tokens, half as
-        # many as a training sequence has.
+        # Begin the prompt like a training document, and keep at most the last seq_len / 2 tokens.
         ends = ends_of(self._tokenizer, replace(config.data, add_eos=None, separator=None))
         ids = ends.begin(self._tokenizer.encode(config.metrics.sample_prompt).tolist())
         self._prompt = ids[-max(1, config.training.seq_len // 2) :]
@@ -127,7 +124,7 @@ class Samples:
         return new_ids
 
     def _logits(self, ids: list[int]) -> Tensor:
-        """Return the logits (1, V) after the last id."""
+        """Return the logits (1, V) for the token after ``ids``."""
         # Padding comes after the ids, so causal attention does not see it.
         multiple = _LENGTH_MULTIPLE * self._mesh.size("tp")
         T = min(-(-len(ids) // multiple) * multiple, self._seq_len)

@@ -1,7 +1,7 @@
-"""Start a run from a single ``torch.save`` file, as PyTorch's tutorials and pytorch_universal_trainer save
-it.
+"""Start a run from a single ``torch.save`` file.
 
-The file contains a dict with ``model_state_dict``. To continue training, it must also have
+PyTorch's tutorials and pytorch_universal_trainer write such files. A file contains a dict with
+``model_state_dict``. To continue training, it must also have
 ``optimizer_state_dict``, ``scheduler_state_dict``, ``scaler_state_dict`` and ``global_step``. It is read as
 data (``checkpoint/torch_file.py``): code in it is never run, and only one tensor at a time is in memory. All
 checks are made before the run is changed.
@@ -71,8 +71,12 @@ class FileWeights(BinWeights):
                 f"{path} is not a table; a checkpoint file has {WEIGHTS[0]} and other keys"
             )
         self.table: Mapping[str, Any] = table
-        # The weights are under one of the known keys, or the entire dict consists of weights.
-        weights = next((table[key] for key in WEIGHTS if isinstance(table.get(key), dict)), table)
+        # The weights are under one of the known keys. Without any of these keys, the dict itself contains them.
+        weights = table
+        for key in WEIGHTS:
+            if isinstance(table.get(key), dict):
+                weights = table[key]
+                break
         tensors = {}
         others = []
         for name, value in weights.items():
@@ -123,7 +127,7 @@ def translate(
         hub = HubFormat(model.name, "", {}, lambda _: {}, lambda _: {}, ())
         config = SimpleNamespace(head_dim=1, tied_embeddings=False)
         translation = mapping.Translation(hub, shapes, config, {name: name for name in shapes})
-    # Tensors that a Hugging Face folder lacks are drawn. But a checkpoint must be complete.
+    # as_is.fit allows missing tensors, because a folder may lack a new head. But a checkpoint must be complete.
     missing = sorted(set(named) - set(translation.sources))
     if missing:
         shown = ", ".join(missing[:10])
@@ -250,9 +254,9 @@ def _fill(
 def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str, dict[str, Any]]:
     """Return Adam's state for each parameter, by the parameter's name in the file.
 
-    The file identifies states by the number of their parameter. Numbers follow the order of the model, but if
-    there are two groups, the parameters with weight decay come first. The shape of every state is compared
-    with its parameter.
+    The file identifies states by the number of their parameter. With one group, numbers follow the order of the
+    model. With two groups, the parameters with weight decay come first. Every state must have the shape of its
+    parameter.
 
     Raises:
         CheckpointError: the file has no complete Adam state of this model.
@@ -271,7 +275,9 @@ def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str,
 
     # Put the names into the order in which the optimizer has numbered its parameters.
     names = _parameter_names(weights, {str(source) for source in translation.sources.values()})
-    numbers = [number for group in groups for number in group["params"]]
+    numbers = []
+    for group in groups:
+        numbers += group["params"]
     is_fitting = len(groups) == 1
     if len(groups) == 2:
         without_decay = [name for name in names if any(part in name for part in _WITHOUT_DECAY)]

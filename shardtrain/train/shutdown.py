@@ -42,8 +42,8 @@ _ASSUMED_SECONDS = 1.0
 def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> None:
     """Connect the run to its checkpoints, and check that there are enough data for all steps.
 
-    This is called before the first step and after each rollback. A rollback skips data, so fewer may be left
-    than needed. This must not end the run with an error, so the caller sets ``may_end_early``.
+    This is called before the first step and after each rollback. A rollback skips data. If the rest is then too
+    short for all steps, the run must not fail, so the caller sets ``may_end_early`` after a rollback.
 
     Raises:
         DataError: there are not enough data, and training.on_data_end does not allow this.
@@ -60,14 +60,13 @@ def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> 
     run.resilience.saving = checkpoints.saving
     checkpoints.saved_step = run.state.step
     options = run.config.checkpoint
-    if (
-        options.enable
-        and not options.load_only
-        and (options.last_save_in_hf or options.hf_interval > 0)
-    ):
+    exports = options.last_save_in_hf or options.hf_interval > 0
+    if options.enable and not options.load_only and exports:
         checkpoints.exporter = HubSaves(run.config, tasks.labels_of(run.config))
+    # Saves report their durations, which decide whether a requested stop still has time to save.
     checkpoints.on_written = run.resilience.stop.saves.add
     checkpoints.on_saved = run.resilience.ledger.saved
+    # The run may have been resumed from a checkpoint that early stopping saved.
     if checkpoints.best.exhausted:
         _stop_early(run, checkpoints)
 
@@ -80,7 +79,7 @@ def _check_data(run: Run, may_end_early: bool) -> None:
     loader = run.dataloader
     if loader.steps_left is None or loader.end is None:
         return
-    steps_left = loader.steps_left - run.resilience.guard.steps_left_out(
+    steps_left = loader.steps_left - run.resilience.guard.num_excluded_steps(
         loader.samples_consumed, loader.end, loader.global_batch
     )
     training = run.config.training
@@ -98,7 +97,7 @@ def _check_data(run: Run, may_end_early: bool) -> None:
 def save_after_step(
     run: Run, checkpoints: Checkpoints, pause: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Save after a step (a collective). Inside ``pause()``, the timer of steps is stopped."""
+    """Save after a step (a collective). ``pause()`` excludes the save from the measured step time."""
     stop = run.resilience.stop
     with pause(), run.resilience.phase("checkpoint"):
         started = time.perf_counter()
@@ -122,7 +121,7 @@ def save_after_step(
 
 
 def save_seed(run: Run, checkpoints: Checkpoints) -> None:
-    """Save the state before the first step, so that other runs can start from it.
+    """Save the state before the first step. Other runs can start from this seed checkpoint.
 
     Raises:
         ConfigError: the run has resumed from a checkpoint.
@@ -151,7 +150,7 @@ def note_validation(run: Run, checkpoints: Checkpoints, values: Mapping[str, flo
 
 
 def _stop_early(run: Run, checkpoints: Checkpoints) -> None:
-    """Let the run end after this step, because its validations have not improved."""
+    """End the run after this step, because its validations have not improved."""
     tracker = checkpoints.best
     result = "no value was finite"
     if tracker.step >= 0:
@@ -184,8 +183,8 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
         Preempted: everything is saved.
         NotSaved: there was no time to save.
     """
-    # A rank may learn of the request from other ranks before it gets the signal itself. All ranks report the
-    # same reason.
+    # A rank may learn of the request from other ranks before it gets the signal itself. Such a rank reports the
+    # reason of another rank.
     stop = run.resilience.stop
     step = run.state.step
     other_reason = first_word(stop.reason)
@@ -200,7 +199,7 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
         is_written = checkpoints.finish(limit)
         is_in_time = is_written and run.resilience.stop_flag < NOT_IN_TIME
         if step > checkpoints.saved_step:
-            # Check the time again, because waiting for the background save has taken some.
+            # Check the remaining time again, because waiting for the background save has used some of it.
             is_late = (stop.saves.quantile() or 0.0) > stop.remaining_seconds()
             if any_rank(is_late) or not is_in_time:
                 newest = signals.newest_checkpoint(folder)
@@ -217,7 +216,7 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
 
 
 def data_ended(run: Run, checkpoints: Checkpoints) -> None:
-    """Save and end the run because the data have ended before the last step, which all ranks do at once.
+    """Save and end the run, because the data have ended before the last step (a collective).
 
     Raises:
         DataError: training.on_data_end is not "stop".
@@ -247,7 +246,7 @@ def data_ended(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def explain(error: Exception, run: Run) -> Exception:
-    """Add the step and its range of sequences to an error that was raised in a step.
+    """Add a note with the step and its sequences to an error that was raised in a step, and return the error.
 
     For a dead worker or a missing rank, return a clearer error instead.
     """

@@ -1,9 +1,9 @@
 """Test before the first step that a ``transformers`` network computes the same logits on split sequences.
 
-Before ranks start, ``hf_cores.check`` has inspected the network's operations. This module runs the network
-twice, with the run's weights and mesh: on a short row that is split over the context-parallel ranks, and on
-each rank on the full row with the attention of ``transformers``. Then it compares the logits. They differ, for
-example, if the network's forward depends on the number of tokens, of which a rank has only some.
+Before ranks start, ``hf_cores.check`` has already inspected the network's operations. This module runs the
+network twice on a short row, with the run's weights and mesh. The first time, the row is split over the
+context-parallel ranks. The second time, each rank has the full row and uses the attention of ``transformers``.
+The logits must agree. They differ, for example, if the network's forward depends on the number of tokens.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ class StepSums:
     """Values of one rank before ``all_reduce``, and the sums over all ranks after it."""
 
     num_targets: int = 0
-    """Number of target tokens, by which the loss is divided. If several ranks read the same rows, only one of
-    them counts their tokens.
+    """Number of target tokens, by which the loss is divided. If several ranks read the same rows, only one
+    of these ranks counts the tokens.
     """
     num_tokens: int = 0
     """Number of tokens without padding, for the throughput. Counted on one rank, like the targets."""
@@ -36,7 +36,7 @@ class StepSums:
     def pack(self) -> Tensor:
         """Pack all values into one float64 tensor.
 
-        The checksum is split into parts of 16 bits, so that float64 sums of counts and parts are exact.
+        The checksum is split into parts of 16 bits, because float64 sums of larger numbers may not be exact.
         """
         counts = [self.num_targets, self.num_tokens, self.num_rows, *checksum.split(self.checksum)]
         return torch.tensor([*counts, *self.flags], dtype=torch.float64)
@@ -56,6 +56,6 @@ class StepSums:
     def all_reduce(self, mesh: Mesh) -> StepSums:
         """Return the sums over all ranks (a collective).
 
-        The tensor is on the CPU, so that no rank waits for its device.
+        The tensor is on the CPU, so no rank waits for its device.
         """
         return self.unpack(mesh.sum_of_all(self.pack()))

@@ -25,10 +25,10 @@ from shardtrain.tasks.distillation import Distillation
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A sharded model with its initial weights, and the values that a run needs to know about it."""
+    """A sharded model with its initial weights, and facts about it."""
 
     config: Config
-    """The configuration. If ``compile.enable`` was unset, it may have been set."""
+    """The configuration, with ``compile.enable`` decided if it was unset."""
     task: tasks.LanguageModel | tasks.RowTask
     module: ModuleType
     """The Python module that defines the model."""
@@ -59,7 +59,7 @@ def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> BuiltM
     num_params, flops = count_model(model, layout, shape)
     names = [name for name, _ in model.named_parameters()]
     base_names = [name for name in names if name not in added]
-    # Initial values depend on a parameter's name in the unsharded model, so they are the same on every mesh.
+    # Initial values depend only on the seed and on names in the unsharded model. So they are the same on every mesh.
     num_layers = len(getattr(model, layout.layers))
     draws = init_weights.plan(base_names, module.initial(shape), layout, num_layers) | added
     if config.lora.base_dtype != quantize.WHOLE:

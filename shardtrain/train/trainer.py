@@ -101,7 +101,8 @@ def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
 
 
 def train(loaded: Loaded, world: World, resilience: Resilience | None = None) -> TrainState:
-    """Build the run, resume it from its newest checkpoint if there is one, and train to its end."""
+    """Build the run, resume it from its newest checkpoint if it has one, and train to its end."""
+    # Do this first, because everything below depends on the batch size.
     loaded = compatibility.keep_batch_size(loaded, world)
     with opened(loaded, world, resilience or Resilience()) as (run, checkpoints):
         if loaded.config.checkpoint.create_seed_checkpoint:
@@ -177,6 +178,7 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
         validator = Validator(
             config, run.runner, run.mesh, run.resilience.stop, rows_per_epoch, average
         )
+    # only rank 0 writes the file of samples
     folder_of_samples = folder if world.rank == 0 else None
     samples = Samples(config, run.runner, run.mesh, folder_of_samples, run.state.step)
     started_at = run.state.step
@@ -227,7 +229,7 @@ def _steps(
     )
     resilience.warm_up()
     with collector, profiler as trace:
-        # A request to stop cancelled the validation of the last step, so validate and save it first.
+        # The previous process of this run stopped before it had validated its last step. Catch up first.
         if run.owes_validation:
             _finish_step(run, checkpoints, validator, samples, metrics)
         while state.step < run.total_steps and not run.owes_validation:
@@ -245,10 +247,12 @@ def _steps(
             # The data have ended, or a rank has received a request to stop.
             if outcome is None:
                 break
+            # The first step has compiled the layers, so graph breaks are known now.
             if run.config.compile.enable and state.step == started_at + 1:
-                not_compiled = compile.left_out(run.config)
+                not_compiled = compile.graph_break_warning(run.config)
                 if not_compiled:
                     logger.warning(not_compiled)
+            # Steps without any target token train nothing. This raises after several of them.
             if not state.tokens_seen:
                 check_has_targets(config, state.step, run.total_steps)
 
@@ -269,8 +273,8 @@ def _steps(
         resilience.stop_flag or run.owes_validation
     )
     if validator and data_have_ended and validator.is_due(state.step, state.step):
-        # Now it is known that this was the last step, after which validation is always due. Early stopping may
-        # also end the run here.
+        # Validation is always due after the last step. Only now is it known that this step was the last. Early
+        # stopping may also end the run here.
         _validate(run, validator, metrics, checkpoints)
     if resilience.stop_flag or run.owes_validation:
         # This saves and raises.
@@ -307,9 +311,9 @@ def _finish_step(
 ) -> None:
     """Validate, sample and save after a step, each if it is due.
 
-    If a request to stop cancels the validation, the rest is skipped and the run ends. When it is resumed, it
-    calls this function first. So the validation's result is saved in the checkpoint of the same step as
-    without the request.
+    If a request to stop cancels the validation, this function returns early and the run ends. The resumed run
+    calls it again before its first step. The checkpoint of this step then contains the validation's result,
+    as it would without the request.
     """
     step = run.state.step
     if validator and (run.owes_validation or validator.is_due(step, run.total_steps)):
@@ -364,8 +368,7 @@ def step(run: Run) -> Outcome | None:
     if run.runner.counts_filler:
         host_batches = data.mark_filler(host_batches)
     batches = [batch.to(mesh.device, non_blocking=True) for batch in host_batches]
-    # Seed dropout. Its masks differ between ranks, and depend on the step, so that a resumed run draws the same
-    # ones.
+    # Seed dropout. Masks differ between ranks. The seed includes the step, so a resumed run draws the same masks.
     seed_step(
         config.debug.seed,
         state.step,
@@ -456,9 +459,9 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
 
     A collective. Returns None on all ranks if the data have ended, or a rank has received a request to stop.
 
-    A streamed dataset does not know its length, and its readers finish at different times. A reader that has
-    finished returns empty rows. So a step in which no rank has a row is skipped, and the data have ended when
-    every reader has returned an empty row in such steps.
+    The length of a streamed dataset is not known in advance, and its readers finish at different times. A
+    reader that has finished returns empty rows. If no rank has a row, the step is skipped. The data have ended
+    once every reader has returned an empty row in such steps.
     """
     loader = run.dataloader
     resilience = run.resilience
@@ -491,8 +494,9 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
         if resilience.unpack_flags(sums.flags):
             return None
 
-        # Skip rows that a rollback excludes, and steps in which no rank has a row.
-        is_excluded = resilience.leaves_out(first_row, first_row + loader.global_batch)
+        # Every rank computes the same values from here on, because they depend only on the sums. Skip rows that
+        # a rollback excludes, and steps in which no rank has a row.
+        is_excluded = resilience.excludes(first_row, first_row + loader.global_batch)
         has_rows = sums.num_rows > 0 or not loader.ends_without_notice
         if has_rows and not is_excluded:
             return batches, sums, data_seconds

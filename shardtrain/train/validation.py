@@ -1,10 +1,9 @@
 """Measure the loss on validation data with the training runner. The result is exact on any number of ranks.
 
-Every row of the validation set is read once. If the rows cannot be divided evenly among ranks, the last batch
-is filled up with rows without targets, so that every rank runs the same number of batches. Validation does not
-affect training: dropout is off, and expert load statistics are updated only in backward. For row tasks, such as
-classification, the predictions of all ranks are gathered in the order of the data, and metrics are computed
-over the complete set.
+Every row of the validation set is read once. Every rank must run the same number of batches. If the rows cannot
+be divided evenly, padding rows without targets fill the last batch. Validation does not affect training:
+dropout is off, and expert load statistics are updated only in backward. For row tasks, such as classification,
+all ranks gather the predictions in the order of the data, and compute metrics over the complete set.
 """
 
 from __future__ import annotations
@@ -117,8 +116,8 @@ def evaluate(
                 free_gathered(part)
         # This also ends the worker processes.
         stream.seek(0)
-    # Ranks along other axes than BATCH_AXES read the same rows, so sum the counts only over BATCH_AXES. But
-    # each rank along "pp" and LOSS_AXES has a different part of the loss.
+    # Ranks that differ only along other axes than BATCH_AXES read the same rows, so sum the counts only over
+    # BATCH_AXES. But each rank along "pp" and LOSS_AXES has a different part of the loss.
     counts = torch.tensor([num_tokens, num_rows], dtype=torch.float64, device=mesh.device)
     total_tokens, total_rows = mesh.sum(counts, over=BATCH_AXES).tolist()
     total_loss = mesh.sum(loss, over=("pp", *LOSS_AXES)).item()
@@ -148,13 +147,15 @@ def gather(
         mesh: the mesh.
     """
     # Select this rank's rows without padding.
-    rows_of_batch = [(ids >= 0).nonzero().flatten() for ids, _ in local_predictions]
-    pairs = list(zip(local_predictions, rows_of_batch, strict=True))
-    local_ids = torch.cat([ids[rows] for (ids, _), rows in pairs])
-    local_values = {}
-    for name in local_predictions[0][1]:
-        values_of_batches = [predictions[name].cpu()[rows] for (_, predictions), rows in pairs]
-        local_values[name] = torch.cat(values_of_batches)
+    ids_of_batches = []
+    values_of_batches: dict[str, list[Tensor]] = {name: [] for name in local_predictions[0][1]}
+    for batch_ids, predictions in local_predictions:
+        is_row = batch_ids >= 0
+        ids_of_batches.append(batch_ids[is_row])
+        for name, values in predictions.items():
+            values_of_batches[name].append(values.cpu()[is_row])
+    local_ids = torch.cat(ids_of_batches)
+    local_values = {name: torch.cat(values) for name, values in values_of_batches.items()}
 
     # Sort the rows of all ranks by id, and keep the first of equal ids.
     ids = torch.cat(_all_gather(local_ids, mesh))
@@ -316,9 +317,9 @@ def open_dataloader(config: Config, mesh: Mesh) -> data.DataLoader:
 
 
 def section(config: Config, world_size: int) -> Validation:
-    """Return the validation options.
+    """Return the validation options, with the batch size that the mesh needs.
 
-    With pipeline parallelism, a batch has the rows of a complete training step.
+    With pipeline parallelism, a validation batch has as many rows as a training step, to fill the pipeline.
     """
     if config.parallelism.pipeline_parallel_degree == 1:
         return config.validation

@@ -237,7 +237,7 @@ class Broken(Kinds):
 
 def _uncompiled_layer(rank: int, model: type[Kinds], config: Config) -> str | None:
     _graphs_of_kinds(rank, 1, config, model)
-    return compile.left_out(config)
+    return compile.graph_break_warning(config)
 
 
 @pytest.mark.parametrize("options", [{"mode": "none"}, {"mode": "full"}])

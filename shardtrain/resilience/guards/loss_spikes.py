@@ -93,13 +93,13 @@ class Guard:
         self.losses = [*self.losses, loss][-window:]
         self.grad_norms = [*self.grad_norms, grad_norm][-window:]
 
-    def leaves_out(self, first_row: int, end_row: int) -> bool:
+    def excludes(self, first_row: int, end_row: int) -> bool:
         """True if a rollback excluded any row in [first_row, end_row). The entire step is then skipped."""
         return any(
             rewind.first_row < end_row and first_row < rewind.end_row for rewind in self.rewinds
         )
 
-    def steps_left_out(self, first_row: int, end_row: int, rows_per_step: int) -> int:
+    def num_excluded_steps(self, first_row: int, end_row: int, rows_per_step: int) -> int:
         """Return the number of skipped steps among the steps that consist of the rows [first_row, end_row)."""
         steps: set[int] = set()
         for rewind in self.rewinds:

@@ -42,7 +42,7 @@ def main(asked: HeldOutOptions) -> None:
         with heartbeat("building the model and loading its weights", often):
             built = build_model(config, mesh)
             if isinstance(built.task, tasks.RowTask):  # does not affect the metrics
-                reference_models.hold(built.task, built.runner, config, mesh)
+                reference_models.load_frozen_models(built.task, built.runner, config, mesh)
             load(built, config, asked.checkpoint)
         files: dict[str, str | None] = {}
         for name in sets_of(config):

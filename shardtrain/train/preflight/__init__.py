@@ -57,7 +57,7 @@ class PreflightResult:
 
     @property
     def lines(self) -> list[str]:
-        """One line per problem, in the order in which the problems were found, without duplicates."""
+        """One line per problem, in the order of the checks, without duplicates."""
         lines = [str(line) for error in self.errors for line in getattr(error, "problems", [error])]
         return list(dict.fromkeys(lines))
 
@@ -102,7 +102,7 @@ class _Findings:
     def is_clean(self, *starts: str) -> bool:
         """True if no problem so far is about an option with one of these prefixes.
 
-        A check calls this first, because with wrong options it would only report follow-up errors.
+        If the options of a check are wrong, the check is skipped, because it would only report follow-up errors.
         """
         for problem in self.problems:
             if isinstance(problem, Problem) and any(
@@ -112,7 +112,7 @@ class _Findings:
         return True
 
     def add(self, errors: Sequence[ShardtrainError]) -> None:
-        """Add the errors of a check. Those that are about the configuration become problems."""
+        """Add the errors of a check. Errors of the configuration become problems."""
         for error in errors:
             if isinstance(error, ConfigError) and not isinstance(error, FolderTaken):
                 self.problems += error.problems
@@ -124,7 +124,7 @@ MANY_RANKS = 64
 """If a launcher has started more ranks than this, only rank 0 checks files, to limit the load on storage."""
 
 
-def require(loaded: Loaded, machine: Machine, looks_at_files: bool = True) -> None:
+def require(loaded: Loaded, machine: Machine, checks_files: bool = True) -> None:
     """Run all checks before ranks start. Raise all errors as one error, and print warnings on rank 0.
 
     Raises:
@@ -133,7 +133,7 @@ def require(loaded: Loaded, machine: Machine, looks_at_files: bool = True) -> No
         DataError, CheckpointError: only the data or the initial weights have a problem.
     """
     with limits.memory_errors():
-        result = judge(loaded, machine, looks_at_files)
+        result = judge(loaded, machine, checks_files)
     result.raise_errors()
     if os.environ.get("RANK", "0") == "0":
         for line in result.warnings:
@@ -200,8 +200,9 @@ def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Fai
 
 
 def _refusals(loaded: Loaded, machine: Machine) -> list[Any]:
-    """Call ``require`` and return the error that it raises, as a list with the name of the exception's class and
-    the lines of its message. The list is empty if it raises nothing.
+    """Call ``require``. Return [class name, lines of the message] of the error that it raises, in a list.
+
+    The list is empty if it raises nothing.
     """
     try:
         require(loaded, machine)
@@ -213,8 +214,8 @@ def _refusals(loaded: Loaded, machine: Machine) -> list[Any]:
     return []
 
 
-def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) -> PreflightResult:
-    """Check a configuration, and whether it fits a machine. None checks only the configuration.
+def judge(loaded: Loaded, machine: Machine | None, checks_files: bool = True) -> PreflightResult:
+    """Check a configuration and that it fits a machine. If ``machine`` is None, check only the configuration.
 
     Files, packages and devices are checked only if the machine is the one that this process runs on.
     """
@@ -224,9 +225,10 @@ def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) 
         findings.problems += config.problems_of(
             loaded, machine.world_size, machine.device, machine.num_devices
         )
-        if looks_at_files:
+        if checks_files:
             _check_files(loaded, machine, findings)
     else:
+        # The machine is not here, so apply only rules that need neither files nor devices.
         problems = [*config.check(loaded), *config.unavailable(loaded)]
         if machine is not None and machine.world_size:
             problems += mesh_notes(loaded, machine.world_size)
@@ -256,7 +258,7 @@ def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) 
 
 
 def _without_secondary(loaded: Loaded, problems: Sequence[Problem | str]) -> list[Problem | str]:
-    """Drop problems that only follow from other problems, because one wrong option may make others look wrong."""
+    """Drop problems that only follow from other problems: one wrong option may make other options look wrong."""
     with_option = [problem for problem in problems if isinstance(problem, Problem)]
     primary = {
         str(problem)
@@ -266,7 +268,7 @@ def _without_secondary(loaded: Loaded, problems: Sequence[Problem | str]) -> lis
 
 
 def _too_many_ranks(machine: Machine) -> Problem | None:
-    """Return a problem if a host has more ranks than accelerators, because each rank needs its own one."""
+    """Return a problem if a host has more ranks than accelerators. Each rank needs its own accelerator."""
     num_devices = machine.num_devices
     if machine.device in ("cpu", None) or not num_devices or machine.local_ranks <= num_devices:
         return None
@@ -285,7 +287,7 @@ def _check_files(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
     from shardtrain.train.preflight import own_files, starting_weights, storage_space
 
     if findings.is_clean("metrics.sinks", "metrics.token_metrics", "lr_scheduler"):
-        findings.add(own_files.look(loaded.config))
+        findings.add(own_files.find_errors(loaded.config))
     if findings.is_clean("checkpoint.folder") and (
         error := storage_space.address_problem(loaded.config)
     ):
@@ -296,7 +298,9 @@ def _check_files(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
         findings.problems.append(problem)
     if findings.is_clean("checkpoint", "lora", "model.hf_assets_path", "job"):
         findings.add(
-            starting_weights.look(loaded.config, is_alone=machine.world_size == machine.local_ranks)
+            starting_weights.find_errors(
+                loaded.config, is_alone=machine.world_size == machine.local_ranks
+            )
         )
     if findings.is_clean(
         "task", "data.", "model.tokenizer_path", "model.hf_assets_path", "training.seq_len"
@@ -312,11 +316,11 @@ def _check_data(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
         # Count the steps of the data only if there is no problem with the options that determine the batch.
         can_count_steps = findings.is_clean("parallelism.", "training.", "checkpoint.")
         world_size = machine.world_size if can_count_steps else None
-        errors, notes = data_opening.look(loaded.config, "training", world_size)
+        errors, notes = data_opening.find_errors(loaded.config, "training", world_size)
         findings.add(errors)
         findings.notes += notes
     if loaded.config.validation.enable and findings.is_clean("validation."):
-        errors, notes = data_opening.look(loaded.config, "validation", None)
+        errors, notes = data_opening.find_errors(loaded.config, "validation", None)
         findings.add(errors)
         findings.notes += notes
 
@@ -332,8 +336,8 @@ def _check_model(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
     if problem := memory_fit.batch_problem(loaded, machine):
         findings.problems.append(problem)
 
-    # Building the model imports PyTorch. So build it at most once, and only if its sizes leave it open whether
-    # it fits.
+    # Building the model imports PyTorch, which takes seconds. So build it at most once, and only if an upper
+    # bound of its size does not fit.
     @functools.cache
     def build() -> list[memory_fit.ParameterMemory] | None:
         from shardtrain.train.preflight import meta_model
@@ -342,12 +346,12 @@ def _check_model(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
         findings.add(errors)
         return parameters
 
-    needs_build = machine.is_here and memory_fit.only_building_tells(loaded)
-    if needs_build or not memory_fit.surely_fits(loaded, machine):
+    needs_build = machine.is_here and memory_fit.needs_model_build(loaded)
+    if needs_build or not memory_fit.certainly_fits(loaded, machine):
         parameters = build()
         if parameters is not None:
             findings.problems += memory_fit.problems(loaded, machine, parameters)
     if machine.is_here and findings.is_clean("checkpoint", "job"):
-        errors, warnings = storage_space.look(loaded, machine, build)
+        errors, warnings = storage_space.find_errors(loaded, machine, build)
         findings.add(errors)
         findings.warnings += warnings

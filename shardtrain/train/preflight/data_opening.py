@@ -28,7 +28,7 @@ FIRST_CHARACTERS = 2**17
 _LANGUAGE_MODELS = ("language_model", "distillation")
 
 
-def look(
+def find_errors(
     config: Config, section: str, world_size: int | None
 ) -> tuple[list[ShardtrainError], list[str]]:
     """Open the data of the section "training" or "validation". Return the errors and notes.
@@ -55,7 +55,7 @@ def look(
 
 def _open(config: Config, part: Training | Validation, notes: list[str]) -> int | None:
     """Open datasets of documents. Return the number of rows, or None if it is not known."""
-    # Encode the first rows of each dataset. Small datasets are read completely at the end instead.
+    # Encode the first rows of each large dataset. Small datasets are read completely at the end.
     tokenizer = build_dataset.tokenizer_of(config)
     _check_ids(config, tokenizer.vocab_size)
     are_all_small = True
@@ -84,6 +84,7 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
         policy = BadRows.of(config.data)
         stats = RowStats()
         rows = every_row(source)
+        # A source without a known size may be a slow stream, so read only one row.
         if source.total_bytes is None:
             rows = itertools.islice(rows, 1)
         elif not is_small:
@@ -92,6 +93,7 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
             pass
         if is_small:
             policy.judge(stats, f"dataset {named.name}")
+    # This raises if data.add_eos or another option requires a token that the tokenizer lacks.
     ends.ends_of(tokenizer, config.data)
     if not are_all_small:
         return None
@@ -153,7 +155,7 @@ def _is_remote(source: DataSource) -> bool:
 
 
 def _has_a_checkpoint(config: Config) -> bool:
-    """True if the run would resume from its own checkpoint, so that it needs data for fewer steps."""
+    """True if the run would resume from its own checkpoint. It then needs data for fewer steps."""
     if not config.checkpoint.enable:
         return False
     from shardtrain.checkpoint import retention

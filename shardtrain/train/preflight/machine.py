@@ -130,9 +130,9 @@ def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
 
 
 def _host(ranks: int) -> tuple[str, int]:
-    """Return the size in bytes of the memory that all ranks of this host may use together, and its name.
+    """Return the name and the bytes of the memory that all ranks of this host may use together.
 
-    The memory that other processes use now is included.
+    Memory that other processes use now is included.
     """
     memory = limits.host_memory()
     # Include swap, because a run that needs swap is slow but is not killed.
@@ -144,6 +144,7 @@ def _host(ranks: int) -> tuple[str, int]:
     ranks_limit = limits.memory_of_ranks(ranks)
     if ranks_limit is not None:
         memory_limits.append(ranks_limit)
+    # The smallest limit applies.
     return min(memory_limits, key=lambda limit: limit[1])
 
 

@@ -23,7 +23,7 @@ from shardtrain.utils.units import format_bytes
 _BYTES_PER_TOKEN = 16
 """Bytes of a token in a batch: its id and its target, int64 each."""
 _SAFE_SHARE = 0.5
-"""If the upper bound of the size is below this fraction of the memory, the exact size is not computed."""
+"""If an upper bound of the size is below this fraction of the memory, skip the exact computation."""
 _TASKS_WITH_RULES = ("language_model",)
 """Tasks whose models can be checked completely without importing torch."""
 _BUILTIN_BACKENDS = ("inductor", "eager", "aot_eager")
@@ -42,8 +42,8 @@ class ParameterMemory:
     trained: bool
 
 
-def only_building_tells(loaded: Loaded) -> bool:
-    """True if building the model may find problems that the rules without torch cannot find."""
+def needs_model_build(loaded: Loaded) -> bool:
+    """True if only building the model can find some of its problems. The rules without torch cannot."""
     c = loaded.config
     return (
         c.lora.enable
@@ -67,12 +67,12 @@ def _optimizer_bytes(config: Config) -> float:
     return num_states * derived.state_item_bytes(config)
 
 
-def surely_fits(loaded: Loaded, machine: Machine) -> bool:
+def certainly_fits(loaded: Loaded, machine: Machine) -> bool:
     """True if even an upper bound of the number of weights needs far less memory than is available."""
     if not machine.memory_bytes:
         return True
     sizes = model_shape(loaded)
-    upper_bound = generous_guess(sizes) if sizes is not None else None
+    upper_bound = max_num_elements(sizes) if sizes is not None else None
     if upper_bound is None:
         return False
     parameter = ParameterMemory(upper_bound, tensor=True, expert=False, trained=True)
@@ -84,7 +84,7 @@ def surely_fits(loaded: Loaded, machine: Machine) -> bool:
     return bytes_per_rank * ranks < _SAFE_SHARE * machine.memory_bytes
 
 
-def generous_guess(sizes: dict[str, Any]) -> int | None:
+def max_num_elements(sizes: dict[str, Any]) -> int | None:
     """Return an upper bound of the number of weights. None if a required size is not known."""
 
     def size(name: str, default: int = 0) -> int:
@@ -101,6 +101,7 @@ def generous_guess(sizes: dict[str, Any]) -> int | None:
     ffn_width = max([4 * dim, *ffn_widths])
     num_heads = size("num_heads", 1)
     attention_width = num_heads * max(size("head_dim"), size("v_head_dim"), dim // num_heads)
+    # A dense layer counts as one expert. Attention and feed-forward are rounded up generously.
     num_experts = 1 + size("num_experts") + size("num_shared_experts")
     layer = 8 * dim * max(dim, attention_width) + 4 * dim * ffn_width * num_experts
     return 2 * vocab_size * dim + num_layers * layer
@@ -172,6 +173,7 @@ def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
     has_many_micro_batches = activation_bytes * 2 < needed_bytes and accumulation > 1
     option = "training.local_batch_size"
     rows = t.local_batch_size
+    # A large global batch on few ranks accumulates over many micro-batches.
     if has_many_micro_batches:
         option = "training.global_batch_size"
         rows *= accumulation

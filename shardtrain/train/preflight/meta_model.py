@@ -105,8 +105,10 @@ def _parameters(config: Config) -> list[ParameterMemory]:
 def _model(
     config: Config,
 ) -> tuple[tasks.LanguageModel | tasks.RowTask, ModuleType, Any, nn.Module]:
-    """Return the task, the Python module that defines the model, the model's shape, and the model with the
-    task's head on the meta device.
+    """Build the model with the task's head on the meta device.
+
+    Returns:
+        The task, the Python module that defines the model, the model's shape, and the model.
     """
     task = tasks.open_task(config)
     module, shape = models.configured(config.model)
@@ -152,6 +154,7 @@ def _check_ranks(model: nn.Module, layout: Layout, config: Config) -> None:
         if tensor.requires_grad
     }
     schedule = stages.schedule_name(p.pipeline_parallel_schedule) or ""
+    # Interleaved schedules give a rank several stages.
     for rank in range(degree):
         modules: list[str] = []
         for stage in stages.stages_of_rank(schedule, rank, degree, len(parts)):

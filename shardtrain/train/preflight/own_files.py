@@ -25,7 +25,7 @@ def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
     by_path = {str(Path(name).resolve()): name for name in files}
     source = ""
     place = ""
-    # Find the innermost frame that is in a user's file.
+    # Find the innermost frame that is in a user's file. Later entries of the traceback are further inside.
     trace = error.__traceback__
     while trace is not None:
         path = str(Path(trace.tb_frame.f_code.co_filename).resolve())
@@ -33,6 +33,7 @@ def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
             source = by_path[path]
             place = f" (line {trace.tb_lineno})"
         trace = trace.tb_next
+    # Python has not executed a file with a syntax error, so no frame is in it.
     if isinstance(error, SyntaxError) and error.filename:
         path = str(Path(error.filename).resolve())
         if path in by_path:
@@ -95,7 +96,7 @@ def _check_schedule(config: Config) -> None:
         raise error
 
 
-def look(config: Config) -> list[ShardtrainError]:
+def find_errors(config: Config) -> list[ShardtrainError]:
     """Load the files that no other check loads before ranks start, and return their errors."""
     checks: list[Callable[[], object]] = [
         partial(own_sink.find, path) for path in config.metrics.sinks

@@ -22,7 +22,7 @@ def _lease_error(folders: list[Path]) -> ShardtrainError | None:
     return None
 
 
-def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
+def find_errors(config: Config, is_alone: bool) -> list[ShardtrainError]:
     """Return errors if weights are missing or belong to a different model.
 
     Reads neither the weights themselves nor object stores.
@@ -53,8 +53,8 @@ def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
         steps = retention.steps(folder) if folder.is_dir() else []
         if options.load_step != -1 and options.load_step not in steps:
             return [retention.no_such_step(folder, options.load_step, steps)]
-        # A resumed run reads its own checkpoint instead of the configured weights. A LoRA run also reads its
-        # base weights.
+        # A resumed run reads its own checkpoint instead of the configured weights. But a LoRA run reads its base
+        # weights every time.
         starts = [] if adapters is None or steps else [adapters]
         if base is not None and "://" not in base and (config.lora.enable or not steps):
             if options.initial_load_in_hf:

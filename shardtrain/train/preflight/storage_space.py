@@ -44,7 +44,9 @@ def address_problem(config: Config) -> ShardtrainError | None:
     return None
 
 
-def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[ShardtrainError], list[str]]:
+def find_errors(
+    loaded: Loaded, machine: Machine, build: Build
+) -> tuple[list[ShardtrainError], list[str]]:
     """Check the free space of the checkpoint folder.
 
     Args:
@@ -81,7 +83,7 @@ def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[Shardtrai
     num_new = max(1, _most_kept(config) + 1 - num_existing)
 
     # Building the model takes seconds, so first try an upper bound computed from its sizes.
-    upper_bound = memory_fit.generous_guess(model_shape(loaded) or {})
+    upper_bound = memory_fit.max_num_elements(model_shape(loaded) or {})
     if upper_bound is not None:
         parameters = [ParameterMemory(upper_bound, tensor=True, expert=False, trained=True)]
         if num_new * SPARE * memory_fit.checkpoint_bytes(config, parameters) <= free_bytes:

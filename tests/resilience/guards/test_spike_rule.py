@@ -110,7 +110,7 @@ def test_skips_within_a_thousand_steps_are_limited(fraction: float, allowed: int
 
 def test_steps_that_contain_skipped_rows_are_left_out() -> None:
     guard = Guard(rewinds=[Rewind(9, 4, 40, 56), Rewind(9, 4, 50, 60)])
-    assert [guard.leaves_out(row, row + 8) for row in (24, 32, 40, 56, 64)] == [
+    assert [guard.excludes(row, row + 8) for row in (24, 32, 40, 56, 64)] == [
         False,
         False,
         True,
@@ -120,8 +120,8 @@ def test_steps_that_contain_skipped_rows_are_left_out() -> None:
     for first in range(0, 70, 3):
         for step in (4, 8, 16):
             starts = range(first, 96, step)
-            expected = sum(guard.leaves_out(row, min(row + step, 96)) for row in starts)
-            assert guard.steps_left_out(first, 96, step) == expected, (first, step)
+            expected = sum(guard.excludes(row, min(row + step, 96)) for row in starts)
+            assert guard.num_excluded_steps(first, 96, step) == expected, (first, step)
 
 
 def test_state_survives_json_and_bad_state_is_refused() -> None:

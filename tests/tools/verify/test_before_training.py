@@ -374,7 +374,7 @@ def test_a_failed_comparison_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_only_sharded_user_files_are_compared(tmp_path: Path) -> None:
     """Models of this package have separate tests, and data-parallel ranks only split rows."""
-    assert model_check.is_about(run_of(FOLDER / "gpt2.py", "pp=2", "tiny"))
-    assert not model_check.is_about(run_of(FOLDER / "gpt2.py", "dp_shard=2", "tiny"))
+    assert model_check.applies_to(run_of(FOLDER / "gpt2.py", "pp=2", "tiny"))
+    assert not model_check.applies_to(run_of(FOLDER / "gpt2.py", "dp_shard=2", "tiny"))
     built_in = configs.load(None, ["--parallelism.tensor_parallel_degree", "2"]).config
-    assert not model_check.is_about(built_in)
+    assert not model_check.applies_to(built_in)

@@ -31,7 +31,7 @@ def problems_of(family: str, flavor: str, arguments: list[str]) -> list:
     ]
     if problems:
         return problems
-    assert memory_fit.only_building_tells(loaded)
+    assert memory_fit.needs_model_build(loaded)
     errors, _ = meta_model.build(loaded.config)
     assert all(isinstance(error, ConfigError) for error in errors), errors
     return [problem for error in errors for problem in error.problems]
