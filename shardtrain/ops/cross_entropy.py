@@ -97,6 +97,8 @@ def cross_entropy_sum(
 
 def chunk_loss(logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Compute one chunk, in place if possible. This is the default ChunkFunction."""
+    if logits_nV.device.type == "cpu":
+        return _chunk_loss_on_cpu(logits_nV, targets_n, weight)
     log_probabilities_nV = torch.log_softmax(logits_nV.float(), dim=-1)
     kept_n1 = (targets_n != IGNORE).unsqueeze(1)
     # IGNORE is not a column index. Use column 0 instead. kept_n1 sets the loss and the gradient to zero.
@@ -108,6 +110,31 @@ def chunk_loss(logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Te
         1, index_n1, -torch.ones_like(index_n1, dtype=torch.float32)
     )
     return loss, gradient_nV.mul_(kept_n1 * weight)
+
+
+def _chunk_loss_on_cpu(
+    logits_nV: Tensor, targets_n: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute one chunk like ``chunk_loss``, with a more accurate sum of exponentials.
+
+    ``log_softmax`` on a CPU adds all exponentials of a row to a few running totals. With 262,144 columns, the
+    relative error of the loss exceeds 1e-6. ``sum`` adds blocks of columns pairwise. This function also
+    computes each exponential once instead of twice.
+    """
+    logits_nV = logits_nV.float()
+    kept_n1 = (targets_n != IGNORE).unsqueeze(1)
+    index_n1 = targets_n.clamp_min(0).unsqueeze(1)
+    largest_n1 = logits_nV.amax(dim=-1, keepdim=True)
+    target_n1 = logits_nV.gather(1, index_n1) - largest_n1
+    exponentials_nV = torch.sub(logits_nV, largest_n1).exp_()
+    total_n1 = exponentials_nV.sum(dim=-1, keepdim=True)
+    losses_n1 = total_n1.log() - target_n1
+    loss = (losses_n1 * kept_n1).sum(dtype=torch.float64)
+
+    # The gradient is softmax - one_hot(target). It overwrites the exponentials.
+    weight_n1 = kept_n1 * weight
+    gradient_nV = exponentials_nV.mul_(weight_n1 / total_n1)
+    return loss, gradient_nV.scatter_add_(1, index_n1, -weight_n1)
 
 
 def chunk_loss_without_scatter(
