@@ -10,6 +10,9 @@ Parts, each of which relies on the previous ones:
 - ``speed``: tokens per second and MFU of 1B, 3B and 8B at 4,096 tokens, and of float8
 - ``experts``: MoE layers of the 16B class
 - ``memory``: the prediction of ``shardtrain plan`` and the peak of the allocator
+- ``checkpoint``: how long a background save of 8B blocks training, and its GB/s
+- ``routes``: a native Llama of 1B beside the same model through ``model.name = "transformers"``
+- ``generation``: new tokens per second of 8B in 1 and in 8 rows
 
 Each part and each timed case runs in a separate process and appends its rows to
 benchmarks/results/accelerator-DEVICE.jsonl. A failure becomes a row with its reason, and the others continue.
@@ -27,6 +30,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -35,6 +39,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import accelerator_runs
 import torch
 
 import shardtrain
@@ -119,6 +124,19 @@ SPEED: dict[str, Options] = {
     "8B of three rows float8": {**model("llama3", "8B", 3), **COMPILED, **BFLOAT16, **FLOAT8},
     "8B of five rows": {**model("llama3", "8B", 5), **COMPILED, **BFLOAT16},
     "8B of five rows float8": {**model("llama3", "8B", 5), **COMPILED, **BFLOAT16, **FLOAT8},
+    "8B of two rows of 8192": {
+        **model("llama3", "8B", 2),
+        **COMPILED,
+        **BFLOAT16,
+        "training.seq_len": 8192,
+    },
+    "8B of two rows of 8192 float8": {
+        **model("llama3", "8B", 2),
+        **COMPILED,
+        **BFLOAT16,
+        **FLOAT8,
+        "training.seq_len": 8192,
+    },
     "8B recomputed": {**model("llama3", "8B", 4), **COMPILED, **BFLOAT16, **FULL},
     "8B rounded by chance": {
         **model("llama3", "8B", 4),
@@ -193,6 +211,11 @@ SINGLE: dict[str, Options] = {
     "deterministic": {"debug.deterministic": True},
     "gradients in bfloat16": {"training.mixed_precision_reduce": "bfloat16"},
     "layernorm": {"model.norm_type": "layernorm"},
+    "averages of weights": {"training.ema_decay": 0.9},
+    "embedding noise": {"training.neftune_noise_alpha": 5.0},
+    "label smoothing": {"training.label_smoothing": 0.1},
+    "z-loss": {"training.z_loss_weight": 1e-3},
+    "loss per source": {"metrics.per_source_loss": True},
 }
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -251,10 +274,17 @@ def timed_run(options: Options, device: str, tiny: bool, steps: int) -> Loaded:
     """Return the configuration of a case: bfloat16, generated text as data, and no checkpoints."""
     options = {**COMMON, **options, "training.steps": steps, "training.device": device}
     if tiny:
-        options |= TINY_DENSE if options["model.name"] == "llama3" else TINY_EXPERTS
+        options |= tiny_sizes(options["model.name"])
     if device == "cpu" and FLOAT8.items() <= options.items():
         options["quantize.linear.float8.emulate"] = True  # CPUs have no float8 products
     return load_config(None, options)
+
+
+def tiny_sizes(model_name: str) -> Options:
+    """Return the options that make a model tiny. A folder of transformers has its sizes in config.json."""
+    if model_name == "transformers":
+        return {name: value for name, value in TINY.items() if not name.startswith("model.")}
+    return TINY_DENSE if model_name == "llama3" else TINY_EXPERTS
 
 
 def timed(loaded: Loaded, warmup: int, steps: int, kernels: Path | None = None) -> Row:
@@ -641,6 +671,47 @@ def memory(device: str, tiny: bool) -> Iterator[Row]:
     yield {"case": "1B", "foreseen_gib": foreseen, "peak_memory_gib": row["peak_memory_gib"]}
 
 
+def checkpoint(device: str, tiny: bool) -> Iterator[Row]:
+    """Yield the stall and the speed of a background save, with bfloat16 weights and states: 48 GB for 8B."""
+    with tempfile.TemporaryDirectory() as folder:
+        saving: Options = {
+            **SPEED["8B of three rows"],
+            "checkpoint.enable": True,
+            "checkpoint.async_mode": "async",
+            "job.dump_folder": folder,
+        }
+        loaded = timed_run(saving, device, tiny, 1000)
+        yield {"case": "8B", **accelerator_runs.checkpoint_row(loaded)}
+
+
+def routes(device: str, tiny: bool) -> Iterator[Row]:
+    """Yield tokens per second of the native Llama, and of the same sizes through transformers."""
+    warmup, steps = (1, 2) if tiny else (3, 10)
+
+    def run(options: Options) -> Row:
+        return timed(timed_run(options, device, tiny, warmup + steps), warmup, steps)
+
+    sizes = sizes_of(TINY_DENSE) if tiny else {}
+    yield from accelerator_runs.route_rows(SPEED["1B compiled"], sizes, run)
+
+
+def generation(device: str, tiny: bool) -> Iterator[Row]:
+    """Yield new tokens per second of 8B, without its tokenizer."""
+    there = accelerator.of_rank(device, 0)
+    sizes = sizes_of(TINY_DENSE) if tiny else {}
+    yield from accelerator_runs.generation_rows(there, "8B", sizes)
+
+
+def sizes_of(options: Options) -> dict[str, Any]:
+    """Return the values of ``model.overrides``."""
+    prefix = "model.overrides."
+    return {
+        name.removeprefix(prefix): value
+        for name, value in options.items()
+        if name.startswith(prefix)
+    }
+
+
 PARTS: dict[str, Callable[[str, bool], Iterator[Row]] | None] = {
     "capabilities": capabilities,
     "waits": waits,
@@ -650,6 +721,9 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]] | None] = {
     "speed": None,
     "experts": None,
     "memory": memory,
+    "checkpoint": checkpoint,
+    "routes": routes,
+    "generation": generation,
 }
 """Functions by part. None for the parts in TIMED."""
 

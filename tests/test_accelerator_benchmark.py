@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,11 +14,26 @@ import patience
 import pytest
 from tiers import cases
 
-BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "accelerator.py"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARK = BENCHMARKS / "accelerator.py"
+SESSION = BENCHMARKS / "gpu_session.sh"
 
 
 @pytest.mark.parametrize(
-    "part", cases(["memory"], nightly=["capabilities", "waits", "numbers", "speed", "experts"])
+    "part",
+    cases(
+        ["memory"],
+        nightly=[
+            "capabilities",
+            "waits",
+            "numbers",
+            "speed",
+            "experts",
+            "checkpoint",
+            "routes",
+            "generation",
+        ],
+    ),
 )
 def test_each_part_prints_rows(part):
     command = [sys.executable, str(BENCHMARK), "--part", part, "--device", "cpu", "--tiny"]
@@ -64,3 +81,29 @@ def test_rows_are_stored_and_an_unknown_part_is_reported(tmp_path):
     )
     assert wrong.returncode == 2
     assert "capabilities" in wrong.stderr
+
+
+def test_the_session_of_a_gpu_names_parts_and_cases_that_exist():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import accelerator
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    known = {"speed": accelerator.SPEED, "experts": accelerator.EXPERTS}
+    known["options"] = accelerator.option_cases()
+    parts = re.findall(r"^part (\w+)(?: --cases \"(.*)\")?$", SESSION.read_text(), re.MULTILINE)
+    assert {name for name, _ in parts} == set(accelerator.PARTS)
+    for name, texts in parts:
+        for text in filter(None, texts.split(",")):
+            assert text in known[name], f"{name} has no case {text!r}"
+
+
+def test_a_wrong_argument_of_the_session_is_reported(tmp_path):
+    done = subprocess.run(
+        ["bash", str(SESSION), "--tny", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(30),
+    )
+    assert done.returncode == 2
+    assert "usage" in done.stderr
