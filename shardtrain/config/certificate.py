@@ -25,6 +25,7 @@ from shardtrain.config.options import options
 from shardtrain.config.schema import Config
 from shardtrain.utils import atomic_io, bounded_reads, checked_json, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
+from shardtrain.utils.processor import processor_name
 
 OPTION = "job.certificate"
 FORMAT = "shardtrain.certificate/1"
@@ -142,7 +143,7 @@ def hardware() -> dict[str, Any]:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "memory_bytes": memory_bytes,
         "system": f"{platform.system()} {platform.release()}",
@@ -375,17 +376,6 @@ def _fingerprint_of_file(path: Path) -> str:
         return _sha256(bounded_reads.whole(path, MAX_HASHED_BYTES))
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def _canonical(value: Any) -> bytes:

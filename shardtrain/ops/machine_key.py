@@ -7,6 +7,8 @@ import platform
 
 import torch
 
+from shardtrain.utils.processor import cpuinfo_fields
+
 
 def machine_key(*facts: str) -> str:
     """Return 16 hexadecimal digits that identify this processor, this version of PyTorch and ``facts``."""
@@ -15,16 +17,9 @@ def machine_key(*facts: str) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's name and its instruction sets."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = file.read(16384).splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    fields = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        if value:
-            fields[name.strip()] = value
-    names = ("vendor_id", "cpu family", "model", "model name", "flags", "CPU part", "Features")
-    return "\n".join(fields.get(name, "") for name in names)
+    """Return the processor's name and its instruction sets. ARM cores have a part instead of a name."""
+    fields = cpuinfo_fields()
+    names = ("vendor_id", "cpu family", "model", "model name", "flags")
+    arm_names = ("CPU implementer", "CPU part", "CPU variant", "Features")
+    values = [fields.get(name, "") for name in (*names, *arm_names)]
+    return "\n".join([platform.machine(), *values])

@@ -108,7 +108,8 @@ class Barrier:
         _begun += 1
         self._turn += 1
         # x86 keeps the order of writes. So a process that sees the new counter also sees all earlier
-        # writes of this rank, and no memory fence is needed.
+        # writes of this rank, and no memory fence is needed. ARM may reorder them, so ``_has_futex``
+        # refuses other processors. Their ranks meet in a collective of gloo instead.
         self._counters[self._rank].value = self._turn % 2**32
         _futex(self._addresses[self._rank], _WAKE, _ALL)
         for rank in range(len(self._processes)):

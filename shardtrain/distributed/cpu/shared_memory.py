@@ -429,6 +429,9 @@ class Exchange:
         if self._barrier is not None:
             self._barrier.wait()
         else:
+            # This also orders the writes on processors that may reorder them, such as ARM's. A message passes from
+            # this thread to gloo's, through the kernel's sockets, and to the thread of the other rank. Each
+            # of these steps takes and releases a lock, and a lock's release makes all earlier writes visible.
             dist.all_reduce(self._nothing, group=self._group)
 
     def halves(self, dtype: torch.dtype, shape: torch.Size) -> list[Tensor]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtrain.facts.devices import peak_flops
@@ -14,7 +12,8 @@ from shardtrain.tools.doctor import health
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.health import AREA
 from shardtrain.tools.doctor.outliers import equal, format_rates, slow
-from shardtrain.tools.doctor.result import Facts, Finding, Reports, Verdict, kernel_text
+from shardtrain.tools.doctor.result import Facts, Finding, Reports, Verdict
+from shardtrain.utils.processor import processor_name
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +41,7 @@ def collect(context: RankContext, facts: Facts) -> None:
     device = context.torch_device()
     on_cpu = context.device == "cpu"
     facts["type"] = context.device
-    facts["name"] = cpu_name() if on_cpu else accelerator.name(device)
+    facts["name"] = processor_name() if on_cpu else accelerator.name(device)
     dtype = _dtype(device, facts["name"])
     facts["dtype"] = str(dtype).removeprefix("torch.")
     context.line.mark("a matrix product")
@@ -61,14 +60,6 @@ def collect(context: RankContext, facts: Facts) -> None:
         facts["threads"] = num_threads()
     else:
         facts["peak"] = peak_flops(facts["name"], facts["dtype"])
-
-
-def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the model name of the processor, or its architecture if the kernel does not name the model."""
-    for line in kernel_text(path).splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return os.uname().machine
 
 
 def _dtype(device: torch.device, name: str) -> torch.dtype:
