@@ -785,7 +785,7 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
     "noise that tests/distributed/test_embedding_noise.py compares on meshes": ("training.neftune_noise_alpha",),
     "used by the task image_text: tests/tasks/test_image_text.py": (
         "data.images_field", "data.image_folder", "data.max_image_pixels", "data.max_image_bytes",
-        "task.frozen_modules",
+        "task.frozen_modules", "task.planned_images",
     ),
 }  # fmt: skip
 """Options that no case draws, by the reason why they cannot change a result. A name that ends in a dot is a section."""

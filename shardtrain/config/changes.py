@@ -167,6 +167,7 @@ OPTIONS: dict[str, Class] = {
     "task.chosen_field": "data",
     "task.rejected_field": "data",
     "task.frozen_modules": "error",
+    "task.planned_images": "ignore",
     "task.test_dataset_path": "ignore",
     "task.test_split": "ignore",
     "task.options": "error",

@@ -8,7 +8,7 @@ each kind run. All others are assumed to use as much memory as the second.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,9 @@ from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.context_parallel.cores import TokenBatch
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.process_group import World
+from shardtrain.distributed.real_indices import RealIndices
 from shardtrain.distributed.runner import Runner
+from shardtrain.distributed.task_runner import TaskRunner
 from shardtrain.distributed.tensor_parallel.hf_styles import OwnPairs
 from shardtrain.layout import Draw, Layout
 from shardtrain.ops import cross_entropy
@@ -195,7 +197,9 @@ def trace(
     try:
         if isinstance(runner, pipeline_parallel.PipelineRunner):
             return _trace_stages(runner, layout, mesh, config, batch, hidden)
-        with _watched(runner.parts[0], layout) as (_, done):
+        has_real_batch = isinstance(runner, TaskRunner)
+        indices = RealIndices() if has_real_batch else nullcontext()
+        with _watched(runner.parts[0], layout) as (_, done), indices:
             runner.forward_backward([batch], torch.ones(()))
         return Traced(done.most, done.gathered, done.layers_traced, done.layers)
     except _UNTRACEABLE as error:

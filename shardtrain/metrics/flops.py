@@ -33,7 +33,8 @@ def count_model(
     """Return the number of parameters of an unsharded model, and a function from sequence length to FLOPs per token.
 
     The input embedding is a lookup without FLOPs, unless it is also the output head. Of the experts, only
-    the fraction that a token uses counts (top_k of num_experts). A frozen weight costs 4 FLOPs instead of
+    the fraction that a token uses counts (top_k of num_experts). Modules for images do not count: see
+    ``RowTask.flops_per_row``. A frozen weight costs 4 FLOPs instead of
     6, because its gradient is not computed. A window or chunk of an attention core limits the attention
     term. The term is omitted if the model's Config lacks num_layers, num_heads or head_dim. A layer with
     a recurrence has the ``flops_per_token`` of its core instead.
@@ -48,14 +49,22 @@ def count_model(
         if id(p) not in head
     ]
     total = sum(p.numel() for p in model.parameters())
-    used = total - sum(p.numel() for p in looked_up) - _idle_in_experts(model, layout, model_config)
+    # Modules that process images run on patches instead of tokens. Their FLOPs depend on the images.
+    of_images = [
+        weight
+        for module in getattr(model, "image_modules", {}).values()
+        for weight in module.parameters()
+    ]
+    not_per_token = [*looked_up, *of_images]
+    used = total - sum(p.numel() for p in not_per_token)
+    used -= _idle_in_experts(model, layout, model_config)
 
     # Count how many of the used parameters are frozen: all used ones minus the trained ones.
     frozen = 0
     if any(not p.requires_grad for p in model.parameters()):
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         trained -= _idle_in_experts(model, layout, model_config, trained=True)
-        trained -= sum(p.numel() for p in looked_up if p.requires_grad)
+        trained -= sum(p.numel() for p in not_per_token if p.requires_grad)
         frozen = used - trained
 
     # Determine how many tokens a token attends to in each layer. Without named attention cores this is

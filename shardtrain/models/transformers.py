@@ -200,9 +200,10 @@ class Model(nn.Module):
             c.path, c.class_name, c.attention, c.num_labels, c.vocab_size or 0
         )
         self.hf = built.module
+        self._path = c.path
         self.config_name = c.class_name
         self.kind = architectures.kind_of(c.path, c.class_name)
-        self.blocks = dict(_blocks(self.hf))
+        self.blocks = {**self.tower_blocks, **dict(_blocks(self.hf))}
         """Path -> repeated block, the unit of sharding, recomputation and compiling."""
         self.draws = {PREFIX + name: draw for name, draw in built.draws.items()}
         self.balance = balance_loss.find(
@@ -300,6 +301,45 @@ class Model(nn.Module):
     def head(self) -> nn.Module:
         """The output layer, or an ``nn.Identity`` if its weight is tied."""
         return self._end(self.hf.get_output_embeddings())
+
+    @property
+    def image_modules(self) -> dict[str, nn.Module]:
+        """Path -> largest modules with parameters outside of the language model, such as a vision tower.
+
+        Empty for a network that does not read images.
+        """
+        if not architectures.reads_images(self._path, self.config_name):
+            return {}
+        text = self.hf.get_decoder()
+        ends = (self.hf.get_input_embeddings(), self.hf.get_output_embeddings())
+        text_modules = {text, *(end for end in ends if end is not None)}
+        modules: dict[str, nn.Module] = {}
+        waiting = [("hf", self.hf)]
+        while waiting:
+            path, module = waiting.pop()
+            if module in text_modules or next(module.parameters(), None) is None:
+                continue
+            # A module that contains a part of the language model is divided further.
+            if text_modules.isdisjoint(module.modules()):
+                modules[path] = module
+            else:
+                waiting += [(f"{path}.{name}", child) for name, child in module.named_children()]
+        return modules
+
+    @property
+    def tower_blocks(self) -> dict[str, nn.Module]:
+        """Path -> repeated block of the vision tower: the items of its largest module list."""
+        lists = []
+        for path, module in self.image_modules.items():
+            for name, child in module.named_modules(prefix=path):
+                if isinstance(child, nn.ModuleList):
+                    lists.append(
+                        (sum(weight.numel() for weight in child.parameters()), name, child)
+                    )
+        if not lists:
+            return {}
+        _, path, blocks = max(lists, key=lambda found: found[0])
+        return {f"{path}.{index}": block for index, block in enumerate(blocks)}
 
     @property
     def tensor_plan(self) -> dict[str, str]:

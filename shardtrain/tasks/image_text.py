@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +39,7 @@ from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
 from shardtrain.tasks.images.image_batch import TARGETS, TOKENS, ImageRow, Loader, replaced
 from shardtrain.tasks.images.image_processor import ImageProcessor
+from shardtrain.tasks.images.image_work import ImageFlops, ImageWork, VisionTower
 from shardtrain.tasks.task import ShownText
 from shardtrain.tasks.text_task import TextTask
 from shardtrain.utils.errors import ConfigError, Problem
@@ -260,7 +262,14 @@ class ImageText(TextTask):
         learned = learned[:seq_len]
         if not learned[1:].any():
             return BadRow(TOO_LONG, harmless=True)
-        return ImageRow(written.text, tuple(images), tuple(sizes), tokens[:seq_len], learned)
+        return ImageRow(
+            written.text,
+            tuple(images),
+            tuple(sizes),
+            tokens[:seq_len],
+            learned,
+            self.processor.work(sizes),
+        )
 
     def lengths(self, row: ImageRow) -> list[int]:
         """Return the number of tokens of the row."""
@@ -269,6 +278,72 @@ class ImageText(TextTask):
     def shown(self, row: ImageRow) -> list[ShownText]:
         """Return the conversation with the tokens of its images."""
         return [ShownText("conversation", row.tokens.tolist(), row.learned.tolist())]
+
+    # Plans
+
+    def flops_per_row(self, model: nn.Module) -> Callable[[ImageRow], float] | None:
+        """Return a function from a row to the FLOPs of the vision tower. None if its sizes are unknown."""
+        tower = VisionTower.of(self.folder)
+        if tower is None:
+            return None
+        flops = ImageFlops.of(model, tower)
+        return lambda row: flops.per_row(row.work)
+
+    def _planned_sizes(self) -> list[tuple[int, int]]:
+        """Return width and height of the images in ``task.planned_images``."""
+        sizes = []
+        for size in self.config.task.planned_images:
+            width, height = size.split("x")
+            sizes.append((int(width), int(height)))
+        return sizes
+
+    def planned_work(self) -> ImageWork:
+        """Return the work for the images of a row in plans and dry runs.
+
+        Raises:
+            ConfigError: the images of ``task.planned_images`` do not fit into a sequence.
+        """
+        work = self.processor.work(self._planned_sizes())
+        seq_len = self.config.training.seq_len
+        if work.tokens >= seq_len:
+            raise ConfigError(
+                Problem(
+                    "task.planned_images",
+                    self.config.task.planned_images,
+                    rule=f"takes {work.tokens} tokens, which do not fit into training.seq_len={seq_len}",
+                    fix="set it to the sizes of the images in the data, or use a larger seq_len",
+                )
+            )
+        return work
+
+    def planned_flops_per_row(self, model: nn.Module) -> float:
+        """Return the FLOPs of the vision tower for the images of ``task.planned_images``."""
+        tower = VisionTower.of(self.folder)
+        if tower is None:
+            return 0.0
+        return ImageFlops.of(model, tower).per_row(self.planned_work())
+
+    def planned_batch(self, num_rows: int) -> RowBatch:
+        """Return a batch of black images, with rows of seq_len tokens."""
+        self.planned_work()  # checks that the images fit
+        images = []
+        for width, height in self._planned_sizes():
+            images.append(np.zeros((height, width, 3), dtype=np.uint8))
+        # Qwen finds adjacent images by the text between them.
+        text = "!".join(["", *[self.processor.placeholder] * len(images), ""])
+        inputs = [self.processor.inputs(text, images) for _ in range(num_rows)]
+        seq_len = self.config.training.seq_len
+        tensors = self.loader.joined(inputs, seq_len)
+        tensors[TARGETS] = torch.zeros((num_rows, seq_len), dtype=torch.int64)
+        return RowBatch(tensors, torch.arange(num_rows), num_rows * seq_len, num_rows * seq_len)
+
+    def plan_notes(self) -> list[str]:
+        """Return a note on the images of a row."""
+        work = self.planned_work()
+        return [
+            f"each row is counted with the images task.planned_images={self.config.task.planned_images}: "
+            f"{work.tokens} image tokens of training.seq_len, {work.patches} patches in the vision tower"
+        ]
 
     # Batches and loss
 

@@ -43,6 +43,20 @@ class LanguageModel:
     def open_dataloader(self, **options: Any) -> data.DataLoader:
         return data.open_dataloader(self.config, **options)
 
+    def flops_per_row(self, model: nn.Module) -> None:
+        """Return None: all modules process tokens."""
+
+    def planned_flops_per_row(self, model: nn.Module) -> float:
+        """Return 0: all modules process tokens."""
+        return 0.0
+
+    def planned_batch(self, num_rows: int) -> None:
+        """Return None: dry runs count full sequences."""
+
+    def plan_notes(self) -> list[str]:
+        """Return no notes."""
+        return []
+
     def check(self, stream: data.DataLoader, module: ModuleType, shape: Any) -> None:
         """Raise ConfigError if data and model do not fit together."""
         check_vocabulary(self.config, stream.vocab, shape)

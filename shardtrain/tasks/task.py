@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -135,6 +135,24 @@ class RowTask:
     """Number of outputs of a head that replaces the vocabulary head. 0 keeps the model unchanged."""
     sequences_per_row: int = 1
     """Number of sequences per row that pass through the model with gradients. Used by dry runs."""
+
+    def flops_per_row(self, model: nn.Module) -> Callable[[Any], float] | None:
+        """Return a function from a row to the FLOPs of modules that do not process tokens, such as a vision
+        tower. None without such modules.
+        """
+        return None
+
+    def planned_flops_per_row(self, model: nn.Module) -> float:
+        """Return 0, or the FLOPs of such modules for a row in plans and dry runs."""
+        return 0.0
+
+    def planned_batch(self, num_rows: int) -> RowBatch | None:
+        """Return the batch of a dry run. None if only the number of its tokens counts."""
+        return None
+
+    def plan_notes(self) -> list[str]:
+        """Return notes on what plans and dry runs assume about rows."""
+        return []
 
     # Methods that the trainer calls
 

@@ -133,9 +133,12 @@ def _mean_flops_per_token(built: BuiltModel, stream: DataLoader) -> float:
     # Without known lengths, assume that all rows are full.
     if not rows_of_length:
         return float(built.flops_per_token(built.config.training.seq_len))
-    flops = 0
+    flops = 0.0
     num_tokens = 0
     for length, rows in rows_of_length.items():
         flops += length * rows * built.flops_per_token(length)
         num_tokens += length * rows
+    if built.flops_per_row is not None:
+        for row in stream.feed.rows:  # type: ignore[attr-defined]
+            flops += built.flops_per_row(row)
     return flops / num_tokens

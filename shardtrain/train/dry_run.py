@@ -21,6 +21,7 @@ from shardtrain import data, distributed, models, optim, tasks
 from shardtrain.config import Loaded, derived, stages
 from shardtrain.config.schema import Config
 from shardtrain.distributed import fake_backend, fsdp, pipeline_parallel, process_group
+from shardtrain.distributed.task_runner import TaskRunner
 from shardtrain.lora import quantize, spec
 from shardtrain.metrics.flops import count_model
 from shardtrain.ops import init_weights
@@ -90,6 +91,8 @@ def main(loaded: Loaded, rank: int, size: int, notices: Sequence[str] = ()) -> I
     )
     for notice in (*notices, *_notes(loaded.config)):
         yield f"note: {notice}"
+    for note in tasks.open_task(loaded.config).plan_notes():
+        yield f"note: {note}"
     with fake_backend.join(rank, size) as world:
         yield from report(build(loaded.config, world), loaded.config)
     yield f"checked in {format_seconds(time.perf_counter() - started)}; nothing was trained"
@@ -120,6 +123,8 @@ def build(config: Config, world: process_group.World) -> DryRun:
     model = task.adapt(models.build(module, shape), layout)
     _, added = spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     num_params, flops = count_model(model, layout, shape)
+    seq_len = config.training.seq_len
+    flops_per_token = flops(seq_len) + task.planned_flops_per_row(model) / seq_len
     names = [name for name, _ in model.named_parameters()]
     base_names = [name for name in names if name not in added]
     quantize.take_out(model, layout, config.lora.base_dtype)
@@ -127,6 +132,11 @@ def build(config: Config, world: process_group.World) -> DryRun:
     hidden_size = pipeline_parallel._hidden_size(model, layout) if mesh.size("pp") > 1 else 0
     runner = distributed.parallelize(model, layout, mesh, config, task.num_outputs(shape))
     stage_modules = tuple(_modules_of(part, layout) for part in runner.parts)
+
+    planned_batch = task.planned_batch(_num_rows(config))
+    if planned_batch is not None:
+        assert isinstance(task, tasks.RowTask)
+        runner = TaskRunner(runner, task)
 
     # Count the bytes of weights, gradients and optimizer state, and trace forward and backward.
     with fake_backend.materialized(runner):
@@ -147,7 +157,9 @@ def build(config: Config, world: process_group.World) -> DryRun:
         gradient_bytes = max(_gradient_bytes(runner.parts, layout, mesh, config), accumulated_bytes)
         del optimizer, states
         # Create the batch inside this block, as fake tensors. Real tensors would count as activations.
-        batch = _micro_batch(config, task.sequences_per_row)
+        batch: Any = planned_batch
+        if planned_batch is None:
+            batch = _micro_batch(config, task.sequences_per_row)
         traced = fake_backend.trace(runner, layout, mesh, config, batch, hidden_size)
     frozen_configs = reference_models.frozen_configs(task, config)
     batch = _micro_batch(config, task.sequences_per_row)
@@ -161,7 +173,7 @@ def build(config: Config, world: process_group.World) -> DryRun:
         place={axis: mesh.rank(axis) for axis in mesh.sizes},
         batch=tuple(describe_model(config, mesh, num_params)),
         num_params=num_params,
-        flops_per_token=flops(config.training.seq_len),
+        flops_per_token=flops_per_token,
         stages=stage_modules,
         parameter_bytes=parameter_bytes,
         gradient_bytes=gradient_bytes,
@@ -409,14 +421,17 @@ def _gradient_bytes(
     return largest
 
 
+def _num_rows(config: Config) -> int:
+    """Return the number of rows of one forward pass. A pipeline divides the local batch."""
+    if config.parallelism.pipeline_parallel_degree > 1:
+        return config.parallelism.pipeline_parallel_microbatch_size
+    return config.training.local_batch_size
+
+
 def _micro_batch(config: Config, sequences_per_row: int = 1) -> data.Batch:
     """Return a batch of zeros in the shape of one forward pass, before context parallelism splits it."""
-    p = config.parallelism
     training = config.training
-    rows = training.local_batch_size
-    if p.pipeline_parallel_degree > 1:
-        rows = p.pipeline_parallel_microbatch_size
-    rows *= sequences_per_row
+    rows = _num_rows(config) * sequences_per_row
     zeros_BT = torch.zeros(rows, training.seq_len, dtype=torch.int64)
     return data.Batch(zeros_BT, zeros_BT, zeros_BT, zeros_BT[:, 0])
 

@@ -39,6 +39,8 @@ class BuiltModel:
     num_params: int
     flops_per_token: Callable[[int], int]
     """Maps a sequence length to the FLOPs per token."""
+    flops_per_row: Callable[[Any], float] | None = None
+    """Maps a row to the FLOPs of modules that do not process tokens, if the model has any."""
     adapters: adapters.Spec | None = None
 
 
@@ -57,6 +59,7 @@ def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> BuiltM
     if config.lora.enable:
         spec, added = adapters.adapt(model, module, shape, config.lora, bool(task.num_labels))
     num_params, flops = count_model(model, layout, shape)
+    flops_per_row = task.flops_per_row(model)
     names = [name for name, _ in model.named_parameters()]
     base_names = [name for name in names if name not in added]
     # Initial values depend only on the seed and on names in the unsharded model. So they are the same on every mesh.
@@ -77,4 +80,6 @@ def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> BuiltM
         runner = TaskRunner(runner, task.loss)
     # Allocate and initialize this rank's shards.
     runner.materialize(draws, config.debug.seed)
-    return BuiltModel(config, task, module, shape, runner, names, num_params, flops, spec)
+    return BuiltModel(
+        config, task, module, shape, runner, names, num_params, flops, flops_per_row, spec
+    )

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from against import options
-from hf_meshes import FirstStep, difference, first_step, hf_tiny
+from hf_meshes import FirstStep, difference, first_step
+from image_runs import config_of
 from PIL import Image
 from ranks import run_ranks
 from tiers import cases
@@ -33,7 +34,6 @@ from shardtrain.utils.errors import ConfigError, DataError
 
 pytest.importorskip("transformers")
 
-BATCH = 8
 MESHES: dict[str, tuple[int, dict[str, int], dict[str, int]]] = {
     "one process, 2 micro-batches": (1, {}, {"local_batch_size": 4}),
     "one process, 8 micro-batches": (1, {}, {"local_batch_size": 1}),
@@ -47,25 +47,6 @@ MESHES: dict[str, tuple[int, dict[str, int], dict[str, int]]] = {
     ),
 }
 """Number of ranks, degrees and batch sizes. Some ranks have micro-batches without images."""
-
-
-def config_of(name: str, tmp_path: Path, rows: Path | None = None, **sections: Any) -> Config:
-    rows = rows or rows_with_images(tmp_path / "data")
-    training = {
-        "dataset": "jsonl",
-        "dataset_path": str(rows),
-        "seq_len": 128,
-        "local_batch_size": BATCH,
-        "global_batch_size": BATCH,
-        **sections.pop("training", {}),
-    }
-    config = hf_tiny(
-        vision_folder(name),
-        sections.pop("output", tmp_path / "run"),
-        **{"task": {"name": "image_text"}, "training": training, **sections},
-    )
-    model = dataclasses.replace(config.model, hf_assets_path=str(vision_folder(name)))
-    return dataclasses.replace(config, model=model)
 
 
 def plain_step(name: str, rows: Path, remove: int = 0) -> tuple[float, dict[str, Tensor], int]:

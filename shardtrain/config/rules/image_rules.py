@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,12 +16,14 @@ from shardtrain.config.schema.data_options import END_OPTIONS
 from shardtrain.utils.errors import Problem
 
 IMAGE_TEXT = "image_text"
+_SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})")
 _OPTIONS = (
     "data.images_field",
     "data.image_folder",
     "data.max_image_pixels",
     "data.max_image_bytes",
     "task.frozen_modules",
+    "task.planned_images",
 )
 
 
@@ -52,6 +55,16 @@ def check_images(loaded: Loaded) -> Iterator[Problem]:
     for name in ("max_image_pixels", "max_image_bytes"):
         if getattr(config.data, name) < 1:
             yield problem(loaded, f"data.{name}", "must be at least 1", "remove it")
+    for size in config.task.planned_images:
+        pixels = image_pixels(size)
+        if not 0 < pixels <= config.data.max_image_pixels:
+            yield problem(
+                loaded,
+                "task.planned_images",
+                rule=f"must contain sizes such as 1024x768 of at most {config.data.max_image_pixels} pixels, "
+                f"and {size!r} is not one",
+                fix="use width x height",
+            )
     without_effect = list(OF_DOCUMENTS)
     # Another rule reports these for conversations.
     if config.data.format != "chat":
@@ -68,6 +81,16 @@ def check_images(loaded: Loaded) -> Iterator[Problem]:
         )
     if config.task.options:
         yield problem(loaded, "task.options", "is for a task file of yours", "remove it")
+
+
+def image_pixels(size: str) -> int:
+    """Return the number of pixels of a size, or 0 if it is not valid.
+
+    >>> image_pixels("1024x768"), image_pixels("1024")
+    (786432, 0)
+    """
+    match = _SIZE.fullmatch(size)
+    return int(match[1]) * int(match[2]) if match else 0
 
 
 def _check_options_of_images(loaded: Loaded) -> Iterator[Problem]:

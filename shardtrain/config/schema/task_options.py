@@ -86,6 +86,10 @@ class Task:
     """With image_text, modules whose weights are not trained, by the end of their name or a pattern:
     ["vision_tower"], or ["visual.blocks.*"] (shardtrain).
     """
+    planned_images: list[str] = field(default_factory=lambda: ["1024x1024"])
+    """With image_text, width and height of each image of a row, as plans and dry runs assume, because they read
+    no data: ["1024x768", "512x512"]; [] assumes rows without images (shardtrain).
+    """
     test_dataset_path: str | None = None
     """File or folder of the test set, of the kind validation.dataset (shardtrain)."""
     test_split: str = "test"

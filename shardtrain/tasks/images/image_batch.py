@@ -21,6 +21,7 @@ from shardtrain.data.image_decoder import BadImage, ImageDecoder, Pixels
 from shardtrain.data.images import Image
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks.images.image_processor import ImageProcessor
+from shardtrain.tasks.images.image_work import ImageWork
 from shardtrain.utils.errors import DataError
 
 TOKENS = "tokens_BT"
@@ -38,6 +39,7 @@ class ImageRow:
         sizes: width and height of each image.
         tokens: token ids, with the tokens of images, truncated to seq_len.
         learned: True for tokens whose loss is computed.
+        work: work of the vision tower.
     """
 
     text: str
@@ -45,6 +47,7 @@ class ImageRow:
     sizes: tuple[tuple[int, int], ...]
     tokens: npt.NDArray[np.int32]
     learned: npt.NDArray[np.bool_]
+    work: ImageWork
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,11 @@ class Loader:
             targets = np.where(row.learned[1:], row.tokens[1:], IGNORE)
             targets_BT[number, : len(targets)] = torch.from_numpy(targets.astype(np.int64))
 
-        batch = {TARGETS: targets_BT}
+        return {TARGETS: targets_BT, **self.joined(inputs_of_rows, T)}
+
+    def joined(self, inputs_of_rows: Sequence[Mapping[str, Tensor]], T: int) -> dict[str, Tensor]:
+        """Return tokens (B, T) and the other inputs of the model for the inputs of each row."""
+        batch = {}
         names = dict.fromkeys(name for inputs in inputs_of_rows for name in inputs)
         for name in names:
             batch[TOKENS if name == _IDS else name] = self._stacked(name, inputs_of_rows, T)

@@ -20,6 +20,7 @@ from shardtrain.data.image_decoder import INSTALL, Pixels
 from shardtrain.hub_formats.config_json import read_json
 from shardtrain.hub_formats.format import CODE
 from shardtrain.models import architecture
+from shardtrain.tasks.images.image_work import ImageWork, VisionTower
 from shardtrain.utils import libraries
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.log import without_torchao_warnings
@@ -62,7 +63,8 @@ class ImageProcessor:
         self.pad_id: int = tokenizer.pad_token_id or tokenizer.eos_token_id or 0
         self.fingerprint = _fingerprint(folder)
         self.row_inputs = self._find_row_inputs()
-        self._replacements = lru_cache(_CACHED_SIZES)(self._replacements_of)
+        self._tower = VisionTower.of(folder)
+        self._processed = lru_cache(_CACHED_SIZES)(self._process_black_images)
 
     def __reduce__(self) -> Any:
         # A worker process opens the folder again.
@@ -109,12 +111,22 @@ class ImageProcessor:
         if not places:
             return []
         replaced = []
-        for start, new in zip(places, self._replacements(tuple(sizes)), strict=True):
+        texts, _ = self._processed(tuple(sizes))
+        for start, new in zip(places, texts, strict=True):
             replaced.append(Replacement(start, start + len(self.placeholder), new))
         return replaced
 
-    def _replacements_of(self, sizes: tuple[tuple[int, int], ...]) -> list[str]:
-        # A text depends only on the sizes of all images of the row, so black images have the same.
+    def work(self, sizes: Sequence[tuple[int, int]]) -> ImageWork:
+        """Return the work of the vision tower for a row with images of these widths and heights."""
+        if not sizes:
+            return ImageWork()
+        _, work = self._processed(tuple(sizes))
+        return work
+
+    def _process_black_images(
+        self, sizes: tuple[tuple[int, int], ...]
+    ) -> tuple[list[str], ImageWork]:
+        # Texts and patches depend only on the sizes of all images of the row, so black images have the same.
         images = [np.zeros((height, width, 3), dtype=np.uint8) for width, height in sizes]
         text = self.placeholder * len(sizes)
         inputs = self._processor(
@@ -123,7 +135,13 @@ class ImageProcessor:
             add_special_tokens=False,
             return_text_replacement_offsets=True,
         )
-        return [str(place["replacement"]) for place in inputs["text_replacement_offsets"][0]]
+        texts = [str(place["replacement"]) for place in inputs["text_replacement_offsets"][0]]
+        num_tokens = len(inputs["input_ids"][0])
+        work = ImageWork(tokens=num_tokens)
+        if self._tower is not None:
+            pixels = np.asarray(inputs["pixel_values"])
+            work = self._tower.count(pixels.shape, len(sizes), num_tokens)
+        return texts, work
 
     def inputs(self, text: str, images: Sequence[Pixels]) -> dict[str, Any]:
         """Return the inputs of a row of a batch by their names, as tensors.

@@ -68,6 +68,9 @@ def _is_fused_norm(numel: int, job: PlannedJob, kernels: Kernels) -> bool:
 @lru_cache(maxsize=8192)
 def layer_bytes(layer: Layer, job: PlannedJob, dim: int, mode: str, kernels: Kernels) -> LayerBytes:
     """Return the bytes of a layer with the recomputation ``mode`` (see ``recomputes``)."""
+    if layer.tower is not None:
+        job = layer.tower.job(job)
+        dim = layer.tower.dim
     width = job.compute_width
     tokens_per_tensor_rank = job.local_tokens // job.tp
     stream = tokens_per_tensor_rank * dim * width

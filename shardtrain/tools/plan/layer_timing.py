@@ -75,6 +75,9 @@ def layer_pass(layer: Layer, job: PlannedJob, device: Device, dim: int) -> Layer
 
     ``dim`` is the width of the residual stream.
     """
+    if layer.tower is not None:
+        job = layer.tower.job(job)
+        dim = layer.tower.dim
     tokens = job.local_tokens
     stream_tokens = tokens // job.tp if job.split_sequence else tokens
 

@@ -184,8 +184,11 @@ def make(config: Config, world_size: int, device: Device, model: ModelShape | No
         ConfigError: the model cannot be read, or the device has no peak for the compute dtype.
     """
     model = model or shapes.read(config)
-    sequences = tasks.open_task(config).sequences_per_row
-    job = job_sizes.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
+    task = tasks.open_task(config)
+    job = job_sizes.of_config(
+        config, world_size, len(model.layers), task.sequences_per_row, model.has_experts
+    )
+    job = replace(job, notes=(*job.notes, *task.plan_notes()))
     kernels = kernels_of(device, config, world_size)
     plan = of_job(model, job, device, kernels)
     if plan.fits:

@@ -7,8 +7,9 @@ expert parallelism split.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +20,10 @@ from shardtrain.config.schema import Config
 from shardtrain.layout import SPLIT_ON_DIM_0, Layout, matches, style_of
 from shardtrain.metrics.flops import count_model
 from shardtrain.ops.tied import tied_names
+from shardtrain.tasks.image_text import ImageText
+from shardtrain.tasks.images.image_work import VisionTower
 from shardtrain.tools.plan import network_layout
+from shardtrain.tools.plan.job_sizes import PlannedJob
 from shardtrain.utils.errors import ConfigError, Problem
 
 
@@ -112,6 +116,25 @@ class RecurrenceShape:
 
 
 @dataclass(frozen=True)
+class TowerShape:
+    """The sequences that a layer of a vision tower processes for each row of the data.
+
+    Attributes:
+        dim: Width of the residual stream.
+        sequences: Images or tiles per row.
+        length: Patches of a sequence.
+    """
+
+    dim: int
+    sequences: int
+    length: int
+
+    def job(self, job: PlannedJob) -> PlannedJob:
+        """Return a job whose sequences are those of the tower, which each tensor-parallel rank processes in full."""
+        return replace(job, rows=job.rows * self.sequences, seq_len=self.length, tp=1)
+
+
+@dataclass(frozen=True)
 class Layer:
     """One kind of layer.
 
@@ -130,6 +153,7 @@ class Layer:
         recurrence: The recurrence, if the layer has one instead of attention. ``heads`` are then those of values, and
             ``kv_heads`` those of keys.
         low_bits_bytes: Bytes of frozen weights in the dtype lora.base_dtype.
+        tower: The sequences of a layer of a vision tower. None for a layer that processes the tokens.
         restored_numel: Elements of the largest of these weights, which is restored to the compute dtype.
     """
 
@@ -149,6 +173,7 @@ class Layer:
     recurrence: RecurrenceShape | None = None
     low_bits_bytes: int = 0
     restored_numel: int = 0
+    tower: TowerShape | None = None
 
     def inside(self, part: str) -> tuple[Linear, ...]:
         """Return the linears of attention or recurrence ("attn") or of the feed-forward ("ffn"), without the router."""
@@ -216,6 +241,7 @@ def read(config: Config) -> ModelShape:
 
         spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     num_params, flops = count_model(model, layout, shape)
+    flops_per_row = task.planned_flops_per_row(model)
     is_network = hasattr(model, "tensor_plan")
     if is_network:
         p = config.parallelism
@@ -227,10 +253,14 @@ def read(config: Config) -> ModelShape:
 
     # Layers of one kind become one object, because memory and time are counted once per object.
     layers: nn.ModuleDict = getattr(model, layout.layers)
+    image_paths: Collection[str] = ()
+    if isinstance(task, ImageText):
+        image_paths = cast(Any, model).image_modules.keys()
     layer_by_kind: dict[tuple[object, ...], Layer] = {}
     layer_shapes = []
     for name, layer in layers.items():
-        kind = _kind(layer)
+        is_of_images = any(name.startswith(f"{path}.") for path in image_paths)
+        kind = (is_of_images, *_kind(layer))
         if kind not in layer_by_kind:
             layer_shape = _layer(layer, f"{layout.layers}.{name}", layout, shape)
             if base_dtype != "training":
@@ -242,6 +272,9 @@ def read(config: Config) -> ModelShape:
                     low_bits_bytes=quantize.count(layer, config),
                     restored_numel=max(numels, default=0),
                 )
+            if is_of_images:
+                assert isinstance(task, ImageText)
+                layer_shape = _of_tower(layer_shape, task)
             layer_by_kind[kind] = layer_shape
         layer_shapes.append(layer_by_kind[kind])
     if not layer_shapes:
@@ -261,6 +294,7 @@ def read(config: Config) -> ModelShape:
     tied = False
     for names in tied_names(model):
         tied = tied or any(_is_inside(name, last_modules) for name in names)
+    seq_len = config.training.seq_len
     return ModelShape(
         name=derived.model_label(config.model, num_params),
         layers=tuple(layer_shapes),
@@ -270,7 +304,26 @@ def read(config: Config) -> ModelShape:
         vocab=task.num_outputs(shape) or int(getattr(shape, "vocab_size", 1)),
         tied=tied,
         num_params=num_params,
-        flops_per_token=flops(config.training.seq_len),
+        flops_per_token=flops(seq_len) + flops_per_row / seq_len,
+    )
+
+
+def _of_tower(layer: Layer, task: ImageText) -> Layer:
+    """Return a layer with the heads and sequences of the vision tower of the task's model."""
+    tower = VisionTower.of(task.folder)
+    work = task.planned_work()
+    if tower is None or not work.sequences:
+        # A batch without images gets a small one.
+        return replace(layer, tower=TowerShape(dim=1, sequences=1, length=1))
+    head_dim = tower.dim // tower.heads
+    return replace(
+        layer,
+        heads=tower.heads,
+        kv_heads=tower.heads,
+        qk_dim=head_dim,
+        v_dim=head_dim,
+        causal=False,
+        tower=TowerShape(tower.dim, work.sequences, work.patches // work.sequences),
     )
 
 
