@@ -55,6 +55,9 @@ class Layout:
         buffers: Buffers that start at zero and are saved in checkpoints. A model may not have others.
         optional: Modules that some sizes of the model lack, such as shared experts. Rules of ``tensor``, ``context``,
             ``recurrence`` and ``expert`` for them and their submodules may match nothing.
+        mtp_layers: The ModuleDict of multi-token prediction layers, or "". They are on the last pipeline stage, and
+            are sharded, recomputed and compiled like ``layers`` (models/multi_token.py).
+        mtp_embed: The embedding of these layers, which is tied to the model's embedding, or "".
     """
 
     first: tuple[str, ...]
@@ -66,6 +69,8 @@ class Layout:
     expert: str = ""
     buffers: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    mtp_layers: str = ""
+    mtp_embed: str = ""
 
 
 RECURRENCE_METHODS = ("look_back", "chunk")
@@ -125,6 +130,22 @@ def style_of(layout: Layout, module_path: str) -> str | None:
         if matches(module_path, pattern):
             return style
     return None
+
+
+def all_layers(model: Any, layout: Layout) -> dict[str, Any]:
+    """Return the layers of a model or a pipeline stage by path, followed by its multi-token prediction layers."""
+    layers = {}
+    for container in (layout.layers, layout.mtp_layers):
+        for name, layer in getattr(model, container, {}).items():
+            layers[f"{container}.{name}"] = layer
+    return layers
+
+
+def mtp_modules(model: Any, layout: Layout) -> list[str]:
+    """Return the modules for multi-token prediction that a model or a pipeline stage has, by path."""
+    if not getattr(model, layout.mtp_layers, None):
+        return []
+    return [layout.mtp_embed, layout.mtp_layers]
 
 
 def _may_be_absent(pattern: str, optional: tuple[str, ...]) -> bool:

@@ -74,6 +74,7 @@ OPTIONS: dict[str, Class] = {
     "training.max_norm": "error",
     "training.label_smoothing": "error",
     "training.z_loss_weight": "error",
+    "training.mtp_loss_scaling_factor": "error",
     "training.neftune_noise_alpha": "error",
     "training.ema_decay": "error",
     "training.steps": "warn",

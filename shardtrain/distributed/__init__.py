@@ -24,6 +24,7 @@ from shardtrain.distributed import (
 )
 from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.mesh import BATCH_AXES, LOSS_AXES, Mesh, build
+from shardtrain.distributed.multi_token_runner import MultiTokenRunner
 from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner, loss_terms
 from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
 from shardtrain.distributed.tensor_parallel.split_vocabulary import SplitVocabulary
@@ -77,6 +78,7 @@ def parallelize(
     if mesh.device.type == "cpu":
         use_chosen_kernels(model)
     has_experts = expert_parallel.has_experts([model])
+    num_depths = len(getattr(model, layout.mtp_layers, ()))
     has_noise = config.training.neftune_noise_alpha is not None
     if has_noise:
         embedding_noise.check(model, layout)
@@ -132,7 +134,10 @@ def parallelize(
         has_experts,
         training_chunk_loss,
         noise,
+        num_depths,
     )
     if is_pipelined:
         return pipeline_parallel.PipelineRunner(parts, model, layout, vocab_size)
+    if num_depths:
+        return MultiTokenRunner(parts)
     return PlainRunner(parts)

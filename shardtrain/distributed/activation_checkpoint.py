@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 from shardtrain.config.schema import ActivationCheckpoint, Config
 from shardtrain.distributed import compile
 from shardtrain.distributed.mesh import Mesh
-from shardtrain.layout import Layout, matches
+from shardtrain.layout import Layout, all_layers, matches
 from shardtrain.ops import accelerator
 from shardtrain.ops.dtensor import local_tensor
 
@@ -73,10 +73,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         every_nth = int(options.selective_ac_option)
     if is_per_operation and config.compile.enable:
         logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_policy_warning)
-    for index, (name, layer) in enumerate(getattr(model, layout.layers).items()):
+    for index, (path, layer) in enumerate(all_layers(model, layout).items()):
         if index % every_nth:
             continue
-        path = f"{layout.layers}.{name}"
         contexts = None
         if is_per_operation:
             # Not a closure: layers share compiled code if the arguments of their partials are equal, but

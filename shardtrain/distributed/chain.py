@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardtrain.config import stages
 from shardtrain.config.schema import Parallelism
-from shardtrain.layout import Layout, matches
+from shardtrain.layout import Layout, matches, mtp_modules
 from shardtrain.ops.user_state import trial
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -90,7 +90,7 @@ def check(model: nn.Module, layout: Layout, parts: Sequence[Sequence[str]], degr
     Raises:
         ConfigError: the forward is not a chain. The message names the first violation.
     """
-    units = {*layout.first, *layout.last, layout.layers}
+    units = {*layout.first, *layout.last, layout.layers, *mtp_modules(model, layout)}
     for name, _ in model.named_parameters():
         if name.partition(".")[0] not in units:
             rule = f"every parameter must be in a module of LAYOUT.first, layers or last, and {name} is not"

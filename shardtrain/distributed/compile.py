@@ -19,7 +19,7 @@ from shardtrain.config.machine_rules import has_cpp_compiler
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task_options import Task
 from shardtrain.distributed.mesh import Mesh
-from shardtrain.layout import Layout, matches, style_of
+from shardtrain.layout import Layout, all_layers, matches, style_of
 from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss_without_scatter
 from shardtrain.ops.loss_terms import CROSS_ENTROPY, LossTerms
 from shardtrain.ops.machine_key import machine_key
@@ -122,8 +122,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     torch._dynamo.config.recompile_limit = max(
         RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit
     )
-    for name, layer in getattr(model, layout.layers).items():
-        path = f"{layout.layers}.{name}"
+    for path, layer in all_layers(model, layout).items():
         for core in _recurrences(layer, path, layout):
             if "forward" not in vars(core):  # context parallelism has disabled it already
                 core.forward = torch.compiler.disable(core.forward, reason=_EAGER_RECURRENCE)  # type: ignore[method-assign]

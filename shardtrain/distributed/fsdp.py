@@ -31,7 +31,7 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed import compute_copies, expert_parallel
 from shardtrain.distributed.mesh import Mesh
-from shardtrain.layout import Layout
+from shardtrain.layout import Layout, all_layers, mtp_modules
 from shardtrain.ops import accelerator
 from shardtrain.ops.tied import tied_names
 from shardtrain.utils.errors import ConfigError, Problem
@@ -64,7 +64,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             pin_memory=accelerator.pins_memory(mesh.device)
         )
     reshard = _reshard_after_forward(config, mesh)
-    layers = list(getattr(model, layout.layers).values())
+    layers = list(all_layers(model, layout).values())
 
     # Shard each layer. Backward needs the last layer again immediately, so by default its parameters stay
     # gathered.
@@ -80,8 +80,12 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     # modules share parameters, both stay in the root, which remains gathered for the entire pass.
     first = [getattr(model, name) for name in layout.first]
     last = [getattr(model, name) for name in layout.last]
-    if not _share_parameters(first, last) and not getattr(model, "ends_are_read", False):
+    # Evaluation does not call the embedding of multi-token prediction, so it must be a unit of its own.
+    mtp_embed = [getattr(model, name) for name in mtp_modules(model, layout)[:1]]
+    is_tied = _share_parameters(first, [*last, *mtp_embed]) or _share_parameters(mtp_embed, last)
+    if not is_tied and not getattr(model, "ends_are_read", False):
         _shard_together(first, reshard_after_forward=reshard, **options)
+        _shard_together(mtp_embed, reshard_after_forward=reshard, **options)
         _shard_together(last, reshard_after_forward=reshard and not keeps_last, **options)
 
     # Shard the root, which contains the remaining parameters.
@@ -159,8 +163,9 @@ def gather_ahead(model: nn.Module, layout: Layout) -> None:
     collectives.
     """
     layers = [f"{layout.layers}.{name}" for name in getattr(model, layout.layers)]
+    mtp_layers = all_layers(model, layout).keys() - layers
     order = []
-    for name in (*layout.first, *layers, *layout.last):
+    for name in (*layout.first, *layers, *layout.last, *sorted(mtp_layers)):
         units = _units(model.get_submodule(name))
         if units:
             order.append(units)
@@ -215,7 +220,7 @@ def _check_parameters(model: nn.Module, layout: Layout) -> None:
             raise _refusal(rule, "give each layer its own parameters")
     paths = {id(parameter): name for name, parameter in model.named_parameters()}
     ends = nn.ModuleList(getattr(model, name) for name in (*layout.first, *layout.last))
-    for unit in (*getattr(model, layout.layers).values(), ends):
+    for unit in (*all_layers(model, layout).values(), ends):
         trained = [parameter for parameter in unit.parameters() if parameter.requires_grad]
         for parameter in trained[1:]:
             first = trained[0]

@@ -5,7 +5,7 @@ The computation itself is in ops/linear_cross_entropy.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed.mesh import Mesh
-from shardtrain.ops.cross_entropy import ChunkFunction
-from shardtrain.ops.linear_cross_entropy import (
-    WORTH_IT_BYTES,
-    linear_cross_entropy_sum,
-    saved_bytes,
-)
+from shardtrain.ops.linear_cross_entropy import WORTH_IT_BYTES, saved_bytes
 from shardtrain.ops.linear_layers import computes_linear
 
 
@@ -45,17 +40,20 @@ def saves(model: nn.Module, num_tokens: int, mesh: Mesh, config: Config) -> bool
 
 @contextmanager
 def in_place_of_logits(
-    model: nn.Module, targets_Bt: Tensor, weight: Tensor, chunk: ChunkFunction | None
+    model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]
 ) -> Iterator[None]:
-    """Context manager that makes ``model(...)`` return the sum of the targets' losses.
+    """Context manager that makes ``model(...)`` return a loss instead of logits.
 
     The head module is still called, so that FSDP's hooks gather its weight.
+
+    Args:
+        loss_of: maps the input of the head and its weight to the loss.
     """
     head: nn.Linear = model.head  # type: ignore[assignment]
 
     # Look up head.weight at the time of the call, when FSDP has gathered it.
     def loss(input: Tensor) -> Tensor:
-        return linear_cross_entropy_sum(input, head.weight, targets_Bt, weight, chunk)
+        return loss_of(input, head.weight)
 
     head.forward = loss  # type: ignore[method-assign]
     try:

@@ -35,11 +35,11 @@ from shardtrain.distributed.context_parallel.cores import TokenBatch
 from shardtrain.distributed.embedding_noise import EmbeddingNoise
 from shardtrain.distributed.hf_balance import GlobalBalance
 from shardtrain.distributed.mesh import Mesh
+from shardtrain.distributed.multi_token_loss import MultiTokenLoss
 from shardtrain.distributed.runner import ModelParts, Runner
 from shardtrain.distributed.source_losses import SourceLosses
 from shardtrain.distributed.tied_stages import TiedStages
-from shardtrain.layout import Layout
-from shardtrain.ops.cross_entropy import cross_entropy_sum
+from shardtrain.layout import Layout, mtp_modules
 from shardtrain.ops.tied import tied_names
 from shardtrain.ops.user_state import trial
 from shardtrain.utils.errors import ConfigError, Problem
@@ -97,6 +97,10 @@ def stage(model: nn.Module, layout: Layout, keep: set[str]) -> nn.Module:
     for name in (*layout.first, *layout.last):
         if name not in keep:
             setattr(model, name, chain.Absent())
+    # Multi-token prediction is on the stage of the head
+    if layout.last[-1] not in keep:
+        for name in mtp_modules(model, layout):
+            setattr(model, name, nn.ModuleDict())
     return model
 
 
@@ -178,6 +182,9 @@ class PipelineRunner(Runner):
         self, parts: ModelParts, whole: nn.Module, layout: Layout, vocab_size: int
     ) -> None:
         super().__init__(parts)
+        self._depths = None
+        if parts.num_depths:
+            self._depths = MultiTokenLoss(parts.num_depths, parts.mesh, parts.config)
         config = parts.config
         mesh = parts.mesh
         names = chain_names(whole, layout)
@@ -185,6 +192,8 @@ class PipelineRunner(Runner):
         self._indices = _own_stages(mesh, config, num_stages)
         self._last = num_stages - 1
         modules = names.per_stage(config.parallelism)
+        if parts.num_depths:
+            modules[-1] += mtp_modules(whole, layout)
         # stage -> index of its rank on the axis pp
         ranks: dict[int, int] = {}
         for rank in range(mesh.size(AXIS)):
@@ -209,6 +218,9 @@ class PipelineRunner(Runner):
         keeps_together = recomputes or any(hf_experts.has_lists(part) for part in self.parts)
         self._stages = []
         for part, index in zip(self.parts, self._indices, strict=True):
+            # PyTorch fails to separate them too if some outputs depend on other inputs than that of the stage,
+            # such as the embeddings of multi-token prediction (torch 2.13).
+            has_other_inputs = parts.num_depths > 0 and index == self._last
             new_stage = _Stage(
                 part,
                 index,
@@ -218,10 +230,16 @@ class PipelineRunner(Runner):
                 # first step.
                 input_args=_input(index, hidden, self.sequence_ranks, mesh, config),
                 output_args=_output(
-                    index == self._last, hidden, vocab_size, self.sequence_ranks, mesh, config
+                    index == self._last,
+                    hidden,
+                    vocab_size,
+                    self.sequence_ranks,
+                    mesh,
+                    config,
+                    parts.num_depths,
                 ),
                 group=mesh.group(AXIS),
-                dw_builder=(lambda: _no_op) if keeps_together else None,
+                dw_builder=(lambda: _no_op) if keeps_together or has_other_inputs else None,
             )
             new_stage.rows = config.parallelism.pipeline_parallel_microbatch_size
             if index == 0 and self.embedding_noise is not None:
@@ -261,6 +279,12 @@ class PipelineRunner(Runner):
             name: p for name, p in self.parameters().items() if self._ties.is_counted_here(name)
         }
 
+    def measures(self) -> dict[str, float]:
+        measures = super().measures()
+        if self._depths is not None:
+            measures |= self._depths.measures()
+        return measures
+
     def forward_backward(self, batches: Sequence[TokenBatch], weight: Tensor) -> Tensor:
         """Run all batches as micro-batches of one pass through the schedule."""
         if self._has_experts:
@@ -268,6 +292,8 @@ class PipelineRunner(Runner):
         self._weight = weight
         if self.token_metrics:
             self.token_metrics.start()
+        if self._depths is not None:
+            self._depths.begin_step(batches)
         self._ties.copy_weights(self.parts)
         if self._before_pass:
             self._before_pass()
@@ -314,6 +340,12 @@ class PipelineRunner(Runner):
             self._positions_name: positions_Bt,
             **context_parallel.document_argument(batches),
         }
+        if self._depths is not None:
+            # Evaluation passes them too, because the shape of a stage's output is fixed
+            ahead = [self._depths.cut(batch) for batch in batches]
+            keywords["next_tokens_BTK"] = torch.cat([tokens_BtK for tokens_BtK, _ in ahead])
+            targets_BtK = torch.cat([targets_BtK for _, targets_BtK in ahead])
+            targets_Bt = torch.cat((targets_Bt.unsqueeze(-1), targets_BtK), dim=-1)
         if self.has_loss:
             keywords |= {"target": targets_Bt, "losses": losses}
         if "return_outputs" in inspect.signature(method).parameters:
@@ -326,19 +358,22 @@ class PipelineRunner(Runner):
             return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         return torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64)
 
-    def _loss(self, logits_BtV: Tensor, targets_Bt: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of a micro-batch: logits (B, t, V) and targets (B, t).
+
+        With multi-token prediction they are ((1 + K) B, t, V) and (B, t, 1 + K).
+        """
         if not self._computes_loss:
-            return logits_BtV.new_zeros(())
-        if self.token_metrics:
-            self.token_metrics.add(logits_BtV, targets_Bt, self._vocabulary)
-        return cross_entropy_sum(
-            logits_BtV,
-            targets_Bt,
-            self._weight,
-            self._vocabulary,
-            *self._loss_function(),
-            grouped=self._grouped_loss(targets_Bt),
-        )
+            return logits.new_zeros(())
+        if self._depths is None:
+            return self._loss_of_logits(logits, targets, self._weight)
+        main_BtV, depths = self._depths.split(logits)
+        loss = self._loss_of_logits(main_BtV, targets[..., 0].contiguous(), self._weight)
+        if torch.is_grad_enabled():
+            return self._depths.add(
+                loss, depths, targets[..., 1:], self._weight, self._plain_loss_of_logits
+            )
+        return loss
 
     def _build_schedule(self) -> Any:
         p = self._config.parallelism
@@ -423,14 +458,21 @@ def _input(index: int, hidden: int, sequence_ranks: int, mesh: Mesh, config: Con
 
 
 def _output(
-    is_last: bool, hidden: int, vocab_size: int, sequence_ranks: int, mesh: Mesh, config: Config
+    is_last: bool,
+    hidden: int,
+    vocab_size: int,
+    sequence_ranks: int,
+    mesh: Mesh,
+    config: Config,
+    num_depths: int,
 ) -> Tensor:
     """Return a meta tensor in the shape of a stage's output: activations, or this rank's part of the logits."""
     rows = config.parallelism.pipeline_parallel_microbatch_size
     tokens = _local_tokens(mesh, config)
     if not is_last:
         return _activation(rows, tokens // sequence_ranks, hidden, config)
-    return _activation(rows, tokens, _vocabulary_columns(vocab_size, mesh, config), config)
+    columns = _vocabulary_columns(vocab_size, mesh, config)
+    return _activation((1 + num_depths) * rows, tokens, columns, config)
 
 
 def _vocabulary_columns(vocab_size: int, mesh: Mesh, config: Config) -> int:

@@ -37,6 +37,7 @@ from shardtrain.layout import Draw
 from shardtrain.ops import init_weights
 from shardtrain.ops.cross_entropy import ChunkFunction, Vocabulary, chunk_loss, cross_entropy_sum
 from shardtrain.ops.grouped_loss import GroupedLoss
+from shardtrain.ops.linear_cross_entropy import linear_cross_entropy_sum
 from shardtrain.ops.loss_terms import CROSS_ENTROPY, LossTerms
 from shardtrain.ops.targets import IGNORE
 from shardtrain.ops.tied import to_empty
@@ -59,6 +60,8 @@ class ModelParts:
     """Like ``chunk_loss``, with the loss terms that only training adds."""
     embedding_noise: EmbeddingNoise | None = None
     """Noise on the output of the embedding, if this rank has one and training adds noise."""
+    num_depths: int = 0
+    """Number of multi-token prediction layers of the full model."""
 
 
 def loss_terms(config: Config) -> LossTerms:
@@ -150,6 +153,27 @@ class Runner(ABC):
         if torch.is_grad_enabled():
             return self._training_chunk_loss, self._terms
         return self._chunk_loss, CROSS_ENTROPY
+
+    def _loss_of_logits(self, logits_BtV: Tensor, targets_Bt: Tensor, weight: Tensor) -> Tensor:
+        """Return ``weight`` times the loss sum of this rank's logits, and update metrics of tokens and sources."""
+        if self.token_metrics:
+            self.token_metrics.add(logits_BtV, targets_Bt, self._vocabulary)
+        return cross_entropy_sum(
+            logits_BtV,
+            targets_Bt,
+            weight,
+            self._vocabulary,
+            *self._loss_function(),
+            grouped=self._grouped_loss(targets_Bt),
+        )
+
+    def _plain_loss_of_logits(
+        self, logits_BtV: Tensor, targets_Bt: Tensor, weight: Tensor
+    ) -> Tensor:
+        """Return ``weight`` times the loss sum of this rank's logits, without updating metrics."""
+        return cross_entropy_sum(
+            logits_BtV, targets_Bt, weight, self._vocabulary, *self._loss_function()
+        )
 
     def _grouped_loss(self, targets_Bt: Tensor) -> GroupedLoss | None:
         """Return the sums by data source to which a loss must be added, or None."""
@@ -347,19 +371,13 @@ class PlainRunner(Runner):
         documents = {} if batch.documents_BT is None else {"documents_BT": batch.documents_BT}
 
         # Let the head compute the loss if that avoids large logits.
-        num_tokens = targets_Bt.numel()
-        if num_tokens not in self._loss_at_head:
-            self._loss_at_head[num_tokens] = loss_at_head.saves(
-                model, num_tokens, self._mesh, self._config
-            )
-        if self._loss_at_head[num_tokens]:
-            chunk, _ = self._loss_function()
-            if self.token_metrics:
-                chunk = self.token_metrics.measuring(chunk)
-            grouped = self._grouped_loss(targets_Bt)
-            if grouped is not None:
-                chunk = grouped.dividing(chunk or chunk_loss)
-            with loss_at_head.in_place_of_logits(model, targets_Bt, weight, chunk):
+        if self._computes_loss_at_head(targets_Bt.numel()):
+            chunk = self._chunk_at_head(targets_Bt)
+
+            def loss_of(hidden_BtD: Tensor, head_VD: Tensor) -> Tensor:
+                return linear_cross_entropy_sum(hidden_BtD, head_VD, targets_Bt, weight, chunk)
+
+            with loss_at_head.in_place_of_logits(model, loss_of):
                 return model(tokens_Bt, positions_Bt, **documents)  # type: ignore[no-any-return]
 
         # Otherwise the model must return logits. A user's model may return anything.
@@ -371,13 +389,21 @@ class PlainRunner(Runner):
             rule = f"returns {description} for tokens of shape {tuple(targets_Bt.shape)}"
             fix = "return one tensor of logits, (B, T, V)"
             raise ConfigError(Problem("model.name", self._config.model.name, rule, fix))
+        return self._loss_of_logits(out, targets_Bt, weight)
+
+    def _computes_loss_at_head(self, num_tokens: int) -> bool:
+        if num_tokens not in self._loss_at_head:
+            self._loss_at_head[num_tokens] = loss_at_head.saves(
+                self.parts[0], num_tokens, self._mesh, self._config
+            )
+        return self._loss_at_head[num_tokens]
+
+    def _chunk_at_head(self, targets_Bt: Tensor) -> ChunkFunction | None:
+        """Return the loss of a chunk for the fused head, with metrics of tokens and sources."""
+        chunk, _ = self._loss_function()
         if self.token_metrics:
-            self.token_metrics.add(out, targets_Bt, self._vocabulary)
-        return cross_entropy_sum(
-            out,
-            targets_Bt,
-            weight,
-            self._vocabulary,
-            *self._loss_function(),
-            grouped=self._grouped_loss(targets_Bt),
-        )
+            chunk = self.token_metrics.measuring(chunk)
+        grouped = self._grouped_loss(targets_Bt)
+        if grouped is not None:
+            chunk = grouped.dividing(chunk or chunk_loss)
+        return chunk

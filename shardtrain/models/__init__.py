@@ -27,7 +27,15 @@ from shardtrain.ops.lost_in_build import Values, lost, unsupported_parameters
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
-_NO_MODELS = ("__init__", "architecture", "experts_interface", "layers", "moe", "yarn")
+_NO_MODELS = (
+    "__init__",
+    "architecture",
+    "experts_interface",
+    "layers",
+    "moe",
+    "multi_token",
+    "yarn",
+)
 
 
 def find(name: str) -> ModuleType:

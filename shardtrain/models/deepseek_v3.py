@@ -19,12 +19,17 @@ from shardtrain.hub_formats.deepseek_v3_format import HUB
 from shardtrain.layout import Draw, Layout
 from shardtrain.models.layers import (
     AttentionCore,
-    Decoder,
     FeedForward,
     build_norm,
     rotate_pairs,
 )
 from shardtrain.models.moe import EXPERT_BIAS, EXPERT_STYLES, MoE, expert_draws, routing_of
+from shardtrain.models.multi_token import (
+    JoinNextToken,
+    MultiTokenDecoder,
+    with_mtp_draws,
+    with_mtp_layers,
+)
 from shardtrain.models.yarn import YarnAngles, yarn_scale
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
@@ -36,7 +41,8 @@ class Config:
 
     ``q_lora_rank`` 0 computes queries without a latent. The first ``num_dense_layers`` layers have
     a feed-forward of ``ffn_dim`` instead of experts. ``num_shared_experts`` may be 0.
-    ``rope_factor`` 1 leaves the rotary angles unscaled.
+    ``rope_factor`` 1 leaves the rotary angles unscaled. ``num_nextn_predict_layers`` is the number
+    of depths of multi-token prediction.
     """
 
     vocab_size: int = 129280
@@ -72,6 +78,7 @@ class Config:
     rope_beta_slow: float = 1.0
     mscale: float = 1.0
     tied_embeddings: bool = False
+    num_nextn_predict_layers: int = 0
     init_std: float = 0.006
 
     @property
@@ -82,7 +89,7 @@ class Config:
         return (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim) // 2
 
 
-LAYOUT = Layout(
+_BLOCKS = Layout(
     first=("embed",),
     layers="layers",
     last=("norm", "head"),
@@ -115,6 +122,7 @@ LAYOUT = Layout(
     # Without dense layers there is no ``ffn``, and with only dense layers there is no ``moe``.
     optional=("layers.*.ffn", "layers.*.moe"),
 )
+LAYOUT = with_mtp_layers(_BLOCKS)
 
 
 _LATENT_NORM_EPS = 1e-6
@@ -211,8 +219,28 @@ class DeepseekV3Block(nn.Module):
         return x_BTD + hidden_BTD
 
 
-class Model(Decoder):
-    """A DeepSeek-V3 without its multi-token prediction module."""
+class MultiTokenBlock(DeepseekV3Block):
+    """One depth of multi-token prediction: a block with two inputs and a last norm."""
+
+    def __init__(self, c: Config, is_dense: bool) -> None:
+        super().__init__(c, is_dense)
+        self.join = JoinNextToken(c.dim, c.norm_type, c.norm_eps)
+        self.shared_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+
+    def forward(  # type: ignore[override]
+        self,
+        x_BTD: Tensor,
+        embedded_BTD: Tensor,
+        angles: tuple[Tensor, Tensor],
+        documents_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Map the output of the previous depth and embeddings, both (B, T, D), to (B, T, D)."""
+        x_BTD = super().forward(self.join(x_BTD, embedded_BTD), angles, documents_BT)
+        return self.shared_norm(x_BTD)
+
+
+class Model(MultiTokenDecoder):
+    """A DeepSeek-V3, with multi-token prediction if ``num_nextn_predict_layers`` is not 0."""
 
     def __init__(self, c: Config) -> None:
         rope = YarnAngles(
@@ -223,9 +251,14 @@ class Model(Decoder):
             c.rope_beta_fast,
             c.rope_beta_slow,
         )
-        layers = [DeepseekV3Block(c, is_dense=i < c.num_dense_layers) for i in range(c.num_layers)]
+        layers: list[nn.Module] = []
+        for i in range(c.num_layers):
+            layers.append(DeepseekV3Block(c, is_dense=i < c.num_dense_layers))
+        mtp_layers = []
+        for i in range(c.num_layers, c.num_layers + c.num_nextn_predict_layers):
+            mtp_layers.append(MultiTokenBlock(c, is_dense=i < c.num_dense_layers))
         norm = build_norm(c.norm_type, c.dim, c.norm_eps)
-        super().__init__(c.vocab_size, c.dim, rope, layers, norm, c.tied_embeddings)
+        super().__init__(c.vocab_size, c.dim, rope, layers, norm, c.tied_embeddings, mtp_layers)
 
 
 def initial(c: Config) -> dict[str, Draw]:
@@ -234,7 +267,7 @@ def initial(c: Config) -> dict[str, Draw]:
     All matrices have the same standard deviation (V3, section 4.2).
     """
     normal = Draw("normal", std=c.init_std)
-    return {
+    draws = {
         "*norm.weight": Draw("ones"),
         "layers.*.*_norm.weight": Draw("ones"),
         "layers.*.attn.*_norm.weight": Draw("ones"),
@@ -245,6 +278,7 @@ def initial(c: Config) -> dict[str, Draw]:
         "layers.*.moe.shared.w?.weight": normal,
         **expert_draws(c.init_std, "none"),
     }
+    return with_mtp_draws(draws, c.init_std)
 
 
 FLAVORS = {

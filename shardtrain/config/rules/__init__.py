@@ -42,6 +42,7 @@ from shardtrain.config.rules.model_rules import (
     check_tensor_parallel,
     rotary_notes,
 )
+from shardtrain.config.rules.multi_token_rules import check_multi_token
 from shardtrain.config.rules.option_pairs import (
     check_pairs,
     check_schedule,
@@ -89,6 +90,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_text_tasks,
     check_images,
     check_experts,
+    check_multi_token,
     check_batch,
     check_pipeline,
     check_context,

@@ -17,7 +17,7 @@ from shardtrain.config.settings import Value
 from shardtrain.hub_formats.config_json import MAX_PARTS
 from shardtrain.utils.errors import ConfigError, Problem
 
-_PARTS = ("num_layers", "num_experts", "num_shared_experts")
+_PARTS = ("num_layers", "num_experts", "num_shared_experts", "num_nextn_predict_layers")
 """Sizes of at most ``MAX_PARTS``, because each layer and expert is built on the meta device."""
 _MAX_SIZE = 2**31 - 1
 

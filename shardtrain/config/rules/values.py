@@ -130,6 +130,7 @@ ABOVE_0 = (
     "optimizer.muon_update_rms",
     "training.max_norm",
     "training.neftune_noise_alpha",
+    "training.mtp_loss_scaling_factor",
     "training.initial_loss_scale",
     "metrics.peak_flops",
     "checkpoint.mean_time_to_failure_hours",

@@ -197,6 +197,10 @@ class Training(Numbers):
     """Share of each target that is distributed over the vocabulary, with task.name = "language_model". Only the
     loss of training has it, not that of validation (shardtrain).
     """
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the losses of multi-token prediction, which ``model.overrides.num_nextn_predict_layers`` enables:
+    their mean over depths times this factor is added to the loss of the next token (shardtrain).
+    """
     z_loss_weight: float = 0.0
     """Weight of the squared log-sum-exp of the logits in the training loss of language_model, which keeps logits
     small (PaLM uses 1e-4) (shardtrain).

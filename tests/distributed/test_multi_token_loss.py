@@ -1,0 +1,265 @@
+"""The loss of multi-token prediction and its gradients equal a plain loop over documents, on every mesh.
+
+The loop is written from section 2.2 of the DeepSeek-V3 paper, in float64: depth k shortens each document by k tokens.
+Blocks, norms and head are the modules of the model, which other tests compare with transformers. float32 sums differ by
+a relative 1e-7 per operation, so losses agree to 1e-5 and each gradient to 1e-5 of its norm.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiers import cases
+from tiny import make_run, tiny_config
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardtrain import data, models
+from shardtrain.config.schema import Config
+from shardtrain.distributed import BATCH_AXES, LOSS_AXES
+from shardtrain.ops.dtensor import to_full
+from shardtrain.ops.targets import IGNORE
+
+NUM_DEPTHS = 2
+FACTOR = 0.3
+ROWS = 8
+TOKENS = 32
+VOCAB = 264
+SHAPE = {
+    "vocab_size": VOCAB,
+    "dim": 32,
+    "num_layers": 2,
+    "num_dense_layers": 1,
+    "num_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "ffn_dim": 48,
+    "moe_ffn_dim": 16,
+    "num_experts": 8,
+    "top_k": 2,
+    "num_groups": 4,
+    "top_groups": 2,
+    "init_std": 0.1,
+    # the loop has no balance loss
+    "balance_loss_coeff": 0.0,
+    "num_nextn_predict_layers": NUM_DEPTHS,
+}
+
+
+def config(
+    rows: int, overrides: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> Config:
+    """Return a configuration with ``rows`` rows per micro-batch."""
+    training = {
+        "seq_len": TOKENS,
+        "local_batch_size": rows,
+        "global_batch_size": ROWS,
+        "mtp_loss_scaling_factor": FACTOR,
+    }
+    sections["training"] = {**training, **sections.get("training", {})}
+    tiny = tiny_config(**sections)
+    shape = {**SHAPE, **(overrides or {})}
+    model = replace(tiny.model, name="deepseek_v3", flavor="671B", overrides=shape)
+    return replace(tiny, model=model)
+
+
+@functools.cache
+def batch(masked: bool) -> data.Batch:
+    """Return all rows of a step. A fifth of the targets is ignored, as those of prompts are."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (ROWS, TOKENS + 1), generator=generator)
+    targets_BT = tokens[:, 1:].clone()
+    is_ignored_BT = torch.rand(ROWS, TOKENS, generator=generator) < 0.2
+    targets_BT[is_ignored_BT] = IGNORE
+    positions_BT = torch.arange(TOKENS).repeat(ROWS, 1)
+    documents_BT = None
+    if masked:
+        begins_BT = torch.rand(ROWS, TOKENS, generator=generator) < 0.15
+        begins_BT[:, 0] = False
+        documents_BT = begins_BT.long().cumsum(1)
+        # the last token of a document has no target, and positions restart
+        is_last_BT = F.pad(begins_BT[:, 1:], (0, 1))
+        targets_BT[is_last_BT] = IGNORE
+        starts_BT = torch.where(begins_BT, positions_BT, 0).cummax(1).values
+        positions_BT = positions_BT - starts_BT
+    return data.Batch(tokens[:, :-1], targets_BT, positions_BT, torch.arange(ROWS), documents_BT)
+
+
+def documents_of(whole: data.Batch) -> list[tuple[Tensor, Tensor]]:
+    """Return tokens and targets of each document."""
+    documents = []
+    for row in range(ROWS):
+        numbers_T = torch.zeros(TOKENS)
+        if whole.documents_BT is not None:
+            numbers_T = whole.documents_BT[row]
+        for number in numbers_T.unique():
+            place = numbers_T == number
+            documents.append((whole.tokens_BT[row, place], whole.targets_BT[row, place]))
+    return documents
+
+
+def loop(weights: dict[str, Tensor], masked: bool, overrides: dict[str, Any] | None = None) -> Any:
+    """Return the mean loss of each depth and the gradients of the total loss, from a loop in float64."""
+    module = models.find("deepseek_v3")
+    model = module.Model(module.Config(**{**SHAPE, **(overrides or {})}))
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(weights[name])
+    model = model.double()
+    sums = torch.zeros(1 + NUM_DEPTHS, dtype=torch.float64)
+    counts = torch.zeros(1 + NUM_DEPTHS)
+    losses = list(sums)
+    for tokens, targets in documents_of(batch(masked)):
+        # depth 0: the model itself
+        angles = model.rope(torch.arange(len(tokens)).unsqueeze(0))
+        h = model.embed(tokens).unsqueeze(0)
+        for layer in model.layers.values():
+            h = layer(h, angles)
+        h = model.norm(h)
+        for depth in range(1 + NUM_DEPTHS):
+            length = len(tokens) - depth
+            if length <= 0:
+                break
+            if depth > 0:
+                layer = list(model.mtp_layers.values())[depth - 1]
+                ahead = layer.join.enorm(model.embed(tokens[depth:])).unsqueeze(0)
+                behind = layer.join.hnorm(h[:, :length])
+                x = torch.cat((ahead, behind), -1) @ layer.join.eh_proj.weight.T
+                turned = tuple(angle[:, :length] for angle in angles)
+                x = x + layer.attn(layer.attn_norm(x), turned)
+                x = x + layer.moe(layer.ffn_norm(x))
+                h = layer.shared_norm(x)
+            logits = (h @ model.head.weight.T)[0]
+            wanted = targets[depth:]
+            losses[depth] = losses[depth] + F.cross_entropy(
+                logits, wanted, ignore_index=IGNORE, reduction="sum"
+            )
+            counts[depth] += (wanted != IGNORE).sum()
+    means = [loss / count for loss, count in zip(losses, counts, strict=True)]
+    total = means[0] + FACTOR / NUM_DEPTHS * sum(means[1:])
+    total.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [mean.item() for mean in means], gradients
+
+
+def step(rank: int, settings: Config, masked: bool) -> dict[str, Any]:
+    """Run one step without an update, as one rank. Return losses, weights and gradients of this rank's stages."""
+    run = make_run(rank, settings)
+    weights = {name: to_full(p.detach()).clone() for name, p in run.runner.parameters().items()}
+    whole = batch(masked)
+    rows = ROWS // run.mesh.size(*BATCH_AXES)
+    first = run.mesh.rank(*BATCH_AXES) * rows
+    per_batch = settings.training.local_batch_size
+    batches = []
+    for start in range(first, first + rows, per_batch):
+        part = slice(start, start + per_batch)
+        documents_BT = None if whole.documents_BT is None else whole.documents_BT[part]
+        batches.append(
+            data.Batch(
+                whole.tokens_BT[part],
+                whole.targets_BT[part],
+                whole.positions_BT[part],
+                whole.sample_ids_B[part],
+                documents_BT,
+            )
+        )
+    weight = torch.tensor(1 / whole.num_targets)
+    loss = run.runner.forward_backward(batches, weight)
+    main = run.mesh.sum(loss, over=("pp", *LOSS_AXES)).item()
+    measures = run.runner.measures()
+    gradients = {}
+    for name, parameter in run.runner.parameters().items():
+        if parameter.grad is not None:
+            gradients[name] = to_full(parameter.grad).clone()
+    run.runner.zero_grad()
+    return {
+        "losses": [main, *(measures[f"mtp_loss_{k + 1}"] for k in range(NUM_DEPTHS))],
+        "weights": weights,
+        "gradients": gradients,
+    }
+
+
+PP = {
+    "pipeline_parallel_degree": 2,
+    "pipeline_parallel_first_stage_less_layers": 0,
+    "pipeline_parallel_last_stage_less_layers": 0,
+}
+TP, CP, EP, DDP = (
+    {f"{axis}_degree": 2}
+    for axis in (
+        "tensor_parallel",
+        "context_parallel",
+        "expert_parallel",
+        "data_parallel_replicate",
+    )
+)
+RING = {**CP, "context_parallel_rotate_method": "alltoall"}
+ULYSSES = {**CP, "context_parallel_method": "ulysses"}
+MESHES = {
+    "accumulation": (1, {}),
+    "fsdp": (2, {}),
+    "ddp": (2, DDP),
+    "zero-1": (2, {**DDP, "shard_optimizer_states": True}),
+    "tp": (2, TP),
+    "ep": (2, EP),
+    "cp": (2, CP),
+    "cp ring": (2, RING),
+    "cp ulysses": (2, ULYSSES),
+    "pp": (2, PP),
+    "pp ZBV": (2, {**PP, "pipeline_parallel_schedule": "ZBVZeroBubble"}),
+    "hsdp": (4, DDP),
+    "fsdp x tp": (4, TP),
+    "tp x cp": (4, {**TP, **CP}),
+    "tp x pp": (4, {**TP, **PP}),
+    "cp x pp": (4, {**CP, **PP}),
+    "pp x ep": (4, {**PP, **EP}),
+}
+DEFAULT = ["accumulation", "cp", "pp"]
+
+
+def assert_equals_loop(
+    results: list[dict[str, Any]], masked: bool, overrides: dict[str, Any] | None = None
+) -> None:
+    weights: dict[str, Tensor] = {}
+    for result in results:
+        weights |= result["weights"]
+    losses, gradients = loop(weights, masked, overrides)
+    for result in results:
+        assert result["losses"] == pytest.approx(losses, abs=1e-5)
+        for name, gradient in result["gradients"].items():
+            expected = gradients[name]
+            error = (gradient.double() - expected).norm() / expected.norm()
+            assert error <= 1e-5, f"{name}: {error:.1e}"
+    found = {name for result in results for name in result["gradients"]}
+    assert found == gradients.keys()
+
+
+def num_layers(mesh: str) -> dict[str, Any]:
+    return {"num_layers": 4 if "ZBV" in mesh else 2}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("mesh", "masked"),
+    cases(
+        [(mesh, True) for mesh in DEFAULT],
+        nightly=[
+            (mesh, masked)
+            for mesh in MESHES
+            for masked in (True, False)
+            if not (masked and mesh in DEFAULT)
+        ],
+    ),
+)
+def test_losses_and_gradients_equal_a_plain_loop(mesh: str, masked: bool) -> None:
+    num_ranks, parallelism = MESHES[mesh]
+    rows = 2 if mesh == "accumulation" or "pp" in mesh else 1
+    settings = config(rows, num_layers(mesh), parallelism=parallelism)
+    assert_equals_loop(run_ranks(num_ranks, step, settings, masked), masked, num_layers(mesh))
