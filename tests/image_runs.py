@@ -31,3 +31,15 @@ def config_of(name: str, tmp_path: Path, rows: Path | None = None, **sections: A
     )
     model = dataclasses.replace(config.model, hf_assets_path=str(vision_folder(name)))
     return dataclasses.replace(config, model=model)
+
+
+def open_processor(folder: Path) -> Any:
+    """Return the processor of transformers. Those with a part for videos need torchvision, so it is left out."""
+    import transformers
+
+    try:
+        return transformers.AutoProcessor.from_pretrained(folder)
+    except Exception:
+        from shardtrain.tasks.images.image_processor import ImageProcessor
+
+        return ImageProcessor(str(folder))._processor

@@ -260,6 +260,9 @@ def test_the_page_on_images_runs_with_a_tiny_model(shell, tmp_path):
         command = line.replace("run.toml", f"{tmp_path}/run.toml")
         if "shardtrain train" in line:
             command += f" {smaller} --training.seq_len 128 --job.dump_folder {tmp_path}/outputs"
+        elif "shardtrain generate" in line:
+            command = command.replace("outputs", f"{tmp_path}/outputs")
+            command = command.replace("photos/", f"{tmp_path}/photos/") + " --max_new_tokens 4"
         done = shell(command)
         assert done.returncode == 0, f"`{line}`\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     assert (tmp_path / "outputs/checkpoint/step-2-hf/preprocessor_config.json").is_file()

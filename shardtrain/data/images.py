@@ -229,6 +229,18 @@ class ImageReader:
         return path
 
 
+def user_message(text: str, num_images: int) -> Message:
+    """Return a user's message with images, in the places of ``<image>`` or before the text.
+
+    >>> user_message("What is it?", 1)
+    {'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]}
+    """
+    messages = [_with_places({"role": "user", "content": text}, has_column=True)]
+    if not list(_image_parts(messages)):
+        _insert_first(messages, num_images)
+    return messages_of(messages, "prompt", has_images=True)[0]
+
+
 def _with_places(message: Any, has_column: bool) -> Any:
     """Return a copy of a message, with a part for each image of its content.
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from shardtrain.config.rules.image_rules import IMAGE_TEXT
 from shardtrain.config.rules.task_rules import OF_TEXT
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
@@ -97,7 +98,7 @@ def trained_tokens(tokenizer: Tokenizer, config: Config) -> dict[str, list[int]]
     Raises:
         ConfigError: the chat template cannot be used.
     """
-    if config.task.name not in OF_TEXT:
+    if config.task.name not in (*OF_TEXT, IMAGE_TEXT):
         if tokenizer.pad_id in (None, tokenizer.eos_id):
             return {}
         return {"pad_token_id": [tokenizer.pad_id]}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from against import options
 from hf_meshes import FirstStep, difference, first_step
-from image_runs import config_of
+from image_runs import config_of, open_processor
 from PIL import Image
 from ranks import run_ranks
 from tiers import cases
@@ -89,18 +89,6 @@ def plain_step(name: str, rows: Path, remove: int = 0) -> tuple[float, dict[str,
         if parameter.grad is not None
     }
     return total.item() / count, gradients, count
-
-
-def open_processor(folder: Path) -> Any:
-    """Return the processor of transformers. Those with a part for videos need torchvision, so it is left out."""
-    import transformers
-
-    try:
-        return transformers.AutoProcessor.from_pretrained(folder)
-    except Exception:
-        from shardtrain.tasks.images.image_processor import ImageProcessor
-
-        return ImageProcessor(str(folder))._processor
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -301,7 +301,12 @@ class Conversations:
         return with_turn_end(written, self._turn_end) if self._turn_end else written
 
     def prompt(self, messages: Sequence[Message], variables: Variables = NO_VARIABLES) -> Ids:
-        """Return the tokens of a conversation with the generation prompt.
+        """Return the tokens of a conversation with the generation prompt. Raises what ``prompt_text`` raises."""
+        ids, _ = self._tokenizer.encode_spans([self.prompt_text(messages, variables)])[0]
+        return ids
+
+    def prompt_text(self, messages: Sequence[Message], variables: Variables = NO_VARIABLES) -> str:
+        """Render a conversation with the generation prompt.
 
         Raises:
             Unusable: the template fails, or the conversation ends with the assistant's turn.
@@ -313,8 +318,7 @@ class Conversations:
         template = self._template_of(variables)
         chat, text = _render(template, messages, variables, prompt=True)
         check_nothing_is_dropped(template, chat, variables, text)
-        ids, _ = self._tokenizer.encode_spans([text])[0]
-        return ids
+        return text
 
     def turn_end(self) -> int | None:
         """Return the special token that ends an answer, from the template or ``data.turn_end``, or None."""

@@ -18,9 +18,11 @@ from shardtrain.distributed.process_group import World
 from shardtrain.hf.generation_config import unused_settings
 from shardtrain.ops.cpu import packed_linear
 from shardtrain.ops.sampling import Sampling
+from shardtrain.tools.generate import image_prompts
 from shardtrain.tools.generate.engine import Generator, Watch
 from shardtrain.tools.generate.generate_request import GenerateOptions, TextOptions
 from shardtrain.tools.generate.generated_text import Printer, Text
+from shardtrain.tools.generate.image_prompts import ImageInputs, ImagePrompts
 from shardtrain.tools.generate.locate_checkpoint import load_config
 from shardtrain.tools.generate.prompts import GenerationPrompts, PromptRow, check_output, write_rows
 from shardtrain.tools.generate.trained_model import OpenedModel, open_model
@@ -41,6 +43,8 @@ def run(options: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
         ShardtrainError: an error that the user can correct.
     """
     config = load_config(options.source, options.config, options.tokenizer).config
+    if options.image:
+        image_prompts.check_model(config, options.image)
     with join(options.device or config.training.device) as world:
         is_first = world.rank == 0
         # Only rank 0 reports progress.
@@ -57,6 +61,7 @@ def run(options: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
                 adapter=options.adapter,
                 step=options.step,
                 use_ema=options.use_ema,
+                may_read_images=True,
             ).with_data(add_bos=options.add_bos)
             num_rows = 1 if rows is None else len(rows)
             num_batches = math.ceil(num_rows / options.batch_size)
@@ -77,7 +82,7 @@ def run(options: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
 
         answers = Answers(options, opened, is_first)
         if rows is None:
-            answers.print_one(options.prompt or "")
+            answers.print_one(options.prompt or "", options.image)
             return
         with heartbeat(f"generating {len(rows)} rows", heartbeat_seconds):
             predictions = answers.of(rows, options.field)
@@ -145,10 +150,15 @@ class Answers:
         self._stop_ids = frozenset(stop_ids)
         self._stops = tuple(stop_texts)
 
-    def print_one(self, prompt: str) -> None:
-        """Print the continuation of the prompt, token by token."""
+    def print_one(self, prompt: str, image_paths: Sequence[str] = ()) -> None:
+        """Print the continuation of the prompt with images, token by token."""
+        images = None
         try:
-            ids = self._encoder.value(prompt, "--prompt")
+            if image_paths:
+                encoder = ImagePrompts(self._opened.config, self._opened.tokenizer, image_paths)
+                ids, images = encoder.encode(prompt, self._options.chat)
+            else:
+                ids = self._encoder.value(prompt, "--prompt")
         except Unusable as error:
             raise ConfigError(
                 Problem(
@@ -169,7 +179,7 @@ class Answers:
             self._print(printer.more(new))
             return text.has_ended(new)
 
-        new = self._generate([ids], [0], watch)[0]
+        new = self._generate([ids], [0], watch, images)[0]
         self._print(printer.rest(new) + "\n")
 
     def of(self, rows: Sequence[PromptRow], field: str) -> list[str]:
@@ -196,7 +206,11 @@ class Answers:
         return predictions
 
     def _generate(
-        self, prompts: list[list[int]], numbers: list[int], watch: Watch
+        self,
+        prompts: list[list[int]],
+        numbers: list[int],
+        watch: Watch,
+        images: ImageInputs | None = None,
     ) -> list[list[int]]:
         max_new_tokens = self._options.max_new_tokens
         seed = self._options.seed
@@ -208,6 +222,7 @@ class Answers:
             numbers,
             self._stop_ids,
             watch,
+            images,
         )
 
     def _warn_if_long(self, prompts: Sequence[Sequence[int]]) -> None:

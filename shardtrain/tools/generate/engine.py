@@ -10,6 +10,7 @@ from torch import nn
 from shardtrain.layout import Layout
 from shardtrain.ops.sampling import Draws, Sampling, choose, penalise_
 from shardtrain.tools.generate.forward_passes import Cached, FullForward, Passes
+from shardtrain.tools.generate.image_prompts import ImageInputs
 
 Watch = Callable[[int, list[int]], bool]
 """Callback after each new token, with the row and its new tokens. Returns True if the row has ended."""
@@ -50,12 +51,14 @@ class Generator:
         numbers: Sequence[int] | None = None,
         stop_ids: frozenset[int] = frozenset(),
         watch: Watch | None = None,
+        images: ImageInputs | None = None,
     ) -> list[list[int]]:
         """Return the new tokens of each prompt, including the ID of ``stop_ids`` that ended the row.
 
         Args:
             numbers: Row numbers, which determine the random draws together with the seed. 0, 1, 2, ... by
                 default.
+            images: Inputs of a network that reads images, for a single prompt.
 
         Raises:
             ValueError: a prompt has no token.
@@ -72,8 +75,12 @@ class Generator:
 
         # Rows in the batch. "place" is an index into it, "row" one into the prompts.
         live = list(range(len(prompts)))
-        reader: type[Passes] = Cached if self._use_cache else FullForward
-        with reader(self._model, self._layout, self._width) as passes:
+        passes_of_model: Passes
+        if self._use_cache:
+            passes_of_model = Cached(self._model, self._layout, self._width)
+        else:
+            passes_of_model = FullForward(self._model, self._layout, self._width, images)
+        with passes_of_model as passes:
             # The first pass reads the prompts. Later passes read the newest token of each row.
             feed: Sequence[Sequence[int]] = prompts
             while live:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardtrain.layout import Layout
 from shardtrain.tools.generate.cache import Cache, installed
+from shardtrain.tools.generate.image_prompts import ImageInputs
 
 Rows = Sequence[Sequence[int]]
 
@@ -69,12 +70,16 @@ class Passes(ABC):
             self._last_B = longest - 1
         else:
             self._last_B = torch.tensor(lengths, device=self._device) - 1
-        logits_BTV: Tensor = self._model(tokens_BT, positions_BT)
+        logits_BTV: Tensor = self._model(tokens_BT, positions_BT, **self._image_arguments(T))
         # A head tied to the embedding is not a separate module, so the hook did not run and all tokens
         # have logits.
         if logits_BTV.size(1) > 1:
             logits_BTV = self._at_last(logits_BTV)
         return logits_BTV[:, 0]
+
+    def _image_arguments(self, T: int) -> dict[str, Any]:
+        """Return further arguments of the model for a pass over T tokens."""
+        return {}
 
     def _select(self, head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Reduce the head's input to each row's last token, (B, 1, D)."""
@@ -131,7 +136,16 @@ class Cached(Passes):
 
 
 class FullForward(Passes):
-    """Passes without a cache: each pass reads the full rows with the model's own attention."""
+    """Passes without a cache: each pass reads the full rows with the model's own attention.
+
+    ``images`` are further inputs of a network that reads images, for a single row.
+    """
+
+    def __init__(
+        self, model: nn.Module, layout: Layout, width: int = 1, images: ImageInputs | None = None
+    ) -> None:
+        super().__init__(model, layout, width)
+        self._images = images
 
     def __enter__(self) -> Self:
         self._rows: list[list[int]] = []
@@ -145,6 +159,12 @@ class FullForward(Passes):
             for row, new in zip(self._rows, rows, strict=True):
                 row.extend(new)
         return self._run(self._rows, [0] * len(rows))
+
+    def _image_arguments(self, T: int) -> dict[str, Any]:
+        if self._images is None:
+            return {}
+        dtype = next(self._model.parameters()).dtype
+        return {"images": self._images.of_length(T, dtype, self._device)}
 
     def keep(self, places: Sequence[int]) -> None:
         self._rows = [self._rows[place] for place in places]

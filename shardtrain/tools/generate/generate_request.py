@@ -59,6 +59,9 @@ class PromptOptions(ModelOptions):
         None, "PEFT folder whose adapters are added to the model", rare=True
     )
     prompt: str | None = option(None, "a text to continue")
+    image: Sequence[str] = option(
+        (), "an image of --prompt; may be repeated", action="append", metavar="FILE"
+    )
     input: Path | None = option(None, "JSONL file of prompts")
     output: Path | None = option(
         None, "JSONL file to write, which must not exist", type=output_path
@@ -150,6 +153,7 @@ def _prompt_problems(o: GenerateOptions) -> Iterator[Problem]:
             "has no effect with --prompt, whose continuation is printed",
             "remove it",
         )
+    yield from _image_problems(o)
     if o.chat and o.add_bos is not None:
         rule = "has no effect with --chat, because the chat template writes the entire prompt"
         yield _problem("--add_bos", o.add_bos, rule, "remove it")
@@ -161,6 +165,20 @@ def _prompt_problems(o: GenerateOptions) -> Iterator[Problem]:
         yield _problem(
             "--prediction_field", o.prediction_field, "must be a name", "name a new field"
         )
+
+
+def _image_problems(o: GenerateOptions) -> Iterator[Problem]:
+    if o.image and o.prompt is None:
+        yield _problem("--image", ", ".join(o.image), "requires --prompt", "use --prompt")
+    if o.image and o.nproc > 1:
+        rule = "is not supported with --image: one process computes the model"
+        yield _problem("--nproc", o.nproc, rule, "remove it")
+    for path in o.image:
+        if "://" in path or path.startswith("data:"):
+            rule = "is a URL, and images are never downloaded"
+            yield _problem("--image", path, rule, "download it and name its file")
+        elif not Path(path).is_file():
+            yield _problem("--image", path, "is not a file", "name the file of an image")
 
 
 _ABOVE_0 = math.ulp(0.0)

@@ -25,6 +25,7 @@ from shardtrain.checkpoint.choice import reject_step, reject_use_ema
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config import Config, Loaded, derived
+from shardtrain.config.rules.image_rules import IMAGE_TEXT
 from shardtrain.config.rules.task_rules import OF_TEXT
 from shardtrain.config.schema import Parallelism, Training
 from shardtrain.data.build_dataset import tokenizer_of
@@ -114,6 +115,7 @@ def open_model(
     step: str | None = None,
     use_ema: bool = False,
     needs_text: bool = True,
+    may_read_images: bool = False,
 ) -> OpenedModel:
     """Open a Hugging Face folder, a checkpoint, or the checkpoint ``step`` of a run. Collective.
 
@@ -126,23 +128,26 @@ def open_model(
         step: Step to open, or a rule to choose it: see ``checkpoint.choice``.
         use_ema: Open the averages of the trained weights (``training.ema_decay``).
         needs_text: Open the tokenizer now. Otherwise the model's own tokenizer is opened on first use.
+        may_read_images: Accept a model that reads images.
 
     Raises:
         ConfigError: the configuration is missing or does not fit.
         CheckpointError: the checkpoint does not exist, is damaged, or belongs to another model.
     """
     config = load_config(path, config_file, tokenizer_path).config
-    if config.task.name not in OF_TEXT:
+    has_images = config.task.name == IMAGE_TEXT
+    if config.task.name not in OF_TEXT and not (has_images and may_read_images):
         rule = "does not predict the next token, so it cannot generate text"
         fix = 'use "shardtrain test" for its predictions'
-        if config.task.name == "image_text":
-            rule = "trains a model that reads images, and generate does not pass images to a model"
-            fix = 'export the run with "shardtrain export", and generate with transformers'
+        if has_images:
+            rule = "trains a model that reads images, and this verb passes no images to a model"
+            fix = 'use "shardtrain generate" with --image, or "shardtrain train" with [validation]'
         raise ConfigError(Problem("task.name", config.task.name, rule, fix))
     module, shape = models.configured(config.model)
     weights = _StoredWeights(path, step, config, module, shape, base, adapter, use_ema)
     model = models.build(module, shape)
-    if getattr(model, "kind", "causal") != "causal":
+    kinds = ("causal", IMAGE_TEXT) if may_read_images else ("causal",)
+    if getattr(model, "kind", "causal") not in kinds:
         raise ConfigError(
             Problem(
                 "--from",

@@ -496,7 +496,7 @@ def test_help_needs_no_torch():
     ("task", "message"),
     [
         ("reward_model", "shardtrain test.*does not predict the next token"),
-        ("image_text", "generate does not pass images to a model.*shardtrain export"),
+        ("image_text", "passes no images to a model.*shardtrain generate"),
     ],
 )
 def test_task_that_generate_does_not_support_is_refused(tmp_path, task, message):
