@@ -255,23 +255,25 @@ def explain(error: BaseException) -> str:
     # For device memory the text includes the size.
     if "CUDA" in text or "HIP" in text:
         return text
-    message = "memory ran out"
+    limits = read()
+    of_threads = [limit for limit in limits if limit.name in (OF_THREADS, OF_CGROUP_THREADS)]
+    is_thread = "thread" in text or (isinstance(error, OSError) and error.errno == errno.EAGAIN)
+    if is_thread and of_threads:
+        limit = min(of_threads, key=lambda limit: limit.value)
+        return (
+            f"no more processes or threads can be started ({text}) under {limit.name}={limit.value}, "
+            f"of which {threads_in_use(limit.name)} are in use; end other programs, or {limit.fix}"
+        )
+    message = "no more processes or threads can be started" if is_thread else "memory ran out"
     if text:
         message += f" ({text})"
 
     # Use a threshold below 1, because memory of the failed attempt may be free again.
-    limits = read()
     reached = [limit for limit in limits if not limit.is_count and limit.used > 0.6 * limit.value]
-    is_thread = "thread" in text or (isinstance(error, OSError) and error.errno == errno.EAGAIN)
-    if is_thread:
-        of_threads = [limit for limit in limits if limit.name in (OF_THREADS, OF_CGROUP_THREADS)]
-        reached = sorted(of_threads, key=lambda limit: limit.value)[:1] or reached
     if reached:
         limit = max(reached, key=lambda limit: limit.used / limit.value)
         message += f" under {limit.name}={limit.format(limit.value)}: {limit.fix}"
-        if not limit.is_count:
-            message += f"; {limit.format(limit.used)} of it are used"
-        return message
+        return f"{message}; {limit.format(limit.used)} of it are used"
     memory = host_memory()
     sizes = [format_bytes(memory[name]) for name in ("available", "total") if name in memory]
     return f"{message}: free memory on this machine; {' of '.join(sizes)} are free now"
@@ -339,6 +341,24 @@ def cgroups(root: Path, controller: str) -> list[Path]:
 def own_memory_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
     """Return the folders of the cgroups (version 2 and 1) with the memory of this process."""
     return own_cgroups(root, "memory")
+
+
+def threads_in_use(name: str) -> int:
+    """Return the number of processes and threads that count towards a limit.
+
+    These are all of the user for ``OF_THREADS``, and all of the cgroup for ``OF_CGROUP_THREADS``. Those
+    outside of this container are not visible.
+    """
+    if name == OF_CGROUP_THREADS:
+        root = Path("/sys/fs/cgroup")
+        return max(number_in(folder / "pids.current") for folder in cgroups(root, "pids"))
+    total = 0
+    for path in Path("/proc").glob("[0-9]*/status"):
+        fields = dict(line.split(":", 1) for line in _lines(path) if ":" in line)
+        # The first ID is the real user, whom the kernel charges.
+        if fields.get("Uid", "").split()[:1] == [str(os.getuid())]:
+            total += int(fields["Threads"])
+    return total
 
 
 def own_cgroups(root: Path, controller: str) -> list[Path]:

@@ -275,6 +275,16 @@ def test_limit_of_threads_of_a_cgroup_is_read(
         limits.require(1)
 
 
+PROGRAM_WITH_THREADS = """
+import sys, threading
+threading.stack_size(65536)
+end = threading.Event()
+for _ in range(200):
+    threading.Thread(target=end.wait).start()
+print(flush=True)
+sys.stdin.read()
+end.set()
+"""
 REFUSALS = [
     MemoryError(),
     MemoryError("Unable to allocate 2.54 KiB for an array with shape (651,) and data type int32"),
@@ -299,11 +309,13 @@ def test_every_out_of_memory_error_has_the_same_code_and_names_the_limit(
     few = limits.Limit("ulimit -u", 50, 0, 0, "raise it with ulimit -u", is_count=True)
     roomy = limits.Limit("ulimit -v", 2**40, 2**30, 0, "raise it with ulimit -v")
     monkeypatch.setattr(limits, "read", lambda: [roomy, limit, few])
+    monkeypatch.setattr(limits, "threads_in_use", lambda name: 49)
     message = failure.describe(error, 0)
     assert message.exit_code == 7
-    assert message.message.startswith("memory ran out")
+    start = "no more processes or threads can be started" if is_thread else "memory ran out"
+    assert message.message.startswith(start)
     end = (
-        "under ulimit -u=50: raise it with ulimit -u"
+        "under ulimit -u=50, of which 49 are in use; end other programs, or raise it with ulimit -u"
         if is_thread
         else "ulimit -d; 390.00 MiB of it are used"
     )
@@ -316,6 +328,20 @@ def test_every_out_of_memory_error_has_the_same_code_and_names_the_limit(
     )
     with pytest.raises(OutOfMemoryError), limits.memory_errors():
         raise error
+
+
+def test_threads_in_use_are_those_of_all_programs_of_the_user() -> None:
+    before = limits.threads_in_use(limits.OF_THREADS)
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM_WITH_THREADS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdin is not None and other.stdout is not None
+        other.stdout.readline()
+        in_use = limits.threads_in_use(limits.OF_THREADS)
+        other.stdin.close()
+    # Other programs of the user may end or start during the test.
+    assert in_use >= 200
+    assert before >= 1
 
 
 def test_other_errors_are_not_about_memory() -> None:
