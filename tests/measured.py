@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
+import select
+import signal
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -63,6 +68,44 @@ def peak_bytes() -> int:
             if line.startswith("VmHWM"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def grown_in_fork(call: Callable[[], object], patience_seconds: float) -> tuple[int, str]:
+    """Call a function in a fork of this process.
+
+    Return the growth of the peak memory in bytes, and the message of a ShardtrainError or ValueError.
+    """
+    from shardtrain.utils.errors import ShardtrainError
+
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            gc.freeze()
+            resource.setrlimit(resource.RLIMIT_DATA, (2 * CAP_BYTES, 2 * CAP_BYTES))
+            message = ""
+            before = peak_bytes()
+            try:
+                call()
+            except (ShardtrainError, ValueError) as error:
+                message = str(error)
+            result = json.dumps([peak_bytes() - before, message[:3000]])
+            os.write(sender, result.encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(sender)
+    try:
+        is_ready, _, _ = select.select([receiver], [], [], patience.seconds(patience_seconds))
+        answer = os.read(receiver, 2**16) if is_ready else b""
+    finally:
+        os.close(receiver)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert answer, "the fork failed, or did not answer in time"
+    grown, message = json.loads(answer)
+    return grown, message
 
 
 def cpu_seconds() -> float:

@@ -26,6 +26,7 @@ from shardtrain.checkpoint.resharding import Box, check_tiling
 from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.utils import checked_json, garbage_collection
 from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.units import format_bytes
 
 if TYPE_CHECKING:
     from shardtrain.checkpoint.objects import ObjectPath
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 FORMAT = "shardtrain checkpoint"
 VERSION = 2
-MAX_BYTES = 2**30
-"""Largest manifest that is read. A run of 10,000 ranks writes a smaller one."""
+MAX_BYTES = 2**26
+"""Largest manifest that is read. A save of 405B on 16,384 ranks writes 3 MB."""
+MEMORY_BYTES = 2**31
+"""Memory for parsing a manifest. A piece of 24 characters takes 576 bytes."""
 
 WEIGHTS_PREFIX = "model."
 """Prefix of the names of weights, and of no other tensors."""
@@ -185,8 +188,8 @@ def least_bytes(tensors: Mapping[str, StoredTensor]) -> int:
 def too_large(num_bytes: int) -> str:
     """Return the message for a manifest of ``num_bytes``, which is too large."""
     return (
-        f"a checkpoint of this run would have a {MANIFEST} of {num_bytes / 2**30:.1f} GiB, "
-        f"but the limit is {MAX_BYTES / 2**30:g} GiB; split the tensors into fewer pieces, "
+        f"a checkpoint of this run would have a {MANIFEST} of {format_bytes(num_bytes)}, "
+        f"but the limit is {format_bytes(MAX_BYTES)}; split the tensors into fewer pieces, "
         "for example with a larger parallelism.data_parallel_replicate_degree"
     )
 
@@ -311,8 +314,8 @@ def _verified_body(data: bytes) -> dict[str, Any]:
     if digest.encode() != first_line.group(1):
         _refuse("is damaged: its bytes are not those that were written")
     try:
-        body = checked_json.parse(data, unique_keys=True)
-    except (ValueError, RecursionError) as error:
+        body = checked_json.parse(data, unique_keys=True, memory_bytes=MEMORY_BYTES)
+    except ValueError as error:
         _refuse(f"is not a manifest's JSON: {str(error)[:100]}")
     if body.get("format") != FORMAT:
         _refuse("was not written by shardtrain")

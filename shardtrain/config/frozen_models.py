@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import filecmp
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -317,7 +316,9 @@ def _file(path: str, name: str) -> Path | None:
 def _tokens(file: Path) -> dict[int, str] | None:
     """Return the tokens of a tokenizer.json by ascending id, or None if it cannot be read."""
     try:
-        content: Mapping[str, Any] = json.loads(bounded_reads.whole(file, _MAX_BYTES))
+        content: Mapping[str, Any] = checked_json.parse(
+            bounded_reads.whole(file, _MAX_BYTES), memory_bytes=checked_json.LARGE_MEMORY_BYTES
+        )
         vocab = content["model"]["vocab"]
         if isinstance(vocab, dict):
             tokens = {id_: token for token, id_ in vocab.items()}

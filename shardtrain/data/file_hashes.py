@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils import atomic_io, bounded_reads
+from shardtrain.utils import atomic_io, bounded_reads, checked_json
 from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -280,7 +280,9 @@ class Contents:
         try:
             mark, _, text = bounded_reads.start(self._cache_path, _MAX_NOTES_BYTES).partition(b"\n")
             # Verify the cache's checksum, because a damaged cache would make the data look damaged.
-            notes = json.loads(text) if mark == _mark(text) else {}
+            if mark != _mark(text):
+                return {}
+            notes = checked_json.parse(text, memory_bytes=checked_json.LARGE_MEMORY_BYTES)
         except (OSError, ValueError, RecursionError):
             return {}
         return notes if isinstance(notes, dict) else {}

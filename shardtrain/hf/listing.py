@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.facts.dtypes import SAFETENSORS_NAMES
+from shardtrain.hub_formats import safetensors_header
 from shardtrain.hub_formats.config_json import CONFIG, read_json
-from shardtrain.utils import atomic_io, checked_json
+from shardtrain.utils import checked_json
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.units import format_bytes
 
@@ -18,8 +19,6 @@ _MOST_CHARACTERS = 100
 """Maximum length of a name. Longer names are truncated, because a file may contain any name."""
 _MOST_NAMES = 20
 """Maximum number of names per list."""
-_MAX_HEADER_BYTES = 100 * 10**6
-"""Maximum size of a header, as in the safetensors library."""
 
 
 def line(folder: Path) -> str:
@@ -44,7 +43,7 @@ def line(folder: Path) -> str:
     wrong: list[str] = []
     files = {path.name: path for path in folder.glob("*.safetensors")}
     if (folder / INDEX).is_file():
-        table = read_json(folder / INDEX).get("weight_map")
+        table = read_json(folder / INDEX, checked_json.LARGE_MEMORY_BYTES).get("weight_map")
         if isinstance(table, dict):
             wrong += sorted({str(file) for file in table.values()} - files.keys())
         else:
@@ -89,15 +88,14 @@ def _types_of(path: Path) -> list[str] | None:
     """Return the dtype of each tensor, or None if the file is truncated or not a safetensors file."""
     names = {word: name for name, word in SAFETENSORS_NAMES.items()}
     try:
-        with open(path, "rb", opener=atomic_io.without_waiting) as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER_BYTES:
-                return None
-            found: dict[str, Any] = checked_json.parse(file.read(length))
+        header = safetensors_header.read(path)
+        found: dict[str, Any] = checked_json.parse(
+            header, memory_bytes=checked_json.LARGE_MEMORY_BYTES
+        )
         found.pop("__metadata__", None)
         # A truncated file is shorter than the offsets in its header require.
         end = max((tensor["data_offsets"][1] for tensor in found.values()), default=0)
-        if path.stat().st_size != 8 + length + end:
+        if path.stat().st_size != safetensors_header.LENGTH_BYTES + len(header) + end:
             return None
         return [names.get(tensor["dtype"], str(tensor["dtype"])) for tensor in found.values()]
     except OSError as error:

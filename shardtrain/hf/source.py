@@ -8,6 +8,7 @@ checkpoint, as one additional file that its manifest lists.
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import re
 from collections.abc import Mapping
@@ -66,6 +67,8 @@ class FolderSource:
         if name in self.rewritten:
             return self.rewritten[name]
         path, begin, size = self.files[name]
+        if size > MAX_JSON_BYTES:
+            raise OSError(errno.EFBIG, f"is larger than {MAX_JSON_BYTES} bytes", str(path))
         with open(path, "rb", opener=atomic_io.without_waiting) as file:
             file.seek(begin)
             return file.read(size)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardtrain.facts.dtypes import SAFETENSORS_NAMES
 from shardtrain.hf.listing import INDEX as INDEX
+from shardtrain.hub_formats import safetensors_header
 from shardtrain.hub_formats.config_json import MAX_JSON_BYTES
 from shardtrain.utils import bounded_reads, checked_json
 from shardtrain.utils.errors import CheckpointError
@@ -81,7 +82,9 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
     if not path.exists():
         raise _no_weights(folder, index)
     try:
-        found = checked_json.parse(bounded_reads.whole(path, MAX_JSON_BYTES))["weight_map"]
+        content = bounded_reads.whole(path, MAX_JSON_BYTES)
+        table = checked_json.parse(content, memory_bytes=checked_json.LARGE_MEMORY_BYTES)
+        found = table["weight_map"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} is not an index of weights ({type(error).__name__}: {error}); download it again"
@@ -170,8 +173,7 @@ class HubWeights:
 
         path = self.folder / file
         try:
-            # Opening a pipe would block.
-            bounded_reads.check_regular(path)
+            safetensors_header.read(path)
             opened = safe_open(str(path), framework="pt")
             names = list(opened.keys())
         except (OSError, SafetensorError, ValueError) as error:

@@ -91,10 +91,16 @@ def in_transformers(model_type: Any) -> bool:
     )
 
 
-def read_json(path: Path) -> Mapping[str, Any]:
-    """Read a small JSON object, such as config.json. Raises CheckpointError if it is missing or not an object."""
+def read_json(path: Path, memory_bytes: int = checked_json.MEMORY_BYTES) -> Mapping[str, Any]:
+    """Read a small JSON object, such as config.json.
+
+    Raises:
+        CheckpointError: it is missing, is not an object, or takes more than ``memory_bytes``.
+    """
     try:
-        content = checked_json.parse(bounded_reads.whole(path, MAX_JSON_BYTES))
+        content = checked_json.parse(
+            bounded_reads.whole(path, MAX_JSON_BYTES), memory_bytes=memory_bytes
+        )
     except (FileNotFoundError, NotADirectoryError):
         fix = "give a folder with config.json and safetensors"
         # A relative name that does not exist may be the ID of a repository on the hub.

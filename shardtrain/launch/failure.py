@@ -48,6 +48,7 @@ It expects status 75.
 """
 RESERVED = ".exit.json.reserved"
 _RESERVED_BYTES = 16 * 1024
+_MAX_RECORD_BYTES = 2**22
 IN = "in "
 """Prefix of the note on an exception that contains the step."""
 
@@ -344,7 +345,7 @@ def write_record(failure: Failure, path: str | os.PathLike[str]) -> None:
 def read_record(path: str | os.PathLike[str]) -> Failure | None:
     """Read the failure that a rank has written. Return None if the file does not exist or is incomplete."""
     try:
-        return from_fields(json.loads(Path(path).read_text(encoding="utf-8"))["shardtrain"])
+        return from_fields(json.loads(bounded_reads.whole(path, _MAX_RECORD_BYTES))["shardtrain"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

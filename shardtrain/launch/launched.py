@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, bounded_reads
 from shardtrain.utils.redact import redact, visible
 from shardtrain.utils.units import format_seconds
 
@@ -40,8 +40,8 @@ def table() -> list[str]:
     """Return lines for the launches, newest first, and a hint about the next command."""
     launches = []
     with suppress(OSError):
-        for line in _file().read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError):
+        for line in bounded_reads.end(_file(), 2 * _MOST_BYTES).splitlines():
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
                 entry = json.loads(line)
                 launches.append((float(entry["time"]), str(entry["id"]), str(entry["run"])))
     if not launches:

@@ -31,6 +31,7 @@ from shardtrain.launch.goodput import ledger
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.utils import (
     atomic_io,
+    bounded_reads,
     log,
     private_network,
     process,
@@ -603,7 +604,7 @@ def _done_path(record: Path) -> Path:
 def _read_end(done: Path) -> dict[str, Any]:
     """Return ``failure.own_end()`` of a finished rank, or {} if it could not be written."""
     with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads(done.read_text()))
+        return dict(json.loads(bounded_reads.whole(done, 2**20)))
     return {}
 
 

@@ -20,6 +20,7 @@ from shardtrain import models, tasks
 from shardtrain.checkpoint.collectives import all_ranks
 from shardtrain.config.schema import Config
 from shardtrain.hf import as_is
+from shardtrain.hub_formats import safetensors_header
 from shardtrain.hub_formats.config_json import read_json
 from shardtrain.hub_formats.format import Heads, HubFormat, Stacked
 from shardtrain.lora import stacks
@@ -28,7 +29,6 @@ from shardtrain.lora.linear import NAMES, FrozenLinear, is_transposed
 from shardtrain.lora.spec import CLASSIFIES, Spec
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.ops.tied import tied_names
-from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import CheckpointError, ConfigError
 from shardtrain.utils.log import logger
 
@@ -589,7 +589,7 @@ def _open(folder: Path) -> Any:
             f"{folder} has {what} instead of {WEIGHTS}; save it with safe_serialization=True",
         )
     try:
-        bounded_reads.check_regular(path)
+        safetensors_header.read(path)
         return safe_open(str(path), framework="pt")
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -185,7 +185,7 @@ def _replacing(name: str, at: int, mode: int) -> Iterator[BinaryIO]:
 
 def write(
     path: str | os.PathLike[str],
-    content: bytes | str,
+    content: bytes | str | Iterable[bytes],
     durable: bool = False,
     mode: int = 0o666,
     create_folder: bool = False,
@@ -195,6 +195,7 @@ def write(
     The new file is created next to ``path`` under an unpredictable name, where nobody can plant a symlink.
 
     Args:
+        content: The content, or its parts.
         durable: Sync the content and the name to disk before returning.
         mode: Mode of the new file; the umask applies.
         create_folder: Create missing parent folders.
@@ -202,7 +203,11 @@ def write(
     parent, name = os.path.split(_absolute(path))
     with _naming(path), folder(parent, create_folder) as at:
         with _replacing(name, at, mode) as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            if isinstance(content, str):
+                content = content.encode()
+            if isinstance(content, bytes):
+                content = (content,)
+            file.writelines(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

@@ -84,8 +84,3 @@ def end(path: str | os.PathLike[str], most: int) -> bytes:
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most))
         return file.read(most)
-
-
-def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError for a pipe, on which a library would block, or a device, which has no end."""
-    os.close(atomic_io.without_waiting(os.fspath(path), os.O_RDONLY))

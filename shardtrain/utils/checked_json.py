@@ -1,4 +1,7 @@
-"""Parsing of JSON with finite numbers only, and JSON lines that end with a checksum.
+"""Parsing of JSON with finite numbers only and limited memory, and JSON lines that end with a checksum.
+
+Python objects may take 50 times the size of their JSON text: ``[],`` has 3 bytes and becomes a list of
+72 bytes. ``parse`` therefore estimates the memory from the punctuation of the text before it creates objects.
 
 The checksum reveals a digit that has changed on disk. It is the last field of a line, ``crc32``, and
 covers the line without that field. Lines without a checksum are accepted: an older version or another
@@ -9,10 +12,35 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import reprlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shardtrain.utils.units import format_bytes
+
+MEMORY_BYTES = 2**28
+"""Default memory of the objects of one text. A config.json of 2 MB takes 40 MB."""
+LARGE_MEMORY_BYTES = 2**30
+"""Memory for files with an entry per tensor, token or shard: indexes, headers and tokenizers.
+
+A tokenizer.json of 30 MB takes 0.6 GB. An index of a million tensors takes 0.5 GB.
+"""
+ROW_MEMORY_BYTES = 2**29
+"""Memory of a row of data, which has at most data.max_row_bytes (16 MiB by default)."""
+_MAX_RATIO = 200
+"""Largest memory per byte of a text. Only texts that may exceed the limit are counted."""
+_COSTS = {"[": 96, "{": 192, ",": 48, ":": 170}
+"""Bytes per punctuation character: a container, an element of one, and a key with its hash entries.
+
+Measured with CPython 3.11 to 3.14. The memory of a key includes temporary pairs of the parser.
+"""
+_QUOTE_COST = 32
+"""Half of a string object, without its characters."""
+_BLOCK_BYTES = 2**18
+_ASTRAL = re.compile(rb"[\xf0-\xff]|\\u[dD]")
+"""Characters above U+FFFF. A string with one of them has 4 bytes per character."""
 FIELD = "crc32"
 _MARK = b', "%s": "' % FIELD.encode()
 _MAY_BE_INFINITE = frozenset({"time_step_limit"})
@@ -21,15 +49,22 @@ MAX_LINE_BYTES = 2**20
 """Records are numbers and short texts; JSON of a longer line could take a hundred times its size in memory."""
 
 
-def parse(data: bytes | str, unique_keys: bool = False) -> Any:
+class TooLargeError(ValueError):
+    """The objects of a JSON text would take more memory than the limit."""
+
+
+def parse(data: bytes | str, unique_keys: bool = False, memory_bytes: int = MEMORY_BYTES) -> Any:
     """Parse the JSON of an artefact, whose numbers must be finite.
 
     Args:
-        data: The text.
+        data: The text. Bytes must be UTF-8.
         unique_keys: Reject an object with a duplicate key. Otherwise the last value is used.
+        memory_bytes: Maximum memory of the objects and of the decoded text.
 
     Raises:
-        ValueError: It is not JSON, or a number is NaN or infinite (``NaN``, ``Infinity``, ``1e999``).
+        TooLargeError: It would take more memory.
+        ValueError: It is not JSON, nests too deeply, or a number is NaN or infinite (``NaN``,
+            ``Infinity``, ``1e999``).
 
     >>> parse('{"eps": 1e-5, "theta": [2, 1e999]}')
     Traceback (most recent call last):
@@ -42,13 +77,76 @@ def parse(data: bytes | str, unique_keys: bool = False) -> Any:
             raise ValueError("a key occurs twice")
         for key, value in pairs:
             if not _is_finite(value) and key not in _MAY_BE_INFINITE:
-                raise ValueError(f"{key}={str(value)[:60]} has a number that is not finite")
+                shown = reprlib.repr(value)[:60]
+                raise ValueError(f"{key[:60]}={shown} has a number that is not finite")
         return table
 
-    content = json.loads(data, object_pairs_hook=checked)
-    if not _is_finite(content):
+    check_memory(data, memory_bytes)
+    text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
+    try:
+        content = json.loads(text, object_pairs_hook=checked)
+        is_finite = _is_finite(content)
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
+    if not is_finite:
         raise ValueError("a number is not finite")
     return content
+
+
+def check_memory(data: bytes | str, memory_bytes: int = MEMORY_BYTES) -> None:
+    """Check the memory that parsing a JSON text takes, before it is parsed. ``data`` itself is not counted.
+
+    Raises:
+        TooLargeError: It is more than ``memory_bytes``.
+
+    >>> check_memory(b"[" + b"[]," * 10_000 + b"0]", memory_bytes=2**20)
+    Traceback (most recent call last):
+    shardtrain.utils.checked_json.TooLargeError: its values need 1.43 MiB of memory, more than 1.00 MiB
+    """
+    if len(data) * _MAX_RATIO <= memory_bytes:
+        return
+    if isinstance(data, str):
+        data = data.encode("utf-8", "surrogatepass")
+    # A decoded text, and all of its strings together, have at most so many bytes.
+    if data.isascii() and rb"\u" not in data:
+        text_bytes = len(data)
+    elif _ASTRAL.search(data):
+        text_bytes = 4 * len(data)
+    else:
+        text_bytes = 2 * len(data)
+    size = 2 * text_bytes + _memory_of(data)
+    if size > memory_bytes:
+        # Some of the punctuation may be part of strings.
+        size = 2 * text_bytes + sum(map(_memory_of, _without_strings(data)))
+    if size > memory_bytes:
+        rule = f"more than {format_bytes(memory_bytes)}"
+        raise TooLargeError(f"its values need {format_bytes(size)} of memory, {rule}")
+
+
+def _memory_of(text: bytes) -> int:
+    """Return the memory of the objects that the punctuation in a text stands for."""
+    size = _QUOTE_COST * text.count(b'"')
+    for character, cost in _COSTS.items():
+        size += cost * text.count(character.encode())
+    return size
+
+
+def _without_strings(data: bytes) -> Iterator[bytes]:
+    """Yield a JSON text in blocks, in which strings are replaced by their quotes."""
+    is_in_string = False
+    start = 0
+    while start < len(data):
+        stop = min(start + _BLOCK_BYTES, len(data))
+        # Do not cut an escape sequence, which begins with a backslash.
+        while stop < len(data) and data[stop - 1 : stop] == b"\\":
+            stop += 1
+        block = data[start:stop].replace(rb"\\", b"").replace(rb"\"", b"")
+        start = stop
+        parts = block.split(b'"')
+        outside = parts[int(is_in_string) :: 2]
+        num_quotes = len(parts) - 1
+        is_in_string ^= num_quotes % 2 == 1
+        yield b"".join(outside) + b'"' * num_quotes
 
 
 def is_count(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:

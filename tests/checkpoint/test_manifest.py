@@ -273,7 +273,7 @@ def test_manifest_too_large_to_be_read_is_not_written(monkeypatch: pytest.Monkey
     monkeypatch.setattr(manifest, "MAX_BYTES", len(parsed.to_bytes()) - 1)
     with pytest.raises(
         CheckpointError,
-        match="GiB; split the tensors into fewer pieces, for example with a larger parallelism.data_par",
+        match="; split the tensors into fewer pieces, for example with a larger parallelism.data_par",
     ):
         parsed.to_bytes()
 

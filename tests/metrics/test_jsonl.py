@@ -188,16 +188,16 @@ def test_resuming_far_back_in_a_large_file_reads_little_of_it(tmp_path, monkeypa
     )
     size = path.stat().st_size
     parsed_bytes = []
-    parse = metrics_jsonl._parse
+    parse = metrics_jsonl._record
 
-    def counting_parse(content):
-        parsed_bytes.append(len(content))
-        return parse(content)
+    def counting_parse(line):
+        parsed_bytes.append(len(line))
+        return parse(line)
 
     monkeypatch.setattr(metrics_jsonl, "_LARGE_BYTES", 1000)
     monkeypatch.setattr(metrics_jsonl, "_TAIL_BYTES", 2000)
     monkeypatch.setattr(metrics_jsonl, "_THINNED", 100)
-    monkeypatch.setattr(metrics_jsonl, "_parse", counting_parse)
+    monkeypatch.setattr(metrics_jsonl, "_record", counting_parse)
 
     assert JsonlFile(path, start).history[-1]["step"] == start
     num_parsed_bytes = sum(parsed_bytes)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardtrain.data.documents.columns import Unusable, check_text, column, find, kind
+from shardtrain.utils import checked_json
 
 Message = dict[str, Any]
 Variables = Mapping[str, Any]
@@ -134,6 +135,7 @@ def _json(value: Any, name: str, expected: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
+        checked_json.check_memory(value, checked_json.ROW_MEMORY_BYTES)
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError):
         raise Unusable(f"column {name!r} holds a text that is not a JSON {expected}") from None
@@ -151,10 +153,11 @@ def with_object_arguments(messages: list[Message]) -> list[Message]:
     messages = copy.deepcopy(messages)
     for function in called_functions(messages):
         with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
-            arguments = json.loads(function["arguments"])
-            function["arguments"] = (
-                arguments if isinstance(arguments, dict) else function["arguments"]
-            )
+            text = function["arguments"]
+            if isinstance(text, str):
+                checked_json.check_memory(text, checked_json.ROW_MEMORY_BYTES)
+                arguments = json.loads(text)
+                function["arguments"] = arguments if isinstance(arguments, dict) else text
     return messages
 
 
@@ -244,6 +247,7 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
     # A tool call is a message whose text is JSON.
     if speaker == "function_call":
         try:
+            checked_json.check_memory(text, checked_json.ROW_MEMORY_BYTES)
             call = json.loads(text)
         except (ValueError, RecursionError):
             call = None

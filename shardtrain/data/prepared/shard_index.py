@@ -257,7 +257,7 @@ def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int,
 def _load(content: bytes, path: Path, option: str) -> dict[str, Any]:
     """Parse the JSON object of an index."""
     try:
-        table = checked_json.parse(content)
+        table = checked_json.parse(content, memory_bytes=checked_json.LARGE_MEMORY_BYTES)
     except (ValueError, RecursionError) as error:
         raise _broken(path, option, f"is not JSON ({error})") from error
     if not isinstance(table, dict):

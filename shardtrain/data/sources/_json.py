@@ -6,6 +6,7 @@ import json
 from typing import Any, NoReturn
 
 from shardtrain.data.sources import BadRow, Row
+from shardtrain.utils import checked_json
 
 _TYPES = {
     list: "an array",
@@ -44,6 +45,7 @@ def parse_text(text: str) -> Row:
     Escaped control characters, including U+0000, are kept.
     """
     try:
+        checked_json.check_memory(text, checked_json.ROW_MEMORY_BYTES)
         value = _DECODER.decode(text)
         if not isinstance(value, dict):
             return BadRow(f"is not a JSON object but {_TYPES[type(value)]}")
@@ -55,6 +57,8 @@ def parse_text(text: str) -> Row:
             return _TOO_DEEP
     except _Refused as refused:
         return refused.row
+    except checked_json.TooLargeError as error:
+        return BadRow("is too large", detail=str(error))
     except json.JSONDecodeError as error:
         message = error.msg[0].lower() + error.msg[1:].removesuffix(" at")
         return BadRow(f"is not JSON: {message}", detail=f"column {error.pos + 1}")

@@ -18,16 +18,22 @@ from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, open_strea
 from shardtrain.data.sources._data_files import File
 from shardtrain.data.sources._index import BYTE_ORDER_MARK, too_long
 from shardtrain.data.sources._json import parse_text
+from shardtrain.utils import checked_json
 from shardtrain.utils.errors import DataError
 
 MAX_BYTES = 256 * 2**20
 """A larger array is rejected. Files with one object per line have no such limit."""
 
+MAX_ELEMENTS = 2**23
+"""Maximum number of elements. The positions of each take 48 bytes while they are collected."""
 _ELEMENT_CHARACTERS = 16 * 2**20
-_MOVE_CHARACTERS = 4 * 2**20
+_PART_CHARACTERS = 2**20
+_MOVE_CHARACTERS = 2**18
 _LOOK_EVERY = 4096
 
 _SPACE = re.compile(r"[ \t\r\n]*")
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+"""A string or a bracket."""
 
 
 def is_array(file: File) -> bool:
@@ -101,6 +107,9 @@ def open_array(file: File, max_row_bytes: int) -> ArrayPart:
             if len(starts) % _LOOK_EVERY == 0 and time.thread_time() - since > limit:
                 rule = f"takes more than data.artefact_seconds={limit} to read"
                 raise _broken(file, text, place, rule, "raise it, or write one object per line")
+            if len(starts) == MAX_ELEMENTS:
+                rule = f"is one JSON array of more than {MAX_ELEMENTS} elements"
+                raise _broken(file, text, place, rule, "write one object per line")
             line += text.count("\n", counted, place)
             counted = place
             starts.append(place)
@@ -138,33 +147,54 @@ class _Ends:
     def __init__(self, text: str, max_row_bytes: int) -> None:
         self._full_text = text
         self._max_characters = max(max_row_bytes, _ELEMENT_CHARACTERS)
-        self._part = text[: self._max_characters + _MOVE_CHARACTERS]
+        self._part = text[:_PART_CHARACTERS]
         self._first = 0
         self._decode = json.JSONDecoder().raw_decode
 
     def after(self, place: int) -> int:
         """Return the position after the element at ``place``.
 
-        Raises JSONDecodeError if it is not valid, or too long.
+        Raises JSONDecodeError if it is not valid, too long, or takes too much memory.
         """
-        # move the part when the position is 4 MiB into it, so it is copied once for many elements
+        # move the part when the position is far into it, so it is copied once for many elements
         is_last = self._first + len(self._part) == len(self._full_text)
         if place - self._first > _MOVE_CHARACTERS and not is_last:
-            self._part = self._full_text[place : place + self._max_characters + _MOVE_CHARACTERS]
+            self._part = self._full_text[place : place + _PART_CHARACTERS]
             self._first = place
             is_last = place + len(self._part) == len(self._full_text)
         try:
             return self._decode(self._part, place - self._first)[1] + self._first
         except json.JSONDecodeError as error:
-            message = error.msg
-            at = error.pos + self._first
             # an apparent error at the end of a part may be an element that continues after it
-            if not is_last and (
-                error.pos >= len(self._part) - 8 or message.startswith("Unterminated string")
-            ):
-                message = f"an element is longer than {self._max_characters} characters"
-                at = place
-            raise json.JSONDecodeError(message, self._full_text, at) from None
+            is_cut = error.pos >= len(self._part) - 8 or error.msg.startswith("Unterminated string")
+            if is_cut and not is_last:
+                return self._after_long(place)
+            at = error.pos + self._first
+            raise json.JSONDecodeError(error.msg, self._full_text, at) from None
+
+    def _after_long(self, place: int) -> int:
+        """Return the position after an element that is longer than a part. Raises JSONDecodeError."""
+        # Find its end without decoding it.
+        depth = 0
+        stop = place
+        for token in _TOKEN.finditer(self._full_text, place, place + self._max_characters):
+            depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
+            if depth <= 0:
+                stop = token.end()
+                break
+        if stop == place:
+            rule = f"an element is longer than {self._max_characters} characters"
+            raise json.JSONDecodeError(rule, self._full_text, place)
+        element = self._full_text[place:stop]
+        try:
+            checked_json.check_memory(element, checked_json.ROW_MEMORY_BYTES)
+            end = self._decode(element)[1]
+        except checked_json.TooLargeError as error:
+            raise json.JSONDecodeError(str(error), self._full_text, place) from None
+        except json.JSONDecodeError as error:
+            at = error.pos + place
+            raise json.JSONDecodeError(error.msg, self._full_text, at) from None
+        return place + end
 
 
 def _text(file: File) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from shardtrain.data.tokenizers.threads import threads
 from shardtrain.data.tokenizers.tokenizer_config import END_TOKENS, MAX_IDS, ends_facts, read_beside
-from shardtrain.utils import libraries, limits
+from shardtrain.utils import checked_json, libraries, limits
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
@@ -205,8 +204,11 @@ def _load(
 def _check_growth(content: bytes, file: Path, option: str) -> None:
     """Reject a normalizer that could make a text many times longer."""
     try:
-        spec = json.loads(content)
-    except (ValueError, RecursionError):
+        spec = checked_json.parse(content, memory_bytes=checked_json.LARGE_MEMORY_BYTES)
+    except checked_json.TooLargeError as error:
+        fix = "use a tokenizer as it was published"
+        raise ConfigError(Problem(option, str(file), f"is too large: {error}", fix)) from None
+    except ValueError:
         # The library reports this error.
         return
     # Rules apply one after the other, and each may multiply the length of a text. So limit the product.

@@ -195,7 +195,9 @@ def read_text(file: Path, option: str) -> str:
 def _read_config(file: Path, config: TokenizerConfig, option: str) -> None:
     """Read one JSON file into the config."""
     try:
-        content: Any = checked_json.parse(read_text(file, option))
+        content: Any = checked_json.parse(
+            read_text(file, option), memory_bytes=checked_json.LARGE_MEMORY_BYTES
+        )
     except (ValueError, RecursionError) as error:
         raise ConfigError(Problem(option, str(file), f"is not JSON ({error})", _FIX)) from error
     if not isinstance(content, dict):

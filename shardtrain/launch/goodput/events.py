@@ -6,6 +6,7 @@ launcher may also append a line, see ``Death``.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -19,7 +20,9 @@ from shardtrain.utils.errors import DataError
 
 FILE = "goodput.jsonl"
 MAX_BYTES = 2**28
-"""Maximum size of a file in bytes, enough for a million events."""
+"""Maximum size of a file in bytes."""
+MAX_EVENTS = 1_000_000
+"""Maximum number of events. A run adds one per attempt, and one every few seconds."""
 _PHASES = get_args(activity.Phase)
 
 
@@ -120,9 +123,11 @@ def read(folder: Path) -> tuple[list[Event], int]:
         ) from error
     events: list[Event] = []
     bad = 0
-    for text in content.split(b"\n"):
+    for text in io.BytesIO(content):
         if not text.strip():
             continue
+        if len(events) == MAX_EVENTS:
+            raise DataError(f"{path} has more than {MAX_EVENTS} events; remove old ones")
         try:
             events.append(parse(text))
         except ValueError:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardtrain.metrics.step_record import Record, finite_or_none
-from shardtrain.utils import atomic_io, storage_errors
-from shardtrain.utils.checked_json import line_of, record_of
+from shardtrain.utils import atomic_io, bounded_reads, storage_errors
+from shardtrain.utils.checked_json import MAX_LINE_BYTES, line_of, record_of
 from shardtrain.utils.log import logger
 
 
@@ -112,23 +113,29 @@ class JsonlFiles:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file in order. Skip invalid and corrupted lines."""
+    return [record for record in _records(path) if record is not None]
+
+
+def _records(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the record of each line of a file, or None for an invalid line. Skip empty lines."""
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
-        return _parse(file.read())[0]
+        while line := _read_line(file):
+            if line.strip():
+                yield _record(line)
 
 
-def _parse(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Return the records in a file's content, and the number of invalid lines."""
-    records: list[dict[str, Any]] = []
-    bad = 0
-    for line in content.split(b"\n"):
-        if not line.strip():
-            continue
-        record = record_of(line)
-        if record is not None and _is_record(record):
-            records.append(record)
-        else:
-            bad += 1
-    return records, bad
+def _read_line(file: BinaryIO) -> bytes:
+    """Return the next line. A line that is too long for a record is cut, which makes it invalid."""
+    line = part = file.readline(MAX_LINE_BYTES + 1)
+    while len(part) > MAX_LINE_BYTES and not part.endswith(b"\n"):
+        part = file.readline(MAX_LINE_BYTES + 1)
+    return line
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line, or None if it is not a record."""
+    record = record_of(line.rstrip(b"\n"))
+    return record if record is not None and _is_record(record) else None
 
 
 def _is_record(record: dict[str, Any]) -> bool:
@@ -172,14 +179,10 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
                         f"{path}: continuing after step {start_step}; removed {size - end} bytes after it"
                     )
                 return history
-        file.seek(0)
-        # A new run does not need the content of a large file, because it only renames the file.
-        content = b"" if not start_step and size > _LARGE_BYTES else file.read()
-    records, bad = _parse(content)
 
-    # A new run renames the history of an earlier run in the same folder.
+    # A new run renames the history of an earlier run in the same folder. The content of a large file does not matter.
     if start_step == 0:
-        if records or size > _LARGE_BYTES:
+        if size > _LARGE_BYTES or any(record is not None for record in _records(path)):
             aside = path.with_name(
                 f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}"
             )
@@ -191,24 +194,44 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
             path.unlink()
         return []
 
-    # Remove steps after the checkpoint, which the resumed run will repeat. If a step was written twice, the
-    # later record belongs to the run that continued.
-    kept: list[dict[str, Any]] = []
-    for record in records:
-        if record["step"] > start_step:
-            continue
-        while kept and kept[-1]["step"] >= record["step"]:
-            kept.pop()
-        kept.append(record)
-    removed = len(records) - len(kept)
-    if removed or bad or not content.endswith(b"\n"):
-        content = b"".join(map(line_of, kept))
-        atomic_io.write(path, content, durable=True)
+    # Read the file twice, because the records of a large file do not fit into memory. The steps do.
+    steps = array("q")
+    bad = 0
+    for record in _records(path):
+        if record is None:
+            bad += 1
+        else:
+            steps.append(record["step"])
+    is_kept = _kept(steps, start_step)
+    removed = is_kept.count(0)
+    if removed or bad or bounded_reads.end(path, 1) != b"\n":
+        valid_records = (record for record in _records(path) if record is not None)
+        kept = (line_of(record) for record in itertools.compress(valid_records, is_kept))
+        atomic_io.write(path, kept, durable=True)
         damaged = f"{bad} torn or damaged lines"
         logger.info(
             f"{path}: continuing after step {start_step}; removed {removed} later records and {damaged}"
         )
-    return kept
+    size = path.stat().st_size
+    if size > _LARGE_BYTES:
+        with open(path, "rb", opener=atomic_io.without_waiting) as file:
+            return _thinned(file, size)
+    return read_records(path)
+
+
+def _kept(steps: Sequence[int], start_step: int) -> bytearray:
+    """Return 1 for each record to keep, and 0 for the others.
+
+    The resumed run repeats steps after the checkpoint. If a step was written twice, the later record
+    belongs to the run that continued.
+    """
+    is_kept = bytearray(len(steps))
+    lowest = start_step + 1
+    for number in reversed(range(len(steps))):
+        if steps[number] < lowest:
+            is_kept[number] = 1
+            lowest = steps[number]
+    return is_kept
 
 
 def _truncate(path: Path, size: int) -> None:
@@ -224,15 +247,19 @@ def _truncate(path: Path, size: int) -> None:
 # file. Reading 10^7 records would take minutes.
 _LARGE_BYTES = 16 * 2**20
 _TAIL_BYTES = 2**20
+_MAX_WINDOW_BYTES = 16 * 2**20
 _THINNED = 2500
 
 
 def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
-    """Return the offset after the last record up to ``start_step``, or None if the records are not in order."""
+    """Return the offset after the last record up to ``start_step``, or None if the records are not in order.
+
+    None also if the last ``_MAX_WINDOW_BYTES`` contain no such record.
+    """
     window = min(_TAIL_BYTES, size)
     # Read backwards in windows from the end. Double the window until it contains enough records up to the
     # step.
-    while True:
+    while window <= _MAX_WINDOW_BYTES:
         file.seek(size - window)
         content = file.read(window)
         # The first line of a window may start before it. Text after the last line feed is an incomplete line.
@@ -244,9 +271,9 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
         num_kept = 0
         is_past = False
         for line in content.split(b"\n")[:-1]:
-            records, _ = _parse(line)
+            record = _record(line)
             at += len(line) + 1
-            step = records[0]["step"] if records else None
+            step = None if record is None else record["step"]
             if step is None or step > start_step:
                 is_past = True
             elif is_past or step <= last:
@@ -264,6 +291,7 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
             if before < size:
                 return _end_of_history(file, before, start_step)
         window = min(2 * window, size)
+    return None
 
 
 def _place_before(file: BinaryIO, size: int, start_step: int) -> int:
@@ -286,7 +314,9 @@ def _thinned(file: BinaryIO, end: int) -> list[dict[str, Any]]:
     # Add the last record, unless it is the last sample.
     file.seek(max(0, end - _TAIL_BYTES))
     complete_lines = file.read(end - file.tell()).rpartition(b"\n")[0]
-    records += _parse(complete_lines.rpartition(b"\n")[2])[0]
+    last_record = _record(complete_lines.rpartition(b"\n")[2])
+    if last_record is not None:
+        records.append(last_record)
     return [
         record
         for number, record in enumerate(records)
@@ -300,8 +330,10 @@ def _samples(file: BinaryIO, end: int) -> list[tuple[int, dict[str, Any]]]:
     for place in range(0, end, max(1, -(-end // _THINNED))):
         file.seek(place)
         if place:
-            file.readline()
+            _read_line(file)
         begin = file.tell()
         if begin < end and not (samples and samples[-1][0] == begin):
-            samples += [(begin, record) for record in _parse(file.readline())[0]]
+            record = _record(_read_line(file))
+            if record is not None:
+                samples.append((begin, record))
     return samples

@@ -389,7 +389,10 @@ class _Work:
             self._write_state(fresh)
             return fresh
         try:
-            state: dict[str, Any] = checked_json.parse(bounded_reads.whole(path, _MOST_STATE_BYTES))
+            state: dict[str, Any] = checked_json.parse(
+                bounded_reads.whole(path, _MOST_STATE_BYTES),
+                memory_bytes=checked_json.LARGE_MEMORY_BYTES,
+            )
             _same_facts(self.job, state["facts"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(

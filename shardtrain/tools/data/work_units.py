@@ -158,7 +158,10 @@ def is_done(folder: Path, unit: Unit) -> dict[str, Any] | None:
     None if it is not finished or one of its files is damaged.
     """
     try:
-        done = checked_json.parse(bounded_reads.whole(folder / unit_name(unit, "json"), 2**28))
+        done = checked_json.parse(
+            bounded_reads.whole(folder / unit_name(unit, "json"), 2**28),
+            memory_bytes=checked_json.LARGE_MEMORY_BYTES,
+        )
         for ending, sha256 in done["files"].items():
             if _sha256(folder / unit_name(unit, ending)) != sha256:
                 return None

@@ -15,7 +15,7 @@ from shardtrain.data.chat.messages import NO_VARIABLES, Variables, messages_of, 
 from shardtrain.data.documents.columns import Unusable, column, text
 from shardtrain.data.tokenizers.ends import ends_of
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
-from shardtrain.utils import atomic_io, bounded_reads, storage_errors
+from shardtrain.utils import atomic_io, bounded_reads, checked_json, storage_errors
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 
@@ -53,13 +53,12 @@ def read_rows(path: Path, field: str, prediction_field: str) -> list[PromptRow]:
     """
     try:
         with open(path, "rb", opener=atomic_io.without_waiting) as file:
-            content = file.read()
+            rows = []
+            for number, data in enumerate(file, start=1):
+                if data.strip():
+                    rows.append(read_row(data, f"{path}:{number}", field, prediction_field))
     except OSError as error:
         raise bounded_reads.unreadable("--input", path, error, "name a file") from error
-    rows = []
-    for number, data in enumerate(content.split(b"\n"), start=1):
-        if data.strip():
-            rows.append(read_row(data, f"{path}:{number}", field, prediction_field))
     if not rows:
         raise DataError(
             f"{path} has no rows; each line must be a JSON object with the field {field!r}"
@@ -71,6 +70,7 @@ def read_row(data: bytes, place: str, field: str, prediction_field: str) -> Prom
     """Parse one line of JSON. Raise DataError if it has no prompt. The message begins with ``place``."""
     try:
         line = data.decode("utf-8-sig").strip()
+        checked_json.check_memory(line, checked_json.ROW_MEMORY_BYTES)
         values = json.loads(line)
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: the line is not UTF-8 at byte {error.start}") from None

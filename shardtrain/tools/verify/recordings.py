@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.record import FORMAT, NUM_PROJECTIONS, PRECISIONS
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, checked_json
 from shardtrain.utils.errors import DataError
 from shardtrain.utils.variables import is_whole_number
 
@@ -149,6 +149,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 # The last line of a killed program may be incomplete.
                 if not line.endswith(b"\n"):
                     return
+                checked_json.check_memory(line, checked_json.LARGE_MEMORY_BYTES)
                 record = json.loads(line)
                 if not isinstance(record, dict):
                     raise ValueError("a line is not an object")

@@ -24,6 +24,7 @@ from shardtrain.config.rules.model_rules import dense_layers, model_shape
 from shardtrain.data.batch import Batch
 from shardtrain.distributed import BATCH_AXES, expert_parallel
 from shardtrain.distributed.process_group import World
+from shardtrain.hub_formats.config_json import read_json
 from shardtrain.models import architecture
 from shardtrain.models.transformers import EXPERTS_PER_TOKEN
 from shardtrain.ops import init_weights
@@ -174,7 +175,7 @@ def network_pieces(
     """
     config = loaded.config.model
     source = Path(str(config.overrides.get("path") or config.hf_assets_path)) / "config.json"
-    fields = json.loads(source.read_text(encoding="utf-8"))
+    fields = dict(read_json(source))
     for name in ("quantization_config", "quantization"):
         fields.pop(name, None)
     if config.overrides.get("vocab_size"):
