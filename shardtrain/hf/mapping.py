@@ -156,6 +156,40 @@ def fill(tensors: Mapping[str, Tensor], translation: Translation, weights: HubWe
         _fill(local_tensor(tensor).detach(), name, local_slices(tensor), translation, weights)
 
 
+def in_hub_format(
+    tensors: Iterable[tuple[str, Tensor]], translation: Translation
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield unsharded tensors of a model under their names in the Hugging Face format.
+
+    A tensor that consists of several of ours is yielded after the last of them.
+    """
+    shapes = translation.their_shapes()
+    # tensors with missing parts, and their numbers of missing elements
+    unfinished: dict[str, tuple[Tensor, int]] = {}
+    for name, tensor in tensors:
+        for piece in translation.pieces_of(name):
+            shape = shapes[piece.name]
+            if not piece.theirs:
+                yield piece.name, tensor
+                continue
+            part = tensor[piece.ours]
+            if piece.transposed:
+                part = part.transpose(-2, -1)
+            if part.numel() == math.prod(shape):
+                yield piece.name, part.reshape(shape)
+                continue
+            if piece.name not in unfinished:
+                unfinished[piece.name] = tensor.new_empty(shape), math.prod(shape)
+            whole, num_missing = unfinished.pop(piece.name)
+            target = whole[piece.theirs]
+            target.copy_(part.reshape(target.shape))
+            num_missing -= part.numel()
+            if num_missing:
+                unfinished[piece.name] = whole, num_missing
+            else:
+                yield piece.name, whole
+
+
 def read_whole(
     name: str, translation: Translation, weights: HubWeights, dtype: torch.dtype
 ) -> Tensor:

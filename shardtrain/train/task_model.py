@@ -44,10 +44,17 @@ class BuiltModel:
     adapters: adapters.Spec | None = None
 
 
-def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> BuiltModel:
+def build_model(
+    config: Config,
+    mesh: Mesh,
+    may_compile: bool = False,
+    with_loss: Callable[[Runner], Runner] | None = None,
+) -> BuiltModel:
     """Build the model of a configuration on a mesh (a collective).
 
-    If ``may_compile`` is True and ``compile.enable`` is unset, a long run is compiled.
+    Args:
+        may_compile: compile a long run if ``compile.enable`` is unset.
+        with_loss: returns a runner with another loss than that of the task.
     """
     # Build the unsharded model on the meta device.
     task = tasks.open_task(config)
@@ -73,8 +80,10 @@ def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> BuiltM
 
     # Shard the model, which still has no memory.
     runner = distributed.parallelize(model, layout, mesh, config, task.num_outputs(shape))
-    # Replace the next-token loss with the loss of the task.
-    if isinstance(task, Distillation):
+    # Replace the next-token loss with the loss of the caller or of the task.
+    if with_loss is not None:
+        runner = with_loss(runner)
+    elif isinstance(task, Distillation):
         runner = DistillationRunner(runner, task.mix)
     elif task.loss is not None:
         runner = TaskRunner(runner, task.loss)

@@ -1,0 +1,1 @@
+"""Files for verl's Hydra configuration. They select the engine for each role."""
