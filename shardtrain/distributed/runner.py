@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,7 @@ from shardtrain.distributed.zero1 import SplitStates
 from shardtrain.layout import Draw
 from shardtrain.ops import init_weights
 from shardtrain.ops.cross_entropy import ChunkFunction, Vocabulary, chunk_loss, cross_entropy_sum
+from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.grouped_loss import GroupedLoss
 from shardtrain.ops.linear_cross_entropy import linear_cross_entropy_sum
 from shardtrain.ops.loss_terms import CROSS_ENTROPY, LossTerms
@@ -280,6 +281,21 @@ class Runner(ABC):
             self._split_states.after_update()
         if self._has_experts:
             expert_parallel.update_biases(self.parts, self._mesh, applies)
+
+    def replace_weights(self, replacement: Callable[[nn.Parameter], Tensor]) -> None:
+        """Set each trained weight to its replacement (a collective with ZeRO-1).
+
+        Args:
+            replacement: maps one of ``optimizer_parameters`` to a tensor with the same placements.
+        """
+        with torch.no_grad():
+            if self._split_states is not None:
+                self._split_states.copy_weights()
+            for parameter in self.optimizer_parameters().values():
+                if parameter.requires_grad:
+                    local_tensor(parameter).copy_(local_tensor(replacement(parameter)))
+            if self._split_states is not None:
+                self._split_states.after_update()
 
     def zero_grad(self) -> None:
         """Set all gradients to None, which frees their memory."""

@@ -47,14 +47,22 @@ class SplitStates:
         }
         self.slices = {name: self._slice(name, parameter) for name, parameter in parameters.items()}
 
+    def copy_weights(self) -> None:
+        """Copy each parameter to its slice."""
+        for name, piece in self.slices.items():
+            parameter = self._parameters[name]
+            if piece is not parameter:
+                part = self._part(name, local_tensor(parameter).detach())
+                local_tensor(piece).detach().copy_(part)
+
     def before_update(self) -> None:
         """Copy the parameter and the reduced gradient to each slice."""
+        self.copy_weights()
         for name, piece in self.slices.items():
             parameter = self._parameters[name]
             if piece is parameter or parameter.grad is None:
                 continue
             assert isinstance(piece, DTensor)
-            local_tensor(piece).detach().copy_(self._part(name, local_tensor(parameter).detach()))
             part = self._part(name, local_tensor(parameter.grad)).contiguous()
             piece.grad = DTensor.from_local(
                 part, piece.device_mesh, piece.placements, shape=piece.shape, stride=piece.stride()

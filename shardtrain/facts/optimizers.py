@@ -1,7 +1,7 @@
 """Optimizers by their name in ``optimizer.name``.
 
 To add one, write ``optim/NAME.py``, its name in lower case, and add its row to ``OPTIMIZERS``. The file has the same
-functions as a user's optimizer file, ``build`` and ``initial_state``: see ``docs/extend.md``.
+functions as a user's optimizer file: see ``docs/extend.md``.
 """
 
 from __future__ import annotations

@@ -61,15 +61,22 @@ class MovingAverage:
 
         The block must not train. It needs memory for a copy of this rank's weights.
         """
-        weights: dict[str, Tensor] = {}
-        try:
+        with restored(self._parameters):
             with torch.no_grad():
                 for name, parameter in self._parameters.items():
-                    weight = local_tensor(parameter)
-                    weights[name] = weight.clone()
-                    weight.copy_(local_tensor(self.averages[name]))
+                    local_tensor(parameter).copy_(local_tensor(self.averages[name]))
             yield
-        finally:
-            with torch.no_grad():
-                for name, weight in weights.items():
-                    local_tensor(self._parameters[name]).copy_(weight)
+
+
+@contextmanager
+def restored(parameters: Mapping[str, Parameter]) -> Iterator[dict[str, Tensor]]:
+    """Restore the weights after the block. Yield copies of them."""
+    weights: dict[str, Tensor] = {}
+    try:
+        for name, parameter in parameters.items():
+            weights[name] = parameter.detach().clone()
+        yield weights
+    finally:
+        with torch.no_grad():
+            for name, weight in weights.items():
+                local_tensor(parameters[name]).copy_(local_tensor(weight))

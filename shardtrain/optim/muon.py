@@ -56,26 +56,14 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def muon_groups(
-    named_parameters: Sequence[tuple[str, Parameter]],
-    config: Optimizer,
-    all_names: Iterable[str] | None = None,
+    named_parameters: Iterable[tuple[str, Parameter]], config: Optimizer
 ) -> list[dict[str, Any]]:
     """Return parameter groups with a key "algorithm": Muon for matrices and stacks of matrices, AdamW for
     the rest.
 
     AdamW updates parameters with one dimension or more than three, stacks of vectors, and parameters
-    whose name matches a pattern of ``config.muon_adamw_patterns``. ``all_names`` are the parameters of
-    the unsharded model.
-
-    Raises:
-        ConfigError: a pattern that is not a default matches nothing, or the patterns leave no parameter to
-            Muon.
+    whose name matches a pattern of ``config.muon_adamw_patterns``.
     """
-    if all_names is None:
-        all_names = [name for name, _ in named_parameters]
-    names = list(all_names)
-    _check_patterns(config.muon_adamw_patterns, names)
-
     by_algorithm: dict[str, list[tuple[str, Parameter]]] = {MUON: [], ADAMW: []}
     for name, parameter in named_parameters:
         # A stack of vectors, such as the filters of a convolution per channel, is not a stack of matrices.
@@ -92,8 +80,13 @@ def muon_groups(
     return groups
 
 
-def _check_patterns(patterns: Sequence[str], names: list[str]) -> None:
-    """Raise ConfigError for patterns that match no parameter, or that leave no parameter to Muon."""
+def check_patterns(patterns: Sequence[str], names: list[str]) -> None:
+    """Check ``optimizer.muon_adamw_patterns`` for the parameters of the unsharded model.
+
+    Raises:
+        ConfigError: a pattern that is not a default matches nothing, or the patterns leave no parameter to
+            Muon.
+    """
     option = "optimizer.muon_adamw_patterns"
     # a default pattern may match nothing: some models have no biases
     default_patterns = Optimizer().muon_adamw_patterns
@@ -153,7 +146,7 @@ class Muon(torch.optim.Optimizer):
                 if not parameters:
                     continue
                 if group["algorithm"] == MUON:
-                    self._muon(parameters, group)
+                    self.update_matrices(parameters, group)
                 else:
                     self._adamw(parameters, group)
 
@@ -165,13 +158,12 @@ class Muon(torch.optim.Optimizer):
         is_fused = self._config.implementation == "fused"
         return adam_zero_state(parameter, is_fused)
 
-    def _muon(self, parameters: list[Parameter], group: dict[str, Any]) -> None:
+    def update_matrices(self, parameters: list[Parameter], group: dict[str, Any]) -> None:
+        """Update matrices and stacks of matrices, all with a gradient (a collective)."""
         # the plan is valid while the same parameters have a gradient
         key = tuple(map(id, parameters))
         if key not in self._buckets:
             self._buckets[key] = plan(parameters)
-        lr = group["lr"]
-        decay = 1 - lr * group["weight_decay"]
 
         def direction_to_update(matrix: Tensor) -> Tensor:
             return orthogonalize(matrix, self._config.muon_steps)
@@ -179,13 +171,21 @@ class Muon(torch.optim.Optimizer):
         for bucket in self._buckets[key]:
             directions = [self._direction(parameter) for parameter in bucket.tensors]
             updates = bucket.map(directions, direction_to_update)
-            for parameter, update in zip(bucket.tensors, updates, strict=True):
-                # an orthogonal matrix has a root mean square of 1 / sqrt(max(rows, columns))
-                larger_side = max(parameter.shape[-2:])
-                scale = self._config.muon_update_rms * math.sqrt(larger_side)
-                local = local_tensor(parameter)
-                local.mul_(decay)
-                local.add_(update.to(local.device), alpha=-lr * scale)
+            self.apply_updates(bucket.tensors, updates, group)
+
+    def apply_updates(
+        self, parameters: Sequence[Tensor], updates: Sequence[Tensor], group: dict[str, Any]
+    ) -> None:
+        """Apply weight decay and this rank's shards of orthogonalized updates."""
+        lr = group["lr"]
+        decay = 1 - lr * group["weight_decay"]
+        for parameter, update in zip(parameters, updates, strict=True):
+            # an orthogonal matrix has a root mean square of 1 / sqrt(max(rows, columns))
+            larger_side = max(parameter.shape[-2:])
+            scale = self._config.muon_update_rms * math.sqrt(larger_side)
+            local = local_tensor(parameter)
+            local.mul_(decay)
+            local.add_(update.to(local.device), alpha=-lr * scale)
 
     def _direction(self, parameter: Tensor) -> Tensor:
         """Update the momentum with the gradient. Return this rank's shard of the matrix to orthogonalize."""
@@ -201,9 +201,11 @@ class Muon(torch.optim.Optimizer):
         device = parameter.device.type
         if isinstance(parameter, DTensor):
             device = parameter.device_mesh.device_type
-        dtype = self._config.muon_dtype
+        dtype: str = self._config.muon_dtype
         if dtype == "default":
             dtype = "float32" if device == "cpu" else "bfloat16"
+            if direction.dtype == torch.float64:
+                dtype = "float64"
         return direction.to(device, getattr(torch, dtype))
 
     def _adamw(self, parameters: list[Parameter], group: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from shardtrain.facts.optimizers import OPTIMIZERS, PYTORCH_ADAMS
 from shardtrain.optim import own_optimizer
 from shardtrain.optim.adamw import CLASSES, adam, adam_zero_state
 from shardtrain.optim.low_bits import EIGHT_BITS, LowBitsAdam
-from shardtrain.optim.muon import Muon, muon_groups
+from shardtrain.optim.muon import Muon, check_patterns, muon_groups
 from shardtrain.optim.param_groups import parameter_groups, report_unused_patterns
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -48,8 +48,11 @@ def build(
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     names = [name for name, _ in trained] if all_names is None else list(all_names)
     report_unused_patterns(config.no_weight_decay, names)
+    # the file of a user may read these patterns too
+    if config.name == "Muon" or config.muon_adamw_patterns != Optimizer().muon_adamw_patterns:
+        check_patterns(config.muon_adamw_patterns, names)
     if config.name == "Muon":
-        groups = muon_groups(trained, config, names)
+        groups = muon_groups(trained, config)
     else:
         groups = parameter_groups(trained, config.no_weight_decay, config.weight_decay)
     if not groups:

@@ -1,9 +1,11 @@
-"""Optimizers in a file with ``build`` and ``initial_state``, and a check that their state is complete for a
-resume.
+"""Optimizers in a file with ``build``, and a check that their state is complete for a resume.
 
-The state of a parameter consists of named tensors. Each has the parameter's shape or is a scalar, so a
-checkpoint fits any mesh. The state is created before the first step, because checkpoints are loaded into
-it.
+The state of a parameter consists of named tensors, which are scalars or sharded over the parameter's mesh, so
+a checkpoint fits any mesh. ``build`` creates it, or ``initial_state`` of the file, before the first step,
+because checkpoints are loaded into it.
+
+An optimizer may train other weights than it evaluates. Its method ``evaluation_weights(parameter)`` returns the
+weights for validation, samples and checkpoints.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardtrain.config.schema import Optimizer
+from shardtrain.ops.dtensor import is_distributed
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
 _SHAPES = ((6, 4), (6,), (2, 6, 4))
+_NAMES = ("layers.0.matrix.weight", "layers.0.matrix.bias", "layers.0.experts.weight")
 _STEPS = 2
 
 
@@ -72,6 +76,8 @@ def check(config: Optimizer) -> None:
             resumed_state[key].copy_(tensor)
     _train(optimizer, parameters, gradients[_STEPS:])
     _train(resumed_optimizer, resumed_parameters, gradients[_STEPS:])
+    for parameter in parameters:
+        _check_evaluation_weights(optimizer, parameter, config)
     for resumed, parameter in zip(resumed_parameters, parameters, strict=True):
         if not torch.equal(resumed, parameter):
             rule = "continues differently after a resume: it has state outside of state[parameter]"
@@ -103,7 +109,7 @@ def _build(
         raise _problem(config, rule, "pass all param_groups to the optimizer")
     for parameter in expected:
         state = optimizer.state[parameter]
-        if not state:
+        if not state and hasattr(module, "initial_state"):
             state.update(module.initial_state(parameter))
         _check_state(parameter, state, config)
     return optimizer
@@ -120,11 +126,34 @@ def _check_state(parameter: Tensor, state: dict[Any, Any], config: Optimizer) ->
             rule = f"stores {key!r} of a parameter as {kind}, which a checkpoint cannot store"
             fix = "store tensors with string keys; use torch.zeros(()) for a count"
             raise _problem(config, rule, fix)
-        if value.shape not in (parameter.shape, ()):
-            shape = list(value.shape)
-            rule = f"stores {key} with shape {shape} for a parameter with shape {list(parameter.shape)}"
-            fix = "store scalars, or tensors with the parameter's shape, which fit every mesh"
+        if value.ndim == 0:
+            continue
+        # a shape that comes from the local part of a parameter would change with the mesh
+        fits = value.ndim == parameter.ndim and value.size(0) in parameter.shape
+        if not fits or (is_distributed(parameter) and not is_distributed(value)):
+            kind = "a DTensor" if is_distributed(value) else "a plain tensor"
+            rule = (
+                f"stores {key} as {kind} with shape {list(value.shape)} "
+                f"for a parameter with shape {list(parameter.shape)}"
+            )
+            fix = "store scalars, or tensors with rows like the parameter, as DTensors on its mesh"
             raise _problem(config, rule, fix)
+
+
+def _check_evaluation_weights(
+    optimizer: torch.optim.Optimizer, parameter: Parameter, config: Optimizer
+) -> None:
+    """Check the optional method ``evaluation_weights`` of an optimizer."""
+    if not hasattr(optimizer, "evaluation_weights"):
+        return
+    before = parameter.detach().clone()
+    weights = optimizer.evaluation_weights(parameter)
+    if not isinstance(weights, Tensor) or weights.shape != parameter.shape:
+        rule = "returns evaluation_weights that do not have the shape of the parameter"
+        raise _problem(config, rule, "return a tensor like the parameter")
+    if not torch.equal(parameter, before):
+        rule = "changes the parameter in evaluation_weights"
+        raise _problem(config, rule, "return a new tensor")
 
 
 def _fresh(
@@ -133,8 +162,8 @@ def _fresh(
     """Return new parameters with these values, and their optimizer."""
     parameters = [Parameter(value.clone()) for value in values]
     groups = [
-        {"params": parameters[:2], "weight_decay": 0.1},
-        {"params": parameters[2:], "weight_decay": 0.0},
+        {"params": parameters[:2], "param_names": list(_NAMES[:2]), "weight_decay": 0.1},
+        {"params": parameters[2:], "param_names": list(_NAMES[2:]), "weight_decay": 0.0},
     ]
     return parameters, _build(module, groups, config)
 

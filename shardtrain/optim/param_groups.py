@@ -20,17 +20,20 @@ def parameter_groups(
 
     Patterns are shell globs in which ``*`` also matches dots. Plain parameters and the parameters of each
     device mesh get separate groups, because one kernel cannot update plain and distributed tensors
-    together.
+    together. Each group lists the names of its parameters as ``param_names``, like groups that PyTorch
+    builds from named parameters.
     """
-    groups: dict[tuple[float, Any], list[Parameter]] = {}
+    groups: dict[tuple[float, Any], dict[str, Parameter]] = {}
     for name, parameter in named_parameters:
         is_excluded = any(fnmatchcase(name, pattern) for pattern in no_weight_decay)
         decay = 0.0 if is_excluded else weight_decay
         mesh = getattr(parameter, "device_mesh", None)
-        groups.setdefault((decay, mesh), []).append(parameter)
-    return [
-        {"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()
-    ]
+        groups.setdefault((decay, mesh), {})[name] = parameter
+    result: list[dict[str, Any]] = []
+    for (decay, _), members in groups.items():
+        parameters = list(members.values())
+        result.append({"params": parameters, "param_names": list(members), "weight_decay": decay})
+    return result
 
 
 def report_unused_patterns(no_weight_decay: Sequence[str], names: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ from shardtrain.lora import FACT, peft
 from shardtrain.lora.spec import Spec
 from shardtrain.resilience.guards import nonfinite_tensor
 from shardtrain.train import base_weights, compatibility, saved_file
+from shardtrain.train.run import named_training_weights
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.log import logger
@@ -40,9 +41,23 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
     Raises:
         NumericalError: a weight or the optimizer's state is not finite. Nothing is written.
     """
-    model = {**weights(run), **run.averages_state_dict()}
-    optimizer_state = run.optimizer_state_dict()
+    # The weights of a checkpoint are those to evaluate and export. If the optimizer trains other weights, these
+    # are part of its state.
+    with run.evaluation_weights() as training_weights:
+        model = {**weights(run), **run.averages_state_dict()}
+        training_state = named_training_weights(training_weights)
+        optimizer_state = {**run.optimizer_state_dict(), **training_state}
+        _save(run, checkpoints, model, optimizer_state, last, wait)
 
+
+def _save(
+    run: Run,
+    checkpoints: Checkpoints,
+    model: dict[str, Tensor],
+    optimizer_state: dict[str, Tensor],
+    last: bool,
+    wait: bool,
+) -> None:
     # A resumed run starts from the newest checkpoint, so weights that are not finite must never be saved.
     # Buffers are not checked, because a buffer may be a mask of -inf.
     buffers = run.runner.buffers()
@@ -199,7 +214,9 @@ def load(
         has_averages = checkpoints.has_averages(path)
     if has_averages:
         tensors |= run.averages_state_dict()
-    checkpoints.load(path, tensors, optimizer_state)
+    training_weights = {} if skips_optimizer else run.empty_training_weights()
+    checkpoints.load(path, tensors, {**optimizer_state, **named_training_weights(training_weights)})
+    run.load_training_weights(training_weights)
     if is_other_model:
         compatibility.refuse(run, path, changes, other_data)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from shardtrain import data, optim
 from shardtrain.checkpoint.manifest import AVERAGES_PREFIX, WEIGHTS_PREFIX
@@ -21,8 +24,9 @@ from shardtrain.facts.lr_schedules import Schedule
 from shardtrain.lora.spec import Spec
 from shardtrain.metrics import Reduce, RunFacts
 from shardtrain.ops import accelerator
+from shardtrain.ops.dtensor import local_tensor
 from shardtrain.optim import lr_scheduler
-from shardtrain.optim.moving_average import MovingAverage
+from shardtrain.optim.moving_average import MovingAverage, restored
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.utils.best_effort import BestEffort
 
@@ -85,6 +89,48 @@ class Run:
         averages = self.moving_average.averages
         return {f"{AVERAGES_PREFIX}{name}": tensor for name, tensor in averages.items()}
 
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[dict[str, Tensor]]:
+        """Replace the weights by the evaluation weights of the optimizer inside the block (a collective).
+
+        The block must not train. Yields the training weights by name, or nothing if an optimizer trains the
+        weights that it evaluates.
+        """
+        if not self.has_evaluation_weights:
+            yield {}
+            return
+        with restored(self._trained_parameters()) as training_weights:
+            self.runner.replace_weights(self.optimizer.evaluation_weights)  # type: ignore[attr-defined]
+            yield training_weights
+
+    @property
+    def has_evaluation_weights(self) -> bool:
+        """True if the optimizer trains other weights than it evaluates. See ``own_optimizer.py``."""
+        return hasattr(self.optimizer, "evaluation_weights")
+
+    def load_training_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy training weights of a checkpoint into the parameters."""
+        parameters = self._trained_parameters()
+        with torch.no_grad():
+            for name, weight in weights.items():
+                local_tensor(parameters[name]).copy_(local_tensor(weight))
+
+    def empty_training_weights(self) -> dict[str, Tensor]:
+        """Return tensors to load training weights into, by name. Empty without evaluation weights."""
+        if not self.has_evaluation_weights:
+            return {}
+        empty = {}
+        for name, parameter in self._trained_parameters().items():
+            empty[name] = torch.empty_like(parameter.detach())
+        return empty
+
+    def _trained_parameters(self) -> dict[str, Parameter]:
+        trained = {}
+        for name, parameter in self.runner.parameters().items():
+            if parameter.requires_grad:
+                trained[name] = parameter
+        return trained
+
     @cached_property
     def decides_on_device(self) -> bool:
         """True if the host queues the update before it knows whether the update may be applied.
@@ -122,6 +168,11 @@ class Run:
 
     def _rows_per_source(self) -> dict[str, float]:
         return {f"rows_of/{name}": rows for name, rows in self.dataloader.rows_of_sources.items()}
+
+
+def named_training_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return training weights by their names in checkpoints, where they belong to the optimizer's state."""
+    return {f"optimizer.{name}.training_weight": tensor for name, tensor in weights.items()}
 
 
 def model_state_dict(runner: Runner) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -174,9 +174,12 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
         logger.info(line)
     validator = None
     if config.validation.enable:
-        average = run.moving_average if config.validation.use_ema else None
+        weights: Callable[[], AbstractContextManager[object]] = run.evaluation_weights
+        if config.validation.use_ema:
+            assert run.moving_average is not None
+            weights = run.moving_average.in_model
         validator = Validator(
-            config, run.runner, run.mesh, run.resilience.stop, rows_per_epoch, average
+            config, run.runner, run.mesh, run.resilience.stop, rows_per_epoch, weights
         )
     # only rank 0 writes the file of samples
     folder_of_samples = folder if world.rank == 0 else None
@@ -321,7 +324,7 @@ def _finish_step(
         if run.owes_validation:
             return
     if samples.every_steps and step % samples.every_steps == 0:
-        with metrics.pause(), run.resilience.phase("validation"):
+        with metrics.pause(), run.resilience.phase("validation"), run.evaluation_weights():
             samples.run(step)
 
     # Save after the validation, because the checkpoint contains its result.

@@ -8,10 +8,10 @@ all ranks gather the predictions in the order of the data, and compute metrics o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,6 @@ from shardtrain.distributed import BATCH_AXES, LOSS_AXES, Mesh, Runner
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.task_runner import TaskRunner
 from shardtrain.launch.stop_request import Interrupted, StopRequest
-from shardtrain.optim.moving_average import MovingAverage
 from shardtrain.train.open_together import require_same_data, together
 from shardtrain.utils import activity
 from shardtrain.utils.errors import ConfigError, DataError, Problem
@@ -225,7 +224,7 @@ class Validator:
         mesh: Mesh,
         stop: StopRequest | None = None,
         num_samples: int | None = None,
-        average: MovingAverage | None = None,
+        weights: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Open the validation data.
 
@@ -235,12 +234,13 @@ class Validator:
             mesh: the mesh.
             stop: ends an evaluation early, see ``evaluate``.
             num_samples: number of rows in an epoch of the training data. None if unknown.
-            average: if given, evaluate these averages of the weights instead of the weights.
+            weights: returns a context manager that replaces the weights inside the block, for example by
+                their averages.
 
         Raises:
             ConfigError: ``validation.per_epoch`` is set, but the number of training rows is unknown.
         """
-        self._average = average
+        self._weights = weights
         self._options = config.validation
         self._runner = runner
         self._mesh = mesh
@@ -285,8 +285,7 @@ class Validator:
         Returns None if a request to stop cancelled the evaluation.
         """
         self._last_step = step
-        weights = self._average.in_model() if self._average else contextlib.nullcontext()
-        with weights:
+        with self._weights():
             return evaluate(self._runner, self._stream, self._mesh, self._options.steps, self._stop)
 
 

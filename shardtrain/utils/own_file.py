@@ -83,8 +83,8 @@ SINK = FileKind(
 )
 OPTIMIZER = FileKind(
     "optimizer",
-    ("build", "initial_state"),
-    "define build(param_groups, options) and initial_state(parameter): docs/extend.md",
+    ("build",),
+    "define build(param_groups, options): docs/extend.md",
 )
 SCHEDULE = FileKind(
     "schedule",

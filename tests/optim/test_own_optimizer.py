@@ -96,7 +96,11 @@ def test_run_with_an_optimizer_from_a_file_resumes_on_any_mesh(tmp_path: Path, m
     ("old", "new", "message"),
     [
         ('"step": torch.zeros(())', '"step": 0', "stores 'step' of a parameter as int"),
-        ('"step": torch.zeros(())', '"step": torch.zeros(3)', r"stores step with shape \[3\]"),
+        (
+            '"step": torch.zeros(())',
+            '"step": torch.zeros(3)',
+            r"stores step as a plain tensor with shape \[3\]",
+        ),
         (
             'self.state[p]["step"] += 1',
             'self.state[p]["again"] = p.clone()',

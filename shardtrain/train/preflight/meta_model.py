@@ -84,7 +84,13 @@ def _parameters(config: Config) -> list[ParameterMemory]:
     named = dict(model.named_parameters())
     if config.optimizer.name.endswith(".py"):
         optim.check_own(config.optimizer)
-    optim.build(named.items(), config.optimizer, list(named))
+    optimizer = optim.build(named.items(), config.optimizer, list(named))
+    ema_decay = config.training.ema_decay
+    if ema_decay is not None and hasattr(optimizer, "evaluation_weights"):
+        rule = (
+            f"averages weights that {config.optimizer.name} does not evaluate (evaluation_weights)"
+        )
+        raise ConfigError(Problem("training.ema_decay", ema_decay, rule, "remove it"))
     _check_ranks(model, layout, config)
     # Collect the sizes of the parameters, from which later checks estimate the memory.
     parameters = []

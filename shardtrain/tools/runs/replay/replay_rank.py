@@ -25,7 +25,7 @@ from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.train import compatibility, shutdown, trainer
 from shardtrain.train.build import set_numerics
 from shardtrain.train.resume import resume, weights
-from shardtrain.train.run import Outcome, Run
+from shardtrain.train.run import Outcome, Run, named_training_weights
 from shardtrain.utils import log
 from shardtrain.utils.errors import CheckpointError, DataError, NumericalError
 from shardtrain.utils.heartbeat import heartbeat
@@ -160,17 +160,10 @@ def _compare_checkpoint(run: Run, path: Path) -> list[str]:
     damage = first_word(tensor_files.find_damaged_file(stored, path))
     if damage:
         raise CheckpointError(f"checkpoint {path}: {damage}; nothing to compare with")
-    tensors = {**weights(run), **run.averages_state_dict(), **run.optimizer_state_dict()}
-    differing: list[str] = []
-    for name, tensor in tensors.items():
-        # A weights-only save has no optimizer state, and may have another dtype.
-        entry = stored.tensors.get(name)
-        if entry is None or entry.dtype != str(tensor.dtype).removeprefix("torch."):
-            continue
-        saved = tensor.detach().clone()
-        tensor_reader.read({name: saved}, stored, path)
-        if not torch.equal(_bits(tensor), _bits(saved)):
-            differing.append(name)
+    with run.evaluation_weights() as training_weights:
+        tensors = {**weights(run), **run.averages_state_dict(), **run.optimizer_state_dict()}
+        tensors |= named_training_weights(training_weights)
+        differing = _differing(tensors, stored, path)
 
     differences = []
     on_any_rank: set[str] = set()
@@ -183,6 +176,21 @@ def _compare_checkpoint(run: Run, path: Path) -> list[str]:
     if stored.facts.get("state") != run.state.to_dict():
         differences.append(f"counters of {path.name} differ")
     return differences
+
+
+def _differing(tensors: dict[str, Tensor], stored: manifest.Manifest, path: Path) -> list[str]:
+    """Return the names of the tensors whose local part differs from the checkpoint."""
+    differing: list[str] = []
+    for name, tensor in tensors.items():
+        # A weights-only save has no optimizer state, and may have another dtype.
+        entry = stored.tensors.get(name)
+        if entry is None or entry.dtype != str(tensor.dtype).removeprefix("torch."):
+            continue
+        saved = tensor.detach().clone()
+        tensor_reader.read({name: saved}, stored, path)
+        if not torch.equal(_bits(tensor), _bits(saved)):
+            differing.append(name)
+    return differing
 
 
 def _first_in_model(tensors: set[str], parameters: list[str]) -> str:
