@@ -46,7 +46,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
 METRICS = {"accuracy": "max"}
-DEGREES = ()
+DEGREES = ("tensor_parallel_degree",)
 
 _IMAGES_TOO_LONG = "an image does not fit into seq_len"
 

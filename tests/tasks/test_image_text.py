@@ -39,6 +39,24 @@ MESHES: dict[str, tuple[int, dict[str, int], dict[str, int]]] = {
     "one process, 8 micro-batches": (1, {}, {"local_batch_size": 1}),
     "fsdp": (2, {"data_parallel_shard_degree": 2}, {"local_batch_size": 4}),
     "fsdp, 4 ranks": (4, {"data_parallel_shard_degree": 4}, {"local_batch_size": 1}),
+    "tp": (
+        2,
+        {
+            "tensor_parallel_degree": 2,
+            "data_parallel_shard_degree": 1,
+            "disable_loss_parallel": True,
+        },
+        {"local_batch_size": 4},
+    ),
+    "fsdp x tp": (
+        4,
+        {
+            "tensor_parallel_degree": 2,
+            "data_parallel_shard_degree": 2,
+            "disable_loss_parallel": True,
+        },
+        {"local_batch_size": 1},
+    ),
     "ddp": (2, {"data_parallel_replicate_degree": 2}, {"local_batch_size": 2}),
     "hsdp": (
         4,
@@ -119,6 +137,8 @@ def assert_same_gradients(step: FirstStep, gradients: dict[str, Tensor]) -> None
             ("fsdp", "qwen3_vl"),
             ("fsdp, 4 ranks", "smolvlm"),
             ("ddp", "gemma3"),
+            ("tp", "gemma3"),
+            ("fsdp x tp", "qwen2_5_vl"),
             ("hsdp", "qwen2_5_vl"),
         ],
         nightly=[(mesh, name) for mesh in MESHES for name in NAMES],
@@ -131,6 +151,19 @@ def test_the_mesh_changes_no_number(mesh: str, name: str, tmp_path: Path) -> Non
     config = config_of(name, tmp_path, parallelism=parallelism, training=sizes)
     results = run_ranks(ranks, first_step, config)
     assert difference(results, expected) < 2e-5
+
+
+@pytest.mark.parametrize("name", cases(["qwen2_5_vl"], nightly=list(NAMES)))
+@pytest.mark.parametrize("counts", [(1, 0) * 4, (0,) * 8], ids=["some rows", "no row"])
+def test_ranks_without_images(name: str, counts: tuple[int, ...], tmp_path: Path) -> None:
+    """A rank may have only text in a micro-batch, or all ranks. The gradients equal those of a plain loop."""
+    rows = rows_with_images(tmp_path / "data", counts)
+    loss, gradients, _ = plain_step(name, rows)
+    mesh = {"data_parallel_shard_degree": 2}
+    config = config_of(name, tmp_path, rows, parallelism=mesh, training={"local_batch_size": 1})
+    for step in run_ranks(2, first_step, config):
+        assert step.loss == pytest.approx(loss, rel=1e-5)
+        assert_same_gradients(step, gradients)
 
 
 def trl_step(rank: int, folder: Path, rows: Path, output: Path) -> tuple[float, dict[str, Tensor]]:
@@ -465,7 +498,7 @@ enable = true
         'data.image_folder="nowhere" is not a folder',
         "data.max_image_pixels=0 must be at least 1",
         "task.frozen_modules=",
-        "parallelism.tensor_parallel_degree=2",
+        "parallelism.disable_loss_parallel=false leaves each rank a part of the outputs",
         "parallelism.pipeline_parallel_degree=2",
         "parallelism.context_parallel_degree=2",
     ):

@@ -467,11 +467,14 @@ def _style(
 def _may_be_read_by_owner(module: nn.Module, owner_path: str, model: Any) -> bool:
     """True if the module that contains this one may use its weights without calling it.
 
-    Recurrent layers do this with causal convolutions, and Mamba with the projection of time steps (in Jamba).
+    PyTorch's attention does this with its last layer, as in the vision towers of SigLIP. Recurrent layers do
+    this with causal convolutions, and Mamba with the projection of time steps (in Jamba).
     """
     # Exclude linear layers that are direct children of a block. For these, the block's forward would be
     # replaced, but context parallelism already replaces the forward of its class.
     is_in_module_of_block = any(owner_path.startswith(f"{block}.") for block in model.blocks)
+    if isinstance(model.get_submodule(owner_path), nn.MultiheadAttention):
+        return True
     return isinstance(module, nn.Conv1d) or (
         isinstance(module, nn.Linear) and is_in_module_of_block
     )
