@@ -29,6 +29,7 @@ from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.facts.file_kinds import known_endings
 from shardtrain.launch import failure, local
 from shardtrain.ops import chosen_kernels
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.tools.evaluate import sets
 from shardtrain.tools.evaluate.evaluate_request import RowOptions, data_options
@@ -189,7 +190,9 @@ class Trainer:
         if checkpoints.is_due(run.state.step, run.total_steps):
             shutdown.save_after_step(run, checkpoints, nullcontext)
         # the ranks of these axes have other tokens or, in a pipeline, no loss; the sum over them is that of the step
-        total = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
+        total = run.mesh.sum(
+            outcome.loss_sum.detach().to(sum_dtype(run.mesh.device)), over=("pp", *LOSS_AXES)
+        ).item()
         tokens = outcome.global_tokens
         return StepResult(
             run.state.step, total / max(tokens, 1), outcome.grad_norm, outcome.lr, tokens

@@ -241,9 +241,13 @@ def register() -> torch.device:
 @contextlib.contextmanager
 def pretending(
     answers: dict[str, Callable[[Tensor], list[float]]] | None = None,
+    kind: type[Pretended] | None = None,
 ) -> Iterator[Pretended]:
-    """Simulate the device for the duration of the block. Backward passes run in this thread, to find their lines."""
-    mode = Pretended(answers)
+    """Simulate the device for the duration of the block. Backward passes run in this thread, to find their lines.
+
+    ``kind`` is a subclass of ``Pretended`` with other rules.
+    """
+    mode = (kind or Pretended)(answers)
     _active.append(mode)
     with (
         pytest.MonkeyPatch.context() as patch,

@@ -60,7 +60,7 @@ def machine_notes(
     Args:
         loaded: the configuration.
         world_size: number of ranks.
-        device: type of the training device: "cpu", "cuda" or "xpu".
+        device: type of the training device: "cpu", "cuda", "xpu" or "mps".
         num_devices: number of such devices on this host.
 
     Rules for an argument that is None are skipped.
@@ -68,6 +68,7 @@ def machine_notes(
     return [
         *(mesh_notes(loaded, world_size) if world_size is not None else ()),
         *_device(loaded, device, num_devices),
+        *_apple_gpu(loaded, world_size),
         *_compiler(loaded, device),
         *check_pinned(loaded, device),
         *_paths(loaded),
@@ -261,6 +262,34 @@ def _device(loaded: Loaded, device: str | None, num_devices: int | None) -> Iter
         yield problem(loaded, "training.flash_attention", "needs CUDA", "remove it")
     if c.profiling.enable_memory_snapshot:
         yield problem(loaded, "profiling.enable_memory_snapshot", "needs CUDA", "set it to false")
+
+
+def _apple_gpu(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
+    """Check what ``training.device = "mps"`` does not support: several ranks, FSDP, and PyTorch's compiler."""
+    config = loaded.config
+    if config.training.device != "mps":
+        return
+    if world_size is not None and world_size > 1:
+        rule = "has no collectives, so it trains in one process"
+        yield problem(loaded, "training.device", rule, 'use --nproc 1, or "cpu"')
+    if config.compile.enable:
+        yield problem(loaded, "compile.enable", "is not supported on mps", "remove it")
+    if config.checkpoint.async_mode == "async_with_pinned_mem":
+        rule = "has no use on mps, whose memory is the host's"
+        yield problem(loaded, "checkpoint.async_mode", rule, 'use "async"')
+    training = config.training
+    needs_fsdp = {
+        "training.dtype": training.dtype != "float32",
+        "training.mixed_precision_reduce": training.mixed_precision_reduce != "float32",
+        "training.enable_cpu_offload": training.enable_cpu_offload,
+        "parallelism.fsdp_reshard_after_forward": (
+            config.parallelism.fsdp_reshard_after_forward == "always"
+        ),
+    }
+    for option, is_set in needs_fsdp.items():
+        if is_set:
+            rule = "needs FSDP, which mps does not support"
+            yield problem(loaded, option, rule, "remove it")
 
 
 def without_effect_on_a_cpu(config: Config) -> list[str]:

@@ -30,6 +30,7 @@ from shardtrain.data.order import sample_at
 from shardtrain.data.streaming.reader_cursors import ReaderCursors
 from shardtrain.data.workers import in_order
 from shardtrain.ops import accelerator
+from shardtrain.ops.accelerator import to_device
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 Rows = Sequence[Any]
@@ -66,7 +67,9 @@ class RowBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RowBatch:
         """Return the batch on a device. The sample ids stay on the host."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        if non_blocking:
+            return self._each(lambda tensor: to_device(tensor, device))
+        return self._each(lambda tensor: tensor.to(device))
 
     def pin_memory(self) -> RowBatch:
         """Return the batch in page-locked host memory."""

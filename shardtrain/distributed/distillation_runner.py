@@ -15,6 +15,7 @@ from shardtrain.distributed.context_parallel.cores import TokenBatch
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.mesh import LOSS_AXES
 from shardtrain.distributed.runner import PlainRunner, Runner
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.ops.distillation_loss import Mix, distillation_sum
 from shardtrain.ops.targets import IGNORE
 
@@ -26,7 +27,7 @@ class DistillationRunner(PlainRunner):
         super().__init__(plain.model_parts)
         self.teacher: nn.Module | None = None
         self._mix = mix
-        self._sums_3 = torch.zeros(3, dtype=torch.float64, device=self._mesh.device)
+        self._sums_3 = torch.zeros(3, dtype=sum_dtype(self._mesh.device), device=self._mesh.device)
 
     def forward_backward(self, batches: Sequence[TokenBatch], weight: Tensor) -> Tensor:
         self._sums_3.zero_()

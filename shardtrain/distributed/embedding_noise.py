@@ -23,6 +23,7 @@ from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.context_parallel.masks import sequence_part
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout
+from shardtrain.ops.accelerator import to_device
 from shardtrain.ops.seeding import seed_of
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -132,7 +133,7 @@ class EmbeddingNoise:
         magnitudes_Bt = (
             self._alpha / (self._lengths_BT[rows.start : rows.stop, columns_t] * features).sqrt()
         )
-        magnitudes_Bt1 = magnitudes_Bt.unsqueeze(2).to(like_BtD.device, non_blocking=True)
+        magnitudes_Bt1 = to_device(magnitudes_Bt.unsqueeze(2), like_BtD.device)
 
         noise_BtD = torch.empty(like_BtD.shape, dtype=like_BtD.dtype, device=like_BtD.device)
         for index, row in enumerate(rows):

@@ -31,7 +31,7 @@ from shardtrain.distributed.mesh import LOSS_AXES, Mesh
 from shardtrain.distributed.rendezvous import gloo_sockets
 from shardtrain.layout import Layout, matches
 from shardtrain.lora.linear import is_adapter
-from shardtrain.ops.accelerator import read
+from shardtrain.ops.accelerator import read, sum_dtype
 from shardtrain.ops.row_order import inverse_of, permute
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -219,14 +219,15 @@ def measure(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, float]:
     coefficients, over tokens and layers. Dropped tokens are not reported, because no token is ever dropped.
     """
     blocks = list(_all_blocks(parts))
-    num_blocks_and_losses = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    worst = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    wide = sum_dtype(mesh.device)
+    num_blocks_and_losses = torch.zeros(2, dtype=wide, device=mesh.device)
+    worst = torch.zeros((), dtype=wide, device=mesh.device)
     if blocks:
         counts = [_counts(moe) for moe in blocks]
-        zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        zero = torch.zeros((), dtype=wide, device=mesh.device)
         losses = [zero if moe.balance.loss_sum is None else moe.balance.loss_sum for moe in blocks]
         # Sum counts and losses in one reduction.
-        summands = torch.cat([torch.cat(counts).double(), torch.stack(losses)])
+        summands = torch.cat([torch.cat(counts).to(wide), torch.stack(losses)])
         lengths = [*(count.numel() for count in counts), len(blocks)]
         *summed_counts, losses_L = mesh.sum(summands, over=TOKEN_AXES).split(lengths)
         totals_L = torch.stack([count_E.sum() for count_E in summed_counts]).clamp_min(1.0)
@@ -236,7 +237,8 @@ def measure(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, float]:
         # Each token is counted by top_k experts, so the number of tokens is total / top_k.
         top_k_L = torch.tensor([float(moe.routing.top_k) for moe in blocks], device=mesh.device)
         mean_losses = (losses_L * top_k_L / totals_L).sum()
-        num_blocks_and_losses = torch.stack([losses_L.new_tensor(len(blocks)), mean_losses])
+        wide = sum_dtype(mesh.device)
+    num_blocks_and_losses = torch.stack([losses_L.new_tensor(len(blocks)), mean_losses])
     # Stages without experts take part too, because reductions over stages are collectives.
     num_blocks, loss = mesh.sum(num_blocks_and_losses, over=("pp",)).tolist()
     if num_blocks == 0:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.ops import host_collectives
-from shardtrain.ops.accelerator import Reading
+from shardtrain.ops.accelerator import Reading, sum_dtype
 from shardtrain.ops.dtensor import local_tensor, split_axes, squared_norm
 
 
@@ -67,7 +67,7 @@ class SquaredNorm:
 
     def norm(self) -> Tensor:
         """Return the square root of the sum over all ranks (a collective)."""
-        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        total = torch.zeros((), dtype=sum_dtype(self._mesh.device), device=self._mesh.device)
         # sorted, so that all ranks run the all-reduces in the same order
         for axes in sorted(self._by_axes):
             squares = self._by_axes[axes]
@@ -123,11 +123,12 @@ class Agreement:
 
     def __init__(self, loss: Tensor, norm: Tensor, mesh: Mesh) -> None:
         is_finite = torch.isfinite(norm)
-        local_norm = torch.where(is_finite, norm, 0.0).double()
+        wide = sum_dtype(norm.device)
+        local_norm = torch.where(is_finite, norm, 0.0).to(wide)
         # All tensor-parallel ranks of a group have the same loss. Count it only once.
         counts_loss = mesh.rank("tp") == 0
-        local_loss = loss.double() if counts_loss else torch.zeros_like(loss, dtype=torch.float64)
-        not_finite = (~is_finite).double()
+        local_loss = loss.to(wide) if counts_loss else torch.zeros_like(loss, dtype=wide)
+        not_finite = (~is_finite).to(wide)
         summands = torch.stack([local_loss, not_finite, local_norm, local_norm.square()])
         self._sums_4 = mesh.sum_of_all(summands)
         self._num_ranks = mesh.device_mesh.size()
@@ -150,7 +151,7 @@ class Agreement:
         numbers = self._sums_4
         if decision is not None:
             # Copy the decision to the host together with the sums, because a second copy would wait again.
-            numbers = torch.cat([numbers, decision.applies.double().unsqueeze(0)])
+            numbers = torch.cat([numbers, decision.applies.to(numbers.dtype).unsqueeze(0)])
         total_loss, not_finite, norms, squares, *applied_flag = Reading(
             numbers, "loss and gradient norm"
         ).get()
@@ -159,6 +160,8 @@ class Agreement:
         if not_finite:
             return Agreed(total_loss, math.inf, not_finite == num_ranks, applied)
         mean = norms / num_ranks
+        if num_ranks == 1:
+            return Agreed(total_loss, mean, True, applied)
         # If all norms are equal, their variance is 0. If one of n norms is wrong by d, it is about d^2 / n.
         variance = max(0.0, squares / num_ranks - mean * mean)
         is_same = math.sqrt(variance * num_ranks) <= NORMS_AGREE * mean

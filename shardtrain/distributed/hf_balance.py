@@ -108,7 +108,7 @@ class GlobalBalance:
         # Do not sum over tp, because tensor-parallel ranks route the same tokens. Do sum over pp: the loss
         # uses sums over all layers, and each stage has only some.
         totals = self._mesh.sum(summands, over=(*LOSS_AXES, "pp"))
-        scale = weight.double() * totals[-1]
+        scale = weight.to(totals.dtype) * totals[-1]
         for balance in self._losses:
             self._value = balance.set_totals(totals[:-1].view_as(sums_2E), scale)
 

@@ -15,7 +15,7 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed.process_group import World
 from shardtrain.distributed.rendezvous import gloo_sockets
-from shardtrain.ops import host_collectives
+from shardtrain.ops import accelerator, host_collectives
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost axis first. Ranks of a tensor-parallel group are consecutive, so they use the fastest links."""
@@ -134,7 +134,8 @@ def build(config: Config, world: World) -> Mesh:
     # Axes of size 1 are omitted, because each would cost every rank a separate process group.
     names = tuple(axis for axis in AXES if sizes[axis] > 1 or axis == "dp_shard")
     shape = tuple(sizes[name] for name in names)
-    device_type = world.device.type
+    # PyTorch's meshes support only devices with collectives, and Apple's GPU has none.
+    device_type = "cpu" if accelerator.is_apple(world.device) else world.device.type
     device_mesh = gloo_sockets.private(
         lambda: init_device_mesh(device_type, shape, mesh_dim_names=names)
     )

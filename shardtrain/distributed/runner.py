@@ -35,6 +35,7 @@ from shardtrain.distributed.update_in_backward import UpdateInBackward
 from shardtrain.distributed.zero1 import SplitStates
 from shardtrain.layout import Draw
 from shardtrain.ops import init_weights
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.ops.cross_entropy import ChunkFunction, Vocabulary, chunk_loss, cross_entropy_sum
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.grouped_loss import GroupedLoss
@@ -329,7 +330,7 @@ class PlainRunner(Runner):
         balance = self._balance
         counts_first = balance is not None and len(batches) > 1
         # float64, because the losses of hundreds of micro-batches, and then of all ranks, are added up
-        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        total = torch.zeros((), dtype=sum_dtype(self._mesh.device), device=self._mesh.device)
         try:
             # The balance loss of a micro-batch depends on which experts the tokens of all other micro-batches
             # choose. So first run all of them without gradients to count the choices.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardtrain.ops.accelerator import to_device
+from shardtrain.ops.accelerator import sum_dtype, to_device
 from shardtrain.ops.grouped_loss import GroupedLoss
 from shardtrain.ops.targets import IGNORE
 
@@ -49,7 +49,7 @@ class SourceLosses:
         if self._rows is None:
             return None
         sources = self._sources[self._rows]
-        targets_of_row_B = (targets_Bt != IGNORE).sum(dim=1, dtype=torch.float64)
+        targets_of_row_B = (targets_Bt != IGNORE).sum(dim=1, dtype=self.sums_2S.dtype)
         sources_B = to_device(torch.tensor(sources), self._device)
         self.sums_2S[1].index_add_(0, sources_B, targets_of_row_B)
         groups = []
@@ -60,4 +60,4 @@ class SourceLosses:
         return GroupedLoss(groups, self.sums_2S[0])
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(2, self._num_sources, dtype=torch.float64, device=self._device)
+        return torch.zeros(2, self._num_sources, dtype=sum_dtype(self._device), device=self._device)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardtrain.distributed.mesh import LOSS_AXES, Mesh
 from shardtrain.ops import cross_entropy
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss
 from shardtrain.ops.split_cross_entropy import Vocabulary
 from shardtrain.ops.targets import IGNORE
@@ -64,7 +65,7 @@ class TokenMetrics:
     def start(self) -> None:
         """Reset the sums, before a step."""
         self._sums = torch.zeros(
-            len(self._measures) + 1, dtype=torch.float64, device=self._mesh.device
+            len(self._measures) + 1, dtype=sum_dtype(self._mesh.device), device=self._mesh.device
         )
 
     def add(self, logits_BTV: Tensor, targets_BT: Tensor, vocabulary: Vocabulary | None) -> None:
@@ -111,5 +112,5 @@ class TokenMetrics:
             for index, (path, measure) in enumerate(self._measures.items()):
                 # Pass copies, so that a function that writes to them changes neither the loss nor other metrics.
                 values_n = _values(path, measure, logits_nV[is_target_n].float(), targets_n.clone())
-                self._sums[index] += values_n.sum(dtype=torch.float64)
+                self._sums[index] += values_n.sum(dtype=self._sums.dtype)
         self._sums[-1] += len(targets_n)

@@ -11,12 +11,15 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-DeviceType = Literal["auto", "cpu", "cuda", "xpu"]
-"""PyTorch's names of the devices that can train. ``auto`` is the accelerator that PyTorch finds, else the CPU."""
+DeviceType = Literal["auto", "cpu", "cuda", "xpu", "mps"]
+"""PyTorch's names of the devices that can train. ``auto`` is the accelerator that PyTorch finds, else the CPU.
+
+It does not choose Apple's ``mps``, which trains in one process and adds in float32.
+"""
 
 DEVICE_TYPES: tuple[str, ...] = get_args(DeviceType)
-ACCELERATOR_TYPES = tuple(name for name in DEVICE_TYPES if name not in ("auto", "cpu"))
-"""Accelerators that can train: PyTorch has collectives and 64-bit numbers on them."""
+ACCELERATOR_TYPES = tuple(name for name in DEVICE_TYPES if name not in ("auto", "cpu", "mps"))
+"""Accelerators that ``auto`` chooses: PyTorch has collectives and 64-bit numbers on them."""
 
 _ALIASES = {
     "v100": "v100-32gb",

@@ -218,7 +218,8 @@ def count_accelerators(device: str = "auto") -> int:
 
     Imports torch, which takes a second or more, only if a device file exists.
     """
-    if device == "cpu" or not has_device_files():
+    is_mac = device == "mps" and sys.platform == "darwin"
+    if device == "cpu" or not (is_mac or has_device_files()):
         return 0
     from shardtrain.ops import accelerator
 

@@ -96,9 +96,12 @@ class MeterWindow:
             computed_tokens: tokens of all ranks without padding, by default the target tokens.
             source_sums: this rank's losses and target tokens by data source, (2, sources) float64.
         """
-        # Sum in float64, because a window contains many steps. The addition runs on the device, so the host
-        # does not wait.
-        loss = loss_sum.detach().double()
+        # Imported here, because the module is imported without torch.
+        from shardtrain.ops.accelerator import sum_dtype
+
+        # Sum in float64 if the device has it, because a window contains many steps. The addition runs on the device,
+        # so the host does not wait.
+        loss = loss_sum.detach().to(sum_dtype(loss_sum.device))
         sums = self._sums
         sums.loss = loss if sums.loss is None else sums.loss + loss
         if source_sums is not None:

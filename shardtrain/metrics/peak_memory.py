@@ -80,6 +80,15 @@ def read_peak(device_type: str) -> MemoryPeak:
 
     from shardtrain.ops import accelerator
 
+    if accelerator.is_apple(device_type):
+        # Apple's allocator keeps no peak. Blocks that it has taken from the system are seldom returned.
+        return DeviceMemory(
+            max_active_gib=gib(torch.mps.current_allocated_memory()),
+            max_reserved_gib=gib(torch.mps.driver_allocated_memory()),
+            capacity_gib=gib(accelerator.total_memory_bytes(torch.device("mps"))),
+            num_alloc_retries=0,
+            num_ooms=0,
+        )
     device = accelerator.module(device_type)
     stats = device.memory_stats()
     capacity_bytes = accelerator.total_memory_bytes(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.ops.targets import FILLER_DOCUMENT
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -79,7 +80,7 @@ class BalanceLoss:
 
     def local_sums(self, device: torch.device) -> Tensor:
         """Return choices and probabilities per expert, summed over the counted rows of this rank: (2, E), float64."""
-        total_2E = torch.zeros(2, self.num_experts, dtype=torch.float64, device=device)
+        total_2E = torch.zeros(2, self.num_experts, dtype=sum_dtype(device), device=device)
         for sums_2E in self._sums:
             total_2E += sums_2E
         return total_2E
@@ -158,8 +159,9 @@ class BalanceLoss:
                 is_text_N1 = is_text_N.unsqueeze(-1)
                 choices_NE = choices_NE * is_text_N1
                 probabilities_NE = probabilities_NE * is_text_N1
-            choices_E = choices_NE.sum(0, dtype=torch.float64)
-            probabilities_E = probabilities_NE.sum(0, dtype=torch.float64)
+            wide = sum_dtype(choices_NE.device)
+            choices_E = choices_NE.sum(0, dtype=wide)
+            probabilities_E = probabilities_NE.sum(0, dtype=wide)
             return torch.stack((choices_E, probabilities_E))
 
 

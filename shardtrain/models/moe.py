@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardtrain.layout import Depth, Draw
 from shardtrain.models.layers import FeedForward
-from shardtrain.ops.accelerator import is_accelerator, read
+from shardtrain.ops.accelerator import is_accelerator, read, sum_dtype
 from shardtrain.ops.device_kernels import has_grouped_matmul
 from shardtrain.ops.row_order import Choice, Groups, inverse_of, permute, repeat_and_permute
 from shardtrain.ops.targets import FILLER_DOCUMENT
@@ -297,7 +297,7 @@ class Balance(nn.Module):
         self.count_E = count_E if self.count_E is None else self.count_E + count_E
         if loss is not None:
             # float64, because hundreds of micro-batches are accumulated
-            loss = loss.double()
+            loss = loss.to(sum_dtype(loss.device))
             self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
 
 

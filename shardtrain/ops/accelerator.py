@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 HOST = ("cpu", "meta")
+APPLE = {"mps"}
+"""Apple's GPUs. PyTorch has no float64 and no collectives there, and they use the host's memory."""
 
 
 def found() -> str:
@@ -23,6 +25,16 @@ def found() -> str:
         return ""
     device = torch.accelerator.current_accelerator()
     return "" if device is None else device.type
+
+
+def is_apple(device: torch.device | str) -> bool:
+    """True for Apple's GPUs. They train in one process, eagerly, and add in float32."""
+    return torch.device(device).type in APPLE
+
+
+def sum_dtype(device: torch.device | str) -> torch.dtype:
+    """Return the dtype of sums over many tokens: float64, or float32 on Apple's GPUs, which have no float64."""
+    return torch.float32 if is_apple(device) else torch.float64
 
 
 def is_accelerator(device: torch.device | str) -> bool:
@@ -44,6 +56,9 @@ def of_rank(kind: str, local_rank: int) -> torch.device:
     """
     if not is_accelerator(kind):
         return torch.device(kind)
+    if is_apple(kind):
+        # It is the only one of its host.
+        return torch.device(kind, 0)
     sees_only_its_device = "LOCAL_WORLD_SIZE" not in os.environ and module(kind).device_count() == 1
     device = torch.device(kind, 0 if sees_only_its_device else local_rank)
     module(device).set_device(device)
@@ -53,20 +68,19 @@ def of_rank(kind: str, local_rank: int) -> torch.device:
 def collectives(device: torch.device | str) -> str:
     """Return the backends of a process group for this type of device. Tensors on the CPU always use gloo."""
     kind = torch.device(device).type
-    if not is_accelerator(kind):
+    if not is_accelerator(kind) or is_apple(kind):
         return "gloo"
     backend = torch.distributed.get_default_backend_for_device(kind)
     return f"cpu:gloo,{kind}:{backend}"
 
 
 def pins_memory(device: torch.device | str | None = None) -> bool:
-    """True if host memory should be pinned, because copies go to an accelerator.
+    """True if host memory should be pinned, because copies go to an accelerator with memory apart from the host's.
 
-    None checks for any accelerator.
+    None checks for any accelerator. Apple's GPUs use the host's memory.
     """
-    if device is None:
-        return bool(found())
-    return is_accelerator(device)
+    kind = found() if device is None else torch.device(device).type
+    return bool(kind) and is_accelerator(kind) and not is_apple(kind)
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -74,9 +88,10 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
     The tensor is pinned first: before CUDA copies from pageable memory, it waits until the queue is empty.
     """
-    if is_accelerator(device) and tensor.device.type == "cpu" and not tensor.is_pinned():
+    if pins_memory(device) and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    # Copies to and from Apple's GPU must wait: PyTorch does not keep the host's memory for them.
+    return tensor.to(device, non_blocking=not is_apple(device))
 
 
 class Reading:
@@ -87,7 +102,7 @@ class Reading:
         """Description of the value, to find out why a step waits."""
         self._event: Any = None
         self._numbers = tensor.detach()
-        if is_accelerator(tensor.device):
+        if is_accelerator(tensor.device) and not is_apple(tensor.device):
             # Copy to pinned memory. The event follows the copy in the queue.
             self._numbers = self._numbers.to("cpu", non_blocking=True)
             self._event = module(tensor.device).Event()
@@ -110,13 +125,21 @@ def read(tensor: Tensor, what: str) -> list[Any]:
 
 def finish(device: torch.device | str) -> None:
     """Wait until a device has finished all its streams. A no-op for the CPU."""
-    if is_accelerator(device):
+    if not is_accelerator(device):
+        return
+    if is_apple(device):
+        module(device).synchronize()
+    else:
         module(device).synchronize(device)
 
 
 def finish_stream(device: torch.device) -> None:
     """Wait until a device has finished its current stream. A no-op for the CPU."""
-    if is_accelerator(device):
+    if not is_accelerator(device):
+        return
+    if is_apple(device):
+        finish(device)
+    else:
         module(device).current_stream(device).synchronize()
 
 
@@ -124,11 +147,16 @@ def name(device: torch.device) -> str:
     """Return the product name of an accelerator; "cpu" for the CPU."""
     if not is_accelerator(device):
         return "cpu"
+    if is_apple(device):
+        return device.type
     return module(device).get_device_name(device)  # type: ignore[no-any-return]
 
 
 def total_memory_bytes(device: torch.device) -> int:
     """Return the total memory of an accelerator in bytes."""
+    if is_apple(device):
+        # what the GPU may use of the host's memory
+        return int(torch.mps.recommended_max_memory())
     return int(module(device).mem_get_info(device)[1])
 
 
@@ -144,6 +172,8 @@ def profiler_activity(device: torch.device | str) -> Any:
     """
     kind = torch.device(device).type
     if not is_accelerator(kind):
+        return None
+    if is_apple(kind):
         return None
     names = {"cuda": "CUDA", "xpu": "XPU", "mtia": "MTIA", "hpu": "HPU"}
     return getattr(torch.profiler.ProfilerActivity, names.get(kind, "PrivateUse1"), None)

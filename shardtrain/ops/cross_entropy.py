@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.ops.grouped_loss import GroupedLoss
 from shardtrain.ops.loss_terms import CROSS_ENTROPY, LossTerms
 from shardtrain.ops.split_cross_entropy import SplitCrossEntropySum, Vocabulary
@@ -103,7 +104,9 @@ def chunk_loss(logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Te
     kept_n1 = (targets_n != IGNORE).unsqueeze(1)
     # IGNORE is not a column index. Use column 0 instead. kept_n1 sets the loss and the gradient to zero.
     index_n1 = targets_n.clamp_min(0).unsqueeze(1)
-    loss = -(log_probabilities_nV.gather(1, index_n1) * kept_n1).sum(dtype=torch.float64)
+    loss = -(log_probabilities_nV.gather(1, index_n1) * kept_n1).sum(
+        dtype=sum_dtype(logits_nV.device)
+    )
     # The gradient is softmax - one_hot(target). It overwrites the log-probabilities, which are not needed
     # again.
     gradient_nV = log_probabilities_nV.exp_().scatter_add_(
@@ -129,7 +132,7 @@ def _chunk_loss_on_cpu(
     exponentials_nV = torch.sub(logits_nV, largest_n1).exp_()
     total_n1 = exponentials_nV.sum(dim=-1, keepdim=True)
     losses_n1 = total_n1.log() - target_n1
-    loss = (losses_n1 * kept_n1).sum(dtype=torch.float64)
+    loss = (losses_n1 * kept_n1).sum(dtype=sum_dtype(logits_nV.device))
 
     # The gradient is softmax - one_hot(target). It overwrites the exponentials.
     weight_n1 = kept_n1 * weight
@@ -144,7 +147,9 @@ def chunk_loss_without_scatter(
     log_probabilities_nV = torch.log_softmax(logits_nV.float(), dim=-1)
     kept_n1 = (targets_n != IGNORE).unsqueeze(1)
     index_n1 = targets_n.clamp_min(0).unsqueeze(1)
-    loss = -(log_probabilities_nV.gather(1, index_n1) * kept_n1).sum(dtype=torch.float64)
+    loss = -(log_probabilities_nV.gather(1, index_n1) * kept_n1).sum(
+        dtype=sum_dtype(logits_nV.device)
+    )
     is_target_nV = torch.arange(logits_nV.size(1), device=logits_nV.device) == index_n1
     gradient_nV = log_probabilities_nV.exp() - is_target_nV.float()
     return loss, (gradient_nV * (kept_n1 * weight)).to(logits_nV.dtype)
@@ -161,7 +166,7 @@ class _CrossEntropySum(torch.autograd.Function):
         chunks: list[slice],
     ) -> Tensor:
         # A float32 sum over the thousands of chunks of a million tokens would lose the last digits.
-        loss = torch.zeros((), dtype=torch.float64, device=logits_NV.device)
+        loss = torch.zeros((), dtype=sum_dtype(logits_NV.device), device=logits_NV.device)
         gradient_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
         for part in chunks:
             chunk_sum, chunk_gradient_nV = chunk(logits_NV[part], targets_N[part], weight)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.ops.cross_entropy import CHUNK_NUMEL, Vocabulary
 from shardtrain.ops.targets import IGNORE
 
@@ -122,7 +123,10 @@ def _chunk(
     # factor T.
     gradient_nV[:, :both].add_(slope_nV, alpha=mix.ratio * temperature)
     sums_2 = torch.stack(
-        [(part_n * kept_n).sum(dtype=torch.float64) for part_n in (losses_n, divergences_n)]
+        [
+            (part_n * kept_n).sum(dtype=sum_dtype(part_n.device))
+            for part_n in (losses_n, divergences_n)
+        ]
     )
     return sums_2, gradient_nV.mul_(kept_n.unsqueeze(1))
 
@@ -178,7 +182,7 @@ class _DistillationSum(torch.autograd.Function):
         vocabulary: Vocabulary,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
-        sums_2 = torch.zeros(2, dtype=torch.float64, device=logits_NV.device)
+        sums_2 = torch.zeros(2, dtype=sum_dtype(logits_NV.device), device=logits_NV.device)
         gradient_NV = torch.empty_like(logits_NV)
         for start in range(0, logits_NV.size(0), rows):
             part = slice(start, start + rows)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
+from shardtrain.ops.accelerator import sum_dtype
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
@@ -113,7 +115,7 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     if device.type != "cpu":
         return (
             torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32))
-            .double()
+            .to(sum_dtype(device))
             .square()
             .sum()
         )

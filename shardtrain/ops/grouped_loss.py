@@ -54,7 +54,7 @@ class GroupedLoss:
     def add(self, losses_N: Tensor) -> None:
         """Add the loss of each token."""
         for start, end, group in self._ranges(0, len(losses_N)):
-            self._sums_G[group] += losses_N[start:end].sum(dtype=torch.float64)
+            self._sums_G[group] += losses_N[start:end].sum(dtype=self._sums_G.dtype)
 
     def _ranges(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """Return (start, end, group) of the ranges that cover the tokens ``first`` to ``last`` - 1."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardtrain.ops import cross_entropy, device_kernels
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss
 
 CHUNKS = 8
@@ -74,7 +75,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         weight: Tensor,
         chunk: ChunkFunction,
     ) -> Tensor:
-        loss = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
+        loss = torch.zeros((), dtype=sum_dtype(hidden_ND.device), device=hidden_ND.device)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         dhidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
 

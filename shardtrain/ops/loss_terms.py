@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.ops.targets import IGNORE
 
 
@@ -60,7 +61,7 @@ class LossTerms:
         lse_n = logits_nV.logsumexp(dim=-1)
         target_n = logits_nV.gather(1, index_n1).squeeze(1)
         losses_n = self.losses(lse_n, target_n, logits_nV.mean(dim=-1))
-        loss = (losses_n * kept_n).sum(dtype=torch.float64)
+        loss = (losses_n * kept_n).sum(dtype=sum_dtype(losses_n.device))
 
         softmax_nV = (logits_nV - lse_n.unsqueeze(1)).exp()
         is_target_nV = torch.arange(logits_nV.size(1), device=logits_nV.device) == index_n1

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.utils.errors import NumericalError
 
 _FEW = 1024
@@ -64,7 +65,11 @@ def choose(logits_BV: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> 
         best_B = logits_BV.max(-1)
         _require_finite(best_B.values)
         return best_B.indices.tolist()  # type: ignore[no-any-return]
-    scores_BV = logits_BV.float() / sampling.temperature
+    logits_BV = logits_BV.float()
+    if sum_dtype(logits_BV.device) != torch.float64:
+        # The cumulative sums below need float64.
+        logits_BV = logits_BV.cpu()
+    scores_BV = logits_BV / sampling.temperature
     ids_BV = None
     if sampling.top_k:
         scores_BV, ids_BV = scores_BV.topk(min(sampling.top_k, scores_BV.size(-1)), dim=-1)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.ops.grouped_loss import GroupedLoss
 from shardtrain.ops.loss_terms import LossTerms
 from shardtrain.ops.targets import IGNORE
@@ -110,7 +111,7 @@ class SplitCrossEntropySum(torch.autograd.Function):
             mean_N = logit_sums_RN[0].sum(0) / vocabulary.size if logit_sums_RN else target_N
             losses_N = terms.losses(lse_N, target_N, mean_N)
         kept_losses_N = losses_N * kept_N
-        loss = kept_losses_N.sum(dtype=torch.float64)
+        loss = kept_losses_N.sum(dtype=sum_dtype(kept_losses_N.device))
         if grouped is not None:
             grouped.add(kept_losses_N)
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from shardtrain.config.schema import Optimizer
 from shardtrain.facts.optimizers import SMALLEST_8BIT_NUMEL, STATE_BLOCK
 from shardtrain.ops import stochastic_rounding
-from shardtrain.ops.accelerator import is_accelerator
+from shardtrain.ops.accelerator import is_accelerator, is_apple
 from shardtrain.ops.dtensor import is_distributed, local_slices, local_tensor
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
@@ -193,10 +193,12 @@ class LowBitsAdam(torch.optim.Optimizer):
     def _kernel(self, weight: Tensor, states: Mapping[str, Tensor]) -> Callable[..., None]:
         """Return the function that updates a chunk: compiled on an accelerator, ``update_part`` otherwise.
 
+        It is not compiled on Apple's GPUs, where PyTorch's compiler is incomplete.
+
         Not compiled, the update has about eighty operations, many on 64-bit integers, which take as long as
         a training step of an 8B model.
         """
-        if not is_accelerator(weight.device):
+        if not is_accelerator(weight.device) or is_apple(weight.device):
             return update_part
         # torch 2.11 and 2.13 compile a truncated last block to wrong numbers (seen on a CPU)
         if "exp_avg_scale" in states and weight.size(-1) % STATE_BLOCK:

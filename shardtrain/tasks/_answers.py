@@ -35,6 +35,7 @@ from shardtrain.data.sources import BadRow
 from shardtrain.data.tokenizers.ends import described
 from shardtrain.hf import initial_weights
 from shardtrain.models.moe import has_experts
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
 from shardtrain.tasks.task import ShownText
@@ -211,10 +212,12 @@ class PairTask(AnswerTask):
 
     def step_sums(self, outputs: Tensor, batch: RowBatch) -> Tensor:
         """Return the sums of both rewards and of correct pairs, and the number of pairs, (4,)."""
-        rewards_B2 = self.predictions(outputs, batch)["rewards"].double()
+        rewards_B2 = self.predictions(outputs, batch)["rewards"].to(sum_dtype(outputs.device))
         is_correct_B = rewards_B2[:, 0] > rewards_B2[:, 1]
         num_pairs = torch.full_like(rewards_B2[0, :1], len(rewards_B2))
-        return torch.cat((rewards_B2.sum(0), is_correct_B.sum().double()[None], num_pairs))
+        return torch.cat(
+            (rewards_B2.sum(0), is_correct_B.sum().to(rewards_B2.dtype)[None], num_pairs)
+        )
 
     def step_metrics(self, sums: list[float]) -> dict[str, float]:
         """Return the metrics of ``metrics``, and the mean reward of the chosen and of the rejected answers."""
@@ -314,7 +317,7 @@ def log_probabilities(model: nn.Module, tokens_RT: Tensor, targets_RT: Tensor) -
     the thousands, and rounding of a float32 sum would change its fifth digit.
     """
     losses_RT = token_losses(model, tokens_RT, targets_RT)
-    return -losses_RT.sum(1, dtype=torch.float64)
+    return -losses_RT.sum(1, dtype=sum_dtype(losses_RT.device))
 
 
 def answer_lengths(batch: RowBatch) -> Tensor:

@@ -34,6 +34,7 @@ from shardtrain.data.order import sample_at
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow
 from shardtrain.data.tokenizers.ends import described
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
 from shardtrain.tasks._answers import AnswerTask, Side, log_probabilities, side_of
@@ -223,13 +224,13 @@ class KTO(AnswerTask):
     def step_sums(self, outputs: Tensor, batch: RowBatch) -> Tensor:
         """Return the reward sums and numbers of good and of bad answers, and the number of correct ones, (5,)."""
         labels_BN = batch["labels_BN"]
-        rewards_BN = self._beta * outputs[..., 0].double()
+        rewards_BN = self._beta * outputs[..., 0].to(sum_dtype(outputs.device))
         sums = []
         for label in (1, 0):
-            has_label_BN = (labels_BN == label).double()
+            has_label_BN = (labels_BN == label).to(rewards_BN.dtype)
             sums += [(rewards_BN * has_label_BN).sum(), has_label_BN.sum()]
         has_right_sign_BN = (rewards_BN > 0) == (labels_BN == 1)
-        sums.append((has_right_sign_BN & (labels_BN != _PADDING)).sum().double())
+        sums.append((has_right_sign_BN & (labels_BN != _PADDING)).sum().to(rewards_BN.dtype))
         return torch.stack(sums)
 
     def step_metrics(self, sums: list[float]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardtrain.data.row_stream import RowBatch
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks._answers import PairTask, token_losses
 
@@ -45,10 +46,9 @@ class ORPO(PairTask):
         # one forward pass computes the losses of the answers and of the full chosen text
         losses_RT = token_losses(model, tokens_B2T.flatten(0, 1), targets_B2T.flatten(0, 1))
         losses_B2T = losses_RT.unflatten(0, (-1, 2))
-        means_B2 = -(losses_B2T * is_answer_B2T).sum(-1, dtype=torch.float64) / is_answer_B2T.sum(
-            -1
-        )
-        text_loss_B = losses_B2T[:, 0].sum(-1, dtype=torch.float64) / is_text_B2T[:, 0].sum(-1)
+        wide = sum_dtype(losses_B2T.device)
+        means_B2 = -(losses_B2T * is_answer_B2T).sum(-1, dtype=wide) / is_answer_B2T.sum(-1)
+        text_loss_B = losses_B2T[:, 0].sum(-1, dtype=wide) / is_text_B2T[:, 0].sum(-1)
         return torch.cat((means_B2, text_loss_B[:, None]), dim=1)
 
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from shardtrain.distributed import BATCH_AXES, LOSS_AXES, Mesh, Runner
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.task_runner import TaskRunner
 from shardtrain.launch.stop_request import Interrupted, StopRequest
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.train.open_together import require_same_data, together
 from shardtrain.utils import activity
 from shardtrain.utils.errors import ConfigError, DataError, Problem
@@ -86,7 +87,7 @@ def evaluate(
         DataError: no sequence has a target token.
     """
     stream.seek(0)
-    loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    loss = torch.zeros((), dtype=sum_dtype(mesh.device), device=mesh.device)
     num_tokens = num_rows = 0
     local_predictions: list[tuple[Tensor, dict[str, Tensor]]] = []
     training_modes = [(part, part.training) for part in runner.parts]
@@ -117,7 +118,7 @@ def evaluate(
         stream.seek(0)
     # Ranks that differ only along other axes than BATCH_AXES read the same rows, so sum the counts only over
     # BATCH_AXES. But each rank along "pp" and LOSS_AXES has a different part of the loss.
-    counts = torch.tensor([num_tokens, num_rows], dtype=torch.float64, device=mesh.device)
+    counts = torch.tensor([num_tokens, num_rows], dtype=sum_dtype(mesh.device), device=mesh.device)
     total_tokens, total_rows = mesh.sum(counts, over=BATCH_AXES).tolist()
     total_loss = mesh.sum(loss, over=("pp", *LOSS_AXES)).item()
     if isinstance(runner, TaskRunner):

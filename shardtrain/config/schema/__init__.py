@@ -235,8 +235,8 @@ class Training(Numbers):
     loss_scale_growth_interval: int = 2000
     """Number of consecutive finite steps after which the loss scale doubles, with float16 (shardtrain)."""
     device: DeviceType = "auto"
-    """Where to train; auto is the accelerator that PyTorch finds: cuda (also ROCm) or xpu, otherwise cpu
-    (shardtrain)."""
+    """Where to train; auto is the accelerator that PyTorch finds: cuda (also ROCm) or xpu, otherwise cpu.
+    mps is Apple's GPU, in one process; it has not been run on a Mac (shardtrain)."""
     flash_attention: Literal["FA2", "FA3", "FA4"] = "FA2"
     """On CUDA: PyTorch's flash attention (FA2), FlashAttention 3 for Hopper (package flash_attn_interface),
     or FlashAttention 4 for Blackwell (package flash_attn.cute) (shardtrain).
