@@ -11,7 +11,7 @@ from tiny import Result, reference, tiny_config, train_steps
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardtrain.distributed import loss_at_head
+from shardtrain.distributed import loss_at_head, runner
 from shardtrain.ops import cross_entropy, linear_cross_entropy
 from shardtrain.ops.cross_entropy import IGNORE, cross_entropy_sum
 from shardtrain.ops.linear_cross_entropy import linear_cross_entropy_sum, saved_bytes
@@ -121,8 +121,8 @@ def test_fusion_is_used_for_large_logits(
 
 def at_head(rank: int, config: Any) -> tuple[Result, int]:
     calls = []
-    compute = loss_at_head.linear_cross_entropy_sum
-    loss_at_head.linear_cross_entropy_sum = lambda *arguments: (
+    compute = runner.linear_cross_entropy_sum
+    runner.linear_cross_entropy_sum = lambda *arguments: (
         calls.append(1) or compute(*arguments)
     )  # type: ignore[assignment]
     loss_at_head.WORTH_IT_BYTES = -(1 << 62)
