@@ -62,6 +62,7 @@ class Export:
             Empty keeps those of ``source``.
         labels: Labels of a classification head that replaces the language model head.
         use_ema: Export the averages of the trained weights.
+        drop_mtp: Leave out the layers of multi-token prediction.
     """
 
     checkpoint: Path
@@ -76,6 +77,7 @@ class Export:
     tokens: Mapping[str, list[int]] = dataclasses.field(default_factory=dict)
     labels: Sequence[str] = ()
     use_ema: bool = False
+    drop_mtp: bool = False
 
     def sources(self) -> list[FolderSource]:
         """Return the sources of files other than weights, in descending priority."""
@@ -102,6 +104,8 @@ class Writer:
             ConfigError: the Hugging Face format cannot represent the model.
             CheckpointError: the checkpoint cannot be read, or belongs to another model.
         """
+        if wanted.drop_mtp:
+            wanted = dataclasses.replace(wanted, config=models.without_mtp(wanted.config))
         self.wanted = wanted
         self.stored = manifest.read(wanted.checkpoint)
         if wanted.use_ema:
@@ -114,7 +118,7 @@ class Writer:
         )
         if as_is.is_as_is(wanted.module) and wanted.source is not None:
             self.translation = _named_as_before(self.translation, wanted)
-        _check_stored(self.translation, self.stored, wanted.checkpoint)
+        _check_stored(self.translation, self.stored, wanted)
         fields = config_fields(wanted)
         self._shapes = self.translation.their_shapes()
 
@@ -124,6 +128,11 @@ class Writer:
         for ours in self.translation.shapes:
             for piece in self.translation.pieces_of(ours):
                 self._made_of.setdefault(piece.name, []).append((ours, piece))
+        if not as_is.is_as_is(wanted.module):
+            for copy, ours in self.translation.hub.copies(wanted.config).items():
+                parts = [(ours, piece) for piece in self.translation.pieces_of(ours)]
+                self._made_of[copy] = parts
+                self._shapes[copy] = self.translation.shapes[ours]
 
         self._types = self._choose_dtypes()
         if wanted.source is None:
@@ -484,10 +493,14 @@ def _named_as_before(translation: Translation, wanted: Export) -> Translation:
     return dataclasses.replace(translation, sources=sources)
 
 
-def _check_stored(translation: Translation, stored: Manifest, checkpoint: Path) -> None:
+def _check_stored(translation: Translation, stored: Manifest, wanted: Export) -> None:
+    checkpoint = wanted.checkpoint
+    dropped = "no prefix"
+    if wanted.drop_mtp:
+        dropped = f"{WEIGHTS_PREFIX}{wanted.module.LAYOUT.mtp_layers}."
     shapes = {}
     for name, tensor in stored.tensors.items():
-        if name.startswith(WEIGHTS_PREFIX):
+        if name.startswith(WEIGHTS_PREFIX) and not name.startswith(dropped):
             shapes[name.removeprefix(WEIGHTS_PREFIX)] = tuple(tensor.shape)
     expected = translation.shapes
     all_names = shapes.keys() | expected.keys()

@@ -47,6 +47,7 @@ class HubModel:
         passed_over: Regular expressions for tensors that an import skips.
         block: Quantization of the weights in the files.
         notices: Messages for the user about the recognition.
+        num_mtp_layers: Number of layers of multi-token prediction in config.json. ``config`` has none.
     """
 
     name: str
@@ -57,6 +58,7 @@ class HubModel:
     passed_over: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     block: Quantized = dataclasses.field(default=None, compare=False)
     notices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    num_mtp_layers: int = dataclasses.field(default=0, compare=False)
 
     def toml(self) -> str:
         """Return the ``[model]`` section of a configuration that trains this model."""
@@ -86,7 +88,9 @@ def recognise(folder: Path, name: str = "") -> HubModel:
     layers = config.num_layers
     num_extra = found.config.get("num_nextn_predict_layers") or 0
     beyond: tuple[str, ...] = ()
-    if isinstance(num_extra, int):
+    if not isinstance(num_extra, int):
+        num_extra = 0
+    if num_extra:
         beyond = tuple(rf"model\.layers\.{layers + i}\..*" for i in range(min(num_extra, 8)))
     return HubModel(
         found.name,
@@ -97,7 +101,35 @@ def recognise(folder: Path, name: str = "") -> HubModel:
         beyond,
         found.block,
         found.notices,
+        num_extra,
     )
+
+
+def with_mtp(found: HubModel, folder: Path) -> HubModel:
+    """Return the model of a folder with all its layers of multi-token prediction.
+
+    Raises:
+        ConfigError: the folder has no such layers, or the model of this package does not support them.
+    """
+    name = "num_nextn_predict_layers"
+    if not hasattr(found.config, name) or found.num_mtp_layers == 0:
+        rule = f"has no effect, because {folder} has no layers of multi-token prediction ({name})"
+        raise ConfigError(Problem("--keep_mtp", True, rule, "remove it"))
+    return dataclasses.replace(
+        found,
+        overrides={**found.overrides, name: found.num_mtp_layers},
+        config=dataclasses.replace(found.config, **{name: found.num_mtp_layers}),
+    )
+
+
+def check_mtp(config: Any, found: HubModel, folder: Path) -> None:
+    """Raise ConfigError if a model has more layers of multi-token prediction than a folder."""
+    name = "num_nextn_predict_layers"
+    wanted = getattr(config, name, 0)
+    if wanted > found.num_mtp_layers:
+        rule = f"exceeds the {found.num_mtp_layers} layers of multi-token prediction in {folder}"
+        fix = f"set it to {found.num_mtp_layers}"
+        raise ConfigError(Problem(f"model.overrides.{name}", wanted, rule, fix))
 
 
 def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
@@ -267,6 +299,8 @@ def _differing(hub: HubFormat, config: Any, stored_fields: Mapping[str, Any]) ->
     """Return the names of the fields that differ and affect the model."""
     # Ignore fields that either Config disables. The option that disables them is itself compared.
     ignored = FREE | hub.unused(stored_fields) | hub.unused(dataclasses.asdict(config))
+    # Layers of multi-token prediction are optional. Loading their weights checks their names.
+    ignored = ignored | {"num_nextn_predict_layers"}
     differing = []
     for name, stored in stored_fields.items():
         # Coefficients of auxiliary losses only affect training.

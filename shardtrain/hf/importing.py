@@ -17,7 +17,14 @@ from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.config.schema import Config
 from shardtrain.hf import as_is, mapping, source
 from shardtrain.hf.bin_weights import BinWeights
-from shardtrain.hf.hub_model import HubModel, check_same, recognise, translation_of
+from shardtrain.hf.hub_model import (
+    HubModel,
+    check_mtp,
+    check_same,
+    recognise,
+    translation_of,
+    with_mtp,
+)
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.weights import HubWeights
 from shardtrain.hub_formats.config_json import Quantized
@@ -28,7 +35,12 @@ from shardtrain.utils.log import logger
 
 
 def to_checkpoint(
-    folder: Path, output: Path, dtype: str = "", vocab_size: int = 0, legacy_bin: bool = False
+    folder: Path,
+    output: Path,
+    dtype: str = "",
+    vocab_size: int = 0,
+    legacy_bin: bool = False,
+    keep_mtp: bool = False,
 ) -> HubModel:
     """Write the weights of ``folder`` as a checkpoint without optimizer state,
     and return the recognized model.
@@ -41,14 +53,17 @@ def to_checkpoint(
         vocab_size: New vocabulary size. New rows are the mean of the existing rows, which hardly changes the
             probabilities of the existing tokens (Hewitt 2021). 0 keeps the size.
         legacy_bin: Read pytorch_model.bin.
+        keep_mtp: Also import the layers of multi-token prediction.
 
     Raises:
-        ConfigError: the architecture is unknown, or ``output`` exists.
+        ConfigError: the architecture is unknown, ``output`` exists, or ``keep_mtp`` has no effect.
         CheckpointError: tensors are missing, unexpected or have other shapes, or a file is damaged.
         StorageError: the checkpoint cannot be written.
     """
     passed_over: Sequence[str]
     found = recognise(folder)
+    if keep_mtp:
+        found = with_mtp(found, folder)
     module = models.find(found.name)
     for notice in found.notices:
         logger.info(notice)
@@ -137,6 +152,7 @@ def fill(
     else:
         own = sized_as(found, config) if resize else config
         check_same(module, own, found, folder, chosen)
+        check_mtp(own, found, folder)
         translation = translation_of(module, own, str(folder))
         passed_over = found.passed_over
     block = found.block if found else None

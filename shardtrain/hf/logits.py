@@ -89,7 +89,8 @@ def largest_error(wanted: Export) -> tuple[float, float]:
 def own_model(wanted: Export) -> nn.Module:
     """Return the checkpoint's model in float32 on the CPU, with weights rounded to the exported dtype."""
     read = _reader(wanted)
-    model: nn.Module = wanted.module.Model(wanted.config)
+    # Layers of multi-token prediction do not affect the logits.
+    model: nn.Module = wanted.module.Model(models.without_mtp(wanted.config))
     if wanted.labels:
         models.replace_head(model, wanted.module.LAYOUT, len(wanted.labels), "cpu")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -100,7 +100,7 @@ def check(
 ) -> list[str]:
     """Require exactly the tensors of a model in a folder, and return the names of skipped tensors.
 
-    A tied head is skipped if its copy in the file equals the embedding.
+    A tied head, or another copy of a tensor, is skipped if it equals the original.
 
     Args:
         passed_over: Regular expressions for further tensors to skip.
@@ -114,7 +114,13 @@ def check(
     existing = set(weights.names())
     surplus: list[str] = []
     ignored: list[str] = []
+    copies = hub.copies(translation.config)
+    different: list[str] = []
     for name in sorted(existing - expected.keys()):
+        if name in copies:
+            is_equal = _equals(name, copies[name], translation, weights)
+            (ignored if is_equal else different).append(name)
+            continue
         # Some files contain a tied head as a copy of the embedding, which must be equal.
         is_skipped = hub.is_ignored(name) or any(
             re.fullmatch(pattern, name) for pattern in passed_over
@@ -136,6 +142,7 @@ def check(
     names_by_problem = {
         "missing": sorted(expected.keys() - existing),
         "not in this model": surplus,
+        "unequal to the tensor they must repeat": different,
         "with another shape": wrong_shapes,
         "with an unsupported dtype": wrong_dtypes,
     }
@@ -323,16 +330,21 @@ def _overlap(
 
 def _repeats(name: str, translation: Translation, weights: HubWeights) -> bool:
     """True if a Hugging Face tensor is a tied head that equals the embedding."""
-    hub = translation.hub
-    if not translation.config.tied_embeddings or name != hub.source(
-        "head.weight", translation.config
-    ):
+    head = translation.hub.source("head.weight", translation.config)
+    if not translation.config.tied_embeddings or name != head:
         return False
-    embed = hub.source("embed.weight", translation.config)
-    if not isinstance(embed, str) or weights.shape(name) != weights.shape(embed):
+    return _equals(name, "embed.weight", translation, weights)
+
+
+def _equals(name: str, ours: str, translation: Translation, weights: HubWeights) -> bool:
+    """True if a Hugging Face tensor equals the one from which our tensor ``ours`` is read."""
+    original = translation.hub.source(ours, translation.config)
+    if not isinstance(original, str) or original not in weights:
+        return False
+    if weights.shape(name) != weights.shape(original):
         return False
     full = [slice(0, size) for size in weights.shape(name)]
-    return torch.equal(weights.read(name, full), weights.read(embed, full))
+    return torch.equal(weights.read(name, full), weights.read(original, full))
 
 
 def _first(names: list[str]) -> str:

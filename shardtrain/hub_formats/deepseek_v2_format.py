@@ -75,8 +75,9 @@ HUB = dataclasses.replace(
     names={
         name: source
         for name, source in deepseek_v3_format.HUB.names.items()
-        if not name.endswith("expert_bias")
+        if not name.endswith("expert_bias") and not name.startswith("mtp_")
     },
+    copies=lambda _: {},
     read=_read,
     write=_write,
     defaults={

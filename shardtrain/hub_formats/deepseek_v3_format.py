@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardtrain.hub_formats.decoder_names import DECODER, ROTARY, experts, feed_forward
-from shardtrain.hub_formats.format import Fields, HubFormat
+from shardtrain.hub_formats.format import Fields, HubFormat, Source
 from shardtrain.utils.errors import ConfigError
 
 FIELDS = {
@@ -101,13 +101,16 @@ def _write(c: Any) -> dict[str, Any]:
         raise ConfigError(
             "DeepseekV3ForCausalLM requires score_func=sigmoid, a load_balance_coeff above 0 and group_top_k=2"
         )
-    return {
+    fields = {
         **write_shared(c),
         "rope_interleave": True,
         "norm_topk_prob": c.route_norm,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     }
+    if c.num_nextn_predict_layers:
+        fields["num_nextn_predict_layers"] = c.num_nextn_predict_layers
+    return fields
 
 
 def write_shared(c: Any) -> dict[str, Any]:
@@ -133,22 +136,50 @@ def write_shared(c: Any) -> dict[str, Any]:
     }
 
 
+_NAMES: dict[str, Source] = {
+    **DECODER,
+    "layers.*.attn.wq_a.weight": "model.layers.*.self_attn.q_a_proj.weight",
+    "layers.*.attn.q_norm.weight": "model.layers.*.self_attn.q_a_layernorm.weight",
+    "layers.*.attn.wq_b.weight": "model.layers.*.self_attn.q_b_proj.weight",
+    "layers.*.attn.wkv_a.weight": "model.layers.*.self_attn.kv_a_proj_with_mqa.weight",
+    "layers.*.attn.kv_norm.weight": "model.layers.*.self_attn.kv_a_layernorm.weight",
+    "layers.*.attn.wkv_b.weight": "model.layers.*.self_attn.kv_b_proj.weight",
+    "layers.*.moe.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+    **experts("model.layers.*.mlp"),
+    **feed_forward("layers.*.moe.shared", "model.layers.*.mlp.shared_experts"),
+    **feed_forward("layers.*.ffn", "model.layers.*.mlp"),
+}
+_MTP_NAMES: dict[str, Source] = {
+    "mtp_layers.*.join.enorm.weight": "model.layers.*.enorm.weight",
+    "mtp_layers.*.join.hnorm.weight": "model.layers.*.hnorm.weight",
+    "mtp_layers.*.join.eh_proj.weight": "model.layers.*.eh_proj.weight",
+    "mtp_layers.*.shared_norm.weight": "model.layers.*.shared_head.norm.weight",
+    **{f"mtp_{ours}": theirs for ours, theirs in _NAMES.items() if ours.startswith("layers.")},
+}
+
+
+def _renamed(c: Any) -> dict[str, Source]:
+    """Without a latent of the queries, their projection has another name."""
+    if c.q_lora_rank:
+        return {}
+    name = "model.layers.*.self_attn.q_proj.weight"
+    return {"layers.*.attn.wq_b.weight": name, "mtp_layers.*.attn.wq_b.weight": name}
+
+
+def _copies(c: Any) -> dict[str, str]:
+    """Each layer of multi-token prediction repeats the embedding and the head."""
+    head = "embed.weight" if c.tied_embeddings else "head.weight"
+    copies = {}
+    for number in range(c.num_layers, c.num_layers + c.num_nextn_predict_layers):
+        copies[f"model.layers.{number}.embed_tokens.weight"] = "embed.weight"
+        copies[f"model.layers.{number}.shared_head.head.weight"] = head
+    return copies
+
+
 HUB = HubFormat(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
-    names={
-        **DECODER,
-        "layers.*.attn.wq_a.weight": "model.layers.*.self_attn.q_a_proj.weight",
-        "layers.*.attn.q_norm.weight": "model.layers.*.self_attn.q_a_layernorm.weight",
-        "layers.*.attn.wq_b.weight": "model.layers.*.self_attn.q_b_proj.weight",
-        "layers.*.attn.wkv_a.weight": "model.layers.*.self_attn.kv_a_proj_with_mqa.weight",
-        "layers.*.attn.kv_norm.weight": "model.layers.*.self_attn.kv_a_layernorm.weight",
-        "layers.*.attn.wkv_b.weight": "model.layers.*.self_attn.kv_b_proj.weight",
-        "layers.*.moe.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
-        **experts("model.layers.*.mlp"),
-        **feed_forward("layers.*.moe.shared", "model.layers.*.mlp.shared_experts"),
-        **feed_forward("layers.*.ffn", "model.layers.*.mlp"),
-    },
+    names={**_NAMES, **_MTP_NAMES},
     read=_read,
     write=_write,
     ignored=ROTARY,
@@ -172,9 +203,6 @@ HUB = HubFormat(
         "first_k_dense_replace": 3,
     },
     unused=_unused,
-    renamed=lambda c: (
-        {}
-        if c.q_lora_rank
-        else {"layers.*.attn.wq_b.weight": "model.layers.*.self_attn.q_proj.weight"}
-    ),
+    renamed=_renamed,
+    copies=_copies,
 )

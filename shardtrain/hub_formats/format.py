@@ -150,6 +150,8 @@ class HubFormat:
         multimodal: The multimodal architecture that contains this one. Its folders can be read too, without the other
             parts.
         unused: Returns the fields of the Config that have no effect, given the values of all fields.
+        copies: Returns hub tensors that repeat one of our tensors, for the model's Config: their name -> our name.
+            An export writes them, and an import requires that they are equal, if they exist.
     """
 
     architecture: str
@@ -162,6 +164,7 @@ class HubFormat:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     multimodal: MultimodalModel | None = None
     unused: Callable[[Mapping[str, Any]], set[str]] = lambda _: set()
+    copies: Callable[[Any], Mapping[str, str]] = lambda _: {}
 
     def source(self, name: str, config: Any = None) -> Source | None:
         """Return the location of our tensor ``name``, with its layer number. None if the hub format lacks it.

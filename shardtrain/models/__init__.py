@@ -111,6 +111,13 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
     return module.Config(**values)
 
 
+def without_mtp(model_config: Any) -> Any:
+    """Return a model's Config without layers of multi-token prediction, which only training uses."""
+    if getattr(model_config, "num_nextn_predict_layers", 0):
+        return dataclasses.replace(model_config, num_nextn_predict_layers=0)
+    return model_config
+
+
 def configured(options: Any) -> tuple[ModuleType, Any]:
     """Return the model file and the model's Config for the options of ``[model]``. Raises ConfigError."""
     module = find(options.name)

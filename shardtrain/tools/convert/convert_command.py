@@ -60,6 +60,11 @@ def import_main(words: Sequence[str]) -> int:
         help="read pytorch_model.bin without unpickling code: see docs/hub.md",
     )
     parser.add_argument(
+        "--keep_mtp",
+        action="store_true",
+        help="keep the layers of multi-token prediction: see docs/multi_token.md",
+    )
+    parser.add_argument(
         "--check",
         choices=CHECKS,
         default="auto",
@@ -78,6 +83,7 @@ def import_main(words: Sequence[str]) -> int:
         options.dtype,
         options.vocab_size,
         options.legacy_bin,
+        options.keep_mtp,
     )
     if options.check != "weights":
         obstacle = ""
@@ -151,6 +157,9 @@ def export_main(words: Sequence[str]) -> int:
         "--config", type=Path, help=f"the run's TOML (default: {RESOLVED_CONFIG} of the run)"
     )
     rarer.add_argument("--keep_generation_config", action="store_true", help=KEEP_HELP)
+    rarer.add_argument(
+        "--drop_mtp", action="store_true", help="leave out the layers of multi-token prediction"
+    )
     parser.add_argument(
         "--adapter", action="store_true", help="write only the adapters, as a PEFT folder"
     )
@@ -260,6 +269,8 @@ def _identity(options: Any, checkpoint: Path) -> str:
     # Without averages, the hash is that of earlier versions, so their uploads can continue.
     if options.use_ema:
         choices.append("use_ema")
+    if options.drop_mtp:
+        choices.append("drop_mtp")
     return card.identity(checkpoint, *choices)
 
 
@@ -312,6 +323,9 @@ def _export(options: Any, path: Path) -> int:
         from shardtrain.hf import origin
 
         initial = origin.of_run(model["loaded"], module, config)
+    if options.drop_mtp and not getattr(config, "num_nextn_predict_layers", 0):
+        rule = f"has no effect, because {checkpoint} has no layers of multi-token prediction"
+        raise ConfigError(Problem("--drop_mtp", True, rule=rule, fix="remove it"))
     tokens = {}
     if "loaded" in model and not options.keep_generation_config:
         tokens = tokens_of_run(model["loaded"], options.config is not None, options.tokenizer)
@@ -328,6 +342,7 @@ def _export(options: Any, path: Path) -> int:
         tokens=tokens,
         labels=model.get("labels", ()),
         use_ema=options.use_ema,
+        drop_mtp=options.drop_mtp,
     )
     files, notice = export(request)
     print(f"{options.to}: {', '.join(files)}; all weights were read back and are equal")

@@ -144,6 +144,8 @@ def open_model(
             fix = 'use "shardtrain generate" with --image, or "shardtrain train" with [validation]'
         raise ConfigError(Problem("task.name", config.task.name, rule, fix))
     module, shape = models.configured(config.model)
+    # Only training uses the layers of multi-token prediction, so their weights are not loaded.
+    shape = models.without_mtp(shape)
     weights = _StoredWeights(path, step, config, module, shape, base, adapter, use_ema)
     model = models.build(module, shape)
     kinds = ("causal", IMAGE_TEXT) if may_read_images else ("causal",)
@@ -372,9 +374,18 @@ class _StoredWeights:
     def _read(self, named: Mapping[str, Tensor]) -> None:
         assert self._stored is not None
         weights = _prefixed(named)
-        tensors.check_names(weights, self._stored, self.where)
+        stored = self._stored
+        # The model has no layers of multi-token prediction, unlike the checkpoint of its run.
+        mtp_layers = self._module.LAYOUT.mtp_layers
+        if mtp_layers:
+            kept = {}
+            for name, tensor in stored.tensors.items():
+                if not name.startswith(f"{WEIGHTS_PREFIX}{mtp_layers}."):
+                    kept[name] = tensor
+            stored = replace(stored, tensors=kept)
+        tensors.check_names(weights, stored, self.where)
         try:
-            tensor_reader.read(weights, self._stored, self.where)
+            tensor_reader.read(weights, stored, self.where)
         except OSError as error:
             raise CheckpointError(f"checkpoint {self.where} cannot be loaded: {error}") from error
 
