@@ -122,9 +122,7 @@ def test_fusion_is_used_for_large_logits(
 def at_head(rank: int, config: Any) -> tuple[Result, int]:
     calls = []
     compute = runner.linear_cross_entropy_sum
-    runner.linear_cross_entropy_sum = lambda *arguments: (
-        calls.append(1) or compute(*arguments)
-    )  # type: ignore[assignment]
+    runner.linear_cross_entropy_sum = lambda *arguments: calls.append(1) or compute(*arguments)  # type: ignore[assignment]
     loss_at_head.WORTH_IT_BYTES = -(1 << 62)
     cross_entropy.CHUNK_NUMEL = 1
     return train_steps(rank, config, 4), len(calls)
