@@ -60,7 +60,7 @@ def parallelize(
     Raises:
         ConfigError: the model or the options do not support the mesh.
     """
-    # First the steps that need the full model, because they compare or replace modules of all stages.
+    # Start with the steps that compare or replace modules of all stages. They need the full model.
     if config.training.dtype != "float32":
         model.to(getattr(torch, config.training.dtype))
     splits_hf_experts = expert_parallel.splits_hf_experts(model, config)
@@ -100,6 +100,7 @@ def parallelize(
         if splits_hf_experts:
             expert_parallel.apply_to_hf(module, mesh, config)
         if hf_stages.is_hf(module):
+            # Let experts without tokens take part in backward, whose reductions are collectives.
             hf_experts.give_gradients(module)
             hf_balance.apply(module, mesh, config)
         # before compile, to compile a layer together with its recomputation
@@ -115,7 +116,8 @@ def parallelize(
     if has_noise:
         noise = embedding_noise.of_stage(modules[0], layout, mesh, config)
 
-    # Choose the loss function. Tensor parallelism may split the vocabulary, and then the loss too.
+    # Choose the loss function. If tensor parallelism splits the vocabulary, each rank computes a part of
+    # the loss.
     vocabulary = None
     if mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel:
         vocabulary = SplitVocabulary(mesh, vocab_size)

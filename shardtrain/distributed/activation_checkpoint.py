@@ -57,8 +57,9 @@ def _weight_shape(operation: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Make layers recompute their activations in backward, as configured in ``[activation_checkpoint]``,
-    in place.
+    """Replace the forward of layers, which then recompute their activations in backward.
+
+    ``[activation_checkpoint]`` selects the layers.
     """
     options = config.activation_checkpoint
     if options.mode == "none":
@@ -66,7 +67,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     if options.mode == "memory_budget":
         _set_memory_budget(config)
         return
-    # "op" decides for each operation of every layer. A number N recomputes every Nth layer entirely.
+    # "op" selects operations within every layer. A number N selects every Nth layer.
     is_per_operation = options.mode == "selective" and options.selective_ac_option == "op"
     every_nth = 1
     if options.mode != "full" and options.selective_ac_option != "op":

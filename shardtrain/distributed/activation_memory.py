@@ -30,11 +30,11 @@ class LiveMemory(TorchDispatchMode):
         activations: live bytes outside FSDP's buffers.
         most_activations: peak of ``activations`` + ``absent_activations``.
         most_gathered: peak of ``gathered`` + ``absent_gathered``.
-        absent_activations: bytes that layers that the caller does not run would keep alive now. Set
-            by the caller.
+        absent_activations: bytes that the layers that are not run would keep alive now. The caller sets
+            it.
         absent_gathered: like ``absent_activations``, for FSDP's buffers.
-        scalar: if not None, the result of each operation that reads a number from a tensor (such as
-            ``.item()``), which fails on fake tensors otherwise.
+        scalar: if not None, the result of operations that read a number from a tensor, such as
+            ``.item()``. Otherwise they fail on fake tensors.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -67,7 +67,7 @@ class LiveMemory(TorchDispatchMode):
         return sum(storage.nbytes() for storage in self._buffers)
 
     def _without_gradients(self, total: int) -> int:
-        """Subtract the parameters' gradients from ``total``, the bytes of all storages made by FSDP."""
+        """Subtract the bytes of the parameters' gradients from ``total``, the bytes of FSDP's storages."""
         storages = {}
         for parameter in self._parameters:
             if parameter.grad is None:
@@ -89,7 +89,8 @@ class LiveMemory(TorchDispatchMode):
     ) -> Any:
         """Run an operation and count the tensors that it creates.
 
-        Operations on subclasses such as DTensor are declined: they come back here on plain tensors.
+        It declines operations on subclasses such as DTensor. The subclass then calls the operation again on
+        plain tensors.
         """
         if not all(issubclass(kind, FakeTensor) or kind in _PLAIN for kind in types):
             return NotImplemented
@@ -106,7 +107,7 @@ class LiveMemory(TorchDispatchMode):
         )
         if self._buffers:
             total = self._buffer_bytes()
-            # Subtracting the gradients is slow, so do it only if the total could be a new peak.
+            # Subtracting the gradients is slow, so skip it if the total cannot be a new peak.
             if total + self.absent_gathered > self.most_gathered:
                 gathered = self._without_gradients(total) + self.absent_gathered
                 self.most_gathered = max(self.most_gathered, gathered)
@@ -163,9 +164,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _caller() -> str:
     """Return the entry of ``FSDP`` or ``SHAPES`` whose code is on the call stack, or an empty string.
 
-    FSDP works in hooks, so it is never on the stack of a layer's own operations. ``SHAPES`` is where
-    DTensor runs an operation on meta tensors to find the shape of its result, so those tensors need
-    no memory in a real run.
+    FSDP works in hooks, so it is never on the stack of a layer's own operations. In ``SHAPES``, DTensor runs
+    an operation on meta tensors to find the shape of its result. Such tensors need no memory in a real run.
     """
     frame = sys._getframe(2)
     while frame is not None:

@@ -3,11 +3,12 @@
 - Outputs are split ("colwise", "head"): lora_a is replicated, and lora_b is split by rows.
 - Inputs are split ("rowwise"): lora_a is split by columns, and lora_b is replicated.
 
-Either way the adapter's output has the same placement as the layer's own output, so that
-``lora/linear.py`` can add them. The only extra communication is for the gradient of the replicated
-factor. DoRA's magnitude has one number per output, so it is split like the outputs. If inputs are split,
-the magnitude is replicated, and each rank has only part of each weight row. The row's norm is then
-computed from the squares, summed over ranks.
+In both cases, the adapter's output has the placement of the layer's output, so ``lora/linear.py`` can add
+them. The only extra communication is for the gradient of the replicated factor.
+
+DoRA's magnitude has one number per output, so it is split like the outputs. If inputs are split, the
+magnitude is replicated, and each rank has only part of each weight row. The row's norm is then computed
+from the squares, summed over ranks.
 """
 
 from __future__ import annotations

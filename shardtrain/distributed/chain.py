@@ -110,9 +110,9 @@ def _refusal(degree: int, rule: str, fix: str) -> ConfigError:
 class _ChainTrace:
     """A forward pass on the meta device that checks the chain.
 
-    Each module must receive as x the very object that the previous module returned, and its output may
-    depend only on x and its own parameters. The autograd graph reveals every other dependency, also one
-    through an argument, an attribute, or a list or dictionary that layers write.
+    Each module must receive as x the same object that the previous module returned. Its output may depend
+    only on x and its parameters. The autograd graph reveals every other dependency, even one through an
+    attribute or a list that layers write.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, degree: int) -> None:
@@ -165,7 +165,7 @@ class _ChainTrace:
         return _refusal(self._degree, rule, fix)
 
     def _replace_forwards(self) -> None:
-        # The shapes inside experts depend on the router's values, which meta tensors do not have.
+        # Skip experts: shapes inside them depend on the router's values, which meta tensors do not have.
         for path, module in self._model.named_modules():
             if self._layout.expert and matches(path, self._layout.expert):
                 module.forward = _return_input  # type: ignore[method-assign]
@@ -189,7 +189,7 @@ class _ChainTrace:
             out = torch.empty_like(x)
         self._check_output(name, x, out)
 
-        # Detach, so that the autograd graph of the next output ends at this one.
+        # Detach the output. The autograd graph of the next output then ends here.
         self._x = out.detach().requires_grad_(out.is_floating_point())
         self._x_origin = name
         self._num_called += 1
@@ -230,6 +230,7 @@ class _ChainTrace:
             raise self._refusal(
                 f"{name} returns a {type(out).__name__}, not only x", "return one tensor"
             )
+        # The output may depend on x and on this module's parameters.
         own_ids = {id(parameter) for parameter in self._modules[name].parameters()}
         own_ids.add(id(x))
         for leaf in autograd_leaves(out):
@@ -274,7 +275,7 @@ def _compare_stages(
     try:
         expected = _extra_arguments(model, layout, names_of(model, layout).paths, features)
     except Exception:
-        # The forward may only fail because this check runs on the CPU. Otherwise the first step fails.
+        # Some kernels fail only on the CPU, where this check runs. A real error will stop the first step.
         return
     for part in parts:
         try:
@@ -327,8 +328,11 @@ def _extra_arguments(
             # Other modules run for real. They are copied, because a forward may write to them.
             stage._modules[name] = copy.deepcopy(module)
         else:
-            paths = {key: f"{layout.layers}.{key}" for key in getattr(model, layout.layers)}
-            layers = {key: recorder(path) for key, path in paths.items() if path in stage_names}
+            layers = {}
+            for key in getattr(model, layout.layers):
+                path = f"{layout.layers}.{key}"
+                if path in stage_names:
+                    layers[key] = recorder(path)
             stage._modules[name] = nn.ModuleDict(layers)
 
     positions_BT = torch.arange(_TOKENS).unsqueeze(0)

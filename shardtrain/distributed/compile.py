@@ -1,4 +1,4 @@
-"""torch.compile, layer by layer and in place, so that parameter names never change.
+"""torch.compile, layer by layer and in place. Parameter names never change.
 
 Must run after activation checkpointing and before FSDP.
 """
@@ -40,7 +40,7 @@ _PEAK_FLOPS_PER_CORE = 2e11
 _PEAK_FLOPS_PER_CORE_AMX = 2e12
 """Peak FLOP/s in bfloat16 of one core with AMX."""
 _EAGER_RECURRENCE = "a recurrence stays eager"
-"""Reason for a graph break that this file causes on purpose, see ``left_out``."""
+"""Reason for a graph break that this file causes on purpose, see ``graph_break_warning``."""
 
 
 def decided(config: Config, mesh: Mesh, flops_per_token: float) -> Config:
@@ -58,8 +58,9 @@ def decided(config: Config, mesh: Mesh, flops_per_token: float) -> Config:
         or not _is_long(config, mesh, flops_per_token)
     ):
         return config
+    # All ranks must make the same decision, so compile only if every rank has a compiler.
     lacks_compiler = torch.tensor(float(not has_cpp_compiler()))
-    if mesh.sum_of_all(lacks_compiler):  # one rank without a compiler is enough
+    if mesh.sum_of_all(lacks_compiler):
         return config
     # The user did not request compilation, so a layer that fails to compile stays eager, with a warning.
     torch._dynamo.config.suppress_errors = True
@@ -169,7 +170,7 @@ def _remember_vector_instructions() -> None:
 
 
 def _remove_cut_libraries() -> None:
-    """Remove truncated libraries, left by a killed run, from inductor's cache. Log each.
+    """Remove truncated libraries from inductor's cache, and log each. A killed run may leave such files.
 
     The linker writes a library directly under its final name, and inductor loads whatever file has that
     name. So after a killed run, every later run would fail at its first step. A library that another
@@ -227,8 +228,10 @@ def graph_break_warning(config: Config) -> str | None:
 
     # These modules disable the compiler on purpose, so do not report their graph breaks.
     on_purpose = ("SplitAttentionCore", "SplitRecurrenceCore", "RoutedCore", _EAGER_RECURRENCE)
-    reasons = [str(reason) for reason in counters["graph_break"]]
-    reasons = [reason for reason in reasons if not any(name in reason for name in on_purpose)]
+    reasons = []
+    for graph_break in counters["graph_break"]:
+        if not any(name in str(graph_break) for name in on_purpose):
+            reasons.append(str(graph_break))
     if not reasons:
         return None
     extent = "some layers are not compiled, or only in part"

@@ -1,5 +1,4 @@
-"""Mixed precision without data parallelism: forward and backward use copies of the parameters in
-the compute dtype.
+"""Mixed precision without data parallelism: run forward and backward with copies in the compute dtype.
 
 FSDP2 supports this too. But with one data-parallel rank it would needlessly
 - copy all weights and gradients through its buffers
@@ -8,10 +7,10 @@ FSDP2 supports this too. But with one data-parallel rank it would needlessly
 
 The results are bitwise equal to those of FSDP2, with two exceptions:
 
-- Gradients of tensors that several layers read, such as an encoder's output: FSDP's hooks change the order in which
-  autograd adds them up.
-- Gradients that are partial sums on each tensor-parallel rank (partial_gradients.py): with a single micro-batch, FSDP
-  adds them up in the compute dtype.
+- Gradients of tensors that several layers read, such as an encoder's output: FSDP's hooks change the order
+  in which autograd adds them up.
+- Gradients that are partial sums on each tensor-parallel rank (partial_gradients.py): with a single
+  micro-batch, FSDP adds them up in the compute dtype.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def drop(model: nn.Module) -> None:
 
 
 def held_bytes(model: nn.Module, part: nn.Module) -> int:
-    """Bytes of the copies that modules of ``part``, a submodule of ``model``, use now."""
+    """Return the bytes of the copies that are now in use in ``part``, a submodule of ``model``."""
     return _copies_of[model].held_bytes(part) if model in _copies_of else 0
 
 
@@ -78,7 +77,7 @@ class ComputeCopies:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        """The (module, name) pairs of each parameter that has a copy now. Several if it is tied."""
+        """The (module, name) pairs of each parameter that has a copy now. A tied parameter has several."""
         self._versions: list[int] = []
         """For each parameter in ``_places``, PyTorch's version counter when it was copied."""
 
@@ -113,8 +112,8 @@ class ComputeCopies:
                 # one call, because on an accelerator it launches a few kernels for all tensors
                 torch._foreach_copy_(casts, stored)
         for (parameter, places), cast in zip(self._places.items(), casts, strict=True):
-            # A leaf of the autograd graph, so that autograd adds up the gradients of all its uses in the
-            # compute dtype, as with FSDP
+            # The copy is a leaf of the autograd graph. As with FSDP, autograd then adds up the gradients of
+            # all its uses in the compute dtype.
             copy = nn.Parameter(_placed_as(parameter, cast), parameter.requires_grad)
             if parameter.requires_grad:
                 copy.register_post_accumulate_grad_hook(partial(self._add_gradient, parameter))
@@ -133,9 +132,8 @@ class ComputeCopies:
         else:
             _local(parameter.grad).add_(_local(gradient))
         del gradient  # before the hooks, which may update the parameter
-        # The backward of all uses is done. The graph keeps the copy alive until the loss is freed,
-        # so free its memory here. An operation that still needed it would fail, because its size is
-        # 0 now.
+        # No operation needs the copy any more, but the graph keeps it alive until the loss is freed. So free
+        # its memory here. With size 0, an unexpected use would fail instead of computing a wrong result.
         held = _local(copy)
         held.data = held.new_empty(0)
         module, name = self._places.get(parameter, [(None, "")])[0]
@@ -146,7 +144,7 @@ class ComputeCopies:
             hook(parameter)
 
     def held_bytes(self, part: nn.Module) -> int:
-        """Bytes of the copies that modules of ``part`` use now."""
+        """Return the bytes of the copies that are now in use in ``part``."""
         modules = set(part.modules())
         held = [places[0] for places in self._places.values() if places[0][0] in modules]
         return sum(_local(module.get_parameter(name)).nbytes for module, name in held)

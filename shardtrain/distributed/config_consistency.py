@@ -30,7 +30,7 @@ _HEARD_SECONDS = 5.0
 _OPTIONS = "options"
 
 RankReport = tuple[dict[str, str], dict[str, Any]]
-"""The facts of a rank, and those of its options that differ from rank 0's options."""
+"""A rank's facts, and its options that differ from rank 0's options."""
 
 
 def facts_of(config: Config, world_size: int) -> dict[str, str]:
@@ -65,13 +65,12 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
         store.set("facts-0", json.dumps([facts, options]))
         store.set("agreed", _compare(store, config, facts, world_size))
     else:
+        # Send only the options that differ from rank 0's, because rank 0 reads the reports of all ranks.
         _, first_options = json.loads(store.get("facts-0"))
-        names = {*options, *first_options}
-        differing = {
-            name: options.get(name)
-            for name in names
-            if options.get(name) != first_options.get(name)
-        }
+        differing = {}
+        for name in {*options, *first_options}:
+            if options.get(name) != first_options.get(name):
+                differing[name] = options.get(name)
         store.set(f"facts-{rank}", json.dumps([facts, differing]))
     refusal = store.get("agreed").decode()
     if not refusal:
@@ -98,8 +97,8 @@ def _compare(store: Any, config: Config, facts: Mapping[str, str], world_size: i
     missing = list(range(1, world_size))
     differs = False
     while missing and not differs:
-        # Poll a limited number of ranks at a time, so that the load on the store does not grow with the
-        # number of ranks. Ranks that have not arrived go to the end of the queue.
+        # Poll a limited number of ranks at a time, to limit the load on the store. Ranks that have not
+        # arrived go to the end of the queue.
         polled = missing[:_RANKS_PER_POLL]
         missing = missing[_RANKS_PER_POLL:]
         arrived = [rank for rank in polled if store.check([f"facts-{rank}"])]

@@ -34,7 +34,7 @@ class DistillationRunner(PlainRunner):
         return super().forward_backward(batches, weight)
 
     def evaluate(self, batch: TokenBatch) -> Tensor:
-        """Return the sum of the student's cross-entropy, so that validation is comparable with other runs."""
+        """Return the sum of the student's cross-entropy, which is comparable with other runs."""
         with torch.no_grad():
             return super()._loss(batch, torch.ones((), device=self._mesh.device))
 

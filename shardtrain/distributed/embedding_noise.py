@@ -3,9 +3,9 @@
 The noise of a token has D numbers from -m to m with m = alpha / sqrt(L D), where L is the number of tokens of
 its document in the row. Without documents, L is the number of tokens of the row without padding.
 
-A random number is a function of the seed, the step, the sample, the position in the row and the feature, so the
-mesh does not change it. The tokens of a row are divided into blocks. A generator that is seeded by the block
-draws its numbers, and a rank draws the blocks of its tokens.
+A random number is a function of the seed, the step, the sample, the position in the row and the feature, so
+the mesh does not change it. The tokens of a row are divided into blocks. A generator that is seeded by the
+block draws its numbers, and a rank draws the blocks of its tokens.
 
 Shape suffixes: B rows, T tokens of a row, t tokens of this rank, D features.
 """
@@ -51,7 +51,7 @@ def check(model: Any, layout: Layout) -> None:
     """Check an unsplit model.
 
     Raises:
-        ConfigError: it is not known which module is its token embedding.
+        ConfigError: the model's token embedding is not known.
     """
     embedding = _first_module(model, layout)
     if isinstance(embedding, nn.Embedding):
@@ -72,7 +72,7 @@ def of_stage(stage: Any, layout: Layout, mesh: Mesh, config: Config) -> Embeddin
 
 
 def _first_module(model: Any, layout: Layout) -> Any:
-    """Return the module that receives the tokens. None if it is not the only one."""
+    """Return the module that receives the tokens. None if several modules do."""
     if hasattr(model, "hf"):
         return model.hf.get_input_embeddings()
     if len(layout.first) == 1:
@@ -177,7 +177,7 @@ def _document_lengths(batch: HostBatch) -> Tensor:
         is_text_BT = (torch.arange(num_tokens) < batch.lengths_B[:, None]).float()
     documents_BT = torch.zeros(num_rows, num_tokens, dtype=torch.int64)
     if batch.documents_BT is not None:
-        # padding may have a number outside of the row
+        # Padding may have a document number that is larger than the row is long.
         documents_BT = batch.documents_BT.clamp(0, num_tokens - 1)
     counts_BT = torch.zeros(num_rows, num_tokens).scatter_add_(1, documents_BT, is_text_BT)
     # the noise of padding has no effect, but must be finite
@@ -185,7 +185,7 @@ def _document_lengths(batch: HostBatch) -> Tensor:
 
 
 def _blocks(columns_t: Tensor) -> list[tuple[int, slice, slice]]:
-    """Divide ascending runs of columns into blocks: (block, columns in it, columns of this rank)."""
+    """Divide ascending runs of columns into blocks: (block, columns within the block, this rank's columns)."""
     columns = columns_t.tolist()
     pieces = []
     start = 0

@@ -1,5 +1,6 @@
-"""Expert parallelism: each rank holds some experts of every layer, and tokens are sent to the ranks of
-their experts (Lepikhin et al. 2021).
+"""Expert parallelism: each rank holds some experts of every layer (Lepikhin et al. 2021).
+
+An all-to-all sends tokens to the ranks of their experts.
 
 The expert axis ``ep`` groups neighbouring ranks of the axes tp, cp and dp_shard: first those of tp, then cp,
 then dp_shard. The number of these groups is the size of the axis ``efsdp``. Experts are split over ep on dim
@@ -116,11 +117,13 @@ def are_sharded_separately(parts: Sequence[nn.Module], config: Config) -> bool:
 
 
 def shard(layer: nn.Module, mesh: Mesh, config: Config, options: Mapping[str, Any]) -> None:
-    """Make the experts of a layer a separate FSDP unit, if they need one.
+    """Make the experts of a layer a separate FSDP unit in two cases.
 
-    They need one if they are sharded over other ranks than the layer's other weights. They also need one if
-    there are more ranks than experts: in the layer's unit, FSDP would split them along the first dimension
-    and leave some ranks without an expert. Must run before the layer itself becomes a unit.
+    - The experts are sharded over other ranks than the layer's other weights.
+    - There are more ranks than experts. In the layer's unit, FSDP would split the experts along the first
+      dimension, and leave some ranks without an expert.
+
+    Must run before the layer itself becomes a unit.
 
     Args:
         options: the arguments of ``fully_shard`` for the layer.
@@ -160,11 +163,10 @@ def before_step(parts: Sequence[nn.Module], weight: Tensor) -> None:
 
 
 def count(parts: Sequence[nn.Module], is_counted: bool) -> None:
-    """Set whether the next batch contributes to balance losses and load counts.
+    """Include the next batch in balance losses and load counts, or exclude it.
 
-    A rank without data runs an empty batch only to take part in collectives, and this batch must not count.
-    Do not change the setting before the backward pass is over, because recomputation runs the same forward
-    again.
+    A rank without data runs an empty batch to take part in collectives. This batch must not count. Do not
+    change the setting before the backward pass has ended, because recomputation runs the same forward again.
     """
     for moe in _all_blocks(parts):
         moe.balance.counts = is_counted
@@ -273,7 +275,7 @@ class AllToAllDispatch(nn.Module):
         dist.all_to_all_single(received_E, count_E.contiguous(), group=self._group)
         count_re = count_E.view(ranks, -1)
         received_re = received_E.view(ranks, -1)
-        # The collective needs message sizes on the host. So the host waits for the device here, once per
+        # The collective needs message sizes on the host. So the host waits for the device here, in every
         # layer and micro-batch.
         sent, received = read(
             torch.stack((count_re.sum(1), received_re.sum(1))), "rows of experts to exchange"
@@ -310,8 +312,8 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
-    # contiguous() is needed: all_to_all_single sends a non-contiguous tensor's memory as if it were
-    # contiguous, so wrong numbers, without an error (torch 2.13)
+    # contiguous() is needed: all_to_all_single treats the memory of every tensor as contiguous. Otherwise it
+    # silently sends wrong numbers (torch 2.13).
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
     return out
 
@@ -393,7 +395,7 @@ def _hide_from_modes(module: nn.Module) -> None:
 
 
 def _check_even(experts: nn.Module, dim: int, ranks: int, config: Config) -> None:
-    """Raise ConfigError if experts are split along ``dim`` > 0 and its size is no multiple of ``ranks``."""
+    """Raise ConfigError if experts are split along ``dim`` > 0, whose size is no multiple of ``ranks``."""
     sizes = sorted({parameter.shape[dim] for parameter in experts.parameters()})
     if dim == 0 or all(size % ranks == 0 for size in sizes):
         return

@@ -39,7 +39,7 @@ from shardtrain.ops import cross_entropy
 LAYERS_OF_A_KIND = 2
 """Number of layers of each kind that run.
 
-The first one may include memory that all layers share. The second one has only its own.
+The first layer may allocate memory that all layers share. The second layer allocates only its own memory.
 """
 _UNTRACEABLE = (
     DataDependentOutputException,
@@ -92,7 +92,7 @@ class _Pass:
 
 @dataclass
 class _AbsentLayers:
-    """The layers of one kind that do not run: their number, and the bytes that all of them would keep."""
+    """Layers of one kind that do not run: their number, and the bytes that they would keep together."""
 
     count: int = 0
     activations: int = 0
@@ -100,10 +100,10 @@ class _AbsentLayers:
 
 
 class _TracedLayer:
-    """Hooks on a traced layer that add the memory of the layers of its kind that do not run.
+    """Hooks on a traced layer that add the memory of the absent layers of its kind, which do not run.
 
-    Each of these absent layers counts as much as the last traced layer. Their memory is added when the last
-    traced layer's forward ends, and removed when the backward of the first traced layer starts.
+    Each absent layer counts as much as the last traced layer. Their memory is added when the forward of the
+    last traced layer ends, and removed when the backward of the first traced layer starts.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class _TracedLayer:
         self._is_first = is_first
         self._is_last = is_last
         self._absent = absent
-        # prepend, so that it runs before FSDP's own hook gathers the weights
+        # Prepend this hook, because it must run before FSDP's hook gathers the weights.
         layer.register_forward_pre_hook(self._enter, prepend=True)
         layer.register_forward_hook(self._leave)
 
@@ -165,7 +165,7 @@ def join(rank: int, size: int) -> Iterator[World]:
 def _forget_meshes() -> None:
     """Clear DTensor's cache, whose entries refer to process groups that no longer exist.
 
-    The cache looks up meshes by equality, so the next world would get these entries.
+    The cache looks up meshes by equality, so an equal mesh of the next simulated run would get these entries.
     """
     from torch.distributed.tensor import debug
 
@@ -185,8 +185,8 @@ def trace(
 ) -> Traced:
     """Run forward and backward of one micro-batch on fake tensors, inside ``materialized``.
 
-    Can be called only once per runner, because it removes layers. Pipeline stages do not communicate. Each
-    receives an input of the right shape. A model whose shapes depend on data cannot be traced, and the
+    Call it only once per runner, because it removes layers. Pipeline stages do not communicate. Each stage
+    receives an input of the right shape. If the shapes of a model depend on data, it cannot be traced. The
     result then contains the reason.
 
     Args:
@@ -311,6 +311,7 @@ def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pas
         for name in absent_names:
             del layers[name]
     done.layers_traced = len(layers)
+    # The number of rows per expert depends on data, which do not exist here.
     for module in part.modules():
         if isinstance(module, expert_parallel.AllToAllDispatch):
             _assume_even_load(module, memory)
@@ -358,8 +359,8 @@ def _most_kept(kept_by_stage: dict[int, int], actions: Sequence[Any]) -> tuple[i
     bytes_kept = most_bytes = in_flight = most_in_flight = 0
     for action in actions:
         kind = action.computation_type.value
-        # A forward pass ("F") keeps its activations until its full backward ("B"), or its backward for the
-        # weights ("W"), is done. The backward for only the inputs ("I") frees nothing.
+        # A forward pass ("F") keeps its activations until its full backward ("B") or its backward for the
+        # weights ("W") has ended. The backward for only the inputs ("I") frees nothing.
         change = 0
         if kind == "F":
             change = 1

@@ -34,9 +34,9 @@ SMALL = "auto_filter_small_kn"
 """An entry of filter_fqns that excludes layers whose matmuls are too small to gain from float8."""
 _TITAN_NAMES = (("head", "output"), ("embed", "tok_embeddings"), (".attn.", ".attention."), (".ffn.", ".feed_forward."),
                 (".shared.", ".shared_experts."))  # fmt: skip
-"""Pairs of our module name and torchtitan's.
+"""Pairs of (module name in this package, module name in torchtitan).
 
-Names with dots are replaced anywhere inside a path. Names without dots must be a complete part of the path.
+A name with dots may be anywhere inside a path. A name without dots must be a complete part of the path.
 """
 
 
@@ -108,8 +108,8 @@ def _check_device(mesh: Mesh, config: Config) -> None:
             is_capable = False
     if not is_capable:
         rule = (
-            f"needs float8 matmuls, which {name} does not support; it computes in bfloat16, float16 "
-            "and float32"
+            f"needs float8 matmuls, which {name} does not support; this device computes in bfloat16, "
+            "float16 and float32"
         )
         fix = "set emulate = true in the converter's section, or remove the converter"
         raise ConfigError(Problem(OPTION, list(converters), rule, fix))
@@ -127,15 +127,15 @@ def _check_mx_of_device(config: Config) -> None:
             f"needs MXFP8 matmuls (CUDA capability 10.0 or higher), which {name} does not support"
         )
         fix = (
-            'set recipe_name = "mxfp8_emulated" in its section, which has the same results as mxfp8_cublas '
-            'but is slow, or use "quantize.linear.float8"'
+            'set recipe_name = "mxfp8_emulated" in its section, which is slow but has the results of '
+            'mxfp8_cublas, or use "quantize.linear.float8"'
         )
         raise ConfigError(Problem(OPTION, list(config.model.converters), rule, fix))
 
 
 @dataclass(frozen=True)
 class _Selection:
-    """The linear layers of a model: which to convert, and why the others are not converted.
+    """The linear layers of a model: layers to convert, and layers that are excluded for each reason.
 
     Attributes:
         converted: (path, layer) of each layer to convert.
@@ -156,7 +156,7 @@ def _select_linears(model: nn.Module, config: Config) -> _Selection:
     Raises:
         ConfigError: a filter names no module, or no layer is left to convert.
     """
-    # The options of the converter. The filter of float8 may contain SMALL, which is no module's name.
+    # Find the options of the converter. The filter of float8 may contain SMALL, which is no module's name.
     is_mx = MX in config.model.converters
     converter = MX if is_mx else LINEAR
     options: Float8Linear | MXLinear = (
@@ -268,8 +268,8 @@ def _check_parts(
     for path, module in converted:
         for size in module.weight.shape:
             if size % (multiple * tp):
-                part = f"gives each rank {size / tp:g} of the {size} features of {path}"
-                rule = f"{part}, and that is not a multiple of {multiple}"
+                part = f"leaves each rank {size / tp:g} of the {size} features of {path}"
+                rule = f"{part}, which is not a multiple of {multiple}"
                 fix = f"use a smaller degree, or add {path.rpartition('.')[2]!r} to {converter}.filter_fqns"
                 raise ConfigError(Problem("parallelism.tensor_parallel_degree", tp, rule, fix))
 
@@ -300,7 +300,7 @@ def _experts_of(model: nn.Module, config: Config) -> list[tuple[str, Any]]:
 
 
 class GatheredInFloat8:
-    """FSDP2's all-gather extension for one weight: round it to float8, send it as bytes, and convert it back."""
+    """FSDP2's all-gather extension of one weight: round it to float8, send it as bytes, and convert it back."""
 
     def __init__(self, param: Any, dtype: torch.dtype) -> None:
         self._param = param

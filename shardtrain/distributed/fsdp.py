@@ -72,7 +72,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     for layer in layers:
         is_kept = keeps_last and layer is layers[-1]
         layer_options = {**options, "reshard_after_forward": reshard and not is_kept}
-        # Shard the experts first, because a unit excludes modules that are already units.
+        # Shard the experts first. The layer's unit then excludes them, because they are already units.
         expert_parallel.shard(layer, mesh, config, layer_options)
         fully_shard(layer, **layer_options)
 
@@ -117,7 +117,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 def _prepare_forward(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Replace or hook forward methods.
 
-    This also runs in a single process, so that its results equal those of any mesh.
+    This also runs in a single process, whose results must equal those of any mesh.
     """
     dtypes = {derived.compute_dtype(config), config.training.dtype}
     if mesh.device.type == "cpu" and dtypes & {"bfloat16", "float16"}:
@@ -127,10 +127,10 @@ def _prepare_forward(model: nn.Module, layout: Layout, mesh: Mesh, config: Confi
     has_experts = expert_parallel.are_sharded_separately([model], config)
     if derived.computes_with_copies(config, mesh.device_mesh.size(), has_experts):
         compute_copies.use(model, getattr(torch, derived.compute_dtype(config)))
-    # If an FSDP unit returns a view, an in-place operation on it removes FSDP's hook, and backward runs without
-    # the gathered weights. (With tensor parallelism, autograd raises an error instead.) The models of this
-    # package have no such operation, so FSDP's warning is suppressed. A user's model may have one, so its units
-    # return copies instead of views.
+    # If an FSDP unit returns a view, an in-place operation on it removes FSDP's hook, and backward runs
+    # without the gathered weights. (With tensor parallelism, autograd raises an error instead.) The models
+    # of this package have no such operation, so FSDP's warning is suppressed. A user's model may have one,
+    # so its units return copies instead of views.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if config.model.name.endswith(".py"):
         for unit in (*model.children(), *getattr(model, layout.layers).values()):
@@ -251,7 +251,7 @@ def precision_policy(config: Config) -> MixedPrecisionPolicy:
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Choose whether the next backward pass reduces gradients, or accumulates them without communication."""
+    """Reduce gradients in the next backward pass if ``sync``. Otherwise accumulate them without communication."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(sync)
 
@@ -293,5 +293,5 @@ def offloads(config: Config, device: torch.device) -> bool:
 
 
 def _share_parameters(first: list[nn.Module], last: list[nn.Module]) -> bool:
-    first_ids = {id(parameter) for module in first for parameter in module.parameters()}
-    return any(id(parameter) in first_ids for module in last for parameter in module.parameters())
+    first_ids = {id(parameter) for parameter in nn.ModuleList(first).parameters()}
+    return any(id(parameter) in first_ids for parameter in nn.ModuleList(last).parameters())

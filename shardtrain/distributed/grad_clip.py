@@ -68,7 +68,7 @@ class SquaredNorm:
     def norm(self) -> Tensor:
         """Return the square root of the sum over all ranks (a collective)."""
         total = torch.zeros((), dtype=sum_dtype(self._mesh.device), device=self._mesh.device)
-        # sorted, so that all ranks run the all-reduces in the same order
+        # All ranks must run the all-reduces in the same order, so sort the axes.
         for axes in sorted(self._by_axes):
             squares = self._by_axes[axes]
             for axis in axes:
@@ -92,7 +92,7 @@ class Agreed:
     norm: float
     """Infinite if the norm of any rank is not finite."""
     same_norm: bool
-    """True if all ranks computed the same norm. ``norm`` is the mean over ranks.
+    """True if all ranks computed the same norm. (``norm`` is the mean over ranks.)
 
     With more than about 10,000 ranks, rounding can make it False although the norms are equal. So
     ``replica_check.refuse_norms`` checks again.
@@ -110,15 +110,15 @@ class OnDevice(NamedTuple):
     applies: Tensor
     """Boolean scalar: True if loss and norm are finite, and the norm is the same on all ranks."""
     factor: Tensor
-    """Scalar by which the gradients are multiplied, so that their norm is at most ``training.max_norm``."""
+    """Scalar factor for the gradients, which limits their norm to ``training.max_norm``."""
 
 
 class Agreement:
     """Sums the loss over all ranks, and checks that all ranks computed the same norm.
 
-    The constructor is a collective. All ranks must make the same decision on the update: if one rank skips it
-    while others apply it, the run deadlocks. Norms can differ after a bit flip on one replica: if it happens
-    after the gradient reduction, only this replica's norm changes.
+    The constructor is a collective. All ranks must make the same decision on the update. If one rank
+    skipped it while others apply it, the run would deadlock. Norms can differ after a bit flip: if it
+    happens on one replica after the gradient reduction, only this replica's norm changes.
     """
 
     def __init__(self, loss: Tensor, norm: Tensor, mesh: Mesh) -> None:

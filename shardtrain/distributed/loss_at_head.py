@@ -1,4 +1,4 @@
-"""Compute the loss inside the head, so that the logits never exist in full, if that saves memory.
+"""Compute the loss inside the head if this saves memory. The full logits then never exist.
 
 The computation itself is in ops/linear_cross_entropy.py.
 """
@@ -39,12 +39,12 @@ def saves(model: nn.Module, num_tokens: int, mesh: Mesh, config: Config) -> bool
 
 
 @contextmanager
-def in_place_of_logits(
+def instead_of_logits(
     model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]
 ) -> Iterator[None]:
     """Context manager that makes ``model(...)`` return a loss instead of logits.
 
-    The head module is still called, so that FSDP's hooks gather its weight.
+    The model still calls the head module, because FSDP's hooks on it gather the weight.
 
     Args:
         loss_of: maps the input of the head and its weight to the loss.

@@ -18,7 +18,7 @@ from shardtrain.distributed.rendezvous import gloo_sockets
 from shardtrain.ops import accelerator, host_collectives
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Outermost axis first. Ranks of a tensor-parallel group are consecutive, so they use the fastest links."""
+"""All axes, outermost first. Ranks of a tensor-parallel group are consecutive, so they use the fastest links."""
 BATCH_AXES = ("dp_replicate", "dp_shard")
 """Axes along which ranks read different samples."""
 LOSS_AXES = ("dp_replicate", "dp_shard", "cp")
@@ -67,12 +67,10 @@ class Mesh:
         With several replicas, dp_replicate is an additional first axis.
         """
         has_replicas = self.sizes["dp_replicate"] > 1
+        if self.sizes["cp"] == 1 and has_replicas:
+            return self.submesh("dp_replicate", "dp_shard")
         if self.sizes["cp"] == 1:
-            return (
-                self.submesh("dp_replicate", "dp_shard")
-                if has_replicas
-                else self.submesh("dp_shard")
-            )
+            return self.submesh("dp_shard")
         # Context-parallel ranks hold the same weights, so FSDP shards over them as well.
         shard_and_cp = self.submesh("dp_shard", "cp")
         flattened = gloo_sockets.private(lambda: shard_and_cp._flatten("dp_shard_cp"))
@@ -95,7 +93,7 @@ class Mesh:
     def sum_of_all(self, tensor: Tensor) -> Tensor:
         """Return the sum of a small tensor over all ranks, in a single collective.
 
-        The backend may be gloo even in a run on accelerators: it sums CPU tensors.
+        In a run on accelerators, gloo sums tensors that are on the CPU.
         """
         if self.device_mesh.size() > 1:
             tensor = tensor.clone()

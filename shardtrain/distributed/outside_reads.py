@@ -1,5 +1,6 @@
-"""Find weights that a user's model reads outside the module that owns them. An example is a head that reads
-the embedding's weight.
+"""Find weights that a user's model reads outside the module that owns them.
+
+An example is a head that reads the embedding's weight.
 
 If two modules register the same parameter, it has two names, and ``tied_names`` finds it. But a module may
 also reach another module's parameter through a Python reference, and such a parameter has only one name.
@@ -31,8 +32,8 @@ _TOKENS = 4
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Set ``model.ends_are_read`` if other modules read weights of the first or last modules.
 
-    ``fsdp`` then keeps the first and last modules in the root unit. Does nothing on one rank, and nothing
-    with pipeline stages, where ``chain.check`` finds such weights.
+    ``fsdp`` then keeps the first and last modules in the root unit. Does nothing on one rank. With pipeline
+    stages, ``chain.check`` finds such weights instead.
 
     Raises:
         ConfigError: another module reads the weight of a layer. With tensor parallelism, another module
@@ -44,18 +45,18 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     for name, reader in readers.items():
         if mesh.size("tp") > 1:
             rule = f"does not support that {reader} reads {name}, which is split over ranks"
-            fix = "register the parameter in both modules (self.head.weight = self.embed.weight), or use two"
+            fix = "register the parameter in both modules (self.head.weight = self.embed.weight), or use two parameters"
             option = "parallelism.tensor_parallel_degree"
             raise ConfigError(Problem(option, mesh.size("tp"), rule, fix))
         if name.startswith(f"{layout.layers}."):
-            rule = f"reads {name} in {reader}, where the layer's weights are not gathered"
+            rule = f"reads {name} in {reader}, but FSDP gathers a layer's weights only while the layer runs"
             fix = "give each layer its own parameters"
             raise ConfigError(Problem("model.name", config.model.name, rule, fix))
     model.ends_are_read = bool(readers)  # type: ignore[assignment]
 
 
 def read_elsewhere(whole: nn.Module, layout: Layout) -> dict[str, str]:
-    """Return the parameters that are read while no unit that holds them runs.
+    """Return the parameters that are read while none of the units that hold them is running.
 
     Units are the modules that FSDP gathers: the first and last modules, and each layer. If the forward fails
     on the meta device, only the reads before the failure are found.

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def make_whole(parameter: Tensor) -> None:
-    """Complete the gradient of a parameter, so that it has the parameter's own placements.
+def sum_over_ranks(parameter: Tensor) -> None:
+    """Sum the gradient of a parameter over ranks. It then has the placements of the parameter.
 
     This is a collective if the gradient is a partial sum, and a no-op if FSDP has already summed it.
     """

@@ -53,7 +53,7 @@ def cut(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> list[nn
     Raises:
         ConfigError: ``module_fqns_per_model_part`` does not cover the model, or its forward is not a chain.
     """
-    # Check this first, because in stages a forward that is not a chain would silently compute wrong results.
+    # Check this first. If the forward is not a chain, stages would silently compute wrong results.
     parts = check(model, layout, config)
     own_modules = [set(parts[index]) for index in _own_stages(mesh, config, len(parts))]
     if hf_stages.is_hf(model):
@@ -115,7 +115,9 @@ def _stages_of(rank: int, mesh: Mesh, config: Config, num_stages: int) -> list[i
 
 def _check_parts(parts: list[list[str]], names: ChainNames) -> None:
     """Raise ConfigError unless the stages contain each module of the model once, in order."""
-    found = [name for part in parts for name in part]
+    found: list[str] = []
+    for part in parts:
+        found += part
     expected = names.paths
     if found == expected:
         return
@@ -128,12 +130,12 @@ def _check_parts(parts: list[list[str]], names: ChainNames) -> None:
 class _Stage(PipelineStage):
     """PyTorch's stage with fixes for two types of schedules.
 
-    Schedules that split the backward pass: PyTorch computes the gradients of the module's parameters, which
-    must be the gathered weights that forward used. After forward, an FSDP unit may have replaced them by its
-    shards, and PyTorch would silently skip the gradients. So the weights are gathered first.
+    Schedules that split the backward pass: PyTorch computes the gradients of the module's current parameters.
+    These must be the gathered weights that forward used. After forward, an FSDP unit may have replaced them
+    with its shards, and PyTorch would silently skip the gradients. So the weights are gathered first.
 
-    V-shaped schedules: in evaluation they would pass on gradients that do not exist. And in the middle of the
-    V, two stages on one rank exchange tensors.
+    V-shaped schedules: in evaluation, they would send gradients that do not exist. In the middle of the V,
+    two stages of the same rank exchange tensors, which needs no communication.
 
     Attributes:
         row_users: objects that must know the rows of a forward pass.
@@ -172,7 +174,7 @@ class _Stage(PipelineStage):
 
 
 def _no_op() -> None:
-    """Backward pass for the weights of a stage that computes their gradients together with the inputs'."""
+    """Backward pass for the weights, if the backward pass for the inputs has already computed the gradients."""
 
 
 class PipelineRunner(Runner):
@@ -202,16 +204,16 @@ class PipelineRunner(Runner):
         self._ties = TiedStages(tied_names(whole), modules, self.ranks_of_stages, mesh)
         self._weight = torch.ones((), device=mesh.device)
         self._computes_loss = True
-        """False during a pass that only counts how often each expert is chosen."""
+        """False during a pass that only counts the experts' tokens."""
         self._positions_name = _positions_name(whole)
         hidden = _hidden_size(whole, layout)
         self._features = hidden
-        # number of tensor-parallel ranks that split sequences between layers (none in transformers networks)
+        # Number of ranks that split sequences between layers. Tensor parallelism splits them, except in
+        # transformers networks.
         self.sequence_ranks = 1 if hf_stages.is_hf(whole) else mesh.size("tp")
         self._vocab_size = vocab_size
-        # With recomputation, compute the gradients of weights together with the inputs' gradients. A
-        # separate pass would run for each group of weights, and each time recompute the layer and keep its
-        # activations.
+        # With recomputation, compute the gradients of weights together with those of the inputs. Otherwise a
+        # separate pass would run for each group of weights, and each pass would recompute the layer.
         recomputes = config.activation_checkpoint.mode in ("full", "selective")
         # PyTorch also fails to separate them if the graph differs between micro-batches, as the loops over
         # lists of experts do (torch 2.13).
@@ -331,6 +333,7 @@ class PipelineRunner(Runner):
             return self._run(self._schedule.eval, [batch])
 
     def _run(self, method: Any, batches: Sequence[TokenBatch]) -> Tensor:
+        # Join this rank's parts of all batches. The schedule divides the rows into micro-batches.
         pieces = [self._cut(batch) for batch in batches]
         tokens_Bt, targets_Bt, positions_Bt = (
             torch.cat(column) for column in zip(*pieces, strict=True)
@@ -398,11 +401,11 @@ class PipelineRunner(Runner):
 class AllStages(nn.Module):
     """The full model on every pipeline rank, for forward passes without gradients on a few tokens.
 
-    Each rank computes its own stages and broadcasts their outputs. This is slow, because only one stage
+    Each rank computes its stages and broadcasts their outputs. This is slow, because only one stage
     computes at a time.
 
     Attributes:
-        config_name, hf: the attributes of a ``transformers`` network, so that its checks work here too.
+        config_name, hf: the attributes of a ``transformers`` network, which its checks need.
     """
 
     def __init__(self, runner: PipelineRunner) -> None:

@@ -40,9 +40,10 @@ more_counters: set[Callable[[], int]] = set()
 
 
 def collectives_begun() -> int:
-    """Return how many collectives this process has started, in all its groups. A sign of progress.
+    """Return the number of collectives that this process has started in all its groups.
 
-    The call is cheap and thread-safe, even while groups are created and destroyed.
+    The watchdog uses it as a sign of progress. The call is cheap, and thread-safe even while groups are
+    created and destroyed.
     """
     # Iterate over copies, because other threads may change the collections.
     total = sum(count() for count in list(more_counters))
@@ -94,7 +95,7 @@ def join(
     device_type = pick_device_type(device)
     torch_device = accelerator.of_rank(device_type, local_rank)
     timeout = timedelta(seconds=comm.init_timeout_seconds)
-    # If the variable is not set, the rendezvous below may set it. It is then removed at the end.
+    # The rendezvous below may set the variable STORE. If it was unset before, remove it at the end.
     has_store = STORE in os.environ
     backend = accelerator.collectives(device_type)
     # gloo reads this variable when the group is created

@@ -55,7 +55,7 @@ class ModelParts:
     config: Config
     chunk_loss: ChunkFunction | None
     vocabulary: Vocabulary | None = None
-    """The split of the logits' columns over tensor-parallel ranks. None if they are not split."""
+    """Describes how tensor-parallel ranks split the columns of the logits. None if they do not."""
     has_experts: bool = False
     """True if the full model has experts, on this rank or on others."""
     training_chunk_loss: ChunkFunction | None = None
@@ -78,8 +78,9 @@ class Runner(ABC):
         model_parts: the modules of this rank and their configuration.
         parts: the modules of this rank.
         token_metrics: the user's training metrics, or None.
-        embedding_noise: noise that the trainer begins and ends with each step, or None.
-        source_losses: losses by data source, which the trainer begins and ends with each step, or None.
+        embedding_noise: noise on the embedding, or None. The trainer calls its ``begin_step`` and
+            ``end_step``.
+        source_losses: losses by data source, or None. The trainer calls its ``begin_step`` and ``end_step``.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -129,7 +130,7 @@ class Runner(ABC):
 
     @property
     def counts_filler(self) -> bool:
-        """True if batches must mark padding tokens (``data.mark_filler``), so that experts do not count them."""
+        """True if batches must mark padding tokens (``data.mark_filler``), because experts must not count them."""
         if self._balance is not None:
             return True
         return self._has_experts and expert_parallel.has_experts(self.parts)
@@ -203,18 +204,18 @@ class Runner(ABC):
             init_weights.draw_(parameter, name, draws[name], seed)
         self._before_pass = float8_modules.before_pass(self.parts, self._mesh, self._config)
         if self._config.parallelism.shard_optimizer_states:
-            trained = {
-                name: parameter
-                for name, parameter in self.parameters().items()
-                if parameter.requires_grad
-            }
+            trained = {}
+            for name, parameter in self.parameters().items():
+                if parameter.requires_grad:
+                    trained[name] = parameter
             self._split_states = SplitStates(trained, self._mesh, derived.state_block(self._config))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters by their names in the full model."""
-        return {
-            name: parameter for part in self.parts for name, parameter in part.named_parameters()
-        }
+        parameters: dict[str, nn.Parameter] = {}
+        for part in self.parts:
+            parameters.update(part.named_parameters())
+        return parameters
 
     def counted_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this rank counts in sums over stages, such as the gradient norm.
@@ -228,7 +229,10 @@ class Runner(ABC):
 
         A buffer is the same on all ranks that hold it.
         """
-        return {name: buffer for part in self.parts for name, buffer in part.named_buffers()}
+        buffers: dict[str, Tensor] = {}
+        for part in self.parts:
+            buffers.update(part.named_buffers())
+        return buffers
 
     def measures(self) -> dict[str, float]:
         """Return metrics of the last ``forward_backward``, equal on all ranks (a collective)."""
@@ -242,11 +246,11 @@ class Runner(ABC):
         return metrics
 
     def optimizer_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the tensors that the optimizer updates: the parameters, or with ZeRO-1 slices of them."""
+        """Return the tensors that the optimizer updates: the parameters, or slices of parameters with ZeRO-1."""
         return self.parameters() if self._split_states is None else self._split_states.slices
 
     def update_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update each parameter during backward from now on. Set the learning rate before backward then."""
+        """Update each parameter during backward from now on. The learning rate must be set before backward."""
         parameters = self.optimizer_parameters().values()
         self._in_backward = UpdateInBackward(optimizer, parameters, self._mesh)
 
@@ -329,11 +333,11 @@ class PlainRunner(Runner):
     def _forward_backward(self, batches: Sequence[TokenBatch], weight: Tensor) -> Tensor:
         balance = self._balance
         counts_first = balance is not None and len(batches) > 1
-        # float64, because the losses of hundreds of micro-batches, and then of all ranks, are added up
+        # Use a wide dtype, because the losses of hundreds of micro-batches and then of all ranks are added up.
         total = torch.zeros((), dtype=sum_dtype(self._mesh.device), device=self._mesh.device)
         try:
-            # The balance loss of a micro-batch depends on which experts the tokens of all other micro-batches
-            # choose. So first run all of them without gradients to count the choices.
+            # The balance loss of a micro-batch depends on the experts' tokens in all other micro-batches. So
+            # first run all micro-batches without gradients to count these tokens.
             if balance is not None and counts_first:
                 balance.count(lambda: self._run_without_loss(batches))
                 balance.sum_over_ranks(batches, weight)
@@ -348,15 +352,15 @@ class PlainRunner(Runner):
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
         finally:
-            # Backward drops only copies that received a gradient. Drop the others too, and after an error
-            # drop all.
+            # Backward has dropped only copies that received a gradient. Drop all others too, also after an
+            # error.
             if self._has_compute_copies:
                 compute_copies.drop(self.parts[0])
-        # With tensor parallelism, some gradients are partial sums. Complete them once after all micro-batches,
-        # with one collective per parameter, in the same order on all ranks.
+        # With tensor parallelism, some gradients are partial sums. Complete them once after all
+        # micro-batches, with one collective per parameter, in the same order on all ranks.
         if self._mesh.size("tp") > 1:
             for parameter in self.parts[0].parameters():
-                partial_gradients.make_whole(parameter)
+                partial_gradients.sum_over_ranks(parameter)
         return total
 
     def evaluate(self, batch: TokenBatch) -> Tensor:
@@ -375,7 +379,7 @@ class PlainRunner(Runner):
     def _select_rows(self, index: int, batch: TokenBatch) -> None:
         """Select the noise and the sources of a micro-batch. Micro-batches have the same number of rows."""
         for user in (self.embedding_noise, self.source_losses):
-            # Batches of other tasks than next-token losses have neither, and no ``tokens_BT``.
+            # Both are None for row tasks, whose batches have no ``tokens_BT``.
             if user is not None:
                 num_rows = batch.tokens_BT.size(0)
                 user.use_rows(index * num_rows, num_rows)
@@ -383,7 +387,7 @@ class PlainRunner(Runner):
     def _loss(self, batch: TokenBatch, weight: Tensor) -> Tensor:
         model = self.parts[0]
         tokens_Bt, targets_Bt, positions_Bt = self._cut(batch)
-        # Context-parallel ranks pass full rows of document numbers, because attention needs those of all
+        # Context-parallel ranks pass full rows of document numbers. Attention needs the numbers of all
         # tokens.
         documents = {} if batch.documents_BT is None else {"documents_BT": batch.documents_BT}
 
@@ -394,7 +398,7 @@ class PlainRunner(Runner):
             def loss_of(hidden_BtD: Tensor, head_VD: Tensor) -> Tensor:
                 return linear_cross_entropy_sum(hidden_BtD, head_VD, targets_Bt, weight, chunk)
 
-            with loss_at_head.in_place_of_logits(model, loss_of):
+            with loss_at_head.instead_of_logits(model, loss_of):
                 return model(tokens_Bt, positions_Bt, **documents)  # type: ignore[no-any-return]
 
         # Otherwise the model must return logits. A user's model may return anything.

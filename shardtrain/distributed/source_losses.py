@@ -26,7 +26,7 @@ class SourceLosses:
         self._num_sources = num_sources
         self._device = device
         self._sources: Sequence[int] = ()
-        # rows of the current forward pass
+        # the rows of the current forward pass
         self._rows: slice | None = None
         self.sums_2S = self._zeros()
 
@@ -45,13 +45,14 @@ class SourceLosses:
         self._rows = None
 
     def grouped(self, targets_Bt: Tensor) -> GroupedLoss | None:
-        """Count the targets of the selected rows. Return the sums to which their losses must be added, or None."""
+        """Count the targets of the selected rows. Return the sums for their losses, or None outside of a step."""
         if self._rows is None:
             return None
         sources = self._sources[self._rows]
         targets_of_row_B = (targets_Bt != IGNORE).sum(dim=1, dtype=self.sums_2S.dtype)
         sources_B = to_device(torch.tensor(sources), self._device)
         self.sums_2S[1].index_add_(0, sources_B, targets_of_row_B)
+        # Join neighbouring rows of the same source into one group: (end in tokens, source).
         groups = []
         for row, source in enumerate(sources):
             is_last = row == len(sources) - 1

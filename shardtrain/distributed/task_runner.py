@@ -83,7 +83,8 @@ class TaskRunner(PlainRunner):
             return loss.float(), self.task.predictions(outputs, batch)
 
     def _loss(self, batch: Any, weight: Tensor) -> Tensor:
-        # A batch without rows only exists because of the collectives, so experts must not count it.
+        # A rank without data runs a batch without rows to take part in collectives. Experts must not count
+        # it.
         if self._has_experts:
             expert_parallel.count(self.parts, bool(batch.num_rows))
         outputs = self.task.forward(self.parts[0], batch)
@@ -95,11 +96,11 @@ class TaskRunner(PlainRunner):
             sums_K = self.task.step_sums(outputs, batch)
         if sums_K is None:
             return
-        # A batch without rows contributes zeros, so that every rank has sums for the collective.
+        # A batch without rows contributes zeros, because every rank needs sums for the collective.
         sums_K = sums_K * bool(batch.num_rows)
         self._step_sums_K = sums_K if self._step_sums_K is None else self._step_sums_K + sums_K
 
 
 def _weight(batch: Any, weight: Tensor) -> Tensor:
-    """Return ``weight``, or zero for a batch without rows, which only exists because of the collectives."""
+    """Return ``weight``, or zero for a batch without rows."""
     return weight if batch.num_rows else torch.zeros_like(weight)

@@ -1,9 +1,9 @@
 """Parameters that pipeline stages share, such as an embedding in the first stage and a tied head in the last.
 
 Each of these stages has a copy, and all copies start equal. After the backward pass of a step, their
-gradients are added up, so that all copies get the same update (Shoeybi et al. 2019, Narayanan et al. 2021).
-The parameter is known only by the first of its names in the full model, so that checkpoints do not depend on
-the mesh. With a V-shaped schedule, one rank can hold two copies. Copies on different ranks are replicas.
+gradients are added up. All copies then get the same update (Shoeybi et al. 2019, Narayanan et al. 2021).
+Checkpoints store only the first of the parameter's names in the full model, so they do not depend on the
+mesh. With a V-shaped schedule, one rank can hold two copies. Copies on different ranks are replicas.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class TiedStages:
         for names in ties:
             holding_stages = []
             for index, modules in enumerate(stage_names):
-                if any(name.startswith(f"{module}.") for name in names for module in modules):
+                prefixes = tuple(f"{module}." for module in modules)
+                if any(name.startswith(prefixes) for name in names):
                     holding_stages.append(index)
             if len(holding_stages) > 1:
                 self._holders[names[0]] = sorted({ranks[index] for index in holding_stages})
@@ -73,7 +74,7 @@ class TiedStages:
         return holders[0] == self._mesh.rank(AXIS)
 
     def copy_weights(self, parts: Sequence[nn.Module]) -> None:
-        """Overwrite further copies on this rank with the first one.
+        """Overwrite all other copies on this rank with the first copy.
 
         This is needed because only the first copy is initialized, loaded and updated.
         """
@@ -119,10 +120,10 @@ class TiedStages:
                 peer = dist.get_global_rank(group, holder)
                 messages.append(dist.P2POp(dist.isend, sent, peer, group))
                 messages.append(dist.P2POp(dist.irecv, values[holder], peer, group))
-        # Start all messages before waiting for the first one, so that ranks cannot block each other.
+        # Start all messages before waiting for the first one. Otherwise ranks could block each other.
         for work in dist.batch_isend_irecv(messages):
             work.wait()
-        # Sum in the order of ranks, so that all copies get the same bits.
+        # All copies must get the same bits, so sum in the order of ranks.
         total = values[holders[0]].clone()
         for holder in holders[1:]:
             total += values[holder]

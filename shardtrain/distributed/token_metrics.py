@@ -110,7 +110,8 @@ class TokenMetrics:
             return
         with torch.no_grad():
             for index, (path, measure) in enumerate(self._measures.items()):
-                # Pass copies, so that a function that writes to them changes neither the loss nor other metrics.
+                # Pass copies. Otherwise a function that writes to them could change the loss or other
+                # metrics.
                 values_n = _values(path, measure, logits_nV[is_target_n].float(), targets_n.clone())
                 self._sums[index] += values_n.sum(dtype=self._sums.dtype)
         self._sums[-1] += len(targets_n)

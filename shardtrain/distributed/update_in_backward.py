@@ -1,6 +1,6 @@
-"""Update each parameter during backward, as soon as its gradient is complete. This saves memory, because
-only few gradients exist at the same time.
+"""Update each parameter during backward, as soon as its gradient is complete.
 
+This saves memory, because only few gradients exist at the same time.
 It does not support options that need all gradients together or that may skip an update, see
 config/rules/option_pairs.py.
 """
@@ -32,7 +32,7 @@ class UpdateInBackward:
                 parameter.register_post_accumulate_grad_hook(self._update)
 
     def _update(self, parameter: Tensor) -> None:
-        partial_gradients.make_whole(parameter)
+        partial_gradients.sum_over_ranks(parameter)
         assert parameter.grad is not None
         self._squares.add(parameter.grad)
         # This updates only one parameter, because no other has a gradient now.

@@ -111,7 +111,7 @@ class SplitStates:
         axis = list(parameter.device_mesh.mesh_dim_names or ()).index(AXIS)
         placements = list(parameter.placements)
         placements[axis] = Shard(dim)
-        # A contiguous copy, because the fused AdamW kernel silently fails on a non-contiguous slice
+        # Make a contiguous copy, because the fused AdamW kernel silently fails on a non-contiguous slice
         # (torch 2.13).
         part = self._part(name, parameter.to_local().detach()).clone(
             memory_format=torch.contiguous_format
@@ -132,8 +132,8 @@ class SplitStates:
 def _free_dim(parameter: Tensor, replicas: int, block: int) -> int | None:
     """Return the first dimension that can be split over the replicas, or None.
 
-    No other axis may split it already, it must have at least one index per replica, and the split must not
-    cut through a block of columns.
+    The dimension must not be split already over another axis, and must have at least one index per replica.
+    The split must not cut through a block of columns.
     """
     assert isinstance(parameter, DTensor)
     mesh = parameter.device_mesh
@@ -153,7 +153,7 @@ def _free_dim(parameter: Tensor, replicas: int, block: int) -> int | None:
 
 
 def _chunks(parameter: Tensor, dim: int | None, replicas: int) -> list[Tensor]:
-    """Return one view per replica. ``torch.chunk`` may return fewer, so the last ones may be empty."""
+    """Return one view per replica. The last views may be empty, because ``torch.chunk`` may return fewer chunks."""
     assert dim is not None
     chunks = list(parameter.chunk(replicas, dim))
     empty = parameter.narrow(dim, parameter.size(dim), 0)

@@ -352,7 +352,7 @@ def _gradient_of_two_ways(rank: int, ways: list[Placement]) -> torch.Tensor:
         model(
             torch.full((4,), 3.0 if isinstance(way, Replicate) else rank + 1.0).bfloat16(), way
         ).sum().backward()
-    partial_gradients.make_whole(model.weight)
+    partial_gradients.sum_over_ranks(model.weight)
     assert model.weight.grad.placements == (Replicate(),)
     assert model.weight.grad.dtype == torch.float32
     return local_tensor(model.weight.grad)

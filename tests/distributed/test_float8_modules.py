@@ -334,7 +334,7 @@ def test_layers_with_unsupported_sizes_are_skipped_and_counted(caplog):
         (
             {"emulate": False},
             4,
-            ["tensor_parallel_degree", "gives each rank 8 of the 32 features of layers.0.attn.wk"],
+            ["tensor_parallel_degree", "leaves each rank 8 of the 32 features of layers.0.attn.wk"],
         ),
     ],
 )

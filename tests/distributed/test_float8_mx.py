@@ -207,7 +207,7 @@ def test_default_filter_may_match_nothing():
             4,
             [
                 "tensor_parallel_degree",
-                "gives each rank 16 of the 64 features",
+                "leaves each rank 16 of the 64 features",
                 "not a multiple of 32",
                 "add 'wq'",
             ],

@@ -1,5 +1,6 @@
-"""Context parallelism: each rank holds a part of every sequence, and only attention and recurrence cores
-communicate.
+"""Context parallelism: each rank holds a part of every sequence.
+
+Only the cores of attention and recurrences communicate.
 
 The attention core is replaced with one of three methods:
 
@@ -185,12 +186,14 @@ def _require_methods(path: str, core: nn.Module, mesh: Mesh) -> None:
 
 
 def core_paths(model: nn.Module, pattern: str) -> list[str]:
-    """Return the paths of the modules that a pattern of the layout matches. None for an empty pattern."""
-    return [path for path, _ in model.named_modules() if pattern and matches(path, pattern)]
+    """Return the paths of the modules that a pattern of the layout matches. Empty for an empty pattern."""
+    if not pattern:
+        return []
+    return [path for path, _ in model.named_modules() if matches(path, pattern)]
 
 
 def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Test each type of attention core on small tensors: can it be split by sequence (cp) and heads (tp)?
+    """Test on small tensors that each type of attention core can be split by sequence (cp) and heads (tp).
 
     Also check that no module outside the cores mixes tokens where a rank has only part of a sequence.
 
@@ -255,7 +258,7 @@ def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Confi
         if not matches(path, layout.context):
             continue
         call = calls.get(path)
-        # Layers usually have the same core: check each combination of class, attributes and arguments once.
+        # Most layers have equal cores, so check each combination of class, attributes and arguments once.
         attributes = {name: value for name, value in vars(core).items() if name[0] != "_"}
         kind = (type(core), repr(attributes), repr(call))
         if kind in checked:

@@ -87,8 +87,8 @@ def natural_order(x_BTKH: Tensor, size: int, balanced: bool) -> Tensor:
     chunks = x_BTKH.chunk(num_chunks, dim=1)
     in_order = []
     for index in range(num_chunks):
-        # Rank r's two chunks are at 2r and 2r+1. The first half of the sequence consists of the ranks'
-        # first chunks, and the second half of their second chunks in reverse order.
+        # Rank r's two chunks are at 2r and 2r+1. The first half of the sequence is the ranks' first chunks.
+        # The second half is the ranks' second chunks in reverse order.
         gathered_at = 2 * index
         if index >= size:
             gathered_at = 2 * (num_chunks - 1 - index) + 1

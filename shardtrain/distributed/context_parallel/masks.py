@@ -1,5 +1,6 @@
-"""Divide attention over split sequences into pieces. A piece is a set of queries and a set of keys that
-a kernel processes in one call.
+"""Divide attention over split sequences into pieces.
+
+A piece is a set of queries and a set of keys that a kernel processes in one call.
 
 With P ranks, rank r holds chunk r of P. If chunks are balanced, it holds chunks r and 2P-1-r of 2P: one
 from the start (the head) and one from the end (the tail). A piece contains only documents that its
@@ -91,7 +92,8 @@ def prefix_pieces(
     if window.tokens:
         stretch = (queries, slice(0, total), total - length)
         return _within_window([stretch], query_documents_Bl, documents_Bs, window)
-    # All queries see all earlier keys, so they need no mask. The keys of the same tokens need a causal one.
+    # All queries see all earlier keys, which need no mask. The keys of the queries' tokens need a causal
+    # mask.
     pieces = [(queries, own_keys, True)]
     if total > length:
         pieces.insert(0, (queries, slice(0, total - length), False))
@@ -103,7 +105,7 @@ def ring_pieces(
 ) -> list[list[ContextPiece]]:
     """Return the pieces of each turn of the ring.
 
-    In turn 0 this rank has its own keys, in turn 1 those of the previous rank, and so on.
+    In turn 0 this rank has its own keys, in turn 1 the keys of the previous rank, and so on.
     """
     document_parts: list[Tensor | None] = [None] * size
     if documents_BT is not None:
@@ -193,9 +195,9 @@ def documents_met(
 def _causal_parts(
     tokens: int, source: int, rank: int, balanced: bool
 ) -> list[tuple[slice, slice, bool]]:
-    """Return which queries of ``rank`` attend to which keys of ``source``, and True for a causal mask.
+    """Return (queries of ``rank``, keys of ``source`` that they attend to, True for a causal mask).
 
-    With a rank's own keys, the mask is causal. If parts are balanced, each consists of a head and a tail
+    The mask is causal only for a rank's own keys. If parts are balanced, each consists of a head and a tail
     chunk, and:
 
     - keys of an earlier rank: all queries attend to its head chunk, and none to its tail chunk

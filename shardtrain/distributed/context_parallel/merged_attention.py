@@ -36,7 +36,7 @@ Its arguments are queries, keys, values, group, balanced, documents, window, sco
 
 
 class PrefixAttention(torch.autograd.Function):
-    """Causal attention in which the queries belong to the last of the keys' tokens.
+    """Causal attention of the last tokens to all tokens.
 
     The last query attends to all keys, and each earlier query to one key fewer. A window limits each
     query to its nearest keys.
@@ -104,9 +104,9 @@ def sinks_gradient_of(
 def window_of(window: int, tokens: int, q_BtNH: Tensor, scores: Scores) -> Window:
     """Return the window and the number of queries per block.
 
-    Scores that no flash kernel supports are always computed in blocks. If they have no window, use one
-    that covers all tokens. ALiBi depends on this, because a block's tokens are contiguous and the block
-    knows the distance from its keys to its queries.
+    Scores that no flash kernel supports are always computed in blocks. Without a window, use a window that
+    covers all tokens. ALiBi requires blocks, because it needs the distance from keys to queries. Within a
+    block, tokens are contiguous and the distance is known.
     """
     if scores.has_kernel:
         return Window(window, queries_at_once(window, q_BtNH.device))

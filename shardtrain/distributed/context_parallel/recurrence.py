@@ -1,4 +1,5 @@
-"""Context parallelism of a recurrence: ranks compute their chunks of the sequence in parallel and exchange states.
+"""Context parallelism of a recurrence: ranks compute their chunks of the sequence in parallel and exchange
+states.
 
 A chunk maps its incoming state to its outgoing state by S_out = A S_in + B (``ops/gated_delta_net.py``).
 Each rank computes A and B of its own chunks, and an all-gather collects A and B of all chunks. Each rank
@@ -7,8 +8,8 @@ convolution also reads the last tokens before its chunk, so these are gathered t
 exchanged tensors does not depend on the length of the sequence. Tokens are split over ranks in the same
 way as for attention: if chunks are balanced, a rank has two, one in each half of the sequence.
 
-Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, H rows of a state, V columns of a state, p chunks
-of this rank, P chunks of all ranks, w tokens before a chunk, X features.
+Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, H rows of a state, V columns of a
+state, p chunks of this rank, P chunks of all ranks, w tokens before a chunk, X features.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class RecurrenceCore(Protocol):
     """A core that ``LAYOUT.recurrence`` names (docs/own_model.md)."""
 
     def look_back(self, weights: tuple[Tensor, ...]) -> int:
-        """Return how many tokens before a chunk it also reads, for a short convolution.
+        """Return the number of tokens before a chunk that a short convolution reads.
 
-        Only ``inputs[0]`` is read there.
+        It reads only ``inputs[0]`` of these tokens.
         """
 
     def chunk(
@@ -70,7 +71,7 @@ class SplitRecurrenceCore(nn.Module):
         self._core = core
         self._group = group
         self._chunks = chunks_of(group.rank(), group.size(), balanced)
-        # for each chunk of the sequence, the rank that has it and its position on that rank
+        # Map each chunk of the sequence to its rank, and its position on that rank.
         self._owners: list[tuple[int, int]] = [(0, 0)] * (group.size() * len(self._chunks))
         for rank in range(group.size()):
             for place, chunk in enumerate(chunks_of(rank, group.size(), balanced)):
@@ -93,6 +94,7 @@ class SplitRecurrenceCore(nn.Module):
         length = inputs[0].size(1) // parts
         befores = self._before(inputs[0], length, self._core.look_back(weights))
         starts_BT = document_starts(documents_BT)
+        # Prepare the chunks. Their incoming states are not needed yet.
         chunks = []
         for place, number in enumerate(self._chunks):
             own = slice(place * length, (place + 1) * length)
@@ -104,6 +106,7 @@ class SplitRecurrenceCore(nn.Module):
             chunks.append(
                 self._core.chunk(tuple(x[:, own] for x in inputs), weights, before, own_starts)
             )
+        # Exchange the state transitions, then compute the outputs from the incoming states.
         factors, offsets = zip(*(chunk.transition() for chunk in chunks), strict=True)
         states_pBNHV = _IncomingStates.apply(torch.stack(factors), torch.stack(offsets), self)
         outputs = [chunk.run(states_pBNHV[place])[0] for place, chunk in enumerate(chunks)]
@@ -156,6 +159,7 @@ class _IncomingStates(torch.autograd.Function):
         ctx: Any, factors_pBNHH: Tensor, offsets_pBNHV: Tensor, core: SplitRecurrenceCore
     ) -> Tensor:
         H = factors_pBNHH.size(-1)
+        # The state before the first chunk is zero. Apply the maps of all chunks but the last.
         states = [torch.zeros_like(offsets_pBNHV[0])]
         for both in core.gather(torch.cat((factors_pBNHH, offsets_pBNHV), dim=-1))[:-1]:
             factor, offset = both.tensor_split((H,), dim=-1)

@@ -1,4 +1,4 @@
-"""Context parallelism by a ring: ranks pass keys and values on, and each rank merges their contributions.
+"""Context parallelism by a ring: ranks pass keys and values on, and merge the attention to each rank's keys.
 
 Sequences are split as in ``gather.py``. Shape suffixes: B batch, t tokens of this rank, T all
 tokens, N heads, K key-value heads, n heads after an exchange, H head.

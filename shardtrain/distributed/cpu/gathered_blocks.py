@@ -51,7 +51,7 @@ def attention(
 
 
 class _GatheredBlocks(torch.autograd.Function):
-    """Gather keys and values and attend; backward reduce-scatters their gradients."""
+    """Gather keys and values, then attend. Backward reduce-scatters the gradients of keys and values."""
 
     @staticmethod
     def forward(
@@ -188,9 +188,11 @@ class _Chunks:
         zeros = torch.zeros_like(
             outs[0], dtype=sums_2BKsH.dtype, memory_format=torch.contiguous_format
         )
-        addends = torch.stack(
-            [zeros if part is None else part for parts in of_ranks for part in parts]
-        )
+        addends_of_chunks = []
+        for parts in of_ranks:
+            for part in parts:
+                addends_of_chunks.append(zeros if part is None else part)
+        addends = torch.stack(addends_of_chunks)
         summed = torch.empty_like(addends[: len(outs)])
         _reduce_scatter(summed, addends, group=self._group)
         for out, total in zip(outs, summed, strict=True):

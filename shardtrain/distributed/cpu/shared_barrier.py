@@ -24,7 +24,7 @@ from shardtrain.utils import process_identity
 from shardtrain.utils.errors import PeerError, fix_first
 
 LINE_BYTES = 64
-"""Size of each rank's counter: one cache line, so that no two ranks write to the same line."""
+"""Size of each rank's counter: one cache line, because two ranks that write to one line slow each other down."""
 _FUTEX_CALL = 202
 """Number of the system call on x86-64."""
 _WAIT = 0
@@ -49,7 +49,7 @@ class Process(NamedTuple):
 
 
 def own_process() -> Process:
-    """Return this process's description. All fields are zero if it cannot wait at such a barrier."""
+    """Describe this process. All fields are zero if it cannot wait at a barrier."""
     try:
         if not _has_futex():
             return Process(0, 0, 0)
@@ -97,7 +97,7 @@ class Barrier:
         process_group.more_counters.add(waits_begun)  # the watchdog sees these waits as progress
 
     def wait(self) -> None:
-        """Wait until all ranks have made as many calls as this rank.
+        """Wait until all ranks have called this function as often as this rank.
 
         After it returns, this rank sees everything that the others wrote before their calls.
 
@@ -129,6 +129,7 @@ class Barrier:
             # the futex call returns immediately if the counter has changed since it was read above
             if _futex(address, _WAIT, seen, _CHECK_SECONDS) != errno.ETIMEDOUT:
                 continue
+            # The rank is late: stop waiting if its process has ended, or after the timeout.
             waiting_since = waiting_since or time.monotonic() - _CHECK_SECONDS
             peer = self._processes[rank]
             if _started(peer.number) != peer.started:

@@ -1,10 +1,10 @@
 """Collectives on CPUs for FSDP and tensor parallelism, through memory that the ranks of a machine share.
 
 Each rank writes the data for the other ranks to shared memory, waits until all have written, and reads.
-gloo is slower: it uses sockets even within a machine, which copy each number into the kernel and out
-again, and its reduce-scatter is an all-reduce that discards most of the result. If ranks share no
-memory, FSDP's reduce-scatter becomes an all-to-all and a local sum, which sends half as many bytes as
-gloo's own, and tensor parallelism uses gloo's collectives.
+gloo is slower. It uses sockets even within a machine, which copy each number into the kernel and out again.
+Its reduce-scatter is an all-reduce that discards most of the result. If ranks share no memory, FSDP's
+reduce-scatter becomes an all-to-all and a local sum, which sends half as many bytes as gloo's reduce-scatter.
+Tensor parallelism then uses gloo's collectives.
 
 Sums are computed in the order of ranks, in float32 or wider, and rounded once. So FSDP's sums are bitwise
 equal with and without shared memory.
@@ -89,9 +89,9 @@ class AllGather(_Collective):
             return
         # Exchange one piece at a time that fits into half of a buffer.
         for part in exchange.parts(in_n.numel(), in_n.dtype):
-            given = exchange.give(in_n[part])
+            gathered = exchange.all_gather(in_n[part])
             for rank in range(group.size()):
-                source = in_n[part] if rank == group.rank() else given[rank]
+                source = in_n[part] if rank == group.rank() else gathered[rank]
                 # Skip this rank's own data if FSDP's input is a view of the output.
                 if source.data_ptr() != out_Rn[rank, part].data_ptr():
                     out_Rn[rank, part].copy_(source)
@@ -116,13 +116,13 @@ class ReduceScatter(_Collective):
         out_n = output_tensor.flatten()
         exchange = self.exchange(group)
         if exchange is None:
-            # An all-to-all and a local sum, because gloo's reduce-scatter is an all-reduce.
+            # Use an all-to-all and a local sum, because gloo's reduce-scatter is an all-reduce.
             for_me_Rn = torch.empty_like(in_Rn)
             dist.all_to_all_single(for_me_Rn.view(-1), in_Rn.reshape(-1), group=group)
             _sum(list(for_me_Rn.unbind()), out_n)
             return
         for part in exchange.parts(out_n.numel(), out_n.dtype, rows=ranks - 1):
-            _sum(exchange.give_each(in_Rn[:, part]), out_n[part])
+            _sum(exchange.all_to_all(in_Rn[:, part]), out_n[part])
 
 
 def _sum(addends: list[Tensor], out: Tensor) -> None:
@@ -153,8 +153,8 @@ def _sum_into(own: Tensor, addends: Sequence[Tensor], out: Tensor) -> None:
         torch.add(own, addends[0], out=out)
         addends = addends[1:]
     else:
-        # Round ``own``, which here is the complete sum. Or there is exactly one addend left: then ``own``
-        # is rounded to the addend's dtype first, and the sum of both is rounded once more.
+        # Usually ``own`` is the complete sum here, and is rounded once. With exactly one addend, ``own`` is
+        # rounded to the addend's dtype first, and the sum of both is rounded again.
         out.copy_(own)
     for addend in addends:
         out += addend
@@ -163,8 +163,9 @@ def _sum_into(own: Tensor, addends: Sequence[Tensor], out: Tensor) -> None:
 class SequenceExchange:
     """All-gather and reduce-scatter along the sequence dimension T of tensors (B, T, D).
 
-    The collectives of PyTorch need T as the first dimension, and so two more copies. Each of the two is the
-    gradient of the other. T must be a multiple of the number of ranks. All methods are collectives.
+    Each operation computes the gradient of the other. T must be a multiple of the number of ranks. All
+    methods are collectives. PyTorch's collectives would need T as the first dimension, which costs two more
+    copies.
     """
 
     def __init__(self, exchange: Exchange, ranks: int, rank: int) -> None:
@@ -191,7 +192,7 @@ class SequenceExchange:
         # This rank's own part needs no exchange.
         out_BRm[:, self._rank] = x_Bm
         for batch, columns in self._parts(x_Bm, 1):
-            for rank, part_bm in enumerate(self._exchange.give(x_Bm[batch, columns])):
+            for rank, part_bm in enumerate(self._exchange.all_gather(x_Bm[batch, columns])):
                 if rank != self._rank:
                     out_BRm[batch, rank, columns] = part_bm
         return out_BRm.view(rows, self._ranks * tokens, features)
@@ -202,7 +203,7 @@ class SequenceExchange:
         x_BRm = x_BTD.contiguous().view(rows, self._ranks, -1)
         out_Bm = x_BRm.new_empty(rows, x_BRm.size(2))
         for batch, columns in self._parts(out_Bm, self._ranks - 1):
-            addends = self._exchange.give_each(x_BRm[batch, :, columns].transpose(0, 1))
+            addends = self._exchange.all_to_all(x_BRm[batch, :, columns].transpose(0, 1))
             _sum(addends, out_Bm[batch, columns])
         return out_Bm.view(rows, tokens // self._ranks, features)
 
@@ -212,7 +213,7 @@ class SequenceExchange:
         x_n = x.contiguous().view(-1)
         out_n = out.view(-1)
         for part in self._exchange.parts(x_n.numel(), x_n.dtype):
-            _sum(self._exchange.give(x_n[part]), out_n[part])
+            _sum(self._exchange.all_gather(x_n[part]), out_n[part])
         return out
 
     def gather_parts(self, parts_RC: Sequence[Sequence[Tensor | None]]) -> None:
@@ -230,7 +231,7 @@ class SequenceExchange:
             halves_RC = self._exchange.halves(own_C[0].dtype, torch.Size((len(own_C), *shape)))
             for half, part in zip(halves_RC[self._rank], own_C, strict=True):
                 half.copy_(part[places])
-            self._exchange.meet()
+            self._exchange.wait_for_all()
             for rank, parts_C in enumerate(parts_RC):
                 if rank == self._rank:
                     continue
@@ -244,13 +245,13 @@ class SequenceExchange:
         contributes_RC: Sequence[Sequence[bool]],
         out_C: Sequence[Tensor],
     ) -> None:
-        """For each of this rank's C parts, sum the contributions of all ranks.
+        """Sum the contributions of all ranks to each of this rank's C parts.
 
         All tensors have the shape (2, B, K, l, H). Contributions are sent in the dtype of ``out_C``, summed
         in float32 or wider, and the sum is rounded.
 
         Args:
-            contributions_RC: this rank's contributions to the parts of each rank, None for zeros. The
+            contributions_RC: this rank's contributions to the parts of each rank, None for zeros. Its
                 contributions to its own parts may be overwritten.
             contributes_RC: for each rank, True for the parts of this rank that it contributes to.
             out_C: receives the sums.
@@ -267,7 +268,7 @@ class SequenceExchange:
                 for sent, contribution in zip(slot_C, contributions_RC[receiver], strict=True):
                     if contribution is not None:
                         sent.copy_(contribution[places])
-            self._exchange.meet()
+            self._exchange.wait_for_all()
             for part, out in enumerate(out_C):
                 # Skip ranks that contribute only zeros, and sum in the order of ranks.
                 senders = [rank for rank in others if contributes_RC[rank][part]]
@@ -279,9 +280,9 @@ class SequenceExchange:
     def _stretches(
         self, part_2BKlH: Tensor, copies: int
     ) -> Iterator[tuple[slice, slice, slice, slice]]:
-        """Divide a part into pieces so small that ``copies`` of them fit into half of a buffer.
+        """Divide a part into pieces. Half of a buffer has space for ``copies`` tensors of a piece's size.
 
-        Yield the slices of each piece. It contains several rows, several heads of one row, or several
+        Yield the slices of each piece. A piece contains several rows, several heads of one row, or several
         tokens of one head.
         """
         two, rows, heads, tokens, features = part_2BKlH.shape
@@ -299,9 +300,9 @@ class SequenceExchange:
                     yield slice(None), row_slice, head_slice, token_slice
 
     def _parts(self, x_Bm: Tensor, copies: int) -> Iterator[tuple[slice, slice]]:
-        """Divide a tensor into pieces so small that ``copies`` of them fit into half of a buffer.
+        """Divide a tensor into pieces. Half of a buffer has space for ``copies`` tensors of a piece's size.
 
-        Yield the slices of rows and columns of each piece. It contains several rows, or part of one row.
+        Yield the slices of rows and columns of each piece. A piece contains several rows, or part of one row.
         """
         num_rows, num_columns = x_Bm.shape
         bytes_per_element = max(1, copies) * x_Bm.element_size()
@@ -316,11 +317,12 @@ class SequenceExchange:
 class Exchange:
     """Shared memory of a group whose ranks are all on one machine.
 
-    Each rank has one buffer that only this rank writes. It consists of two halves that are used in turn:
-    in every turn, a rank writes one half, waits at a barrier, and reads the same half of the other
-    ranks. One barrier per turn is enough. Suppose a rank writes a half in turn i. It has passed the barrier
-    of turn i - 1, so every other rank has reached that barrier too, and has finished reading the data of
-    turn i - 2. That is the data that this half still contains, so nobody reads it any more.
+    Each rank has one buffer that only this rank writes. It consists of two halves that are used in turn. In
+    every turn, a rank writes one half, waits at a barrier, and reads the same half of the other ranks.
+
+    One barrier per turn is enough. Suppose a rank writes a half in turn i, which still contains the data of
+    turn i - 2. The rank has passed the barrier of turn i - 1, so every other rank has reached that barrier.
+    Before that, each of them has finished reading the data of turn i - 2.
     """
 
     def __init__(
@@ -357,7 +359,7 @@ class Exchange:
         name = torch.zeros(16, dtype=torch.uint8)
         memory = None
         if group.rank() == 0:
-            # The name is hard to guess, so that no other user can create the file first.
+            # Choose a name that is hard to guess. Otherwise another user could create the file first.
             token = secrets.token_bytes(16)
             memory = mapped_memory.create(token, size)
             if memory is not None:
@@ -379,7 +381,7 @@ class Exchange:
             dist.all_reduce(all_have_memory, dist.ReduceOp.MIN, group=group)
         finally:
             if group.rank() == 0 and any(token):
-                # Delete the file, so that no other process can open it. Mappings of it stay valid.
+                # All ranks have mapped the file. Delete it, to keep other processes out. Mappings stay valid.
                 mapped_memory.path(token).unlink(missing_ok=True)
         if not all_have_memory or memory is None:
             return None
@@ -390,21 +392,21 @@ class Exchange:
         return cls(group, memory, processes)
 
     def parts(self, numel: int, dtype: torch.dtype, rows: int = 1) -> Iterator[slice]:
-        """Split ``numel`` columns into slices so that ``rows`` rows of a slice fit into half of a buffer."""
+        """Split ``numel`` columns into slices. Half of a buffer has space for ``rows`` rows of a slice."""
         step = max(1, _HALF_BYTES // (max(1, rows) * dtype.itemsize))
         return (slice(start, min(start + step, numel)) for start in range(0, numel, step))
 
-    def give(self, own: Tensor) -> list[Tensor]:
+    def all_gather(self, own: Tensor) -> list[Tensor]:
         """All-gather: send a tensor to all ranks, and return the tensors of all ranks (a collective).
 
         The results are in shared memory, and valid until the next call.
         """
         tensors = self.halves(own.dtype, own.shape)
         tensors[self._rank].copy_(own)
-        self.meet()
+        self.wait_for_all()
         return tensors
 
-    def give_each(self, own_Rm: Tensor) -> list[Tensor]:
+    def all_to_all(self, own_Rm: Tensor) -> list[Tensor]:
         """All-to-all: send row r to rank r, and return the rows sent to this rank, by sender (a collective).
 
         The results are in shared memory, and valid until the next call.
@@ -415,7 +417,7 @@ class Exchange:
         # This rank's half has one slot for each other rank, in the order of ranks.
         slots_by_sender[rank][:rank].copy_(own_Rm[:rank])
         slots_by_sender[rank][rank:].copy_(own_Rm[rank + 1 :])
-        self.meet()
+        self.wait_for_all()
         rows = []
         for sender, slots in enumerate(slots_by_sender):
             if sender == rank:
@@ -424,8 +426,8 @@ class Exchange:
                 rows.append(slots[_slot(sender, rank)])
         return rows
 
-    def meet(self) -> None:
-        """Wait for all ranks. The halves of this turn may then be read until the next call of ``meet``."""
+    def wait_for_all(self) -> None:
+        """Wait for all ranks. The halves of this turn may then be read until the next call of ``wait_for_all``."""
         if self._barrier is not None:
             self._barrier.wait()
         else:
@@ -437,8 +439,8 @@ class Exchange:
     def halves(self, dtype: torch.dtype, shape: torch.Size) -> list[Tensor]:
         """Return the half of each rank's buffer that this turn uses, as tensors of the given shape.
 
-        A rank writes its own half, calls ``meet``, and reads the others. Turns alternate between the two
-        halves. Views are cached, because only few shapes occur.
+        A rank writes its own half, calls ``wait_for_all``, and reads the others. Turns alternate between
+        the two halves. Views are cached, because only few shapes occur.
         """
         key = (self._turn, dtype, shape)
         self._turn = 1 - self._turn

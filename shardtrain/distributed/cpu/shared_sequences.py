@@ -30,8 +30,8 @@ def between(mesh: Mesh) -> Sequences:
     exchange = SequenceExchange.between(mesh.group("tp"))
     if exchange is None:
         return Sequences()
-    # In a pipeline, ranks may compute the gradients of weights in different orders, so they must not meet
-    # in a sum of each gradient. FSDP sums the gradients later.
+    # In a pipeline, ranks may compute the gradients of weights in different orders, so a collective per
+    # weight would deadlock. FSDP sums the gradients later.
     return SharedSequences(exchange, sums_weights=mesh.size("pp") == 1)
 
 
@@ -73,7 +73,7 @@ class SharedSequences(Sequences):
 
 
 class GradientSum:
-    """The gradient of a gathered sequence, to which each split linear layer that read it adds its part."""
+    """The gradient of a gathered sequence. Each split linear layer that has read the sequence adds its part."""
 
     def __init__(self) -> None:
         self._total_BTD: Tensor | None = None
@@ -154,9 +154,9 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class _ProductOfGathered(torch.autograd.Function):
-    """Compute the output of a split linear layer, by oneDNN if ``by_onednn``, as in ``OneDnnLinear``.
+    """Compute the output of a split linear layer. If ``by_onednn``, use oneDNN, like ``OneDnnLinear``.
 
-    Backward adds the gradient of the input to ``gradient``, and returns None for it.
+    Backward adds the gradient of the input to ``gradient``, and returns None in its place.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A separate store for each attempt of a run, because some launchers use one store for all attempts.
+"""Create a separate store for each attempt of a run, because some launchers use one store for all attempts.
 
 Ranks find each other by keys in a store. torchrun, for example, keeps one store for all restarts. A restarted
 rank could therefore read the address of a dead rank, try to connect, and fail or wait (PyTorch issue
@@ -82,7 +82,7 @@ def store_of_attempt(
         return private_store.group_store(place / name)
 
     if environment["RANK"] != "0":
-        # Request the name of this attempt from rank 0. The random token excludes answers from earlier attempts.
+        # Request the name of this attempt from rank 0. The random token excludes replies of earlier attempts.
         token = secrets.token_hex(8)
         shared.set(f"{_ASKED}/{shared.add(_ASKED, 1)}", token)
         shared.wait([f"{_ASKED}/answer/{token}"], timeout)
@@ -182,13 +182,13 @@ def _connect(
 def _answer(store: dist.Store | FolderStore, name: str, done: threading.Event) -> None:
     """Reply to every request with the attempt's name, until ``done`` is set.
 
-    The store may still contain requests of earlier attempts. Nobody reads the replies to them.
+    The store may still contain requests of earlier attempts. The replies to these have no effect.
     """
     seen = 0
     open_numbers = set[int]()
     while not done.wait(POLL_SECONDS):
         try:
-            # Any process may increase the counter. Limit its growth, so that it cannot fill the memory.
+            # Any process may increase the counter. Limit the requests per round, because each needs memory.
             count = min(store.add(_ASKED, 0), seen + _MOST_AT_ONCE)
             open_numbers.update(range(seen + 1, count + 1))
             seen = count

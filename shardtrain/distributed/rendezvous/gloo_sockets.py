@@ -37,7 +37,7 @@ per rank. Their listening sockets must stay open.
 """
 _SO_ATTACH_FILTER = 26
 _RETURN = 0x06
-"""BPF_RET | BPF_K: return a constant, the number of bytes of a packet to keep. Our filter returns 0."""
+"""BPF_RET | BPF_K: return a constant, the number of bytes of a packet to keep. The filter here returns 0."""
 _TABLES = ("tcp", "tcp6")
 
 
@@ -97,7 +97,8 @@ def _refuse_others(inodes: set[str]) -> None:
         path = Path("/proc/net", table)
         if path.exists():
             rows += [line.split() for line in path.read_text().splitlines()[1:]]
-    # Local address, remote address, state, user and inode are the fields 1, 2, 3, 7 and 9.
+    # The fields 1, 2, 3, 7 and 9 are local address, remote address, state, user and inode. First find the
+    # ports and the user of the listeners, then connections from other users to these ports.
     ours = {}
     for row in rows:
         if row[9] in inodes:
@@ -110,6 +111,6 @@ def _refuse_others(inodes: set[str]) -> None:
                 fix_first(
                     f"the user with id {row[7]} connected to a socket of this run while its ranks connected",
                     "start again; if it happens again, use a separate container or network namespace",
-                    "the run stops before its first step, so that connection had no effect",
+                    "the run stops before its first step, so the connection had no effect",
                 )
             )

@@ -150,8 +150,7 @@ def _own_folder(environment: Mapping[str, str]) -> Path:
     """Return this user's folder for rendezvous files: the first candidate that only this user can enter.
 
     The candidates are subfolders of ``XDG_RUNTIME_DIR``, of the folder for temporary files, and of the home
-    folder. The last one is needed because another user could have created the folder of that name among the
-    temporary files.
+    folder. The home folder is needed if another user has already created the temporary folder.
 
     Raises:
         StorageError: no candidate can be used.
@@ -186,7 +185,7 @@ def new_folder(environment: Mapping[str, str], name: str) -> Path:
 
 def group_store(folder: Path) -> dist.FileStore:
     """Return the store of process groups."""
-    # -1 as the number of users: PyTorch then does not delete the file. The folder is deleted instead.
+    # With -1 as the number of users, PyTorch does not delete the file. The folder is deleted later instead.
     return dist.FileStore(str(folder / "store"), -1)
 
 

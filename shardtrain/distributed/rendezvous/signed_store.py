@@ -129,7 +129,7 @@ class SignedStore(dist.Store):
 
     def _seal(self, key: str, value: str | bytes) -> bytes:
         body = value if isinstance(value, bytes) else value.encode()
-        # The message starts with the length of the key, so that different pairs of key and value always have
+        # Start the message with the length of the key. Then different pairs of key and value always have
         # different messages.
         message = f"{len(key)} {key}\0".encode() + body
         return (
@@ -144,6 +144,6 @@ class SignedStore(dist.Store):
         if not hmac.compare_digest(bytes(sealed), self._seal(key, body)):
             raise ForgedError(
                 f"the value of {key!r} in the rendezvous store is not signed with this node's {SECRET}: "
-                "give every node the same secret; if they have it, another process has written to the store"
+                "set the same secret on every node; if it is the same, another process has written to the store"
             )
         return body

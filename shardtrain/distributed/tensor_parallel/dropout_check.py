@@ -19,10 +19,11 @@ def refuse_replicated_dropout(model: nn.Module, layout: Layout, mesh: Mesh, conf
     """Raise ConfigError in the first forward pass that applies dropout to replicated activations.
 
     Ranks draw different random numbers (``seeding.seed_step``), which is right for split activations. But
-    of replicated activations each rank would drop different elements, and the ranks would diverge.
+    each rank would drop different elements of replicated activations, and the ranks would diverge.
+
     Activations count as replicated if they are a replicated DTensor or the output of a "replicate" module.
-    Tensors that a model computes from them are not tracked. Dropout of such a tensor is found when
-    ``train`` compares a model file's results before its first step (``verify.judge``).
+    Tensors that a model computes from them are not tracked. ``train`` finds dropout of such a tensor when it
+    compares a model file's results before its first step (``verify.judge``).
     """
 
     def refuse(place: str) -> None:

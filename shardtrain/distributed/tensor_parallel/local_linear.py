@@ -13,10 +13,11 @@ def multiply_local_parts(linear: nn.Linear) -> None:
     """Make a split linear layer multiply with this rank's part of its weight as a plain tensor, in place.
 
     This is faster, because DTensor decides for each operation in forward and backward how to compute it on
-    shards. It is also necessary for CPU kernels, which support only plain tensors. If sequences are exchanged
-    through shared memory, the layer's input and output are plain tensors too: a gathered sequence has a plain
-    copy (its attribute ``for_local_products``), and the input of a "rowwise" layer contains only this rank's
-    features.
+    shards. It is also necessary for CPU kernels, which support only plain tensors.
+
+    If ranks exchange sequences through shared memory, the layer's input and output are plain tensors too. A
+    gathered sequence has a plain copy in its attribute ``for_local_products``. The input of a "rowwise" layer
+    contains only this rank's features.
     """
     original_forward = linear.forward
     splits_outputs = linear.weight.placements == (Shard(0),)  # type: ignore[attr-defined]
@@ -33,7 +34,7 @@ def multiply_local_parts(linear: nn.Linear) -> None:
         stays_plain = hasattr(x, "for_local_products") if splits_outputs else not is_dtensor
         if stays_plain and splits_outputs:
             x_local, gradient = x.for_local_products  # type: ignore[attr-defined]
-            # If there is a hook on the input, use the DTensor, so that the hook sees the complete gradient.
+            # A hook on the input must see the complete gradient, which only the DTensor provides.
             if x._backward_hooks or x.retains_grad:
                 x_local = x.to_local(grad_placements=partial_sum)  # type: ignore[attr-defined]
             elif (
@@ -52,7 +53,7 @@ def multiply_local_parts(linear: nn.Linear) -> None:
             x_local = x.to_local()
         else:
             return original_forward(x)
-        # An instance attribute hides the parameter of the same name, so forward sees a plain tensor.
+        # Hide each parameter behind an instance attribute of the same name, so forward sees a plain tensor.
         linear.__dict__["weight"] = local_weight(weight)
         linear.__dict__["bias"] = (
             bias.to_local() if splits_outputs and isinstance(bias, DTensor) else None

@@ -50,7 +50,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """
     if mesh.size(AXIS) == 1:
         return
-    # A network from the transformers library brings its own plan, which has other style names.
+    # A network of the transformers library has its own plan, with other style names.
     if hasattr(model, "tensor_plan"):
         if not hasattr(model, "resolved_plan"):
             prepare(model, config)
@@ -65,9 +65,10 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     styles = _styles(model, layout, splitting)
     if not layout.tensor:
         rule = "requires LAYOUT.tensor, which is empty for this model"
-        fix = f"give every weight one of the styles {', '.join(TENSOR_STYLES)}, or set the degree to 1"
+        fix = f"assign one of the styles {', '.join(TENSOR_STYLES)} to every weight, or set the degree to 1"
         raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
-    # Check this here, because PyTorch's own error would be about its parallel styles, which users do not know.
+    # Check this here, because PyTorch's own error would be about its parallel styles, which users do not
+    # know.
     problems = misnamed(model, layout)
     if problems:
         raise ConfigError(problems)
@@ -76,7 +77,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
     # parallelize_module would silently untie parameters.
     ties = tied_names(model)
-    # Set adapters aside, because PyTorch's styles do not know them. They are split below like their layer.
+    # Remove adapters for now, because PyTorch's styles do not know them. put_back splits them like their
+    # layer.
     factors = adapter_styles.set_aside(model, partial(style_of, layout))
     parallelize_module(model, mesh.submesh(AXIS), styles)
     tie(model, ties)  # parallelize_module has created a separate parameter for each module
@@ -223,7 +225,7 @@ def misnamed(model: nn.Module, layout: Layout) -> list[Problem]:
     classes = {"head": nn.Linear}
     problems = {}
     for path, module in model.named_modules():
-        # The first matching rule applies, as in style_of.
+        # As in style_of, the first matching rule applies.
         rule = next((rule for rule in layout.tensor if matches(path, rule)), None)
         if rule is None or rule in problems or isinstance(module, nn.Identity):
             continue
@@ -252,10 +254,9 @@ def _accept_keyword_input(module: nn.Module) -> None:
 
 
 def sequences_of(mesh: Mesh, config: Config) -> Sequences:
-    """Return the object that gathers and scatters sequences among the tensor-parallel ranks of a mesh. All of
-    these ranks must call this function.
+    """Return the object that gathers and scatters sequences among tensor-parallel ranks (a collective).
 
-    On a CPU it uses shared memory if possible.
+    On a CPU, it uses shared memory if possible.
     """
     recompute = config.activation_checkpoint
     # Recomputation by "op" keeps the outputs of PyTorch's reduce-scatter operation. It would not recognize

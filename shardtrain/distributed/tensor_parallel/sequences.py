@@ -18,9 +18,9 @@ def plain(x: Tensor) -> Tensor:
 
 
 class SequenceLength:
-    """The sequence length of the current pass. By it, styles recognize whether a tensor has all tokens.
+    """The sequence length of the current pass, with which styles recognize parts of sequences.
 
-    The length is read from the positions, because every pipeline stage receives them and they are never
+    The length is taken from the positions, because every pipeline stage receives them, and they are never
     split over tensor-parallel ranks.
     """
 

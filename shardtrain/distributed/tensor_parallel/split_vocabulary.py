@@ -13,7 +13,7 @@ class SplitVocabulary:
     """Implements ``cross_entropy.Vocabulary`` for tensor-parallel ranks. All methods are collectives.
 
     Attributes:
-        size: size of the vocabulary: the number of columns on all ranks together.
+        size: size of the vocabulary, which is the number of columns on all ranks together.
         columns: number of columns per rank. The last ranks may have fewer.
         offset: index of this rank's first column.
     """

@@ -94,8 +94,8 @@ class GatheringColwise(ColwiseParallel):
 class ScatteringRowwise(RowwiseParallel):
     """Split input features, and reduce-scatter the output along the sequence.
 
-    If the input is replicated, for example the output of a "replicate" module, it is split by features first,
-    and its gradient is gathered in backward. ``take`` converts such an input to a plain tensor, and may raise
+    If the input is replicated, such as the output of a "replicate" module, split it by features first.
+    Backward then gathers its gradient. ``take`` converts such an input to a plain tensor, and may raise
     ConfigError.
     """
 
@@ -127,7 +127,7 @@ class ScatteringRowwise(RowwiseParallel):
 
         keeps_plain = self._sequences.keep_plain(module)
         module.register_forward_pre_hook(split_features)
-        # before PyTorch's own hook, which then gets a plain tensor and ignores it
+        # Register it before PyTorch's own hook, which then receives a plain tensor and ignores it.
         module.register_forward_hook(scatter)
         if keeps_plain:
             return distribute_module(module, device_mesh, self._partition_linear_fn)
@@ -195,7 +195,7 @@ class ReplicatedWeights(ParallelStyle):
 
 
 class SplitHeadNumbers(ParallelStyle):
-    """Split parameters that have one scalar per head, like the heads. The module sees local tensors."""
+    """Split parameters that have one number per head, in the same way as the heads. The module sees local tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -211,9 +211,8 @@ class SplitEmbedding(RowwiseParallel):
     """Split an embedding table by rows. Each rank looks up its own rows, and the results are summed.
 
     Unlike PyTorch's RowwiseParallel, this waits for the sum before it returns, because compiled modules lose
-    the gradient of an asynchronous output (torch 2.13). A subclass of nn.Embedding with its own forward may
-    apply nonlinear functions to what it looks up. There, the sum is computed for each lookup instead of the
-    output.
+    the gradient of an asynchronous output (torch 2.13). A subclass of nn.Embedding may apply nonlinear
+    functions to its lookups. For such a subclass, each lookup is summed instead of the output.
     """
 
     def __init__(self, sequences: Sequences) -> None:
@@ -235,12 +234,10 @@ class SplitEmbedding(RowwiseParallel):
         return super()._apply(module, device_mesh)
 
     def _look_up_plain(self, module: nn.Embedding, device_mesh: DeviceMesh) -> nn.Module:
-        """Make the embedding look up its local rows as a plain tensor, and reduce-scatter through
-        shared memory.
-        """
+        """Look up local rows as a plain tensor, and reduce-scatter the results through shared memory."""
         rows = -(-module.num_embeddings // device_mesh.size())
         first_id = rows * device_mesh.get_local_rank()
-        # The pre-hook stores here for the hook which tokens have their rows on other ranks.
+        # Mask of the tokens whose rows are on other ranks. The pre-hook stores it for the hook.
         masks: list[Tensor] = []
 
         def take_own(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -311,7 +308,7 @@ class ReplicatedEmbedding(ReplicatedWeights):
 
 
 class ReplicatedHead(ReplicatedWeights):
-    """A replicated head, which gathers the full sequences. For few outputs, such as a single reward."""
+    """A replicated head that gathers the full sequences. Used for few outputs, such as a single reward."""
 
     def __init__(self, sequences: Sequences) -> None:
         super().__init__(Replicate())
