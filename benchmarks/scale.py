@@ -210,7 +210,7 @@ def open_many_files(config: Config, rank: int, store: str, sender: Any) -> None:
             "data_cursors": loader.cursors().tolist(),
         }
         found["state_bytes"] = len(json.dumps(facts))
-        found["contents_seconds"], _ = timed(lambda: Contents(loader.whole_files).look())
+        found["contents_seconds"], _ = timed(lambda: Contents(loader.files_to_hash).look())
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
         found["contents_mib"] = round(grown, 1)
     sender.send(found)

@@ -16,7 +16,7 @@ from tiny import tiny_config
 from shardtrain.checkpoint.best import POINTER, read_pointer
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
-from shardtrain.data.file_hashes import NOTES, Contents, WholeFile
+from shardtrain.data.file_hashes import NOTES, Contents, FileToHash
 from shardtrain.metrics.sinks.metrics_jsonl import JsonlFile, read_records
 from shardtrain.utils.errors import CheckpointError
 
@@ -116,8 +116,8 @@ def judge(config: Config, path: Path, original: dict[str, Any]) -> str:
             if (path.parent / f"step-{original['best']['step']}").is_dir()
             else "the best checkpoint was deleted"
         )
-    contents = Contents([WholeFile("rows.txt", config.training.dataset_path or "", "o")], folder)
-    contents.look()
+    contents = Contents([FileToHash("rows.txt", config.training.dataset_path or "", "o")], folder)
+    contents.check_now()
     return "" if contents.record() == original["contents"] else f"the data are {contents.record()}"
 
 
@@ -143,8 +143,8 @@ def test_no_flipped_bit_is_used(ranks: int, mode: str, in_store: bool, tmp_path:
     assert code == 0, output
     chosen = random.Random(f"flips {SEED}{ranks} {mode}{store and ' store'}")
     failures = []
-    contents = Contents([WholeFile("rows.txt", config.training.dataset_path or "", "o")], folder)
-    contents.look()
+    contents = Contents([FileToHash("rows.txt", config.training.dataset_path or "", "o")], folder)
+    contents.check_now()
     with world_of_one():
         original = {
             "newest": newest(config),

@@ -126,7 +126,7 @@ def test_insufficient_data_in_memory_are_refused_before_the_first_step(
         assert isinstance(end.error, DataError)
         assert not end.losses
         assert str(end.error) == (
-            f"training.steps=100 is more than the {step} steps that the training data are; use more data, set "
+            f"training.steps=100 exceeds the {step} steps of training data; use more data, set "
             f'training.steps={step}, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)'
         )
     assert not list((root / "memory-error/checkpoint").glob("step-*"))
@@ -227,7 +227,7 @@ def test_run_without_target_tokens_fails(tmp_path: Path) -> None:
         for steps, ended in zip((3, 10), rank, strict=True):
             assert isinstance(ended.error, DataError)
             assert ended.state["step"] == steps
-            assert f"the first {steps} steps had no token with loss" in str(ended.error)
+            assert f"the first {steps} steps had no target token" in str(ended.error)
 
 
 def with_other_batches(rank: int, root: Path) -> list[Ended]:

@@ -56,8 +56,8 @@ class Batch:
             moved = self._each(lambda tensor: to_device(tensor, device))
         else:
             moved = self._each(lambda tensor: tensor.to(device))
-        # Remember the host's copy of the document numbers, from which masks are built. Otherwise they would be
-        # copied back from the device.
+        # Masks are built on the host from the document numbers. Remember the host's copy of these numbers,
+        # because copying them back from the device would be slow.
         if self.documents_BT is not None and moved.documents_BT is not None:
             document_mask.remember(moved.documents_BT, self.documents_BT)
         return moved

@@ -20,7 +20,12 @@ from shardtrain.data.documents.columns import find
 from shardtrain.data.documents.encode import open_encoder
 from shardtrain.data.documents.encoded import Document, Encoder
 from shardtrain.data.documents.growth import Growth
-from shardtrain.data.documents.read_documents import BadRows, RowStats, log_left_out, read_documents
+from shardtrain.data.documents.read_documents import (
+    BadRows,
+    RowStats,
+    log_skipped_rows,
+    read_documents,
+)
 from shardtrain.data.documents.row_template import TemplatedEncoder
 from shardtrain.data.feed import Feed, IndexedFeed
 from shardtrain.data.mix import Mixture, Stage
@@ -49,8 +54,8 @@ MEMORY_BYTES = 64 * 2**20
 class DataPipeline:
     """The inputs of the data loader.
 
-    ``end`` is the position at which the data end. None if they repeat, or if the end is unknown until the data
-    are read.
+    ``end`` is the position at which the data end. It is None if the data repeat, or if the end is unknown
+    until the data are read.
     """
 
     feeds: list[Feed]
@@ -93,7 +98,7 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 
 def named_sources(config: Config, section: Training | Validation) -> list[NamedDataset]:
-    """Return the sources of a section: the section's dataset, or for training [data.sources] if it is set."""
+    """Return the sources of a section: the section's dataset, or [data.sources] if it is set for training."""
     if isinstance(section, Training) and config.data.sources:
         named = []
         for name, source in config.data.sources.items():
@@ -113,7 +118,7 @@ def is_local(path: str) -> bool:
 
 
 def request_for(config: Config, named: NamedDataset) -> Request:
-    """Return the request that is passed to the module that opens the source."""
+    """Return the arguments for the module that opens the source."""
     _set_limits(config)
     source = named.source
     # In messages, name the option that sets the value: the source's own option, or the default in [data].
@@ -146,8 +151,8 @@ def packing_of(
 ) -> Packing:
     """Return how documents of a source are packed into rows.
 
-    Sources may differ only in how they treat long documents. The kind of packing and the document mask are the
-    same for all sources, because one attention kernel processes all rows of a batch.
+    Sources may differ only in how they treat long documents. The kind of packing and the document mask are
+    the same for all sources, because one attention kernel processes all rows of a batch.
 
     Args:
         config: the configuration.
@@ -163,7 +168,8 @@ def packing_of(
     masks_documents = options.document_mask == "on"
     if options.document_mask == "auto":
         masks_documents = kind != "concat" or all_formats != {"text"}
-    # "concat" ignores long_documents. Use a constant, so that the fingerprint of the data does not depend on it.
+    # "concat" ignores long_documents.
+    # Use a constant, because the fingerprint of the data must not depend on it.
     long_documents = "split"
     if kind != "concat":
         long_documents = derived.long_documents(options, formats[named.name])
@@ -189,7 +195,7 @@ def _format(config: Config, named: NamedDataset) -> str:
 def format_of_rows(config: Config, section: Training | Validation) -> str:
     """Guess the format of a dataset from the columns of its first row.
 
-    Return data.format if the row has the columns of this format, or if it has those of no format.
+    Return data.format if the row has the columns of this format, or if the row fits no format.
     """
     options = config.data
     named = named_sources(config, section)[0]
@@ -221,8 +227,8 @@ def open_data(
         config: the configuration.
         section: the section.
         shuffle: True to shuffle the rows of each source.
-        loop: True to repeat the data forever, False for a single pass. None repeats them as training.epochs and
-            training.on_data_end require.
+        loop: True to repeat the data forever, False for a single pass. None repeats them as training.epochs
+            and training.on_data_end require.
 
     Raises:
         ConfigError: a dataset or the tokenizer is unknown or cannot be opened.
@@ -232,8 +238,8 @@ def open_data(
     all_named = named_sources(config, section)
     formats = formats_of(config, section)
     is_mixture = len(all_named) > 1
-    # Log how documents begin and end. This does not concern chats, whose template writes their special tokens,
-    # and prepared tokens, which contain them already.
+    # Log how documents begin and end. This does not concern chats, whose template writes their special
+    # tokens, and prepared tokens, which contain them already.
     if any(
         named.source.dataset != "tokens" and formats[named.name] != "chat" for named in all_named
     ):
@@ -351,10 +357,10 @@ def _open_feed(
         if not config.data.cache_tokens or not isinstance(source, FileSource) or is_own_code:
             return read()
         facts = (config.data, named.source, request, encoder, tokenizer.vocab_size)
-        return token_cache.kept_or_made(named.name, source.members, facts, read)
+        return token_cache.cached_or_computed(named.name, source.members, facts, read)
 
     tokenized = shared_opening.once(place, tokens)
-    log_left_out(f"dataset {named.name}", tokenized["left_out"], tokenized["num_bad"])
+    log_skipped_rows(f"dataset {named.name}", tokenized["left_out"], tokenized["num_bad"])
     line = MemoryTokenBuffer.from_arrays(tokenized["line"])
     return _indexed(config, line, packing, seed, passes, named, source.files(), started)
 
@@ -400,7 +406,7 @@ def _logged(documents: Iterable[Document], name: str, num_rows: int | None) -> I
 
 
 def check_template(source: Table | Shards, encoder: Encoder, named: NamedDataset) -> None:
-    """Try a template on the first rows. Raise ConfigError if it returns a document for none of them."""
+    """Try a template on the first rows. Raise ConfigError if it returns no document for any of them."""
     if not isinstance(encoder, TemplatedEncoder):
         return
     rows = itertools.islice(every_row(source), _FIRST_ROWS)
@@ -436,6 +442,7 @@ def _indexed(
     text = "dataset %s: %d documents, %d tokens, %d rows; opened in %.1f s"
     seconds = time.perf_counter() - started
     logger.info(text, named.name, line.num_documents, line.num_tokens, feed.num_rows, seconds)
+    # Packing may drop documents, for example if they are too long.
     for lost in lost_documents(feed.rows, line.num_documents):
         logger.warning("dataset %s: %s", named.name, lost)
     if packing.long_documents == "cut":
@@ -455,7 +462,7 @@ def _streams(
     """True if a source is tokenized during training.
 
     Raises:
-        ConfigError: it is, and an option is set that is not supported then.
+        ConfigError: the source is tokenized during training, and an option is set that does not support this.
     """
     mode = config.data.mode
     is_small = source.total_bytes is not None and source.total_bytes <= MEMORY_BYTES
@@ -476,11 +483,9 @@ def _streams(
         return False
 
     # Reject options that need the number of rows, which is unknown for a stream.
-    size = (
-        "of unknown size"
-        if source.total_bytes is None
-        else f"of {source.total_bytes / 2**20:.0f} MiB"
-    )
+    size = "of unknown size"
+    if source.total_bytes is not None:
+        size = f"of {source.total_bytes / 2**20:.0f} MiB"
     fix = 'run "shardtrain data prepare" and use dataset "tokens", or set data.mode="memory"'
     if config.data.bad_rows == "skip":
         raise ConfigError(
@@ -518,10 +523,10 @@ def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:
     Options give weights per token and limits in tokens. Stages have weights per row and limits in rows.
     """
     names = list(config.data.sources)
-    weights_of_sources = {name: source.weight for name, source in config.data.sources.items()}
-    stages = [(stage.until_tokens, stage.weights) for stage in config.data.stages] or [
-        (0, weights_of_sources)
-    ]
+    stages = [(stage.until_tokens, stage.weights) for stage in config.data.stages]
+    # Without stages, the weights of the sources apply to the entire run.
+    if not stages:
+        stages = [(0, {name: source.weight for name, source in config.data.sources.items()})]
     # The last stage has no limit (0). If the user has set one, its weights apply until the end.
     if stages[-1][0]:
         stages.append((0, stages[-1][1]))
@@ -536,7 +541,8 @@ def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:
         if not until_tokens:
             result.append(Stage(tuple(per_row)))
             break
-        # On average, a row has sum(per_token) / sum(per_row) targets. Divide the stage's tokens by this number.
+        # On average, a row has sum(per_token) / sum(per_row) targets.
+        # Divide the stage's tokens by this number.
         rows += (until_tokens - tokens) * sum(per_row) / sum(per_token)
         tokens = until_tokens
         result.append(Stage(tuple(per_row), stop=round(rows)))

@@ -28,7 +28,8 @@ def hash_rows(batch: Batch, first_position: int) -> int:
     total = 0
     tokens = batch.tokens_BT.numpy().astype("<i4")
     targets = batch.targets_BT.numpy().astype("<i4")
-    # The dtypes above and below are little-endian with a fixed size, so the hash is the same on every machine.
+    # The dtypes above and below are little-endian with a fixed size,
+    # so the hash is the same on every machine.
     for row, sample in enumerate(batch.sample_ids_B.tolist()):
         if sample < 0:
             continue

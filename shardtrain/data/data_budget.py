@@ -29,7 +29,7 @@ def check_enough(training: Training, step: int, steps_left: int, total_steps: in
     if training.on_data_end == "error":
         steps = "1 step" if last == 1 else f"{last} steps"
         raise DataError(
-            f"training.steps={total_steps} is more than the {steps} that the training data are; use more data, set "
+            f"training.steps={total_steps} exceeds the {steps} of training data; use more data, set "
             f'training.steps={last}, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)'
         )
     return f"the data end after step {last} of {total_steps}; then training.on_data_end={training.on_data_end}"
@@ -39,13 +39,13 @@ def check_has_targets(config: Config, step: int, total_steps: int) -> None:
     """Stop a run whose data have no targets, for example because prompts fill all rows.
 
     Raises:
-        DataError: the first steps had no token with a loss.
+        DataError: the first steps had no target token.
     """
     if step < min(STEPS_WITHOUT_TARGETS, total_steps):
         return
     raise DataError(
         fix_first(
-            f"the first {step} steps had no token with loss",
+            f"the first {step} steps had no target token",
             "look at the rows with shardtrain data show, and raise training.seq_len if prompts fill them",
             f'training.seq_len={config.training.seq_len} and data.format="{config.data.format}" leave no target',
         )

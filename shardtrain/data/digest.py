@@ -19,18 +19,18 @@ def digest(*facts: object) -> str:
 def digest_of_files(files: Mapping[str, str], *facts: object) -> str:
     """Return ``digest(sorted items of files, *facts)`` for at least one fact.
 
-    The text of all names is never in memory at once.
+    Names are processed in blocks, to save memory.
     """
-    # Hash the text of ``repr(([pairs...], *facts))`` piece by piece. Do not change this text, because checkpoints
-    # contain fingerprints.
+    # Hash the text of ``repr(([pairs...], *facts))`` piece by piece. Do not change this text, because
+    # checkpoints contain fingerprints.
     pairs = files.pairs() if isinstance(files, Marks) else iter(sorted(files.items()))
     digest_so_far = hashlib.sha256(b"([")
     comma = ""
     while texts := [repr(pair) for pair in islice(pairs, _PAIRS_AT_ONCE)]:
         digest_so_far.update(f"{comma}{', '.join(texts)}".encode())
         comma = ", "
-    # Add the rest of this text: the ``repr`` of the facts without its opening parenthesis. For a single fact,
-    # also leave out the comma that ``repr`` writes in a tuple with one element.
+    # Add the rest of this text, which is the ``repr`` of the facts without the opening parenthesis. For a
+    # single fact, also omit the comma that ``repr`` writes in a tuple with one element.
     rest = repr(facts)[1:] if len(facts) > 1 else f"{facts[0]!r})"
     digest_so_far.update(f"], {rest}".encode())
     return digest_so_far.hexdigest()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from shardtrain.data import shared_opening
 from shardtrain.data.digest import digest
-from shardtrain.data.file_hashes import WholeFile
+from shardtrain.data.file_hashes import FileToHash
 from shardtrain.data.order import sample_at
 from shardtrain.data.packing.fitted import pack, table_of
 from shardtrain.data.packing.packed_rows import PackedSequences, Packing
@@ -25,9 +25,9 @@ Cursor = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class CursorUpdate:
-    """The position of a virtual reader: after ``rows`` rows, the last one in ``epoch``, it is at ``cursor``.
+    """The position of a virtual reader after a row: it is at ``cursor`` after the feed's first ``rows`` rows.
 
-    Epochs are counted from 0.
+    ``epoch`` is the epoch of the last of these rows, counted from 0.
     """
 
     reader: int
@@ -41,7 +41,7 @@ class Feed(Protocol):
 
     Attributes:
         mean_targets: mean number of targets per row, learned or not.
-        ends_without_notice: True if its end is unknown until it is read.
+        has_unknown_end: True if its end is unknown until it is read.
         num_readers: number of virtual readers, each of which has a cursor. 0 if k determines the position.
         fingerprint: SHA-256 in hex of everything that determines the rows and their order.
         files: maps each file to a fingerprint of its content. Used to name the file that has changed.
@@ -50,7 +50,7 @@ class Feed(Protocol):
 
     mean_targets: float
     num_readers: int
-    ends_without_notice: bool
+    has_unknown_end: bool
     fingerprint: str
     files: Mapping[str, str]
     passes: int | None
@@ -65,7 +65,7 @@ class Feed(Protocol):
         """Number of rows in one pass. None if it is unknown until the data are read."""
         ...
 
-    def whole_files(self) -> list[WholeFile]:
+    def files_to_hash(self) -> list[FileToHash]:
         """Return the files to hash completely, because the fingerprint does not cover all of their bytes.
 
         See ``file_hashes.py``.
@@ -75,8 +75,10 @@ class Feed(Protocol):
     def write(self, k: int, out: PackedSequences, slot: int) -> tuple[int, CursorUpdate | None]:
         """Fill row ``slot`` of ``out`` with the k-th row of the order.
 
-        Return its sample id, or -1 at the end of the data, and the new position of the reader. If the feed has
-        readers, k must increase from call to call.
+        If the feed has readers, k must increase from call to call.
+
+        Returns:
+            The row's sample id (-1 at the end of the data), and the new position of the reader.
         """
         ...
 
@@ -95,8 +97,9 @@ class Feed(Protocol):
 class FilesWatch:
     """Checks from time to time that no file of a feed has changed.
 
-    All files are checked after every ``16 * num_files`` rows, but at least every 256 rows. With more than 4,096
-    files, they are checked every ``num_files / 16`` rows, so that a row costs at most 16 file checks on average.
+    All files are checked after every ``16 * num_files`` rows, but at least every 256 rows. With more than
+    4,096 files, they are checked every ``num_files / 16`` rows.
+    A row then costs at most 16 file checks on average.
     """
 
     def __init__(self, check: Callable[[], None], num_files: int) -> None:
@@ -113,13 +116,13 @@ class FilesWatch:
 
 
 class IndexedFeed:
-    """A feed of tokens that are in memory or in prepared shards, so that any row can be read.
+    """A feed of tokens in memory or in prepared shards. Any row can be read directly.
 
     With a seed, each epoch is a permutation of the rows.
     """
 
     num_readers = 0
-    ends_without_notice = False
+    has_unknown_end = False
 
     def __init__(
         self,
@@ -131,13 +134,13 @@ class IndexedFeed:
         option: str,
         files: Mapping[str, str],
     ) -> None:
-        # Prepared shards may have a fit table. And they are files, which may change during the run.
+        # Prepared shards may have a fit table. They are files, so they may also change during the run.
         table = None
         folder = ""
         if isinstance(tokens, ShardTokenBuffer):
             table = table_of(tokens, packing, option)
             folder = str(tokens.folder)
-        self._looks = shared_opening.LooksAtSeek(tokens.check_unchanged, folder)
+        self._check_files = shared_opening.CheckAtSeek(tokens.check_unchanged, folder)
         self._watch = FilesWatch(tokens.check_unchanged, len(files))
         self._tokens = tokens
         self.rows = pack(tokens, packing, table)
@@ -152,15 +155,15 @@ class IndexedFeed:
             raise DataError(str(Problem(option, None, rule, fix)))
         self.mean_targets = self.rows.num_targets / self.num_rows
         self.files = files
-        # In earlier versions, documents without a target had rows. Change the fingerprint only for data with
-        # such documents, so that other runs can still resume.
-        dropped = (
-            [self.rows.dropped] if packing.long_documents == "cut" and self.rows.dropped else []
-        )
+        # In earlier versions, documents without a target had rows. Change the fingerprint only for data
+        # with such documents. Other runs of earlier versions can still resume.
+        dropped = []
+        if packing.long_documents == "cut" and self.rows.dropped:
+            dropped.append(self.rows.dropped)
         self.fingerprint = digest(tokens.fingerprint, asdict(packing), seed, *dropped)
 
-    def whole_files(self) -> list[WholeFile]:
-        return self._tokens.whole_files() if isinstance(self._tokens, ShardTokenBuffer) else []
+    def files_to_hash(self) -> list[FileToHash]:
+        return self._tokens.files_to_hash() if isinstance(self._tokens, ShardTokenBuffer) else []
 
     def write(self, k: int, out: PackedSequences, slot: int) -> tuple[int, CursorUpdate | None]:
         """Write sample k of the order into a slot.
@@ -169,20 +172,18 @@ class IndexedFeed:
             ConfigError: a file was changed during the run.
         """
         self._watch()
-        # After the end of the data, write nothing, so that the row stays padding.
+        # After the end of the data, write nothing. The row then stays padding.
         if self.passes is not None and k >= self.passes * self.num_rows:
             return -1, None
-        sample = (
-            k % self.num_rows
-            if self._seed is None
-            else int(sample_at(k, self.num_rows, self._seed))
-        )
+        sample = k % self.num_rows
+        if self._seed is not None:
+            sample = int(sample_at(k, self.num_rows, self._seed))
         self.rows.write(sample, out, slot)
         return sample, None
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """Check that the files are unchanged. There is no position to restore."""
-        self._looks()
+        self._check_files()
 
     def epoch_after(self, rows: int) -> int:
         return max(0, rows - 1) // self.num_rows

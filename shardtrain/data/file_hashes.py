@@ -1,9 +1,9 @@
 """Hash the complete data files in the background, and compare the hashes with those of checkpoints.
 
-When a run starts, it identifies a dataset by file sizes and samples, and prepared shards by the hashes in their
-index, because hashing all data would delay the first step. A thread of rank 0 then hashes the files during
-training, and checkpoints record the hashes that are known so far. The run's folder contains a cache of hashes.
-The cached hash of a file is valid as long as the file's size, times and inode are unchanged.
+Hashing all data would delay the first step. So when a run starts, it identifies a dataset by file sizes and
+samples, and prepared shards by the hashes in their index. A thread of rank 0 then hashes the files during
+training. Checkpoints record the hashes that are known so far. The run's folder contains a cache of hashes.
+The cached hash of a file is valid while the file's size, times and inode are unchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MAX_NOTES_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class WholeFile:
+class FileToHash:
     """A file to hash.
 
     Attributes:
@@ -66,7 +66,7 @@ class WholeFile:
 class Contents:
     """Hashes of a run's data files. Only rank 0 hashes files. On all other ranks this is empty."""
 
-    def __init__(self, files: Sequence[WholeFile] = (), run_folder: Path | None = None) -> None:
+    def __init__(self, files: Sequence[FileToHash] = (), run_folder: Path | None = None) -> None:
         self._files = {file.name: file for file in files}
         self._cache_path = None if run_folder is None else run_folder / NOTES
         self._known: dict[str, str] = {}
@@ -82,7 +82,7 @@ class Contents:
         self._seconds = self._bytes = 0.0
         self._best_effort = BestEffort("hashing the data files")
 
-    def look(self) -> None:
+    def check_now(self) -> None:
         """Load cached hashes, and hash a small dataset immediately. Raise ``problem`` if there is one."""
         # A cached hash is valid if the file still has the same size, times and inode.
         cached = self._read_cache()
@@ -97,7 +97,7 @@ class Contents:
                 else:
                     pending.append((stamp[0], file))
 
-        # Hash a small dataset before the first step, so that the first checkpoint contains its hashes.
+        # Hash a small dataset before the first step. The first checkpoint then contains its hashes.
         if 0 < len(pending) <= SMALL_FILES and sum(size for size, _ in pending) <= SMALL_BYTES:
             for _, file in pending:
                 self._best_effort.call(partial(self._hash, file, 1.0), None)
@@ -118,7 +118,7 @@ class Contents:
                 differing.append(name)
         return sorted(differing)
 
-    def trained_on_other(self, contents: Any, unproven: Any) -> list[str]:
+    def find_replaced_file(self, contents: Any, unproven: Any) -> list[str]:
         """Find a file that was replaced after this run had been trained on its old contents.
 
         If the hash of the old contents is unknown, log a warning instead.
@@ -128,8 +128,8 @@ class Contents:
             unproven: the checkpoint's ``unproven()`` entries.
 
         Returns:
-            Option, path, and the step after which the run was trained on the old contents. An empty list if no
-            file was replaced.
+            Option, path, and the step after which the run was trained on the old contents. An empty list if
+            no file was replaced.
         """
         contents = contents if isinstance(contents, dict) else {}
         texts = unproven if isinstance(unproven, dict) else {}
@@ -138,7 +138,7 @@ class Contents:
             if file is None or not _UNPROVEN.fullmatch(str(text)):
                 continue
             step, *stamp = map(int, str(text).split())
-            # If the file is unchanged since then, its hash can still be computed now.
+            # If the file is unchanged since that step, its hash can still be computed now.
             with contextlib.suppress(OSError):
                 if _stamp(os.stat(file.path)) == stamp:
                     self._unproven[name] = str(text)
@@ -147,8 +147,8 @@ class Contents:
             cached = self._cached.get(os.path.abspath(file.path))
             if not (isinstance(cached, list) and cached[:-1] == stamp):
                 logger.warning(
-                    "%s=%s has been replaced since steps after %d were trained on it, and was not hashed before: "
-                    "those steps may have read other contents",
+                    "%s=%s has been replaced, and its old contents were not hashed: steps after %d may have been "
+                    "trained on other contents",
                     file.option,
                     file.path,
                     step,
@@ -160,8 +160,9 @@ class Contents:
     def unproven(self) -> dict[str, str]:
         """Return, for checkpoints, the files that were not hashed again since the run resumed.
 
-        An earlier checkpoint contains their hash, but they may have been replaced before the run resumed. Each
-        value contains the step at which the run resumed, and the file's size, times and inode at that time.
+        An earlier checkpoint contains their hash, but they may have been replaced before the run resumed.
+        Each value contains the step at which the run resumed, and the file's size,
+        times and inode at that time.
         """
         return {name: text for name, text in self._unproven.items() if name not in self._known}
 
@@ -198,11 +199,9 @@ class Contents:
 
     def record(self) -> dict[str, str]:
         """Return, for checkpoints, the SHA-256 of each file with a known hash, by name."""
-        return {
-            name: mark
-            for name, mark in {**self._expected, **self._known}.items()
-            if name in self._files
-        }
+        # Hashes of this run replace those of the checkpoint.
+        hashes = {**self._expected, **self._known}
+        return {name: mark for name, mark in hashes.items() if name in self._files}
 
     def close(self) -> None:
         """End the thread, and log the number of files that it has not hashed."""
@@ -216,11 +215,11 @@ class Contents:
                 "%d of %d data files were not hashed when the run ended", pending, len(self._files)
             )
 
-    def _run(self, pending: Sequence[WholeFile]) -> None:
+    def _run(self, pending: Sequence[FileToHash]) -> None:
         self._best_effort.call(lambda: self._hash_all(pending), None)
         self._best_effort.call(self._write_cache, None)
 
-    def _hash_all(self, pending: Sequence[WholeFile]) -> None:
+    def _hash_all(self, pending: Sequence[FileToHash]) -> None:
         for file in pending:
             self._hash(file, MAX_CORE_SHARE)
             if self._ended.is_set() or self.problem is not None:
@@ -230,11 +229,11 @@ class Contents:
             "%d data files are hashed: %.1f GB at %.1f GB/s", len(pending), self._bytes / 1e9, rate
         )
 
-    def _hash(self, file: WholeFile, share: float) -> None:
+    def _hash(self, file: FileToHash, share: float) -> None:
         """Hash a file, using the fraction ``share`` of a core.
 
-        If the file cannot be read or changes while it is read, skip it. Reading it for training reports the
-        problem.
+        If the file cannot be read or changes while it is read, skip it. The data loader reports the problem
+        when it reads the file.
         """
         digest = hashlib.sha256()
         with contextlib.suppress(OSError):
@@ -261,7 +260,7 @@ class Contents:
             finally:
                 os.close(descriptor)
 
-    def _store(self, file: WholeFile, sha256: str) -> None:
+    def _store(self, file: FileToHash, sha256: str) -> None:
         """Store the hash of a file. If the index or the checkpoint has a different hash, set ``problem``."""
         self._known[file.name] = sha256
         if file.indexed and file.indexed != sha256:

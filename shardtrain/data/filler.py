@@ -1,4 +1,4 @@
-"""Mark padding tokens, so that the statistics of experts do not count them."""
+"""Mark padding tokens, which the statistics of experts must not count."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from shardtrain.ops.targets import FILLER_DOCUMENT
 def mark_filler(batches: Sequence[Batch]) -> list[Batch]:
     """Mark padding tokens in the batches of a step with FILLER_DOCUMENT in ``documents_BT``.
 
-    This is for models with experts. Padding is routed to experts like any token, but must not count in the
-    balance loss and the load: padded rows must have the same gradients as unpadded ones. If any batch of the
-    step has padding, all returned batches have documents. Otherwise the batches are returned unchanged.
+    This is for models with experts. Padding is routed to experts like any token. But it must not count in
+    the balance loss and the load, because padded rows must have the same gradients as unpadded rows. If any
+    batch of the step has padding, all returned batches have documents.
+    Otherwise the batches are returned unchanged.
     """
     # Documents make attention slower, so add them only if there is padding. All micro-batches of a step must
     # have documents, or none.
@@ -30,9 +31,9 @@ def mark_filler(batches: Sequence[Batch]) -> list[Batch]:
         return list(batches)
     marked = []
     for batch in batches:
-        documents_BT = (
-            torch.zeros_like(batch.tokens_BT) if batch.documents_BT is None else batch.documents_BT
-        )
+        documents_BT = batch.documents_BT
+        if documents_BT is None:
+            documents_BT = torch.zeros_like(batch.tokens_BT)
         if batch.lengths_B is not None:
             columns_T = torch.arange(documents_BT.size(1))
             documents_BT = documents_BT.masked_fill(

@@ -1,10 +1,10 @@
-"""Data loader: reads this rank's rows of each step. Its position is the number of samples that all ranks
-together have consumed.
+"""Data loader: reads this rank's rows of each step.
 
-Step s uses the positions [s G, (s + 1) G) of the sample order, where G is the global batch size. Rank r of
-R uses the contiguous part [s G + r G / R, s G + (r + 1) G / R), divided into micro-batches. Which row is at a
-position does not depend on the number of ranks (see ``mix``, ``feed``). So all rows of a step are the same on
-any number of ranks, and a run can resume with a different R.
+Its position is the number of samples that all ranks together have consumed. Step s uses the positions [s G,
+(s + 1) G) of the sample order, where G is the global batch size. Rank r of R uses the contiguous part [s G
++ r G / R, s G + (r + 1) G / R), divided into micro-batches. Which row is at a position does not depend on
+the number of ranks (see ``mix``, ``feed``). So all rows of a step are the same on any number of ranks, and
+a run can resume with a different R.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardtrain.data.build_dataset import DataPipeline
 from shardtrain.data.checksum import hash_rows
 from shardtrain.data.digest import digest
 from shardtrain.data.feed import CursorUpdate
-from shardtrain.data.file_hashes import WholeFile
+from shardtrain.data.file_hashes import FileToHash
 from shardtrain.data.packing.packed_rows import PackedSequences
 from shardtrain.data.sources._data_files import sampled
 from shardtrain.data.streaming.reader_cursors import ReaderCursors
@@ -35,12 +35,12 @@ from shardtrain.utils.errors import ShardtrainError
 logger = logging.getLogger(__name__)
 
 SOURCE_BITS = 48
-"""A sample id contains the sample's number within its source, and above these bits the source's number."""
+"""A sample id has the sample's number within its source in its low bits, and the source's number above them."""
 
 
 @dataclass(frozen=True)
 class RankSlice:
-    """Which rows of a step belong to this rank: ``accumulation`` micro-batches of ``local_batch_size`` rows."""
+    """The rows of a step that belong to this rank: ``accumulation`` micro-batches of ``local_batch_size`` rows."""
 
     local_batch_size: int
     batch_rank: int
@@ -68,7 +68,7 @@ class RankSlice:
 
 
 def sources_of_rows(batches: Sequence[Batch]) -> list[int]:
-    """Return the number of the source of each row of some batches; 0 for padding rows, which have no targets."""
+    """Return for each row the number of its source. 0 for padding rows, which have no targets."""
     sources = []
     for batch in batches:
         for sample in batch.sample_ids_B.tolist():
@@ -103,7 +103,7 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
         count = self._share.local_batch_size
         pipeline = self._opened
 
-        # Rows that are not written below stay padding. After the end of the data, ranks still need batches,
+        # Rows that are not written below stay padding. A rank needs batches even after the end of its data,
         # because all ranks must take part in the step.
         rows = PackedSequences(count, pipeline.packing)
         sample_ids = np.full(count, -1, dtype=np.int64)
@@ -141,19 +141,20 @@ class DataLoader:
         tokenizer: the tokenizer of the dataset.
         vocab: vocabulary size. Token ids are in 0..vocab-1.
         files: maps each file to a fingerprint of its content. Used to name the file that has changed.
-        num_samples: number of rows in one epoch, over all ranks. None for mixtures, and if it is unknown until
-            the data are read.
-        num_documents: number of documents with a target in the dataset. None in the same cases as num_samples.
-        places_per_epoch: how much samples_consumed increases in an epoch. This is num_samples, or a multiple of
-            the global batch size if epochs end with a complete step (training.last_batch).
-        end: number of samples after which the data end. None if they repeat, or if it is unknown until the data
-            are read.
+        num_samples: number of rows in one epoch, over all ranks. None for mixtures, and if it is unknown
+            until the data are read.
+        num_documents: number of documents with a target in the dataset. None in the same cases as
+            num_samples.
+        places_per_epoch: how much samples_consumed increases in an epoch. This is num_samples, or a
+            multiple of the global batch size if epochs end with a complete step (training.last_batch).
+        end: number of samples after which the data end. None if they repeat, or if it is unknown until the
+            data are read.
         pad_id: token at positions without a document. It is never a target.
         masks_documents: True if batches contain the document of each token.
         accumulation: number of micro-batches in a step.
         global_batch: number of rows in one step, over all ranks (G).
         num_readers: number of virtual readers of datasets that are tokenized during training, else 0.
-        ends_without_notice: True if the end of the data is unknown until they are read. Readers that have
+        has_unknown_end: True if the end of the data is unknown until they are read. Readers that have
             finished return padding rows.
         fingerprint: SHA-256 in hex of datasets, tokenizer, sequence length, seed and order. A run can resume
             only if it is unchanged.
@@ -185,7 +186,7 @@ class DataLoader:
         self.pad_id = opened.packing.pad_id
         self.masks_documents = opened.packing.needs_documents
         self.num_readers = sum(feed.num_readers for feed in opened.feeds)
-        self.ends_without_notice = any(feed.ends_without_notice for feed in opened.feeds)
+        self.has_unknown_end = any(feed.has_unknown_end for feed in opened.feeds)
         self.fingerprint = digest(
             [feed.fingerprint for feed in opened.feeds], opened.mixture.fingerprint
         )
@@ -202,8 +203,8 @@ class DataLoader:
         self._options = options
         self._pin_memory = options.pin_memory and accelerator.pins_memory()
         self._reader_cursors = [ReaderCursors(feed.num_readers) for feed in opened.feeds]
-        # Workers are started only with the first batch. They prefetch from the current position, and a resumed
-        # run first seeks to another one.
+        # Workers are started only with the first batch. They prefetch from the current position, and a
+        # resumed run first seeks to another one.
         self._batches: Iterator[BatchWithCursors | ShardtrainError] | None = None
         self.seek(samples_consumed)
 
@@ -220,19 +221,21 @@ class DataLoader:
 
     @cached_property
     def sampled_files(self) -> dict[str, str]:
-        """At most 4,096 of ``files``, evenly spread, for checkpoints. More would need over half a megabyte.
+        """At most 4,096 of ``files``, evenly spread, for checkpoints.
+        More files would need over half a megabyte.
 
-        They are only used to name a file that has changed. To detect a change, the fingerprint covers all files.
+        They are only used to name a file that has changed.
+        The fingerprint detects changes, and covers all files.
         """
         return sampled(self.files)
 
     @cached_property
-    def whole_files(self) -> list[WholeFile]:
+    def files_to_hash(self) -> list[FileToHash]:
         """The files of all sources that should be hashed completely. Only rank 0 uses this."""
         several = len(self._opened.feeds) > 1
         files = []
         for source, feed in zip(self._opened.names, self._opened.feeds, strict=True):
-            for file in feed.whole_files():
+            for file in feed.files_to_hash():
                 if several:
                     file = replace(file, name=f"{source}: {file.name}")
                 files.append(file)
@@ -297,19 +300,14 @@ class DataLoader:
         opened = self._opened
         if len(opened.names) < 2:
             return {}
-        return dict(
-            zip(
-                opened.names,
-                opened.mixture.rows_before(self.samples_consumed).tolist(),
-                strict=True,
-            )
-        )
+        counts = opened.mixture.rows_before(self.samples_consumed).tolist()
+        return dict(zip(opened.names, counts, strict=True))
 
     def cursors(self, samples_consumed: int | None = None) -> npt.NDArray[np.int64]:
         """Return the cursors of all virtual readers, (readers, 3). -1 if only another rank knows a cursor.
 
-        They are the cursors after the last complete step, or at the position ``samples_consumed``. This may be
-        the end of the last complete step, or of the step before it.
+        They are the cursors after the last complete step, or at the position ``samples_consumed``. This may
+        be the end of the last complete step, or of the step before it.
         """
         if samples_consumed is None:
             samples_consumed = self.samples_consumed
@@ -331,7 +329,7 @@ class DataLoader:
             DataError: a row of a dataset that is tokenized during training is bad.
             ConfigError: a file was changed during the run.
         """
-        # A step starts. Check for the end of the data only here, so that all ranks stop before the same step.
+        # A step starts. Check for the end of the data only here. Then all ranks stop before the same step.
         if self._batches_returned % self._share.accumulation == 0:
             if self.has_ended:
                 raise StopIteration
@@ -343,8 +341,8 @@ class DataLoader:
             for source, epoch in enumerate(self._epochs_after(after.tolist())):
                 self._note_epoch(source, epoch)
 
-        # Compute the hash here and not in the worker that has prefetched the batch, because the order hash must
-        # cover exactly what the trainer receives.
+        # Compute the hash here and not in the worker that has prefetched the batch, because the order hash
+        # must cover exactly what the trainer receives.
         batch, moved = self._next_batch()
         self.step_hash += self.hash_rows(
             batch, self._share.first_position(self._start, self._batches_returned)

@@ -1,9 +1,9 @@
 """Mix datasets: a pure function maps each position of the sample order to a dataset.
 
-The pattern of datasets repeats in cycles of 65,536 rows, and weights are rounded to whole numbers of rows in a
-cycle. The rows of a source are spread over the cycle at equal distances (Bresenham 1965), so every batch contains
-about the right number of them without random numbers. A stage is a range of positions with its own weights. In a
-new stage, each source continues where it stopped in the previous one.
+The pattern of datasets repeats in cycles of 65,536 rows. Weights are rounded to an integer number of rows
+per cycle. The rows of a source are spread over the cycle at equal distances (Bresenham 1965). So every
+batch contains about the right number of its rows, without random numbers. A stage is a range of positions
+with its own weights. In a new stage, each source continues where it stopped in the previous stage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 CYCLE = 1 << 16
-"""Number of rows after which the pattern of sources repeats. So weights are exact to 1 in 65,536."""
+"""Number of rows after which the pattern of sources repeats. It makes weights exact to 1 in 65,536."""
 
 _Ints = npt.NDArray[np.int64]
 
@@ -44,9 +44,9 @@ class Mixture:
         # With one source, weights and stages do not change the order, so a resumed run may change them.
         self.fingerprint = repr(list(stages)) if self.num_sources > 1 else ""
 
-        # For each stage: the source at each place of a cycle, the number of rows of each source per cycle, and
-        # for each place the number of earlier places with the same source. (A table of the counts of all
-        # sources at all places would need 256 MiB per stage with 500 sources.)
+        # For each stage, compute three arrays: the source at each place of a cycle, the number of rows of
+        # each source per cycle, and for each place the number of earlier places with the same source. (A
+        # table of the counts of all sources at all places would need 256 MiB per stage with 500 sources.)
         self._cycles = [_cycle(stage.weights) for stage in stages]
         self._per_cycle = [np.bincount(cycle, minlength=self.num_sources) for cycle in self._cycles]
         self._before = [_rows_before(cycle) for cycle in self._cycles]
@@ -117,8 +117,8 @@ class Mixture:
 
 def _rows_before(cycle: npt.NDArray[np.uint16]) -> npt.NDArray[np.int32]:
     """For each place of a cycle, return the number of earlier places with the same source."""
-    # The stable sort lists the places of source 0, then the places of source 1, and so on. The index of a place
-    # within its source is the number of earlier places.
+    # The stable sort lists the places of source 0, then the places of source 1, and so on. The index of a
+    # place within its source is the number of earlier places.
     order = np.argsort(cycle, kind="stable")
     counts = np.bincount(cycle)
     before = np.empty(CYCLE, dtype=np.int32)
@@ -137,8 +137,8 @@ def _cycle(weights: Sequence[float]) -> npt.NDArray[np.uint16]:
     by_remainder = np.argsort(-(shares - counts), kind="stable")
     counts[by_remainder[:missing]] += 1
 
-    # If a source has n rows, its ideal places are the centers of n equal parts of the cycle. Sort the ideal places
-    # of all sources to get the cycle.
+    # If a source has n rows, its ideal places are the centers of n equal parts of the cycle. Sort the ideal
+    # places of all sources to get the cycle.
     places = [(np.arange(count) + 0.5) / count * CYCLE for count in counts.tolist() if count]
     owners = np.repeat(np.arange(len(counts)), counts)
     order = np.argsort(np.concatenate(places), kind="stable")

@@ -19,7 +19,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 logger = logging.getLogger(__name__)
 
 _CHECKED_POSITIONS = 2**18
-"""Number of positions of the order in which to look for documents that several processes would tokenize."""
+"""Number of positions to check for documents that several processes would tokenize."""
 
 
 def open_dataloader(
@@ -37,16 +37,15 @@ def open_dataloader(
 
     Args:
         config: the configuration.
-        batch_rank: 0..num_batch_ranks-1. Tensor, context and pipeline parallel ranks that read the same batches
-            pass the same number.
+        batch_rank: 0..num_batch_ranks-1. Tensor, context and pipeline parallel ranks that read the same
+            batches pass the same number.
         num_batch_ranks: number of data-parallel ranks.
         accumulation: number of micro-batches per step.
         samples_consumed: number of samples that all ranks have read since the start of the run.
         section: config.training by default, or config.validation.
         shuffle: False keeps the order of the dataset.
-        loop: True repeats the data, False ends them after one pass, and None does what the options say. At the
-            end, all ranks stop after the same step. This step is padded with rows that have no targets and the
-            sample id -1.
+        loop: True repeats the data, False ends them after one pass, and None uses the options. At the end,
+            all ranks stop after the same step. Rows without targets and with the sample id -1 pad this step.
 
     Raises:
         ConfigError: the dataset or tokenizer is unknown or cannot be opened.
@@ -82,8 +81,9 @@ def open_dataloader(
 def _warn_duplicate_tokenization(pipeline: DataPipeline, share: RankSlice, workers: int) -> None:
     """Warn if several processes would tokenize the same documents.
 
-    Each process runs the virtual readers of all rows that it returns, so this depends on how the rows of a reader
-    are distributed. ``workers`` is the number of workers of each rank, at least 1.
+    Each process runs the virtual readers of all rows that it returns. If the rows of a reader are
+    distributed over several processes, each of them tokenizes all documents of the reader. ``workers`` is
+    the number of workers of each rank, at least 1.
     """
     if share.num_batch_ranks * workers == 1:
         return
@@ -95,8 +95,8 @@ def _warn_duplicate_tokenization(pipeline: DataPipeline, share: RankSlice, worke
     for index, (feed, name) in enumerate(zip(pipeline.feeds, pipeline.names, strict=True)):
         if not feed.num_readers or not (sources == index).any():
             continue
-        # Count the processes per reader: the number of distinct (reader, process) pairs, divided by the number
-        # of distinct readers.
+        # Count the processes per reader: the number of distinct (reader, process) pairs, divided by the
+        # number of distinct readers.
         is_of_source = sources == index
         readers = (numbers % feed.num_readers)[is_of_source]
         processes = (rank * workers + worker)[is_of_source]

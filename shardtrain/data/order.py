@@ -1,11 +1,11 @@
 """The order of samples, as a pure function of position, number of samples and seed.
 
-No list is shuffled or stored. With n samples, position p is slot p % n of epoch p // n. A permutation maps the
-slot to a sample, and its keys depend on the seed and the epoch. The permutation is a balanced Feistel network
-(Luby and Rackoff, 1988) over the smallest even number of bits that can represent n. It is applied repeatedly until
-the value is below n (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The keys
-are SHA-256 hashes, so the order does not depend on the random generator of a library. Never change the order,
-because checkpoints contain only a position.
+No list is shuffled or stored. With n samples, position p is slot p % n of epoch p // n. A permutation maps
+the slot to a sample, and its keys depend on the seed and the epoch. The permutation is a balanced Feistel
+network (Luby and Rackoff, 1988) over the smallest even number of bits that can represent n. It is applied
+repeatedly until the value is below n (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite
+Domains", 2002). The keys are SHA-256 hashes, so the order does not depend on the random generator of a
+library. Never change the order, because checkpoints contain only a position.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 MAX_SAMPLES = 2**62
 """Maximum number of samples in an epoch, and maximum position. Sums of two such numbers fit into int64."""
-# With ideal round functions, 4 rounds would be enough. These round functions are simpler, so use twice as many,
-# which costs microseconds per batch.
+# With ideal round functions, 4 rounds would be enough. These round functions are simpler, so use twice as
+# many, which costs microseconds per batch.
 _ROUNDS = 8
-# With fewer bits, the network could form only few of the possible permutations. For few samples, the additional
-# cycle walking is cheap.
+# With fewer bits, the network could form only few of the possible permutations. For few samples, the
+# additional cycle walking is cheap.
 _MIN_BITS = 6
 
 _UInts = npt.NDArray[np.uint64]
@@ -31,8 +31,9 @@ _UInts = npt.NDArray[np.uint64]
 def sample_at(position: npt.ArrayLike, num_samples: int, seed: int) -> npt.NDArray[np.int64]:
     """Return the samples at the given positions of an endless, shuffled pass over ``num_samples`` samples.
 
-    Every epoch visits each sample once, each time in a different order. ``position`` is a non-negative integer or
-    an array of them, and the result has its shape. Memory and time depend only on the number of positions.
+    Every epoch visits each sample once, each time in a different order. ``position`` is a non-negative
+    integer or an array of non-negative integers. The result has its shape.
+    Memory and time depend only on the number of positions.
 
     Raises:
         ValueError: ``num_samples`` is not in 1..2**62 or a position is not in 0..2**62.
@@ -48,8 +49,8 @@ def sample_at(position: npt.ArrayLike, num_samples: int, seed: int) -> npt.NDArr
     if num_samples == 1:
         return np.zeros_like(positions)
 
-    # Look up the keys of each position's epoch, (rounds, positions). A batch contains only one or two epochs, so
-    # compute the keys once per epoch.
+    # Look up the keys of each position's epoch, (rounds, positions). A batch contains only one or two
+    # epochs, so compute the keys once per epoch.
     epochs, slots = np.divmod(positions.ravel(), num_samples)
     distinct, which = np.unique(epochs, return_inverse=True)
     keys_of_epochs = [_keys(seed, int(epoch)) for epoch in distinct]

@@ -1,11 +1,12 @@
 """Data loader for the rows of a task. It has the same interface as ``loader.DataLoader``.
 
-The order of rows, how they are divided among ranks, and the position from which a run resumes are the same as in
-``loader.DataLoader``. The last batch of the data may have fewer rows. A rank without rows then gets a row that
-does not count, because every rank must take part in the collectives of a step.
+The order of rows, their division among ranks, and the position from which a run resumes are the same as in
+``loader.DataLoader``. The last batch of the data may have fewer rows. If a rank has no rows, it gets a row
+that does not count, because every rank must take part in the collectives of a step.
 
-If ``last_batch`` is "keep" or "discard", an epoch always consists of complete steps. Its N rows then take E places
-in the stream, where E is N rounded up or down to complete steps. Positions are counted in places.
+If ``last_batch`` is "keep" or "discard", an epoch always consists of complete steps. Its N rows then take E
+places in the stream, where E is N rounded up ("keep") or down ("discard") to complete steps.
+Positions are counted in places.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class RowFeed:
     """A feed of rows, in shuffled order or, if ``seed`` is None, in their own order."""
 
     num_readers = 0
-    ends_without_notice = False
+    has_unknown_end = False
     mean_targets = 1.0
 
     def __init__(self, rows: Rows, seed: int | None, passes: int | None) -> None:
@@ -163,8 +164,8 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
             size = min(size, max(0, self._end - place))
         if self._places_per_epoch == self._num_rows:
             return range(place, place + size)
-        # An epoch consists of complete steps. With "keep", its last places have no row. With "discard", its last
-        # rows have no place. Either way, the next epoch starts with its own first row.
+        # An epoch consists of complete steps. With "keep", its last places have no row. With "discard", its
+        # last rows have no place. In both cases, the next epoch starts with its first row.
         epoch, within = divmod(place, self._places_per_epoch)
         first = epoch * self._num_rows + within
         last = (epoch + 1) * self._num_rows
@@ -206,8 +207,7 @@ class RowDataLoader(DataLoader):
             if last_batch == "keep" and rest:
                 steps += 1
             self.places_per_epoch = steps * share.global_batch
-            # If the size of a step changes, places have different rows. So a run can resume only with the same
-            # size.
+            # The rows at a place depend on the size of a step. So a run can resume only with the same size.
             self.fingerprint = digest(self.fingerprint, last_batch, share.global_batch)
         if not self.places_per_epoch:
             raise ConfigError(
@@ -220,7 +220,7 @@ class RowDataLoader(DataLoader):
             )
         self.end = None if feed.passes is None else feed.passes * self.places_per_epoch
         self.num_readers = 0
-        self.ends_without_notice = False
+        self.has_unknown_end = False
         self._opened = _Opened(feed)  # type: ignore[assignment]
         self._share = share
         self._options = options

@@ -1,9 +1,10 @@
-"""Open an untrusted file in a child process first, with hard limits on memory, time and the length of its answer.
+"""Open an untrusted file in a child process first, with hard limits on memory,
+time and the length of its answer.
 
-Tokenizers, Parquet and Arrow are read by native libraries. If one of them allocates too much memory, its process
-is killed without an exception. So a child process (``sandbox_child``) opens the file first. The kernel enforces
-its limits, and it inherits almost no environment variables. If this succeeds, this process opens the same bytes,
-which it identifies by their hash.
+Native libraries read tokenizers, Parquet and Arrow. If a library allocates too much memory, the kernel
+kills its process without an exception. So a child process (``sandbox_child``) opens the file first. The
+kernel enforces the child's limits, and the child inherits almost no environment variables. If the child
+succeeds, this process opens the same bytes, which it identifies by their hash.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Limits:
 
 
 _limits = Limits()
-_proved: set[str] = set()
+_opened_before: set[str] = set()
 _spent = 0.0
 
 
@@ -73,7 +74,7 @@ def spent_seconds() -> float:
     return seconds
 
 
-def prove(kind: str, request: Mapping[str, Any], *keys: str) -> None:
+def open_in_child(kind: str, request: Mapping[str, Any], *keys: str) -> None:
     """Let a child process open an artefact, unless children have already opened all of its ``keys``.
 
     Args:
@@ -84,14 +85,14 @@ def prove(kind: str, request: Mapping[str, Any], *keys: str) -> None:
     Raises:
         Refused: the artefact exceeds the limits, or the child reports an error.
     """
-    if _proved.issuperset(keys):
+    if _opened_before.issuperset(keys):
         return
     answer = _ask(
         {**request, "kind": kind, "memory_bytes": _limits.memory_bytes, "seconds": _limits.seconds}
     )
     if answer:
         raise Refused(answer)
-    _proved.update(keys)
+    _opened_before.update(keys)
 
 
 def _ask(request: Mapping[str, Any]) -> str:
@@ -108,8 +109,8 @@ def _ask(request: Mapping[str, Any]) -> str:
     }
     environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     before = _of_children()
-    # A request to stop is sent to all processes of a job. The child must ignore it, because if it died, the
-    # artefact would be blamed.
+    # A request to stop is sent to all processes of a job. The child must ignore it. If it died, the error
+    # message would blame the artefact.
     with stop_signals.children_ignore_requests():
         child = subprocess.Popen(
             command,

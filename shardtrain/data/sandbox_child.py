@@ -1,5 +1,4 @@
-"""Child process of ``sandbox``: open one artefact within hard limits and report the result as a line of
-JSON."""
+"""Child process of ``sandbox``: open one artefact within hard limits, and write the result as a line of JSON."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ def bound(memory_bytes: int, seconds: int, file_bytes: int = 0) -> None:
         sizes = [int(count) * resource.getpagesize() for count in pages]
         mapped, resident, _, _, _, data, _ = sizes
         more = max(memory_bytes - resident, 0)
-        # Allow address space for mapping the files twice. RLIMIT_DATA limits all other memory, however large (and
-        # sparse) the files are.
+        # Allow address space for mapping the files twice. RLIMIT_DATA limits all other memory, however
+        # large (and sparse) the files are.
         _lower(resource.RLIMIT_AS, mapped + more + 2 * file_bytes)
         _lower(resource.RLIMIT_DATA, data + more)
     _lower(resource.RLIMIT_CPU, seconds)

@@ -1,11 +1,13 @@
 """Read the metadata of a dataset on one rank, and broadcast it to all others.
 
-Metadata are the list of files, their sizes and times, and the offsets of rows. If each of a thousand ranks read
-them, the storage would receive a thousand times as many requests. So code that opens data reads metadata through
-``once``. It calls the reader directly, but within ``shared`` it is a collective, and all ranks must open the same
-data in the same order. Values are broadcast as JSON and arrays, never as pickles.
+Metadata are the list of files, their sizes and times, and the offsets of rows. If each of a thousand ranks
+read them, the storage would receive a thousand times more requests. So code that opens data reads metadata
+through ``once``. Outside of ``shared``, ``once`` calls the reader directly. Inside, it is a collective, and
+all ranks must open the same data in the same order.
+Values are broadcast as JSON and arrays, never as pickles.
 
-A node may have its own copy of the data, whose times differ from the data on rank 0's node, see ``Listing``.
+A node may have a separate copy of the data, whose files have other times than on rank 0's node,
+see ``Listing``.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Witness:
 
 @dataclass(frozen=True)
 class Listing:
-    """How a node checks whether rank 0's list of files is right for its own storage.
+    """Functions with which a node checks that rank 0's list of files is valid for the node's storage.
 
     Attributes:
         witnesses: selects some files from the result of ``once``.
@@ -79,8 +81,8 @@ def shared(ranks: Ranks) -> Iterator[None]:
 def once(place: str, look: Look, listing: Listing | None = None) -> Any:
     """Call ``look`` and return its result.
 
-    Within ``shared``, only rank 0 calls ``look``, and all ranks return its result or raise its error. If a node has
-    its own copy of the data, one rank of this node calls ``look`` for the node.
+    Within ``shared``, only rank 0 calls ``look``, and all ranks return its result or raise its error. If a
+    node has its own copy of the data, one rank of this node calls ``look`` for the node.
 
     Args:
         place: the folder, file or pattern that is read.
@@ -93,7 +95,7 @@ def once(place: str, look: Look, listing: Listing | None = None) -> Any:
 
 
 def is_watched_here(place: str) -> bool:
-    """True if this rank must check for all ranks that share a result that the files have not changed."""
+    """True if this rank must check that files have not changed, for all ranks that use the same result."""
     return _ranks is None or _ranks.is_watched_here(place)
 
 
@@ -113,9 +115,9 @@ _ARRAY = "array"
 
 def encode(value: Any) -> list[memoryview]:
     """Encode JSON values and arrays as consecutive buffers."""
-    # In the JSON, a placeholder with dtype and length represents each array. The arrays follow in the same order.
-    # Dicts are encoded as lists of pairs, and lists as dicts, so that no dict of the value can be mistaken for a
-    # placeholder.
+    # In the JSON, a placeholder with dtype and length represents each array. The arrays follow in the same
+    # order. Dicts are encoded as lists of pairs, and lists as dicts. Otherwise a dict of the value could
+    # look like a placeholder.
     arrays: list[np.ndarray[Any, Any]] = []
 
     def to_json(part: Any) -> Any:
@@ -159,11 +161,11 @@ def decode(data: memoryview) -> Any:
     return restore(json.loads(bytes(data[8 : 8 + size])))
 
 
-class LooksAtSeek:
+class CheckAtSeek:
     """Checks at each seek of a feed, except the first one, that its files have not changed.
 
-    Of the ranks that have opened the files together, only one checks. The others notice a changed file when they
-    open it, or by their ``FilesWatch``.
+    Only one of the ranks that have opened the files together checks them. The others notice a changed file
+    when they open it, or through their ``FilesWatch``.
     """
 
     def __init__(self, check: Callable[[], None], place: str) -> None:

@@ -26,12 +26,13 @@ def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> 
     limits.require_threads(
         threads, f"{options.num_workers} data workers", "training.dataloader.num_workers"
     )
-    # Fork workers on Linux, so they inherit datasets and tokenizers. They may share open files, see ``shards``.
+    # Fork workers on Linux, so they inherit datasets and tokenizers.
+    # They may share open files, see ``shards``.
     start_method = "fork"
     if sys.platform != "linux":
         start_method = "spawn"
-        # A spawned worker is a new interpreter. Without this variable, it could import its first modules from the
-        # current directory.
+        # A spawned worker is a new interpreter. Without this variable, it could import its first modules
+        # from the current directory.
         os.environ[library_environment.SAFE_PATH] = "1"
     loader = torch.utils.data.DataLoader(
         items,
@@ -48,10 +49,10 @@ def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> 
 
 
 def death_of_worker(error: RuntimeError) -> DataError | None:
-    """Return the error to report if ``error`` means that a worker process has died, else None.
+    """Return the error to report if a worker process has died, else None.
 
-    PyTorch may raise such an error anywhere.
+    ``error`` may come from any code, because PyTorch raises it when it notices that a worker has died.
     """
     if "DataLoader worker" not in str(error):
         return None
-    return DataError(f"a process that prepares batches died: {str(error).splitlines()[0]}")
+    return DataError(f"a data worker process died: {str(error).splitlines()[0]}")

@@ -67,5 +67,5 @@ class MultiTokenRunner(PlainRunner):
             loss = linear_cross_entropy_sum(main_BtD, head_VD, targets_Bt, weight, main_chunk)
             return self._depths.add(loss, hidden_of_depths, targets_BtK, weight, loss_of_depth)
 
-        with loss_at_head.in_place_of_logits(model, loss_of):
+        with loss_at_head.instead_of_logits(model, loss_of):
             return model(tokens_Bt, positions_Bt, **arguments)  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from shardtrain.data.documents.read_documents import (
     BadRows,
     RowStats,
     chunks,
-    log_left_out,
+    log_skipped_rows,
 )
 from shardtrain.data.documents.row_template import template_of
 from shardtrain.data.sources import BadRow, Key, Row, Shards, Table, every_row, place_of
@@ -88,7 +88,9 @@ def read(config: Config, split: str, make: Make[T]) -> FileRows[T]:
     good_rows = FileRows(_good_rows(source, rows, split, apply_template, policy, stats))
     if stats.rows > stats.documents:
         policy.judge(stats, f"dataset {named.name}")
-    log_left_out(f"dataset {named.name}", stats.reasons(), stats.num_bad + stats.harmless[TOO_LONG])
+    log_skipped_rows(
+        f"dataset {named.name}", stats.reasons(), stats.num_bad + stats.harmless[TOO_LONG]
+    )
     good_rows.files = source.files()
     return good_rows
 

@@ -31,8 +31,8 @@ def keep_batch_size(loaded: Loaded, world: World) -> Loaded:
     """If the global batch size is unset, take it from the checkpoint to resume from (a collective).
 
     Otherwise the same command on a different number of ranks would train with a different batch size. If this
-    mesh does not support the checkpoint's batch size, ``loaded`` is returned unchanged, and ``refuse`` reports
-    the problem later.
+    mesh does not support the checkpoint's batch size, ``loaded`` is returned unchanged, and ``refuse``
+    reports the problem later.
     """
     config = loaded.config
     options = config.checkpoint

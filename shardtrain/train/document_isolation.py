@@ -34,8 +34,8 @@ _LENGTH = 8
 _MAX_RATIO = 0.1
 """Maximum change of the logits by a previous document with a mask, relative to the change without a mask.
 
-With a working mask, only rounding remains in float32 or bfloat16. If the network ignores the mask, the ratio is
-about 1."""
+With a working mask, only rounding remains in float32 or bfloat16. If the network ignores the mask, the
+ratio is about 1."""
 
 
 def check_run(run: Run) -> None:

@@ -63,7 +63,8 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> list[str]:
         return [
             f"model.check=false: {config.model.name} is NOT compared with one process; run `{command}` to do so"
         ]
-    # There is no process group yet, so rank 0 sends the result through the store. The others wait for the key.
+    # There is no process group yet, so rank 0 sends the result through the store.
+    # The others wait for the key.
     store = dist.PrefixStore("model check", store)
     if rank == 0:
         store.set("found", json.dumps(_compare(config)))
@@ -96,8 +97,8 @@ def _compare(config: Config) -> dict[str, list[str]]:
     with temporary_folder("model-check") as folder:
         path = folder / "config.toml"
         path.write_text(configs.resolved_toml(config), encoding="utf-8")
-        # A request to stop is sent to all processes of a job. It must not end the comparison, which would count
-        # as skipped.
+        # A request to stop is sent to all processes of a job. It must not end the comparison, which would
+        # count as skipped.
         with stop_signals.children_ignore_requests():
             process = subprocess.Popen(
                 python_child.command("shardtrain.tools.verify.before_training", str(path)),

@@ -47,8 +47,8 @@ def frozen_configs(task: Any, config: Config) -> dict[str, Config]:
         if isinstance(reference, Problem):
             raise ConfigError(reference)
         return {"reference": reference}
-    # The reference is the initial model. New adapters do not change its outputs, so build the reference without
-    # adapters. But loaded adapters and quantized base weights do, so keep them.
+    # The reference is the initial model. New adapters do not change its outputs, so build the reference
+    # without adapters. But loaded adapters and quantized base weights do, so keep them.
     lora = config.lora
     if not _is_adapted(config):
         lora = replace(lora, enable=False)
@@ -91,7 +91,8 @@ def load_frozen_models(task: Any, runner: Runner, config: Config, mesh: Mesh) ->
                     "both models use the same token ids"
                 )
             continue
-        # Without a folder, the reference has the run's initial weights. build_model has drawn them from the seed.
+        # Without a folder, the reference has the run's initial weights.
+        # build_model has drawn them from the seed.
         start = start_of(config)
         if _is_adapted(frozen):
             _fill_adapted(built, frozen, mesh)

@@ -198,8 +198,8 @@ def load(
     changes = [] if is_new_run else compatibility.find_changes(run, facts, sorted(excluded))
     other_data = "" if excluded & {"dataloader", "train_state"} else _find_other_data(run, facts)
 
-    # Reject changed options or data before any tensor is changed. The exception is a changed model: load first,
-    # because a tensor of the wrong shape then raises a more specific error.
+    # Reject changed options or data before any tensor is changed. The exception is a changed model: load
+    # first, because a tensor of the wrong shape then raises a more specific error.
     is_other_model = any(change.option.startswith("model.") for change in changes)
     if is_new_run and not run.config.lora.enable:
         first_rank(lambda: check_noted(run.config.model, path))
@@ -232,8 +232,8 @@ def load(
     if "lr_scheduler" in excluded:
         # The schedule depends only on the number of updates, so 0 restarts it.
         run.state.updates = 0
-    # The position in the data follows from the number of samples. Readers of a stream also need their cursors.
-    # Without them, they would have to read the stream again from its start.
+    # The position in the data follows from the number of samples. Readers of a stream also need their
+    # cursors. Without them, they would have to read the stream again from its start.
     cursors: np.ndarray | None = None
     if "dataloader" in excluded:
         run.state.samples_consumed = run.state.order_hash = 0
@@ -330,7 +330,7 @@ def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     # Only rank 0 knows the hashes of the files, so it broadcasts the result of its comparison.
     contents = facts.get("data_contents")
     differing = broadcast_json(run.contents.expect(contents))
-    replaced = broadcast_json(run.contents.trained_on_other(contents, facts.get("data_unproven")))
+    replaced = broadcast_json(run.contents.find_replaced_file(contents, facts.get("data_unproven")))
     if replaced:
         option, path, step = replaced
         raise ConfigError(

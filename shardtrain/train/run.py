@@ -136,8 +136,8 @@ class Run:
         """True if the host queues the update before it knows whether the update may be applied.
 
         The device then decides by the same rules, and the host can prepare the next step while the device
-        computes. This is not possible if only the host can decide: the policies for loss spikes need the losses
-        of earlier steps.
+        computes. This is not possible if only the host can decide: the policies for loss spikes need the
+        losses of earlier steps.
         """
         config = self.config
         return (

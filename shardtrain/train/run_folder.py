@@ -75,8 +75,8 @@ def write_resolved_config(
 ) -> None:
     """Write a file with the effective value of every option. Loading it results in the same configuration.
 
-    Comments at its top contain the versions and the name of the JSON schema, which is written next to it. With
-    the schema, editors can complete and check the file.
+    Comments at its top contain the versions and the name of the JSON schema, which is written next to it.
+    With the schema, editors can complete and check the file.
     """
     origin = loaded.path or "the defaults"
     header = f"{json_schema.DIRECTIVE}\n# {versions()}, {world_size} ranks, started from {origin}\n"

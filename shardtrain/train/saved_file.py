@@ -71,7 +71,8 @@ class FileWeights(BinWeights):
                 f"{path} is not a table; a checkpoint file has {WEIGHTS[0]} and other keys"
             )
         self.table: Mapping[str, Any] = table
-        # The weights are under one of the known keys. Without any of these keys, the dict itself contains them.
+        # The weights are under one of the known keys.
+        # Without any of these keys, the dict itself contains them.
         weights = table
         for key in WEIGHTS:
             if isinstance(table.get(key), dict):
@@ -107,8 +108,8 @@ def translate(
         shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
         network: Any = models.build(module, shape)
         translation, ignored_patterns = as_is.fit(network, shape, weights)
-        # as_is.fit ignores the head of another task, which a Hugging Face folder may contain. In a checkpoint,
-        # such a head is an error.
+        # as_is.fit ignores the head of another task, which a Hugging Face folder may contain. In a
+        # checkpoint, such a head is an error.
         prefix = f"{network.hf.base_model_prefix}."
         used = {str(source) for source in translation.sources.values()}
         head_patterns = set()
@@ -120,14 +121,16 @@ def translate(
     else:
         shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
         if any(name.endswith("tok_embeddings.weight") for name in weights.names()):
-            # torchtitan has different names and a different order of query and key rows. from-dcp converts both.
+            # torchtitan has different names and a different order of query and key rows.
+            # from-dcp converts both.
             fix = f"convert it with `shardtrain checkpoint from-dcp {weights.folder} NEW`"
             fix += " and set checkpoint.initial_load_path to NEW"
             raise CheckpointError(f"{weights.folder} has torchtitan's names; {fix}")
         hub = HubFormat(model.name, "", {}, lambda _: {}, lambda _: {}, ())
         config = SimpleNamespace(head_dim=1, tied_embeddings=False)
         translation = mapping.Translation(hub, shapes, config, {name: name for name in shapes})
-    # as_is.fit allows missing tensors, because a folder may lack a new head. But a checkpoint must be complete.
+    # as_is.fit allows missing tensors, because a folder may lack a new head.
+    # But a checkpoint must be complete.
     missing = sorted(set(named) - set(translation.sources))
     if missing:
         shown = ", ".join(missing[:10])
@@ -254,9 +257,9 @@ def _fill(
 def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str, dict[str, Any]]:
     """Return Adam's state for each parameter, by the parameter's name in the file.
 
-    The file identifies states by the number of their parameter. With one group, numbers follow the order of the
-    model. With two groups, the parameters with weight decay come first. Every state must have the shape of its
-    parameter.
+    The file identifies states by the number of their parameter. With one group, numbers follow the order of
+    the model. With two groups, the parameters with weight decay come first. Every state must have the shape
+    of its parameter.
 
     Raises:
         CheckpointError: the file has no complete Adam state of this model.

@@ -42,8 +42,8 @@ _ASSUMED_SECONDS = 1.0
 def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> None:
     """Connect the run to its checkpoints, and check that there are enough data for all steps.
 
-    This is called before the first step and after each rollback. A rollback skips data. If the rest is then too
-    short for all steps, the run must not fail, so the caller sets ``may_end_early`` after a rollback.
+    This is called before the first step and after each rollback. A rollback skips data. If the rest is then
+    too short for all steps, the run must not fail, so the caller sets ``may_end_early`` after a rollback.
 
     Raises:
         DataError: there are not enough data, and training.on_data_end does not allow this.
@@ -105,8 +105,8 @@ def save_after_step(
         # Record the duration. For a background save, it is recorded when the save ends.
         if checkpoints.saving.writing is None:
             stop.saves.add(time.perf_counter() - started - checkpoints.export_seconds)
-        # After a request to stop, the run finishes the current step and saves. Warn once if both together take
-        # longer than the grace period.
+        # After a request to stop, the run finishes the current step and saves. Warn once if both together
+        # take longer than the grace period.
         step_seconds = stop.steps.quantile() or 0.0
         save_seconds = stop.saves.quantile() or 0.0
         grace_seconds = run.config.checkpoint.grace_seconds
@@ -183,8 +183,8 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
         Preempted: everything is saved.
         NotSaved: there was no time to save.
     """
-    # A rank may learn of the request from other ranks before it gets the signal itself. Such a rank reports the
-    # reason of another rank.
+    # A rank may learn of the request from other ranks before it gets the signal itself. Such a rank reports
+    # the reason of another rank.
     stop = run.resilience.stop
     step = run.state.step
     other_reason = first_word(stop.reason)
@@ -260,7 +260,8 @@ def explain(error: Exception, run: Run) -> Exception:
         return error
     if dead := data.death_of_worker(error):
         return dead
-    # gloo's message names neither the collective nor the missing rank. Take the collective from the traceback.
+    # gloo's message names neither the collective nor the missing rank.
+    # Take the collective from the traceback.
     calls = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -2,8 +2,9 @@
 
 Before ranks start, ``hf_cores.check`` has already inspected the network's operations. This module runs the
 network twice on a short row, with the run's weights and mesh. The first time, the row is split over the
-context-parallel ranks. The second time, each rank has the full row and uses the attention of ``transformers``.
-The logits must agree. They differ, for example, if the network's forward depends on the number of tokens.
+context-parallel ranks. The second time, each rank has the full row and uses the attention of
+``transformers``. The logits must agree.
+They differ, for example, if the network's forward depends on the number of tokens.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ def build_model(
     flops_per_row = task.flops_per_row(model)
     names = [name for name, _ in model.named_parameters()]
     base_names = [name for name in names if name not in added]
-    # Initial values depend only on the seed and on names in the unsharded model. So they are the same on every mesh.
+    # Initial values depend only on the seed and on names in the unsharded model.
+    # So they are the same on every mesh.
     num_layers = len(getattr(model, layout.layers))
     draws = init_weights.plan(base_names, module.initial(shape), layout, num_layers) | added
     if config.lora.base_dtype != quantize.WHOLE:

@@ -131,9 +131,9 @@ def opened(
             run = build(config, world)
         run.resilience = resilience
         if world.rank == 0:
-            contents = run.contents = Contents(getattr(run.dataloader, "whole_files", ()), folder)
+            contents = run.contents = Contents(getattr(run.dataloader, "files_to_hash", ()), folder)
         # If data files differ from their recorded hashes, stop the run before a checkpoint is loaded.
-        first_rank(contents.look)
+        first_rank(contents.check_now)
         with _heartbeat("loading the checkpoint", world):
             resume(run, checkpoints)
         # Start a thread that hashes large data files while training runs.
@@ -276,8 +276,8 @@ def _steps(
         resilience.stop_flag or run.owes_validation
     )
     if validator and data_have_ended and validator.is_due(state.step, state.step):
-        # Validation is always due after the last step. Only now is it known that this step was the last. Early
-        # stopping may also end the run here.
+        # Validation is always due after the last step. Only now is it known that this step was the last.
+        # Early stopping may also end the run here.
         _validate(run, validator, metrics, checkpoints)
     if resilience.stop_flag or run.owes_validation:
         # This saves and raises.
@@ -371,7 +371,8 @@ def step(run: Run) -> Outcome | None:
     if run.runner.counts_filler:
         host_batches = data.mark_filler(host_batches)
     batches = [batch.to(mesh.device, non_blocking=True) for batch in host_batches]
-    # Seed dropout. Masks differ between ranks. The seed includes the step, so a resumed run draws the same masks.
+    # Seed dropout. Masks differ between ranks.
+    # The seed includes the step, so a resumed run draws the same masks.
     seed_step(
         config.debug.seed,
         state.step,
@@ -407,8 +408,8 @@ def step(run: Run) -> Outcome | None:
     norm = run.runner.gradient_norm() / scale
     agreement = grad_clip.Agreement(loss / scale, norm, mesh)
 
-    # Update. If possible, the device decides whether to apply the update. Then the host can queue it before it
-    # has read loss and norm. Otherwise the host decides after it has read them.
+    # Update. If possible, the device decides whether to apply the update. Then the host can queue it before
+    # it has read loss and norm. Otherwise the host decides after it has read them.
     max_norm = config.training.max_norm
     decision = agreement.on_device(max_norm) if run.decides_on_device else None
     if decision:
@@ -463,8 +464,8 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
     A collective. Returns None on all ranks if the data have ended, or a rank has received a request to stop.
 
     The length of a streamed dataset is not known in advance, and its readers finish at different times. A
-    reader that has finished returns empty rows. If no rank has a row, the step is skipped. The data have ended
-    once every reader has returned an empty row in such steps.
+    reader that has finished returns empty rows. If no rank has a row, the step is skipped. The data have
+    ended once every reader has returned an empty row in such steps.
     """
     loader = run.dataloader
     resilience = run.resilience
@@ -497,10 +498,10 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
         if resilience.unpack_flags(sums.flags):
             return None
 
-        # Every rank computes the same values from here on, because they depend only on the sums. Skip rows that
-        # a rollback excludes, and steps in which no rank has a row.
+        # Every rank computes the same values from here on, because they depend only on the sums. Skip rows
+        # that a rollback excludes, and steps in which no rank has a row.
         is_excluded = resilience.excludes(first_row, first_row + loader.global_batch)
-        has_rows = sums.num_rows > 0 or not loader.ends_without_notice
+        has_rows = sums.num_rows > 0 or not loader.has_unknown_end
         if has_rows and not is_excluded:
             return batches, sums, data_seconds
         run.state.samples_consumed = loader.samples_consumed

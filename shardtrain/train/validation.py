@@ -1,9 +1,10 @@
 """Measure the loss on validation data with the training runner. The result is exact on any number of ranks.
 
-Every row of the validation set is read once. Every rank must run the same number of batches. If the rows cannot
-be divided evenly, padding rows without targets fill the last batch. Validation does not affect training:
-dropout is off, and expert load statistics are updated only in backward. For row tasks, such as classification,
-all ranks gather the predictions in the order of the data, and compute metrics over the complete set.
+Every row of the validation set is read once. Every rank must run the same number of batches. If the rows
+cannot be divided evenly, padding rows without targets fill the last batch. Validation does not affect
+training: dropout is off, and expert load statistics are updated only in backward. For row tasks, such as
+classification, all ranks gather the predictions in the order of the data,
+and compute metrics over the complete set.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def evaluate(
     finally:
         for part, was_training in training_modes:
             part.train(was_training)
-            # Reshard the parameters, because no backward pass follows that would do it. Before any forward pass
-            # there is nothing to reshard.
+            # Reshard the parameters, because no backward pass follows that would do it. Before any forward
+            # pass there is nothing to reshard.
             if batch is not None:
                 free_gathered(part)
         # This also ends the worker processes.
@@ -138,8 +139,8 @@ def gather(
 ) -> dict[str, Tensor]:
     """Gather the predictions of all ranks as CPU tensors, with one entry per row (a collective).
 
-    Rows are ordered by sample id. Padding rows (id -1) are dropped. If several ranks have the same row, such as
-    tensor-parallel ranks, it is kept once.
+    Rows are ordered by sample id. Padding rows (id -1) are dropped. If several ranks have the same row,
+    such as tensor-parallel ranks, it is kept once.
 
     Args:
         local_predictions: for each batch of this rank, its sample ids and its predictions by name. Ranks may

@@ -17,7 +17,7 @@ from tiny import shallow_config, train_whole
 
 from shardtrain.config.schema import Config
 from shardtrain.data import file_hashes
-from shardtrain.data.file_hashes import Contents, WholeFile
+from shardtrain.data.file_hashes import Contents, FileToHash
 from shardtrain.tools.data import prepare
 from shardtrain.train import trainer
 from shardtrain.utils.errors import ConfigError
@@ -151,7 +151,7 @@ def test_file_replaced_before_it_was_hashed_is_reported(
 ) -> None:
     file = tmp_path / "rows.jsonl"
     write_rows(file)
-    file_entry = WholeFile("rows.jsonl", str(file), "training.dataset_path")
+    file_entry = FileToHash("rows.jsonl", str(file), "training.dataset_path")
     recorded = {"rows.jsonl": "0" * 64}
     first = Contents([file_entry], tmp_path / "run")
     first._ended.set()  # this instance never hashes
@@ -160,12 +160,12 @@ def test_file_replaced_before_it_was_hashed_is_reported(
     unproven = first.unproven()
     assert first.record() == recorded
     assert unproven["rows.jsonl"].startswith("4 ")
-    assert Contents([file_entry]).trained_on_other(recorded, unproven) == []
+    assert Contents([file_entry]).find_replaced_file(recorded, unproven) == []
     assert not caplog.text
     write_rows(file)
     os.utime(file, ns=(1, 1))
-    assert Contents([file_entry]).trained_on_other(recorded, unproven) == []
-    assert "has been replaced since steps after 4 were trained on it" in caplog.text
+    assert Contents([file_entry]).find_replaced_file(recorded, unproven) == []
+    assert "has been replaced, and its old contents were not hashed: steps after 4" in caplog.text
 
 
 def test_prepared_shard_that_differs_from_its_index_stops_the_run(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_file_is_hashed_once_and_again_after_a_change(
     hashed: list[str] = []
     original = Contents._hash
 
-    def noted(self: Contents, file: WholeFile, share: float) -> None:
+    def noted(self: Contents, file: FileToHash, share: float) -> None:
         hashed.append(file.name)
         original(self, file, share)
 
@@ -205,11 +205,11 @@ def test_file_is_hashed_once_and_again_after_a_change(
     paths = [tmp_path / name for name in ("one", "two")]
     for path in paths:
         path.write_bytes(os.urandom(1000))
-    files = [WholeFile(path.name, str(path), "training.dataset_path") for path in paths]
+    files = [FileToHash(path.name, str(path), "training.dataset_path") for path in paths]
 
     def look() -> Contents:
         contents = Contents(files, tmp_path)
-        contents.look()
+        contents.check_now()
         return contents
 
     first = look()
@@ -236,8 +236,8 @@ def test_hashing_ends_with_the_run_and_reports_unhashed_files(
     monkeypatch.setattr(file_hashes, "MAX_CORE_SHARE", 1e-9)
     path = tmp_path / "large"
     path.write_bytes(bytes(10_000_000))
-    contents = Contents([WholeFile("large", str(path), "training.dataset_path")])
-    contents.look()
+    contents = Contents([FileToHash("large", str(path), "training.dataset_path")])
+    contents.check_now()
     assert contents.record() == {}
     contents.start(0)
     thread = contents._thread
@@ -247,6 +247,6 @@ def test_hashing_ends_with_the_run_and_reports_unhashed_files(
     patience.wait_for(lambda: not thread.is_alive(), 10)
     assert "1 of 1 data files were not hashed when the run ended" in caplog.text
     assert contents.record() == {}
-    broken = Contents([WholeFile("large", str(path), "training.dataset_path", indexed="0" * 64)])
+    broken = Contents([FileToHash("large", str(path), "training.dataset_path", indexed="0" * 64)])
     broken._hash(broken._files["large"], 1.0)
     assert isinstance(broken.problem, ConfigError)

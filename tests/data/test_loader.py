@@ -215,7 +215,7 @@ def test_dead_worker_is_a_one_line_error(config):
     for worker in stream._batches._workers:
         worker.kill()
         worker.join()
-    with pytest.raises(DataError, match=r"^a process that prepares batches died: [^\n]*$"):
+    with pytest.raises(DataError, match=r"^a data worker process died: [^\n]*$"):
         for _ in range(20):
             next(stream)
 

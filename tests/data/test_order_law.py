@@ -251,7 +251,7 @@ def test_every_token_is_a_target_once_per_epoch_on_any_number_of_ranks(kind, tmp
             for r in range(ranks)
         ]
         empty = 0
-        while not streams[0].ends_without_notice or empty < streams[0].num_readers:
+        while not streams[0].has_unknown_end or empty < streams[0].num_readers:
             try:
                 batches = [next(stream) for stream in streams]
             except StopIteration:

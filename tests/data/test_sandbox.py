@@ -310,5 +310,5 @@ def test_accepted_artifact_is_not_tried_again(
     trials: list[object] = []
     monkeypatch.setattr(sandbox, "_ask", lambda request: trials.append(request) or "")
     for _ in range(2):
-        sandbox.prove("tokenizer", {}, f"key of {tmp_path}")
+        sandbox.open_in_child("tokenizer", {}, f"key of {tmp_path}")
     assert len(trials) == 1

@@ -196,7 +196,7 @@ def test_second_text_of_a_pair_follows_the_first(tmp_path: Path) -> None:
     [
         ("fine\t7", "label '7' in column '1' is not one of 0, 1"),
         ("fine\t", "label '' in column '1' is not one of 0, 1"),
-        ("fine", "has another number of fields than there are columns"),
+        ("fine", "has a different number of fields than columns"),
     ],
 )
 def test_invalid_row_is_reported_with_file_and_line(

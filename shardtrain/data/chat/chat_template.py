@@ -31,8 +31,8 @@ FIXED_DATE = datetime(2024, 7, 26)
 
 The real date would change the tokens every day.
 """
-# These mark {% generation %} blocks, and are removed again. They are noncharacters of Unicode, which do not
-# occur in texts.
+# Marks around {% generation %} blocks, which are removed again later. They are noncharacters of Unicode,
+# which do not occur in texts.
 _OPEN = "\ufdd0"
 _CLOSE = "\ufdd1"
 # Templates can break out of the sandbox of older versions.
@@ -61,13 +61,11 @@ class ChatTemplate:
         self.reads_parts = False
         """True if a message's content may be a list of parts. ``conversations.find_content_form`` sets it."""
         self.content_as_parts = False
-        """True to pass each content as ``[{"type": "text", "text": ...}]``, because the template supports only
-        this form.
-        """
+        """True if the template supports only contents of the form ``[{"type": "text", "text": ...}]``."""
         self.dropped: dict[tuple[Any, ...], str] = {}
-        """For each shape of a conversation: a description of the text that the template drops, or "".
+        """Cache of ``conversations.check_nothing_is_dropped``.
 
-        A cache of ``conversations.check_nothing_is_dropped``.
+        Maps the shape of a conversation to a description of the text that the template drops, or to "".
         """
         self._special_tokens = dict(special_tokens)
         self._marking = False
@@ -99,7 +97,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] = NO_VARIABLES,
         prompt: bool = False,
     ) -> str:
-        """Render a conversation. Return "" if the template rejects it, as some do for half a conversation."""
+        """Render a conversation. Return "" if the template rejects it. Some templates reject half a conversation."""
         try:
             return self._write(messages, variables, prompt)
         except Unusable:
@@ -111,10 +109,11 @@ class ChatTemplate:
         """Render a conversation. Return its text, and the character ranges of its {% generation %} blocks.
 
         Raises:
-            Unusable: see ``render``. Or the template changes the text after it has marked it, so that the range
-                is unknown.
+            Unusable: see ``render``. Or the template changes the text after it has marked it, so the range is
+                unknown.
         """
-        # Render the conversation without marks and with marks. Both texts must be the same apart from the marks.
+        # Render the conversation without marks and with marks.
+        # Both texts must be the same apart from the marks.
         plain = self._write(messages, variables, prompt=False)
         if _OPEN in plain or _CLOSE in plain:
             raise Unusable(
@@ -139,11 +138,9 @@ class ChatTemplate:
         self._work.begin()
         pieces: list[str] = []
         size = 0
-        chat = (
-            [_with_parts(message) for message in messages]
-            if self.content_as_parts
-            else list(messages)
-        )
+        chat = list(messages)
+        if self.content_as_parts:
+            chat = [_with_parts(message) for message in messages]
         defaults = {**self._special_tokens, "tools": None, "documents": None}
         context = {**defaults, **variables, "messages": chat, "add_generation_prompt": prompt}
         try:
@@ -167,7 +164,7 @@ class ChatTemplate:
         option = "data.chat_template"
         jinja2 = libraries.load("jinja2", option)
         loopcontrols = libraries.load("jinja2.ext", option).loopcontrols
-        # This sandbox is only safe if Jinja's own sandbox is.
+        # This sandbox is only safe if Jinja's own sandbox is safe.
         version = importlib.metadata.version("jinja2")
         if tuple(int(part) for part in version.split(".")[:3] if part.isdecimal()) < _SAFE_JINJA:
             raise ConfigError(
@@ -250,7 +247,7 @@ def _generation_tag(template: ChatTemplate) -> Any:
 def _remove_marks(marked: str) -> tuple[str, list[Span]]:
     """Remove the marks. Return the text, and the character ranges that were marked.
 
-    For nested marks, return the range of the outermost ones.
+    For nested marks, return the range of the outermost mark.
     """
     spans: list[Span] = []
     pieces: list[str] = []

@@ -1,8 +1,8 @@
 """Convert conversations to tokens: a chat template renders the text, and the assistant's turns are learned.
 
-As in inference servers, BOS and EOS are not added to the rendered text. The assistant's turns are found by
-the template's own ``{% generation %}`` marks, or else by rendering parts of the conversation and comparing the
-results (``turns.py``). A turn that cannot be found exactly is an error.
+As in inference servers, BOS and EOS are not added to the rendered text. The template's ``{% generation %}``
+marks show where the assistant's turns are. Without marks, ``turns.py`` renders parts of the conversation
+and compares the results. A turn that cannot be found exactly is an error.
 """
 
 from __future__ import annotations
@@ -94,21 +94,23 @@ def _render(
         )
     chat = list(messages) if template.reads_parts else [joined(message) for message in messages]
     text = template.render(chat, variables, prompt)
-    arguments = [function.get("arguments") for function in called_functions(chat)]
-    quoted = [json.dumps(text, ensure_ascii=False) for text in arguments if isinstance(text, str)]
-    if any(text_in_quotes in text for text_in_quotes in quoted):
-        # The template converts arguments to JSON itself, so it would write a JSON text as a quoted string.
-        chat = with_object_arguments(chat)
-        text = template.render(chat, variables, prompt)
+    # Some templates convert arguments to JSON themselves. They would write a JSON text as a quoted string.
+    # Then pass objects instead.
+    for function in called_functions(chat):
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and json.dumps(arguments, ensure_ascii=False) in text:
+            chat = with_object_arguments(chat)
+            return chat, template.render(chat, variables, prompt)
     return chat, text
 
 
 def find_content_form(template: ChatTemplate) -> None:
-    """Find out whether a template supports a message's content as a text, as a list of parts, or both.
+    """Test if a template supports a message's content as a text, as a list of parts, or both.
 
     Sets ``template.reads_parts`` and ``template.content_as_parts``. Templates of vision-language models
-    (SmolVLM, Idefics3) loop over the parts of a content. If the content is a str, they loop over its characters
-    and write nothing. Templates that expect a str write a list in Python's notation, with quotes.
+    (SmolVLM, Idefics3) loop over the parts of a content. If the content is a str, they loop over its
+    characters and write nothing. Templates that expect a str would write a list in Python's notation,
+    with quotes.
     """
     texts = [f"{_PLACEHOLDER}-{number}-" for number in range(4)]
     parts = [{"type": "text", "text": text} for text in texts]
@@ -117,6 +119,7 @@ def find_content_form(template: ChatTemplate) -> None:
         (parts[:1], parts[2:3]),
         (parts[:2], parts[2:]),
     ]
+    # Render each form. A form is supported if all its texts are written, and not as a quoted Python string.
     is_read = []
     for question, answer in forms:
         chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -134,13 +137,14 @@ def check_nothing_is_dropped(
 ) -> None:
     """Check that ``text``, the rendered conversation, contains all texts of the conversation.
 
-    These are the content of each turn, the tool calls, and the reasoning of the last turn. (Many templates drop
-    the reasoning of earlier turns.) If the template drops a text, the model would be trained on an empty question
-    or answer.
+    These are the content of each turn, the tool calls, and the reasoning of the last turn. (Many templates
+    drop the reasoning of earlier turns.) If the template drops a text, the model would be trained on an
+    empty question or answer.
 
-    There are two tests. The first renders the conversation with unique placeholders instead of its texts, because
-    a short text could also occur elsewhere. Its result depends only on the shape of the conversation, so each
-    shape is rendered once. The second searches ``text`` for the real texts, because a template may truncate them.
+    There are two tests. The first test renders the conversation with unique placeholders instead of its
+    texts, because a short text could also occur elsewhere. Its result depends only on the shape of the
+    conversation, so each shape is rendered once. The second test searches ``text`` for the real texts,
+    because a template may truncate them.
 
     Raises:
         Unusable: a text is missing. The message names its turn.
@@ -188,8 +192,8 @@ def _find_dropped(
     template: ChatTemplate, replaced: list[Message], variables: Variables, wanted: dict[str, Leaf]
 ) -> str:
     """Describe the first text that the template does not write, or return ""."""
-    # If the template raises an error, ``text`` is "". It probably inspects the texts and rejects placeholders, so
-    # this test is not possible.
+    # If the template raises an error, ``text`` is "". It probably inspects the texts and rejects
+    # placeholders, so this test is not possible.
     text = template.try_render(replaced, variables)
     if not text:
         return ""
@@ -202,8 +206,8 @@ def _find_dropped(
 def _is_written(value: str, squeezed: str, only_end: bool) -> bool:
     """True if the text ``squeezed`` (see ``_squeeze``) contains a value, apart from markup and whitespace.
 
-    With ``only_end``, the text needs to contain only the part after the value's last markup: an earlier answer
-    may begin with reasoning, which a template may drop.
+    With ``only_end``, the part after the value's last markup is enough. This is for earlier answers, which
+    may begin with reasoning that a template may drop.
     """
     # Templates write some results of tools as JSON.
     for form in (
@@ -254,8 +258,9 @@ def _marked(
 def with_turn_end(written: Written, end: str) -> Written:
     """Make the model learn the token ``end`` at the end of turns.
 
-    ``end`` is appended to the last turn. It is not inserted after earlier turns, because prompts do not contain
-    it there in generation. But if the template has written it after an earlier turn, it is learned there too.
+    ``end`` is appended to the last turn. It is not inserted after earlier turns, because prompts in
+    generation do not contain it there.
+    If the template itself has written it after an earlier turn, it is learned there too.
     """
     text = written.text
     spans = []
@@ -358,15 +363,15 @@ class Conversations:
     def _learned(
         self, written: Written, tokens: npt.NDArray[np.int32], spans: Spans
     ) -> npt.NDArray[np.bool_]:
-        """Return a mask of the learned tokens: those with at least one character in a learned range."""
+        """Return a mask of the learned tokens. They have at least one character in a learned range."""
         learned = np.zeros(len(tokens), dtype=np.bool_)
         starts = spans[:, 0]
         stops = spans[:, 1]
         special = np.isin(tokens, self._special)
         text = written.text
         for start, stop in written.spans:
-            # A token without characters, such as a space that the tokenizer has inserted, is learned if the text
-            # after it is.
+            # A token without characters, such as a space that the tokenizer has inserted, is learned if the
+            # text after it is.
             inside = (starts < stop) & ((stops > start) | ((stops == start) & (starts == start)))
             special_inside = np.flatnonzero(inside & special)
             if not written.exact:

@@ -2,8 +2,8 @@
 
 Jinja's sandbox prevents a template from executing Python code: it forbids attributes that begin with an
 underscore, and changes of the arguments. But it does not prevent a template from running for hours or filling
-the memory. So this sandbox counts every loop iteration, every macro call, and the characters of every text that
-operators, methods and filters create.
+the memory. So this sandbox counts every loop iteration, every macro call, and the characters of every text
+that operators, methods and filters create.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_ROUNDS = 300_000
 MAX_SECONDS = 30
 """Maximum time of one rendering. The template of a real model takes a millisecond."""
 _SLOW_FILTER = 32
-"""Weight of a character in filters that may process it many times, or write several characters for it."""
+"""Weight of a character in a filter that may process it many times or replace it with several characters."""
 _MAX_DEPTH = 50
 _ITEM_CHARACTERS = 64
 """Weight of a list entry: the bytes of a small object and of the reference to it."""
@@ -94,7 +94,7 @@ _LONG_NUMBER = re.compile(r"\d{5}")
 
 
 COMPILE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""Errors of Python and Jinja for a template that they cannot compile, besides jinja2.TemplateSyntaxError."""
+"""Errors for templates that do not compile, in addition to jinja2.TemplateSyntaxError."""
 
 
 def why_not_compiled(error: Exception) -> str:
@@ -165,8 +165,8 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return _compared(work, value)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            # Operators that may need much time or memory: "%" formats a text, "+" and "*" create longer texts and
-            # lists, and "*" and "**" may create huge integers.
+            # Operators that may need much time or memory: "%" formats a text, "+" and "*" create longer
+            # texts and lists, and "*" and "**" may create huge integers.
             numbers = isinstance(left, int | float) and isinstance(right, int | float)
             if operator == "%" and not numbers:
                 _check_form(str(left), star=True)
@@ -186,18 +186,16 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return super().call_binop(context, operator, left, right)
 
         def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            # ``_parse`` inserts a call of this function into each loop and macro. Count an iteration, not the call.
+            # ``_parse`` inserts a call of this function into each loop and macro.
+            # Count an iteration, not the call.
             if function == self.shardtrain_count:
                 return work.count()
             if function == self.shardtrain_compared:
                 return _compared(work, args[0])
-            # For str.join, make a list first, so that the size is known. An iterator could yield the same text
-            # any number of times.
-            if (
-                isinstance(getattr(function, "__self__", None), str)
-                and function.__name__ == "join"
-                and args
-            ):
+            # For str.join, make a list first, because its size must be known. An iterator could yield the
+            # same text any number of times.
+            is_method_of_text = isinstance(getattr(function, "__self__", None), str)
+            if is_method_of_text and function.__name__ == "join" and args:
                 args = (list(args[0]), *args[1:])
             _plan_call(work, function, args, kwargs)
             return super().call(context, function, *args, **kwargs)
@@ -221,8 +219,8 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return checked
 
         def _parse(self, source: str, name: Any, filename: Any) -> Any:
-            # Jinja has no hooks for loops, macros and call blocks. So insert a call that counts at the start of
-            # each.
+            # Jinja has no hooks for loops, macros and call blocks. So insert a call that counts at the
+            # start of each of them.
             template = super()._parse(source, name, filename)
             counters: tuple[Any, ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
             for kind in counters:
@@ -235,8 +233,8 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             _count_comparisons(template, nodes)
             return template.set_environment(self)
 
-    # These are the settings of Hugging Face's apply_chat_template. Remove lipsum, which can create texts of any
-    # length.
+    # These are the settings of Hugging Face's apply_chat_template. Remove lipsum, which can create texts of
+    # any length.
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=list(extensions))
     del environment.globals["lipsum"]
     for name, function in environment.filters.items():
@@ -274,8 +272,8 @@ def _replace_joins(node: Any, nodes: Any) -> None:
 def _count_comparisons(template: Any, nodes: Any) -> None:
     """Count the operands of comparisons and the keys of dictionaries.
 
-    Lists may contain the same list many times, and Python compares and hashes each occurrence. Without a limit, 40
-    rounds of ``x = [x, x]`` make a comparison that takes hours.
+    Lists may contain the same list many times, and Python compares and hashes each occurrence. Without a
+    limit, 40 rounds of ``x = [x, x]`` make a comparison that takes hours.
     """
 
     def counted(operand: Any) -> Any:
@@ -298,7 +296,7 @@ def _compared(work: Work, value: Any) -> Any:
 
 
 def _counted_test(test: Callable[..., Any], work: Work) -> Callable[..., Any]:
-    """Wrap a Jinja test such as ``is eq(x)`` so that its arguments are counted."""
+    """Wrap a Jinja test such as ``is eq(x)``, and count its arguments."""
 
     def counted(*args: Any) -> Any:
         for argument in args:
@@ -325,7 +323,8 @@ def _weight(name: str) -> int:
 
 
 def deep_size(value: Any, depth: int = 0) -> int:
-    """Return an upper bound of the number of characters of a value that is converted to text, with all its items.
+    """Return an upper bound of the number of characters of a value that is converted to text,
+    with all its items.
 
     A part that occurs twice counts twice.
 
@@ -368,7 +367,8 @@ def _plan_call(work: Work, function: Any, args: tuple[Any, ...], kwargs: dict[st
     """Count the result of a method of a text or a number before it is called."""
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
-    # Methods such as list.index, dict.get and loop.changed compare or hash their arguments, and so does dict().
+    # Methods such as list.index, dict.get and loop.changed compare or hash their arguments,
+    # and so does dict().
     if isinstance(owner, Sequence | Mapping) and not isinstance(owner, str | bytes):
         for value in (owner, *args):
             _compared(work, value)
@@ -439,10 +439,10 @@ def _formatted(work: Work, text: str, args: tuple[Any, ...], kwargs: dict[str, A
 def bounded(
     function: Callable[..., Any], work: Work, weight: int, checks_widths: bool = True
 ) -> Callable[..., Any]:
-    """Wrap a filter so that its work is counted before it runs.
+    """Wrap a filter, and count its work before it runs.
 
-    The work depends on the full contents of the arguments, because a filter may convert a list to text, compare
-    its items, or add them up. Attributes of the function, such as ``pass_environment``, are kept.
+    The work depends on the full contents of the arguments, because a filter may convert a list to text,
+    compare its items, or add them up. Attributes of the function, such as ``pass_environment``, are kept.
 
     Args:
         function: the filter.
@@ -462,16 +462,21 @@ def bounded(
             num_items = len(arguments[0]) if has_items else 1
             work.plan(weight * num_items)
             return function(*args, **kwargs)
-        # The work of any other filter is the size of its arguments. A width or an indent adds its length to each
-        # line. A filter that concatenates items may copy the result for each item.
+        # The work of any other filter is the size of its arguments.
         size = sum(map(deep_size, arguments)) if weight else 1
+        # A width or an indent adds its length to each line.
         if checks_widths:
-            widths = [abs(value) for value in arguments if isinstance(value, int)]
-            lines = max(
-                (value.count("\n") for value in arguments if isinstance(value, str)), default=0
-            )
-            indents = [len(value) for value in arguments[1:] if isinstance(value, str)]
-            size += (1 + lines) * max([*widths, *indents], default=0)
+            lines = 0
+            longest = 0
+            for number, value in enumerate(arguments):
+                if isinstance(value, int):
+                    longest = max(longest, abs(value))
+                elif isinstance(value, str):
+                    lines = max(lines, value.count("\n"))
+                    # The first argument is the text itself. Others may be the indent.
+                    longest = max(longest, len(value) if number else 0)
+            size += (1 + lines) * longest
+        # A filter that concatenates items may copy the result for each item.
         num_items = len(arguments[0]) if has_items else 0
         factor = 1
         if function.__name__ in _ADDING_FILTERS and num_items:

@@ -14,9 +14,7 @@ from shardtrain.utils import checked_json
 
 Message = dict[str, Any]
 Variables = Mapping[str, Any]
-"""Variables of a chat template other than the messages: the tools, and those in the column
-chat_template_kwargs.
-"""
+"""Variables of a chat template other than the messages: tools, and entries of the column chat_template_kwargs."""
 NO_VARIABLES: Variables = MappingProxyType({})
 
 # Maps speakers in ShareGPT's format to roles.
@@ -62,7 +60,7 @@ def conversation(
 def messages_column(row: Mapping[str, Any], messages_field: str) -> str:
     """Return the column of the conversation: ``messages_field``, or "conversations" in ShareGPT's format.
 
-    The latter is used if the row has it, but not the default column "messages".
+    A row is in ShareGPT's format if it has the column "conversations", but not the default column "messages".
     """
     is_sharegpt = messages_field == "messages" and "messages" not in row and "conversations" in row
     return "conversations" if is_sharegpt else messages_field
@@ -85,7 +83,7 @@ def template_variables(row: Mapping[str, Any], tools_field: str) -> dict[str, An
     reserved = sorted(_RESERVED & variables.keys())
     if reserved:
         raise Unusable(
-            f"column {KWARGS!r} sets {reserved[0]!r}, an argument that the trainer sets itself; remove it"
+            f"column {KWARGS!r} sets {reserved[0]!r}, which the trainer sets itself; remove it"
         )
     tools = variables.pop("tools", None) or find(row, tools_field)
     return {"tools": tools_of(tools, tools_field), **variables}
@@ -157,7 +155,8 @@ def with_object_arguments(messages: list[Message]) -> list[Message]:
             if isinstance(text, str):
                 checked_json.check_memory(text, checked_json.ROW_MEMORY_BYTES)
                 arguments = json.loads(text)
-                function["arguments"] = arguments if isinstance(arguments, dict) else text
+                if isinstance(arguments, dict):
+                    function["arguments"] = arguments
     return messages
 
 
@@ -194,7 +193,8 @@ def _message(value: Any, where: str, has_images: bool = False) -> Message:
         message["content"] = _content(message["content"], where, has_images)
     elif "tool_calls" not in message:
         raise Unusable(f"{where} has neither content nor tool_calls")
-    # Templates read the reasoning under different keys. Store the first non-empty reasoning under all of them.
+    # Templates read the reasoning under different keys.
+    # Store the first non-empty reasoning under all of them.
     reasonings = [message[key] for key in REASONING if key in message]
     for value in reasonings:
         if not isinstance(value, str):

@@ -2,16 +2,16 @@
 
 Two methods are tried for each turn:
 
-1. Growth: render the conversation up to the turn, and without the turn. If the first text only adds something to
-   the second one, the turn is what it adds.
-2. Placeholders: render the conversation with a unique placeholder instead of each text. This shows the gaps: what
-   the template itself writes between the texts of two messages. A gap contains the end of one turn and the
-   beginning of the next. To find out where to cut it, it is compared with the text that the template writes
-   after the last message of a shorter conversation.
+1. Growth: render the conversation up to and including the turn, and again without the turn. If the longer
+   text begins with the shorter text, the rest is the turn.
+2. Placeholders: render the conversation with a unique placeholder instead of each text. This shows the
+   gaps, which are the template's own text between two messages. A gap contains the end of one turn and the
+   beginning of the next. To divide the gap, compare it with the text that the template writes after the
+   last message of a shorter conversation.
 
-The second method also finds turns that a template renders differently if later turns follow (thinking blocks, an
-end token only after the last turn). And it finds a turn in several parts (a tool's result between a tool call and
-the content).
+The second method also finds turns that a template renders differently if later turns follow, such as thinking
+blocks, or an end token only after the last turn. It also finds a turn with several parts, such as a tool
+call, the tool's result, and the content.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLACEHOLDER = "shardtrain-placeholder-"
 _PLACEHOLDERS = re.compile(f"({_PLACEHOLDER}[a-z]+-[0-9]+-(?:[0-9]+-)?)")
 _PLAIN = {"role": "assistant", "content": f"{_PLACEHOLDER}plain-0-"}
 _PIECES = re.compile(r"(<[^<>]*>|\s)")
-"""Special tokens such as <|im_end|>, and whitespace. A gap is cut only between such pieces, not inside one."""
+"""Special tokens such as <|im_end|>, and whitespace. A gap is divided only between such pieces."""
 
 
 class Leaf(NamedTuple):
@@ -60,8 +60,8 @@ def replace_texts(
 ) -> tuple[list[Message], dict[str, Leaf]]:
     """Replace the content, the reasoning and the names of called tools in each message by placeholders.
 
-    Each part of a content gets its own placeholder. A thinking block and the answer after it also get separate
-    ones. If ``arguments`` is True, arguments of tool calls are replaced too.
+    Each part of a content gets a separate placeholder, and so do a thinking block and the answer after it. If
+    ``arguments`` is True, arguments of tool calls are replaced too.
 
     Returns:
         A copy of the conversation, and a mapping from each placeholder to the text that it replaces.
@@ -157,9 +157,9 @@ class Turns:
         if not is_growth or not len(grown) > len(prompt) > 0:
             return None
         span = (len(prompt), len(grown))
-        # If the template has no generation prompt, the added text may begin with the speaker's name, which must
-        # not be learned. It does not, if an answer directly follows the prompt. Test this with a placeholder,
-        # because a real answer could begin with the same text as the name.
+        # If the template has no generation prompt, the added text may begin with the speaker's name, which
+        # must not be learned. Exclude this by a test: a placeholder as the answer must follow the prompt
+        # directly. (A real answer could begin with the same text as the name.)
         plain = self._rendered([*before, _PLAIN])
         follows_prompt = plain.startswith(prompt) and plain[len(prompt) :].lstrip().startswith(
             _PLACEHOLDER
@@ -180,6 +180,7 @@ class Turns:
             with_prompt = self._rendered(before_answer, prompt=True)
             without_prompt = self._rendered(before_answer)
             self._header = with_prompt[_common(with_prompt, without_prompt) :]
+        # Go through the places with the place before and the place after each.
         neighbours = [None, *self._places, None]
         spans: list[Span] = []
         for before, place, after in zip(neighbours, self._places, neighbours[2:], strict=False):
@@ -197,7 +198,7 @@ class Turns:
         return spans
 
     def _start(self, before: _Place | None, place: _Place, is_first: bool) -> int:
-        """Return the offset at which a part of a turn starts, behind the generation prompt. -1 if it is unknown."""
+        """Return the offset at which a part of a turn starts, after the generation prompt. -1 if unknown."""
         begin = 0 if before is None else before.stop
         gap = self._text[begin : place.start]
         prompt = self._tail(before, place.turn, prompt=True)
@@ -219,21 +220,19 @@ class Turns:
         return begin + len(header) if header and gap.startswith(header) else -1
 
     def _stop(self, place: _Place, after: _Place | None) -> int:
-        """Return where a part of a turn stops, including the text that ends the turn. -1 if unknown."""
+        """Return the offset at which a part of a turn stops, after the text that ends the turn. -1 if unknown."""
         if after is None:
             return len(self._text)
         gap = self._text[place.stop : after.start]
         ending = self._tail(place, place.turn + 1)
         shared = _common(gap, ending or "")
         if not shared and ending and gap:
-            # The last turn of a conversation may end differently from earlier turns. Earlier turns may end like
-            # earlier messages of another role, so try their endings.
-            earlier = [
-                other
-                for other in self._places or []
-                if other.turn < place.turn and other.kind == "content"
-            ]
-            last_of_role = {self._chat[other.turn]["role"]: other for other in earlier}
+            # The last turn of a conversation may end differently from earlier turns. Earlier turns may end
+            # like earlier messages of another role, so try their endings.
+            last_of_role = {}
+            for other in self._places or []:
+                if other.turn < place.turn and other.kind == "content":
+                    last_of_role[self._chat[other.turn]["role"]] = other
             for other in last_of_role.values():
                 shared = _common(gap, self._tail(other, other.turn + 1) or "")
                 if shared:
@@ -248,10 +247,10 @@ class Turns:
         prompt: bool = False,
         more: Sequence[Message] = (),
     ) -> str | None:
-        """Return the template's own text after a place, in a shorter conversation.
+        """Return the template's own text after a place in a shorter conversation, up to the next placeholder.
 
-        This is the text up to the next placeholder. Without a place, return the text before the first
-        placeholder. None if the place's text does not occur.
+        Without a place, return the text before the first placeholder.
+        None if the place's text does not occur.
 
         Args:
             place: a message's text.
@@ -278,9 +277,9 @@ class Turns:
 def _align(skeleton: str, leaves: dict[str, Leaf], chat: list[Message], text: str) -> list[_Place]:
     """Find the messages' texts in the rendered conversation ``text``.
 
-    ``skeleton`` is the conversation rendered with placeholders. Return [] if ``text`` does not consist of the same
-    fixed texts. A template may strip a text of the assistant or drop its beginning. It may change all other texts
-    in any way.
+    ``skeleton`` is the conversation rendered with placeholders. Return [] if ``text`` does not contain the
+    same fixed texts. A template may strip the assistant's texts or drop their beginning. It may change all
+    other texts in any way.
     """
     # The skeleton is fixed text, placeholder, fixed text, placeholder, ..., fixed text.
     first, *rest = _PLACEHOLDERS.split(skeleton)

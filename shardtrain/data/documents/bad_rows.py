@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def attempt(read: Callable[[Mapping[str, Any]], T | BadRow], row: Row) -> T | BadRow:
-    """Return the result of ``read`` for a row, or a BadRow if ``read`` cannot use the row or it is bad already."""
+    """Return the result of ``read`` for a row. Return a BadRow if the row is bad already, or ``read`` rejects it."""
     if isinstance(row, BadRow):
         return row
     try:

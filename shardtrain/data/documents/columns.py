@@ -108,7 +108,7 @@ def check_text(value: str, what: str) -> str:
     """Return a text unchanged if it can be encoded in UTF-8.
 
     Raises:
-        Unusable: it cannot, because it contains half of a surrogate pair, for example from a broken JSON escape.
+        Unusable: the text contains half of a surrogate pair, for example from a broken JSON escape.
     """
     if not value.isascii():
         try:

@@ -1,8 +1,8 @@
 """Tokenize a prompt, and a completion that continues it.
 
 Some tokenizers put a space before each text (SentencePiece models, Metaspace, a Prepend normalizer, ByteLevel
-with ``add_prefix_space``). They would also put one before a completion that is encoded separately, and the
-model would learn to answer with a space that is not in the data.
+with ``add_prefix_space``). If a completion is encoded separately, they also put a space before the
+completion. The model would then learn to begin answers with a space that is not in the data.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def encode_pairs(
 ) -> list[tuple[Ids, Ids, bool]]:
     """Encode prompts with their completions.
 
-    The prompt is encoded by itself, as in generation. If the tokens of the joined text begin with the prompt's
-    tokens, the rest is the completion. Otherwise a token of the joined text contains characters of both, and the
-    completion is encoded separately (``_continue``).
+    The prompt is encoded by itself, as in generation. If the tokens of the joined text begin with the
+    prompt's tokens, the rest is the completion. Otherwise a token of the joined text contains characters of
+    both prompt and completion. The completion is then encoded separately (``_continue``).
 
     Returns:
-        For each pair: the ids of the prompt, the ids of the completion, and True if the joined text has a token
-        with characters of both.
+        For each pair: the ids of the prompt, the ids of the completion, and True if the joined text has a
+        token with characters of both.
     """
     prompts = tokenizer.encode_batch([prompt for prompt, _ in pairs])
     joined = tokenizer.encode_batch([prompt + completion for prompt, completion in pairs])
@@ -62,10 +62,11 @@ def _continue(tokenizer: Tokenizer, prompt_ids: Ids, completion: str, joined_ids
     ]
     if wanted in written:
         return candidates[written.index(wanted)]
-    # No candidate decodes to the joined text. The reason may be a normalizer that composes characters across the
-    # boundary (NFC), or a special token that is recognized only if no letter follows it. So only make sure that
-    # no space is inserted: take a candidate that begins with whitespace if and only if the completion does. There
-    # may be none, because some decoders insert a space between all tokens (WordPiece).
+    # No candidate decodes to the joined text. The reason may be a normalizer that composes characters
+    # across the boundary (NFC), or a special token that is recognized only if no letter follows it. So only
+    # make sure that no space is inserted: use a candidate that begins with whitespace if and only if the
+    # completion does. Such a candidate may not exist,
+    # because some decoders insert a space between all tokens (WordPiece).
     seam = len(tokenizer.decode(prompt_ids, keep_special=True))
     for candidate, text in zip(candidates, written, strict=True):
         if text[seam : seam + 1].isspace() == completion[:1].isspace():

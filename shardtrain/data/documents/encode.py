@@ -36,9 +36,9 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 _VERSION = 1
 _Pair = tuple[str, str] | Written
-HAS_BEGINNING = "begins with the beginning-of-text token: no second one is added"
-HAS_END = "ends with the end-of-text token: no second one is added"
-SHARED_TOKEN = "a token would contain the end of the prompt and the start of the completion: they are kept apart"
+HAS_BEGINNING = "already begins with the beginning-of-text token, so none is added"
+HAS_END = "already ends with the end-of-text token, so none is added"
+SHARED_TOKEN = "a token would span the prompt and the completion, so they are tokenized separately"
 
 
 def open_encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None = None) -> Encoder:
@@ -83,19 +83,18 @@ class TextEncoder:
 
     def _documents(self, texts: Sequence[str]) -> Iterator[Document | BadRow]:
         for ids in self.tokenizer.encode_batch(texts):
-            yield (
-                self._ends.document(ids)
-                if len(ids)
-                else BadRow("the text has no tokens", harmless=True)
-            )
+            if len(ids):
+                yield self._ends.document(ids)
+            else:
+                yield BadRow("the text has no tokens", harmless=True)
 
 
 class PromptEncoder:
     """Encodes a row with a prompt and a completion as one document: BOS, prompt, completion, EOS.
 
-    Only the completion and EOS are learned. As in TRL, EOS is learned even after an empty completion. No token
-    contains characters of both prompt and completion (see ``continuation``). If both are lists of messages, they
-    form one conversation, and the assistant's turns in the completion are learned.
+    Only the completion and EOS are learned. As in TRL, EOS is learned even after an empty completion. No
+    token contains characters of both prompt and completion (see ``continuation``). If both are lists of
+    messages, they form one conversation, and the assistant's turns in the completion are learned.
     """
 
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
@@ -103,11 +102,9 @@ class PromptEncoder:
         self._data = data
         self._unused = UnusedNames("column", UNUSED_COLUMNS)
         self._ends = _DocumentEnds(ends_of(tokenizer, data))
-        template = (
-            _template_facts(tokenizer, data)
-            if data.chat_template or tokenizer.chat_template
-            else ""
-        )
+        template = ""
+        if data.chat_template or tokenizer.chat_template:
+            template = _template_facts(tokenizer, data)
         fields = (data.prompt_field, data.completion_field, data.tools_field, template)
         option_facts = _option_facts(self._ends.ends, data)
         self.fingerprint = _fingerprint(
@@ -141,8 +138,8 @@ class PromptEncoder:
 
     def _documents(self, pairs: Sequence[_Pair]) -> Iterator[Document | BadRow]:
         """Return one document, or a BadRow, per pair."""
-        # Tokenize all texts together, and all conversations together, because this is faster. Both keep the order
-        # of the rows.
+        # Tokenize all texts together, and all conversations together, because this is faster. Both keep the
+        # order of the rows.
         texts = [pair for pair in pairs if isinstance(pair, tuple)]
         encoded = iter(encode_pairs(self.tokenizer, texts))
         written = [pair for pair in pairs if isinstance(pair, Written)]
@@ -154,7 +151,7 @@ class PromptEncoder:
                 yield self._document(*next(encoded))
 
     def _document(self, prompt: Ids, completion: Ids, would_share_token: bool) -> Document | BadRow:
-        """Return the document of a prompt and a completion, of which only the completion is learned."""
+        """Return the document of a prompt and a completion. Only the completion is learned."""
         tokens = np.concatenate((prompt, completion))
         document = self._ends.document(tokens, len(prompt))
         if would_share_token:
@@ -186,10 +183,12 @@ class ChatEncoder:
         self._unused.warn(rows)
         written = [attempt(self._write, row) for row in rows]
         documents = around_bad_rows(written, self._conversations.documents)
-        return [
-            document if isinstance(document, BadRow) else _with_targets(document)
-            for document in documents
-        ]
+        results: list[Document | BadRow] = []
+        for document in documents:
+            if not isinstance(document, BadRow):
+                document = _with_targets(document)
+            results.append(document)
+        return results
 
     def _write(self, row: Mapping[str, Any]) -> Written:
         return self._conversations.write(
@@ -209,7 +208,8 @@ class _DocumentEnds:
     def document(self, tokens: Ids, num_prompt: int | None = None) -> Document:
         """Make a document of ``tokens``.
 
-        If ``num_prompt`` is given, the first ``num_prompt`` tokens are not learned. Otherwise all are learned.
+        If ``num_prompt`` is given, the first ``num_prompt`` tokens are not learned.
+        Otherwise all are learned.
         """
         notes = []
         prefix, suffix = self._prefix, self._suffix
@@ -228,8 +228,8 @@ class _DocumentEnds:
     def fingerprint_facts(self, tokenizer: Tokenizer) -> list[str]:
         """Return the facts for a fingerprint.
 
-        This is a fact only if a text could contain the tokens that begin or end a document. Otherwise the list
-        is empty, so that the fingerprint is the same as in versions that did not recognize such texts.
+        The list has a fact if a text could contain the tokens that begin or end a document. Otherwise it is
+        empty. The fingerprint is then the same as in versions that did not recognize such texts.
         """
         ids = [*self.ends.prefix, *self.ends.suffix]
         spelled = tokenizer.encode(tokenizer.decode(ids, keep_special=True)).tolist() if ids else []
@@ -244,9 +244,9 @@ def _with_targets(document: Document) -> Document | BadRow:
 
 
 def _option_facts(ends: Ends, data: Data) -> list[str]:
-    """Return the facts for a fingerprint about ends of documents that options set.
+    """Return the facts for a fingerprint about options that set the ends of documents.
 
-    Empty without such options, because the tokenizer's own ends are part of the tokenizer's fingerprint.
+    Empty without such options, because the tokenizer's fingerprint covers its own ends.
     """
     is_set = data.add_bos is not None or data.add_eos is not None or data.separator is not None
     if not is_set:
@@ -286,7 +286,7 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
             Problem(
                 "data.learn_turn_separator",
                 True,
-                rule="has no effect: the chat template marks what is learned with {% generation %}",
+                rule="has no effect, because the chat template marks the learned text with {% generation %}",
                 fix="move the line end into the marks, or remove the option",
             )
         )
@@ -312,7 +312,7 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
                 Problem(
                     "data.turn_end",
                     data.turn_end,
-                    rule=f"has no effect: the chat template ends a turn with {end!r}",
+                    rule=f"has no effect, because the chat template already ends a turn with {end!r}",
                     fix="remove it",
                 )
             )

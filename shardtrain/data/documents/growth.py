@@ -1,9 +1,9 @@
-"""Limit the memory and the time for reading a dataset when a run starts. A small compressed file can expand to
-gigabytes.
+"""Limit the memory and the time for reading a dataset when a run starts.
 
-``data.mode="auto"`` reads a dataset completely if its files are small, even if their origin is unknown.
-Compressed text and Parquet may become a thousand times larger by decompression. The memory of the data is always
-limited. CPU time is limited only for data that expand more than ``MAX_GROWTH`` times.
+A small compressed file can expand to gigabytes. ``data.mode="auto"`` reads a dataset completely if its
+files are small, even if their origin is unknown. Compressed text and Parquet may become a thousand times
+larger by decompression. The memory of the data is always limited. CPU time is limited only for data that
+expand more than ``MAX_GROWTH`` times.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Growth:
             raise self._beyond(f"memory_bytes={self._bytes} of memory when it is read completely")
 
     def _check_rows(self) -> None:
+        # Text that expands by a normal factor is not suspicious, so do not limit it.
         if self._disk is None or self._grown <= max(FREE_BYTES, MAX_GROWTH * self._disk):
             return
         grown = f"expanded from {self._disk} bytes to {self._grown} so far"

@@ -1,7 +1,8 @@
 """Split rows of preference data into a prompt and two answers.
 
-Rows contain texts or lists of messages. The prompt is in a separate column, or it is the common beginning of the
-columns chosen and rejected. These columns contain only answers, or complete conversations that repeat the prompt:
+Rows contain texts or lists of messages. The prompt is in a separate column, or it is the common beginning
+of the columns chosen and rejected.
+These columns contain only answers, or complete conversations that repeat the prompt:
 
 - ``{"prompt": "...", "chosen": "...", "rejected": "..."}``
 - ``{"prompt": [user], "chosen": [assistant], "rejected": [assistant]}``
@@ -27,7 +28,8 @@ _SPEAKER = "\n\nAssistant:"
 def split(
     row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected_field: str
 ) -> tuple[Part, Part, Part]:
-    """Return the prompt, the chosen and the rejected answer of a row, as three texts or three lists of messages.
+    """Return the prompt, the chosen and the rejected answer of a row,
+    as three texts or three lists of messages.
 
     Without a prompt column, the prompt is the common beginning of chosen and rejected.
 
@@ -75,7 +77,8 @@ def _messages(
     prompt: Any, has_prompt: bool, chosen: list[Message], rejected: list[Message], prompt_field: str
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """Split lists of messages into a prompt and two answers. An answer has at least one message."""
-    # Count the common messages at the beginning of both sides. The last message of a side is always an answer.
+    # Count the common messages at the beginning of both sides.
+    # The last message of a side is always an answer.
     common = 0
     while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
         common += 1
@@ -89,18 +92,18 @@ def _messages(
         common = len(before) if all(repeats) else 0
         if any(repeats) and not all(repeats):
             raise Unusable(
-                f"one answer repeats the messages of column {prompt_field!r} and the other does not"
+                f"only one of the two answers repeats the messages of column {prompt_field!r}"
             )
     elif isinstance(prompt, str):
-        # The prompt is a text. If the columns contain only answers, it is the user's turn. If they contain
-        # entire conversations, it must be one of the messages that both begin with.
+        # The prompt is a text. If the columns contain only answers, the prompt is the user's turn. If they
+        # contain entire conversations, the prompt must be one of the messages that both begin with.
         if not before and chosen[0]["role"] == rejected[0]["role"] == "assistant":
             before = [{"role": "user", "content": check_text(prompt, f"column {prompt_field!r}")}]
         elif not any(
             joined(message).get("content", "").strip() == prompt.strip() for message in before
         ):
             raise Unusable(
-                f"the text of column {prompt_field!r} is not one of the messages that both answers begin with"
+                f"the text of column {prompt_field!r} is not among the messages that both answers begin with"
             )
     elif has_prompt:
         raise Unusable(
@@ -118,9 +121,10 @@ def _messages(
 
 
 def _end_of_prompt(chosen: str, rejected: str) -> int:
-    """Return the length of the prompt that two texts begin with.
+    """Return the length of the prompt with which two texts begin.
 
-    It ends after the last "Assistant:" that both have, or else before the word in which they differ.
+    The prompt ends after the last common "Assistant:".
+    Without one, it ends before the word in which they differ.
     """
     limit = min(len(chosen), len(rejected))
     common = chosen[: next((i for i in range(limit) if chosen[i] != rejected[i]), limit)]
@@ -128,9 +132,9 @@ def _end_of_prompt(chosen: str, rejected: str) -> int:
     if name >= 0:
         return name + len(_SPEAKER)
     if chosen == rejected:
-        raise Unusable("chosen and rejected are the same text, of which no part is the prompt")
-    # Go back to the start of the word in which the texts differ. The whitespace before this word belongs to the
-    # answer, so go back before it.
+        raise Unusable("chosen and rejected are the same text, so the prompt cannot be found")
+    # Go back to the start of the word in which the texts differ. The whitespace before this word belongs to
+    # the answer, so go back before it.
     cut = len(common)
     while cut and not chosen[cut - 1].isspace():
         cut -= 1

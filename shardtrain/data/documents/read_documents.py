@@ -41,7 +41,7 @@ class RowStats:
     notes: Counter[str] = field(default_factory=Counter)
     """Counts of remarks about rows that have a document."""
     places: dict[str, list[str]] = field(default_factory=dict)
-    """For each reason, where the first rows with this reason are, such as "a.jsonl:7"."""
+    """For each reason, the places of its first rows, such as "a.jsonl:7"."""
 
     @property
     def num_bad(self) -> int:
@@ -143,8 +143,8 @@ class BadRows:
                 reasons and places.
         """
         if stats.documents == 0:
-            reasons = stats.main_reasons() or "there are none"
-            fix = "raise seq_len" if stats.harmless[TOO_LONG] else "name data that have some"
+            reasons = stats.main_reasons() or "the dataset is empty"
+            fix = "raise seq_len" if stats.harmless[TOO_LONG] else "use data with usable rows"
             raise DataError(f"{dataset} has 0 usable of {stats.rows} rows: {reasons}; {fix}")
         if stats.num_bad > self.max_fraction * stats.rows:
             raise DataError(
@@ -165,7 +165,7 @@ class BadRows:
 
 
 def as_limit(part: int, total: int) -> str:
-    """Format the fraction part / total with three digits, rounded up, so that as a limit it allows ``part``.
+    """Format the fraction part / total with three digits, rounded up. As a limit, it allows ``part``.
 
     >>> as_limit(1, 3), as_limit(1, 4)
     ('0.334', '0.25')
@@ -174,7 +174,7 @@ def as_limit(part: int, total: int) -> str:
     return f"{thousandths / 1000:g}"
 
 
-def log_left_out(name: str, reasons: Iterable[str], warns: int) -> None:
+def log_skipped_rows(name: str, reasons: Iterable[str], warns: int) -> None:
     """Log each reason why rows of a dataset were skipped, as a warning if ``warns`` is not 0."""
     level = logging.WARNING if warns else logging.INFO
     for reason in reasons:
@@ -210,7 +210,7 @@ def read_documents(
 
 
 def chunks(rows: Iterable[tuple[Key, Row]]) -> Iterator[list[tuple[Key, Row]]]:
-    """Yield lists of up to 256 rows or about 4 MiB of text, so that huge rows do not fill the memory."""
+    """Yield lists of up to 256 rows or about 4 MiB of text. The limit keeps huge rows from filling the memory."""
     chunk: list[tuple[Key, Row]] = []
     size = 0
     for keyed in rows:

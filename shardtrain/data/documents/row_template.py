@@ -1,9 +1,9 @@
-"""``data.template``: compute the columns that a format needs from the columns that a table has.
+"""``data.template``: compute the columns that a format needs from the columns of a table.
 
-Each entry is the name of a new column, and a Jinja template that computes it from the existing columns. The
+Each entry has the name of a new column and a Jinja template that computes it from the existing columns. The
 template runs in the sandbox of chat templates. With ``data.format = "chat"``, the entries system, user and
 assistant are the turns of a conversation. Columns in a template must exist and contain a text or a number. A
-missing column is an error and never an empty text.
+missing column is always an error, because an empty text would train the model on a wrong row.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from shardtrain.utils.errors import ConfigError, Problem
 class RowTemplate:
     """Compiled templates, one for each new column, or for each role of a conversation.
 
-    Errors name ``option``. With ``keeps``, a template does not overwrite a column or a conversation that the row
-    already has. The templates of presets use this.
+    Errors name ``option``. With ``keeps``, a template does not overwrite a column or a conversation that
+    the row already has. The templates of presets use this.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RowTemplate:
             if len(names) > MAX_NAMES:
                 columns += ", ..."
             raise Unusable(
-                f"the template of {name!r} uses a column that the row does not have: {error}; its columns are {columns}"
+                f"the template of {name!r} uses a column that does not exist: {error}; the columns are {columns}"
             ) from error
         except (Unusable, MemoryError):
             raise
@@ -149,7 +149,7 @@ class TemplatedEncoder:
 def template_of(data: Data, source: DataSource | None, form: str) -> RowTemplate | None:
     """Return the template for a source: its own template, ``data.template``, or the template of its preset.
 
-    None if there is none of them.
+    None without any of them.
 
     Raises:
         ConfigError: an entry is not a valid Jinja template.
@@ -166,7 +166,7 @@ def template_of(data: Data, source: DataSource | None, form: str) -> RowTemplate
     if not entries:
         return None
     if form != "chat":
-        # Name the new columns as the options say.
+        # The options determine the names of the new columns.
         fields = {
             "text": source.text_field or data.text_field,
             "prompt": data.prompt_field,
@@ -183,7 +183,7 @@ def _finalize(value: Any) -> Any:
     import jinja2
 
     if isinstance(value, str | int | float | jinja2.Undefined) and not isinstance(value, bool):
-        # An undefined value is no problem here: Jinja raises an error when it is written.
+        # Return undefined values too, because Jinja raises an error when it writes them.
         return value
     raise Unusable(
         f"a template writes {kind(value)}; write a text or a number, or test the column with {{% if %}}"

@@ -2,9 +2,9 @@
 
 Without it, tokenizing 60 MiB of text takes 22 CPU seconds whenever a run starts. The cache key contains
 everything that determines the tokens: size, inode and both times of each file (users cannot set the time of
-change), the tokenizer, the options, and the code that reads the files. Only the user can read cache files (mode
-0600). They contain a SHA-256, so a damaged file costs time but cannot change a token. If the cache exceeds
-``MAX_BYTES``, its oldest files are removed.
+change), the tokenizer, the options, and the code that reads the files. Only the user can read cache files
+(mode 0600). They contain a SHA-256, so a damaged file costs time but cannot change a token. If the cache
+exceeds ``MAX_BYTES``, its oldest files are removed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LIBRARIES = (
 """Libraries whose version may change the tokens of a row."""
 
 
-def kept_or_made(
+def cached_or_computed(
     dataset: str,
     files: Sequence[File],
     facts: tuple[Data, DataSource, Request, Encoder, int],
@@ -82,6 +82,7 @@ def kept_or_made(
     if cached is not None:
         logger.info("dataset %s: tokens from the cache in %s", dataset, path.parent)
         return cached
+    # Cache only results that take time, of files whose timestamps are reliable.
     start = time.perf_counter()
     result = make()
     if time.perf_counter() - start < _MIN_SECONDS or not _are_settled(identities):
@@ -97,7 +98,8 @@ def kept_or_made(
 def _identities(files: Sequence[File]) -> list[list[int]] | None:
     """Return size, times, inode and device of each file.
 
-    None if there are too many files, or a file has changed since it was listed. (Reading it reports that.)
+    None if there are too many files, or a file has changed since it was listed.
+    (Reading the file reports this.)
     """
     if len(files) > _MAX_FILES:
         return None
@@ -126,19 +128,15 @@ def _key(identities: list[list[int]], facts: tuple[Data, DataSource, Request, En
     for library in _LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[library] = metadata.version(library)
-    # Include the code of this package that reads and tokenizes, so that changes of the code take effect.
+    # Include the code that reads and tokenizes. Tokens of an older version of the code are then not used.
     code = []
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         status = path.stat()
         code.append([path.name, status.st_size, status.st_mtime_ns])
-    data_options = {
-        name: value for name, value in asdict(data).items() if name not in _AFTER_TOKENS
-    }
-    source_options = {
-        name: value for name, value in asdict(source).items() if name not in ("weight", "epochs")
-    }
-    # Exclude the option's name, which is only used in error messages.
-    request_options = {name: value for name, value in asdict(request).items() if name != "option"}
+    # Exclude options that do not change the tokens. The option's name is only used in error messages.
+    data_options = _without(data, _AFTER_TOKENS)
+    source_options = _without(source, ("weight", "epochs"))
+    request_options = _without(request, ("option",))
     key_parts = [
         versions,
         code,
@@ -149,6 +147,11 @@ def _key(identities: list[list[int]], facts: tuple[Data, DataSource, Request, En
         vocab_size,
     ]
     return hashlib.sha256(json.dumps([key_parts, identities]).encode()).hexdigest()
+
+
+def _without(options: Data | DataSource | Request, names: Sequence[str]) -> dict[str, Any]:
+    """Return the options as a dict, without some names."""
+    return {name: value for name, value in asdict(options).items() if name not in names}
 
 
 def _read(path: Path, vocab_size: int) -> dict[str, Any] | None:
@@ -164,7 +167,8 @@ def _read(path: Path, vocab_size: int) -> dict[str, Any] | None:
             return None
         result = decode(memoryview(content))
         tokens, starts, mask = (result["line"][name] for name in ("tokens", "starts", "mask"))
-        # Check that all documents have a token, that ids fit the vocabulary, and that a mask covers all tokens.
+        # Check that all documents have a token, that ids fit the vocabulary,
+        # and that a mask covers all tokens.
         is_valid = (
             tokens.dtype.kind in "iu"
             and starts.dtype == np.int64

@@ -1,14 +1,14 @@
-"""The index of prepared shards, which can be read and checked without reading the tokens.
+"""The index of prepared shards. It can be read and checked without reading the tokens.
 
 A folder of prepared shards has four types of files. All numbers are little-endian.
 
 - ``tokens-00000.bin``, ...: the token ids of all documents, concatenated. uint16 if the vocabulary is small
   enough, else int32.
-- ``learned-00000.bin``, ...: one byte per token of the shard with the same number, 1 if the token counts in the
-  loss. The file exists only if some tokens of the shard do not count.
+- ``learned-00000.bin``, ...: one byte per token of the shard with the same number, 1 if the token counts in
+  the loss. The file exists only if some tokens of the shard do not count.
 - ``starts.bin``: for each document the index of its first token, counted over the entire folder. int64.
-- ``index.json``: sizes, hashes, vocabulary, tokenizer and sources. It is written last, so a folder that has an
-  index is complete.
+- ``index.json``: sizes, hashes, vocabulary, tokenizer and sources. It is written last, so a folder that has
+  an index is complete.
 """
 
 from __future__ import annotations
@@ -156,17 +156,18 @@ def read_index(
 ) -> ShardIndex:
     """Read ``index.json`` of a folder, and check that it is consistent and describes the files.
 
-    Files are checked by their size and their first and last bytes. If there are more than MAX_CHECKED files, or
-    ``checks_files`` is False, only the file of document starts is checked. The caller must then call
-    ``check_file`` before it reads another file.
+    Files are checked by their size and their first and last bytes. If there are more than MAX_CHECKED
+    files, or ``checks_files`` is False, only the file of document starts is checked. The caller must then
+    call ``check_file`` before it reads another file.
 
     Raises:
-        ConfigError: a file is missing, truncated or swapped, or the index has a different version. The message
-            names the file.
+        ConfigError: a file is missing, truncated or swapped, or the index has a different version. The
+            message names the file.
     """
     path = folder / INDEX
 
-    # One rank reads the index for all. A node that has its own copy of the folder compares its index with it.
+    # One rank reads the index for all ranks.
+    # A node with a separate copy of the folder compares its own index.
     def look() -> dict[str, Any]:
         content, status = _read(folder, path, option)
         return {"content": np.frombuffer(content, np.uint8), "identity": list(status)}
@@ -215,7 +216,7 @@ def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int,
     """Return the bytes of an index, and its size, time and inode.
 
     Raises:
-        ConfigError: there is no index. The message describes what is there instead.
+        ConfigError: the index does not exist. The message describes the actual content of the folder.
     """
     if not folder.is_dir():
         rule = "does not exist"
@@ -306,10 +307,10 @@ def _parse(table: Mapping[str, Any]) -> ShardIndex:
 def _check_sums(index: ShardIndex, path: Path, option: str) -> None:
     """Raise ConfigError unless file sizes match the counts, and the counts of shards match the totals."""
     size = DTYPES[index.dtype].itemsize
-    wrong = [
-        shard.tokens.name for shard in index.shards if shard.tokens.bytes != shard.num_tokens * size
-    ]
+    wrong = []
     for shard in index.shards:
+        if shard.tokens.bytes != shard.num_tokens * size:
+            wrong.append(shard.tokens.name)
         if shard.learned and shard.learned.bytes != shard.num_tokens:
             wrong.append(shard.learned.name)
     if index.starts.bytes != index.num_documents * _START_BYTES:

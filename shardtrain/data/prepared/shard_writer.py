@@ -1,8 +1,8 @@
 """Write prepared shards: files with a fixed number of tokens each, and the index last.
 
-A folder counts as a dataset only if ``index.json`` exists. It is written atomically, so the result of an
-interrupted write is never read. ``position`` makes everything durable and returns the writer's state. A writer
-that starts from this state continues exactly where the other one was, and writes the same bytes.
+A folder counts as a dataset only if ``index.json`` exists. The index is written atomically, so the result
+of an interrupted write is never read. ``position`` makes everything durable and returns the writer's state.
+Another writer that starts from this state continues exactly at this position, and writes the same bytes.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def default_shard_tokens(vocab_size: int) -> int:
 class ShardWriter:
     """Appends documents to the files of a folder.
 
-    Call ``add_documents`` with the lengths of some documents. Then call ``add_tokens`` with the tokens of these
-    documents, in parts of any size. ``position`` returns a state from which to continue after a crash. ``finish``
-    writes the index.
+    Call ``add_documents`` with the lengths of some documents. Then call ``add_tokens`` with the tokens of
+    these documents, in parts of any size. ``position`` returns a state from which to continue after a
+    crash. ``finish`` writes the index.
 
     Raises:
         StorageError: a file cannot be written.
@@ -122,7 +122,7 @@ class ShardWriter:
             self._due = int(ends[-1])
 
     def add_tokens(self, tokens: npt.NDArray[np.integer], learned: Mask | None = None) -> None:
-        """Write tokens, and a mask of the learned ones. A mask of None means that all are learned."""
+        """Write tokens, and a mask of the learned tokens. None means that all tokens are learned."""
         if not len(tokens):
             return
         low = int(tokens.min())
@@ -136,8 +136,8 @@ class ShardWriter:
         with storing(self.folder):
             while at < len(tokens):
                 if self._in_shard == self.shard_tokens:
-                    # The shard is full. Count its documents: ``starts`` also contains documents of later shards,
-                    # because lengths are written before tokens.
+                    # The shard is full. Count its documents: ``starts`` also contains documents of later
+                    # shards, because lengths are written before tokens.
                     self._starts.flush()
                     starts = np.memmap(self._starts.path, dtype="<i8", mode="r")
                     num_documents = int(np.searchsorted(np.asarray(starts), self.num_tokens))
@@ -188,7 +188,7 @@ class ShardWriter:
         return index
 
     def close(self) -> None:
-        """Close the files without writing an index, so that another writer can continue."""
+        """Close the files without writing an index. Another writer can continue from the last position."""
         for file in (self._starts, self._tokens, self._learned):
             if file is not None:
                 file.abandon()
@@ -216,7 +216,8 @@ class ShardWriter:
     def _close_shard(self, documents_begun: int) -> None:
         """Close and record the current shard.
 
-        ``documents_begun`` is the number of documents, in all shards, that begin before the end of this shard.
+        ``documents_begun`` is the number of documents, in all shards,
+        that begin before the end of this shard.
         """
         learned = None if self._learned is None else self._learned.close()
         num_documents = documents_begun - self._documents_before
@@ -274,7 +275,8 @@ class _GrowingFile:
     def abandon(self) -> None:
         try:
             self._file.close()
-        # Ignore a full disk, which the failed write has already reported. The second call has nothing to write.
+        # The disk is full, which the failed write has already reported.
+        # The second call has nothing left to write.
         except OSError:
             self._file.close()
 
@@ -290,7 +292,7 @@ def storing(folder: Path) -> Iterator[None]:
 
 
 def beyond_vocabulary(token: int, vocab_size: int) -> ConfigError:
-    """Return the error that a tokenizer has returned an id outside its vocabulary."""
+    """Return the error for a tokenizer that returns an id outside its vocabulary."""
     return ConfigError(
         f"the tokenizer returns the id {token}, outside its vocabulary of {vocab_size}; correct its added tokens"
     )

@@ -1,9 +1,9 @@
 """Prepared shards as a token buffer, which can read any range of tokens from files of any size.
 
-Opening a folder reads only its index and 8 KiB of each file, so 10^9 tokens open in milliseconds. (With more than
-1,000 files, each file is checked when it is first read.) Files of tokens are read by position and not
-memory-mapped. A mapped file would kill the process without a message if it shrank, and it counts as the
-process's memory.
+Opening a folder reads only its index and 8 KiB of each file, so 10^9 tokens open in milliseconds. (With
+more than 1,000 files, each file is checked when it is first read.) Files of tokens are read by position and
+not memory-mapped. A mapped file that shrinks would kill the process without a message,
+and it counts as memory of the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data import shared_opening
-from shardtrain.data.file_hashes import WholeFile
+from shardtrain.data.file_hashes import FileToHash
 from shardtrain.data.packing.token_buffer import Mask, Tokens
 from shardtrain.data.prepared import shard_index
 from shardtrain.data.prepared.shard_index import (
@@ -46,8 +46,8 @@ class ShardTokenBuffer:
     """A ``TokenBuffer`` over a folder made by ``shardtrain data prepare``. Forked processes may share one.
 
     Raises:
-        ConfigError: a file is missing, damaged, swapped or changed, when opening or reading. The message names
-            it.
+        ConfigError: a file is missing, damaged, swapped or changed, when opening or reading. The message
+            names it.
     """
 
     def __init__(self, folder: str | Path, option: str = "training.dataset_path") -> None:
@@ -64,10 +64,10 @@ class ShardTokenBuffer:
         # Record size, time and inode of each file now, to detect changes later. If there are more than
         # ``MAX_CHECKED`` files, do this for each file when it is first read.
         files = self.index.files()
-        checks_late = len(files) > shard_index.MAX_CHECKED
-        names = [] if checks_late else [file.name for file in files]
-        self._stamps = dict(zip(names, self._look_at(names), strict=True))
-        look = self._first_look if checks_late else None
+        checks_at_first_read = len(files) > shard_index.MAX_CHECKED
+        names = [] if checks_at_first_read else [file.name for file in files]
+        self._stamps = dict(zip(names, self._stamps_of(names), strict=True))
+        look = self._check_first_read if checks_at_first_read else None
         self._open = _OpenFiles(self.folder, option, look)
         self._mapped: npt.NDArray[np.int64] | None = None
 
@@ -80,11 +80,11 @@ class ShardTokenBuffer:
         """Maps each file to the SHA-256 of its content, from the index."""
         return {file.name: file.sha256 for file in self.index.files()}
 
-    def whole_files(self) -> list[WholeFile]:
+    def files_to_hash(self) -> list[FileToHash]:
         """Return the files to hash completely and compare with the index."""
         files = self.index.files()
         return [
-            WholeFile(file.name, str(self.folder / file.name), self.option, file.sha256)
+            FileToHash(file.name, str(self.folder / file.name), self.option, file.sha256)
             for file in files
         ]
 
@@ -130,7 +130,7 @@ class ShardTokenBuffer:
             if _stamp(self.folder / name) != stamp:
                 raise _changed(self.folder / name, self.option)
 
-    def _look_at(self, names: list[str]) -> list[Stamp | None]:
+    def _stamps_of(self, names: list[str]) -> list[Stamp | None]:
         """Return size, time and inode of each file, or None if it does not exist.
 
         One rank reads them for all ranks.
@@ -169,7 +169,7 @@ class ShardTokenBuffer:
             )
         return np.asarray(mapped)
 
-    def _first_look(self, stored: ShardFile) -> None:
+    def _check_first_read(self, stored: ShardFile) -> None:
         """Check a file against the index before it is read for the first time."""
         if stored.name not in self._stamps:
             check_file(self.folder, stored, self.option)
@@ -180,8 +180,9 @@ class ShardTokenBuffer:
             raise ValueError(f"tokens {start}..{stop} of {self.num_tokens}")
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield for each shard in a range of tokens: its number, the range within the shard, and where it starts
-        in the result.
+        """Yield (number, first, last, offset) for each shard in a range of tokens.
+
+        ``first`` and ``last`` are the range within the shard. It starts at ``offset`` in the result.
         """
         at = start
         while at < stop:
@@ -257,11 +258,9 @@ def check_tokenizer(
     index = buffer.index
     if index.tokenizer != tokenizer.fingerprint:
         rule = (
-            f'differs from the tokenizer of {buffer.folder}, "{index.tokenizer_name}": '
-            f"that has {index.vocab_size} ids "
-            f"and fingerprint {index.tokenizer[:12]}; this has {tokenizer.vocab_size} ids and "
-            "fingerprint "
-            f"{tokenizer.fingerprint[:12]}"
+            f"has {tokenizer.vocab_size} ids and fingerprint {tokenizer.fingerprint[:12]}, but {buffer.folder} was "
+            f'prepared with "{index.tokenizer_name}", which has {index.vocab_size} ids and fingerprint '
+            f"{index.tokenizer[:12]}"
         )
         raise ConfigError(
             Problem(
@@ -299,8 +298,8 @@ def check_vocabulary(
 def verify(buffer: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
     """Read every byte of every file. Yield each file's name and a list of its problems.
 
-    Problems are hashes that differ from the index, ids outside the vocabulary or above the index's maximum, document
-    starts that do not ascend, and masks other than 0 or 1.
+    Problems are hashes that differ from the index, ids outside the vocabulary or above the index's maximum,
+    document starts that do not ascend, and masks other than 0 or 1.
     """
     index = buffer.index
     token_files = {shard.tokens.name for shard in index.shards}

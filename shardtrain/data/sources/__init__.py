@@ -1,10 +1,11 @@
-"""Datasets, with one Python file per dataset. The file's name is the dataset's name in TOML, and its function
-``open_source(request)`` returns the rows.
+"""Datasets, with one Python file per dataset.
 
-A source is a ``Table`` (rows can be read in any order) or ``Shards`` (rows of a shard are read in sequence, from any
-row on). It knows nothing about tokens, ranks or the order of training. Its rows must depend only on the files, so
-that every rank sees the same dataset. A row is a mapping of named columns, or a ``BadRow`` with a reason. A source
-never stops at a bad row, because the reader decides what to do.
+The file's name is the dataset's name in TOML, and its function ``open_source(request)`` returns the rows.
+
+A source is a ``Table`` (rows can be read in any order) or ``Shards`` (rows of a shard are read in sequence,
+from any row on). It does not depend on tokens, ranks or the order of training. Its rows must depend only on
+the files, because every rank must see the same dataset. A row is a mapping of named columns, or a
+``BadRow`` with a reason. A source never stops at a bad row, because the reader decides what to do.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ class BadRow:
     """A row that cannot be used.
 
     Attributes:
-        reason: why it cannot be used. Rows are counted by reason, so it must not contain numbers.
-        harmless: True if the row is only counted and never stops a run, for example because its text is empty.
+        reason: why the row cannot be used. Rows are counted by reason, so it must not contain numbers.
+        harmless: True if the row is only counted and never stops a run, for example because its text is
+            empty.
         detail: what is needed to correct the row, such as a column, a length or a key.
     """
 
@@ -146,8 +148,8 @@ def find(name: str, option: str = "training.dataset") -> ModuleType:
     """Return the module of a dataset. ``name`` is a name in this folder, or the path of a user's file.
 
     Raises:
-        ConfigError: there is no such file (the message suggests a similar name and lists all names), or the file
-            has no open_source.
+        ConfigError: the file does not exist (the message suggests a similar name and lists all names), or
+            it has no open_source.
     """
     if name.endswith(".py"):
         return own_file.load(name, own_file.DATASET, option)

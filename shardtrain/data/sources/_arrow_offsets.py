@@ -1,8 +1,8 @@
 """Check that the offsets of Arrow arrays are within their data, before values are read.
 
-Arrow reads a text or a list at the place that its offsets name, without a check. Its own complete check also
-reads all texts, and all elements of lists, even for a single row. The quick check of pyarrow must have checked
-the sizes of buffers and the lengths of arrays before.
+Arrow reads a text or a list at its offsets without checking them. Arrow's own complete check also reads all
+texts and all elements of lists, even for a single row. Before these functions are called, pyarrow's quick
+check must have checked the sizes of buffers and the lengths of arrays.
 
 Source: https://arrow.apache.org/docs/format/Columnar.html
 """
@@ -27,7 +27,7 @@ Check = Callable[[Any], bool]
 _OFFSETS = 1
 _DATA = 2
 _BLOCK = 2**20
-"""Offsets that are compared at once, to limit memory."""
+"""Number of offsets that are compared together, to limit memory."""
 
 
 def is_checkable(kind: Any) -> bool:
@@ -148,7 +148,7 @@ def _bounds(array: Any, buffer: Any, dtype: Any, size: int) -> tuple[int, int] |
 
 
 class CheckedChunks:
-    """Checks each chunk of a table once, when its first row is read: a chunk has about 1,000 rows."""
+    """Checks each chunk of a table once, when its first row is read. A chunk has about 1,000 rows."""
 
     def __init__(self, table: Any) -> None:
         self._batches = table.to_batches()

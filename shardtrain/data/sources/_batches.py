@@ -1,6 +1,7 @@
 """Convert Arrow batches to rows, and estimate the size of these rows as Python objects.
 
-The size differs from Arrow's, because Arrow may store a repeated value once, but each Python row has its own copy.
+The size differs from the size in Arrow.
+Arrow may store a repeated value once, but each Python row has a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def rows_of_batch(batch: Any, max_row_bytes: int) -> Iterator[Row]:
             yield from batch.to_pylist()
             return
         except UnicodeDecodeError:
-            # Convert the rows one by one below, to find the one that is not UTF-8.
+            # Convert each row separately below, to find the row that is not UTF-8.
             pass
     for index in range(batch.num_rows):
         row = batch.slice(index, 1)
@@ -58,7 +59,7 @@ def python_bytes(batch: Any) -> int:
 
 
 def _is_simple(kind: Any) -> bool:
-    """True for types of which Arrow stores each value separately."""
+    """True for types whose values Arrow stores separately."""
     from pyarrow import types
 
     return bool(
@@ -73,8 +74,8 @@ def _is_simple(kind: Any) -> bool:
 def _size(array: Any) -> int:
     import pyarrow.compute
 
-    # First handle types whose values are stored separately or consist of other arrays' values. Each value is then
-    # stored once.
+    # First handle types whose values are stored separately or consist of other arrays' values. Each value
+    # is then stored once.
     kind = array.type
     count = len(array)
     types = pyarrow.types

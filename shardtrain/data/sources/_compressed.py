@@ -31,7 +31,7 @@ _TOO_LARGE = ("too much memory", "Memory usage limit")
 
 
 class Damaged(Exception):
-    """Compressed data cannot be read further. The message is the reason. Earlier reads returned all data before."""
+    """Compressed data cannot be read further. The message is the reason. Earlier reads have returned all valid data."""
 
 
 class Stream(Protocol):
@@ -44,7 +44,7 @@ class Stream(Protocol):
     most_bytes: float
 
     def read(self, size: int) -> bytes:
-        """Return at most about ``size`` bytes; none at the end.
+        """Return at most about ``size`` bytes. Return no bytes at the end.
 
         Raises:
             Damaged: the data cannot be read further, or exceeds ``most_bytes`` without a record.
@@ -121,7 +121,7 @@ class _Clock:
         self._since = 0.0
 
     def gave(self) -> None:
-        """Restart the clock at the next check, so that the reader's work on a record does not count."""
+        """Restart the clock at the next check. The reader's work on a record then does not count."""
         self._gave = True
 
     def check(self) -> None:
@@ -155,7 +155,7 @@ class _Timed(io.RawIOBase):
 class _Stream:
     """Converts the errors of the compression libraries to errors of this package.
 
-    Each read calls the library once, so that an error does not lose data that were read before it.
+    Each read calls the library once. An error then cannot lose data that were read before it.
     """
 
     def __init__(self, file: File, inner: Any, clock: _Clock | None = None) -> None:
@@ -214,7 +214,7 @@ class _Consecutive:
     def read(self, size: int) -> bytes:
         while True:
             if not self._compressed and (self._decoder is None or self._decoder.needs_input):
-                # a decoder copies what follows its stream, so each piece is small
+                # Read small pieces, because a decoder copies the bytes that follow its stream.
                 self._compressed = self._buffer.read(io.DEFAULT_BUFFER_SIZE)
                 if not self._compressed:
                     if self._decoder is not None:

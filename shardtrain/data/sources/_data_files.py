@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data import shared_opening
-from shardtrain.data.file_hashes import WholeFile
+from shardtrain.data.file_hashes import FileToHash
 from shardtrain.data.shared_opening import Listing, Witness
 from shardtrain.data.sources import Request
 from shardtrain.facts.file_kinds import COMPRESSIONS
@@ -29,8 +29,8 @@ from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainE
 MANY_FILES = 10_000
 """In a dataset with at least this number of files, a file is opened only when its rows are read, in sequence.
 
-If each rank opened, scanned and hashed a million files whenever a run starts, this would take an hour and
-gigabytes.
+Opening, scanning and hashing a million files on each rank whenever a run starts would
+take an hour and gigabytes.
 """
 MAX_FILES = 2_000_000
 _FILES_SAMPLED = 1000
@@ -102,9 +102,9 @@ class File:
             raise self._changed()
 
     def fingerprint(self) -> str:
-        """Return the file's size, and the SHA-256 of 16 blocks of 64 KiB. So it reads at most 1 MiB.
+        """Return the file's size, and the SHA-256 of 16 blocks of 64 KiB. This reads at most 1 MiB.
 
-        The blocks are evenly spread, and include the first and the last one.
+        The blocks are evenly spread, and include the first and the last block.
         """
         digest = hashlib.sha256()
         descriptor = self.open()
@@ -153,8 +153,8 @@ class File:
 class FileList(Sequence[File]):
     """The files of a dataset, sorted by name.
 
-    They are stored in arrays, which need 50 bytes per file. An object would need 500. ``place`` is the folder, file
-    or pattern that names the files.
+    They are stored in arrays, which need 50 bytes per file. An object would need 500. ``place`` is the
+    folder, file or pattern that names the files.
     """
 
     def __init__(self, place: str, option: str, arrays: Mapping[str, Any]) -> None:
@@ -235,7 +235,7 @@ class FileList(Sequence[File]):
         ]
 
     def difference(self, other: FileList) -> str:
-        """Describe how another list of the same place differs, as the end of a sentence. Empty if it does not."""
+        """Describe how another list of the same place differs, as the end of a sentence. Empty if it is equal."""
         if np.array_equal(self._names, other._names) and np.array_equal(self._sizes, other._sizes):
             return ""
         sizes = dict(zip(self.names(), self._sizes.tolist(), strict=True))
@@ -260,8 +260,8 @@ def arrays_of(
 ) -> dict[str, Any]:
     """Return the files below ``root`` as arrays, which ranks can send to each other.
 
-    ``names`` must be sorted. In the result, ``has_twins`` is True if a pattern such as ``**/**`` has matched a file
-    twice.
+    ``names`` must be sorted. In the result, ``has_twins`` is True if a pattern such as ``**/**`` has
+    matched a file twice.
     """
     # Python represents file names that are not UTF-8 with surrogateescape.
     encoded = "".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape")
@@ -366,9 +366,9 @@ class FileSource:
         fingerprints: list[str] = shared_opening.once(self.listed_at, look)
         return fingerprints
 
-    def whole_files(self) -> list[WholeFile]:
+    def files_to_hash(self) -> list[FileToHash]:
         """Return the files to hash completely."""
-        return [WholeFile(file.name, file.path, file.option) for file in self.members]
+        return [FileToHash(file.name, file.path, file.option) for file in self.members]
 
     def check_unchanged(self) -> None:
         for file in self.members:
@@ -390,9 +390,9 @@ def list_files(
 ) -> FileList:
     """List the files that ``request.path`` names, sorted by their POSIX paths.
 
-    A path or a pattern (``data/*.jsonl``, ``data/**/*.gz``) may name files with any suffix. A folder means all files
-    below it that have a suffix in ``endings``, compressed or not. In a folder, names that begin with a dot are
-    skipped, and links are followed.
+    A path or a pattern (``data/*.jsonl``, ``data/**/*.gz``) may name files with any suffix. A folder means
+    all files below it that have a suffix in ``endings``, compressed or not. In a folder, names that begin
+    with a dot are skipped, and links are followed.
 
     Raises:
         ConfigError: the option is not set, or matches no file.
@@ -475,10 +475,7 @@ def _list(
             Problem(
                 option,
                 path,
-                rule=(
-                    f"names {len(names):,} files, and at most {MAX_FILES:,} are supported, "
-                    "because each start checks all"
-                ),
+                rule=f"names {len(names):,} files, but at most {MAX_FILES:,} are supported",
                 fix="put more documents into each file",
             )
         )
@@ -508,9 +505,9 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
         )
         raise bounded_reads.trouble(error.filename, error) or unreadable
 
-    suffixes = tuple(
-        ending + compression for ending in endings for compression in ("", *COMPRESSIONS)
-    )
+    suffixes: tuple[str, ...] = ()
+    for ending in endings:
+        suffixes += (ending, *(ending + compression for compression in COMPRESSIONS))
     names: list[str] = []
     seen: set[tuple[int, int]] = set()
     for folder, subfolders, files in os.walk(root, onerror=stop, followlinks=True):
@@ -519,8 +516,8 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
         except OSError as error:
             stop(error)
             raise
-        # A link may lead to a folder that was visited already. Then rows would be read twice, or the walk would
-        # never end.
+        # A link may lead to a folder that was visited already. Rows would then be read twice, or the walk
+        # would never end.
         if (status.st_dev, status.st_ino) in seen:
             rule = "is found twice, because a link leads to it"
             fix = "remove the link, or name the files by a pattern"
@@ -529,10 +526,9 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         relative = Path(folder).relative_to(root).as_posix()
         before = "" if relative == "." else f"{relative}/"
-        matching = [
-            name for name in files if name.lower().endswith(suffixes) and not name.startswith(".")
-        ]
-        names += [f"{before}{name}" for name in matching]
+        for name in files:
+            if name.lower().endswith(suffixes) and not name.startswith("."):
+                names.append(f"{before}{name}")
     return names
 
 

@@ -47,7 +47,8 @@ def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
     """Open a dataset on the hub. The user's subset and streaming options take precedence over the preset.
 
     Raises:
-        ConfigError: it cannot be opened. The message is one line, with the reason that the hub or the library gave.
+        ConfigError: the dataset cannot be opened.
+            The message is one line, with the reason of the hub or library.
     """
     library = _datasets(request)
     streaming = dataset.streaming if request.streaming is None else request.streaming
@@ -80,9 +81,9 @@ def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
         files = [entry["filename"] for entry in loaded[0].cache_files]
         return {"revision": options["revision"], "files": files, "rows": len(loaded[0])}
 
-    # One rank asks the hub for the revision and downloads it. The others open the downloaded files in the cache. If
-    # the dataset is a stream or part of a split, or if their node has a different cache, they load the dataset
-    # themselves.
+    # One rank gets the revision from the hub and downloads it. The other ranks open the downloaded files in
+    # the cache. If the dataset is a stream or part of a split, or if their node has a different cache, they
+    # load the dataset themselves.
     shared = shared_opening.once(dataset.name, look)
     options["revision"] = shared["revision"]
     opened = loaded[0] if loaded else _cached(library, shared["files"], shared["rows"])
@@ -121,8 +122,8 @@ def open_saved(request: Request) -> Table | Shards:
     library = _datasets(request)
     folder = os.path.abspath(str(request.path))
 
-    # Check the files in the sandbox first, once per host: opening a pipe would wait forever, and a malicious file
-    # may fill the memory.
+    # Check the files in the sandbox first, once per host: opening a pipe would wait forever, and a
+    # malicious file may fill the memory.
     def look() -> list[str]:
         paths = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
         kinds = {path: bounded_reads.kind(path) for path in sorted(paths)}
@@ -201,7 +202,8 @@ def open_arrow_files(files: Sequence[File], request: Request) -> Table | Shards:
 
 
 def _prove(what: Mapping[str, Any], paths: Sequence[str], request: Request) -> None:
-    """Let a child process open Arrow files within limits, because they may be compressed or contain wrong lengths.
+    """Let a child process open Arrow files within limits,
+    because they may be compressed or contain wrong lengths.
 
     Raises:
         DataError: the child could not open them.
@@ -215,7 +217,7 @@ def _prove(what: Mapping[str, Any], paths: Sequence[str], request: Request) -> N
     key = hashlib.sha256(repr(identities).encode()).hexdigest()
     arguments = {**what, "file_bytes": file_bytes, "max_row_bytes": request.max_row_bytes}
     try:
-        sandbox.prove("arrow", arguments, f"{what} {key}")
+        sandbox.open_in_child("arrow", arguments, f"{what} {key}")
     except sandbox.Refused as refused:
         fix = (
             "get the files from their source again, remove them, or write them without compression"
@@ -226,7 +228,7 @@ def _prove(what: Mapping[str, Any], paths: Sequence[str], request: Request) -> N
 def _opened(dataset: Any, request: Request) -> Table | Shards:
     """Return a dataset as a table or, with ``request.streaming``, as shards."""
     place = str(request.path)
-    # The fingerprint uses the folder's own name, so that it stays the same if the folder is moved.
+    # The fingerprint uses only the last part of the path. It stays the same if the folder is moved.
     table = DatasetTable(dataset, place, request, short=os.path.basename(os.path.abspath(place)))
     if not request.streaming:
         return table
@@ -238,7 +240,7 @@ def _opened(dataset: Any, request: Request) -> Table | Shards:
 class DatasetTable:
     """A local dataset in memory-mapped Arrow files, see ``Table``.
 
-    Values are returned as they are stored. So images and sounds are not decoded.
+    Values are returned in their stored form. Images and sounds are not decoded.
     """
 
     def __init__(self, dataset: Any, name: str, request: Request, short: str | None = None) -> None:
@@ -284,7 +286,7 @@ class DatasetTable:
         return self._chunks is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        # batches of a table would be copied
+        # Omit the chunks, because pickle would copy the batches of the table.
         return {**self.__dict__, "_chunks": self._chunks is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -298,7 +300,8 @@ class DatasetTable:
     def files(self) -> Mapping[str, str]:
         """Return one entry: a hash of the columns, the number of rows, and the contents of 64 rows.
 
-        The files are not hashed, because different versions of the library write different bytes for the same rows.
+        The files are not hashed, because different versions of the library write
+        different bytes for the same rows.
         """
         digest = hashlib.sha256(f"{self.num_rows}\0{self._dataset.column_names}".encode())
         num_samples = min(_SAMPLES, self.num_rows)
@@ -345,10 +348,11 @@ class DatasetShards:
         """Yield the rows of a shard, starting at number ``start``.
 
         Raises:
-            DataError: reading failed inside a shard. Its other rows are not skipped, because nobody would notice.
+            DataError: reading failed inside a shard.
+                Skipping the other rows would silently change the dataset.
         """
-        # Use iter() instead of a loop over the dataset. In a PyTorch worker process, a loop may yield nothing,
-        # because the library itself divides shards among workers.
+        # Use iter() instead of a loop over the dataset. In a PyTorch worker process, a loop may yield
+        # nothing, because the library itself divides shards among workers.
         batches = self._dataset.shard(num_shards=self.num_shards, index=shard).iter(
             batch_size=_ROWS_AT_ONCE
         )
@@ -394,10 +398,10 @@ class DatasetShards:
 
 
 def _revision(name: str, streaming: bool) -> str | None:
-    """Return the hash of a dataset's newest commit, so that all ranks read the same version.
+    """Return the hash of a dataset's newest commit, with which all ranks read the same version.
 
-    None offline, where the library uses its cache. This function also reports errors within seconds, while the
-    library would retry for minutes.
+    None offline, where the library uses its cache. This function reports errors within seconds. The library
+    itself would retry for minutes.
     """
     hub = importlib.import_module("huggingface_hub")
     if hub.constants.HF_HUB_OFFLINE and not streaming:

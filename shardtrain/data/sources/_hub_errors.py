@@ -11,21 +11,22 @@ from shardtrain.utils.hub_errors import describe_error
 
 
 def refusal(
-    error: BaseException, request: Request, name: str, asked: Mapping[str, Any]
+    error: BaseException, request: Request, name: str, arguments: Mapping[str, Any]
 ) -> ConfigError:
     """Return the error for a dataset that cannot be opened.
 
-    ``asked`` contains the arguments of ``load_dataset``: the subset ("name") and the split.
+    ``arguments`` are those of ``load_dataset``, with the subset ("name") and the split.
     """
-    rule, fix = _reason(error, request, name, asked)
+    rule, fix = _reason(error, request, name, arguments)
     return ConfigError(Problem(request.option, name, f"{rule} ({describe_error(error)})", fix))
 
 
 def _reason(
-    error: BaseException, request: Request, name: str, asked: Mapping[str, Any]
+    error: BaseException, request: Request, name: str, arguments: Mapping[str, Any]
 ) -> tuple[str, str]:
-    # Look at all chained errors, because the library and the hub client wrap each other's errors. Compare class
-    # names, because the classes have moved between versions.
+    """Return the rule and the fix for the error."""
+    # Look at all chained errors, because the library and the hub client wrap each other's errors. Compare
+    # class names, because the classes have moved between versions.
     chain = _chain(error)
     kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
     statuses = {getattr(getattr(link, "response", None), "status_code", None) for link in chain}
@@ -60,13 +61,13 @@ def _reason(
         )
     if "config name is missing" in text or "builderconfig" in text:
         return (
-            f"has no subset {asked.get('name') or 'by default'}",
-            f"set {request.subset_option} to one that it has",
+            f"has no subset {arguments.get('name') or 'by default'}",
+            f"set {request.subset_option} to an existing subset",
         )
     if "split" in text:
         return (
-            f'has no split "{asked.get("split")}"',
-            f"set {request.split_option} to one that it has",
+            f'has no split "{arguments.get("split")}"',
+            f"set {request.split_option} to an existing split",
         )
     # These are network errors of the system, of requests and of httpx.
     if kinds & {

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from shardtrain.data.sources import BadRow
 from shardtrain.data.sources._data_files import File
 
-# Blocks must be small, because a file may consist of newlines, and each takes several numbers in memory.
+# Blocks must be small. A file may consist of only newlines, and each newline takes several numbers in memory.
 _BLOCK_BYTES = 4 * 2**20
 _GAPS = ("gap_rows", "gap_starts", "gap_blanks")
 _NEWLINE = 10
@@ -68,11 +68,11 @@ class RecordReader:
 
 
 class RecordIndex:
-    """Where the records of a file begin, and their line numbers.
+    """The starts and the line numbers of the records of a file.
 
-    It needs 8 bytes of memory per row, and 24 per run of blank records. A record is a line. With ``quoted``, it ends
-    at the next newline outside double quotes, as in CSV. Blank records are not rows. A byte order mark at the start
-    is skipped, and the last line needs no newline.
+    It needs 8 bytes of memory per row, and 24 per run of blank records. A record is a line. With
+    ``quoted``, a record ends at the next newline outside double quotes, as in CSV. Blank records are not
+    rows. A byte order mark at the start is skipped, and the last line needs no newline.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class RecordIndex:
     def _find(self, quoted: bool) -> dict[str, npt.NDArray[np.int64]]:
         """Scan the file. Return the starts of rows, and three numbers for each run of blank records.
 
-        These are the number of rows before it, its start, and the number of all blank records up to its end.
+        These are the number of rows before the run, its start,
+        and the number of all blank records up to its end.
         """
         none = np.array([], np.int64)
         starts = [none]
@@ -158,7 +159,7 @@ class RecordIndex:
         """
         size = self.file.size
         head = self._reader.read(self.file, min(3, size), 0)
-        # where a record begins that no block has returned yet
+        # The start of the next record to return: after the byte order mark, if the file has one.
         pending = 3 if head == BYTE_ORDER_MARK else 0
         pending_line = lines = quotes = 0
         for base in range(0, size, _BLOCK_BYTES):
@@ -167,8 +168,8 @@ class RecordIndex:
             newlines = np.flatnonzero(block == _NEWLINE)
             numbers = np.arange(lines + 1, lines + 1 + len(newlines))
             lines += len(newlines)
-            # A newline after an odd number of quotes is inside a value. An escaped quote is doubled, so it does not
-            # change whether the number is odd.
+            # A newline after an odd number of quotes is inside a value. An escaped quote is doubled, so it
+            # does not change whether the number is odd.
             if quoted:
                 marks = np.flatnonzero(block == _QUOTE)
                 outside = (marks.searchsorted(newlines) + quotes) % 2 == 0
@@ -226,7 +227,8 @@ def _merge_gaps(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Merge the parts of each run of blank records, and replace their counts by cumulative ones.
 
-    A run that crosses blocks has one part in each block. All its parts have the same number of rows before them.
+    A run that crosses blocks has one part in each block.
+    All its parts have the same number of rows before them.
 
     >>> rows, starts, blanks = _merge_gaps(np.array([3, 3, 8]), np.array([40, 64, 99]), np.array([2, 5, 1]))
     >>> rows.tolist(), starts.tolist(), blanks.tolist()
@@ -242,5 +244,5 @@ def _merge_gaps(
 
 
 def too_long(num_bytes: int) -> BadRow:
-    """Return the bad row that replaces a row that is too long to read."""
+    """Return the bad row for a row that is too long to read."""
     return BadRow("is longer than data.max_row_bytes", detail=f"{num_bytes} bytes")

@@ -1,7 +1,8 @@
-"""Memory that decoding a Parquet row group takes, from the headers of its pages.
+"""Compute the memory that decoding a Parquet row group takes, from the headers of its pages.
 
-A footer may claim any size. A page header may not: the decoder allocates its sizes, and fails if the data do
-not fit. The headers are read without decompression, about 50 bytes per page of a megabyte.
+A footer may claim any size. The sizes in page headers can be trusted, because the decoder allocates these
+sizes and fails if the data do not fit.
+The headers are read without decompression, about 50 bytes per page of a megabyte.
 
 Source: https://parquet.apache.org/docs/file-format/, and Thrift's compact protocol.
 """
@@ -31,7 +32,7 @@ A single row may have all elements of the row group. Text and token ids grow 3 t
 
 _ROWS_AT_ONCE = (256, 64, 16, 4, 1)
 _HEADER_BYTES = (16 * 1024, 64 * 1024)
-"""Sizes of reads: nearly every header fits the first one, and often several small pages do."""
+"""Sizes of reads. The first size is enough for nearly every header, and often for several small pages."""
 _PADDING_BYTES = 100
 """Arrow reads beyond the chunks of some old writers."""
 _LEVEL_BYTES = 12
@@ -39,7 +40,7 @@ _LEVEL_BYTES = 12
 _TEXT_BYTES = 4
 _DICTIONARY_ENTRY_BYTES = 16
 _COPIES = 3
-"""Copies of a value of fixed length, which Arrow collects in a growing buffer, also if it is null."""
+"""Number of copies of a value of fixed length in Arrow's growing buffer. Null values are copied too."""
 _MAX_DICTIONARY_BYTES = 8 * 2**20
 _MAX_CHOICE_BYTES = 2**20
 _MAX_WIDTH = 22
@@ -59,7 +60,7 @@ _DATA, _INDEX, _DICTIONARY, _DATA_V2 = range(4)
 
 
 class Unclear(ValueError):
-    """The pages cannot be understood from their headers. Whether Arrow can read them is another question."""
+    """The headers of the pages are not clear. Arrow may or may not be able to read the pages."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class ColumnMemory:
         held: largest page before and after decompression, and the decoded dictionary.
         width: memory of a value, without text.
         longest_page: largest data page.
-        plain: sum of all data pages with values that are stored one by one.
+        plain: sum of all data pages that store their values directly, without a dictionary.
         longest_text: longest text that an entry of the dictionary may have, if texts are chosen from it.
         elements: memory of all elements of a list column; 0 for other columns.
         has_hidden_lengths: True if lengths of texts are not in the headers.
@@ -149,7 +150,7 @@ class GroupMemory:
 
     @property
     def rows_at_once(self) -> int:
-        """Number of rows to decode at once, so that they fit ``BATCH_BYTES``."""
+        """Number of rows to decode together, which fit into ``BATCH_BYTES``."""
         columns = [column for column in self.columns if not column.elements]
         for num_rows in _ROWS_AT_ONCE:
             if sum(column.of_batch(num_rows) for column in columns) <= BATCH_BYTES:
@@ -202,6 +203,7 @@ def _column(
     held = longest_page = plain = num_values = num_chosen = 0
     has_hidden_lengths = False
     chosen = []
+    # Add up the pages. The decoder holds one page at a time, before and after decompression.
     for page in _pages(window, chunk, clock):
         held = max(held, page.compressed + page.uncompressed)
         if page.kind == _DICTIONARY:
@@ -261,7 +263,7 @@ def _pages(window: _Window, chunk: Any, clock: _Clock) -> Iterator[Page]:
 
 
 class _Window:
-    """The last part of a file that was read: small pages are next to each other."""
+    """The last part of a file that was read. It often contains the next headers too, if pages are small."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -321,7 +323,7 @@ def _struct(data: bytes, place: int, depth: int) -> tuple[dict[int, tuple[int, A
     """Read a struct of Thrift's compact protocol. Return its fields, with their types, and the next place.
 
     Raises:
-        Unclear: it has lists, which page headers do not have, or a field twice.
+        Unclear: the struct has lists, which page headers do not have, or a field twice.
         IndexError: the data end in it.
     """
     if depth > _MAX_DEPTH:
@@ -413,8 +415,7 @@ class _PageReader:
         return int(uses.max(initial=0))
 
     def _longest_text(self, page: Page) -> int:
-        """Return the length of the longest text in a dictionary, or its whole size if it is not read
-        here."""
+        """Return the length of the longest text in a dictionary. If it is not readable, return its full size."""
         if page.uncompressed > _MAX_DICTIONARY_BYTES:
             return page.uncompressed
         try:
@@ -437,7 +438,7 @@ class _PageReader:
         """Return the decompressed content of a page.
 
         Raises:
-            OSError, ValueError: it is damaged, or larger than a dictionary, or its codec is not supported.
+            OSError, ValueError: the page is damaged or too large, or its codec is not supported.
         """
         import pyarrow
 

@@ -24,7 +24,7 @@ class _Long:
 
 @dataclass(frozen=True)
 class _Blank:
-    """Consecutive blank lines. ``text`` ends with the newline of the last one."""
+    """Consecutive blank lines. ``text`` ends with the newline of the last line."""
 
     text: bytes
 
@@ -38,9 +38,10 @@ def records(
 ) -> Iterator[tuple[int, bytes | BadRow]]:
     """Yield the line number (from 1) and the bytes of each record that is not blank, see ``RecordIndex``.
 
-    A record longer than ``max_bytes`` becomes a BadRow. If the compressed data are damaged, the last record is a
-    BadRow, and the truncated record is not returned. Reading of a compressed file also ends at a record longer than
-    ``SKIPPED_BYTES``, because otherwise a few MB could decompress to an hour of skipping.
+    A record longer than ``max_bytes`` becomes a BadRow. If the compressed data are damaged, the last record
+    is a BadRow, and the truncated record is not returned. Reading of a compressed file also ends at a
+    record longer than ``SKIPPED_BYTES``.
+    Otherwise skipping a record that decompresses from a few MB could take an hour.
     """
     number = 1
     stream.most_bytes = max(SKIPPED_BYTES, 2 * max_bytes)
@@ -91,7 +92,8 @@ def _lines(stream: Stream, max_bytes: int) -> Iterator[bytes | _Long | _Blank]:
                 yield _Blank(block[:cut])
             begun += block[cut:]
             continue
-        # The block begins with the rest of a line from an earlier block. Of a long line, keep only the length.
+        # The block begins with the rest of a line from an earlier block.
+        # If the line is long, keep only its length.
         first, *others = block.split(b"\n")
         begun += first
         if long or len(begun) > max_bytes:
@@ -126,7 +128,8 @@ def _joined(
             if not num_lines:
                 yield line, 0
                 continue
-            # Inside quotes, blank lines belong to the record. The last one is counted below like any other line.
+            # Inside quotes, blank lines belong to the record.
+            # The last one is counted below like any other line.
             more = line.num_lines - 1
             num_lines += more
             num_bytes -= more

@@ -31,13 +31,13 @@ class Part(Protocol):
         ...
 
     def place(self, index: int) -> str:
-        """Return where a row is in the file, such as the line (from 1) at which it begins."""
+        """Return the location of a row in the file, such as the line (from 1) at which it begins."""
         ...
 
 
 @dataclass
 class RecordsPart:
-    """The records of a plain file, except the first ``skipped`` ones. Each is parsed when it is read."""
+    """The records of a plain file without the first ``skipped`` records. Each record is parsed when it is read."""
 
     index: RecordIndex
     parse: Parse
@@ -92,9 +92,10 @@ class FileTable(FileSource):
 class FileShards(FileSource):
     """The rows of many files, or of files of which some are compressed. Each file is a shard, see ``Shards``.
 
-    ``parts`` maps the numbers of files whose rows can be read in any order to their rows. If there are many files,
-    ``look`` is called instead when a file is opened. It checks the file, and returns its rows if they can be read in
-    any order.
+    Attributes:
+        parts: maps file numbers to rows, for files whose rows can be read in any order.
+        look: used instead of ``parts`` if there are many files. It is called when a file is opened, checks
+            the file, and returns its rows if they can be read in any order.
     """
 
     parse: Parse

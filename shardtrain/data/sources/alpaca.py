@@ -1,7 +1,7 @@
 """Alpaca: 52,002 instructions with answers. Its column "text" contains both.
 
-Your own files in this format need only the columns instruction, input (which may be empty or missing) and output.
-They work with every data.format.
+Your own files in this format need only the columns instruction, input (which may be empty or missing) and
+output. They work with every data.format.
 """
 
 from __future__ import annotations

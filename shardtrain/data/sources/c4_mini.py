@@ -12,7 +12,7 @@ def open_source(request: Request) -> Table | Shards:
     """Open it from the hub, or a local copy if ``request.path`` is set; see huggingface.open_source.
 
     Raises:
-        ConfigError: see ``huggingface.open_preset``. Or streaming is requested, which is not supported for part of
-            a split.
+        ConfigError: see ``huggingface.open_preset``. Or streaming is requested, which is not supported for
+            part of a split.
     """
     return huggingface.open_preset(request, HUB)

@@ -18,8 +18,8 @@ def open_source(request: Request) -> Table | Shards:
     """Open the local copy; see huggingface.open_source.
 
     Raises:
-        ConfigError: see ``huggingface.open_preset``. Or no path is set, and the working directory is no clone of
-            torchtitan.
+        ConfigError: see ``huggingface.open_preset``. Or no path is set, and the working directory is no
+            clone of torchtitan.
     """
     path = request.path or shared_opening.once(
         PLACES[0], lambda: next((place for place in PLACES if Path(place).is_dir()), None)

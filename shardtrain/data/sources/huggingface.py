@@ -48,10 +48,10 @@ _SPLITS = MappingProxyType(
 def open_source(request: Request) -> Table | Shards:
     """Open a dataset on the hub (``"org/name"``), or a local path.
 
-    A local path is a folder that ``save_to_disk`` has written, or names files (by a file, a folder, or a pattern) in
-    one of these formats: parquet, jsonl or json, csv or tsv, txt, arrow. If names of files or folders contain a word
-    such as "test" or "validation", only the files of ``request.split`` are read. A streamed dataset is returned as
-    shards, and a downloaded one as a table.
+    A local path is a folder that ``save_to_disk`` has written, or names files (by a file, a folder, or a
+    pattern) in one of these formats: parquet, jsonl or json, csv or tsv, txt, arrow. If names of files or
+    folders contain a word such as "test" or "validation", only the files of ``request.split`` are read. A
+    streamed dataset is returned as shards, and a downloaded one as a table.
 
     Raises:
         ConfigError: the path is not set, the dataset, split or subset is unknown, access is denied, the hub
@@ -108,7 +108,7 @@ def open_preset(request: Request, dataset: _hub.HubSet) -> Table | Shards:
                 fix="remove it",
             )
         )
-    # The user has named the dataset and not a path, so messages must name this option.
+    # The user has set the option of the dataset and not of a path, so messages must name this option.
     option = request.option.removesuffix("_path")
     return _hub.open_hub(replace(request, path=dataset.name, option=option), dataset)
 
@@ -132,10 +132,9 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
                     fix=f"remove {request.subset_option}, or correct it",
                 )
             )
+        saved_files = [os.path.join(path, name) for name in _SAVED]
         return {
-            "is_saved": any(
-                bounded_reads.kind(os.path.join(path, name)) == "file" for name in _SAVED
-            ),
+            "is_saved": any(bounded_reads.kind(file) == "file" for file in saved_files),
             "is_folder": bounded_reads.kind(path) == "folder",
             "is_file": bounded_reads.kind(os.path.expanduser(request.path or "")) == "file",
         }
@@ -205,7 +204,7 @@ def _of_split(files: FileList, request: Request, sole_split: str, is_file: bool)
 def _split_of(name: str) -> str | None:
     """Return the split that a file's name contains, such as "test" in ``data/test-00000.parquet``.
 
-    If the name contains several, the last one counts.
+    If the name contains several splits, the last split counts.
     """
     words = [word for word in re.split(r"[^a-z]+", name.lower()) if word in _SPLITS]
     return _SPLITS[words[-1]] if words else None

@@ -41,8 +41,8 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     # Arrays that this rank has opened, if it is the rank that reads the files.
     opened: dict[int, ArrayPart] = {}
 
-    # One rank finds the starts of rows for all ranks. It reads arrays completely. Lines are indexed, so that they
-    # can be read in any order, unless a file is compressed.
+    # One rank finds the starts of rows for all ranks. It reads arrays completely. It indexes lines, which
+    # can then be read in any order, unless a file is compressed.
     def look() -> list[dict[str, Any]]:
         for file in files:
             check_text(file)

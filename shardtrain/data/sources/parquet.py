@@ -22,14 +22,14 @@ ENDINGS = file_kinds.ENDINGS["parquet"]
 _ROWS_AT_ONCE = 256
 _BOMB_RATIO = 100
 _BOMB_BYTES = 64 * 2**20
-"""If a column is larger than this, and its size exceeds its size on disk by the factor above, its row group is first
-read in a child process with limits.
+"""Read a row group in a child process with limits first, if a column is larger than this, and also exceeds
+its size on disk by the factor above.
 """
 _VALUE_BYTES = 8
 _FOOTER_BYTES = 512 * 1024
 """A larger footer is first read in a child process with limits. One byte of it may need 250 bytes of memory."""
 _FOOTER_LIST = 10_000
-"""A footer that has a list with more entries is first read in a child process, too.
+"""Read a footer in a child process first, if it has a list with more entries.
 
 A list may claim any length in a few bytes.
 """
@@ -86,7 +86,8 @@ class ParquetShards(FileSource):
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
         file, group = self._find(shard)
         with _open(file, self._footers.get(file.path)) as parquet:
-            # Keep the footer of this file. If a large footer were parsed for each row group, this would take hours.
+            # Keep the footer of this file.
+            # If a large footer were parsed for each row group, this would take hours.
             self._footers = {file.path: parquet.metadata}
             yield from _rows_of_group(file, parquet, group, start, self.max_row_bytes)
 
@@ -94,8 +95,7 @@ class ParquetShards(FileSource):
         return {**self.__dict__, "_footers": {}}
 
     def shard_place(self, shard: int, number: int) -> str:
-        """Return the location of a row, counted from 0 over the file, like most tools that display such
-        files."""
+        """Return the location of a row, counted from 0 over the file like in most tools."""
         file, _ = self._find(shard)
         return f"{file.path}: row {self._first_rows[shard] + number} from 0"
 
@@ -199,7 +199,7 @@ def _rows_within_limits(file: File, parquet: Any, group: int) -> int:
 
 
 def _rows_at_once(group: Any) -> int:
-    """Return how many rows to read at once, so that they fit into memory according to the sizes in the footer."""
+    """Return the number of rows to read together, which fit into memory according to the sizes in the footer."""
     sizes = (group.column(number).total_uncompressed_size for number in range(group.num_columns))
     size = max(group.total_byte_size, *sizes, 1)
     return max(1, min(_ROWS_AT_ONCE, BATCH_BYTES // size))
@@ -224,7 +224,7 @@ def _prove(file: File, parquet: Any) -> None:
 
 
 def suspicious_groups(meta: Any) -> dict[int, int]:
-    """Return the row groups that grow too much, according to the footer. Maps each to its rows to read at once."""
+    """Map each row group that grows too much, according to the footer, to the number of rows to read together."""
     suspects = {}
     for number in range(meta.num_row_groups):
         group = meta.row_group(number)
@@ -243,7 +243,7 @@ def _try(file: File, groups: Sequence[int], rows_at_once: int) -> None:
         keys = [f"{identity} footer"]
     request = {"path": path, "groups": groups, "rows": rows_at_once, "max_list": file.size}
     try:
-        sandbox.prove("parquet", request, *keys)
+        sandbox.open_in_child("parquet", request, *keys)
     except sandbox.Refused as refused:
         raise file.unusable(
             str(refused), "get the file from its source again, remove it, or raise the limit"
@@ -251,7 +251,7 @@ def _try(file: File, groups: Sequence[int], rows_at_once: int) -> None:
 
 
 def _open(file: File, metadata: Any = None, buffer_size: int = 0) -> Any:
-    """Open a file. Pass its ``metadata`` if it was opened before, so that the footer need not be read again.
+    """Open a file. If it was opened before, pass its ``metadata``, because reading the footer takes time.
 
     Raises:
         ConfigError: the file has changed.
@@ -263,6 +263,7 @@ def _open(file: File, metadata: Any = None, buffer_size: int = 0) -> Any:
     try:
         if metadata is not None:
             return parquet.ParquetFile(file.path, metadata=metadata, buffer_size=buffer_size)
+        # A small footer without long lists is harmless. Read any other footer in a child process first.
         if _footer_bytes(file) <= _FOOTER_BYTES:
             try:
                 return parquet.ParquetFile(file.path, thrift_container_size_limit=_FOOTER_LIST)

@@ -1,6 +1,7 @@
 """The source code of the running Python's standard library. These are real data that exist on every machine.
 
-The text differs between Python versions, and so does its fingerprint. So a run cannot resume with another version.
+The text differs between Python versions, and so does its fingerprint.
+So a run cannot resume with another version.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 MAX_BYTES = 16 * 2**20
 """Files are used in order, up to this total size. CPython 3.11 has about 11 MiB."""
-# Skip installed packages, because they differ between machines, tests, because they are repetitive and a third of
-# the text, and idlelib, because it is often a separate package.
+# Skip three kinds of folders: installed packages, which differ between machines, tests, which are
+# repetitive and a third of the text, and idlelib, which is often a separate package.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 )

@@ -1,7 +1,8 @@
-"""Lines of the running Python's standard library, labelled with their package. This is classification data that
-exists on every machine.
+"""Lines of the running Python's standard library, labelled with their package.
 
-The text differs between Python versions, and so does its fingerprint. So a run cannot resume with another version.
+These are data for classification that exist on every machine.
+The text differs between Python versions, and so does its fingerprint.
+So a run cannot resume with another version.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SPLITS = {"train": range(2, 10), "validation": (0,), "test": (1,)}
 """For each split, its lines among ten consecutive lines."""
 MIN_CHARACTERS = 24
 MAX_LINES = 1500
-"""Lines shorter than MIN_CHARACTERS are skipped. Of each package, only the first MAX_LINES lines are used."""
+"""Lines shorter than MIN_CHARACTERS are skipped. Only the first MAX_LINES lines of each package are used."""
 
 
 def open_source(request: Request) -> Table:
@@ -77,11 +78,10 @@ def _rows(library: Library, parts: Container[int]) -> list[list[str]]:
     # Use only lines that occur once, because a line in two packages would have two labels.
     rows = []
     for package, lines in lines_of.items():
-        unique = [
-            (line, place)
-            for line, place in lines
-            if len(line) >= MIN_CHARACTERS and count[line] == 1
-        ]
+        unique = []
+        for line, place in lines:
+            if len(line) >= MIN_CHARACTERS and count[line] == 1:
+                unique.append((line, place))
         for number, (line, place) in enumerate(unique[:MAX_LINES]):
             if number % 10 in parts:
                 rows.append([line, package, place])

@@ -13,7 +13,7 @@ def open_line(request: Request, tokenizer: Tokenizer) -> TokenBuffer:
     """Open the documents of a prepared folder. A module with this function has no ``open_source``.
 
     Raises:
-        ConfigError: no folder is named, it is not complete, or another tokenizer made it.
+        ConfigError: no folder is named, it is incomplete, or it was prepared with another tokenizer.
     """
     if request.path is None:
         raise ConfigError(

@@ -24,9 +24,10 @@ ENDINGS = file_kinds.ENDINGS["tsv"]
 def open_source(request: Request) -> Table | Shards:
     """Open a file, a folder or a pattern, with rows ``{column: text}``.
 
-    Return shards if a file is compressed or there are many files, else a table. The first line of each file names
-    the columns. If ``request.header`` is False, they are named "0", "1", ... A line that contains only whitespace is
-    not a row. In a CSV file, quoted fields may contain newlines, and quotes inside them are doubled.
+    Return shards if a file is compressed or there are many files, else a table. The first line of each file
+    names the columns. If ``request.header`` is False, they are named "0", "1", ... A line that contains
+    only whitespace is not a row. In a CSV file, quoted fields may contain newlines,
+    and quotes inside them are doubled.
 
     Raises:
         ConfigError: the option is not set, or matches no file.
@@ -43,8 +44,8 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     reader = RecordReader()
     in_sequence = not is_many(files) and any(file.compression for file in files)
 
-    # One rank finds the columns and the starts of rows for all ranks. If there are many files, it reads only the
-    # columns of the first file.
+    # One rank finds the columns and the starts of rows for all ranks. If there are many files, it reads
+    # only the columns of the first file.
     def first_look() -> dict[str, Any]:
         for file in files:
             if (file.kind == ".csv") != quoted:
@@ -111,7 +112,7 @@ class FieldsOf:
             return fields
         if len(fields) != len(self.columns):
             counts = f"{len(fields)}, not {len(self.columns)}"
-            return BadRow("has another number of fields than there are columns", detail=counts)
+            return BadRow("has a different number of fields than columns", detail=counts)
         return dict(zip(self.columns, fields, strict=True))
 
 
@@ -123,7 +124,8 @@ def split(data: bytes, quoted: bool) -> list[str] | BadRow:
         return not_utf8(error)
     if not quoted:
         return text.split("\t")
-    # The csv module limits fields to 128 KiB. Raise this limit, because data.max_row_bytes already limits rows.
+    # The csv module limits fields to 128 KiB.
+    # Raise this limit, because data.max_row_bytes already limits rows.
     if csv.field_size_limit() < len(text):
         csv.field_size_limit(len(text))
     try:
@@ -144,7 +146,7 @@ def _columns(files: Sequence[File], quoted: bool, request: Request) -> tuple[str
             rule = (
                 f"has the columns {', '.join(columns)}, but {files[0].path} has {', '.join(first)}"
             )
-            raise file.unusable(rule, "give all files the same first line")
+            raise file.unusable(rule, "use the same first line in all files")
     return first
 
 
@@ -152,7 +154,7 @@ def _first(file: File, quoted: bool, request: Request) -> tuple[str, ...]:
     """Return the fields of a file's first record. Raises DataError if they are not column names."""
     with open_stream(file) as stream:
         line, record = next(
-            records(stream, request.max_row_bytes, quoted=quoted), (1, BadRow("there is none"))
+            records(stream, request.max_row_bytes, quoted=quoted), (1, BadRow("it does not exist"))
         )
     fields = record if isinstance(record, BadRow) else split(record, quoted)
     place = f"{file.path}:{line}"
@@ -162,7 +164,7 @@ def _first(file: File, quoted: bool, request: Request) -> tuple[str, ...]:
     if request.header and not are_names:
         shown = ", ".join(repr(name) for name in fields[:8])
         raise DataError(
-            f"{place}: the first line should name the columns, each once, but is {shown}; "
-            'add such a line, or set data.text_field to a number ("0" is the first column) where there is none'
+            f"{place}: the first line must name the columns, each once, but is {shown}; "
+            'add such a line, or if the file has none, set data.text_field to a number ("0" is the first column)'
         )
     return tuple(fields)

@@ -1,2 +1,1 @@
-"""Datasets whose number of rows is unknown: virtual readers, their cursors, and packing as documents
-arrive."""
+"""Datasets whose number of rows is unknown: virtual readers, their cursors, and packing of a stream."""

@@ -1,4 +1,4 @@
-"""The cursors of a stream's virtual readers, as far as one rank knows them. Ranks merge them for checkpoints."""
+"""The cursors of a stream's virtual readers that one rank knows. Ranks merge them for checkpoints."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class ReaderCursors:
         """Return the cursors after this many rows of the feed. -1 if this rank does not know a cursor."""
         due = _due(rows, len(self._rows))
         at = np.full_like(self._cursors, -1)
-        # If this rank has already read the next step when it saves, use the cursors from before that step. If
-        # another rank has read the last rows of a reader, both cursors here are too old, and it stays -1. So the
-        # maximum over all ranks is the cursor that the other rank knows.
+        # If this rank has already read the next step when it saves, use the cursors from before that step.
+        # If another rank has read the last rows of a reader, both cursors on this rank are too old, and the
+        # result stays -1. The maximum over all ranks is then the cursor that the other rank knows.
         for rows_of_readers, cursors in (self._before, (self._rows, self._cursors)):
             is_there = rows_of_readers == due
             at[is_there] = cursors[is_there]
@@ -51,6 +51,5 @@ class ReaderCursors:
 
 def _due(rows: int, num_readers: int) -> npt.NDArray[np.int64]:
     """Return for each reader how many of the first ``rows`` rows belong to it."""
-    return np.array(
-        [rows_of_reader(rows, reader, num_readers) for reader in range(num_readers)], dtype=np.int64
-    )
+    counts = [rows_of_reader(rows, reader, num_readers) for reader in range(num_readers)]
+    return np.array(counts, dtype=np.int64)

@@ -1,13 +1,13 @@
 """Tokenize rows during training. A fixed number V of virtual readers divide the documents among them.
 
-Row k of a stream belongs to reader k % V, whatever the number of ranks or workers is. The rank or worker that needs
-a row runs its reader. If the source is a table, reader v reads the slots v, v + V, v + 2V, ... of the epoch's
-permutation of all rows. If it consists of shards, the reader reads every V-th shard, in a different order in each
-epoch. Either way, each document is read once per epoch.
+Row k of a stream belongs to reader k % V, for any number of ranks and workers. The rank or worker that
+needs a row runs its reader. If the source is a table, reader v reads the slots v, v + V, v + 2V, ... of the
+epoch's permutation of all rows. If it consists of shards, the reader reads every V-th shard, in a different
+order in each epoch. In both cases, each document is read once per epoch.
 
-The cursor of a reader is (part, number, offset). ``part`` is the epoch, or for shards the epoch and the shard.
-``number`` is the index of a document in this part. ``offset`` is how much was already returned from this document
-on: tokens for "concat", rows for "first_fit" and "padded".
+The cursor of a reader is (part, number, offset). ``part`` is the epoch, or for shards the epoch and the
+shard. ``number`` is the index of a document in this part. ``offset`` counts what was already returned from
+this document on: tokens for "concat", rows for "first_fit" and "padded".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardtrain.data.documents.bad_rows import around_bad_rows
 from shardtrain.data.documents.encoded import Document, Encoder
 from shardtrain.data.documents.read_documents import BadRows
 from shardtrain.data.feed import Cursor, CursorUpdate, FilesWatch
-from shardtrain.data.file_hashes import WholeFile
+from shardtrain.data.file_hashes import FileToHash
 from shardtrain.data.order import sample_at
 from shardtrain.data.packing.packed_rows import PackedSequences, Packing
 from shardtrain.data.sources import Row, Shards, Table
@@ -49,7 +49,7 @@ class StreamFeed:
     """
 
     num_rows = num_documents = None
-    ends_without_notice = True
+    has_unknown_end = True
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class StreamFeed:
         self.vocab_size = vocab_size
         self.lost = LostDocuments(name)
 
-        # Use at most one reader per document or shard, and at most one per 16 rows (assuming a byte per token).
-        # The number determines the order of rows, so it must depend only on data and options, and never on ranks
-        # or workers.
+        # Use at most one reader per document or shard, and at most one per 16 rows (assuming a byte per
+        # token). The number determines the order of rows, so it must depend only on data and options, and
+        # never on ranks or workers.
         available = source.num_rows if isinstance(source, Table) else source.num_shards
         if available < 1:
             raise DataError("the dataset has no rows")
@@ -93,12 +93,12 @@ class StreamFeed:
         self._cursors = np.zeros((self.num_readers, 3), dtype=np.int64)
         self._watch = FilesWatch(source.check_unchanged, len(self.files))
         place = source.listed_at if isinstance(source, FileSource) else ""
-        self._looks = shared_opening.LooksAtSeek(source.check_unchanged, place)
+        self._check_files = shared_opening.CheckAtSeek(source.check_unchanged, place)
 
     def write(self, k: int, out: PackedSequences, slot: int) -> tuple[int, CursorUpdate | None]:
         """Write row k, the next row of reader k % V, into a slot.
 
-        Return k, or -1 at the end of the data, and the reader's new cursor.
+        Return k (or -1 at the end of the data) and the reader's new cursor.
 
         Raises:
             DataError: a row cannot be read.
@@ -123,9 +123,10 @@ class StreamFeed:
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """Move all readers to their cursors.
 
-        Without cursors, each reader starts at its beginning, and reads until it reaches the row that it needs.
+        Without cursors, each reader starts at its beginning,
+        and reads until it reaches the row that it needs.
         """
-        self._looks()
+        self._check_files()
         self._readers.clear()
         self._rows = rows
         self._cursors = np.zeros((self.num_readers, 3), dtype=np.int64)
@@ -138,8 +139,8 @@ class StreamFeed:
             part // self.walk(reader).parts_per_epoch for reader, part in enumerate(parts)
         )
 
-    def whole_files(self) -> list[WholeFile]:
-        return self.source.whole_files() if isinstance(self.source, FileSource) else []
+    def files_to_hash(self) -> list[FileToHash]:
+        return self.source.files_to_hash() if isinstance(self.source, FileSource) else []
 
     def epoch_after(self, rows: int) -> int:
         """Return the epoch of the most advanced reader at the last ``seek``.
@@ -150,9 +151,9 @@ class StreamFeed:
 
     def walk(self, reader: int) -> _Walk:
         """Return the iterator over the source's rows that belong to a reader."""
-        return (
-            _TableWalk(self, reader) if isinstance(self.source, Table) else _ShardWalk(self, reader)
-        )
+        if isinstance(self.source, Table):
+            return _TableWalk(self, reader)
+        return _ShardWalk(self, reader)
 
 
 def rows_of_reader(rows: int, reader: int, num_readers: int) -> int:
@@ -216,13 +217,11 @@ class _Reader:
                     rows_without_document = 0
                     continue
 
-                # The row has no document. If no row is usable, the reader must not run forever: raise an error after
-                # too much work, and end the reader after too many passes.
+                # The row has no document. If no row is usable, the reader must not run forever. So raise an
+                # error after too much work, and end the reader after too many passes.
                 rows_without_document += 1
-                if (
-                    rows_without_document % _CHECK_INTERVAL == 0
-                    and time.thread_time() - since > limit
-                ):
+                is_check_due = rows_without_document % _CHECK_INTERVAL == 0
+                if is_check_due and time.thread_time() - since > limit:
                     rule = (
                         f"found no document in {rows_without_document} rows and data.artefact_seconds={limit} of CPU "
                         f"time ({result.reason})"
@@ -235,10 +234,8 @@ class _Reader:
                     self._feed.source.check_unchanged()
                 policy.meet(result, self._walk.where(place))
                 self._feed.lost.add({f"are skipped: {result.reason}": 1}, logging.INFO)
-                if (
-                    place[0]
-                    > last_part_with_document + FRUITLESS_PASSES * self._walk.parts_per_epoch
-                ):
+                max_parts = FRUITLESS_PASSES * self._walk.parts_per_epoch
+                if place[0] > last_part_with_document + max_parts:
                     text = "reader %d of %d found no document in %d passes and ends: %s"
                     logger.warning(
                         text, self._index, self._feed.num_readers, FRUITLESS_PASSES, result.reason

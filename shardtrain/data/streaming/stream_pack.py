@@ -27,7 +27,7 @@ Never change it, because the order of the data depends on it.
 Place = tuple[int, int]
 """Identifies the next document of a reader: its part (epoch, or epoch and shard), and its number in this part."""
 Documents = Iterator[tuple[Place, Document]]
-"""Documents. Each comes with the place at which reading resumes after it."""
+"""Documents, each with the place at which reading resumes after the document."""
 
 
 class Packer(Protocol):
@@ -40,7 +40,7 @@ class Packer(Protocol):
 
     @property
     def cursor(self) -> Cursor:
-        """Where the next row begins: the place of a document, and how much of it (or of its block) was returned."""
+        """Start of the next row: the place of a document, and how much of it (or of its block) was returned."""
         ...
 
     def write(self, out: PackedSequences, slot: int) -> bool:
@@ -51,7 +51,8 @@ class Packer(Protocol):
 class LostDocuments:
     """Counts for each reason the documents that a stream has truncated or skipped in this process.
 
-    It logs a count whenever it reaches another power of two, because the final count is unknown until the end.
+    It logs a count whenever it reaches another power of two,
+    because the final count is unknown until the end.
     """
 
     def __init__(self, dataset: str) -> None:
@@ -104,7 +105,8 @@ class ConcatPacker:
 
     def write(self, out: PackedSequences, slot: int) -> bool:
         """Fill a row. The last row is padded."""
-        # Take documents until there are enough tokens for a row. A row needs at least two tokens for a target.
+        # Take documents until there are enough tokens for a row.
+        # A row needs at least two tokens for a target.
         wanted = self._packing.seq_len + 1
         length = (
             sum(len(document.tokens) for _, document in self._documents_in_memory) - self._offset
@@ -116,7 +118,8 @@ class ConcatPacker:
         if length < 2:
             return False
 
-        # Collect the window: the rest of the first document, complete documents, and the beginning of the last.
+        # Collect the window: the rest of the first document, complete documents,
+        # and the beginning of the last one.
         parts = []
         masks = []
         begins = []
@@ -129,12 +132,10 @@ class ConcatPacker:
             if column and start == 0:
                 begins.append(column)
             parts.append(document.tokens[start:stop])
-            mask = (
-                np.ones(stop - start, np.bool_)
-                if document.learned is None
-                else document.learned[start:stop]
-            )
-            masks.append(mask)
+            if document.learned is None:
+                masks.append(np.ones(stop - start, np.bool_))
+            else:
+                masks.append(document.learned[start:stop])
             column += stop - start
         masked_tokens = any(
             document.learned is not None for _, document in self._documents_in_memory
@@ -147,8 +148,8 @@ class ConcatPacker:
             begins=np.array(begins, np.int64) if self._packing.masked else None,
         )
 
-        # The last token of this row is also the first token of the next row, so that no target is lost. So drop a
-        # document only if the next row begins after it.
+        # The last token of this row is also the first token of the next row. Otherwise the target of the
+        # last token would be lost. So drop a document only if the next row begins after it.
         self.part = self._documents_in_memory[-1][0][0]
         self._offset += length - 1
         while self._documents_in_memory and self._offset >= len(
@@ -162,8 +163,8 @@ class ConcatPacker:
 class FittedPacker:
     """Packs complete documents into rows, one block of documents at a time.
 
-    A block contains documents of only one epoch. So the rows of an epoch are the same whether or not another epoch
-    follows.
+    A block contains documents of only one epoch.
+    So the rows of an epoch do not depend on the number of epochs.
     """
 
     def __init__(
@@ -184,8 +185,8 @@ class FittedPacker:
         # the first document of the next block, if it has been read already
         self._ahead: tuple[Place, Document] | None = None
         self._block: Rows | None = None
-        # The place of the block's first document, the place after its last one, and the number of its rows that
-        # were already returned.
+        # The place of the block's first document, the place after its last one, and the number of its rows
+        # that were already returned.
         self._begin: Place = (cursor[0], cursor[1])
         self._after = self._begin
         self._rows_returned = cursor[2]

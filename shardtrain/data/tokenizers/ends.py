@@ -1,9 +1,10 @@
-"""The ids that are added before and after a text. The tokenizer's files define them, unless [data] overrides them.
+"""The ids that are added before and after a text.
+The tokenizer's files define them, unless [data] overrides them.
 
-If the tokenizer's files do not put BOS before a text, training, ``generate``, ``evaluate`` and ``data show`` do not
-either. For example, GPT-2, Pythia and SmolLM2 have a BOS token but do not add it, while Llama 3 adds it. Each
-training document ends with EOS if the tokenizer has one, because a model that has never seen EOS does not generate
-it. A prompt has no EOS.
+Training, ``generate``, ``evaluate`` and ``data show`` put BOS before a text only if the tokenizer's files
+do. For example, GPT-2, Pythia and SmolLM2 have a BOS token but do not add it, while Llama 3 adds it. If the
+tokenizer has EOS, each training document ends with it, because a model that has never seen EOS does not
+generate it. A prompt has no EOS.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def ends_of(tokenizer: Tokenizer, data: Data) -> Ends:
         ConfigError: an option requires an end that the tokenizer does not have, or the separator has no
             tokens.
     """
-    # By default, use the tokens that the tokenizer itself adds. If it adds none at the end, use EOS if it exists.
+    # By default, use the tokens that the tokenizer itself adds. If it adds none at the end, use its EOS.
     prefix = tokenizer.prefix_ids
     suffix = tokenizer.suffix_ids or _known(tokenizer.eos_id)
     if data.add_bos:

@@ -25,18 +25,19 @@ _MAX_GROWTH = 1000
 _MAX_ADDED = 1000
 """Maximum number of tokens that a post-processor may add to a text. Real ones add one or two."""
 
-# The process that has started the library's threads. They do not exist in a forked child, which would wait for
-# them forever. The library itself prevents this, but not if TOKENIZERS_PARALLELISM=true is set.
+# The process that has started the library's threads. They do not exist in a forked child, which would wait
+# for them forever. The library itself prevents this, but not if TOKENIZERS_PARALLELISM=true is set.
 _threads_of_process: int | None = None
 
 
 class JsonTokenizer:
     """A ``tokenizer.json``. Reading it never runs code that it contains.
 
-    BOS, EOS and padding tokens are named in ``tokenizer_config.json`` or ``special_tokens_map.json`` next to it.
-    Otherwise they are recognized by their usual names. The file's post-processor determines which tokens are added
-    before and after a text. As in ``transformers``, it takes precedence over ``add_bos_token`` in
-    ``tokenizer_config.json``. If a text contains a special token as a string, it becomes the token's id.
+    BOS, EOS and padding tokens are named in ``tokenizer_config.json`` or ``special_tokens_map.json`` next
+    to it. Otherwise they are recognized by their usual names. The file's post-processor determines which
+    tokens are added before and after a text. As in ``transformers``, it takes precedence over
+    ``add_bos_token`` in ``tokenizer_config.json``.
+    If a text contains a special token as a string, it becomes the token's id.
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
@@ -48,16 +49,8 @@ class JsonTokenizer:
             max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
         if not 0 < self.vocab_size <= MAX_IDS:
-            raise ConfigError(
-                Problem(
-                    option,
-                    str(file),
-                    rule="has an empty vocabulary"
-                    if self.vocab_size == 0
-                    else "has ids of 2**31 and above",
-                    fix="use a trained tokenizer",
-                )
-            )
+            rule = "has ids of 2**31 and above" if self.vocab_size else "has an empty vocabulary"
+            raise ConfigError(Problem(option, str(file), rule=rule, fix="use a trained tokenizer"))
 
         # Read the special tokens from the file, and BOS, EOS and padding from the files next to it.
         config = read_beside(file.parent, option)
@@ -82,7 +75,8 @@ class JsonTokenizer:
             config.switches.get("add_bos_token"), self.prefix_ids, self.bos_id, str(file)
         )
 
-        # Of the files next to it, only these ids change tokens. Chat templates have their own fingerprint.
+        # The files next to it change tokens only through these ids.
+        # Chat templates have a separate fingerprint.
         ends = f"{self.bos_id} {self.eos_id}".encode()
         ends += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
         content_hash = hashlib.sha256(content).digest()
@@ -97,7 +91,7 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         """Return the ids of each text. Uses the library's threads."""
-        # The fast method does not compute offsets. It does not exist before version 0.20.1.
+        # Use the method without offsets, which is faster. Versions before 0.20.1 do not have it.
         batch = self._encode_many(
             texts, getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
         )
@@ -195,8 +189,8 @@ def _load(
     if tokenizer.num_special_tokens_to_add(False) > _MAX_ADDED:
         raise _adds_too_many(file, option)
     prefix_ids, suffix_ids = _ends(tokenizer)
-    # Remove the post-processor. BOS and EOS are added elsewhere, and it may exclude spaces from offsets, which would
-    # leave gaps between tokens.
+    # Remove the post-processor. BOS and EOS are added elsewhere. It may also exclude spaces from offsets,
+    # which would leave gaps between tokens.
     tokenizer.post_processor = None  # type: ignore[assignment]
     return tokenizer, prefix_ids, suffix_ids
 
@@ -253,10 +247,11 @@ def _ends(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
     """Return the ids that the post-processor adds before and after a text."""
     if tokenizer.post_processor is None or not tokenizer.num_special_tokens_to_add(False):
         return (), ()
-    # Encode a text and see which ids are around its tokens. The text needs at least one token, so try a letter, a
-    # digit, and entries of the vocabulary.
+    # Encode a text, and return the ids before and after its tokens. The text needs at least one token, so
+    # try a letter, a digit, and entries of the vocabulary.
     for text in ("a", "0", *sorted(tokenizer.get_vocab(with_added_tokens=False))[:100]):
         encoded = tokenizer.encode(text)
+        # Ids that the post-processor adds belong to no sequence.
         places = [
             place for place, sequence in enumerate(encoded.sequence_ids) if sequence is not None
         ]

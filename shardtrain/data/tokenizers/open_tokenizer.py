@@ -41,8 +41,8 @@ _NAMES = ("tokenizer.json", "tokenizer.model")
 class Tokenizer(Protocol):
     """Interface of a tokenizer. Ids are in 0..vocab_size-1.
 
-    A tokenizer can be pickled. Unpickling opens the file again, and raises an error if it has changed. After a
-    fork, both processes can use the tokenizer.
+    A tokenizer can be pickled. Unpickling opens the file again, and raises an error if it has changed.
+    After a fork, both processes can use the tokenizer.
     """
 
     spec: str
@@ -80,9 +80,9 @@ class Tokenizer(Protocol):
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[Ids, Spans]]:
         """Return the ids of each text, and their character ranges (n, 2).
 
-        A range consists of the index of a token's first character, and the index after its last one. Tokens may
-        share a character. Special tokens in a text become their ids, because this method is for conversations that
-        a template has rendered.
+        A range consists of the index of a token's first character, and the index after its last character.
+        Tokens may share a character. Special tokens in a text become their ids, because this method is for
+        conversations that a template has rendered.
         """
         ...
 
@@ -96,10 +96,10 @@ class Tokenizer(Protocol):
 def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer:
     """Open "bytes", "python_bpe", a file, or a folder with ``tokenizer.json`` or else ``tokenizer.model``.
 
-    The type of a file is recognized by its content: a ``tokenizer.json`` of the tokenizers library, a sentencepiece
-    model, or tiktoken's ranks in base64, which are read like those of Llama 3. Only ``model.tokenizer_path`` may
-    name a .py file. Errors name ``option``. If ranks open data together, one of them reads the files and sends them
-    to the others (``shared_opening``).
+    The type of a file is recognized by its content: a ``tokenizer.json`` of the tokenizers library, a
+    sentencepiece model, or tiktoken's ranks in base64, which are read like those of Llama 3. Only
+    ``model.tokenizer_path`` may name a .py file. Errors name ``option``. If ranks open data together, one
+    of them reads the files and sends them to the others (``shared_opening``).
 
     Raises:
         ConfigError: the file does not exist or cannot be read, or a library is missing.
@@ -128,7 +128,8 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
     if opened:
         return opened[0]
 
-    # The other ranks write the files to a temporary folder, because a tokenizer reads the files next to its own.
+    # The other ranks write the files to a temporary folder,
+    # because a tokenizer reads the files next to its own.
     with temporary_folder("tokenizer") as folder:
         for name, data in received["files"].items():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -181,7 +182,7 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
                 Problem(
                     option,
                     str(file),
-                    rule=f"has more than {MAX_FILE_BYTES} bytes, more than any tokenizer",
+                    rule=f"has more than {MAX_FILE_BYTES} bytes, which is larger than any tokenizer",
                     fix="name a tokenizer's file",
                 )
             )
@@ -200,13 +201,13 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
             )
         )
 
-    # First open the file in a child process with limits, because a malicious file could make a library fill the
-    # memory or crash.
+    # First open the file in a child process with limits, because a malicious file could make a library fill
+    # the memory or crash.
     digest = hashlib.sha256(content).hexdigest()
     request = {"path": str(file.absolute()), "sha256": digest, "option": option, "spec": path}
     try:
         if not assets.is_built_in(path):
-            sandbox.prove("tokenizer", request, digest)
+            sandbox.open_in_child("tokenizer", request, digest)
     except sandbox.Refused as refused:
         raise ConfigError(
             Problem(

@@ -1,4 +1,4 @@
-"""Tokenizers in a user's file: give the user's small ``class Tokenizer`` the interface that the data pipeline uses."""
+"""Adapter from a user's small ``class Tokenizer`` to the interface that the data pipeline uses."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from shardtrain.utils.errors import ConfigError, Problem
 class OwnTokenizer:
     """A tokenizer in a user's file, which defines ``encode(text)``, ``decode(ids)`` and ``vocab_size``.
 
-    ``bos_id`` and ``eos_id`` are optional. If the class also defines ``spans(text)``, it can encode conversations
-    and separators. For each id of ``encode(text)``, ``spans`` returns the index of its first character and the
-    index after its last character.
+    ``bos_id`` and ``eos_id`` are optional. If the class also defines ``spans(text)``, it can encode
+    conversations and separators. For each id of ``encode(text)``, ``spans`` returns the index of its first
+    character and the index after its last character.
     """
 
     def __init__(self, path: str, option: str) -> None:
         self.spec = path
         self.option = option
         self._tokenizer: Any = own_file.load(path, own_file.TOKENIZER, option).Tokenizer()
-        missing = [
-            name
-            for name in ("encode", "decode")
-            if not callable(getattr(self._tokenizer, name, None))
-        ]
+        missing = []
+        for name in ("encode", "decode"):
+            if not callable(getattr(self._tokenizer, name, None)):
+                missing.append(name)
         if missing:
             raise self._problem(
                 f"has a class Tokenizer without {' and '.join(missing)}", own_file.TOKENIZER.fix

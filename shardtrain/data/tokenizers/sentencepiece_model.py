@@ -17,17 +17,17 @@ from shardtrain.data.tokenizers.tokenizer_config import TokenizerConfig, ends_fa
 from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 
-# The protobuf message ModelProto.normalizer_spec (field 3) { add_dummy_prefix (field 3): false }. In a protobuf,
-# repeated messages are merged, and the last value counts. So if these bytes are appended to a model, they change
-# only this setting.
+# The protobuf message ModelProto.normalizer_spec (field 3) { add_dummy_prefix (field 3): false }. A
+# protobuf parser merges repeated messages, and the last value counts. If these bytes are appended to a
+# model, they change only this setting.
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class SentencePieceTokenizer:
     """A sentencepiece model, with the tokens that a ``tokenizer_config.json`` next to it adds.
 
-    As in the library, ``<s>`` in a text is ordinary text. Only in conversations it is a special token
-    (``encode_spans``). Many models add a space before a text. It is not added after a special token inside a text.
+    As in the library, ``<s>`` in a text is ordinary text. It is a special token only in conversations
+    (``encode_spans``). Many models add a space before a text, but not after a special token inside a text.
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
@@ -37,8 +37,8 @@ class SentencePieceTokenizer:
         self._model = _load(file, content, option)
         self._model_without_prefix = _load(file, content + _NO_PREFIX, option)
 
-        # Added tokens have ids after the model's own ids. Special ones are recognized only in conversations, all
-        # others in every text.
+        # Added tokens have ids after the model's own ids. Special added tokens are recognized only in
+        # conversations, and all other added tokens in every text.
         config = read_beside(file.parent, option)
         pieces: int = self._model.get_piece_size()
         self._added = self._added_tokens(config, pieces, file)
@@ -107,8 +107,8 @@ class SentencePieceTokenizer:
         """
         parts: list[str] = []
         pieces_to_decode: list[int] = []
-        # Collect sequences of the model's own pieces, and let the model decode each sequence at once. Any other token
-        # ends a sequence, and None ends the last one.
+        # Collect consecutive pieces of the model, which decodes them together. Any other token ends such a
+        # sequence, and None ends the last sequence.
         for i in [*(int(i) for i in ids), None]:
             if i is not None and not 0 <= i < self.vocab_size:
                 raise ValueError(f"token id outside 0..{self.vocab_size - 1}")
@@ -212,7 +212,7 @@ def _load(file: Path, content: bytes, option: str) -> Any:
             Problem(
                 option,
                 str(file),
-                rule="is not a tokenizer: it is neither JSON nor tiktoken's ranks nor a sentencepiece model",
+                rule="is neither a tokenizer.json nor tiktoken's ranks nor a sentencepiece model",
                 fix="copy or download it again",
             )
         ) from error
@@ -229,8 +229,8 @@ def _load(file: Path, content: bytes, option: str) -> Any:
 def _read_pieces(message: bytes) -> tuple[list[int], npt.NDArray[np.int64]]:
     """Parse a serialized SentencePieceText. Return the ids and the byte ranges of its pieces.
 
-    The library's own classes for this change between versions. A piece is field 2 of the message. Fields 2, 4 and 5
-    of a piece are its id, its begin and its end. A field that is 0 may be missing.
+    The library's own classes for this change between versions. A piece is field 2 of the message. Fields 2,
+    4 and 5 of a piece are its id, its begin and its end. A field that is 0 may be missing.
     """
     ids: list[int] = []
     spans: list[tuple[int, int]] = []

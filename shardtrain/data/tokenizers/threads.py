@@ -1,7 +1,4 @@
-"""The number of threads that a tokenizer may use.
-
-It is set by the environment variables of the ``tokenizers`` library.
-"""
+"""The number of threads that a tokenizer may use, from the environment variables of the ``tokenizers`` library."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tokenizer in a tiktoken ``.model`` file, which contains tokens in base64 and their ranks. It uses Llama 3's split
-pattern and special tokens.
+"""Tokenizer in a tiktoken ``.model`` file, which contains tokens in base64 and their ranks. It uses Llama
+3's split pattern and special tokens.
 
-The format is described at https://github.com/openai/tiktoken, and Llama 3's additions in its model card and its
-reference code.
+The format is described at https://github.com/openai/tiktoken, and Llama 3's additions in its model card and
+its reference code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FIRST_SPECIAL = (
     "<|eot_id|>",
 )
 _LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]{1,10})\r?")
-# The file does not say how to split a text. But these numbers of ranks belong to other tokenizers, which have
+# The file does not specify how to split a text. But these numbers of ranks belong to other tokenizers with
 # other split patterns.
 _OTHERS = {
     50256: "GPT-2",
@@ -48,8 +48,8 @@ _OTHERS = {
     151643: "Qwen",
     199998: "o200k_base",
 }
-# Longer texts are cut, because they overflow the stack of the regular expressions. Llama 3's reference code cuts at
-# the same positions.
+# Longer texts are cut, because they would overflow the stack of the regular expressions. Llama 3's
+# reference code cuts at the same positions.
 _LONGEST_RUN = 25_000
 _LONGEST_TEXT = 400_000
 _LONG_RUN = re.compile(rf"\s{{{_LONGEST_RUN + 1},}}|\S{{{_LONGEST_RUN + 1},}}")
@@ -63,9 +63,9 @@ def looks_like(content: bytes) -> bool:
 class TiktokenTokenizer:
     """Tiktoken's ranks with Llama 3's split pattern, and 256 special tokens after the last rank.
 
-    Special tokens in a ``tokenizer_config.json`` next to it take precedence over those of Llama 3. As in Llama 3's
-    reference code, a special token in a text is ordinary text. Only in conversations it is a special token
-    (``encode_spans``).
+    Special tokens in a ``tokenizer_config.json`` next to it take precedence over those of Llama 3. As in
+    Llama 3's reference code, a special token in a text is ordinary text,
+    except in conversations (``encode_spans``).
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
@@ -94,8 +94,8 @@ class TiktokenTokenizer:
         specials = {text: i for i, text in names.items()}
         tiktoken = libraries.load("tiktoken", option, str(file), otherwise="use a tokenizer.json")
 
-        # Pass no special tokens to the library, so that they are ordinary text. In ``encode_spans``, the splitter
-        # finds them.
+        # Pass no special tokens to the library. It then treats them as ordinary text. In ``encode_spans``,
+        # the splitter finds them.
         self._encoding = tiktoken.Encoding(
             file.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={}
         )
@@ -230,16 +230,11 @@ def _read_ranks(file: Path, content: bytes, option: str) -> dict[bytes, int]:
                 )
             )
         if token in ranks or int(match[2]) != len(ranks):
-            raise ConfigError(
-                Problem(
-                    option,
-                    f"{file}:{number}",
-                    rule="has a duplicate token"
-                    if token in ranks
-                    else f"has a rank other than {len(ranks)}",
-                    fix="copy or download the file again",
-                )
-            )
+            rule = f"has a rank other than {len(ranks)}"
+            if token in ranks:
+                rule = "has a duplicate token"
+            fix = "copy or download the file again"
+            raise ConfigError(Problem(option, f"{file}:{number}", rule, fix))
         ranks[token] = len(ranks)
 
     # The file does not specify how to split texts. The number of ranks identifies other tokenizers.

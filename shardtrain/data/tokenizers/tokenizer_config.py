@@ -36,7 +36,7 @@ class AddedToken:
 
 @dataclass
 class TokenizerConfig:
-    """Contents of the files next to a tokenizer. A named token is None if a file sets it to null."""
+    """Contents of the files next to a tokenizer. A token in ``tokens`` is None if a file sets it to null."""
 
     tokens: dict[str, str | None] = field(default_factory=dict)
     token_ids: dict[str, Any] = field(default_factory=dict)
@@ -158,8 +158,8 @@ def ends_facts(
 ) -> bytes:
     """Return the facts for a fingerprint about the ids that are added before and after a text.
 
-    Empty in the usual case: BOS is added before a text, and EOS or nothing after it. So the fingerprint is then the
-    same as in versions that supported only this case.
+    Empty in the usual case, in which BOS is added before a text, and EOS or nothing after it. The
+    fingerprint is then the same as in versions that supported only this case.
     """
     default_prefix = () if bos_id is None else (bos_id,)
     is_default = prefix_ids == default_prefix and suffix_ids in ((), (eos_id,))

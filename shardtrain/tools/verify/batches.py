@@ -20,8 +20,8 @@ _KEPT = (0.95, 0.2, 0.6, 0.35, 0.8, 0.1, 0.5, 0.7)
 def whole_batch(seed: int, step: int, sequences: int, tokens: int, vocabulary: int) -> Batch:
     """Return all rows of a step, with shape (sequences, tokens).
 
-    Later tokens are less likely to have a target, but each row has at least one. The target of a token
-    without one is ``IGNORE``.
+    Later tokens are less likely to have a target, but each row has at least one target. Tokens without a
+    target have ``IGNORE`` instead.
     """
     generator = torch.Generator().manual_seed(seed_of(seed, step))
     ids = torch.randint(0, vocabulary, (sequences, tokens + 1), generator=generator)
@@ -41,7 +41,7 @@ def whole_batch(seed: int, step: int, sequences: int, tokens: int, vocabulary: i
 class SyntheticStream:
     """Endless micro-batches of one data rank. Replaces ``data.DataLoader``."""
 
-    ends_without_notice = False
+    has_unknown_end = False
     num_readers = 0
     step_hash = 0
 

@@ -102,7 +102,8 @@ class _Findings:
     def is_clean(self, *starts: str) -> bool:
         """True if no problem so far is about an option with one of these prefixes.
 
-        If the options of a check are wrong, the check is skipped, because it would only report follow-up errors.
+        If the options of a check are wrong, the check is skipped,
+        because it would only report follow-up errors.
         """
         for problem in self.problems:
             if isinstance(problem, Problem) and any(

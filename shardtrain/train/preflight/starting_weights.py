@@ -53,8 +53,8 @@ def find_errors(config: Config, is_alone: bool) -> list[ShardtrainError]:
         steps = retention.steps(folder) if folder.is_dir() else []
         if options.load_step != -1 and options.load_step not in steps:
             return [retention.no_such_step(folder, options.load_step, steps)]
-        # A resumed run reads its own checkpoint instead of the configured weights. But a LoRA run reads its base
-        # weights every time.
+        # A resumed run reads its own checkpoint instead of the configured weights. But a LoRA run reads its
+        # base weights every time.
         starts = [] if adapters is None or steps else [adapters]
         if base is not None and "://" not in base and (config.lora.enable or not steps):
             if options.initial_load_in_hf:

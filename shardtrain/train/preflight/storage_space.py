@@ -1,7 +1,7 @@
 """Check the free space in the checkpoint folder, and in /dev/shm for the batches of loader workers.
 
-The required sizes are lower bounds, computed only from shapes. Each save checks the free space again before it
-writes, because it changes.
+The required sizes are lower bounds, computed only from shapes. Each save checks the free space again before
+it writes, because it changes.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def find_errors(
         # The storage does not answer now, but it may do so when the run saves.
         return [], []
     free_bytes = filesystem.f_bavail * filesystem.f_frsize
-    # There must be space for one more checkpoint than is kept, because the oldest one is deleted only after the
-    # newest is complete.
+    # There must be space for one more checkpoint than is kept, because the oldest one is deleted only after
+    # the newest is complete.
     num_new = max(1, _most_kept(config) + 1 - num_existing)
 
     # Building the model takes seconds, so first try an upper bound computed from its sizes.

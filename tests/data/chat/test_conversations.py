@@ -778,7 +778,7 @@ BAD_KWARGS = {
     "no JSON": ("x", "column 'chat_template_kwargs' holds a text that is not a JSON object"),
     "reserved": (
         {"chat_template": "x"},
-        "column 'chat_template_kwargs' sets 'chat_template', an argument that",
+        "column 'chat_template_kwargs' sets 'chat_template', which the trainer sets",
     ),
     "tools": ({"tools": 3}, "column 'tools' holds a number, not a list of tools"),
 }
@@ -839,7 +839,8 @@ def test_newline_after_a_turn_is_learned_with_learn_turn_separator(tmp_path, for
 
 def test_learn_turn_separator_is_rejected_for_a_template_with_marks(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"learn_turn_separator=true has no effect: the chat template marks"
+        ConfigError,
+        match=r"learn_turn_separator=true has no effect, because the chat template marks",
     ):
         encode(folder_of(tmp_path, CHATML), {"messages": TURNS}, learn_turn_separator=True)
 
@@ -907,7 +908,11 @@ def test_turn_end_extends_the_marks_of_a_template(tmp_path):
     [
         (NO_END, "the cat", "is not a special token of the tokenizer"),
         (NO_END, "</s></s>", "is not a special token of the tokenizer"),
-        (SEPARATED, "</s>", r"has no effect: the chat template ends a turn with '<\|im_end\|>'"),
+        (
+            SEPARATED,
+            "</s>",
+            r"has no effect, because the chat template already ends a turn with '<\|im_end\|>'",
+        ),
     ],
 )
 def test_turn_end_that_cannot_be_added_is_an_error(template, end, reason, tmp_path):

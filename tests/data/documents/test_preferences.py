@@ -74,11 +74,11 @@ def test_texts_have_a_prompt_column_or_a_common_beginning() -> None:
         ({"chosen": [GOOD], "rejected": [BAD]}, "begin with different messages"),
         (
             {"prompt": "Sky?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
-            "is not one of the messages that both answers",
+            "is not among the messages that both answers",
         ),
         (
             {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [BAD]},
-            "one answer repeats the messages",
+            "only one of the two answers repeats",
         ),
         (
             {"prompt": None, "chosen": "a", "rejected": "b"},

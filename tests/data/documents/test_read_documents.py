@@ -108,7 +108,7 @@ def test_dataset_without_usable_rows_reports_their_reasons():
     expected = r"x has 0 usable of 3 rows: 2 rows: the text is empty \(a.jsonl:2, a.jsonl:3\); 1 row: is not JSON"
     with pytest.raises(DataError, match=expected):
         BadRows(skip=True, max_fraction=1).judge(tally, "x")
-    with pytest.raises(DataError, match="x has 0 usable of 0 rows: there are none"):
+    with pytest.raises(DataError, match="x has 0 usable of 0 rows: the dataset is empty"):
         BadRows().judge(RowStats(), "x")
 
 

@@ -70,7 +70,7 @@ def test_any_table_becomes_a_text_a_pair_or_a_conversation_by_template(tmp_path:
             "{{ query }}",
             "does not have: 'query' is undefined; its columns are question, answer, year, hint",
         ),
-        ("{{ answer.body }}", "uses a column that the row does not have"),
+        ("{{ answer.body }}", "uses a column that does not exist"),
         ("{{ hint }}", "a template writes null"),
         ("{{ tags }}", "a template writes a list"),
         ("{% for i in range(10**9) %}x{% endfor %}", "the template of 'text' fails"),

@@ -428,7 +428,7 @@ def test_subset_split_and_slice_are_downloaded(hub):
         ),
         (
             "c4 no split",
-            r'has no split "nope" \(.*train.*validation.*\); set data.split to one that it has',
+            r'has no split "nope" \(.*train.*validation.*\); set data.split to an existing split',
         ),
         (
             "c4 part streamed",

@@ -122,6 +122,6 @@ def test_too_many_files_are_rejected_with_the_limit(tmp_path, monkeypatch):
     for number in range(3):
         _text(tmp_path / str(number), number)
     with pytest.raises(
-        ConfigError, match="names 3 files, and at most 2 .*; put more documents into each file"
+        ConfigError, match="names 3 files, but at most 2 .*; put more documents into each file"
     ):
         text.open_source(Request(str(tmp_path)))

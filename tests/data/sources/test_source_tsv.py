@@ -60,7 +60,7 @@ def test_without_a_header_columns_are_numbered_and_the_first_line_is_a_row(tmp_p
 @pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
 def test_invalid_line_is_a_bad_row_with_its_number(tmp_path, name):
     path = write(tmp_path, name, b"a\tb\n1\n1\t2\t3\n\xff\t1\n1\t" + b"x" * 50 + b"\n1\t2\n")
-    fields = "has another number of fields than there are columns"
+    fields = "has a different number of fields than columns"
     assert read(path, max_row_bytes=50) == [
         (2, BadRow(fields, detail="1, not 2")),
         (3, BadRow(fields, detail="3, not 2")),
@@ -143,7 +143,7 @@ def test_files_with_different_columns_or_formats_are_rejected(tmp_path):
     write(tmp_path, "b.tsv", b"b\ta\n")
     with pytest.raises(
         DataError,
-        match=r'b.tsv" has the columns b, a, but .*a.tsv has a, b; give all files the same',
+        match=r'b.tsv" has the columns b, a, but .*a.tsv has a, b; use the same first line',
     ):
         opened(tmp_path)
     write(tmp_path, "b.csv", b"a,b\n")

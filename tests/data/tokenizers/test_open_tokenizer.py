@@ -99,7 +99,7 @@ def test_broken_or_missing_file_is_reported_with_option_and_path(tmp_path):
     with pytest.raises(ConfigError, match=r"model.tokenizer_path=.*nowhere"):
         open_tokenizer(str(tmp_path / "nowhere"), option="model.tokenizer_path")
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"is not a tokenizer: it is neither JSON nor"):
+    with pytest.raises(ConfigError, match=r"is neither a tokenizer\.json nor"):
         open_tokenizer(str(tmp_path / "tokenizer.model"))
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')

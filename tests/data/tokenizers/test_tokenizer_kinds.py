@@ -269,7 +269,7 @@ BROKEN = {
     "empty": (b"", "is empty"),
     "noise": (
         b"\xff\xfe\x00garbage",
-        "is not a tokenizer: it is neither JSON nor tiktoken's ranks nor a sentencepiece model",
+        "is neither a tokenizer.json nor tiktoken's ranks nor a sentencepiece model",
     ),
     "cut": (None, "is not a tokenizer"),
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n", "Git LFS pointer"),
