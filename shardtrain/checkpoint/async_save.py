@@ -110,8 +110,8 @@ class Writing:
 def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:
     """Wait until the threads of all ranks have ended (a collective).
 
-    If one fails, the others are cancelled and awaited without a limit. Return False on all ranks if
-    the limit passes.
+    If a thread fails, the other threads are cancelled and awaited without a limit. Return False on all ranks
+    if the limit passes.
     """
     deadline = None
     if limit_seconds is not None:
@@ -128,7 +128,8 @@ def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:
         still_writing, has_failed, is_late = any_ranks([not writing.ended, failed, late])
         if not still_writing:
             return True
-        # If one has failed, the checkpoint is lost. Cancel the others, and wait for them without a limit.
+        # If a thread has failed, the checkpoint is lost.
+        # Cancel the others, and wait for them without a limit.
         if has_failed:
             writing.cancel()
             deadline = None
@@ -169,7 +170,7 @@ class Saving:
         self._sums = list(NOTHING)
 
     def has_ended(self, world_size: int) -> bool:
-        """True if the save in progress has ended on all ranks, or has failed on one. Equal on all ranks."""
+        """True if the save in progress has ended on all ranks, or has failed on any rank. Equal on all ranks."""
         ended, failed, _ = self._sums
         return ended >= world_size or failed > 0
 
@@ -223,8 +224,8 @@ def write_marker(folder: Place, rank: int, token: str, file: TensorFile) -> None
     ``token`` identifies the save.
     """
     if isinstance(folder, ObjectPath):
-        # The name contains all fields, so one listing reads the markers of all ranks. A store may add a suffix
-        # before the first dot.
+        # The name contains all fields, so one listing reads the markers of all ranks. A store may add a
+        # suffix before the first dot.
         stem, _, ending = file.name.rpartition(".")
         (folder / f"rank-{rank:05d}_{token}_{file.bytes}_{file.sha256}_{stem}_{ending}_.done").put(
             b"",

@@ -92,7 +92,7 @@ class Best:
         self.value = math.nan
         if self.step >= 0:
             self.value = float(state["value"])
-        # The checkpoint of the best step, or the best one before it if that is incomplete.
+        # Try the checkpoint of the best step. If it is incomplete, try the previous best checkpoint.
         candidates = (self.step, state["kept"])
         complete = [step for step in candidates if retention.is_complete(folder / f"step-{step}")]
         self.kept = complete[0] if complete else -1
@@ -116,7 +116,8 @@ class Best:
         try:
             files.replace_durable(folder / POINTER, (json.dumps(fields) + "\n").encode())
         except OSError as error:
-            # The checkpoint is complete, and its state records that it is the best. The next save tries again.
+            # The checkpoint is complete, and its state records that it is the best.
+            # The next save tries again.
             logger.warning(str(storage_errors.cannot("write", folder / POINTER, error)))
             return
         self.kept = step

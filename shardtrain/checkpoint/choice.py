@@ -17,7 +17,9 @@ from shardtrain.utils.variables import is_whole_number
 
 LATEST = "latest"
 BEST = "best"
-HELP = "checkpoint of a run: latest, best or a number (best if the run keeps one, else latest)"
+HELP = (
+    "checkpoint of a run: latest, best or a number (default: best if the run keeps it, else latest)"
+)
 EMA_HELP = "use the averaged weights of training.ema_decay"
 COMMANDS = (
     "generate, export, merge, test, evaluate and checkpoint (diff, weights, to-dcp, to-fmengine)"
@@ -65,7 +67,7 @@ def reject_use_ema(use_ema: bool, path: Place) -> None:
             Problem(
                 "--use_ema",
                 True,
-                rule=f"requires a checkpoint, and {path} is not one",
+                rule=f"requires a checkpoint, but {path} is not a checkpoint",
                 fix="remove it, or pass a run that was trained with training.ema_decay",
             )
         )
@@ -78,7 +80,7 @@ def reject_step(step: str | None, path: Place) -> None:
             Problem(
                 "--step",
                 step,
-                rule=f"requires the folder of a run, and {path} is not one",
+                rule=f"requires the folder of a run, but {path} is not such a folder",
                 fix="remove it, or pass the run's folder",
             )
         )
@@ -93,7 +95,8 @@ def choose(
 
     Args:
         folder: holds ``step-N`` folders.
-        step: "latest", "best" or a number. None is the best, or the latest if the run keeps no best one.
+        step: "latest", "best" or a number. None is the best, or the latest if the run keeps no best
+            checkpoint.
         verify: ``verification.verify``. Damaged checkpoints are skipped with a warning, unless
             ``step`` is "best" or a number.
 
@@ -118,7 +121,7 @@ def choose(
         wanted = best_step if step == BEST else int(step)
         if wanted not in steps:
             if step == BEST:
-                fix = "use --step=latest; checkpoint.keep_best in training keeps a best one"
+                fix = "use --step=latest, or train with checkpoint.keep_best"
             elif steps:
                 fix = f"it has the steps {', '.join(map(str, steps))}"
             else:

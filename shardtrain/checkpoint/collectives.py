@@ -2,7 +2,7 @@
 
 Values are sent as JSON, never as pickles. Flags, first values and broadcasts cost one reduction and at most
 one broadcast, whose size does not depend on the number of ranks. Only ``all_gather_json`` stores the values
-of all ranks on every rank, so those must be short.
+of all ranks on every rank, so its values must be short.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def all_gather_json(value: Any) -> list[Any]:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Gather a JSON value of every rank on the first one, and an empty list on the others (a collective)."""
+    """Return the JSON values of all ranks on rank 0, and an empty list on the others (a collective)."""
     if _is_alone():
         return [json.loads(json.dumps(value))]
     data = bytearray(json.dumps(value).encode())

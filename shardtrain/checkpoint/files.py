@@ -366,5 +366,5 @@ def find_damage(folder: Path | ObjectPath, file: TensorFile) -> str:
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror or error}"
     if size != file.bytes or digest.hexdigest() != file.sha256:
-        return f"{file.name} is damaged: its bytes are not those that were written"
+        return f"{file.name} is damaged: its bytes have changed since it was written"
     return ""

@@ -79,8 +79,8 @@ class Checkpoints(Saver):
     def to_continue(self) -> Place | None:
         """Return the verified checkpoint to resume from, or None to start from scratch.
 
-        Without ``checkpoint.load_step`` it is the newest undamaged one. Damaged ones are skipped
-        with a warning.
+        Without ``checkpoint.load_step``, it is the newest undamaged checkpoint. Damaged checkpoints are
+        skipped with a warning.
 
         Raises:
             CheckpointError: the requested step is missing or damaged, or all checkpoints are damaged.
@@ -89,7 +89,7 @@ class Checkpoints(Saver):
         if not self._options.enable:
             return None
 
-        # Acquire the lease to write the folder before reading it; a run that only loads needs none.
+        # Acquire the lease to write the folder before reading it. A run that only loads needs no lease.
         if not self._options.load_only:
 
             def take_folder() -> None:

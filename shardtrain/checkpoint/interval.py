@@ -1,4 +1,4 @@
-"""The time between saves: as configured, or the one that costs least for a stated rate of failures."""
+"""The time between saves: as configured, or the time that costs least for a stated rate of failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_SECONDS = 4 * 3600.0
 LARGEST_SHARE = 0.1
 """Largest fraction of the time that an automatic interval spends waiting for saves."""
 FIRST_SECONDS = 60.0
-"""Time until the first automatic save. The following ones are planned from its duration."""
+"""Time until the first automatic save. Later saves are planned from its duration."""
 LOGGED_CHANGE = 0.2
 """Relative change of an automatic interval from which it is logged again."""
 

@@ -75,7 +75,7 @@ class Lease:
     def _hold(self) -> None:
         self._held = True
         self._pid = os.getpid()
-        # atexit also runs after an error. A killed process does not release its lease; others see
+        # atexit also runs after an error. A killed process does not release its lease, but others can see
         # that it is dead.
         atexit.register(self.release)
         threading.Thread(target=self._beat, name="checkpoint-lease", daemon=True).start()

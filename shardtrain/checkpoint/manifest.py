@@ -223,11 +223,13 @@ def _why_unreadable(path: Path | ObjectPath, error: OSError) -> str:
         if (path / "config.json").is_file():
             return ": it is a Hugging Face folder; to start from its weights, set checkpoint.initial_load_in_hf = true"
         if path.is_symlink() or path.is_file():
-            return f" {why_not_one(path)}; use another one"
+            return f" {why_not_one(path)}; use another checkpoint"
         if not path.exists():
-            return " does not exist; give an existing one, such as outputs/checkpoint/step-100"
+            return (
+                " does not exist; use an existing checkpoint, such as outputs/checkpoint/step-100"
+            )
     reason = error.strerror or str(error)
-    return f": {MANIFEST} cannot be read: {reason}; use another one"
+    return f": {MANIFEST} cannot be read: {reason}; use another checkpoint"
 
 
 def why_not_one(path: Path) -> str:
@@ -417,7 +419,8 @@ def _check_places(files: tuple[TensorFile, ...], tensors: Mapping[str, StoredTen
         for number in numbers:
             kinds[number] ^= token
 
-    # Sort the pieces in a file of each kind by their offset. None may begin before the previous one ends.
+    # Sort the pieces in a file of each kind by their offset.
+    # No piece may begin before the previous piece ends.
     spans_by_kind: dict[int, list[tuple[int, int, str]]] = {}
     left = _MAX_PLACES
     for spans_of_grid, numbers in zip(spans.values(), files_of_grids, strict=True):

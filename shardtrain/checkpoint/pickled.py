@@ -102,7 +102,7 @@ def parse(
         RecursionError,
     ) as error:
         raise CheckpointError(
-            f"{where} is damaged: {' '.join(str(error).split())[:200]}; use another one",
+            f"{where} is damaged: {' '.join(str(error).split())[:200]}; use another checkpoint",
         ) from None
 
 
@@ -168,7 +168,8 @@ class _Machine:
             self._memo[number] = self._stack[-1]
         elif name in ("BINGET", "LONG_BINGET", "GET"):
             push(self._memo[argument])
-        # Objects: record the class name, the constructor arguments and the state. Nothing is called or imported.
+        # Objects: record the class name, the constructor arguments and the state.
+        # Nothing is called or imported.
         elif name in ("GLOBAL", "STACK_GLOBAL"):
             self._push_name(name, argument)
         elif name in ("REDUCE", "NEWOBJ"):

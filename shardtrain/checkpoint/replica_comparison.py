@@ -72,7 +72,7 @@ def find_odd(
             ranks, _ = values_of_rank[name]
             values_of_rank[name] = (ranks, value)
 
-    # Two numbers for each name, in one all-reduce. int64 wraps around, so the sums are modulo 2^64.
+    # Reduce two numbers for each name in one all-reduce. int64 wraps around, so the sums are modulo 2^64.
     numbers = []
     for name in names:
         if name not in values_of_rank:
@@ -168,4 +168,4 @@ def _who(values: Mapping[int, int]) -> str:
         odd = [str(rank) for rank, value in values.items() if value != majority_value]
         return f"rank {', '.join(odd[:8])} differs from the other {count} that hold it"
     ranks = [str(rank) for rank in values]
-    return f"ranks {', '.join(ranks[:8])} differ, and no majority says which is right"
+    return f"ranks {', '.join(ranks[:8])} differ, and there is no majority to decide which is right"

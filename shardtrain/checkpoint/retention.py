@@ -86,8 +86,10 @@ def no_such_step(folder: Path | ObjectPath, wanted: int, found: Sequence[int]) -
 
 def unusable(path: Path | ObjectPath, damage: str) -> CheckpointError:
     """Return the error for a damaged checkpoint that a run was to start from."""
-    damage = damage.removeprefix(f"checkpoint {path}: ").removesuffix("; use another one")
-    fix = "" if "; " in damage else "; use another one"  # the damage may already come with a fix
+    damage = damage.removeprefix(f"checkpoint {path}: ").removesuffix("; use another checkpoint")
+    fix = (
+        "" if "; " in damage else "; use another checkpoint"
+    )  # the damage may already come with a fix
     return CheckpointError(f"checkpoint {path} cannot be used: {damage}{fix}")
 
 
@@ -139,7 +141,7 @@ def forget(path: Path | ObjectPath) -> None:
 
 
 def to_delete(own: Sequence[int], keep: int, complete: Collection[int]) -> list[int]:
-    """Return the steps to delete: those older than the ``keep`` newest complete ones.
+    """Return the steps to delete, which are older than the ``keep`` newest complete steps.
 
     ``own`` are the steps of the run, in ascending order. A damaged checkpoint does not count as one
     of the newest, but is not deleted earlier than others, so a user can examine it.
@@ -155,7 +157,7 @@ def to_delete(own: Sequence[int], keep: int, complete: Collection[int]) -> list[
 
 
 class Removals:
-    """Threads that remove renamed checkpoints, so that ranks do not wait for the deletion of thousands of files.
+    """Threads that remove renamed checkpoints. Ranks do not wait for the deletion of thousands of files.
 
     A process that ends before a thread leaves the renamed folder, which the next start removes.
     """

@@ -91,7 +91,7 @@ class Saver:
         self._relays = self._options.storage == "first_node" and dist.get_world_size() > 1
         # Number of saves of this process, for unique names of drafts.
         self._number = 0
-        # Plan of the last save. The next one reuses it if the tensors are the same.
+        # Plan of the last save. The next save reuses it if the tensors are the same.
         self._plan: save_plan.SavePlan | None = None
         self._staging = Staging(self._options.async_mode == "async_with_pinned_mem")
         self.best = Best(config)
@@ -149,7 +149,7 @@ class Saver:
         # The last save is neither skipped nor written in the background: the process ends after it.
         must_succeed = last or wait
 
-        # Only one save at a time: wait for the one in progress, or skip this one.
+        # Only one save may run at a time. Wait for the save in progress, or skip this save.
         limit: float | None = self._options.max_stall_seconds
         if must_succeed or self.best.is_new(step):
             limit = None

@@ -8,9 +8,7 @@ from shardtrain.config.schema import Checkpoint
 
 
 class IsDue:
-    """Decide if a save is due after a step: by its number, by rank 0's clock, or because it is the
-    best so far.
-    """
+    """Decide if a save is due after a step: by its number, by rank 0's clock, or because it is the best step."""
 
     def __init__(self, options: Checkpoint, saving: Saving, best: Best) -> None:
         self._options = options

@@ -145,7 +145,7 @@ def read_part(manifest: Manifest, folder: Place, name: str, wanted: Sequence[sli
 
 
 def cast(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Return the tensors with floating-point ones converted to ``dtype``, for weights-only saves."""
+    """Return the tensors for weights-only saves: floating-point tensors are converted to ``dtype``."""
     return {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in tensors.items()}
 
 

@@ -198,7 +198,7 @@ class FlatFile:
             name = f"{start}{key}"
             if budget < 0 or len(name) > MAX_NAME or not name.isprintable():
                 raise CheckpointError(
-                    f"{self.folder} has more names, or longer ones, than a model; use another one",
+                    f"{self.folder} has more or longer names than a model; use another file",
                 )
             if isinstance(value, dict | list) and value:
                 budget = self._add(f"{name}.", value, budget)
@@ -411,7 +411,7 @@ class _Plain:
     def _check_storage(self, tensor: Stored) -> None:
         """Raise ValueError unless a tensor is within its storage, and the storage is not much larger.
 
-        Reading a tensor reads all of its storage, so a large one would cost more than the tensor.
+        Reading a tensor reads all of its storage, so a large storage would cost more than the tensor.
         """
         storage_bytes = self._sizes.get(tensor.key)
         if storage_bytes is None:
@@ -423,7 +423,7 @@ class _Plain:
             raise ValueError("a tensor repeats its storage (expanded, and not contiguous)")
         if storage_bytes > _VIEWS_OF_A_STORAGE * tensor_bytes + 2**20:
             raise ValueError(
-                f"a tensor of {tensor_bytes} bytes lies in a storage of {storage_bytes}"
+                f"a tensor of {tensor_bytes} bytes has a storage of {storage_bytes} bytes"
             )
 
     def _key(self, key: Any) -> Any:
@@ -477,7 +477,9 @@ def damage(where: str) -> Iterator[None]:
     except zipfile.BadZipFile as error:
         reason = str(error)[:150]
         if "CRC" in reason:
-            reason += ", or written with torch.serialization.set_crc32_options(False), which leaves nothing to compare"
+            reason += (
+                ", or was written without checksums (torch.serialization.set_crc32_options(False))"
+            )
         if "not a zip" in reason:
             reason += (
                 ": no item of torch.save (files of safetensors are read by `shardtrain import`)"

@@ -32,7 +32,7 @@ def write(checkpoint: Place, output: Path) -> int:
     for file in stored.files:
         damage = files.find_damage(checkpoint, file)
         if damage:
-            raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another one")
+            raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another checkpoint")
     weights = {}
     for name, tensor in stored.tensors.items():
         if name.startswith(WEIGHTS_PREFIX):

@@ -502,7 +502,7 @@ def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
 def _respell(setting: Setting, done: Rewritten) -> Setting:
     """Replace the outdated spelling of a setting's value by the current one.
 
-    The option's name must already be current. Return the setting unchanged if its value is.
+    The option's name must already be current. If the value is current too, return the setting unchanged.
     """
     option = setting.option
     value = setting.value
@@ -537,7 +537,7 @@ def _merge_converters(done: Rewritten, added: list[Setting]) -> None:
     added = [setting for setting in added if setting.value]
     if not added:
         return
-    # The last list counts. One of the command line has replaced that of the file.
+    # The last list counts. A list of the command line has replaced the list of the file.
     lists = done.of("model.converters")
     given = []
     if lists and not lists[-1].is_text:
@@ -674,7 +674,7 @@ def _folder(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Set
 def _tags_of_2024(
     done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]
 ) -> None:
-    """Add the metric tags that dashboards of early 2024 read to the current ones."""
+    """Add the metric tags that dashboards of early 2024 read to the current tags."""
     names = ("training.data_parallel_degree", "training.warmup_pct", "profiling.run_profiler")
     first = next((given[name] for name in names if name in given), None)
     tensorboard = new.get("metrics.enable_tensorboard")
@@ -690,7 +690,7 @@ def _microbatches(
     used = [s for name, s in given.items() if name.endswith(".pipeline_parallel_microbatches")]
     if not used:
         return
-    # The translated count has the name of the size. Its origin is that of the old setting.
+    # The translated count has the name of the size, and the origin of the old setting.
     sizes = done.of("parallelism.pipeline_parallel_microbatch_size")
     count = next((s for s in sizes if s.where == used[0].where and isinstance(s.value, int)), None)
     if count is None:
@@ -815,7 +815,7 @@ def _cuts(done: Rewritten) -> None:
             )
             continue
 
-        # The first stage also has the embedding, and the last one the norm and the output.
+        # The first stage also has the embedding, and the last stage has the norm and the output.
         parts = []
         for first, last in zip([0, *begins], [*begins, layers], strict=True):
             parts.append([f"layers.{layer}" for layer in range(first, last)])

@@ -1,4 +1,5 @@
-"""Options of the schema that are not implemented. Setting one is an error, so that none is silently ignored.
+"""Options of the schema that are not implemented.
+Setting them is an error, because no option is silently ignored.
 
 Delete the line of an option when you implement it.
 """

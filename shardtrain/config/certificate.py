@@ -1,7 +1,7 @@
 """Certificates of ``shardtrain verify``: read and write the file, and find what changed since it was written.
 
-A certificate proves that the numbers of a configuration do not depend on how it runs. ``train`` reads the file, too,
-so this module belongs to the core. It does not import torch.
+A certificate proves that the numbers of a configuration do not depend on how it runs. ``train`` reads the
+file, too, so this module belongs to the core. It does not import torch.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class CertificateState:
         if self.applies:
             return f"{start} applies"
         if not self.holds:
-            return f"{start} says that a number differs or was not checked"
+            return f"{start} records that a number differs or was not checked"
         more = f" and {len(self.changes) - 3} more" if len(self.changes) > 3 else ""
         return f"{start} does not apply: {'; '.join(self.changes[:3])}{more}"
 
@@ -127,7 +127,7 @@ def configuration_record(config: Config) -> dict[str, Any]:
         is_recorded = is_how or name in _ALSO_RECORDED or class_of(name) != "ignore"
         if name not in _FREE and is_recorded:
             record[name] = json_value(value_of(config, name))
-    # Without a global batch size, that of a micro-batch determines the rows of a step.
+    # Without a global batch size, the size of a micro-batch determines the rows of a step.
     if config.training.global_batch_size == -1:
         record["training.local_batch_size"] = config.training.local_batch_size
     return record
@@ -211,7 +211,8 @@ def read(path: str, option: str) -> tuple[dict[str, Any], str]:
         raise _not_a_certificate(
             option, path, "is damaged or was edited: its checksum does not match its content"
         )
-    # The checksum protects against damage, not against another program that writes one, so check the structure.
+    # Check the structure too. The checksum protects against damage,
+    # but another program may have written the file.
     if not _has_structure(document):
         raise _not_a_certificate(
             option, path, "lacks a part of a certificate, or has one of another type"
@@ -276,7 +277,8 @@ def _changes(document: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[st
     for name in sorted({*before, *now["configuration"]}):
         old = before.get(name)
         new = now["configuration"].get(name)
-        # Without a global batch size, rows per step follow from the ranks, and a resumed run keeps their number.
+        # Without a global batch size, rows per step follow from the ranks,
+        # and a resumed run keeps their number.
         was_automatic = before.get(_BATCH[0]) == -1
         is_automatic = now["configuration"][_BATCH[0]] == -1
         if name in _BATCH and was_automatic and not is_automatic:
@@ -315,7 +317,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _code_hash() -> str:
-    """Return the SHA-256 of the package's Python files, without those that a run does not use."""
+    """Return the SHA-256 of the package's Python files, without the files that a run does not use."""
     package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -350,7 +352,7 @@ def _input_files(config: Config) -> dict[str, str]:
 def _fingerprint_of_files(paths: Sequence[str]) -> str:
     """Return the SHA-256 of a file, or of the fingerprints of several files and of the files below folders.
 
-    Of more than ``MAX_LISTED_FILES``, the first ones are read and the rest is counted.
+    If there are more than ``MAX_LISTED_FILES``, only the first files are read, and the rest is counted.
     """
     if len(paths) == 1 and os.path.isfile(paths[0]):
         return _fingerprint_of_file(Path(paths[0]))

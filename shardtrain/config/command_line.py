@@ -205,7 +205,7 @@ def split(arguments: Sequence[str]) -> CommandLine:
     ``--job.config_file`` can name the file at any position.
 
     Raises:
-        ConfigError: an option in ``OWN`` has no value or an invalid one, or two files are named.
+        ConfigError: an option in ``OWN`` has no value or an invalid value, or two files are named.
     """
     taken = take(arguments, OWN)
     path, overrides = taken.configuration()

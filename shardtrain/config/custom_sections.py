@@ -1,4 +1,4 @@
-"""Sections of the user's own, from the file that ``job.custom_config_module`` names.
+"""Custom sections, from the user's file that ``job.custom_config_module`` names.
 
 The file is parsed and never run, so the saved configuration of somebody else's run stays data. It defines
 a dataclass ``JobConfig`` as torchtitan's custom modules do. Each field of ``JobConfig`` is a section, and its
@@ -13,7 +13,7 @@ type is another dataclass of the file::
     class JobConfig:
         reward: Reward = field(default_factory=Reward)
 
-The section of an existing name, such as ``optimizer``, gains the fields, or changes the default of one.
+If a section exists already, such as ``optimizer``, the fields are added to it, or change its defaults.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Invalid(Exception):
 def config_class(path: str, where: str = "") -> type[Config]:
     """Return ``Config`` with the sections that a file adds.
 
-    Equal texts of a file at the same path give the same class.
+    Returns the same class for equal texts of a file at the same path.
 
     Args:
         path: a Python file.

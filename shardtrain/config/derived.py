@@ -86,7 +86,7 @@ def notes_on_rows(config: Config) -> list[str]:
     length = f"training.seq_len={config.training.seq_len}"
     return [
         f'every sequence of task.name="{config.task.name}" is counted as {length} tokens, the maximum; '
-        "a run pads each batch only to its longest row, and reports its speed in real tokens"
+        "a run pads each batch only to its longest row, and its reported speed does not count padding"
     ]
 
 
@@ -150,5 +150,5 @@ def initial_weights(config: Config) -> str | None:
 
 
 def is_context_balanced(p: Parallelism) -> bool:
-    """True if each context-parallel rank has a chunk from the head and one from the tail of a sequence."""
+    """True if each context-parallel rank has two chunks: from the head and from the tail of a sequence."""
     return p.context_parallel_method == "ring" and p.context_parallel_load_balancer == "headtail"

@@ -120,7 +120,7 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
             "model.name",
             model.name,
             rule=f"is not what {folder} holds, which is {found.name}",
-            fix=f'set it to "{found.name}", or leave it out',
+            fix=f'set it to "{found.name}", or remove it',
             where=origins.get("model.name", ""),
         )
 

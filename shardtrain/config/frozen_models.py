@@ -53,7 +53,7 @@ def frozen_config(config: Config, option: str) -> Config | Problem:
             option,
             path,
             rule="has no config.json",
-            fix="name a Hugging Face folder; shardtrain export writes one, shardtrain data download fetches one",
+            fix="name a Hugging Face folder (from shardtrain export or shardtrain data download)",
         )
     # Describe the folder like the model of a run that names only this folder.
     without_student = dataclasses.replace(
@@ -169,7 +169,7 @@ def check_sizes_and_mesh(loaded: Loaded, frozen: Loaded, option: str) -> Iterato
 
 
 def check_vocabulary(loaded: Loaded, frozen: Loaded, option: str) -> Iterator[Problem]:
-    """A frozen model and the trained one have the same tokens with the same ids.
+    """A frozen model and the trained model have the same tokens with the same ids.
 
     The numbers of rows may differ, because the last rows may be unused. With logits that are split
     over ranks they must be equal.
@@ -205,8 +205,8 @@ def check_vocabulary(loaded: Loaded, frozen: Loaded, option: str) -> Iterator[Pr
 
 
 def check_ids(config: Config, num_ids: int) -> Iterator[Problem]:
-    """Yield a problem for the model, and for its teacher or reference model, if it has fewer embedding rows than the
-    tokenizer has ids.
+    """Yield a problem for the model, and for its teacher or reference model, if it has fewer embedding rows
+    than the tokenizer has ids.
 
     Models of unknown size are not compared.
     """

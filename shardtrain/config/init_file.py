@@ -51,11 +51,11 @@ QUESTIONS = (
     ("preset", "which preset? ({presets})", presets.FIRST),
     (
         "--training.dataset_path",
-        "files to train on: text or .jsonl (empty: those of the preset)",
+        "files to train on: text or .jsonl (empty: the data of the preset)",
         "",
     ),
-    ("--model.hf_assets_path", "folder of the tokenizer, or bytes (empty: that of the preset)", ""),
-    ("--training.steps", "how many steps? (empty: those of the preset)", ""),
+    ("--model.hf_assets_path", "folder of the tokenizer, or bytes (empty: as in the preset)", ""),
+    ("--training.steps", "number of steps (empty: as in the preset)", ""),
 )
 _WIDTH = 100
 
@@ -132,7 +132,7 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
 
 
 def _with_folder_model(loaded: Loaded) -> Loaded:
-    """Replace the preset's model by that of a Hugging Face folder.
+    """Replace the preset's model by the model of a Hugging Face folder.
 
     This applies if the command line names a folder and no flavor.
 

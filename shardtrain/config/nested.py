@@ -40,7 +40,7 @@ class NestedOption:
 
     @property
     def kind(self) -> Kind:
-        """Type of the value: that of the option, the field, or a key in the field."""
+        """Type of the value: the type of the option, of the field, or of a key in the field."""
         if self.field is None:
             return self.option.kind
         if self.key is not None:
@@ -130,7 +130,7 @@ def spread_text(setting: Setting) -> list[Setting]:
     if place.field is not None and not place.field.is_table:
         return [setting]
 
-    # Text that is not TOML stays as it is. ``take`` reports it.
+    # Text that is not TOML does not change. ``take`` reports it.
     try:
         value = setting.value
         if len(setting.value) == 1:

@@ -133,7 +133,7 @@ def _stray(word: str, before: str, kinds: Mapping[str, Any]) -> Problem:
         fix = f"write --{word.lstrip('-')}"
     elif word in presets.names():
         rule = "is a second configuration"
-        fix = "name one, and options after it"
+        fix = "name one file, and options after it"
     elif before.startswith("--") and _is_bool(kinds.get(previous)):
         rule = f"is neither true nor false, for --{previous}"
         fix = f"write --{previous} or --{previous} false"

@@ -68,7 +68,7 @@ def _all_options(schema: Any) -> Mapping[str, Option]:
 
 
 def options_of(section: str, cls: type) -> dict[str, Option]:
-    """Return the options of a dataclass by dotted name, without those of nested sections."""
+    """Return the options of a dataclass by dotted name, without the options of nested sections."""
     found: dict[str, Option] = {}
     hints = get_type_hints(cls)
     own = inspect.get_annotations(cls)
@@ -265,7 +265,7 @@ _WAYS = {
             "validation.save_img_count",
             "validation.save_img_folder",
         ),
-        "remove it: there is no image model like torchtitan's flux",
+        "remove it: image models such as torchtitan's flux are not supported",
     ),
     **dict.fromkeys(
         (
@@ -275,7 +275,7 @@ _WAYS = {
             "data.spatial_merge_size",
             "data.packing_buffer_size",
         ),
-        "remove it: there is no image encoder like that of torchtitan's experiment vlm",
+        "remove it: image encoders such as torchtitan's experiment vlm are not supported",
     ),
     **dict.fromkeys(
         (
@@ -359,7 +359,7 @@ _FEW_SECTIONS = 3
 def suggestion(name: str, extra: Iterable[str] = (), schema: type[Config] = Config) -> str:
     """Return the fix for an unknown dotted option: the most similar option, or the command that lists all.
 
-    ``extra`` contains further valid names, such as those in older files.
+    ``extra`` contains further valid names, such as names in older files.
     """
     known_options = options(schema)
     schema_sections = sections(schema)

@@ -19,8 +19,8 @@ def problems_of(
     """Return all problems that can be found without torch.
 
     A key or value that could not be parsed is replaced by its default, which the user does
-    not want. Problems that only follow from such a default are skipped. The other arguments
-    are those of ``machine_notes``.
+    not want. Problems that only follow from such a default are skipped. For the other arguments,
+    see ``machine_notes``.
     """
     problems = [
         *check(loaded),

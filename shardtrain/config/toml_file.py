@@ -164,7 +164,7 @@ def _unreadable(file: Path, error: OSError) -> Problem:
     elif names:
         fix = f"{folder} has {', '.join(names[:8])}"
     else:
-        fix = f"there is no folder {folder}"
+        fix = f"the folder {folder} does not exist"
         if folder.is_dir():
             fix = f"{folder.absolute()} has no TOML file"
     return Problem(CONFIG_FILE, str(file), "does not exist", fix)

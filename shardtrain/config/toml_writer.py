@@ -52,7 +52,7 @@ def resolved_toml(config: Config) -> str:
 
 
 def set_toml(loaded: Loaded, also: Collection[str] = ()) -> str:
-    """Return the options that are set, and those in ``also``, as TOML that loads to an equal config."""
+    """Return the options that are set, and the options in ``also``, as TOML that loads to an equal config."""
     return _render(
         loaded.config, lambda name, value: "", lambda name: loaded.is_set(name) or name in also
     )
@@ -68,7 +68,8 @@ def _render(
     comment: Callable[[str, Any], str],
     wanted: Callable[[str], bool] | None = None,
 ) -> str:
-    """Return the sections with their options, or only the ``wanted`` ones.
+    """Return the sections with their options, or only the ``wanted`` sections.
+
     Tables come last in their section.
     """
     blocks = []

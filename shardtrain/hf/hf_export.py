@@ -191,7 +191,7 @@ class Writer:
         for file in self.stored.files[part::parts]:
             if damage := files.find_damage(self.wanted.checkpoint, file):
                 raise CheckpointError(
-                    f"checkpoint {self.wanted.checkpoint}: {damage}; use another one"
+                    f"checkpoint {self.wanted.checkpoint}: {damage}; use another checkpoint"
                 )
 
     def write_weights(

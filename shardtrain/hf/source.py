@@ -1,4 +1,5 @@
-"""Files of a model other than its weights, from a Hugging Face folder or from a checkpoint of an import or merge.
+"""Files of a model other than its weights,
+from a Hugging Face folder or from a checkpoint of an import or merge.
 
 These are config.json, the tokenizer, the chat template and generation settings. An export copies them. A
 run's configuration contains the path of the folder. ``import`` and ``merge`` store the files in the new
@@ -128,7 +129,7 @@ def of_checkpoint(folder: Path, stored: Manifest) -> FolderSource | None:
         is_name = name == CONFIG or _TRAVEL.fullmatch(name)
         if not is_place or sum(place) > file.bytes or not is_name:
             raise CheckpointError(
-                f"checkpoint {folder}: its entry {name[:100]!r} is not a valid file; use another one",
+                f"checkpoint {folder}: its entry {name[:100]!r} is not a valid file; use another checkpoint",
             )
         files[name] = (folder / FILE, *place)
     # config.json is an attribute of the source, not one of its files.
@@ -139,7 +140,7 @@ def of_checkpoint(folder: Path, stored: Manifest) -> FolderSource | None:
             config = checked_json.parse(source.read(CONFIG))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"checkpoint {folder}: its {CONFIG} cannot be read ({error}); use another one",
+            f"checkpoint {folder}: its {CONFIG} cannot be read ({error}); use another checkpoint",
         ) from None
     files.pop(CONFIG, None)
     if not isinstance(config, dict):

@@ -1,4 +1,5 @@
-"""Frozen base weights of adapters, opened outside of a run: find them, verify their fingerprint, read them by name.
+"""Frozen base weights of adapters, opened outside of a run: find them, verify their fingerprint,
+read them by name.
 
 A fingerprint depends on the content of the files and not on their location. The fingerprint of a
 checkpoint is a hash of its manifest, which has the hashes of all its files. The fingerprint of a
@@ -40,7 +41,8 @@ from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
 
 class FrozenWeights:
-    """Unsharded weights from a checkpoint, a Hugging Face folder or the initializer. Use as a context manager.
+    """Unsharded weights from a checkpoint, a Hugging Face folder or the initializer.
+    Use as a context manager.
 
     Attributes:
         path: Checkpoint or Hugging Face folder. None for initial weights.
@@ -132,7 +134,7 @@ class FrozenWeights:
         # Each rank verifies the hashes of some of the files.
         damage = collectives.first_word(tensor_files.find_damaged_file(stored, path))
         if damage:
-            raise CheckpointError(f"checkpoint {path}: {damage}; use another one")
+            raise CheckpointError(f"checkpoint {path}: {damage}; use another checkpoint")
         expected = {}
         for name, size in self.shapes.items():
             expected[WEIGHTS_PREFIX + name] = torch.empty(size, device="meta")

@@ -47,7 +47,7 @@ class Adapters:
         for file in self.stored.files:
             damage = files.find_damage(checkpoint, file)
             if damage:
-                raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another one")
+                raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another checkpoint")
         spec = read_facts(self.stored.facts, checkpoint)
         if spec is None:
             raise CheckpointError(
@@ -61,7 +61,9 @@ class Adapters:
             self._check_factors(path, f"{path}_", dims=3)
         for name in spec.factors():
             if not self._shape(name):
-                raise CheckpointError(f"checkpoint {checkpoint} lacks {name}; use another one")
+                raise CheckpointError(
+                    f"checkpoint {checkpoint} lacks {name}; use another checkpoint"
+                )
 
     def _check_factors(self, path: str, prefix: str, dims: int) -> None:
         """Raise CheckpointError unless both factors have this number of dimensions and the adapters' rank."""
@@ -71,7 +73,7 @@ class Adapters:
         has_dims = len(a) == len(b) == dims
         if not has_dims or not a[-2] == b[-1] == rank:
             raise CheckpointError(
-                f"checkpoint {self._folder} has no adapter of rank {rank} for {path}; use another one"
+                f"checkpoint {self._folder} has no adapter of rank {rank} for {path}; use another checkpoint"
             )
 
     def num_labels(self, module: Any) -> int:

@@ -109,7 +109,7 @@ def read_facts(facts: Mapping[str, Any], where: object) -> Spec | None:
         return None
     if not _is_valid(description):
         raise CheckpointError(
-            f"checkpoint {where}: the description of its adapters is invalid; use another one",
+            f"checkpoint {where}: the description of its adapters is invalid; use another checkpoint",
         )
 
     # The following keys are optional.

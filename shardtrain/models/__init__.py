@@ -170,9 +170,9 @@ def build(module: ModuleType, model_config: Any, num_labels: int = 0) -> nn.Modu
 
 
 def replace_head(model: nn.Module, layout: Layout, num_labels: int, device: str = "meta") -> None:
-    """Replace a model's head by one with a row per label, in place. The new head is not tied to the
-    embedding.
+    """Replace a model's head by a head with a row per label, in place.
 
+    The new head is not tied to the embedding.
     Raises ConfigError if the model's last module is not a linear layer.
     """
     name = layout.last[-1] if layout.last else ""
@@ -201,9 +201,7 @@ def _pattern_hint(name: str, patterns: Iterable[str]) -> str:
 
 
 def _merge_layers(messages: list[str], layers: str) -> list[str]:
-    """Merge messages that differ only in the number of the layer into one, with ``*`` in place of
-    the number.
-    """
+    """Merge messages that differ only in the number of the layer, and write ``*`` instead of the number."""
     layer_number = re.compile(rf"\b{re.escape(layers)}\.\w+(?=[. ]|$)")
     groups: dict[str, list[str]] = {}
     for message in messages:

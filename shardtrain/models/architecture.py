@@ -206,7 +206,7 @@ def build(
     if warnings and folder not in _warned_folders:
         _warned_folders.add(folder)
         logger.warning(
-            f"{folder}/{CONFIG}: transformers says: {'; '.join(warnings)[:_MAX_WARNING_CHARS]}"
+            f"{folder}/{CONFIG}: warning of transformers: {'; '.join(warnings)[:_MAX_WARNING_CHARS]}"
         )
     draws = {}
     for name, parameter in module.named_parameters():
@@ -220,8 +220,8 @@ def build(
 def _computed(network: nn.Module, name: str) -> Draw | None:
     """Return the initial values of a small parameter that the architecture computes with a formula.
 
-    The draw runs ``_init_weights`` for the owner of the parameter, with all other parameters on the meta device.
-    Return None if that does not set the parameter.
+    The draw runs ``_init_weights`` for the owner of the parameter, with all other parameters on the meta
+    device. Return None if that does not set the parameter.
     """
     path, _, attribute = name.rpartition(".")
     initialize = _initializer_of(network, path)
@@ -254,7 +254,7 @@ def _initializer_of(network: nn.Module, path: str) -> Any:
 
 
 def follows_from_config(network: nn.Module, path: str, name: str) -> bool:
-    """True if ``_init_weights`` sets a buffer to the value that it has, whatever it was before."""
+    """True if ``_init_weights`` sets a buffer to its current value, independent of its previous value."""
     initialize = _initializer_of(network, path)
     owner = copy.deepcopy(network.get_submodule(path))
     buffer = owner.get_buffer(name)
@@ -423,7 +423,7 @@ class _InitRecorder(TorchDispatchMode):
         super().__init__()
         self._draws: dict[tuple[int, int], Draw] = {}
         self._kept: list[Tensor] = []
-        """Results of operations: the address of a freed one may be used again."""
+        """References to results of operations, because the address of a freed result may be used again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -488,7 +488,7 @@ class _InitRecorder(TorchDispatchMode):
     def _record(
         self, name: str, tensor: Tensor, numbers: list[float], named: Mapping[str, Any]
     ) -> None:
-        # These operations leave the values unchanged
+        # These operations do not change the values.
         if name in ("detach_", "requires_grad_") or (name == "add_" and numbers == [0.0]):
             return
         by_storage, _ = self._places(tensor)
@@ -513,8 +513,8 @@ def _draw_after(
         second = numbers[1] if len(numbers) > 1 else 1.0
         if name == "normal_":
             return Draw("normal", std=float(second)) if first == 0 else None
-        # Replace a uniform distribution with a normal one of the same variance. Initialization schemes prescribe the
-        # variance, not the shape of the distribution
+        # Replace a uniform distribution with a normal one of the same variance. Initialization schemes
+        # prescribe the variance, not the shape of the distribution
         return Draw("normal", std=(second - first) / math.sqrt(12)) if first == -second else None
 
     if name == "zero_":

@@ -1,8 +1,10 @@
-"""The load-balancing loss of ``transformers`` networks with experts, over the tokens of all ranks and micro-batches.
+"""The load-balancing loss of ``transformers`` networks with experts,
+over the tokens of all ranks and micro-batches.
 
 The loss is that of Fedus et al. 2022 (Switch Transformers, equations 4 to 6), as ``load_balancing_loss_func``
 of ``transformers`` computes it: E sum_e f_e P_e. f_e is the number of choices of expert e and P_e the sum of
-its probabilities, each divided by the number of rows. A row is a token in one layer, and all layers are pooled.
+its probabilities, each divided by the number of rows.
+A row is a token in one layer, and all layers are pooled.
 
 The loss is not a sum over tokens: the gradient of a token depends on the f_e of the entire batch. So a caller
 first counts, then sums over ranks, and calls ``set_totals`` before the backward pass. Afterwards each rank
@@ -188,7 +190,8 @@ class _AddGradient(torch.autograd.Function):
         balance: BalanceLoss,
     ) -> Tensor:
         ctx.save_for_backward(logits_NE)
-        # An attribute keeps the mask of this micro-batch. A recomputed tensor could be that of another one.
+        # Keep the mask of this micro-batch in an attribute.
+        # A recomputed mask could belong to another micro-batch.
         ctx.is_text_N = is_text_N
         ctx.balance = balance
         return carrier.view_as(carrier)
@@ -287,10 +290,11 @@ def _is_same_loss(function: Callable[..., Any], num_experts: int, top_k: int) ->
 
 
 def _routers(network: nn.Module) -> list[tuple[nn.Module, int]]:
-    """Return the modules of a network whose outputs ``transformers`` records as router logits, and their positions.
+    """Return the modules of a network whose outputs ``transformers`` records as router logits,
+    and their positions.
 
-    Networks declare them as ``_can_record_outputs``: a class, or a recorder with the class, the position of the
-    logits in its output, and a part of the module's path.
+    Networks declare them as ``_can_record_outputs``: a class, or a recorder with the class, the position of
+    the logits in its output, and a part of the module's path.
     """
     routers = []
     recorders: list[Any] = []

@@ -29,7 +29,7 @@ __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a gpt-oss; each field can be set by ``model.overrides``.
+    """The shape of a gpt-oss. ``model.overrides`` can set each field.
 
     Layers 0, 2, 4, ... attend within ``sliding_window`` tokens, including the token itself; 0 means
     no window. An expert computes w2((up + 1) gate sigmoid(swiglu_alpha gate)), where

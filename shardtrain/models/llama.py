@@ -22,7 +22,7 @@ __all__ = ["HUB", "LAYOUT", "Config", "Model", "initial"]
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a Llama; each field can be set by ``model.overrides``.
+    """The shape of a Llama. ``model.overrides`` can set each field.
 
     ``qkv_bias`` adds a bias to the projections of queries, keys and values. ``sliding_window`` is
     the number of tokens that a token attends to, including itself; 0 means no window.

@@ -1,5 +1,4 @@
-"""The text model of Llama 4 (Meta 2025): one routed and one shared expert per token, and attention
-within chunks.
+"""The text model of Llama 4 (Meta 2025): a routed and a shared expert per token, and attention in chunks.
 
 Three of four layers have rotary positions and attend within chunks of 8,192 tokens. Every fourth
 layer has no positions, attends to all earlier tokens, and sharpens its softmax for late tokens. The
@@ -32,7 +31,7 @@ __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a Llama 4; each field can be set by ``model.overrides``.
+    """The shape of a Llama 4. ``model.overrides`` can set each field.
 
     The last of every ``interleave_moe_layer_step`` layers has experts, the others a feed-forward of
     ``ffn_dim``. The last of every ``no_rope_layer_interval`` layers has no rotary positions; with 0
@@ -217,9 +216,7 @@ class Model(Decoder):
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    """Return the initial distribution per parameter pattern; the first match wins. The constants
-    are Llama 3's.
-    """
+    """Return the initial distribution per parameter pattern. The first match wins. The constants are Llama 3's."""
     depth: Depth = "layer" if c.depth_init else "total"
     return {
         "*norm.weight": Draw("ones"),

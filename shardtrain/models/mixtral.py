@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024): a Llama with 8 experts per layer, of which a token uses 2."""
+"""Mixtral (Jiang et al. 2024): a Llama with 8 experts per layer. Each token uses 2 experts."""
 
 from __future__ import annotations
 
@@ -95,9 +95,7 @@ class Model(Decoder):
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    """Return the initial distribution per parameter pattern; the first match wins. The constants
-    are Llama 3's.
-    """
+    """Return the initial distribution per parameter pattern. The first match wins. The constants are Llama 3's."""
     depth: Depth = "layer" if c.depth_init else "total"
     return {
         "*norm.weight": Draw("ones"),

@@ -1,8 +1,8 @@
 """Mixture of experts: a router sends each token to a few of many feed-forwards (Shazeer et al. 2017).
 
 Routing is token choice without dropping: no expert has a capacity. Each submodule has one duty, and
-parallelism can replace any of them: ``router`` picks experts, ``balance`` adds the losses that even
-the load, ``dispatch`` moves rows to their experts and has no weights, ``experts`` computes.
+parallelism can replace any of them. ``router`` picks experts. ``balance`` adds the losses that even the
+load. ``dispatch`` moves rows to their experts, and has no weights. ``experts`` computes.
 Shape suffixes: B batch, T tokens, S = B T, D model, E experts, K experts per token, R = S K rows, F
 feed-forward, G groups of experts, e experts of a group, g selected groups, I and O input and output
 features of a product.
@@ -460,7 +460,7 @@ def _looped_swiglu(x_RD: Tensor, count_E: Tensor, w1: Tensor, w2: Tensor, w3: Te
 
 
 class Dispatch(nn.Module):
-    """Move rows to their experts and back. With all experts on this rank there is nothing to move."""
+    """Move rows to their experts and back. If all experts are on this rank, no row moves."""
 
     is_local = True
 
@@ -477,9 +477,10 @@ def has_experts(model: nn.Module) -> bool:
 
 
 class MoE(nn.Module):
-    """A feed-forward block of many experts, of which each token uses a few, plus optional shared experts.
+    """A feed-forward block of many experts and optional shared experts. Each token uses a few of the experts.
 
-    With ``shared_gate``, a sigmoid of a linear function of the token multiplies the output of the shared experts.
+    With ``shared_gate``, a sigmoid of a linear function of the token multiplies the
+    output of the shared experts.
     """
 
     def __init__(

@@ -116,9 +116,7 @@ class NeoxFeedForward(nn.Module):
 
 
 class NeoxBlock(nn.Module):
-    """One layer: attention and feed-forward in parallel, or one after the other, added to the
-    residual stream.
-    """
+    """One layer: attention and feed-forward, in parallel or sequentially, added to the residual stream."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()

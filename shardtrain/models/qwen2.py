@@ -1,8 +1,8 @@
 """Qwen2.5 (Qwen team 2024): a Llama with biases on queries, keys and values.
 
-Sizes below 7B tie the embedding to the head. The sizes are those of the base models; instruction
-models from 14B have ``norm_eps`` 1e-6. No published model uses the sliding window that the Hugging
-Face format allows.
+Sizes below 7B tie the embedding to the head. Flavors have the sizes of the base models. Instruction models
+from 14B have ``norm_eps`` 1e-6. No published model uses the sliding window that the Hugging Face format
+allows.
 """
 
 from shardtrain.hub_formats.qwen2_format import HUB

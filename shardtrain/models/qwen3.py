@@ -96,9 +96,7 @@ class Model(Decoder):
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    """Return the initial distribution per parameter pattern; the first match wins. The constants
-    are Llama 3's.
-    """
+    """Return the initial distribution per parameter pattern. The first match wins. The constants are Llama 3's."""
     depth: Depth = "layer" if c.depth_init else "total"
     return {
         "*norm.weight": Draw("ones"),

@@ -1,4 +1,5 @@
-"""Qwen3 with experts (Qwen team 2025): Qwen3's attention, and 128 experts per layer, of which a token uses 8.
+"""Qwen3 with experts (Qwen team 2025): Qwen3's attention, and 128 experts per layer.
+Each token uses 8 experts.
 
 The published models balance the load only by a loss (``balance_loss_coeff``).
 ``load_balance_coeff`` adds a bias to the router's choice, which the Hugging Face format of these

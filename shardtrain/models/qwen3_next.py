@@ -1,11 +1,13 @@
-"""Qwen3-Next (Qwen team 2025): three layers with a gated delta net for each layer with gated attention, and experts.
+"""Qwen3-Next (Qwen team 2025): three layers with a gated delta net for each layer with gated attention,
+and experts.
 
-A gated delta net (Yang et al. 2024) has a state of fixed size per head instead of keys and values of all tokens. A
-short convolution precedes it. Norms are zero-centered: they multiply by one plus their weight. A shared expert with a
-gate of its own supplements the experts.
+A gated delta net (Yang et al. 2024) has a state of fixed size per head instead of keys and values of all
+tokens. A short convolution precedes it. Norms are zero-centered: they multiply by one plus their weight. A
+shared expert with a gate of its own supplements the experts.
 
-Shape suffixes: B batch, T tokens, D model, N heads (value heads of a gated delta net), K key heads, H head or features
-of a key, V features of a value, G = N / K, C channels of the convolution, X features per key head.
+Shape suffixes: B batch, T tokens, D model, N heads (value heads of a gated delta net), K key heads, H head
+or features of a key, V features of a value, G = N / K, C channels of the convolution,
+X features per key head.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 class Config:
     """The shape of a Qwen3-Next; each field can be set by ``model.overrides``.
 
-    Every ``full_attention_interval``-th layer has attention, the others a gated delta net. ``linear_*`` are the sizes
-    of the gated delta net. ``rotary_pct`` is the fraction of the features of a head that are rotated.
+    Every ``full_attention_interval``-th layer has attention, the others a gated delta net. ``linear_*`` are
+    the sizes of the gated delta net.
+    ``rotary_pct`` is the fraction of the features of a head that are rotated.
     """
 
     vocab_size: int = 151936
@@ -105,7 +108,7 @@ LAYOUT = Layout(
 
 
 class ZeroCenteredNorm(nn.Module):
-    """RMSNorm that multiplies by 1 + weight, so that weight decay pulls the factor to 1. Computes in float32."""
+    """RMSNorm that multiplies by 1 + weight, because weight decay then pulls the factor to 1. Computes in float32."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -191,8 +194,8 @@ class GatedDeltaCore(nn.Module):
         """Return the outputs (B, T, N, V) for entire rows, whose state is zero at the start of each document.
 
         Args:
-            inputs: queries, keys and values of each key head before the convolution, (B, T, C); the logarithm of
-                the decay and the strength of each value head, (B, T, N).
+            inputs: queries, keys and values of each key head before the convolution, (B, T, C); the
+                logarithm of the decay and the strength of each value head, (B, T, N).
             weights: the filters of the channels, (C, 1, width).
             documents_BT: the document of each token.
         """
@@ -211,14 +214,15 @@ class GatedDeltaCore(nn.Module):
         before: Tensor,
         starts_BT: Tensor | None,
     ) -> gated_delta_net.DeltaChunk:
-        """Return a chunk of consecutive tokens, which maps an incoming state to outputs and an outgoing state.
+        """Return a chunk of consecutive tokens,
+        which maps an incoming state to outputs and an outgoing state.
 
         Args:
-            inputs: those of ``forward``, for the tokens of the chunk.
-            weights: those of ``forward``.
-            before: the first input of the ``look_back`` tokens before the chunk. It is zero before a row, and for
-                tokens of another document than that of the chunk's first token.
-            starts_BT: mask of the tokens whose document differs from that of the previous token.
+            inputs: the inputs of ``forward`` for the tokens of the chunk.
+            weights: the weights of ``forward``.
+            before: the first input of the ``look_back`` tokens before the chunk. It is zero before a row,
+                and for tokens that belong to another document than the chunk's first token.
+            starts_BT: mask of the tokens that have another document than the previous token.
         """
         mixed_BTC, decay_BTN, beta_BTN = inputs
         dtype = torch.promote_types(mixed_BTC.dtype, torch.float32)
@@ -249,8 +253,8 @@ class GatedDeltaNet(nn.Module):
         self.groups = c.linear_value_heads // c.linear_key_heads
         num_values = c.linear_value_heads * c.linear_value_head_dim
         num_mixed = 2 * c.linear_key_heads * c.linear_key_head_dim + num_values
-        # Each key head of wqkvz has its query, its key, its values, and the gates of their outputs. Each key head of
-        # wba has the strengths and the decays of its values.
+        # Each key head of wqkvz has its query, its key, its values, and the gates of their outputs. Each
+        # key head of wba has the strengths and the decays of its values.
         self.wqkvz = nn.Linear(c.dim, num_mixed + num_values, bias=False)
         self.wba = nn.Linear(c.dim, 2 * c.linear_value_heads, bias=False)
         self.filters = HeadNumbers(num_mixed, 1, c.linear_conv_width)
@@ -347,8 +351,8 @@ class Model(Decoder):
 def initial(c: Config) -> dict[str, Draw]:
     """Return the initial distribution per parameter pattern; the first match wins.
 
-    All matrices have the same standard deviation. Decays are those of Mamba-2: A is uniform. Filters are PyTorch's
-    default for a convolution.
+    All matrices have the same standard deviation. Decays are like in Mamba-2, with a uniform A. Filters
+    have PyTorch's default for a convolution.
     """
     normal = Draw("normal", std=c.init_std)
     return {

@@ -166,13 +166,14 @@ class Config:
 
     def _largest(self, name: str) -> int:
         """Return a size of the config, or its maximum over layers. 0 if it does not exist."""
-        # transformers raises an error for the global value if layers differ. Older versions have no such configs.
+        # transformers raises an error for the global value if layers differ.
+        # Older versions have no such configs.
         layers = getattr(self._text, "per_layer_config", None)
         configs = list(layers.values()) if isinstance(layers, dict) else list(layers or ())
         sizes = [0]
         for config in configs or [self._text]:
             value = getattr(config, name, 0) or 0
-            # A list has one size for each layer
+            # A list contains one size for each layer.
             sizes += map(int, value if isinstance(value, list | tuple) else [value])
         return max(sizes)
 
@@ -181,9 +182,7 @@ LAYOUT = Layout(first=("embedding",), layers="blocks", last=("head",))
 """Attributes of ``Model``, which finds the corresponding modules in each architecture."""
 
 FLAVORS: dict[str, dict[str, Any]] = {"debugmodel": {}, "folder": {}}
-"""Both are empty because config.json determines the sizes. The first one is the default of
-``model.flavor``.
-"""
+"""Both flavors are empty, because config.json determines the sizes. The first is the default of ``model.flavor``."""
 
 
 class Model(nn.Module):
@@ -433,10 +432,11 @@ def _sharing_blocks(hf: nn.Module, blocks: Iterable[str]) -> set[str]:
 
 
 def _take_constants(hf: nn.Module, c: Config) -> list[tuple[nn.Module, str]]:
-    """Turn buffers that follow from config.json into plain attributes, which no cast and no ``to_empty`` changes.
+    """Turn buffers that follow from config.json into plain attributes,
+    which no cast and no ``to_empty`` changes.
 
-    These are the non-persistent ones, and those that ``_init_weights`` sets to their value.
-    Return their modules and names. Raise ConfigError for another buffer that does not start at zero.
+    These are the non-persistent buffers, and the buffers that ``_init_weights`` sets to their value.
+    Return their modules and names. Raise ConfigError for any other buffer that does not start at zero.
     """
     taken = []
     for path, module in hf.named_modules():

@@ -46,7 +46,7 @@ class Broken(NamedTuple):
 
 @dataclass(frozen=True)
 class CoreCall:
-    """The arguments with which a model calls a core. ``shapes`` are those of queries, keys and values."""
+    """The arguments with which a model calls a core. ``shapes`` has the shapes of queries, keys and values."""
 
     shapes: tuple[tuple[int, ...], ...]
     num_extra: int
@@ -399,7 +399,7 @@ def _diagnose(
             "lets tokens attend to later tokens", "use a causal mask; other cores cannot be split"
         )
 
-    # Weights that do not sum to one: if all values are one, the output is not one.
+    # Check that the weights sum to one. If all values are one, the output is then one, too.
     if not float(output_of(v=torch.ones_like(v)).sub(1.0).abs().max()) <= CLOSE:
         rule = "has weights that do not sum to one, as with an attention sink or dropout"
         return Broken(

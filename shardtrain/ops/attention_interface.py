@@ -1,4 +1,5 @@
-"""Route the attention of a ``transformers`` network to cores of this package, and trace how a network calls attention.
+"""Route the attention of a ``transformers`` network to cores of this package,
+and trace how a network calls attention.
 
 ``transformers`` looks up its attention function by a name in the config of each attention module.
 ``route`` sets that name to a function of this file, which calls the core that it finds in the module.
@@ -52,7 +53,7 @@ _WITHOUT_EFFECT = {
 _MAX_QUERIES = 16
 """Number of rows of a mask that are evaluated, each for all keys."""
 _MIN_TOKENS = 1024
-"""Shortest length for which masks are evaluated. Checks may use longer rows than a run with short ones."""
+"""Shortest length for which masks are evaluated. If a run has shorter rows, checks use longer rows than the run."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ def _call_core(
 
 
 def trace(model: Any, seq_len: int) -> dict[str, AttentionCall]:
-    """Return the calls of the attention function by the path of the attention module, for rows of ``seq_len`` tokens.
+    """Return the calls of the attention function by the path of the attention module,
+    for rows of ``seq_len`` tokens.
 
     Args:
         model: a ``models.transformers.Model`` with parameters on the meta device. Only a copy of it runs.
@@ -300,7 +302,7 @@ def _call_of(
                 Broken(f"passes a tensor as {name} to the attention function in {path}", _FIX)
             )
     if query.size(2) != key.size(2):
-        raise Untraceable(Broken(f"attends to other tokens than those of the row in {path}", _FIX))
+        raise Untraceable(Broken(f"attends to tokens outside of the row in {path}", _FIX))
 
     limits: tuple[int, int] | None = None
     if isinstance(mask, _Mask):

@@ -16,7 +16,7 @@ from shardtrain.ops import attention_scores
 
 
 class _Operation(Protocol):
-    """A custom operation. Its arguments are those of the registered function."""
+    """A custom operation. It has the same arguments as the registered function."""
 
     def __call__(self, *arguments: Any) -> Any: ...
 
@@ -27,7 +27,8 @@ def register_attention(
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
     keeps_output: bool,
 ) -> _Operation:
-    """Register attention and its backward pass as the custom operations ``shardtrain::NAME`` and ``NAME_backward``.
+    """Register attention and its backward pass as the custom operations
+    ``shardtrain::NAME`` and ``NAME_backward``.
 
     A compiler then treats attention as one operation, selective recomputation can save its result, and it
     supports tensors on the meta device.

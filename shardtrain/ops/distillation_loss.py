@@ -1,15 +1,16 @@
 """Distillation loss: cross-entropy mixed with a divergence of student and teacher, as sums over tokens.
 
-The loss of a target token is ``(1 - r) * cross_entropy(s) + r * T^2 * D(softmax(t / T), softmax(s / T))``, with logits
-s and t of student and teacher, temperature T and ratio r. The factor T^2 makes the magnitude of the second gradient
-independent of T (Hinton et al. 2015, section 2). D is one of
+The loss of a target token is ``(1 - r) * cross_entropy(s) + r * T^2 * D(softmax(t / T), softmax(s / T))``,
+with logits s and t of student and teacher, temperature T and ratio r. The factor T^2 makes the magnitude of
+the second gradient independent of T (Hinton et al. 2015, section 2). D is one of
 
 - forward_kl: KL(teacher || student) (Hinton et al. 2015);
 - reverse_kl: KL(student || teacher) (MiniLLM, Gu et al. 2023);
-- jsd: b KL(teacher || m) + (1 - b) KL(student || m) with m = b teacher + (1 - b) student (GKD, Agarwal et al. 2023).
+- jsd: b KL(teacher || m) + (1 - b) KL(student || m) with m = b teacher + (1 - b) student (GKD,
+  Agarwal et al. 2023).
 
-As in ``cross_entropy.py``, chunks of tokens are float32, sums are float64, the gradient is computed with the loss, and
-columns of the vocabulary may be split over ranks.
+As in ``cross_entropy.py``, chunks of tokens are float32, sums are float64, the gradient is computed with
+the loss, and columns of the vocabulary may be split over ranks.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def distillation_sum(
     weight: Tensor | float = 1.0,
     vocabulary: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``weight`` times the sum of the loss over targets except IGNORE, a float32 scalar, and its two parts.
+    """Return ``weight`` times the sum of the loss over targets except IGNORE, a float32 scalar,
+    and its two parts.
 
     The parts, (2,) in float64, are the unweighted sums of cross-entropy and of D, without gradient. If
     student and teacher have different numbers of columns because of padding, D only includes their common
@@ -201,7 +203,7 @@ class _DistillationSum(torch.autograd.Function):
         ctx: Any, *gradient_outputs: Tensor
     ) -> tuple[Tensor, None, None, None, None, None, None]:
         (gradient_NV,) = ctx.saved_tensors
-        # In place: the trainer calls backward once, with an output gradient of exactly one.
+        # Multiply in place. The trainer calls backward only once, with an output gradient of exactly one.
         return (
             gradient_NV.mul_(gradient_outputs[0].to(gradient_NV.dtype)),
             None,

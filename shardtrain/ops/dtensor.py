@@ -27,7 +27,7 @@ def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, without a copy; the tensor itself if it is not distributed."""
+    """Return this rank's part of a tensor without a copy, or the tensor itself if it is not distributed."""
     return tensor.to_local() if is_distributed(tensor) else tensor
 
 

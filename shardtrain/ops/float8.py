@@ -49,9 +49,10 @@ RECIPES: dict[str, _Products] = {
     ),
     "rowwise_with_gw_hp": (((E4M3, True), (E4M3, True)), ((E4M3, True), (E4M3, False)), None),
 }
-"""Operands of the three products of a linear layer, x W^T, g W and g^T x, equal to torchao's
-recipes of the same names. None computes g^T x in the dtype of its operands. Gradients with one
-scale require the range of e5m2.
+"""Operands of the three products of a linear layer, x W^T, g W and g^T x, for each recipe.
+
+They are equal to torchao's recipes of the same names. None computes g^T x in the dtype of its operands.
+Gradients with one scale require the range of e5m2.
 """
 
 Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -92,8 +93,8 @@ def to_float8(
 ) -> tuple[Tensor, Tensor]:
     """Return a tensor in float8, and the float32 powers of two that restore its magnitude.
 
-    Elements along ``dim`` share a scale; with None all elements do. ``amax`` is their largest
-    magnitude, if known. If an element is not finite, all elements with its scale become NaN.
+    Elements along ``dim`` share a scale. If ``dim`` is None, all elements share a scale. ``amax`` is their
+    largest magnitude, if known. If an element is not finite, all elements with its scale become NaN.
     """
     dtype = dtype_of(name)
     if amax is None:

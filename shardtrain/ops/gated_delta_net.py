@@ -23,12 +23,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BLOCK = 64
-"""Tokens of a block. A product within blocks costs as much as one with a state of 64 rows."""
+"""Tokens of a block. A product within blocks costs as much as a product with a state of 64 rows."""
 _NORM_EPS = 1e-6
 
 
 def document_starts(documents_BT: Tensor | None) -> Tensor | None:
-    """Return a mask (B, T) of tokens whose document differs from that of the previous token. None without documents.
+    """Return a mask (B, T) of tokens that have another document than the previous token.
+    None without documents.
 
     The first token of a row is not marked, because its state is zero anyway.
     """
@@ -52,8 +53,9 @@ def convolve(
     Args:
         x_BTC: Inputs.
         filters_Cw: One filter per channel. The last element applies to the token itself.
-        before_BwC: Inputs of the w - 1 tokens before the first one, with zeros for tokens of other documents.
-        starts_BT: Mask of the tokens that begin a document. None if there are none.
+        before_BwC: Inputs of the w - 1 tokens before the first token, with zeros for tokens of other
+            documents.
+        starts_BT: Mask of the tokens that begin a document. None without documents.
     """
     tokens = x_BTC.size(1)
     width = filters_Cw.size(1)
@@ -109,7 +111,8 @@ def step_by_step(
 
 
 class DeltaChunk:
-    """Consecutive tokens of the recurrence. The constructor computes everything that no incoming state affects.
+    """Consecutive tokens of the recurrence.
+    The constructor computes everything that no incoming state affects.
 
     Within a block, the changes b_t (v_t - ...) of all tokens solve a triangular system of equations
     (section 3.2): ``_new`` holds the solution for a zero state, and ``_read`` S_in the part that a state
@@ -130,8 +133,8 @@ class DeltaChunk:
         N, V = v_BTNV.shape[2:]
         c = max(1, min(block, T))
         self._sizes = (B, T, K, N // K, H, V)
-        # Value heads of one key head are a separate dimension, so that products of keys and queries are
-        # computed once.
+        # Put the value heads of one key head into a separate dimension. Products of keys and queries are then
+        # computed once for all of them.
         q_nBK1cH = _blocks(q_BTKH.unsqueeze(3), c)
         k_nBK1cH = _blocks(k_BTKH.unsqueeze(3), c)
         v_nBKGcV = _blocks(v_BTNV.unflatten(2, (K, -1)), c)
@@ -204,7 +207,7 @@ class DeltaChunk:
         return factor, offset
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what the scan over blocks reads, each (n, B, K, G, ...)."""
+        """Return the inputs of the scan over blocks, each (n, B, K, G, ...)."""
         return self._new_nBKGcV, self._read_nBKGcH, self._keys_nBKGHc, self._keeps_nBKG11
 
 
@@ -220,7 +223,8 @@ def _blocks(x_BTKGX: Tensor, c: int) -> Tensor:
 
 
 def _sums_between(x: Tensor) -> Tensor:
-    """Return, for tokens i and j of a block, the sum of x over the tokens after j up to i: (..., c) -> (..., c, c).
+    """Return, for tokens i and j of a block, the sum of x over the tokens after j up to i: (...,
+    c) -> (..., c, c).
 
     It is 0 for j >= i. Differences of one cumulative sum would cancel, in forward and in the gradient of x.
     """
@@ -230,10 +234,11 @@ def _sums_between(x: Tensor) -> Tensor:
 
 
 def flops_per_token(num_heads: int, key_dim: int, value_dim: int) -> int:
-    """Return the FLOPs per token of forward and backward: per value head, reading, changing and querying the state.
+    """Return the FLOPs per token of forward and backward: per value head, reading,
+    changing and querying the state.
 
-    Each of the three multiplies and adds H V numbers, and backward costs twice as much as forward. Products within
-    blocks, which make the recurrence fast, are not counted: they depend on ``BLOCK``.
+    Each of the three multiplies and adds H V numbers, and backward costs twice as much as forward. Products
+    within blocks, which make the recurrence fast, are not counted: they depend on ``BLOCK``.
 
     >>> flops_per_token(num_heads=32, key_dim=128, value_dim=128)
     9437184

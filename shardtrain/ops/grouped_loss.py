@@ -1,7 +1,7 @@
 """Sums of the loss by group of tokens, from the numbers that the loss computes anyway.
 
-A group is a number, such as that of a data source. Chunks of tokens are divided where the group changes, so the sum
-of each piece belongs to one group. The pieces add up to the loss.
+A group is a number, such as the number of a data source. Chunks of tokens are divided where the group
+changes, so the sum of each piece belongs to one group. The pieces add up to the loss.
 
 Shape suffixes: N tokens, n tokens of a chunk, V vocabulary, G groups.
 """

@@ -1,10 +1,10 @@
-"""Collectives of small CPU tensors over all ranks, whose number of sequential messages is O(log ranks).
+"""Collectives of small CPU tensors over all ranks, with O(log ranks) sequential messages.
 
-gloo's all-reduce and all-gather are rings: on N ranks, 2 (N - 1) and N - 1 messages follow one another,
-which is a second of each step on 16,384 ranks with 30 microseconds a message. These send more messages at
-the same time. Method: recursive doubling and Bruck's algorithm (Thakur, Rabenseifner and Gropp 2005,
-"Optimization of Collective Communication Operations in MPICH"). Below ``RING_UP_TO`` ranks the ring of
-gloo is as fast, and is used.
+gloo's all-reduce and all-gather are rings, with 2 (N - 1) and N - 1 sequential messages on N ranks. With 30
+microseconds per message, this takes a second of each step on 16,384 ranks. The functions of this module send
+more messages at the same time. The methods are recursive doubling and Bruck's algorithm (Thakur, Rabenseifner
+and Gropp 2005, "Optimization of Collective Communication Operations in MPICH"). Up to ``RING_UP_TO`` ranks,
+gloo's ring is as fast, and is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Ranks that call different collectives wait for each other instead of mixing thei
 """
 
 _timeout: timedelta | None = None
-"""Longest wait for one message; None is the timeout with which the process group was made."""
+"""Longest wait for one message. None uses the timeout with which the process group was created."""
 
 _OPERATIONS: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
@@ -37,9 +37,9 @@ _OPERATIONS: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] =
 }
 
 Exchange = Callable[[Tensor | None, int | None, Tensor | None, int | None], None]
-"""Send a tensor to a rank and receive another one from a rank, at the same time.
+"""Send a tensor to a rank, and receive another tensor from a rank at the same time.
 
-None leaves out that direction.
+None skips the direction.
 """
 
 
@@ -101,10 +101,11 @@ def reduce_by_doubling(
     size: int,
     exchange: Exchange,
 ) -> None:
-    """Reduce in place: in round k, ranks whose numbers differ in bit k exchange what they have reduced so far.
+    """Reduce in place: in round k,
+    ranks whose numbers differ in bit k exchange what they have reduced so far.
 
-    Of a number of ranks that is no power of two, the surplus ranks send their tensor to a partner first and
-    receive the result last.
+    If the number of ranks is not a power of two, the surplus ranks send their tensor to a partner first, and
+    receive the result at the end.
     """
     core = _largest_power_of_two(size)
     received = torch.empty_like(tensor)

@@ -23,8 +23,8 @@ from shardtrain.ops.accelerator import is_accelerator
 from shardtrain.ops.dtensor import local_slices, local_tensor
 
 BLOCK_NUMEL = 1 << 16
-"""Elements per block. It is small, so a rank discards few of its random numbers. It must never change, because it
-determines the weights."""
+"""Elements per block. It is small, so a rank discards few of its random numbers. It must never change,
+because it determines the weights."""
 GROUP_NUMEL = 1 << 22
 """Elements that an accelerator transforms with one kernel.
 
@@ -138,7 +138,7 @@ def _shape_(values: Tensor, draw: Draw) -> None:
     if draw.distribution in ("normal", "uniform", "log_uniform") or math.isnan(draw.std):
         return
     values.erfinv_().mul_(draw.std * math.sqrt(2))
-    # erfinv may round values at the edge to larger ones, or to infinity
+    # erfinv may round values at the edge up, even to infinity
     values.clamp_(-draw.cutoff * draw.std, draw.cutoff * draw.std)
 
 

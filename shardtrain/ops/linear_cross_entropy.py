@@ -30,12 +30,12 @@ def saved_bytes(tokens: int, dim: int, vocabulary: int, element_bytes: int) -> i
 
     Negative if it needs more memory.
     """
-    # Separate layers: all logits and their gradients in the model's dtype, and float32 copies of both for
-    # one chunk.
+    # Separate layers need all logits and their gradients in the model's dtype, and float32 copies of both
+    # for one chunk.
     separate_rows = min(tokens, max(1, cross_entropy.CHUNK_NUMEL // vocabulary))
     separate = 2 * tokens * vocabulary * element_bytes + 8 * separate_rows * vocabulary
 
-    # Fused: the same for only one chunk, and the float32 gradient of the weight.
+    # The fused function needs the same for only one chunk, and the float32 gradient of the weight.
     rows = rows_of_chunk(tokens, vocabulary)
     fused = 2 * rows * vocabulary * element_bytes + 8 * rows * vocabulary + 4 * vocabulary * dim
     return separate - fused
@@ -113,7 +113,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     def backward(
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        # In place: the trainer calls backward once, with an output gradient of exactly one.
+        # Multiply in place. The trainer calls backward only once, with an output gradient of exactly one.
         dhidden_ND, dweight_VD = ctx.saved_tensors
         for gradient in (dhidden_ND, dweight_VD):
             if gradient is not None:

@@ -40,7 +40,8 @@ _NAN = 255
 
 
 def scales(amax: Tensor, rule: str) -> Tensor:
-    """Return the biased int32 exponents of the scales of blocks with largest magnitude ``amax``: 0 to 254, 255 for NaN.
+    """Return the biased int32 exponents of the scales of blocks with largest magnitude
+    ``amax``: 0 to 254, 255 for NaN.
 
     A block with an infinite element becomes NaN, so the guards of a run detect it. Clamping would hide it.
     """
@@ -49,7 +50,7 @@ def scales(amax: Tensor, rule: str) -> Tensor:
     bits = amax.float().view(torch.int32)
     exponent = (bits >> 23) - 8
     if rule == RCEIL:
-        # Round up if the significand of amax exceeds 1.75, which is that of the largest e4m3 value, 448.
+        # Round up if the significand of amax exceeds 1.75, the significand of the largest e4m3 value (448).
         exponent = exponent + ((bits & 0x7FFFFF) > int(0.75 * 2**23)).int()
     return torch.where(bits >= 0x7F800000, _NAN, exponent.clamp(min=0))
 
@@ -64,7 +65,7 @@ def to_mx(x_MK: Tensor, rule: str) -> tuple[Tensor, Tensor]:
         x_MK = F.pad(x_MK, (0, missing))
     x_MSB = x_MK.reshape(x_MK.size(0), x_MK.size(1) // MX_BLOCK, MX_BLOCK)
     scale_MS = scales(x_MSB.abs().amax(-1), rule)
-    # The biased exponent of 2^-k is 254 minus that of 2^k. No scale exceeds 2^120, so 2^-k is not subnormal.
+    # The biased exponents of 2^k and 2^-k add up to 254. No scale exceeds 2^120, so 2^-k is not subnormal.
     inverse_MS = torch.where(
         scale_MS == _NAN, math.nan, ((2 * _BIAS - scale_MS) << 23).view(torch.float32)
     )
@@ -89,7 +90,8 @@ def rounded(x_MK: Tensor, rule: str) -> Tensor:
 
 
 def swizzled(scale_MS: Tensor) -> Tensor:
-    """Return scales in the order of cuBLAS, flattened ("1D block scaling factors layout" in its documentation).
+    """Return scales in the order of cuBLAS,
+    flattened ("1D block scaling factors layout" in its documentation).
 
     Tiles of 128 rows and 4 blocks are consecutive along a row. In a tile, rows at a distance of 32 are
     adjacent.

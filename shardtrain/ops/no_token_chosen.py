@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class NoTokenChosen(TorchDispatchMode):
-    """Let ``nonzero`` of a tensor on the meta device return no position, so that no expert has a token.
+    """Let ``nonzero`` of a tensor on the meta device return no position. No expert then has a token.
 
-    Lists of experts in ``transformers`` 4 loop over the experts that have tokens. Experts compute each token by
-    itself, so a pass that looks for other dependencies does not need them.
+    Lists of experts in ``transformers`` 4 loop over the experts that have tokens. Experts compute each
+    token by itself, so a pass that looks for other dependencies does not need them.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

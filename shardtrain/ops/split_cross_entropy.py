@@ -147,7 +147,7 @@ class SplitCrossEntropySum(torch.autograd.Function):
         ctx: Any, *gradient_outputs: Tensor
     ) -> tuple[Tensor, None, None, None, None, None, None]:
         (gradient_Nv,) = ctx.saved_tensors
-        # In place: the trainer calls backward once, with an output gradient of exactly one.
+        # Multiply in place. The trainer calls backward only once, with an output gradient of exactly one.
         return (
             gradient_Nv.mul_(gradient_outputs[0].to(gradient_Nv.dtype)),
             None,

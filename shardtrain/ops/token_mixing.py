@@ -33,8 +33,8 @@ _ALONG = (
     "roll",
     "sort",
 )
-"""Functions that mix elements along a dimension. It is their second argument or ``dim``; for roll, the third or
-``dims``."""
+"""Functions that mix elements along a dimension. It is their second argument or ``dim``; for roll, the
+third or ``dims``."""
 _ALWAYS = ("conv1d", "scaled_dot_product_attention")
 _COUNTING = ("arange", "linspace", "range")
 _ALLOWED = "<allowed>"
@@ -42,9 +42,10 @@ _ALLOWED = "<allowed>"
 
 
 def outside_of_cores(model: nn.Module, layout: Layout) -> Broken | None:
-    """Return the first place where a model mixes or counts tokens outside of its attention and recurrence cores.
+    """Return the first place where a model mixes or counts tokens outside of its
+    attention and recurrence cores.
 
-    Context parallelism does not support that. Return None if there is none, if the model does not
+    Context parallelism does not support such places. Return None if the model has no such place or does not
     run on the meta device, or if no test length is unique.
     """
     modules = dict(model.named_modules())

@@ -141,7 +141,7 @@ def trial(model: nn.Module) -> Iterator[UserState]:
 
 
 def _variables(owner: Any) -> dict[str, Any]:
-    """Return the attributes that user code sets, without those of every class or ``nn.Module``."""
+    """Return the attributes that user code sets, without the attributes of every class or of ``nn.Module``."""
     skipped = _OF_EVERY_MODULE if isinstance(owner, nn.Module) else set()
     return {
         name: value

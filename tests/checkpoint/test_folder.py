@@ -430,7 +430,7 @@ def test_weights_only_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:
 
 
 def test_missing_folder_is_rejected(tmp_path: Path) -> None:
-    assert "does not exist; give an existing one" in refusal(tmp_path)
+    assert "does not exist; use an existing checkpoint" in refusal(tmp_path)
 
 
 def test_missing_manifest_is_rejected(tmp_path: Path) -> None:

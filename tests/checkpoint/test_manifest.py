@@ -385,5 +385,7 @@ def test_hugging_face_folder_is_rejected_with_the_option_that_reads_it(tmp_path:
         manifest.read(tmp_path)
     message = str(retention.unusable(tmp_path, str(refused.value)))
     assert message.count("checkpoint.initial_load_in_hf") == 1
-    assert "use another one" not in message
-    assert "; use another one" in str(retention.unusable(tmp_path / "step-1", "it is damaged"))
+    assert "use another checkpoint" not in message
+    assert "; use another checkpoint" in str(
+        retention.unusable(tmp_path / "step-1", "it is damaged")
+    )

@@ -63,7 +63,8 @@ class Piece(NamedTuple):
 def attend(
     q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band = CAUSAL, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return attention (B, l, N, H) and its log-sum-exp (B, N, l) in units of log 2, which the backward pass needs.
+    """Return attention (B, l, N, H) and its log-sum-exp (B, N, l) in units of log 2,
+    which the backward pass needs.
 
     Each query must see a key of the ``band``. ``scale`` defaults to 1 / sqrt(H).
     """
@@ -135,7 +136,8 @@ def attend_in_pieces_backward(
     pieces: Iterable[Piece],
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``attend_in_pieces`` for the queries, and for the keys and values from ``heads_first``.
+    """Return the gradients of ``attend_in_pieces`` for the queries,
+    and for the keys and values from ``heads_first``.
 
     The latter are (2, B, K, s, H) in float32 (float64 for float64), zero for keys that no query sees.
     """
@@ -247,8 +249,8 @@ def _blocks(
                 mask_nm = mask(stop - start, end - begin, shifted, q_BKGlH).to(dtype)
                 masks.append((slice(begin - low, end - low), mask_nm))
 
-        # Multiply as many pairs of row and head together as have scores that fit into the cache, but at
-        # least one. They are entire rows, or heads of one row.
+        # Multiply several pairs of row and head together, if their scores fit into the cache. They are
+        # entire rows, or heads of one row.
         scores_bytes = groups * (stop - start) * (high - low) * dtype.itemsize
         at_once = max(1, _SCORES_BYTES // scores_bytes)
         rows_at_once = max(1, at_once // heads)
@@ -289,7 +291,8 @@ def _pairs(x_rkGnH: Tensor) -> Tensor:
 def _keys(x_BKsH: Tensor, block: ScoreBlock) -> Tensor:
     """Return the keys of a block as a view (P, m, H).
 
-    No copy is needed, because the pairs of a block (row and key-value head) are entire rows, or heads of one row.
+    No copy is needed, because the pairs of a block (row and key-value head) are entire rows,
+    or heads of one row.
     """
     x_rkmH = x_BKsH[block.keys]
     return x_rkmH.view(-1, *x_rkmH.shape[2:])

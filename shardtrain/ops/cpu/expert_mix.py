@@ -129,8 +129,8 @@ class Places:
         self._rows_of_batch = [batch.experts * batch.size for batch in self.batches]
         self.num_places = sum(self._rows_of_batch)
 
-        # Find the position of each row, and the token at each position. The token of padding is one after
-        # the last. PyTorch sorts one-byte integers in a fifth of the time.
+        # Find the position of each row, and the token at each position. Padding has the number after the last
+        # token. PyTorch sorts one-byte integers in a fifth of the time.
         if num_experts <= 256:
             expert_R = expert_R.to(torch.uint8)
         sorted_R = expert_R.argsort(stable=True)
@@ -239,9 +239,9 @@ def one_by_one(counts: list[int], least: int) -> list[ExpertBatch]:
 def batches(counts: list[int], least: int) -> list[ExpertBatch]:
     """Group experts, sorted by size, into batches with the least total cost.
 
-    The cost of a batch is its padded number of rows plus the overhead of a call (``_CALL_ROWS``). The number of
-    experts in a batch is a power of two, to limit the number of different shapes. The size of a batch is that of its
-    largest expert, rounded up unless ``least`` is 0.
+    The cost of a batch is its padded number of rows plus the overhead of a call (``_CALL_ROWS``). The
+    number of experts in a batch is a power of two, to limit the number of different shapes. The size of a
+    batch is the size of its largest expert, rounded up unless ``least`` is 0.
 
     >>> [(batch.experts, batch.size) for batch in batches([3, 4, 4, 5, 800], 4)]
     [(4, 8), (1, 800)]
@@ -327,7 +327,7 @@ class _Mix(torch.autograd.Function):
             dw2_EDF = places.out_of_order(
                 places.weight_gradient(gradient_PD, hidden_PF * weights_P.unsqueeze(1))
             )
-        # Rows of width D take most of the memory. Free them before the next ones are allocated.
+        # Rows of width D take most of the memory. Free them before the next rows are allocated.
         del gradient_PD
         dhidden_PF.mul_(weights_P.unsqueeze(1))
 

@@ -84,7 +84,8 @@ def use(model: nn.Module) -> None:
             module.__class__ = OneDnnLinear
 
 
-# A custom operation, which compilers call as it is. They cannot lower the operator that it calls.
+# Register a custom operation, which compilers call without changes.
+# They cannot lower the operator that it calls.
 @torch.library.custom_op("shardtrain::onednn_product", mutates_args=())
 def _product(x_xI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return _linear(x_xI, weight_OI, bias_O)

@@ -24,7 +24,7 @@ Zeros pad fewer rows: the kernel reads 21 GB/s with 4 to 6 rows, and 15 GB/s wit
 _SMALLEST_NUMEL = {torch.bfloat16: 1 << 18, torch.float32: 1 << 20}
 """Minimum elements of a weight.
 
-For smaller ones, the call of oneDNN (15 microseconds) takes longer than it saves.
+For smaller weights, the call of oneDNN (15 microseconds) takes longer than it saves.
 """
 _PAYS_AFTER_PASSES = 32
 """Number of forward passes after which packing has saved time.
@@ -73,7 +73,8 @@ def is_available(dtype: torch.dtype) -> bool:
 
 
 def use_where_it_pays(model: nn.Module, passes: int, rows: int) -> bool:
-    """Pack the weights of a model if that saves time for a number of forward passes. True if weights were packed.
+    """Pack the weights of a model if that saves time for a number of forward passes.
+    True if weights were packed.
 
     Packing does not help a single row in float32. Only models of this package are packed, because other
     models may read the weights of their linear layers.
@@ -88,7 +89,7 @@ def use(model: nn.Module) -> bool:
     """Pack the weights of large plain linear layers on a CPU, in place. True if weights were packed.
 
     Only dtypes with a measured speedup on this machine are packed. Each weight is freed before the next
-    one is packed, unless another module such as an embedding shares it.
+    weight is packed, unless another module such as an embedding shares it.
     """
     names = {torch.bfloat16: "packed_linear", torch.float32: "packed_linear_float32"}
     dtypes = {dtype for dtype, name in names.items() if chosen_kernels.chosen().uses(name)}

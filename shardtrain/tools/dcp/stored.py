@@ -399,7 +399,7 @@ def _state(value: Any, name: str, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Made) or str(value.name) != name:
         class_name = name.rpartition(".")[2]
         raise CheckpointError(
-            f"{where} has something else instead of a {class_name}; use another one"
+            f"{where} has something else instead of a {class_name}; use another checkpoint"
         )
     state = value.state
     # The state of a frozen dataclass with slots is a pair of its dict and its slots.
@@ -412,25 +412,29 @@ def _state(value: Any, name: str, where: str) -> Mapping[str, Any]:
 
 def _dict(value: Any, where: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where} has no table of tensors; use another one")
+        raise CheckpointError(f"{where} has no table of tensors; use another checkpoint")
     return value
 
 
 def _list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise CheckpointError(f"{where} has a tensor without a list of its parts; use another one")
+        raise CheckpointError(
+            f"{where} has a tensor without a list of its parts; use another checkpoint"
+        )
     return value
 
 
 def _size(value: Any, where: str) -> tuple[int, ...]:
     """Return the numbers of a pickled torch.Size."""
     if not isinstance(value, Made) or str(value.name) != "torch.Size":
-        raise CheckpointError(f"{where} has something else instead of a shape; use another one")
+        raise CheckpointError(
+            f"{where} has something else instead of a shape; use another checkpoint"
+        )
     # torch.Size is called with one tuple.
     counts: Any = None
     if len(value.arguments) == 1:
         counts = value.arguments[0]
     is_sequence = isinstance(counts, tuple | list)
     if not is_sequence or len(counts) > MAX_DIMS or not all(map(_is_count, counts)):
-        raise CheckpointError(f"{where} has an invalid shape; use another one")
+        raise CheckpointError(f"{where} has an invalid shape; use another checkpoint")
     return tuple(counts)

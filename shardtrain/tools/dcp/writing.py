@@ -71,7 +71,7 @@ def to_dcp(
     for file in stored.files:
         damage = files.find_damage(checkpoint, file)
         if damage:
-            raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another one")
+            raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another checkpoint")
     model_name = str(model["name"])
     module = models.find(model_name)
     norm = str(model.get("norm_type") or "rmsnorm")

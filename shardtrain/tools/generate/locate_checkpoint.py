@@ -127,7 +127,7 @@ def find_checkpoint(path: Path, config: Config, step: str | None = None) -> Chos
         choice.reject_step(step, path)
         stored, damage = verify(path)
         if stored is None:
-            raise CheckpointError(f"{damage}; use another one")
+            raise CheckpointError(f"{damage}; use another checkpoint")
         return ChosenCheckpoint(path, stored)
     of_run = folder_of(str(path), config.checkpoint.folder)
     for folder in (path, of_run):

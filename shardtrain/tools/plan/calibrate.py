@@ -45,7 +45,7 @@ class Calibrated:
 def learn(folder: Path, device: Device) -> Calibrated:
     """Read a run's configuration and step times, and scale the device.
 
-    The step time is the median of the later half of the logged steps, because the first ones
+    The step time is the median of the later half of the logged steps, because the first steps
     compile and warm up.
 
     Raises:
@@ -79,7 +79,7 @@ def learn(folder: Path, device: Device) -> Calibrated:
                 where="command line",
             )
         )
-    # The number of devices is the last logged rate of all devices divided by that of one device.
+    # The number of devices is the last logged rate of all devices divided by the rate of one device.
     total_rate, device_rate = rates[-1]
     world_size = max(1, round(total_rate / device_rate))
     # Compare the measured time of a step with the planned one.
@@ -152,8 +152,8 @@ def learn_report(path: Path, device: Device) -> Measured:
     if not flops or not all(map(_is_rate, measured_rates)):
         raise wrong("has impossible rates")
 
-    # A report about another known device is a mistake. A device without a row in the file may be
-    # the planned one.
+    # A report about another known device is a mistake. But a device without a row in the file may be
+    # the planned device.
     reported = devices.find(name)
     if rates.get("type") == "cpu":
         reported = "cpu"
@@ -186,7 +186,7 @@ def _with_rates(
         raise wrong(
             f"measured products in {', '.join(flops)}, for which the row of {device.name} has no peak",
         )
-    # The planned rate of matrix products, relative to the measured one.
+    # Compute the planned rate of matrix products, relative to the measured rate.
     dtype = dtypes[0]
     rate = flops[dtype]
     if device.is_cpu:

@@ -82,8 +82,9 @@ class GatheredBytes:
         self.most += unit.last_layer * compute * copies_of_last_layer
 
     def _set_freed(self, unit: _Units, job: PlannedJob) -> None:
-        """Set the bytes if weights are freed after their forward, so at most two layers are gathered: the
-        one in use and the prefetched one.
+        """Set the bytes if weights are freed after their forward.
+
+        At most two layers are then gathered: the layer in use and the prefetched layer.
         """
         compute = job.compute_width
         reduce = job.reduce_width
@@ -180,5 +181,5 @@ def _gradient_shards(parameters: Iterable[ParameterShape], job: PlannedJob) -> i
 
 
 def _reduced(gradient: int, ranks: int) -> int:
-    """Return the elements of a gradient during its reduction: the unreduced one and the resulting shard."""
+    """Return the elements of a gradient during its reduction: the unreduced gradient and the resulting shard."""
     return gradient + gradient // ranks

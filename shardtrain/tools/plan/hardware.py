@@ -30,7 +30,7 @@ _LARGEST = {
     "devices_per_link": 100_000,
     "flops": 1e18,
 }
-"""Largest plausible value of each key. A larger one has a wrong unit."""
+"""Largest plausible value of each key. A larger value has a wrong unit."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,10 @@ class Device:
 
 
 def find(name: str, option: str = "--device") -> Device:
-    """Return a known device, or the only one of a TOML file. ``option`` is where the name was given.
+    """Return a known device, or the only device in a TOML file. ``option`` is the option with the name.
 
     Raises:
-        ConfigError: the name is unknown (with the known ones and how to add one), or a number is impossible.
+        ConfigError: the name is unknown (the message lists the known names), or a number is impossible.
     """
     links = devices.table()["links"]
     if name.endswith(".toml"):
@@ -159,7 +159,7 @@ def find(name: str, option: str = "--device") -> Device:
                     option,
                     name,
                     rule=f"has {len(rows)} tables [devices.NAME]",
-                    fix="write exactly one, as in docs/plan.md",
+                    fix="write exactly one table, as in docs/plan.md",
                 )
             )
         ((own_name, row),) = rows.items()

@@ -181,7 +181,7 @@ def of_config(
     is_default_task = config.task.name == Task().name
     is_at_head = is_native and precision.has_plain_head and has_full_head and is_default_task
 
-    # Ring attention, unless one of the options says otherwise.
+    # Ring attention is the default method.
     cp_method: Literal["allgather", "ring", "ulysses"] = "ring"
     if parallelism.context_parallel_method == "ulysses":
         cp_method = "ulysses"
@@ -253,7 +253,7 @@ def _uncounted(config: Config) -> list[str]:
 
 
 def _schedule(parallelism: Parallelism) -> tuple[str, list[str]]:
-    """Return the pipeline schedule of the plan, and notes if it is not the configured one."""
+    """Return the pipeline schedule of the plan, and notes if it differs from the configured schedule."""
     name = parallelism.pipeline_parallel_schedule
     name = stages.schedule_name(name) or name
     if name not in stages.FROM_CSV or parallelism.pipeline_parallel_degree < 2:

@@ -59,7 +59,7 @@ def norm_bytes(numel: int, rows: int, job: PlannedJob, kernels: Kernels, layer_n
 
 
 def _is_fused_norm(numel: int, job: PlannedJob, kernels: Kernels) -> bool:
-    """True if an RMSNorm saves only its input. Small or compiled ones on a CPU save more."""
+    """True if an RMSNorm saves only its input. Small or compiled norms on a CPU save more."""
     if kernels == "cuda":
         return True
     return kernels == "cpu by rows" and not job.fused and numel >= rms_norm.SMALLEST_NUMEL
@@ -221,10 +221,12 @@ def _recurrence_bytes(
     within_blocks = tokens * BLOCK * (5 * value_heads + 3 * key_heads)
     numel = 10 * keys + 9 * values + 4 * keys_of_values + 2 * states + within_blocks
     if job.cp > 1:
-        # The map S_out = A S_in + B from incoming to outgoing state: A and B per block, and their terms per token.
+        # The map S_out = A S_in + B from incoming to outgoing state: A and B per block,
+        # and their terms per token.
         maps = states * shape.key_dim // shape.value_dim
         numel += values + keys_of_values + states + maps
-    # The norm of the output, its gate in float32, and their product. Gates of a head are a few numbers per token.
+    # The norm of the output, its gate in float32, and their product.
+    # Gates of a head are a few numbers per token.
     gates_of_heads = tokens * value_heads
     numel += 3 * values + 8 * gates_of_heads
     output_norm = norm_bytes(values, gates_of_heads, job, kernels, False)
@@ -329,7 +331,8 @@ def _expert_bytes(
     if experts.biased:
         # Sums with three biases, and a gate of several operations (models/gpt_oss.py).
         saved += input_bytes + 2 * hidden_bytes
-    # The router's float32 scores of each token, and three int64 and three float32 numbers for each routed row.
+    # The router's float32 scores of each token,
+    # and three int64 and three float32 numbers for each routed row.
     saved += tokens * experts.count * 4 + rows * (8 * 3 + 4 * 3)
     # Gradients of the matmul outputs, and of the rows before and after sorting, and after the exchange of ep.
     copies_of_rows = 3 if job.ep > 1 else 2

@@ -24,7 +24,7 @@ UNFUSED_MATMUL_SHARE = 0.7
 SCORE_PASSES = 5
 """Passes over the attention scores without a fused kernel."""
 HALF_SIZE = 96
-"""Dimension of a product that reaches half of the rate of a large one."""
+"""Dimension of a product that reaches half of the rate of a large product."""
 STREAM_PASSES = 20.0
 """Reads and writes of a layer's residual stream in forward, with one kernel per operation."""
 HIDDEN_PASSES = 5.0
@@ -81,8 +81,8 @@ def layer_pass(layer: Layer, job: PlannedJob, device: Device, dim: int) -> Layer
     tokens = job.local_tokens
     stream_tokens = tokens // job.tp if job.split_sequence else tokens
 
-    # Matrix products. Selective recomputation keeps the output of every second one, and a frozen weight needs
-    # no product for its gradient.
+    # Count matrix products. Selective recomputation keeps the output of every second product, and a frozen
+    # weight needs no product for its gradient.
     matmul = 0.0
     kept = 0.0
     frozen = 0.0

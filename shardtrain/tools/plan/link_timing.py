@@ -83,12 +83,13 @@ def ring_seconds(device: Device, ranks: int, stride: int) -> float:
     """
     if device.is_cpu:
         return device.link.latency_seconds
-    # A ring passes each node once, so it has one hop per node over the network. The other hops are within a node.
+    # A ring passes each node once, so it has one hop per node over the network.
+    # The other hops are within a node.
     per_node = min(ranks, max(1, device.linked // stride))
     hops_between_nodes = ranks // per_node if ranks > per_node else 0
     hops_within_nodes = ranks - max(1, hops_between_nodes)
     network_seconds = hops_between_nodes * device.network.latency_seconds
-    # ``latency_seconds`` is that of a collective. A single hop over a link takes half of it.
+    # ``latency_seconds`` is the latency of a collective. A single hop over a link takes half of it.
     link_seconds = hops_within_nodes * device.link.latency_seconds / 2
     return network_seconds + link_seconds
 

@@ -56,7 +56,7 @@ def _planned_style(path: str, plan: Mapping[str, str]) -> str:
 
 
 def outside_blocks(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the paths of the modules with parameters before the blocks (the embeddings), and of those after them."""
+    """Return the paths of the modules with parameters before the blocks (embeddings), and after the blocks."""
     first = []
     last = []
     for path, module in model.named_modules():

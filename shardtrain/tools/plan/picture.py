@@ -111,7 +111,7 @@ def _memory(plan: Plan, width: int) -> Iterator[str]:
     share = plan.peak_bytes / capacity
     yield f"  {'sum':<{label}}{total:>12}  {share:.0%} of {format_bytes(capacity)}"
 
-    # A bar per rank, at most _MOST_RANKS: the first and the last ones.
+    # Draw a bar per rank. If there are more than _MOST_RANKS, draw the first and the last ranks.
     shown = plan.ranks
     num_hidden = len(plan.ranks) - _MOST_RANKS
     if num_hidden > 0:

@@ -232,12 +232,12 @@ def _orders(job: PlannedJob) -> Sequence[Sequence[Action]]:
 
 
 def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
-    """Return the largest sequence length, micro-batch and number of layers that fit if only that
-    option changes.
+    """Return the largest sequence length,
+    micro-batch and number of layers that fit if only this option changes.
 
     A value is 0 if nothing fits, and exact to 1 %. Sequence lengths are multiples of 128 per rank
-    that shares a sequence. The number of layers is missing with a pipeline; added layers are copies
-    of the last one.
+    that shares a sequence. The number of layers is missing with a pipeline. Added layers are copies
+    of the last layer.
     """
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
@@ -386,7 +386,7 @@ def _fixes(model: ModelShape, job: PlannedJob, device: Device, config: Config) -
         fixes.append(f"{change.text}: {memory}, {change.plan.tps:,.0f} tokens/s/device")
     if fixes:
         return fixes
-    # No single change fits. Suggest those that come closest.
+    # No single change fits. Suggest the changes that come closest.
     changes.sort(key=lambda change: change.plan.peak_bytes)
     for change in changes[:3]:
         memory = format_bytes(change.plan.peak_bytes)
@@ -401,7 +401,7 @@ def _changes(model: ModelShape, job: PlannedJob, device: Device, config: Config)
     for text, changed in _changed_jobs(model, job, device, config):
         changes.append(_Change(text, of_job(model, changed, device, kernels)))
 
-    # More devices: the smallest multiple that fits, or else the largest.
+    # Try more devices: the smallest multiple that fits, or else the largest multiple.
     for times in (2, 4, 8, 16, 32):
         changed = replace(job, dp_shard=job.dp_shard * times)
         plan = of_job(model, changed, device, kernels)

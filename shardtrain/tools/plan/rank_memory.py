@@ -121,7 +121,7 @@ def of_rank(
         all_parameters = parameters_by_stage[0]
         parameters_by_stage = [[one for one in all_parameters if one.style != "head"]]
 
-    # Parameters, with the low-bit copies of frozen ones, then optimizer states and gradients.
+    # Add up parameters, with the low-bit copies of frozen parameters, then optimizer states and gradients.
     parameters = 0
     trained_parameters: list[ParameterShape] = []
     for stage_parameters in parameters_by_stage:
@@ -288,7 +288,7 @@ def _in_pipeline(
         waiting = {index: stage.waiting for index, stage in bytes_by_stage.items()}
         total, _, later = schedule.most_kept(total_by_stage, order, waiting)
 
-    # Gathered weights are those of the moment. If FSDP never frees them, they are all weights of
+    # Count the weights that are gathered at this moment. If FSDP never frees them, these are all weights of
     # all stages.
     frees_gathered = job.fsdp and job.frees_gathered
     all_gathered = 0

@@ -41,11 +41,11 @@ class Timeline:
 def orders(
     schedule: str, degree: int, num_stages: int, num_microbatches: int, recomputes: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each pipeline rank in a step, as PyTorch's schedule lists them. Empty
-    for one rank.
+    """Return the actions of each pipeline rank in a step, as PyTorch's schedule lists them.
+    Empty for one rank.
 
-    With ``recomputes``, gradients of weights are computed together with those of inputs, whatever
-    the schedule.
+    With ``recomputes``, gradients of weights are computed together with gradients of inputs in every
+    schedule.
     """
     if degree == 1:
         return ()
@@ -198,7 +198,7 @@ def simulate(
 ) -> Timeline:
     """Run the actions of all ranks as early as their inputs allow.
 
-    A forward needs the forward of the stage before it, and a backward that of the stage after it.
+    A forward needs the forward of the previous stage, and a backward needs the backward of the next stage.
 
     Args:
         order: Actions of each rank.

@@ -1,9 +1,9 @@
-"""``plan --search``: rank every legal mesh, schedule, recompute mode and micro-batch with the same
-tokens per step.
+"""``plan --search``: rank every legal mesh, schedule,
+recompute mode and micro-batch with equal tokens per step.
 
-All candidates are estimated by formulas. The best are planned again with a simulated pipeline and
-checked by the rules of ``train``. Candidates that fit are ranked by tokens per second, and of
-equally fast ones, the one with less memory is first.
+All candidates are estimated by formulas. The best candidates are planned again with a simulated pipeline and
+checked by the rules of ``train``. Candidates that fit are ranked by tokens per second. If two are equally
+fast, the candidate with less memory comes first.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class _Estimate(NamedTuple):
 
 
 def _global_batch(config: Config, world_size: int) -> int:
-    """Return the sequences per step, as configured, or those of the configured mesh on these devices."""
+    """Return the sequences per step: as configured, or the default of the configured mesh on these devices."""
     if config.training.global_batch_size != -1:
         return config.training.global_batch_size
     shards = max(1, world_size // derived.other_degrees(config))
@@ -182,8 +182,8 @@ def _global_batch(config: Config, world_size: int) -> int:
 def _peak_bytes(model: ModelShape, job: PlannedJob, device: Device, kernels: Kernels) -> int:
     """Estimate the peak memory of the fullest rank.
 
-    Of a pipeline, only the first and the last rank can need the most memory: the first has most
-    micro-batches in flight, the last has the logits.
+    In a pipeline, only the first or the last rank can need the most memory. The first rank has most
+    micro-batches in flight, and the last rank has the logits.
     """
     peak = 0
     for place in {0, job.pp - 1}:
@@ -379,9 +379,9 @@ def _lines_of_none(closest: Ranked | None) -> list[str]:
     needed = format_bytes(plan.peak_bytes)
     excess = format_bytes(max(0, plan.peak_bytes - plan.device.memory_bytes))
     return [
-        f"none fits; the closest needs {needed}, {excess} too much:",
+        f"no candidate fits; the closest one needs {needed}, {excess} too much:",
         f"  {closest.name()}",
-        "more devices (--gpus) or larger ones (--device) would help",
+        "more devices (--gpus) or larger devices (--device) would help",
     ]
 
 

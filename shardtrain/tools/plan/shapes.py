@@ -100,12 +100,13 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class RecurrenceShape:
-    """A recurrence with a matrix as state, in place of attention.
+    """A recurrence with a matrix as state, instead of attention.
 
     Attributes:
         block: Name of the module in the layer that has its linears.
         key_heads, value_heads: Numbers of heads, before tensor parallelism.
-        key_dim, value_dim: Features of a key and of a value. A state has ``key_dim`` rows and ``value_dim`` columns.
+        key_dim, value_dim: Features of a key and of a value.
+            A state has ``key_dim`` rows and ``value_dim`` columns.
     """
 
     block: str
@@ -150,8 +151,8 @@ class Layer:
         head_norms: Queries and keys are normalized per head.
         unit_norms: These norms have no weights.
         experts: The mixture of experts, if any.
-        recurrence: The recurrence, if the layer has one instead of attention. ``heads`` are then those of values, and
-            ``kv_heads`` those of keys.
+        recurrence: The recurrence, if the layer has one instead of attention. ``heads`` are then those of
+            values, and ``kv_heads`` those of keys.
         low_bits_bytes: Bytes of frozen weights in the dtype lora.base_dtype.
         tower: The sequences of a layer of a vision tower. None for a layer that processes the tokens.
         restored_numel: Elements of the largest of these weights, which is restored to the compute dtype.

@@ -145,7 +145,7 @@ def _head_moments(
     moments = []
     before = kept + head.norm
     if job.tp > 1 and not job.loss_parallel:
-        # The columns of this rank, those of all ranks, and a copy in the right order.
+        # The columns of this rank, the columns of all ranks, and a copy in the right order.
         copies = head.logits // job.tp + 2 * head.logits
         moments.append(Moment("gathering the logits", before + copies, buffers.loss))
     of_loss = 2 * head.logits + head.chunk + head.products
@@ -190,14 +190,14 @@ def _head_bytes(model: ModelShape, job: PlannedJob, stream: int, kernels: Kernel
 
     logits = tokens * columns * width
     if job.loss == "whole":
-        # A float32 copy, its log-softmax and its gradient. The compiler needs one less.
+        # A float32 copy, its log-softmax and its gradient. Compiled code needs one copy less.
         num_copies = 2 if job.fused else 3
         chunk = tokens * columns * 4 * num_copies
         return _HeadBytes(norm, logits, chunk, products=0)
     saved_by_chunks = saved_bytes(tokens, model.dim, model.vocab, width)
     if job.loss == "at head" and saved_by_chunks >= WORTH_IT_BYTES:
-        # Each chunk of logits gives the gradients of the head's weight and input immediately and is
-        # then freed.
+        # The gradients of the head's weight and input are computed immediately for each chunk of logits.
+        # The chunk is then freed.
         logits_per_chunk = rows_of_chunk(tokens, model.vocab) * columns
         weight_gradient = 0
         if trained(model.last):
@@ -252,8 +252,8 @@ def _waiting_bytes(model: ModelShape, job: PlannedJob, index: int) -> int:
 
 
 def _waiting_features(layer: Layer, job: PlannedJob) -> int:
-    """Return a number of features per token: those of the outputs of a layer's linears, plus those of
-    the inputs and outputs of its norms.
+    """Return the number of features per token in the outputs of a layer's linears, and in the inputs and
+    outputs of its norms.
     """
     norms = 0
     for parameter in layer.parameters:

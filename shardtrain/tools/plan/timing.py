@@ -90,13 +90,14 @@ def of_step(
     for index in range(len(job.stages)):
         forward[index], backward[index] = _stage(model, job, device, index)
 
-    # Costs of all micro-batches. A pipeline counts those of the busiest rank and its bubble.
+    # Add up the costs of all micro-batches. In a pipeline, count the busiest rank and its bubble.
     send_seconds = _send_seconds(model, job, device)
     bubble = 0.0
     if job.pp == 1:
         costs = _costs_of_stages([0], forward, backward, job)
     elif orders is None:
-        # Estimate by a formula: the time of the busiest rank, and the share of it that is the pipeline bubble.
+        # Estimate by a formula: the time of the busiest rank,
+        # and the share of it that is the pipeline bubble.
         busiest = _busiest_rank(backward, job)
         costs = _costs_of_stages(job.stages_of_rank(busiest), forward, backward, job)
         stages_per_rank = len(job.stages_of_rank(0))
@@ -241,7 +242,7 @@ def _once_a_step(
 ) -> dict[str, float]:
     """Return the seconds of work that happens once per step: reducing gradients, casts, and the optimizer.
 
-    ``costs`` are those of all micro-batches.
+    ``costs`` are the costs of all micro-batches.
     """
 
     def num_elements(rank: int) -> int:
@@ -356,7 +357,7 @@ def _gather_seconds(model: ModelShape, job: PlannedJob, device: Device, index: i
     ranks = job.dp_shard * job.cp
     if ranks == 1 and not device.is_cpu:
         return 0.0
-    # In float8, the weights of layers have one byte per element. Embedding and head stay as they are.
+    # In float8, the weights of layers have one byte per element. Embedding and head do not change.
     size = float(_elements(model, job, index) * job.compute_width)
     if job.float8_gather:
         saved_per_element = job.compute_width - 1

@@ -10,7 +10,8 @@ name the cause.
 - ``certificate`` varies everything else that must not change a number, and writes the proof to a file.
 - ``precision`` compares in the run's own precision, with ``rounding_noise``, ``module_rounding`` and
   ``update_rounding``.
-- ``compare_recordings`` compares two recordings of any trainers, with ``recordings`` and ``recorded_differences``.
+- ``compare_recordings`` compares two recordings of any trainers,
+  with ``recordings`` and ``recorded_differences``.
 
 Torch is imported only before ranks start.
 """
@@ -110,7 +111,8 @@ def main(words: Sequence[str]) -> int:
 def _probe_in_float32(task: VerifyTask, folder: Path) -> tuple[VerifyTask, list[str]]:
     """Test the model itself in float32.
 
-    If the meshes run in the model's own precision, its casts are off here. The comparison of meshes covers them.
+    If the meshes run in the model's own precision, its casts are off here.
+    The comparison of meshes covers them.
     """
     from shardtrain.tools.verify import casts
 
@@ -345,7 +347,7 @@ def probe(
 def verify(task: VerifyTask, trainer: Trainer, folder: Path) -> list[MeshResult]:
     """Train on one process, then on each mesh. Return the result of each mesh.
 
-    In the run's own precision, the first row is that of one process.
+    In the run's own precision, the first row is for one process.
     """
     if task.own is not None:
         from shardtrain.tools.verify import precision

@@ -1,5 +1,4 @@
-"""Compare the numbers of a mesh with those of one process: the largest error of each kind, and the
-first difference.
+"""Compare a mesh with one process: the largest error of each kind of number, and the first difference.
 
 Tolerances: sums in another order differ by about 1e-7 of their size, and by a few times that after some
     layers. The error of a gradient is relative to its norm, or to a twentieth of the norm of all gradients if
@@ -210,9 +209,7 @@ def compare(
 def _is_bitwise_equal(
     expected: Expected, records: Sequence[RankRecord], kind: str, name: str
 ) -> bool:
-    """True if at least one rank has a part of this tensor and all parts are bitwise equal to one
-    process's.
-    """
+    """True if at least one rank has a part of this tensor, and all parts are bitwise equal to one process's."""
     key = f"{kind}/{name}"
     full = expected.whole(kind, name)
     holders = [record for record in records if key in record.parts]

@@ -32,7 +32,7 @@ HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
 )
 """Possible causes of a wrong gradient, in the order of the tests.
 
-The first one that explains all ranks is reported.
+The first cause that explains all ranks is reported.
 """
 OF_LOSS: tuple[Callable[[Evidence], str | None], ...] = (
     loss_causes.counted_columns,
@@ -179,11 +179,10 @@ def _explain_norm(e: Evidence) -> str:
         if _explains_norms(e, vector_norms):
             return (
                 f"norm not reduced over {axis} for tensors of one dimension, such as biases and attention sinks: "
-                "each rank counts only its own parts of them; the gradients agree"
+                "each rank counts only its own parts; the gradients agree"
             )
 
-    # A superfluous all-reduce over an axis counts replicas several times: those along the axis, or
-    # all tensors.
+    # A superfluous all-reduce over an axis counts replicas along the axis several times, or all tensors.
     for axis in e.axes:
         squares_of_places = 0.0
         for place in range(e.sizes[axis]):
@@ -192,7 +191,7 @@ def _explain_norm(e: Evidence) -> str:
         squares_of_all = e.sizes[axis] * _norm_of(e.records, prefix) ** 2
         for squares in (squares_of_places, squares_of_all):
             if _explains_norms(e, [math.sqrt(squares)] * len(e.records)):
-                return f"norm counts whole tensors once for each rank of axis {axis}; the gradients agree"
+                return f"norm counts replicated tensors once for each rank of axis {axis}; the gradients agree"
     mine = e.records[0].norms[step]
     theirs = e.expected.total(step)
     return (
@@ -224,7 +223,7 @@ def _norm_of(records: Sequence[RankRecord], prefix: str, without: Collection[str
 
 
 def _explains_norms(e: Evidence, norms: Sequence[float]) -> bool:
-    """True if each rank has the predicted norm, and not all predicted norms are that of one process."""
+    """True if each rank has the predicted norm, and at least one predicted norm differs from one process's."""
     step = e.first.step
     for norm, record in zip(norms, e.records, strict=True):
         if not _is_close(norm, record.norms[step]):

@@ -134,7 +134,7 @@ class Evidence:
         ]
 
     def explains(self, name: str, candidate: Callable[[RankRecord], Tensor | None]) -> bool:
-        """True if each rank's gradient is the one that a hypothesis predicts, and one process's is not.
+        """True if each rank's gradient is as a hypothesis predicts, and one process's gradient is not.
 
         ``candidate`` returns the predicted full gradient of a rank, or None if it is unknown.
         """
@@ -155,7 +155,7 @@ class Evidence:
         return self.explains(name, lambda _: candidate)
 
     def explains_loss(self, candidate: float, tolerance: float) -> bool:
-        """True if the mesh's loss is the one that a hypothesis predicts, and the loss of one process is not.
+        """True if the mesh's loss is as a hypothesis predicts, and the loss of one process is not.
 
         ``tolerance`` is relative for losses above 1, and absolute otherwise.
         """
@@ -228,7 +228,7 @@ class Evidence:
         """Return the positions of one cp rank's part of the sequence."""
         size = self.size("cp")
         # With balancing, a rank has one chunk from each end, because late tokens attend to more
-        # tokens than early ones.
+        # tokens than early tokens.
         if size > 1 and self.records[0].facts["balanced"]:
             length = self.tokens // (2 * size)
             chunks = [part, 2 * size - 1 - part]

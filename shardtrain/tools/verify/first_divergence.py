@@ -81,9 +81,9 @@ def first_backward_difference(e: Evidence) -> str:
     path, rank = culprit
     place = (
         f"the backward pass first differs on rank {rank} in {_described(e, path)}: "
-        "the gradient of its output agrees, that of its inputs does not"
+        "the gradient of its output agrees, but the gradient of its inputs does not"
     )
-    # On a mesh the attention core differs from that of one process only by the exchange over cp.
+    # On a mesh, the attention core differs from the core of one process only by the exchange over cp.
     if path and e.layout.context and matches(path, e.layout.context) and e.size("cp") > 1:
         return f"attention over the parts of cp loses or repeats gradients in its exchange; {place}"
     if e.config.activation_checkpoint.mode != "none":
@@ -94,9 +94,10 @@ def first_backward_difference(e: Evidence) -> str:
 
 
 def _module_with_another_input(e: Evidence, outer: str) -> str:
-    """Return a module in ``outer`` whose weight has a wrong gradient from a correct input and output gradient, or "".
+    """Return a module in ``outer`` whose weight has a wrong gradient from a correct input
+    and output gradient, or "".
 
-    The gradient of a weight is computed from these two. So the input in backward is not that of the forward pass.
+    The gradient of a weight is computed from these two. So backward has used another input than forward.
     """
     calls = e.expected.record.facts["calls"]
     for number, path in enumerate(calls):
@@ -140,8 +141,8 @@ def _first(
     if not culprits:
         return None
 
-    # Of nested modules, the inner one is the culprit. The path of the model itself, which contains all
-    # modules, is "".
+    # If modules are nested, the innermost one is the culprit. The path of the model itself, which contains
+    # all modules, is "".
     _, rank, path = min(culprits)
     while inner := [other for other in culprits if _is_inside(other[2], path)]:
         _, rank, path = min(inner)
@@ -157,14 +158,14 @@ def _described(e: Evidence, path: str) -> str:
 
 
 def _is_inside(path: str, outer: str) -> bool:
-    """True if a module is a submodule of another one."""
+    """True if a module is a submodule of another module."""
     if path == outer:
         return False
     return not outer or path.startswith(f"{outer}.")
 
 
 def _moved_layer(e: Evidence) -> str | None:
-    """Describe a layer whose input is that of another layer on one process, or return None."""
+    """Describe a layer whose input equals the input of another layer on one process, or return None."""
     expected_calls = e.expected.record.facts["calls"]
     layers = []
     for path in expected_calls:
@@ -195,9 +196,10 @@ def _moved_layer(e: Evidence) -> str | None:
 
 
 def _agree(e: Evidence, record: RankRecord, mine: str, theirs: str) -> bool | None:
-    """True if all comparable tensors under the key ``mine`` agree with those under ``theirs`` of one process.
+    """True if all comparable tensors under the key ``mine`` agree with one process's
+    tensors under ``theirs``.
 
-    Return None if no tensor is comparable.
+    None if no tensor is comparable.
     """
     agree: bool | None = None
     for key in record.parts:

@@ -1,7 +1,8 @@
 """Compare modules on a mesh with float64, on the inputs and gradients that its ranks recorded.
 
-``module_rounding`` runs on one process, so it does not see code that only a mesh executes. End-to-end tolerances are
-too wide for it. Here, the tensors of the ranks are put together, and these results are computed again in float64:
+``module_rounding`` runs on one process, so it does not see code that only a mesh executes. End-to-end
+tolerances are too wide for it.
+Here, the tensors of the ranks are put together, and these results are computed again in float64:
 
 - attention cores under cp: output, and gradients of queries, keys and values
 - router logits and norms: outputs
@@ -28,7 +29,7 @@ from shardtrain.tools.verify.rounding_limits import LEAST, deviation, distance
 from shardtrain.tools.verify.verify_rank import RankRecord, model_of
 
 MORE_THAN_ONE_PROCESS = 1.6
-"""Allowed error of a core on a mesh, divided by that of the core of one process in the same dtype."""
+"""Allowed error of a core on a mesh, divided by the error of one process's core in the same dtype."""
 RESULTS = ("output", "gradient of queries", "gradient of keys", "gradient of values")
 SEQUENCE_DIM = 1
 """Dimension of tokens in the tensors of a core, (B, T, N, H), unless it has heads first."""
@@ -102,7 +103,7 @@ class GatheredModules:
     def _judged(
         self, path: str, what: str, actual: Tensor, plain: Tensor, exact: Tensor
     ) -> Iterator[Excess]:
-        """Compare the error of a result with that of the core of one process on the same inputs."""
+        """Compare the error of a result with the error of one process's core on the same inputs."""
         error = distance(actual.double(), exact)
         of_rounding = deviation(exact.to(self._compute), exact, 1, False, self._compute)
         allowed = max(MORE_THAN_ONE_PROCESS * distance(plain.double(), exact), of_rounding.allowed)
@@ -122,7 +123,7 @@ class GatheredModules:
     def _gathered(
         self, path: str, records: Sequence[RankRecord], side: str, kind: str
     ) -> Tensor | None:
-        """Put the parts of a tensor together: heads of tp ranks, and tokens of cp ranks. None if one is missing."""
+        """Join the parts of a tensor: heads of tp ranks, and tokens of cp ranks. None if a part is missing."""
         heads_first = bool(getattr(self._submodule(path), "heads_first", False))
         head_dim, token_dim = (1, 2) if heads_first else (2, SEQUENCE_DIM)
         of_cp: dict[int, list[Tensor]] = defaultdict(list)
@@ -229,7 +230,8 @@ class GatheredModules:
 def _run_core(
     core: nn.Module, inputs: Sequence[Tensor], gradient: Tensor | None, dtype: torch.dtype
 ) -> list[Tensor] | None:
-    """Return the output of a core, and the gradients of queries, keys and values if the output has a gradient.
+    """Return the output of a core, and the gradients of queries,
+    keys and values if the output has a gradient.
 
     Return None if a user's core does not run with these inputs.
     """

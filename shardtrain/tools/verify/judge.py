@@ -1,6 +1,4 @@
-"""Judge the records of one mesh: the largest errors, a description of the first difference, and its
-likely cause.
-"""
+"""Judge the records of one mesh: the largest errors, the first difference, and its likely cause."""
 
 from __future__ import annotations
 

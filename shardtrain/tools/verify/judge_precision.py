@@ -1,5 +1,5 @@
-"""Judge the records of a mesh in its own precision: tolerances from simulated rounding, the first difference, and its
-likely cause.
+"""Judge the records of a mesh in its own precision: tolerances from simulated rounding, the first
+difference, and its likely cause.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardtrain.tools.verify.verify_report import BLIND
 FACTOR = 4.0
 """Tolerance divided by the largest effect of simulated rounding."""
 FEW_ELEMENTS = 4.0
-"""Additional tolerance of small tensors: that of a tensor of n elements is multiplied by 1 + FEW_ELEMENTS / sqrt(n)."""
+"""Additional tolerance of small tensors. For n elements, multiply the tolerance by 1 + FEW_ELEMENTS / sqrt(n)."""
 NOISY_RUNS = 3
 """Number of runs with simulated rounding."""
 MAX_TOLERANCE = 0.5
@@ -69,8 +69,8 @@ def judge_precision(
     errors = errors_of(expected, records, steps)
     fields = _summary(errors, allowed)
 
-    # Weights are not compared with the reference here. The update is checked separately below, with this run's
-    # own gradients and states, which needs a smaller tolerance.
+    # Weights are not compared with the reference here. The update is checked separately below, with this
+    # run's own gradients and states, which needs a smaller tolerance.
     wrong = []
     for key, error in errors.items():
         if error > allowed[key] and not key.startswith("weights/"):
@@ -78,7 +78,8 @@ def judge_precision(
     first_step = steps
     if wrong:
         first_step = _step_of(wrong[0])
-    # A wrong update explains later differences, and its message is more precise than that of a gradient.
+    # A wrong update explains later differences,
+    # and its message is more precise than a message about a gradient.
     number = next(update_rounding.wrong_numbers(expected, records, config, steps), None)
     if number is not None and number.step <= first_step:
         return fields | {"first": number.first, "cause": number.cause}
@@ -111,7 +112,7 @@ def tolerances_of(
 
 
 def _references(config: Config, folder: Path) -> tuple[Expected, list[RankRecord]]:
-    """Read the record of the float32 reference, and those of the noisy runs."""
+    """Read the records of the float32 reference and of the noisy runs."""
     layout = models.find(config.model.name).LAYOUT
     expected = Expected(read_record(folder / "reference", 0), layout)
     noisy = []

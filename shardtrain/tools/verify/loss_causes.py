@@ -1,7 +1,7 @@
 """Hypotheses about a wrong loss whose logits agree: its targets, its divisor, or its split vocabulary.
 
-Each function computes the loss that the mesh would have with the fault, from the logits of one process. It returns
-a message if the mesh has exactly that loss, up to rounding, or else None.
+Each function computes the loss that the mesh would have with the fault, from the logits of one process. It
+returns a message if the mesh has exactly that loss, up to rounding, or else None.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ def targets_of_other_parts(e: Evidence) -> str | None:
         logits_BTV = e.shares.logits_BTV.detach()
         loss = float(e.shares.losses_BT(logits_BTV, targets_BT).sum()) / e.batch.num_targets
         if e.explains_loss(loss, CLOSE):
-            return (
-                "targets of another part of the sequence: each rank of cp has those of another rank"
-            )
+            return "targets of another part of the sequence: each rank of cp has the targets of another rank"
     return None
 
 

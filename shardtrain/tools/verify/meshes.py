@@ -1,5 +1,4 @@
-"""Convert mesh arguments such as "tp=2,pp=2" to plans: one configuration per mesh, or the reason
-why it is impossible.
+"""Convert mesh arguments such as "tp=2,pp=2" to plans: one configuration per mesh, or why it is impossible.
 
 Plans are checked by the rules of the configuration before any process starts. This module does not
 import torch.
@@ -219,9 +218,9 @@ def _mesh_text(degrees: Mapping[str, int]) -> str:
 def of_run(loaded: Loaded) -> list[str]:
     """Return meshes of up to 8 ranks that cover each configured kind of parallelism that splits the model.
 
-    The first choice is one mesh with the configured degrees, the second one with their smallest divisors. If
-    that needs too many ranks, each axis gets a separate mesh. An additional mesh has the configured tp
-    degree, because some models do not support that many tensor-parallel ranks.
+    The first choice is one mesh with the configured degrees. The second choice is one mesh with their
+    smallest divisors. If both need too many ranks, each axis gets a separate mesh. An additional mesh has
+    the configured tp degree, because some models do not support that many tensor-parallel ranks.
     """
     parallelism = loaded.config.parallelism
     configured = {}

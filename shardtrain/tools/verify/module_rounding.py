@@ -1,10 +1,12 @@
 """Find modules that round more than their dtype requires, by comparing each module with itself in float64.
 
-1. One process runs one micro-batch in the run's own precision. The inputs and outputs of every module are recorded.
-2. The unsharded model runs in float64, without casts. Before each module, recorded inputs replace the computed ones.
-   After it, recorded outputs do.
+1. One process runs one micro-batch in the run's own precision. The inputs and outputs of every module are
+recorded.
+2. The unsharded model runs in float64, without casts. Before each module, recorded inputs replace the
+   computed inputs. After it, recorded outputs replace the computed outputs.
 
-So each comparison contains the errors of a single module, or of the code of a module between two of its submodules.
+So each comparison contains the errors of a single module,
+or of the code of a module between two of its submodules.
 
 An error is allowed if random rounding of the float64 result explains it (``rounding_limits``):
 
@@ -94,9 +96,9 @@ def check_modules(
     """Check one micro-batch of one process in the precision of ``config``.
 
     Returns:
-        "excess": the results with too large an error, in the order of the forward pass. "outputs": name of the
-            dtype of the first floating-point output of each module, by path. "products": paths of linear layers
-            in 8 bits. "skipped": the reason if the model does not run in float64, or "".
+        "excess": the results with too large an error, in the order of the forward pass. "outputs": name of
+            the dtype of the first floating-point output of each module, by path. "products": paths of
+            linear layers in 8 bits. "skipped": the reason if the model does not run in float64, or "".
     """
     dropout.switch_off()
     runner, layout, vocabulary = _build(config, unit_gain)
@@ -238,9 +240,9 @@ def _check_loss(
 
 
 def _largest_rounding(actual: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Return the largest relative error of an element, and that of one rounding to nearest.
+    """Return the largest relative error of an element, and the error of one rounding to nearest.
 
-    Most elements are small, and those of targets almost equal, so their rounding is not random.
+    Most elements are small, and the elements of targets are almost equal, so their rounding is not random.
     """
     info = torch.finfo(actual.dtype)
     # Subnormal numbers have an absolute error.
@@ -342,7 +344,7 @@ class Replay:
                 # Positions and counts must be equal. Indices of outputs are choices, which may flip.
                 is_equal = bool((actual.double() == exact.double()).all())
                 if what != "output" and not is_equal:
-                    cause = f"integers differ from those of float64: they are cast to {_name(actual)} on the way"
+                    cause = f"integers differ from the float64 result, because they are cast to {_name(actual)}"
                     self.excess.append(Excess(path, what, 1.0, 0.0, cause))
                 continue
             found = deviation(actual, exact, roundings, is_by_row=False, promised=promised)
@@ -429,7 +431,7 @@ def _tensors(structure: Any) -> list[Tensor]:
 
 
 def _replaced(structure: Any, recorded: Sequence[Tensor]) -> Any:
-    """Replace the tensors of a nested structure by recorded ones, in float64. Keep it if they do not fit."""
+    """Replace the tensors of a nested structure by recorded tensors in float64. Keep it if they do not fit."""
     shapes = [leaf.shape for leaf in _tensors(structure)]
     if shapes != [tensor.shape for tensor in recorded]:
         return structure

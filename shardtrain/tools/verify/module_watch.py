@@ -96,7 +96,7 @@ class ModuleWatch:
                 '"embed"'
             )
         if style is None:
-            return f"{where}, which has no style in LAYOUT.tensor; give one to it or to a module that contains it"
+            return f"{where}, which has no style in LAYOUT.tensor; add a style for it or for a module that contains it"
         if "mixed torch.Tensor and DTensor" in error:
             return (
                 f"{where}: a gathered tensor is a DTensor, but the output of a linear is a plain "

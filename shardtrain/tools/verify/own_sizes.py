@@ -2,7 +2,7 @@
 that it runs.
 
 All widths are divided by one power of two, which preserves relations such as model width = heads x head
-width. Candidates are built and run from small to large, and the first one that runs is used.
+width. Candidates are built and run from small to large, and the first candidate that runs is used.
 """
 
 from __future__ import annotations

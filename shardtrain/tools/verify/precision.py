@@ -1,9 +1,9 @@
 """Verify in the run's own precision: bfloat16, float16, float8, MX, and FSDP's mixed precision.
 
-The reference is one process in float32, whose casts are disabled. What rounding alone does to each tensor is measured
-on the reference (``rounding_noise``), and a mesh may differ by a multiple of that (``judge_precision``). Two checks see
-smaller errors: each module against float64 on the same inputs (``module_rounding``), and each update, norm and gradient
-against its own numbers (``update_rounding``).
+The reference is one process in float32, whose casts are disabled. What rounding alone does to each tensor
+is measured on the reference (``rounding_noise``), and a mesh may differ by a multiple of that
+(``judge_precision``). Two checks see smaller errors: each module against float64 on the same inputs
+(``module_rounding``), and each update, norm and gradient against its own numbers (``update_rounding``).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from shardtrain.utils.errors import ConfigError
 
 
 def tolerances(task: VerifyTask, trainer: Trainer, folder: Path) -> Mapping[str, float]:
-    """Measure what rounding in the precision of ``task.own`` does to each number of a run.
+    """Measure how much rounding in the precision of ``task.own`` changes each number of a run.
 
-    Trains on one process in float32, once without and ``NOISY_RUNS`` times with simulated rounding, and leaves the
-    records in ``folder``. ``task`` is planned with ``precision="own"``.
+    Trains on one process in float32, once without and ``NOISY_RUNS`` times with simulated rounding, and
+    leaves the records in ``folder``. ``task`` is planned with ``precision="own"``.
 
     Returns:
-        The tolerance of each number by key: "loss/STEP" (absolute), "norm/STEP" (relative), "gradient/STEP/NAME"
-            (relative to the norm of the gradient, or to a twentieth of that of all gradients if that is more), and
-            "weights/STEP/NAME" (absolute, of any element). Steps count from 0. A tolerance is never below the usual
-            one of float32 (``compare.USUAL``).
+        The tolerance of each number by key: "loss/STEP" (absolute), "norm/STEP" (relative),
+            "gradient/STEP/NAME" (relative to the norm of the gradient, or to a twentieth of that of all
+            gradients if that is more), and "weights/STEP/NAME" (absolute, of any element). Steps count from
+            0. A tolerance is never below the usual one of float32 (``compare.USUAL``).
 
     Raises:
         ConfigError: the model does not train on one process.
@@ -91,7 +91,8 @@ def _record_references(
     ``modules`` is the result of ``module_rounding.check_modules``.
     """
     assert task.own is not None
-    # Stochastic rounding has no bias, so the noise contains it. Rounding to nearest may lose all small updates.
+    # Stochastic rounding has no bias, so the noise contains it.
+    # Rounding to nearest may lose all small updates.
     stored = torch.float32
     if not task.own.optimizer.bf16_stochastic_round:
         stored = getattr(torch, task.own.training.dtype)
@@ -118,7 +119,7 @@ def _run_in_float32(
     folder: str,
     noise: RoundingNoise,
 ) -> None:
-    """Run the steps with all casts to shorter dtypes disabled, also those of a fault in the engine."""
+    """Run the steps with all casts to shorter dtypes disabled, including casts by a fault of the engine."""
     with casts.off():
         run_steps(rank, num_ranks, trainer, config, task, folder, noise=noise)
 
@@ -143,7 +144,8 @@ def _on_one_process(
 ) -> MeshResult:
     """Compare one process, with several micro-batches, with the float32 reference.
 
-    Also add the differences of single modules from float64. Meshes do not, because they would show the same errors.
+    Also add the differences of single modules from float64.
+    Meshes do not, because they would show the same errors.
     """
     assert task.own is not None
     row = _compared(MeshResult(ONE_PROCESS, "", "same"), task, task.own, {}, 1, trainer, folder)

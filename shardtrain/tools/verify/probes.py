@@ -66,7 +66,7 @@ class ProbeResult:
     """Findings of the probes.
 
     Attributes:
-        broken: Messages of failed probes. The model is rejected if there is one.
+        broken: Messages of failed probes. If there are any, the model is rejected.
         notes: Messages for the user that do not reject the model.
         impossible: Message per mesh axis that the model does not support.
     """
@@ -401,7 +401,7 @@ class Prober:
 
     def _check_lengths(self) -> None:
         """Require that a batch returns the same output in a new model and after a batch of another shape."""
-        # In both orders: a state of one length may fit another one only in one direction.
+        # Test both orders, because a state of one length may fit another length only in one direction.
         half = self._count // 2
         shapes = {
             f"{ROWS} rows of {self._count} tokens": (self._tokens_BT, self._positions_BT),
@@ -521,9 +521,7 @@ class Prober:
         return None
 
     def _peer_difference(self, path: Path, rank: int) -> str:
-        """Return the difference between a file of ``run_with_peers`` and one process, or "" if
-        there is none.
-        """
+        """Return the difference between a file of ``run_with_peers`` and one process, or ""."""
         facts, peer = _read_peer(path)
         on_rank = f"on rank {rank} of 2"
         # The initial weights, then their shapes, then the outputs.

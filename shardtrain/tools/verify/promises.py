@@ -149,8 +149,8 @@ class _PromiseChecker:
         Raises:
             _NoTensor: the output is not a tensor.
         """
-        # A module whose forward raises does not call its forward hook and stays on the stack. The last one is
-        # the innermost.
+        # A module whose forward raises does not call its forward hook and stays on the stack. The last
+        # module on the stack is the innermost.
         stack: list[str] = []
         handles = []
 
@@ -225,7 +225,7 @@ class _PromiseChecker:
         promise = (
             "breaks the promise that forward is a chain of first modules, layers and last modules"
         )
-        fix = "pass only x from one to the next, with no other path around them, or leave pp at 1"
+        fix = "pass only x from one module to the next, with no other path around them, or leave pp at 1"
         # Build one stage for each link of the chain, like the pipeline builds its stages.
         stages = [[*self._layout.first]]
         for name in getattr(self._model, self._layout.layers):
@@ -253,8 +253,8 @@ class _PromiseChecker:
         """
         if "documents_BT" not in inspect.signature(self._model.forward).parameters:
             return []
-        # Put two documents in each row. Change every token of the first one and compare the logits
-        # of the second one.
+        # Put two documents in each row. Change every token of the first document, and compare the logits
+        # of the second document.
         num_tokens = self._tokens_BT.size(1)
         half = num_tokens // 2
         documents_T = (torch.arange(num_tokens) >= half).long()

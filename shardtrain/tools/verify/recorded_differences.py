@@ -1,7 +1,8 @@
-"""Compare two recordings of the same training, and name the first step and tensor that differ beyond rounding.
+"""Compare two recordings of the same training,
+and name the first step and tensor that differ beyond rounding.
 
-Recordings of one training on two meshes must agree in this order at each step: samples, learning rate, weights,
-gradients, loss, norm. The first one that does not is the fault or its first effect.
+Recordings of one training on two meshes must agree in this order at each step: samples, learning rate,
+weights, gradients, loss, norm. The first difference is the fault or its first effect.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ GROWTH_PER_STEP = 2.0
 MOST = 0.5
 """Maximum tolerance. A larger relative difference is never rounding."""
 OF_WEIGHTS = 0.1
-"""Tolerance of weights divided by that of gradients. An update is small compared with the weights."""
+"""Tolerance of weights divided by the tolerance of gradients. An update is small compared with the weights."""
 ROUNDING = 8
 """Tolerance divided by the difference of a third recording, in which only rounding differs."""
 EXACT_NUMBER = 1e-6
@@ -78,16 +79,15 @@ class Comparison:
 
 
 def compare(a: Recording, b: Recording, rounding: Recording | None = None) -> Comparison:
-    """Compare recording ``b`` with ``a``. ``rounding`` differs from ``a`` by rounding only, and sets the tolerance.
+    """Compare recording ``b`` with ``a``.
+    ``rounding`` differs from ``a`` by rounding only, and sets the tolerance.
 
     Raises:
         ConfigError: the recordings have different seeds, no common step or no gradients.
     """
     for other in (b, rounding):
         if other is not None and other.seed != a.seed:
-            rule = (
-                f"has projections of seed {other.seed}, but {a.folder} has those of seed {a.seed}"
-            )
+            rule = f"has projections of seed {other.seed}, but {a.folder} has projections of seed {a.seed}"
             raise ConfigError(
                 Problem("recording", str(other.folder), rule, "record both with the same seed")
             )
@@ -155,8 +155,8 @@ def _only_rounding(
 ) -> set[str]:
     """Return the tensors whose gradient is so small that it may consist of rounding errors only.
 
-    An example is the bias of the keys of attention, whose exact gradient is 0. Adam divides a gradient by its own
-    size, so the update of such a tensor has full size and a random sign, also in a correct program.
+    An example is the bias of the keys of attention, whose exact gradient is 0. Adam divides a gradient by
+    its own size, so the update of such a tensor has full size and a random sign, also in a correct program.
     """
     limit = tolerance * SMALL * _total_norm(one)
     small = set()
@@ -287,7 +287,7 @@ def _first_of_step(
         return Difference(number, "loss", (), error, tolerance, cause)
     error = _difference(step_a.grad_norm, step_b.grad_norm, tolerance)
     if error is not None:
-        cause = "only the reported norm differs: in one run it is that of one rank's part, or of clipped gradients"
+        cause = "only the reported norm differs: one run may report it for one rank's part, or for clipped gradients"
         return Difference(number, "grad_norm", (), error, tolerance, cause)
     return None
 
@@ -476,7 +476,7 @@ def _factor(one: Sequence[float], other: Sequence[float]) -> float | None:
         product += x * y
     if squared == 0 or math.isnan(squared):
         return None
-    # The factor of least squares. What it leaves unexplained must be small.
+    # Compute the factor of least squares. The remaining difference must be small.
     factor = product / squared
     rest = 0.0
     for x, y in zip(one, other, strict=True):

@@ -85,7 +85,7 @@ def read(folder: Path) -> Recording:
     paths = {_rank_of(path): path for path in folder.glob("rank-*.jsonl")}
     if not paths:
         raise DataError(
-            f"{folder} has no recording (rank-0.jsonl); write one with shardtrain.record.Recorder"
+            f"{folder} has no recording (rank-0.jsonl); write a recording with shardtrain.record.Recorder"
         )
     headers = {}
     steps_of_ranks: dict[int, dict[int, dict[str, Any]]] = {}
@@ -212,7 +212,7 @@ def _combined(
         for ids in samples:
             names += map(str, ids)
         all_samples = tuple(sorted(names))
-    # A gradient may be None on some ranks only, such as that of an expert without tokens. It counts as zero there.
+    # A gradient may be None on some ranks, for example for an expert without tokens. It counts as zero there.
     has_gradient: set[str] = set()
     for record in records:
         has_gradient |= record["gradients"].keys()

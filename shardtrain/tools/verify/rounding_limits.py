@@ -12,7 +12,7 @@ from torch import Tensor
 from shardtrain.tools.verify.rounding_noise import ROUNDOFF, rounded, unit_roundoff
 
 MARGIN = 1.25
-"""Allowed error divided by the largest of ``DRAWS`` simulated ones."""
+"""Allowed error divided by the largest of ``DRAWS`` simulated errors."""
 DRAWS = 4
 LEAST = ROUNDOFF["float16"] / 8
 """Allowed relative error of a float32 result. Its angles and sums lose a few digits, far fewer than a shorter dtype."""
@@ -20,14 +20,14 @@ LEAST = ROUNDOFF["float16"] / 8
 
 @dataclass(frozen=True)
 class Deviation:
-    """A relative error, and the one that rounding explains."""
+    """A relative error, and the error that rounding explains."""
 
     error: float
     allowed: float
 
     @property
     def ratio(self) -> float:
-        """The error in units of the allowed one."""
+        """The error divided by the allowed error."""
         return self.error / max(self.allowed, 1e-300)
 
     @property
@@ -45,19 +45,20 @@ def deviation(
 ) -> Deviation:
     """Compare a result with float64, and with ``roundings`` random roundings of the float64 result.
 
-    Roundings are those of the ``promised`` dtype, or of the result's own dtype if that is longer. So a result in a
-    shorter dtype than promised has no larger tolerance.
+    Roundings are those of the ``promised`` dtype, or of the result's own dtype if that is longer. So a
+    result in a shorter dtype than promised has no larger tolerance.
 
-    With ``is_by_row``, also compare the error that all elements of a row have in common, and return the worse of both.
-    A sum or scale in a short dtype changes a row as a whole, and rounding its result does not.
+    With ``is_by_row``, also compare the error that all elements of a row have in common, and return the
+    worse of both. A sum or scale in a short dtype changes all elements of a row alike,
+    and rounding its result does not.
     """
     exact = exact.double()
     dtype = actual.dtype
     if promised is not None and unit_roundoff(promised) < unit_roundoff(dtype):
         dtype = promised
     generator = torch.Generator().manual_seed(0)
-    # Rounding to nearest is not always random. For example, a bfloat16 row that a norm multiplies by 1.001 does not
-    # change at all, so all its elements have the same relative error.
+    # Rounding to nearest is not always random. For example, a bfloat16 row that a norm multiplies by 1.001
+    # does not change at all, so all its elements have the same relative error.
     nearest = torch.empty_like(exact, dtype=dtype).copy_(exact).double()
     simulated = [nearest]
     for _ in range(DRAWS):

@@ -1,7 +1,8 @@
-"""Perturb a float32 run by as much as rounding to a shorter dtype does, to measure what rounding alone changes.
+"""Perturb a float32 run by as much as rounding to a shorter dtype does,
+to measure what rounding alone changes.
 
-The method is that of TTrace (Jiang et al. 2025, arXiv 2506.09280): weights, outputs of modules and their gradients
-are multiplied by 1 + u r, with u the unit roundoff of their dtype and r random in [-1, 1].
+The method is from TTrace (Jiang et al. 2025, arXiv 2506.09280): multiply weights, outputs of modules and
+their gradients by 1 + u r, with u the unit roundoff of their dtype and r random in [-1, 1].
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class RoundingNoise:
         weights: Unit roundoff of the weights in forward and backward.
         outputs: Unit roundoff of each module's outputs and of their gradients, by module path.
         products: Paths of linear layers that round their operands to 8 bits.
-        stored: dtype in which weights are stored. Rounding to it after each update is a part of the algorithm, so
-            the reference does it, too.
+        stored: dtype in which weights are stored. Rounding to it after each update is a part of the
+            algorithm, so the reference does it, too.
         seed: Seed of the random errors.
     """
 

@@ -285,7 +285,7 @@ def _longest_sequence(sizes: Mapping[str, Any]) -> int:
 
 def _sequence_parts(degrees: Mapping[str, int]) -> int:
     """Return the number of parts into which a mesh splits a sequence."""
-    # Each rank of cp has two parts, one from each end of the sequence.
+    # Each rank of cp has two parts, which are from both ends of the sequence.
     cp = degrees.get("cp", 1)
     cp_parts = 2 * cp if cp > 1 else 1
     return degrees.get("tp", 1) * cp_parts

@@ -1,7 +1,7 @@
 """Check the numbers that each rank recorded: updates, gradient norm, and dtypes of gradients and weights.
 
-The update and the norm are computed again in float64 from the rank's own gradients. No reference run is needed, so
-these checks detect errors far below the rounding of a forward pass.
+The update and the norm are computed again in float64 from the rank's own gradients. No reference run is
+needed, so these checks detect errors far below the rounding of a forward pass.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NORM_MARGIN = 1e-5
 SCALE_MARGIN = 0.05
 """Relative tolerance to recognize a factor as the loss scale of float16."""
 ROUNDINGS = 2.0
-"""Roundings of a weight per update: PyTorch's AdamW rounds after weight decay and at the end, and stochastic rounding
-takes either neighbor.
+"""Roundings of a weight per update: PyTorch's AdamW rounds after weight decay and at the end, and
+stochastic rounding takes either neighbor.
 """
 SIGMAS = 6.0
 """Allowed bias of stochastic rounding, in standard deviations.
 
-The bias is the sum of the products of weights and their errors. Random errors cancel in it, and lost weight decay,
-whose errors are proportional to the weights, does not.
+The bias is the sum of the products of weights and their errors. Random errors cancel in it, and lost weight
+decay, whose errors are proportional to the weights, does not.
 """
 
 
@@ -49,7 +49,7 @@ class WrongNumber:
 def wrong_numbers(
     expected: Expected, records: Sequence[RankRecord], config: Config, steps: int
 ) -> Iterator[WrongNumber]:
-    """Yield what is wrong in the records of a mesh, in the order of the steps."""
+    """Yield the faults in the records of a mesh, in the order of the steps."""
     simulated = {record.rank: _AdamW(config, steps) for record in records}
     for step in range(steps):
         # Clipping multiplies gradients, so they are no longer numbers of a shorter dtype.
@@ -184,7 +184,7 @@ class _Update:
         old: Weight before the update.
         exact: Weight after it.
         change: Part of the update that depends on the optimizer's states.
-        size: What ``change`` would be if the gradients of several steps did not cancel.
+        size: The value of ``change`` if the gradients of several steps did not cancel.
     """
 
     old: Tensor
@@ -310,4 +310,4 @@ class _AdamW:
             return (
                 "the update is computed or its states are kept in a shorter dtype than configured"
             )
-        return f"the update is not that of AdamW for this gradient: {excess:.2g} times the rounding of the weight"
+        return f"the update differs from AdamW's for this gradient by {excess:.2g} times the rounding of the weight"

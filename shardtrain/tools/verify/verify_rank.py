@@ -46,7 +46,7 @@ far above it.
 
 
 def is_clipped(step: int, steps: int) -> bool:
-    """True for the last of several steps, the only one with gradient clipping. Steps count from 0."""
+    """True for the last of several steps. Only this step clips gradients. Steps count from 0."""
     return steps > 1 and step == steps - 1
 
 
@@ -241,8 +241,8 @@ def _run_steps(
         watch.end()
         if noise is not None:
             noise.store(runner)
-        # Compute the mean loss over all target tokens of the step. Each rank of a tp group has the same sum. Do not
-        # add them: errors of the ranks of a group may cancel.
+        # Compute the mean loss over all target tokens of the step. Each rank of a tp group has the same
+        # sum. Do not add them: errors of the ranks of a group may cancel.
         own_sum = outcome.loss_sum.detach().double().to(mesh.device).clone()
         total = mesh.sum(own_sum, over=tuple(axis for axis in AXES if axis != "tp"))
         recorder.losses.append(float(total) / max(1, outcome.global_tokens))

@@ -105,7 +105,7 @@ def test_flipped_bit_is_reported_with_its_rank_and_tensor(
         ranks = (
             f"rank {culprit} differs from the other 2"
             if size == 3
-            else "ranks 0, 1 differ, and no majority"
+            else "ranks 0, 1 differ, and there is no majority"
         )
         assert message.startswith(f"step 6: {name}: {ranks}")
     if "tensor_parallel_degree" in parallelism:  # split tensors have no replicas

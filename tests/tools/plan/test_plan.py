@@ -220,7 +220,7 @@ def test_the_best_of_a_search_is_trained_as_a_dry_run_on_as_many_ranks(
 def test_a_search_on_devices_that_are_too_small_reports_the_closest_plan(capsys):
     code, out, _ = answer(capsys, "llama3_405b", "--gpus", "8", "--search")
     assert code == 2
-    assert "none fits; the closest needs" in out
+    assert "no candidate fits; the closest one needs" in out
 
 
 def test_an_unknown_peak_is_refused(tmp_path):

@@ -472,7 +472,7 @@ def norm_not_reduced_over_shards(monkeypatch):
     forget_axis(monkeypatch, "dp_shard")
 
 
-@fault("dp_replicate=2", "norm counts whole tensors once for each rank of axis dp_replicate")
+@fault("dp_replicate=2", "norm counts replicated tensors once for each rank of axis dp_replicate")
 def norm_counts_each_replica(monkeypatch):
     wrap(
         monkeypatch,

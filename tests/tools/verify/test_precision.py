@@ -469,7 +469,7 @@ def stochastic_rounding_that_differs_between_replicas(monkeypatch):
     )
 
 
-@fault("the update is not that of AdamW", options=STOCHASTIC)
+@fault("the update differs from AdamW's", options=STOCHASTIC)
 def small_updates_lost_by_rounding_to_a_coarser_grid(monkeypatch):
     @torch.no_grad()
     def rounded(update, self, *arguments):

@@ -1,4 +1,5 @@
-"""``shardtrain verify --certificate``: check every dimension that must not change a number, and write the proof.
+"""``shardtrain verify --certificate``: check every dimension that must not change a number,
+and write the proof.
 
 - ``small_run`` and ``substitutes`` derive a small configuration from the user's.
 - ``dimensions`` lists what is varied.
@@ -261,8 +262,8 @@ def _compare_precision(
 ) -> list[VariantResult]:
     """Compare one process and meshes in the dtypes of the run.
 
-    If 8-bit rounding hides faults, also compare without converters, where the tolerances are smaller. The dimension
-    is not proven either way, but a fault of the 16-bit dtypes is then seen.
+    If 8-bit rounding hides faults, also compare without converters, where the tolerances are smaller. This
+    does not prove the dimension, but it can find a fault of the 16-bit dtypes.
     """
     options = dataclasses.replace(
         request, meshes=request.meshes or PRECISION_MESHES, precision="own"

@@ -1,4 +1,4 @@
-"""The table of a certificate: one line per dimension, then the reasons of those that do not hold."""
+"""The table of a certificate: one line per dimension, then the reasons of dimensions that do not hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class DimensionResult:
 
     Attributes:
         name: The dimension.
-        verdict: "holds", "differs", "failed", "not proven", "not checked", "does not apply" or "not requested".
+        verdict: "holds", "differs", "failed", "not proven", "not checked", "does not apply" or "not
+            requested".
         comparisons: Results of its comparisons.
         reason: Reason why nothing was compared.
     """

@@ -96,8 +96,8 @@ def judge(
         explain: Finds the likely cause of a difference.
 
     Returns:
-        The comparison. None if a number exceeds its usual tolerance, and a shaken run is needed to find out whether
-        rounding explains it.
+        The comparison. None if a number exceeds its usual tolerance, and a shaken run is needed to find out
+        whether rounding explains it.
     """
     effects = {(error.kind, error.step, error.tensor): error.error for error in shaken or ()}
     ranked = sorted(errors, key=lambda error: (error.step, _ORDER.index(error.kind)))
@@ -139,7 +139,7 @@ def _tolerance(kind: str, effect: float) -> float:
 
 
 def of_mesh(row: MeshResult, has_measured_tolerances: bool = False) -> VariantResult:
-    """Convert a row of ``verify``'s table. With measured tolerances, that of the largest error is not known."""
+    """Convert a row of ``verify``'s table. With measured tolerances, the tolerance of the largest error is unknown."""
     compared = ", ".join(text for text in (row.mesh, row.schedule, row.options) if text)
     worst = None
     if row.gradient is not None:

@@ -1,7 +1,7 @@
 """The dimensions of a certificate: everything about how a configuration runs that must not change a number.
 
-Each ``Dimension`` either names the reason why it does not apply, or creates variants of the small run. This module does
-not import torch.
+Each ``Dimension`` either names the reason why it does not apply, or creates variants of the small run. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class VariantRequest:
-    """What a dimension needs to create its variants: the small run, requested meshes, and ``--quick``."""
+    """Inputs from which a dimension creates its variants: the small run, requested meshes, and ``--quick``."""
 
     run: SmallRun
     meshes: Sequence[str] = ()
@@ -186,10 +186,10 @@ def packing_reason(run: SmallRun) -> str:
 def packing_variants(request: VariantRequest) -> Iterator[Variant]:
     """Every document in its own sequence, with positions from 0.
 
-    Documents are shortened in this dimension, because a short sequence of long documents has no border. So it has its
-    own reference.
+    Documents are shortened in this dimension, because a short sequence of long documents has no border. So
+    it has its own reference.
     """
-    # Cached tokens would be those of complete documents.
+    # The cache would return the tokens of complete documents.
     no_cache = {"data": {"cache_tokens": False}}
     packed = Trial(
         "packed",
@@ -292,7 +292,7 @@ def mesh_reason(run: SmallRun) -> str:
 
 
 def precision_reason(run: SmallRun) -> str:
-    """All other dimensions compute in float32, so only a run in another precision has this one."""
+    """The precision of the run. It applies only if this is not float32, which all other dimensions use."""
     config = run.user.config
     dtypes = {
         config.training.dtype,

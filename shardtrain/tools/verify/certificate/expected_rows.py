@@ -1,8 +1,8 @@
 """Lay out the rows of a loader again, from the documents of its sources and the rule of the packing.
 
-The packing code and the buffers that it reads are not used, so a wrong border between documents in them is a
-difference between both layouts. Only the choice of the documents that share a row is that of
-``data.packing.fitted``: it changes no border.
+The packing code and its buffers are not used. If they have a wrong border between documents, both layouts
+differ. Only the choice of the documents that share a row comes from ``data.packing.fitted``,
+because it changes no border.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class RowPiece:
 
 
 def _piece(line: Line, start: int, stop: int, has_target_after: bool) -> RowPiece:
-    """Return the piece of the tokens start..stop-1. With ``has_target_after``, the last one is only a target."""
+    """Return the piece of the tokens start..stop-1. With ``has_target_after``, the last token is only a target."""
     tokens = line.tokens(start, stop)
     targets = np.where(line.learned(start, stop)[1:], tokens[1:], IGNORE)
     if has_target_after:
@@ -276,7 +276,7 @@ class ExpectedRows:
             self._sources.append(_IndexedRows(line, of_feed.rows.packing or packing))
 
     def batch(self, packed: Batch) -> Batch:
-        """Return the expected batch for the samples of a packed one. Padding is a document of its own."""
+        """Return the expected batch for the samples of a packed batch. Padding is a separate document."""
         shape = packed.tokens_BT.shape
         tokens_BT = torch.full(shape, self._pad_id)
         targets_BT = torch.full(shape, IGNORE)
@@ -305,7 +305,7 @@ class ExpectedRows:
 
 
 def first_difference(packed: Batch, expected: Batch) -> str:
-    """Describe the first difference of the packed rows from the expected ones, or return ""."""
+    """Describe the first difference of the packed rows from the expected rows, or return ""."""
     for row, sample in enumerate(packed.sample_ids_B.tolist()):
         length = 0 if expected.lengths_B is None else int(expected.lengths_B[row])
         where = f"row {sample % (1 << SOURCE_BITS)} of the data"

@@ -165,7 +165,7 @@ def prepare(
 def _small_model(
     loaded: Loaded, requested_meshes: Sequence[str], notes: list[str], small_copy: SmallCopy
 ) -> dict[str, Any]:
-    """Return overrides of the model's sizes. The vocabulary stays that of the tokenizer."""
+    """Return overrides of the model's sizes. The vocabulary does not change, because the tokenizer determines it."""
     # All meshes that are requested, or all default meshes, must divide the small sizes.
     plans = meshes.requested(
         loaded, requested_meshes or meshes.DEFAULT_MESHES, (), allow_impossible=True
@@ -254,7 +254,7 @@ def _defaults(section: Any) -> dict[str, Any]:
 
 def _notes_on_numbers(config: Config) -> list[str]:
     """Return a note for each change of the user's options that changes numbers."""
-    notes = ["float32; dropout off; weights at unit gain instead of the configured ones"]
+    notes = ["float32; dropout off; weights at unit gain instead of the configured weights"]
     if compute_dtype(config) != "float32":
         notes.append(f"precision: {compute_dtype(config)} -> float32")
     if config.model.converters:

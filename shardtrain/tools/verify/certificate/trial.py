@@ -25,14 +25,14 @@ class Trial:
         loaded: The configuration.
         num_ranks: Number of processes.
         steps: Steps whose numbers are compared, from 1.
-        stop_after: Step after which the run is stopped as if killed, so a later trial can resume it. None to run to
-            the end.
-        resumes: Name of the trial that this one resumes, or "".
-        compared_with: Name of the trial that this one is compared with.
+        stop_after: Step after which the run is stopped as if killed, so a later trial can resume it. None
+            to run to the end.
+        resumes: Name of the trial that this trial resumes, or "".
+        compared_with: Name of the trial with which this trial is compared.
         is_reference: True if other trials are compared with this one.
         shortens_documents: True to shorten documents, so a short sequence has several of them.
-        separates_documents: True to train every document of a packed sequence in its own sequence. Documents are
-            those of the reader, and not those that the packing marks.
+        separates_documents: True to train every document of a packed sequence in its own sequence.
+            Documents are those of the reader, and not those that the packing marks.
         is_shaken: True to move each initial weight to the next representable number above or below.
     """
 
@@ -51,14 +51,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class NumberError:
-    """Distance of one number of a trial from that of the reference.
+    """Distance of a number of a trial from the same number of the reference.
 
     Attributes:
         kind: "initial", "gradient", "loss", "norm", "weights", or "validation".
         step: Step, from 1. Initial weights have step 0.
         tensor: Name of the tensor or of the validation metric. Empty for the loss and the norm.
         error: Relative for gradients and the norm, absolute for others.
-        factor: Factor of a gradient, if it is that of the reference multiplied by a number, else None.
+        factor: Factor of a gradient, if it is a multiple of the reference's gradient, else None.
     """
 
     kind: str
@@ -70,15 +70,16 @@ class NumberError:
 
 @dataclass(frozen=True)
 class TrialFacts:
-    """What a trial found, apart from its numbers.
+    """Facts about a trial, apart from its numbers.
 
     Attributes:
         layout_difference: First difference of packed rows from the documents of the reader, or "".
-        num_shared_rows: Number of rows in which several documents have targets. None if they were not counted.
+        num_shared_rows: Number of rows in which several documents have targets. None if they were not
+            counted.
         rows: Hash of the rows of each step, over all ranks. Empty if rows are not comparable.
         targets: Number of target tokens of each step, over all ranks.
-        outputs: Sum of squares of the outputs of each module in the first step, by path, in the order of the forward
-            pass. Empty if ranks have parts of an output.
+        outputs: Sum of squares of the outputs of each module in the first step, by path, in the order of
+            the forward pass. Empty if ranks have parts of an output.
         num_gradients: Number of gradients of a step.
         core: Pattern of the paths of attention cores, or "".
     """

@@ -26,7 +26,7 @@ from shardtrain.tools.verify.certificate.trial import Trial, TrialFacts, replace
 
 
 class TrialBatches:
-    """Changes of the micro-batches of one trial, and what was found in them."""
+    """Changes of the micro-batches of one trial, and facts about them."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -39,7 +39,7 @@ class TrialBatches:
         self._rows: dict[str, int] = {}
 
     def facts(self) -> TrialFacts:
-        """Return what was found in all micro-batches so far."""
+        """Return the facts about all micro-batches so far."""
         if self._trial.separates_documents:
             return TrialFacts(self._difference, self._num_shared_rows)
         return TrialFacts(rows=self._rows)
@@ -106,8 +106,8 @@ _KEPT = (0.95, 0.2, 0.6, 0.35, 0.8, 0.1, 0.5, 0.7)
 def keep_some_targets(batch: Batch) -> Batch:
     """Remove targets, unevenly but as a function of the sample.
 
-    If every sequence had the same number of targets, a mean of means would equal the mean over all targets. The first
-    target of a sequence stays, so no micro-batch is without targets.
+    If every sequence had the same number of targets, a mean of means would equal the mean over all targets.
+    The first target of a sequence stays, so no micro-batch is without targets.
     """
     targets_BT = batch.targets_BT.clone()
     for row, sample in enumerate(batch.sample_ids_B.tolist()):

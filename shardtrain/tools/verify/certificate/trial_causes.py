@@ -1,7 +1,7 @@
 """Name the module and the likely cause of the first difference of a variant.
 
-The evidence is small: the rows and target tokens of each step, the size of the outputs of each module in the first
-step, and the factor between two gradients. The mesh comparison has more (``verify.diagnose``).
+The evidence is small: the rows and target tokens of each step, the size of the outputs of each module in
+the first step, and the factor between two gradients. The mesh comparison has more (``verify.diagnose``).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _OTHER_ROWS = {
 }
 _FORWARD = {
     "compile": "its compiled code computes something else",
-    "recompute": "recomputation changes what it computes",
-    "offload": "offloading changes what it computes",
+    "recompute": "recomputation changes its results",
+    "offload": "offloading changes its results",
     "accumulation": "its output for a row depends on the other rows of the micro-batch",
     "resume": "it does not have the weights or buffers of the checkpoint",
 }
 _BACKWARD = {
-    "recompute": "the recomputed forward pass differs from the first one",
-    "offload": "the tensors that come back from host memory are not those that were moved",
+    "recompute": "the recomputed forward pass differs from the first pass",
+    "offload": "the tensors that come back from host memory differ from the tensors that were moved there",
     "compile": "its compiled backward pass computes something else",
     "resume": "it does not have the weights or buffers of the checkpoint",
     "accumulation": "check the divisor of the loss and the sum over micro-batches",
@@ -101,7 +101,7 @@ def _module(error: NumberError) -> str:
 
 
 def _scaled(one: Differing, gradients: Sequence[NumberError]) -> str:
-    """Return the cause if all gradients that differ are those of the reference, times a factor."""
+    """Return the cause if all gradients that differ are multiples of the reference's gradients."""
     factors = [error.factor for error in gradients]
     first = factors[0]
     if first is None:
@@ -167,6 +167,6 @@ def _of_numbers(one: Differing) -> str:
     if one.dimension == "resume":
         return (
             f"the gradients agree, the update of {module} does not: "
-            "the optimizer states, the learning rate or the weights are not those of the checkpoint"
+            "the optimizer states, the learning rate or the weights differ from the checkpoint's"
         )
     return f"the gradients agree, the update of {module} does not: check clipping, learning rate and optimizer states"

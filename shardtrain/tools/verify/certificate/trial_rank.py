@@ -1,4 +1,4 @@
-"""Run trials as one rank: train, record the numbers, and write their distance from those of the reference."""
+"""Run trials as one rank: train, record the numbers, and write their distance from the reference's numbers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Stopped(Exception):
 
 @dataclass
 class TrialNumbers:
-    """Numbers of a trial: scalars, and unsharded tensors of which a pipeline rank has only those of its stages."""
+    """Numbers of a trial: scalars, and unsharded tensors. A pipeline rank has only the tensors of its stages."""
 
     scalars: dict[Key, float] = field(default_factory=dict)
     tensors: dict[Key, Tensor] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def run_trials(rank: int, num_ranks: int, trials: Sequence[Trial], folder: str) 
 def _is_compared(key: Key, trial: Trial) -> bool:
     kind, step, _ = key
     if kind == "initial":
-        # A resumed run starts from the weights of a checkpoint, and a shaken one from others.
+        # A resumed run starts from the weights of a checkpoint, and a shaken run from changed weights.
         return trial.name != SHAKEN and 1 in trial.steps
     if kind == "validation" and not trial.loaded.config.validation.enable:
         return False
@@ -114,7 +114,8 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
             started.append(run)
             _begin(run, numbers, trial)
             outputs.begin(run, trial)
-        # Clipping scales all gradients if one differs, and hides a factor of all. So only the last step clips.
+        # If one gradient differs, clipping scales all of them. It also hides a common factor of all
+        # gradients. So only the last step clips.
         of_run = run.config
         if run.state.step + 1 < of_run.training.steps:
             training = replace(of_run.training, max_norm=math.inf)
@@ -185,7 +186,8 @@ def _open_short(open_dataloader: Any) -> Any:
 
 def _begin(run: trainer.Run, numbers: TrialNumbers, trial: Trial) -> None:
     """Record and replace the initial weights, and record gradients from now on."""
-    # The trainer stops if norms differ between ranks. Here, the comparison of tensors finds the cause instead.
+    # The trainer stops if norms differ between ranks.
+    # Here, the comparison of tensors finds the cause instead.
     run.resilience.compares_norms = False
     if trial.resumes and run.state.step != trial.steps[0] - 1:
         raise RuntimeError(
@@ -213,8 +215,8 @@ def _begin(run: trainer.Run, numbers: TrialNumbers, trial: Trial) -> None:
 def _draw_at_unit_gain(parameters: Mapping[str, Tensor], seed: int) -> None:
     """Draw trained matrices so that outputs are about as large as inputs.
 
-    With its usual weights, a small model would hide the effect of some of its parts, and an adapter adds zero. Frozen
-    weights keep their values, because a resumed run draws them again.
+    With its usual weights, a small model would hide the effect of some of its parts, and an adapter adds
+    zero. Frozen weights keep their values, because a resumed run draws them again.
     """
     for name, parameter in parameters.items():
         if parameter.ndim < 2 or not parameter.requires_grad:
@@ -269,7 +271,7 @@ def _tensor_error(key: Key, tensor: Tensor, expected: Tensor, totals: Mapping[in
 
 
 def _factor_of(key: Key, numbers: TrialNumbers, reference: TrialNumbers) -> float | None:
-    """Return the factor between a gradient and that of the reference, or None if no factor explains it."""
+    """Return the factor between a gradient and the reference's gradient, or None if no factor explains it."""
     mine = numbers.tensors.get(key)
     theirs = reference.tensors.get(key)
     if key[0] != "gradient" or mine is None or theirs is None or mine.shape != theirs.shape:
@@ -285,7 +287,8 @@ def _factor_of(key: Key, numbers: TrialNumbers, reference: TrialNumbers) -> floa
 
 
 class OutputSizes:
-    """Sums of squares of the outputs of modules in the first step, which do not depend on how rows are divided.
+    """Sums of squares of the outputs of modules in the first step,
+    which do not depend on how rows are divided.
 
     Attributes:
         sums: Sum over all calls of each module, by path, in the order in which their first calls ended.

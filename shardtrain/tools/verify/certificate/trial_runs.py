@@ -1,7 +1,7 @@
 """Run trials through the trainer, each on its own number of gloo ranks.
 
-Every rank records its numbers, compares them with those of the reference, and writes only the errors. So the parent
-process needs neither tensors nor a collective.
+Every rank records its numbers, compares them with the reference's numbers, and writes only the errors. So
+the parent process needs neither tensors nor a collective.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ SECONDS_PER_TRIAL = 120
 
 
 def run_all(trials: Sequence[Trial], folder: Path) -> dict[str, TrialErrors]:
-    """Run all trials and return their errors by name. The reference is the first one, or has run before.
+    """Run all trials and return their errors by name. The reference is the first trial, or has run before.
 
-    Trials with the same number of ranks share processes, because the first step of a process takes a second longer.
+    Trials with the same number of ranks share processes,
+    because the first step of a process takes a second longer.
 
     Raises:
         ConfigError: the reference fails.
@@ -51,7 +52,7 @@ def run_all(trials: Sequence[Trial], folder: Path) -> dict[str, TrialErrors]:
 def _next_batch(
     remaining: Sequence[Trial], num_ranks: int, answers: Mapping[str, TrialErrors]
 ) -> list[Trial]:
-    """Return the trials with this number of ranks that can run now. A trial follows the one that it resumes."""
+    """Return the trials with this number of ranks that can run now. A trial runs after the trial that it resumes."""
     batch: list[Trial] = []
     finished = set(answers)
     for trial in remaining:
@@ -64,7 +65,7 @@ def _next_batch(
 def _run_until_failure(
     num_ranks: int, trials: Sequence[Trial], folder: Path
 ) -> dict[str, TrialErrors]:
-    """Run trials in one set of processes. The last answer may be a failure, and later trials then have no answer."""
+    """Run trials in one set of processes. If a trial fails, its answer is the failure, and later trials do not run."""
     from shardtrain.tools.verify.certificate.trial_rank import run_trials
 
     group = folder / f"group-{num_ranks}-{trials[0].name}"

@@ -60,7 +60,7 @@ class Sizes:
     far_samples: int = (1 << 33) + 7
     vocabularies: tuple[int, ...] = (128256, 151936, 262144)
     tokens: int = 1024
-    """Number of targets in each loss sum. There is one sum per vocabulary size."""
+    """Number of targets in each loss sum. Each vocabulary size has one sum."""
     losses: int = 1 << 26
     """Number of targets in the long loss sum, which has a vocabulary of two."""
 
@@ -164,7 +164,7 @@ def summary(rows: Sequence[CheckResult]) -> str:
 
 
 def run(loaded: Loaded, budget: int, sizes: Sizes | None = None) -> Iterator[CheckResult]:
-    """Run the checks one after the other, each in its own processes."""
+    """Run the checks sequentially, each in separate processes."""
     # Run them sequentially, because the checks of a model share files that exist while this generator runs.
     for check in itertools.chain(general(sizes or Sizes()), of_model(loaded, budget)):
         yield measured(check, budget)

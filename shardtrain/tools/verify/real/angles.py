@@ -1,8 +1,8 @@
 """Compare rotary angles at large positions in float32 with float64.
 
 An angle is position times frequency. In float32, the product of a position near 2^17 and a frequency near one
-has an error of 2^-8. ``transformers`` has the same error, with which models are trained and published, so it
-is kept. The row shows the error, and fails if it is larger than this rounding explains.
+has an error of 2^-8. ``transformers`` has the same error, and published models were trained with it, so this
+package keeps it. The row shows the error, and fails if it is larger than this rounding explains.
 """
 
 from __future__ import annotations

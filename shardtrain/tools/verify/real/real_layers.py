@@ -107,7 +107,7 @@ def pieces(
 
     ``count`` returns a piece with its numbers of parameters.
     """
-    # Keep one layer of each kind. If this takes two layers, the second one
+    # Keep one layer of each kind. If this takes two layers, the second layer
     # has experts or no rotary positions, or attention after a recurrence.
     sizes = model_shape(loaded) or {}
     shallow: dict[str, Any] = {}
@@ -168,7 +168,8 @@ def network_pieces(
     budget: int,
     count: Callable[[PartialModel], PartialModel],
 ) -> Iterator[PartialModel]:
-    """Yield a network of ``transformers`` with one layer of each kind, or pieces that fit into ``budget`` bytes.
+    """Yield a network of ``transformers`` with one layer of each kind,
+    or pieces that fit into ``budget`` bytes.
 
     Each piece has its config.json in a folder below ``folder``. No weights are read, so a checkpoint
     with quantized weights is allowed. ``count`` returns a piece with its numbers of parameters.
@@ -351,8 +352,8 @@ def _layer(
         if not experts or piece.bytes_on({}, 1) <= budget or experts // 2 < sizes.get("top_k", 1):
             return piece
 
-        # Halve the number of experts. A router that first selects groups needs enough experts in each, so
-        # otherwise use one group.
+        # Halve the number of experts. A router that first selects groups needs enough experts in each
+        # group. If there are too few, use one group.
         experts //= 2
         of_group = experts // sizes.get("num_groups", 1)
         if sizes.get("top_groups", 1) * of_group < sizes.get("top_k", 1):
@@ -651,11 +652,11 @@ def step(
 
 
 def errors(found: list[dict[str, Any]], expected: Mapping[str, float]) -> dict[str, Any]:
-    """Return the relative errors of the loss, of the norm and of the worst gradient, from the
-    results of all ranks.
+    """Return the relative errors of the loss, of the norm and of the worst gradient,
+    from the results of all ranks.
 
-    The norm is compared with that of the same gradients in float64. The error of an almost zero gradient,
-    such as that of a key bias, is relative to a thousandth of the norm of all gradients.
+    The norm is compared with the float64 norm of the same gradients. The error of an almost zero gradient,
+    such as the gradient of a key bias, is relative to a thousandth of the norm of all gradients.
     """
     loss = math.fsum(one["loss"] for one in found)
     norm = math.sqrt(math.fsum(one["squares"] for one in found))
