@@ -145,6 +145,7 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place, holde
     all_names: set[str] = set()
     for names in names_of_ranks:
         all_names.update(names)
+    # All ranks must broadcast in the same order, so sort the names.
     for name in sorted(all_names):
         stored = manifest.tensors[name]
         for chunk in stored.chunks():
@@ -153,9 +154,9 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place, holde
                 piece = torch.zeros(box[1], dtype=getattr(torch, stored.dtype))
                 if dist.get_rank() == holder and failure is None:
                     try:
-                        reader = reader or files.open_stored(
-                            folder / manifest.files[chunk.file].name
-                        )
+                        if reader is None:
+                            name_of_file = manifest.files[chunk.file].name
+                            reader = files.open_stored(folder / name_of_file)
                         piece = tensor_files.read_box(reader, chunk, stored.dtype, box).contiguous()
                     except (OSError, CheckpointError) as error:
                         failure = error

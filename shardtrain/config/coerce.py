@@ -33,6 +33,7 @@ def coerce(value: Value, kind: Kind) -> Value:
     origin = get_origin(kind)
     args = get_args(kind)
     if origin is Literal:
+        # In Python, 1 == True, so compare the types too.
         if any(value == item and type(value) is type(item) for item in args):
             return value
         choices = ", ".join(f'"{item}"' for item in args)

@@ -80,6 +80,7 @@ def _build(path: str, digest: str) -> type[Config]:
             f"does not define the class {ROOT}",
             f"define a dataclass {ROOT} whose fields are sections",
         )
+    # A section with the name of an existing section extends it.
     existing = get_type_hints(Config)
     sections = []
     for name, annotation, _, _ in _fields(classes[ROOT]):
@@ -95,6 +96,7 @@ def _build(path: str, digest: str) -> type[Config]:
             )
         section = _section(path, name, classes[class_name], existing.get(name))
         sections.append((name, section, field(default_factory=section)))
+    # The file is parsed, not executed, so a repeated field is still visible here.
     names = [name for name, _, _ in sections]
     if len(set(names)) < len(names):
         raise _Invalid(f"defines a field of {ROOT} twice", "keep one")
@@ -114,6 +116,7 @@ def _section(path: str, section: str, node: ast.ClassDef, base: type | None) -> 
     texts = {}
     for name, annotation, default_node, text in _fields(node):
         kind = _kind(annotation, f"{section}.{name}")
+        # The package reads its own options, so their types must not change.
         if name in inherited and inherited[name] != kind:
             raise _Invalid(
                 f"gives {section}.{name} another type than it has",
@@ -127,11 +130,11 @@ def _section(path: str, section: str, node: ast.ClassDef, base: type | None) -> 
         raise _Invalid(
             f"defines the section [{section}] without options", "add fields with types and defaults"
         )
-    summary = (
-        ast.get_docstring(node)
-        or (base.__doc__ if base else "")
-        or f"Options of {Path(path).name}."
-    )
+    summary = ast.get_docstring(node)
+    if not summary and base is not None:
+        summary = base.__doc__
+    if not summary:
+        summary = f"Options of {Path(path).name}."
     namespace = {
         "__doc__": summary,
         "option_help": texts,
@@ -167,6 +170,7 @@ def _kind(node: ast.expr, option: str) -> Any:
     """Return the type of an annotation: bool, int, float, str, list, dict, Literal, or one of them or None."""
     if isinstance(node, ast.Name) and node.id in PLAIN_KINDS:
         return PLAIN_KINDS[node.id]
+    # The annotation is only parsed, so recognize each supported way to write a type.
     if isinstance(node, ast.BinOp) and ast.unparse(node).endswith(" | None"):
         return _kind(node.left, option) | None
     if isinstance(node, ast.Subscript):

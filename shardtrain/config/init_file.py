@@ -94,6 +94,7 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
                 where="command line",
             )
         )
+    # Never overwrite a file, because it may have been edited.
     if path.exists():
         raise ConfigError(
             Problem(
@@ -104,6 +105,7 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
                 where="command line",
             )
         )
+    # Ask questions only in a terminal and only if the command line has no choice. Scripts must not wait.
     if not rest and sys.stdin.isatty() and sys.stdout.isatty():
         rest = _asked(ask)
     found = split(rest)
@@ -151,6 +153,7 @@ def _with_folder_model(loaded: Loaded) -> Loaded:
     if "model.flavor" in given or not (Path(folder) / "config.json").is_file():
         return loaded
 
+    # Read the model from the folder alone. Overrides of the preset belong to the preset's model.
     origins = dict.fromkeys(("model.flavor", "model.hf_assets_path"), COMMAND_LINE)
     wanted = Model(flavor=FROM_FOLDER, hf_assets_path=folder)
     if "model.name" in given:
@@ -172,6 +175,7 @@ def _with_folder_model(loaded: Loaded) -> Loaded:
         hf_assets_path=folder,
         overrides=overrides,
     )
+    # The preset's texts describe the preset's model and data, so replace them by the defaults.
     unset = {"job.description", "metrics.sample_prompt", "metrics.sample_freq"} - given
     sections: dict[str, Any] = {"job": loaded.config.job, "metrics": loaded.config.metrics}
     for option in unset:

@@ -133,6 +133,7 @@ def _differences(
                 f"{value} on rank {_short(ranks, 4)}" for value, ranks in ranks_by_value.items()
             )
             yield f"ranks differ in {name}: {values}; start all of them from one environment with one command"
+    # Options are many, so name only the first option of the first rank.
     for rank, (_, differing) in sorted(reports.items()):
         if differing:
             name = min(differing)

@@ -58,6 +58,7 @@ class Translation:
             elif isinstance(source, HeadGroups):
                 shapes[source.name] = shape
             elif isinstance(source, ExpertTensors | MergedExperts):
+                # We stack the experts. Each published tensor holds one expert, or one of its matrices.
                 shape_of_piece = shape[1:]
                 if isinstance(source, MergedExperts):
                     rows = shape[1] // len(source.names)
@@ -65,6 +66,7 @@ class Translation:
                 for piece in self.pieces_of(name):
                     shapes[piece.name] = shape_of_piece
             elif isinstance(source, Stacked):
+                # The published stack may have inputs before outputs. The parts share the last dimension.
                 if source.transposed:
                     shape = (shape[0], *shape[2:], shape[1])
                 shapes[source.name] = (*shape[:-1], source.parts * shape[-1])

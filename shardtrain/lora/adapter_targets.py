@@ -293,6 +293,7 @@ def _unknown(
     for path, _ in model.named_modules():
         if path and _fits(path, name):
             owners.append(path)
+    # The name may also be a name in the published model.
     if not owners:
         owners = [path for path, their_path in theirs.items() if _fits(their_path, name)]
     if not owners:
@@ -306,6 +307,7 @@ def _unknown(
             fix=f"{hint}use names like {examples}",
         )
 
+    # The name matches a module, but not a linear one. Say what the module is.
     owner = owners[0]
     style = style_of(layout, owner)
     if isinstance(model.get_submodule(owner), nn.Embedding):

@@ -139,8 +139,10 @@ def merge(
             "change two modules, shardtrain generate --adapter"
         )
 
+    # The writer reads one tensor at a time, so only one merged weight is in memory.
     def read(key: str) -> Tensor:
         name = key.removeprefix(WEIGHTS_PREFIX)
+        # Modules that were trained fully are stored with the adapters.
         if spec.holds(name):
             return factor(name)
         weight = frozen.read(name)

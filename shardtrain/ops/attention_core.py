@@ -150,6 +150,7 @@ def broken_when_split(core: nn.Module, call: CoreCall | None, seq_len: int) -> B
     ) -> Broken | None:
         rows = 2 if tokens == _TOKENS else 1
         q, k, v = _random(rows, tokens, heads, key_heads, width)
+        # Attention in chunks is attention in documents that end at each border of a chunk.
         chunk = int(getattr(core, "chunk", 0) or 0)
         chunks_BT = documents.chunked(documents_BT, chunk, (rows, tokens), q.device)
         expected = attention_scores.attention(
@@ -158,6 +159,7 @@ def broken_when_split(core: nn.Module, call: CoreCall | None, seq_len: int) -> B
         output = run(core, q, k, v, documents_BT, heads_first)
         if isinstance(output, Broken):
             return output
+        # Name the two layouts that are often returned by mistake.
         if tuple(output.shape) != tuple(expected.shape):
             names = {
                 (rows, heads, tokens, width): "(B, N, T, H)",
@@ -172,7 +174,10 @@ def broken_when_split(core: nn.Module, call: CoreCall | None, seq_len: int) -> B
         error = _error(output, expected)
         if error <= CLOSE:
             return None
-        return _diagnose(core, q, k, v, documents_BT, scoring, heads_first) or Broken(
+        known_cause = _diagnose(core, q, k, v, documents_BT, scoring, heads_first)
+        if known_cause is not None:
+            return known_cause
+        return Broken(
             "does not compute the function of its attributes window, chunk, scale, softcap and alibi_slopes "
             f"(off by {error:.0e})",
             "express it by these attributes, as docs/own_model.md explains",

@@ -289,6 +289,7 @@ def _call_of(
     arguments: Mapping[str, Any],
 ) -> AttentionCall:
     """Return the facts of a call. Raise Untraceable if our cores do not compute it."""
+    # None and False mean that the model does not use an argument.
     for name, argument in arguments.items():
         if (
             name not in _HANDLED | _WITHOUT_EFFECT
@@ -304,16 +305,15 @@ def _call_of(
     if query.size(2) != key.size(2):
         raise Untraceable(Broken(f"attends to tokens outside of the row in {path}", _FIX))
 
+    # The mask gives the limits. Without a mask, Transformers uses the causal mask of the call or module.
     limits: tuple[int, int] | None = None
     if isinstance(mask, _Mask):
         limits = mask.limits
     elif mask is None:
         is_causal = arguments.get("is_causal")
-        limits = (
-            (0, 0)
-            if (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-            else None
-        )
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        limits = (0, 0) if is_causal else None
     if limits is None:
         raise Untraceable(
             Broken(f"has a mask in {path} that is not causal, a window or chunks", _FIX)

@@ -201,6 +201,7 @@ def _score(
         slope_of_cap = 1.0 - tanh_BNls.square()
     queries = q_BNlH.size(2)
     keys = k_BNsH.size(2)
+    # ALiBi: a key loses a constant for each token between it and the query.
     if scores.slopes:
         if len(scores.slopes) != q_BNlH.size(1):
             raise ValueError(
@@ -208,16 +209,11 @@ def _score(
             )
         place_l1 = torch.arange(offset, offset + queries, device=q_BNlH.device)[:, None]
         distance_ls = (place_l1 - torch.arange(keys, device=q_BNlH.device)).to(score_BNls.dtype)
-        slope_N11 = torch.tensor(scores.slopes, device=q_BNlH.device, dtype=score_BNls.dtype)[
-            :, None, None
-        ]
-        score_BNls = score_BNls - slope_N11 * distance_ls
+        slope_N = torch.tensor(scores.slopes, device=q_BNlH.device, dtype=score_BNls.dtype)
+        score_BNls = score_BNls - slope_N[:, None, None] * distance_ls
     if band is not None:
-        seen_ls = (
-            torch.ones(queries, keys, dtype=torch.bool, device=q_BNlH.device)
-            .tril_(band.last)
-            .triu_(band.first)
-        )
+        seen_ls = torch.ones(queries, keys, dtype=torch.bool, device=q_BNlH.device)
+        seen_ls = seen_ls.tril_(band.last).triu_(band.first)
         score_BNls = score_BNls.masked_fill(~seen_ls, -torch.inf)
     return score_BNls, slope_of_cap
 

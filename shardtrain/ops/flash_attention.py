@@ -50,6 +50,7 @@ def attend(
                     fix,
                 )
             )
+        # The kernel takes the rows of a batch one after another, with the start of each row.
         q, k, v = _end_to_end(q_BlNH, k_BsKH, v_BsKH)
         rows = _Rows(q_BlNH, k_BsKH, band)
         out_SNH, lse_NS, *_ = torch.ops.aten._flash_attention_forward(
@@ -64,9 +65,8 @@ def attend(
             scale=scores.scale,
             **rows.window,
         )
-        return out_SNH.view_as(q_BlNH), lse_NS.unflatten(1, q_BlNH.shape[:2]).transpose(
-            0, 1
-        ).contiguous()
+        lse_NBl = lse_NS.unflatten(1, q_BlNH.shape[:2])
+        return out_SNH.view_as(q_BlNH), lse_NBl.transpose(0, 1).contiguous()
 
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

@@ -61,7 +61,7 @@ def convolve(
     width = filters_Cw.size(1)
     padded_BTC = torch.cat((before_BwC, x_BTC), dim=1)
     out_BTC = x_BTC * filters_Cw[:, -1]
-    # a token ``back`` tokens earlier belongs to the same document if no document starts in between
+    # A token ``back`` tokens earlier belongs to the same document if no document starts in between.
     is_same_BT1 = None
     for back in range(1, width):
         earlier_BTC = padded_BTC[:, width - 1 - back : width - 1 - back + tokens]
@@ -98,10 +98,12 @@ def step_by_step(
         state_BNHV = v_BTNV.new_zeros(B, N, q_BTKH.size(3), V)
     outputs = []
     for t in range(q_BTNH.size(1)):
+        # Decay the state, or clear it at the start of a document.
         keep_BN = decay_BTN[:, t].exp()
         if starts_BT is not None:
             keep_BN = keep_BN * ~starts_BT[:, t, None]
         state_BNHV = state_BNHV * keep_BN[..., None, None]
+        # Move the value that the state returns for the key towards the new value.
         k_BNH1 = k_BTNH[:, t].unsqueeze(-1)
         known_BNV = (state_BNHV * k_BNH1).sum(-2)
         change_BNV = beta_BTN[:, t].unsqueeze(-1) * (v_BTNV[:, t] - known_BNV)
@@ -146,6 +148,9 @@ class DeltaChunk:
         between_nBKGcc = _sums_between(decay_nBKGc).exp()
         from_start_nBKGc = decay_nBKGc.cumsum(-1).exp()
         to_end_nBKGc = between_nBKGcc[..., -1, :]
+        # A token depends on itself and earlier tokens of its document: those with the same number of
+        # document starts before them. The state before a block
+        # reaches only the tokens before the block's first document start.
         is_seen = torch.ones(c, c, dtype=torch.bool, device=q_BTKH.device).tril()
         if starts_BT is not None:
             count_nB11c = (
@@ -156,6 +161,7 @@ class DeltaChunk:
             to_end_nBKGc = to_end_nBKGc * (count_nB11c == count_nB11c[..., -1:])
         between_nBKGcc = between_nBKGcc.masked_fill(~is_seen, 0.0)
 
+        # Solve for the changes of all tokens of a block together. Both parts have the same matrix.
         system_nBKGcc = beta_nBKGc1 * (k_nBK1cH @ k_nBK1cH.mT) * between_nBKGcc
         right_side = (
             torch.cat((v_nBKGcV, k_nBK1cH * from_start_nBKGc.unsqueeze(-1)), dim=-1) * beta_nBKGc1
@@ -187,7 +193,7 @@ class DeltaChunk:
         out_nBKGcV = (
             self._from_start_nBKGc1 * (self._q_nBK1cH @ before) + self._scores_nBKGcc @ change
         )
-        # blocks follow each other: (n, B, K, G, c, V) -> (B, n c, K G, V)
+        # Put blocks behind each other: (n, B, K, G, c, V) -> (B, n c, K G, V).
         out_BTNV = out_nBKGcV.permute(1, 0, 4, 2, 3, 5).reshape(B, -1, K * G, V)
         return out_BTNV[:, :T], state.unflatten(0, (B, K * G))
 
@@ -234,8 +240,8 @@ def _sums_between(x: Tensor) -> Tensor:
 
 
 def flops_per_token(num_heads: int, key_dim: int, value_dim: int) -> int:
-    """Return the FLOPs per token of forward and backward: per value head, reading,
-    changing and querying the state.
+    """Return the FLOPs per token of forward and backward. Each value head reads, changes and queries
+    its state.
 
     Each of the three multiplies and adds H V numbers, and backward costs twice as much as forward. Products
     within blocks, which make the recurrence fast, are not counted: they depend on ``BLOCK``.

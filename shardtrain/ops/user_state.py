@@ -70,6 +70,7 @@ class UserState:
             for name, value in before.items():
                 if _variables(owner).get(name) is not value:
                     setattr(owner, name, value)
+        # Refill the same container, because other code may refer to it.
         for _, container, before in self._contents:
             if not _same_items(container, before):
                 container.clear()
@@ -88,6 +89,7 @@ class UserState:
             value, nn.Parameter | str | int | float | bool | None
         ):
             return
+        # Objects can refer to each other, so visit each object once.
         self._seen.add(id(value))
         if isinstance(value, Tensor):
             self._tensors.append((label, value, value.detach().clone()))
@@ -102,14 +104,17 @@ class UserState:
             self._note(label, value)
         elif isinstance(value, FunctionType | type) and self._is_users(str(value.__module__)):
             self._note(value.__name__, value)
+            # A function can also keep values in its closure and its default arguments.
             if isinstance(value, FunctionType):
                 variables = inspect.getclosurevars(value).nonlocals.values()
                 defaults = value.__defaults__ or ()
                 for captured in (*variables, *defaults):
                     self._visit(value.__name__, captured)
+            # Its file's globals can be changed by any function of the file.
             self._visit("", sys.modules.get(value.__module__))
         elif self._is_users(type(value).__module__) and hasattr(value, "__dict__"):
             self._note(label, value)
+            # Include class attributes, also those of base classes.
             for kind in type(value).__mro__:
                 self._visit(kind.__name__, kind)
 
@@ -126,6 +131,7 @@ class UserState:
         file = getattr(sys.modules.get(module_name), "__file__", None)
         if package in sys.stdlib_module_names or file is None or _PACKAGE in Path(file).parents:
             return False
+        # An installed package belongs to the user only if it contains the model.
         is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
         return package == self._installed or not is_installed
 

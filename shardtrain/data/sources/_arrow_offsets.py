@@ -61,6 +61,7 @@ def _check_of(kind: Any) -> Check:
     import pyarrow
 
     types = pyarrow.types
+    # An extension type, such as an image, is stored as another type.
     if isinstance(kind, pyarrow.BaseExtensionType):
         inner = _check_of(kind.storage_type)
         if inner is _no_offsets:
@@ -74,10 +75,12 @@ def _check_of(kind: Any) -> Check:
         dtype = np.int64 if types.is_large_list(kind) else np.int32
         element = _check_of(kind.value_type)
         return lambda array: _is_valid_list(array, dtype, element)
+    # A map is stored as a list of pairs.
     if types.is_map(kind):
         pair = pyarrow.struct([kind.key_field, kind.item_field])
         entry = _check_of(pair)
         return lambda array: _is_valid_list(array, np.int32, entry)
+    # Structs and lists of fixed size have no offsets of their own, so check only their values.
     if types.is_struct(kind):
         fields = []
         for number in range(kind.num_fields):

@@ -43,6 +43,7 @@ class OwnTokenizer:
         self.bos_id, self.eos_id, self.pad_id = (
             self._end(name) for name in ("bos_id", "eos_id", "pad_id")
         )
+        # The interface of a custom tokenizer has no prefix, special tokens or templates.
         self.prefix_ids: tuple[int, ...] = ()
         self.suffix_ids: tuple[int, ...] = ()
         self.special_ids = frozenset(
@@ -51,6 +52,7 @@ class OwnTokenizer:
         self.special_tokens: Mapping[str, str] = {}
         self.chat_template: str | None = None
         self.tool_template: str | None = None
+        # Cached tokens become invalid if the file or the ids change.
         ends = f"{self.vocab_size} {self.bos_id} {self.eos_id}".encode()
         ends += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
         content = Path(path).read_bytes()

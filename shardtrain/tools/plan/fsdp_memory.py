@@ -157,6 +157,7 @@ class _Units:
         self.largest = max(layers, default=0)
         self.largest_gradient = max(gradients, default=0)
 
+        # Only the first stage has the embedding, and only the last stage has the head.
         self.embed = 0
         self.embed_gradient = 0
         self.trained_of_embed: tuple[ParameterShape, ...] = ()
@@ -167,6 +168,7 @@ class _Units:
         self.head = 0
         self.head_gradient = 0
         self.trained_of_head: tuple[ParameterShape, ...] = ()
+        # On a stage that has both, a tied head is the embedding, which is already counted.
         is_separate_head = not (model.tied and is_first)
         if self.is_last and is_separate_head:
             self.trained_of_head = trained(model.last)

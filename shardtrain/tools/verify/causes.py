@@ -26,6 +26,7 @@ def missing_reduction(e: Evidence) -> str | None:
         for chosen in itertools.combinations(axes, count):
             if not _has_shares(e, chosen):
                 continue
+            # Under tp, the style of a module decides how its gradient is reduced, so name the style.
             owner = e.suspect.rpartition(".")[0]
             style = style_of(e.layout, owner)
             note = ""
@@ -76,6 +77,7 @@ def changes_nothing(e: Evidence, factor: float) -> bool:
 
 def _factors(e: Evidence) -> Iterator[tuple[float, str]]:
     """Yield factors by which a wrong reduction scales a gradient, each with its message."""
+    # Axes of the same size cannot be told apart by the factor, so name all of them.
     axes = [axis for axis in e.axes if axis != "pp"]
     by_size: dict[int, list[str]] = {}
     for count in range(1, len(e.axes) + 1):
@@ -181,9 +183,7 @@ def same_samples(e: Evidence) -> str | None:
         # The number of targets, which divides the loss, may or may not have been summed over the ranks.
         for factor in (e.size(axis), e.batch.num_targets / num_targets):
             if e.explains_on_all_ranks(e.suspect, part * factor):
-                return (
-                    f"same samples on every rank of axis {axis}: all read those of its first rank"
-                )
+                return f"same samples on every rank of axis {axis}: all read the samples of its first rank"
     return None
 
 

@@ -169,6 +169,7 @@ def _explain_norm(e: Evidence) -> str:
             unreduced_norms.append(_norm_of(peers, prefix))
         if _explains_norms(e, unreduced_norms):
             return f"norm not reduced over {axis}: each rank counts only its own parts; the gradients agree"
+        # The same fault, but only for tensors of one dimension.
         vectors = _vectors_of(e.records, prefix)
         vector_norms = []
         for record in e.records:

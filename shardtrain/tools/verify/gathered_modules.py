@@ -81,6 +81,7 @@ class GatheredModules:
     def _core_of_group(
         self, path: str, core: nn.Module, records: Sequence[RankRecord]
     ) -> Iterator[Excess]:
+        # Put together the tensors of one process's core from the parts of its ranks.
         inputs = []
         for index in range(self._num_inputs(path, records[0])):
             inputs.append(self._gathered(path, records, f"in/{index}", "trace"))
@@ -89,6 +90,7 @@ class GatheredModules:
         known = [tensor for tensor in inputs if tensor is not None]
         if len(known) < 3 or len(known) < len(inputs) or output is None:
             return
+        # Compare the ranks' error with the error of the same core on one process, which rounds too.
         exact = _run_core(core, known, gradient, torch.float64)
         plain = _run_core(core, known, gradient, self._compute)
         if exact is None or plain is None or exact[0].shape != output.shape:
@@ -96,9 +98,9 @@ class GatheredModules:
         actual: list[Tensor | None] = [output]
         for index in range(len(exact) - 1):
             actual.append(self._gathered(path, records, f"in/{index}", "back"))
-        for what, mine, one, wanted in zip(RESULTS, actual, plain, exact, strict=False):
+        for result, mine, theirs, wanted in zip(RESULTS, actual, plain, exact, strict=False):
             if mine is not None:
-                yield from self._judged(path, what, mine, one, wanted)
+                yield from self._judged(path, result, mine, theirs, wanted)
 
     def _judged(
         self, path: str, what: str, actual: Tensor, plain: Tensor, exact: Tensor
@@ -126,8 +128,9 @@ class GatheredModules:
         """Join the parts of a tensor: heads of tp ranks, and tokens of cp ranks. None if a part is missing."""
         heads_first = bool(getattr(self._submodule(path), "heads_first", False))
         head_dim, token_dim = (1, 2) if heads_first else (2, SEQUENCE_DIM)
+        # For each part of the sequence, list its heads in the order of tp.
         of_cp: dict[int, list[Tensor]] = defaultdict(list)
-        for record in sorted(records, key=lambda one: one.place["tp"]):
+        for record in sorted(records, key=lambda record: record.place["tp"]):
             key = f"{kind}/{record.facts['calls'].index(path)}/{side}"
             if key not in record.parts:
                 return None
@@ -142,6 +145,7 @@ class GatheredModules:
             parts[place] = torch.cat(of_tp, dim=head_dim)
         if len(parts) == 1:
             return next(iter(parts.values()))
+        # A rank of cp may have two separate pieces of the sequence, so sort all tokens by position.
         tokens = torch.cat([parts[place] for place in sorted(parts)], dim=token_dim)
         positions: list[int] = []
         for place in sorted(parts):
@@ -190,6 +194,7 @@ class GatheredModules:
         if not _sums_embeddings_in_float32(config) or self._evidence.size("tp") > 1:
             return
         for name in self._layout.first:
+            # The expected sum covers every row, and only the lookups of this module.
             embedding = self._submodule(name)
             if not isinstance(embedding, nn.Embedding) or embedding.padding_idx is not None:
                 continue
@@ -212,6 +217,7 @@ class GatheredModules:
         if self._compute == torch.float16:
             scale = self._evidence.config.training.initial_loss_scale
         for record in self._evidence.records:
+            # A micro-batch rounds the sum of its lookups once. Later sums do not round visibly.
             number = 0
             while (key := f"{EMBEDDING}/{name}/{number}") + "/ids" in record.parts:
                 gradient = record.parts.get(f"{key}/gradient")
@@ -230,8 +236,7 @@ class GatheredModules:
 def _run_core(
     core: nn.Module, inputs: Sequence[Tensor], gradient: Tensor | None, dtype: torch.dtype
 ) -> list[Tensor] | None:
-    """Return the output of a core, and the gradients of queries,
-    keys and values if the output has a gradient.
+    """Return the output of a core and, if ``gradient`` is given, the gradients of queries, keys and values.
 
     Return None if a user's core does not run with these inputs.
     """

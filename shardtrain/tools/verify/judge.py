@@ -145,6 +145,7 @@ def describe(first: First, expected: Expected, losses: list[float], layers: str)
     kind = _KIND_NAMES[first.kind]
     if first.names:
         name = first.names[0]
+        # "layers.3.attention.weight" is in layer 3. A tensor outside of the layers is in a module.
         top, _, rest = name.partition(".")
         place = f"module {top}"
         if top == layers:

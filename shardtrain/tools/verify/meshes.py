@@ -127,7 +127,8 @@ def read(text: str) -> dict[str, int]:
         degrees[axis] = int(degree)
 
     experts = degrees.get("ep", 1)
-    if "dp_shard" not in degrees and degrees.get("cp", 1) * degrees.get("tp", 1) % experts:
+    other_ranks = degrees.get("cp", 1) * degrees.get("tp", 1)
+    if "dp_shard" not in degrees and other_ranks % experts:
         degrees["dp_shard"] = experts
     return degrees
 

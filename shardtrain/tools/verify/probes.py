@@ -408,6 +408,7 @@ class Prober:
             f"1 row of {half} tokens": (self._tokens_BT[:1, :half], self._positions_BT[:1, :half]),
         }
         for first, second in (list(shapes), list(shapes)[::-1]):
+            # A model without state returns the same output whether or not another shape came before.
             expected = self._run(*shapes[second])
             error = ""
             with trial(self._model) as state:

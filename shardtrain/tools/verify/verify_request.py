@@ -99,10 +99,8 @@ def read(words: Sequence[str]) -> VerifyOptions:
             )
         )
     if "--real" in own:
-        for option in sorted(
-            {"--mesh", "--schedule", "--steps", "--precision", "--full", "--allow-impossible"}
-            & own.keys(),
-        ):
+        useless = {"--mesh", "--schedule", "--steps", "--precision", "--full", "--allow-impossible"}
+        for option in sorted(useless & own.keys()):
             raise ConfigError(
                 Problem(
                     option,

@@ -194,10 +194,11 @@ def _judge(
     answers: dict[str, TrialErrors],
     shaken: TrialErrors | None,
 ) -> VariantResult | None:
+    # First exclude variants without numbers to compare: impossible, failed, or with rows that differ.
     if variant.impossible:
         return VariantResult(variant.label, "not possible", first=variant.impossible)
-    for one in variant.trials:
-        answer = answers[one.name]
+    for trial in variant.trials:
+        answer = answers[trial.name]
         if answer.failure:
             verdict: Any = "not possible" if answer.is_refused else "failed"
             return VariantResult(variant.label, verdict, first=answer.failure)
@@ -217,6 +218,7 @@ def _judge(
             "not checked",
             first="no sequence has two documents with targets, so no border was compared; raise training.seq_len",
         )
+    # A number that was not compared must not count as equal.
     found = {(error.kind, error.step) for error in errors}
     missing = [
         f"{kind} of step {step}"
@@ -231,8 +233,8 @@ def _judge(
 
     def explain(beyond: Sequence[NumberError], first: NumberError) -> str:
         expected = answers[last.compared_with].facts
-        one = Differing(dimension, variant.label, beyond, first, facts, expected)
-        return trial_causes.cause_of(one)
+        differing = Differing(dimension, variant.label, beyond, first, facts, expected)
+        return trial_causes.cause_of(differing)
 
     shaken_errors = None if shaken is None else shaken.errors
     return comparison.judge(variant.label, errors, variant.is_exact, shaken_errors, explain)

@@ -128,12 +128,15 @@ def concat_row(line: Line, row: int, seq_len: int) -> list[RowPiece]:
     start = row * seq_len
     stop = min(start + seq_len + 1, line.num_tokens)
     pieces = []
+    # ``document`` is the first document that starts after ``start``, so its start ends the current piece.
     document = int(np.searchsorted(starts, start, side="right"))
     while start < stop:
         end = int(starts[document]) if document < len(starts) else line.num_tokens
         document += 1
+        # Skip empty documents.
         if end == start:
             continue
+        # The last token of a row is only a target. It is the first input of the next row.
         piece_stop = min(end, stop)
         pieces.append(_piece(line, start, piece_stop, has_target_after=piece_stop == stop))
         start = piece_stop
@@ -154,8 +157,10 @@ def fitted_rows(line: Line, first: int, last: int, packing: Packing) -> list[lis
         if num_targets > T and packing.long_documents == "cut":
             end = begin + T + 1
             num_targets = T
+            # A document whose targets are all masked teaches nothing after the cut, so it gets no row.
             if line.has_mask and not line.learned(begin + 1, end).any():
                 continue
+        # Pieces share one token at their border: the last target of a piece is the first input of the next.
         for at in range(0, max(0, num_targets), T):
             stop = min(begin + at + T + 1, end)
             pieces.append(_piece(line, begin + at, stop, has_target_after=True))
@@ -163,10 +168,11 @@ def fitted_rows(line: Line, first: int, last: int, packing: Packing) -> list[lis
         return [[piece] for piece in pieces]
     fit = fitted.first_fit if packing.kind == "first_fit" else fitted.best_fit
     lengths = np.array([len(piece.inputs) for piece in pieces], np.int64)
-    numbers = fit(lengths, T).tolist()
-    rows: list[list[RowPiece]] = [[] for _ in range(max(numbers, default=-1) + 1)]
-    for piece, number in zip(pieces, numbers, strict=True):
-        rows[number].append(piece)
+    row_of_piece = fit(lengths, T).tolist()
+    num_rows = max(row_of_piece, default=-1) + 1
+    rows: list[list[RowPiece]] = [[] for _ in range(num_rows)]
+    for piece, row in zip(pieces, row_of_piece, strict=True):
+        rows[row].append(piece)
     return rows
 
 
@@ -218,8 +224,9 @@ class _ReaderRows:
     def row(self, number: int) -> list[RowPiece]:
         T = self._packing.seq_len
         if self._packing.kind == "concat":
+            # Rows are consecutive tokens of all documents, so keep every document from the start.
             needed = (number + 1) * T + 1
-            while self._next and sum(len(one.tokens) for one in self._read) < needed:
+            while self._next and sum(len(read.tokens) for read in self._read) < needed:
                 self._read.append(self._next[1])
                 self._next = next(self._documents, None)
             return concat_row(DocumentLine(self._read), number, T)
@@ -269,11 +276,12 @@ class ExpectedRows:
             if isinstance(feed, StreamFeed):
                 self._sources.append(_StreamedRows(feed))
                 continue
-            of_feed: Any = feed
-            line: Line = of_feed._tokens
+            indexed_feed: Any = feed
+            line: Line = indexed_feed._tokens
+            # Shards store the documents. Other sources were read into memory, in this order.
             if not isinstance(line, ShardTokenBuffer):
                 line = DocumentLine(next(in_memory))
-            self._sources.append(_IndexedRows(line, of_feed.rows.packing or packing))
+            self._sources.append(_IndexedRows(line, indexed_feed.rows.packing or packing))
 
     def batch(self, packed: Batch) -> Batch:
         """Return the expected batch for the samples of a packed batch. Padding is a separate document."""
@@ -284,9 +292,11 @@ class ExpectedRows:
         documents_BT = torch.zeros(shape, dtype=torch.int64)
         lengths_B = torch.zeros(shape[0], dtype=torch.int64)
         for slot, sample in enumerate(packed.sample_ids_B.tolist()):
+            # Rows without a sample fill up the last batch. They stay padding.
             if sample < 0:
                 continue
-            source, number = sample >> SOURCE_BITS, sample % (1 << SOURCE_BITS)
+            source = sample >> SOURCE_BITS
+            number = sample % (1 << SOURCE_BITS)
             column = 0
             pieces = self._sources[source].row(number)
             for index, piece in enumerate(pieces):
@@ -296,6 +306,7 @@ class ExpectedRows:
                 positions_BT[slot, column:stop] = torch.arange(stop - column)
                 documents_BT[slot, column:stop] = index
                 column = stop
+            # The rest of the row is padding, with its own positions and document number.
             positions_BT[slot, column:] = torch.arange(shape[1] - column)
             documents_BT[slot, column:] = len(pieces)
             lengths_B[slot] = column
@@ -311,6 +322,7 @@ def first_difference(packed: Batch, expected: Batch) -> str:
         where = f"row {sample % (1 << SOURCE_BITS)} of the data"
         mine = _borders(packed.documents_BT, row, length)
         theirs = _borders(expected.documents_BT, row, length)
+        # Check borders first: a wrong border also changes positions and targets.
         if mine != theirs:
             return f"{where}: documents start at columns {mine} instead of {theirs}"
         columns = {

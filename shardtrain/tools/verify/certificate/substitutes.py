@@ -29,6 +29,7 @@ def with_substitutes(loaded: Loaded, folder: Path) -> tuple[Loaded, list[str]]:
     notes: list[str] = []
     config = loaded.config
     sections: dict[str, dict[str, Any]] = {}
+    # The built-in tokenizer needs no file. Separators and templates may use tokens that bytes lack.
     assets = config.model.hf_assets_path
     tokenizer = config.model.tokenizer_path or assets
     if tokenizer not in BUILT_IN_TOKENIZERS and not os.path.exists(tokenizer):
@@ -42,6 +43,7 @@ def with_substitutes(loaded: Loaded, folder: Path) -> tuple[Loaded, list[str]]:
         notes.append(
             f"substitute: bytes instead of the tokenizer {tokenizer}, which is not on this machine"
         )
+    # Replace the training data, and with them the validation data.
     if not _has_data(config.training.dataset, config.training.dataset_path, config):
         name = config.training.dataset_path or config.training.dataset or "the mixture"
         dataset, path = _data_for(config, folder)

@@ -322,7 +322,7 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
 
     model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
     for length in angles.lengths(loaded.config):
-
+        # The check runs later, so bind the length of this iteration.
         def measure(folder: Path, length: int = length) -> tuple[float, str]:
             (found,) = _on_ranks(folder, 1, angles.error, loaded.config, length, alone=True)
             if found["error"] is None:
@@ -333,7 +333,7 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
         yield Check("rotary angles", size, "1", 1, 1 << 28, angles.limit(length), measure)
 
     with temporary_folder("real") as folder:
-
+        # Count in a separate process, which returns the memory of the model when it ends.
         def count(piece: real_layers.PartialModel) -> real_layers.PartialModel:
             (found,) = _on_ranks(
                 folder,

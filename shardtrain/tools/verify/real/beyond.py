@@ -236,6 +236,7 @@ def written(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, Any]
     shape = (rows, COLUMNS)
     stored = StoredTensor("bfloat16", shape, (Grid((0, 0), shape, 0, 0),))
     manifest = Manifest(0, 1, "", "", (file,), {"weight": stored})
+    # Read the file in blocks: a second full tensor would double the memory.
     step = 1 << 15
     for start in range(0, rows, step):
         stop = min(rows, start + step)

@@ -52,6 +52,7 @@ class Gradients:
             return matrix.reshape(-1, matrix.shape[-1])[first:stop, columns]
         found = torch.zeros(stop - first, columns.stop - columns.start, dtype=torch.float64)
         for use in self.factors[name]:
+            # A lookup adds its gradient to the rows of its ids, so only the ids in this block count.
             if use.ids is not None:
                 in_block = (use.ids >= first) & (use.ids < stop)
                 found.index_add_(0, use.ids[in_block] - first, use.left[in_block, columns])
@@ -77,7 +78,8 @@ class _WideLinear(torch.autograd.Function):
         ctx.note = note
         ctx.flat = flat
         out = torch.cat([flat @ block.double().T for block in _blocks(weight)], dim=1)
-        return out.view(*x.shape[:-1], weight.size(0))  # of no rows, -1 would be ambiguous
+        # Give the size: for an input without rows, -1 would be ambiguous.
+        return out.view(*x.shape[:-1], weight.size(0))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -148,7 +150,9 @@ def _blocks(weight: Tensor) -> Iterator[Tensor]:
 
 
 class _Wide(TorchFunctionMode):
-    """Mode that computes linear layers, products and lookups of large matrices, wherever a model's code calls them."""
+    """Compute linear layers, products and lookups of large matrices in float64, wherever a model's
+    code calls them.
+    """
 
     def __init__(self, large: Mapping[str, Tensor], gradients: Gradients) -> None:
         super().__init__()
@@ -161,6 +165,7 @@ class _Wide(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Each case records its factors in backward, when the gradient of the result is known.
         if function is F.linear and (found := self._find(args[1])):
             name, first = found
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
@@ -233,18 +238,20 @@ def loss_and_gradients(
                 large.setdefault(name, parameter)
             elif parameter.dtype != torch.float64:
                 parameter.data = parameter.data.double()
+    # A matrix with two names, such as a tied embedding and head, keeps its first name.
     unique: dict[int, str] = {}
-    # a matrix with two names, such as a tied embedding and head, keeps the first
     for name, tensor in large.items():
         unique.setdefault(tensor.data_ptr(), name)
     for _, buffer in model.named_buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.double()
 
-    # If a matrix is used in another way, it has no factors, and its gradient would be missing.
-    with _Wide({name: large[name] for name in unique.values()}, gradients):
+    matrices = {name: large[name] for name in unique.values()}
+    with _Wide(matrices, gradients):
         loss = loss_of(model)
     loss.backward()  # type: ignore[no-untyped-call]
+
+    # If a matrix is used in another way, it has no factors, and its gradient would be missing.
     unused = [name for name in unique.values() if name not in gradients.factors]
     if unused:
         raise RuntimeError(f"{unused[0]} is used by another operation than linear, @ and embedding")
