@@ -248,6 +248,7 @@ class Saver:
         if not async_save.ended_everywhere(writing, limit_seconds):
             return False
         self.saving.writing = None
+        # A save counts only if every rank has written its part.
         try:
             all_ranks(writing.result)
         except BaseException as error:

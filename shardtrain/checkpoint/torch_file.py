@@ -194,6 +194,7 @@ class FlatFile:
         """
         items = table.items() if isinstance(table, dict) else enumerate(table)
         for key, value in items:
+            # The file is not trusted. Limit the number and length of names before storing them.
             budget -= 1
             name = f"{start}{key}"
             if budget < 0 or len(name) > MAX_NAME or not name.isprintable():

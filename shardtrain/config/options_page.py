@@ -31,25 +31,22 @@ def options_page() -> str:
     """Return the page as Markdown, with a table of option, type, default and help per section."""
     parts = [_HEAD]
     for section, cls in sections().items():
-        inside = [
-            option for name, option in options().items() if name.rpartition(".")[0] == section
-        ]
+        inside = []
+        for name, option in options().items():
+            if name.rpartition(".")[0] == section:
+                inside.append(option)
         if inside:
             parts.append(_section(f"[{section}]", cls, inside))
         if section == "lr_scheduler":
             parts[-1] += _SCHEDULES_HEAD + "".join(_schedule_row(name) for name in SCHEDULES)
         for option in inside:
             if option.entry:
-                name = (
-                    f"[{option.name}.NAME]"
-                    if get_origin(option.kind) is dict
-                    else f"[[{option.name}]]"
-                )
-                parts.append(
-                    _section(
-                        name, option.entry, list(options_of(option.name, option.entry).values())
-                    ),
-                )
+                # TOML writes a table of tables as [section.NAME], and a list of tables as [[section]].
+                heading = f"[[{option.name}]]"
+                if get_origin(option.kind) is dict:
+                    heading = f"[{option.name}.NAME]"
+                entries = list(options_of(option.name, option.entry).values())
+                parts.append(_section(heading, option.entry, entries))
     return "\n".join(parts)
 
 

@@ -101,6 +101,7 @@ class _Scanner:
             match = _STRING.match(self.text, self.at) or _BARE_VALUE.match(self.text, self.at)
             self.at = match.end() if match else len(self.text)
             return
+        # A table or array may contain other values, also over several lines.
         closing = "}" if opening == "{" else "]"
         self.at += 1
         entries = 0

@@ -202,6 +202,7 @@ def format_of_rows(config: Config, section: Training | Validation) -> str:
     module = sources.find(named.source.dataset, option=named.dataset_option)
     if options.template or hasattr(module, "open_line"):
         return options.format
+    # The first rows may be bad, so look at the first good row.
     rows = itertools.islice(every_row(module.open_source(request_for(config, named))), _FIRST_ROWS)
     first = next((row for _, row in rows if not isinstance(row, BadRow)), {})
     columns_of = {

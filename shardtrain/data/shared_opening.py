@@ -144,14 +144,15 @@ def decode(data: memoryview) -> Any:
     size = int.from_bytes(data[:8], "little")
     at = 8 + size
 
+    # Arrays follow the JSON text, in the order of their descriptions.
     def restore(part: Any) -> Any:
         nonlocal at
         if isinstance(part, list):
-            return {key: restore(one) for key, one in part}
+            return {key: restore(value) for key, value in part}
         if not isinstance(part, dict):
             return part
         if _ARRAY not in part:
-            return [restore(one) for one in part["list"]]
+            return [restore(value) for value in part["list"]]
         dtype = np.dtype(part[_ARRAY][0])
         count = int(part[_ARRAY][1])
         array = np.frombuffer(data, dtype, count, at) if count else np.array([], dtype)

@@ -146,6 +146,7 @@ class _ChainTrace:
             with trial(self._model), torch.enable_grad(), torch.device("meta"):
                 out = self._model(self._tokens, self._tokens)
         except RuntimeError as error:
+            # Other errors are faults of the model, with PyTorch's own message.
             if "meta tensor" not in str(error):
                 raise
             rule = f"it reads tensor values, but is traced on meta tensors: {str(error).splitlines()[0]}"

@@ -118,8 +118,8 @@ def _disable_cache(config: Any) -> None:
 
 
 def architecture_of(folder: str, wanted: str = "") -> str:
-    """Return the ``transformers`` class to build: ``wanted``, else the one in config.json, else the
-    causal one.
+    """Return the ``transformers`` class to build: ``wanted``, else the class in config.json, else the
+    causal language model.
 
     Raises ConfigError if there is not exactly one such class, or if no class of KINDS has this name.
     """
@@ -134,9 +134,12 @@ def architecture_of(folder: str, wanted: str = "") -> str:
     if len(candidates) == 1 and candidates[0] in known:
         return candidates[0]
 
-    option, value = (_OPTION, folder)
+    # Refer to the option that named the class.
+    option = _OPTION
+    value = folder
     if wanted:
-        option, value = ("model.overrides.architecture", wanted)
+        option = "model.overrides.architecture"
+        value = wanted
     names = ", ".join(candidates) or "no architecture"
     rule = f"names {names}, which cannot be trained here"
     fix = f"set model.overrides.architecture to one of {', '.join(sorted(known))}"

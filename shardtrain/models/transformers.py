@@ -130,6 +130,7 @@ class Config:
         window = getattr(config, "sliding_window", None) or math.inf
         chunk = getattr(config, "attention_chunk_size", None) or math.inf
         kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+        # Without a list of layers, all layers are equal.
         if not kinds or len(kinds) != self.num_layers:
             has_window = getattr(config, "use_sliding_window", True)
             return [window if has_window else math.inf] * self.num_layers

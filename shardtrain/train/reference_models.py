@@ -111,17 +111,17 @@ def _fill_adapted(built: BuiltModel, config: Config, mesh: Mesh) -> None:
     facts = base_weights.load(config, built.runner, built.adapters, mesh.device, checkpoints)
     if config.lora.initial_load_path is None:
         return
+    # The run starts from existing adapters, either of PEFT or of a checkpoint.
     parameters = built.runner.parameters()
     start = place(config.lora.initial_load_path)
     if peft.is_folder(start):
         peft.load(config, facts, parameters, Path(str(start)))
         return
-    trained = {name: tensor for name, tensor in parameters.items() if built.adapters.holds(name)}
-    checkpoints.load(
-        start,
-        {f"{manifest.WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in trained.items()},
-        {},
-    )
+    adapters = {}
+    for name, tensor in parameters.items():
+        if built.adapters.holds(name):
+            adapters[f"{manifest.WEIGHTS_PREFIX}{name}"] = tensor.detach()
+    checkpoints.load(start, adapters, {})
 
 
 def _fill(built: BuiltModel, config: Config, start: Place) -> None:

@@ -143,10 +143,11 @@ def _describe_data(config: Config) -> str:
         datasets = config.training.dataset or "rows of the task"
 
     rows = config.task.name
+    # Other tasks have one sample per row, so packing does not apply to them.
     if config.task.name in OF_NEXT_TOKENS:
-        formats = {source.format or config.data.format for source in sources.values()} or {
-            config.data.format
-        }
+        formats = {source.format or config.data.format for source in sources.values()}
+        if not formats:
+            formats = {config.data.format}
         rows = f"packed by {derived.packing_kind(config.data, formats)}"
     return f"{datasets}, {rows}"
 

@@ -40,8 +40,8 @@ def records(
 
     A record longer than ``max_bytes`` becomes a BadRow. If the compressed data are damaged, the last record
     is a BadRow, and the truncated record is not returned. Reading of a compressed file also ends at a
-    record longer than ``SKIPPED_BYTES``.
-    Otherwise skipping a record that decompresses from a few MB could take an hour.
+    record longer than ``SKIPPED_BYTES``, because skipping a record that decompresses from a few MB could
+    take an hour.
     """
     number = 1
     stream.most_bytes = max(SKIPPED_BYTES, 2 * max_bytes)
@@ -54,6 +54,7 @@ def records(
             if isinstance(record, _Blank):
                 number = start + record.num_lines
             elif isinstance(record, _Long):
+                # A long run of spaces is not a record.
                 if not record.blank:
                     stream.gave()
                     yield start, too_long(record.num_bytes)

@@ -192,7 +192,7 @@ def _of_split(files: FileList, request: Request, sole_split: str, is_file: bool)
     if len(chosen) == len(files):
         return files
     logger.info(
-        "%s: reading %d of %d files, those of the split %s",
+        "%s: reading %d of %d files, which belong to the split %s",
         request.path,
         len(chosen),
         len(files),

@@ -202,6 +202,7 @@ def _candidates(
             experts = layer.experts
             break
     for tp, pp, cp in _splits(model, config.training.seq_len, world_size, device):
+        # The remaining ranks are data-parallel. Each needs the same number of rows.
         ranks = world_size // (tp * pp * cp)
         if global_batch % ranks:
             continue

@@ -282,6 +282,7 @@ class _PromiseChecker:
                 if isinstance(value, Tensor) and value.ndim == 4:
                     heads.append(value.size(dim))
 
+        # Hooks see the heads only in a run, because a core may reshape or repeat them in the model's own code.
         handles = []
         for path, module in model.named_modules():
             if self._layout.context and matches(path, self._layout.context):

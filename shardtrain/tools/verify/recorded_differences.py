@@ -440,6 +440,7 @@ def _explained(factor: float, a: Recording, b: Recording, step_b: Step) -> str:
             return f" = {total:.0f}, the number of tokens: not divided by it"
         if total and _is_close(factor, 1 / total, EXACT_FACTOR):
             return f" = 1 / {total:.0f}, the number of tokens: divided by it twice"
+    # A reduction that averages where it must sum, or the reverse, is wrong by the ratio of the numbers of ranks.
     for ranks_a, ranks_b, what in (
         (a.num_ranks, b.num_ranks, "ranks"),
         (a.num_data_ranks, b.num_data_ranks, "ranks with other samples"),

@@ -80,6 +80,7 @@ class RoundingNoise:
         for name, parameter in runner.parameters().items():
             if not self.weights:
                 break
+            # A product in 8 bits also rounds its weight to 8 bits.
             in_8_bits = name.rpartition(".")[0] in self.products
             roundoff = max(self.weights, ROUNDOFF["e4m3"] if in_8_bits else 0.0)
             local = local_tensor(parameter)

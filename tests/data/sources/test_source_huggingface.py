@@ -232,7 +232,7 @@ def test_files_of_the_split_are_selected_by_name(tmp_path, caplog):
     (tmp_path / "dataset_infos.json").write_text("{}")
     with caplog.at_level("INFO"):
         assert texts(opened(tmp_path)) == ["row 0", "row 1", "row 2", "row 3"]
-    assert "reading 2 of 4 files, those of the split train" in caplog.text
+    assert "reading 2 of 4 files, which belong to the split train" in caplog.text
     assert texts(opened(tmp_path, split="test")) == ["row 4"]
     assert texts(opened(tmp_path, split="validation")) == ["row 5"]
     with pytest.raises(

@@ -84,6 +84,7 @@ def _run_until_failure(
         )
     except forked_workers.RankFailed as error:
         failed = error
+    # Trials before the failed trial have written their errors. The first trial without a file has failed.
     answers: dict[str, TrialErrors] = {}
     for trial in trials:
         ranks = [errors_file(folder, trial.name, rank) for rank in range(num_ranks)]
