@@ -271,7 +271,7 @@ def check_same(config: Any, folder: Path) -> None:
         their_value = theirs.get(key)
         if our_value == their_value:
             continue
-        # Such a key does not change the meaning of the weights.
+        # A run may choose its own positions, attention window and dropout.
         if CHANGEABLE.fullmatch(key):
             logger.warning(
                 f"{key}={our_value!r} of {config.path} is used; {folder} has {their_value!r}"

@@ -22,6 +22,8 @@ from shardtrain.checkpoint.manifest import Manifest, StoredTensor, TensorFile
 from shardtrain.checkpoint.save_plan import compress
 from shardtrain.facts.dtypes import ITEM_BYTES
 
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)
+
 
 def write_tensors(
     folder: Path, tensors: dict[str, tuple[torch.Tensor, list[list[int]]]], rng: Any = None
@@ -36,28 +38,28 @@ def write_tensors(
     written = [bytearray() for _ in range(count)]
     stored = {}
     for name, (tensor, cells) in tensors.items():
-        intervals = []  # for each dimension, the (start, size) pairs
+        intervals = []
         for sizes in cells:
             starts = np.cumsum([0, *sizes[:-1]]).tolist()
             intervals.append([*zip(starts, sizes, strict=True)])
+        # A box has one interval, a start and a size, along each dimension. Append it to its file.
         boxes = [*itertools.product(*intervals)]
         begins = []
         for box, file in zip(boxes, order.tolist(), strict=False):
             begins.append(len(written[file]))
-            part = tensor[tuple(slice(start, start + size) for start, size in box)].contiguous()
+            slices = tuple(slice(start, start + size) for start, size in box)
+            part = tensor[slices].contiguous()
             written[file] += part.reshape(-1).view(torch.uint8).numpy().tobytes()
         box_array = np.array(boxes, np.int64).reshape(len(boxes), len(cells), 2)
         placement = order[: len(boxes)], np.array(begins, np.int64)
         grids = compress(box_array[:, :, 0], box_array[:, :, 1], *placement)
-        stored[name] = StoredTensor(
-            str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(grids)
-        )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        stored[name] = StoredTensor(dtype, tuple(tensor.shape), tuple(grids))
     listed = []
     for number, data in enumerate(written):
-        (folder / f"rank-{number:05d}.bin").write_bytes(data)
-        listed.append(
-            TensorFile(f"rank-{number:05d}.bin", len(data), hashlib.sha256(data).hexdigest())
-        )
+        file_name = f"rank-{number:05d}.bin"
+        (folder / file_name).write_bytes(data)
+        listed.append(TensorFile(file_name, len(data), hashlib.sha256(data).hexdigest()))
     return Manifest(1, count, "run", "test", tuple(listed), stored, {})
 
 
@@ -69,42 +71,40 @@ def test_any_box_of_tensors_saved_by_any_mesh_is_read_exactly(data: st.DataObjec
     boxes = {}
     for name in ("model.a", "model.b"):
         dims = data.draw(st.integers(0, 3))
-        cells = [
-            data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)) for _ in range(dims)
-        ]
-        dtype = data.draw(
-            st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64])
-        )
+        sizes_along_a_dim = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+        cells = [data.draw(sizes_along_a_dim) for _ in range(dims)]
+        dtype = data.draw(st.sampled_from(DTYPES))
         shape = [sum(sizes) for sizes in cells]
-        numbers = torch.arange(np.prod(shape, dtype=int)).reshape(shape) % (
-            2 if dtype == torch.bool else 120
-        )
+        # Numbers up to 120 are exact in every dtype.
+        num_values = 2 if dtype == torch.bool else 120
+        numbers = torch.arange(np.prod(shape, dtype=int)).reshape(shape) % num_values
         tensors[name] = numbers.to(dtype), cells
+        # The box that this rank reads.
         low = [data.draw(st.integers(0, size - 1)) for size in shape]
-        boxes[name] = (
-            low,
-            [data.draw(st.integers(1, size - at)) for size, at in zip(shape, low, strict=True)],
-        )
+        lengths = []
+        for size, at in zip(shape, low, strict=True):
+            lengths.append(data.draw(st.integers(1, size - at)))
+        boxes[name] = (low, lengths)
     most_bytes = data.draw(st.sampled_from([8, 20, 64, 2**23]))
     most_pieces = data.draw(st.sampled_from([1, 5, 2**17]))
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        manifest = write_tensors(
-            Path(name), tensors, np.random.default_rng(data.draw(st.integers(0, 99)))
-        )
+        rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+        manifest = write_tensors(Path(name), tensors, rng)
         filled = {}
         expected = {}
         box_of_tensor = {}
         for key, (low, sizes) in boxes.items():
             saved = tensors[key][0]
-            expected[key] = saved[
-                tuple(slice(at, at + size) for at, size in zip(low, sizes, strict=True))
-            ]
-            types = [saved.dtype, torch.float32] if saved.is_floating_point() else [saved.dtype]
-            filled[key] = torch.zeros(sizes, dtype=data.draw(st.sampled_from(types)))
-            if data.draw(st.booleans()):  # reversed memory order: rows are not contiguous
-                filled[key] = torch.zeros(sizes[::-1], dtype=filled[key].dtype).permute(
-                    tuple(reversed(range(len(sizes))))
-                )
+            slices = tuple(slice(at, at + size) for at, size in zip(low, sizes, strict=True))
+            expected[key] = saved[slices]
+            # Floating-point tensors may be read into float32.
+            dtypes = [saved.dtype, torch.float32] if saved.is_floating_point() else [saved.dtype]
+            dtype = data.draw(st.sampled_from(dtypes))
+            filled[key] = torch.zeros(sizes, dtype=dtype)
+            if data.draw(st.booleans()):
+                # Reverse the memory order, so that rows are not contiguous.
+                reversed_dims = tuple(reversed(range(len(sizes))))
+                filled[key] = torch.zeros(sizes[::-1], dtype=dtype).permute(reversed_dims)
             box_of_tensor[id(filled[key])] = tuple(low), tuple(sizes)
         patch.setattr(tensor_reader, "box_of", lambda tensor: box_of_tensor[id(tensor)])
         patch.setattr(files, "PIECE_BYTES", most_bytes)
@@ -117,9 +117,8 @@ def test_any_box_of_tensors_saved_by_any_mesh_is_read_exactly(data: st.DataObjec
 def write_layers(folder: Path, count: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """Write ``count`` tensors of shape [8, 6], each split by rows into 8 files."""
     weights = {f"model.layers.{n}.w": torch.arange(48.0).reshape(8, 6) + n for n in range(count)}
-    return write_tensors(
-        folder, {name: (tensor, [[1] * 8, [6]]) for name, tensor in weights.items()}
-    ), weights
+    split_weights = {name: (tensor, [[1] * 8, [6]]) for name, tensor in weights.items()}
+    return write_tensors(folder, split_weights), weights
 
 
 def test_overlaps_are_computed_once_for_all_layers(
@@ -130,17 +129,23 @@ def test_overlaps_are_computed_once_for_all_layers(
     opened = []
     overlaps = Grid.overlaps
     open_stored = files.open_stored
-    monkeypatch.setattr(
-        Grid, "overlaps", lambda grid, box: (computed.append(grid), overlaps(grid, box))[1]
-    )
-    monkeypatch.setattr(
-        files, "open_stored", lambda path: (opened.append(path), open_stored(path))[1]
-    )
+
+    def counted_overlaps(grid: Grid, box: Any) -> Any:
+        computed.append(grid)
+        return overlaps(grid, box)
+
+    def counted_open(path: Any) -> Any:
+        opened.append(path)
+        return open_stored(path)
+
+    monkeypatch.setattr(Grid, "overlaps", counted_overlaps)
+    monkeypatch.setattr(files, "open_stored", counted_open)
     for count in (1, 40):
         (tmp_path / str(count)).mkdir()
         manifest, saved = write_layers(tmp_path / str(count), count)
         filled = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-        computed.clear(), opened.clear()
+        computed.clear()
+        opened.clear()
         tensor_reader.read(filled, manifest, tmp_path / str(count))
         assert (len(computed), len(opened)) == (1, 8)
         assert all(torch.equal(filled[name], saved[name]) for name in saved)
@@ -161,7 +166,7 @@ def test_at_most_one_piece_is_read_at_a_time(
             return super().read_into_all(views, position)
 
     monkeypatch.setattr(files, "FileReader", Counted)
-    # two rows of 7 numbers; less than one row of 5 x 7
+    # 60 bytes are two rows of 7 numbers, but less than a matrix of 5 x 7.
     monkeypatch.setattr(files, "PIECE_BYTES", 60)
     filled = {"model.experts": torch.zeros_like(saved, dtype=dtype)}
     tensor_reader.read(filled, manifest, tmp_path)

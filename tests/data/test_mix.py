@@ -24,7 +24,7 @@ def test_every_prefix_contains_each_source_in_its_share(given_weights, length):
     sources, _ = Mixture([Stage(tuple(given_weights))]).locate(np.arange(length))
     share = np.array(given_weights) / sum(given_weights)
     counts = np.bincount(sources, minlength=len(given_weights))
-    # each row is in the middle of its interval; ties between sources shift it by one position each
+    # Each row is in the middle of its interval. A tie with another source can shift it by one position.
     assert (np.abs(counts - share * length) <= len(given_weights)).all()
 
 
@@ -39,10 +39,9 @@ def test_row_numbers_of_a_source_have_no_gaps_across_stages(first, second, stop,
     before = mixture.rows_before(position)
     assert before.sum() == position
     for source in range(count):
-        numbers_of_source = numbers[sources == source]
-        assert numbers_of_source.tolist() == list(
-            range(int(before[source]), int(before[source]) + len(numbers_of_source))
-        )
+        numbers_of_source = numbers[sources == source].tolist()
+        first_number = int(before[source])
+        assert numbers_of_source == [first_number + i for i in range(len(numbers_of_source))]
 
 
 @settings(max_examples=25)
@@ -67,12 +66,13 @@ def test_source_without_weight_in_a_stage_is_not_read():
 
 
 def test_positions_beyond_a_billion_are_as_cheap_as_the_first():
-    mixture = Mixture([Stage((0.7, 0.2, 0.1))])
+    shares = (0.7, 0.2, 0.1)
+    mixture = Mixture([Stage(shares)])
     sources, numbers = mixture.locate(np.array([10**12]))
-    assert mixture.rows_before(10**12)[int(sources[0])] == int(numbers[0])
-    assert int(numbers[0]) == pytest.approx(
-        10**12 * (0.7, 0.2, 0.1)[int(sources[0])], rel=1 / CYCLE
-    )
+    source = int(sources[0])
+    number = int(numbers[0])
+    assert mixture.rows_before(10**12)[source] == number
+    assert number == pytest.approx(10**12 * shares[source], rel=1 / CYCLE)
 
 
 def test_hundreds_of_sources_need_little_memory():

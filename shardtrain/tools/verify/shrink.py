@@ -384,7 +384,7 @@ def _own_precision(config: Config, notes: list[str]) -> dict[str, dict[str, Any]
         f"precision: weights {training.dtype}, compute {compute_dtype(config)}, "
         f"reduction {training.mixed_precision_reduce}"
     )
-    # A large loss scale overflows in the first steps of a run, and skipped steps compare nothing.
+    # The loss scale is configured for the full model. Gradients of the small model could overflow with it.
     if training.mixed_precision_param == "float16":
         sections["training"]["initial_loss_scale"] = LOSS_SCALE
         notes.append(f"loss scale: {training.initial_loss_scale:g} -> {LOSS_SCALE:g}")
