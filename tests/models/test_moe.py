@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -50,20 +51,26 @@ def plain(moe: MoE, x_BTD: Tensor) -> Tensor:
     r = moe.routing
     out = []
     for x_D in x_BTD.flatten(0, 1):
+        # Score each expert. A bias changes only the choice, not the weights.
         logits_E = moe.router.gate.weight @ x_D
-        scores_E = (
-            logits_E.exp() / logits_E.exp().sum()
-            if r.score_func == "softmax"
-            else 1 / (1 + (-logits_E).exp())
-        )
-        choice_E = scores_E.detach() + (
-            0 if moe.router.expert_bias is None else moe.router.expert_bias
-        )
+        scores_E = 1 / (1 + (-logits_E).exp())
+        if r.score_func == "softmax":
+            scores_E = logits_E.exp() / logits_E.exp().sum()
+        choice_E = scores_E.detach()
+        if moe.router.expert_bias is not None:
+            choice_E = choice_E + moe.router.expert_bias
+
+        # Choose the best groups, by the sum of their best experts, and then the best experts of these groups.
         size = r.num_experts // r.num_groups
-        groups = [sum(sorted(g.tolist())[-r.group_top_k :]) for g in choice_E.split(size)]
-        best = sorted(range(r.num_groups), key=lambda g: -groups[g])[: r.top_groups]
+        group_scores = []
+        for choice_of_group in choice_E.split(size):
+            best_of_group = sorted(choice_of_group.tolist())[-r.group_top_k :]
+            group_scores.append(sum(best_of_group))
+        best = sorted(range(r.num_groups), key=lambda g: -group_scores[g])[: r.top_groups]
         allowed = [e for e in range(r.num_experts) if e // size in best]
         chosen = sorted(allowed, key=lambda e: -choice_E[e].item())[: r.top_k]
+
+        # Add the weighted outputs of the chosen experts, and the shared expert.
         norm = sum(scores_E[e] for e in chosen) if r.route_norm else 1.0
         y_D = torch.zeros_like(x_D)
         for e in chosen:
@@ -71,9 +78,11 @@ def plain(moe: MoE, x_BTD: Tensor) -> Tensor:
             w1 = moe.experts.w1[e]
             w2 = moe.experts.w2[e]
             w3 = moe.experts.w3[e]
-            input_D = x_D * weight if r.score_before_experts else x_D
-            expert_D = w2 @ (F.silu(w1 @ input_D) * (w3 @ input_D))
-            y_D = y_D + (expert_D if r.score_before_experts else expert_D * weight)
+            if r.score_before_experts:
+                input_D = x_D * weight
+                y_D = y_D + w2 @ (F.silu(w1 @ input_D) * (w3 @ input_D))
+            else:
+                y_D = y_D + w2 @ (F.silu(w1 @ x_D) * (w3 @ x_D)) * weight
         if moe.shared is not None:
             y_D = y_D + moe.shared.w2(F.silu(moe.shared.w1(x_D)) * moe.shared.w3(x_D))
         out.append(y_D)
@@ -82,30 +91,31 @@ def plain(moe: MoE, x_BTD: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("shared", [0, 20])
-@pytest.mark.parametrize(
-    "is_fused", [False, True]
-)  # the fused function, which is otherwise used for many rows
+@pytest.mark.parametrize("is_fused", [False, True])
 def test_block_matches_a_loop_over_tokens_and_experts(
     name: str, shared: int, is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The fused function is otherwise used only for many rows.
     monkeypatch.setattr(expert_mix, "_MANY_ROWS", 0 if is_fused else 64)
     moe = block(ROUTINGS[name], shared)
-    x, reference_input = (tokens().requires_grad_() for _ in range(2))
     moe.balance.loss_weight = torch.tensor(1.0)
+    parameters = [*moe.parameters()]
+
+    reference_input = tokens().requires_grad_()
     expected = plain(moe, reference_input)
+    expected_gradients = torch.autograd.grad((expected**2).sum(), [reference_input, *parameters])
+
+    x = tokens().requires_grad_()
     out = moe(x)
+    gradients = torch.autograd.grad((out**2).sum(), [x, *parameters])
+
     torch.testing.assert_close(out, expected)
-    expected_gradients = torch.autograd.grad(
-        (expected**2).sum(), [reference_input, *moe.parameters()]
-    )
-    for gradient, expected_gradient in zip(
-        torch.autograd.grad((out**2).sum(), [x, *moe.parameters()]), expected_gradients, strict=True
-    ):
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, expected_gradient)
 
 
 SEVERAL_WAYS = {
-    # rows per expert (some zero, some equal), and whether experts are sorted by size
+    # Rows per expert (some zero, some equal), and whether experts are sorted by size.
     "unsorted": ([7, 0, 3, 3, 3, 0, 1, 15], False),
     "sorted": ([7, 0, 3, 3, 3, 0, 1, 15], True),
     "sorted already": ([0, 0, 2, 2, 2, 2, 9, 15], True),
@@ -137,7 +147,7 @@ def mixed(
         (EXPERTS, dim, ffn),
         (EXPERTS, ffn, dim),
     )
-    # Numbers that are exact in 16 bits, so all dtypes start with equal ones
+    # These numbers are exact in 16 bits, so all dtypes start with equal numbers.
     base = [(torch.randn(shape, generator=generator) * 0.4).bfloat16() for shape in shapes]
     leaves = [tensor.to(dtype).requires_grad_() for tensor in base]
     out = mix(leaves[0], Choice(expert_SK, leaves[1]), *leaves[2:])
@@ -169,9 +179,9 @@ def test_fused_experts_match_a_loop(name: str, roomy: bool, top_k: int) -> None:
         places = expert_mix.Places(choice.expert_SK, EXPERTS, roomy, by_size)
         return expert_mix._Mix.apply(x_SD, choice.weights_SK, *weights, places)
 
-    for actual, expected in zip(
-        *(mixed(torch.float64, expert_SK, f) for f in (mix, plain_mix)), strict=True
-    ):
+    fused = mixed(torch.float64, expert_SK, mix)
+    reference = mixed(torch.float64, expert_SK, plain_mix)
+    for actual, expected in zip(fused, reference, strict=True):
         torch.testing.assert_close(actual, expected)
 
 
@@ -182,29 +192,31 @@ def test_every_row_has_a_place_and_sizes_are_few() -> None:
         places = expert_mix.Places(expert_SK, EXPERTS, is_padded=True, by_size=by_size)
         sizes = torch.tensor([batch.size for batch in places.batches for _ in range(batch.experts)])
         order = places.order_E if by_size else torch.arange(EXPERTS)
-        # Each size covers the rows of its expert. It is a multiple of a power of two of at most an eighth of the mean:
-        # 16, or 8 if experts are sorted
+        # Each size covers the rows of its expert. It is a multiple of a power of two, which is at most an
+        # eighth of the mean: 16, or 8 if experts are sorted.
         assert bool((sizes >= torch.tensor(counts)[order]).all())
         assert bool((sizes % (8 if by_size else 16) == 0).all())
         assert places.num_places == int(sizes.sum())
-        assert (
-            sizes.tolist()
-            == [[0, 16, 256, 64, 64, 1024, 16, 32], [24, 24, 24, 24, 64, 64, 256, 1024]][by_size]
-        )
-        # Rows have distinct places within the range of their expert
-        starts = torch.empty(EXPERTS, dtype=torch.int64).index_copy_(
-            0, order, sizes.cumsum(0) - sizes
-        )
-        stops = torch.empty(EXPERTS, dtype=torch.int64).index_copy_(0, order, sizes.cumsum(0))
+        expected_sizes = [0, 16, 256, 64, 64, 1024, 16, 32]
+        if by_size:
+            expected_sizes = [24, 24, 24, 24, 64, 64, 256, 1024]
+        assert sizes.tolist() == expected_sizes
+
+        # Rows have distinct places within the range of their expert.
+        starts = torch.empty(EXPERTS, dtype=torch.int64)
+        stops = torch.empty(EXPERTS, dtype=torch.int64)
+        starts[order] = sizes.cumsum(0) - sizes
+        stops[order] = sizes.cumsum(0)
         expert_R = expert_SK.flatten()
         assert places.place_R.unique().numel() == sum(counts)
-        assert bool(
-            ((places.place_R >= starts[expert_R]) & (places.place_R < stops[expert_R])).all()
-        )
+        assert bool((places.place_R >= starts[expert_R]).all())
+        assert bool((places.place_R < stops[expert_R]).all())
+
+        # Rows move to their places and back. Each token has 4 experts, and padding is zero.
         x_SD = torch.arange(1.0, len(expert_SK) + 1).unsqueeze(1)
         rows_PD = places.rows_of(x_SD)
         assert torch.equal(rows_PD[places.place_R], x_SD.repeat_interleave(4, 0))
-        assert torch.equal(rows_PD.sum(), 4 * x_SD.sum())  # padding is zero
+        assert torch.equal(rows_PD.sum(), 4 * x_SD.sum())
         assert torch.equal(places.sum_of(rows_PD), 4 * x_SD)
 
 
@@ -222,20 +234,21 @@ def test_batches_have_the_lowest_cost() -> None:
         return [[(n, remaining[n - 1]), *others] for n in allowed for others in ways(remaining[n:])]
 
     split = expert_mix.batches(counts, 0)
-    assert cost([(batch.experts, batch.size) for batch in split]) == min(
-        cost(way) for way in ways(counts)
-    )
-    stops = [
-        (batch.first + batch.experts, batch.start + batch.experts * batch.size) for batch in split
-    ]
-    assert [(batch.first, batch.start) for batch in split] == [(0, 0), *stops[:-1]]
-    assert stops[-1][0] == len(counts)
+    lowest = min(cost(way) for way in ways(counts))
+    assert cost([(batch.experts, batch.size) for batch in split]) == lowest
+
+    # Batches follow each other, without gaps between their experts and rows.
+    next_expert = 0
+    next_row = 0
+    for batch in split:
+        assert (batch.first, batch.start) == (next_expert, next_row)
+        next_expert += batch.experts
+        next_row += batch.experts * batch.size
+    assert next_expert == len(counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "sizes", [(64, 32), (256, 192)]
-)  # small experts, which are sorted, and large ones
+@pytest.mark.parametrize("sizes", [(64, 32), (256, 192)])
 def test_fused_experts_are_as_accurate_in_16_bits(
     sizes: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -243,9 +256,9 @@ def test_fused_experts_are_as_accurate_in_16_bits(
 
     Errors of a few thousand numbers with random rounding to 2^-9 agree within a few percent.
     """
-    expert_SK = torch.rand(256, EXPERTS, generator=torch.Generator().manual_seed(6)).argsort(1)[
-        :, :2
-    ]
+    generator = torch.Generator().manual_seed(6)
+    expert_SK = torch.rand(256, EXPERTS, generator=generator).argsort(1)[:, :2]
+    # Small experts are sorted by size, and large experts are not.
     assert (3 * sizes[0] * sizes[1] <= expert_mix.SMALL_EXPERT_NUMEL) == (sizes == (64, 32))
 
     def step_by_step(x_SD: Tensor, choice: Choice, *weights: Tensor) -> Tensor:
@@ -275,9 +288,9 @@ def test_frozen_weight_has_no_gradient_and_others_are_unchanged(by_size: bool) -
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
     def gradients(frozen: int | None) -> list[Tensor | None]:
-        leaves = [
-            one.clone().requires_grad_(number != frozen) for number, one in enumerate(tensors)
-        ]
+        leaves = []
+        for number, tensor in enumerate(tensors):
+            leaves.append(tensor.clone().requires_grad_(number != frozen))
         expert_mix._Mix.apply(*leaves, places).square().sum().backward()
         return [leaf.grad for leaf in leaves]
 
@@ -295,7 +308,12 @@ def test_cases_that_the_fused_function_does_not_support_run_step_by_step(
     """Few rows, biases, a different gate or product, score_before_experts, and dispatch to other ranks."""
     calls: list[int] = []
     mix = expert_mix.mix
-    monkeypatch.setattr(expert_mix, "mix", lambda *arguments: calls.append(1) or mix(*arguments))
+
+    def counted_mix(*arguments: Any) -> Tensor:
+        calls.append(1)
+        return mix(*arguments)
+
+    monkeypatch.setattr(expert_mix, "mix", counted_mix)
     x = tokens(dtype=torch.float32)
 
     def calls_of(moe: MoE) -> int:
@@ -432,16 +450,12 @@ def test_balance_losses_add_their_weighted_gradients(
     )
     x = tokens().requires_grad_()
     moe.balance.loss_weight = torch.tensor(0.25)
-    gradients = torch.autograd.grad(
-        (moe(x) ** 2).sum(), [x, moe.router.gate.weight, moe.experts.w1]
-    )
+    leaves = [x, moe.router.gate.weight, moe.experts.w1]
+    gradients = torch.autograd.grad((moe(x) ** 2).sum(), leaves)
     loss = expected_balance_loss(moe, x)
     total_loss = (plain(moe, x) ** 2).sum() + 0.25 * loss
-    for gradient, expected in zip(
-        gradients,
-        torch.autograd.grad(total_loss, [x, moe.router.gate.weight, moe.experts.w1]),
-        strict=True,
-    ):
+    expected_gradients = torch.autograd.grad(total_loss, leaves)
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, expected)
     torch.testing.assert_close(moe.balance.loss_sum, loss.detach())
 
@@ -475,7 +489,8 @@ def test_padding_after_a_text_changes_no_gradient_and_no_load(shared: int) -> No
         if padded:
             documents_BT = torch.full((3, 11), FILLER_DOCUMENT)
             for row, length in enumerate(lengths):
-                documents_BT[row, :length] = torch.arange(length) // 4  # several documents per row
+                # A row has several documents of 4 tokens.
+                documents_BT[row, :length] = torch.arange(length) // 4
             is_text_BT1 = (documents_BT != FILLER_DOCUMENT).unsqueeze(-1)
             (moe(x, documents_BT) ** 2 * is_text_BT1).sum().backward()
         else:
@@ -517,9 +532,9 @@ def test_tokens_are_counted_once_with_recomputation_and_never_in_evaluation(
     assert moe.balance.count_E is None
     expected = torch.bincount(moe.router(x)[2].flatten(), minlength=EXPERTS)
     for times in (1, 2):
-        checkpoint(
-            nn.Module.__call__, moe, x.requires_grad_(), use_reentrant=False
-        ).sum().backward()
+        # A checkpoint runs the block again in backward.
+        out = checkpoint(nn.Module.__call__, moe, x.requires_grad_(), use_reentrant=False)
+        out.sum().backward()
         assert torch.equal(moe.balance.count_E, expected * times)
     moe.balance.reset()
     assert moe.balance.count_E is None
@@ -589,9 +604,12 @@ def test_padding_between_the_rows_of_experts_changes_no_number(
 def test_only_16_bit_rows_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     compute = Experts._compute
-    monkeypatch.setattr(
-        Experts, "_compute", lambda *given: sizes.append(given[2].tolist()) or compute(*given)
-    )
+
+    def noted_compute(experts: Experts, rows: Tensor, count_E: Tensor) -> Tensor:
+        sizes.append(count_E.tolist())
+        return compute(experts, rows, count_E)
+
+    monkeypatch.setattr(Experts, "_compute", noted_compute)
     counts = torch.tensor([30, 10, 20, 4])
     for dtype in (torch.float32, torch.bfloat16):
         experts = Experts(4, DIM, 16).to(dtype)
@@ -599,6 +617,7 @@ def test_only_16_bit_rows_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
             for parameter in experts.parameters():
                 parameter.fill_(0.01)
         assert experts(torch.ones(64, DIM, dtype=dtype), counts).shape == (64, DIM)
-    assert sizes == [[30, 10, 20, 4], [30, 10, 20, 4]]  # an eighth of 16 rows, so multiples of 2
+    # Sizes are rounded up to an eighth of the mean of 16 rows, so to multiples of 2.
+    assert sizes == [[30, 10, 20, 4], [30, 10, 20, 4]]
     experts(torch.ones(512, DIM, dtype=torch.bfloat16), torch.tensor([101, 200, 11, 200]))
     assert sizes[-1] == [112, 208, 16, 208]

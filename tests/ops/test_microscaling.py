@@ -39,7 +39,7 @@ def model(x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     filled[:, :length] = x
     blocks = filled.view(rows, -1, 32)
     amax = blocks.abs().amax(-1)
-    # section 6.3: the largest power of two in the block divided by that of the format (2^8)
+    # Section 6.3: the largest power of two in the block, divided by the format's largest power of two (2^8).
     if rule == "floor":
         scale = (torch.searchsorted(POWERS * 2**8, amax, right=True) - 1).clamp(min=0)
     else:
@@ -87,7 +87,9 @@ def edges() -> Tensor:
     rows = []
     for top in tops:
         row = [top * share for share in shares]
-        rows.append([*row, *(-one for one in row), *([0.0] * (32 - 2 * len(row)))])
+        negative = [-number for number in row]
+        padding = [0.0] * (32 - 2 * len(row))
+        rows.append([*row, *negative, *padding])
     return torch.tensor(rows, dtype=torch.float64).float()
 
 
@@ -95,15 +97,17 @@ def edges() -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rounding_matches_the_specification_exactly(dtype, rule):
     """Scales and numbers match exactly, except for bfloat16 subnormals and 2^128."""
-    for x in (
+    inputs = [
         numbers(0, 64, 256),
         numbers(1, 64, 128) * 1e-30,
         numbers(2, 3, 100),
         numbers(3, 5, 7),
         edges(),
-    ):
+    ]
+    for x in inputs:
         x = x.to(dtype)
-        x = torch.where(x.isfinite(), x, 1.0)  # the largest float32 number is infinite in bfloat16
+        # The largest float32 number is infinite in bfloat16.
+        x = torch.where(x.isfinite(), x, 1.0)
         bits, scale = microscaling.to_mx(x, rule)
         expected, expected_scale = model(x, rule)
         assert torch.equal(scale.long(), expected_scale)
@@ -163,11 +167,10 @@ def test_parts_with_complete_blocks_round_like_the_full_tensor(rule):
     """Tensor parallelism and FSDP rely on it."""
     x = numbers(0, 64, 192).bfloat16()
     full = microscaling.rounded(x, rule)
-    parts = torch.cat(
-        [microscaling.rounded(part, rule) for part in x.split([96, 32, 64], dim=1)], 1
-    )
-    assert torch.equal(full, parts)
-    assert torch.equal(full, torch.cat([microscaling.rounded(part, rule) for part in x.split(16)]))
+    columns = [microscaling.rounded(part, rule) for part in x.split([96, 32, 64], dim=1)]
+    assert torch.equal(full, torch.cat(columns, 1))
+    rows = [microscaling.rounded(part, rule) for part in x.split(16)]
+    assert torch.equal(full, torch.cat(rows))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -179,7 +182,9 @@ def test_rounding_again_changes_nothing(rule):
 
 def products(x: Tensor, w: Tensor, g: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return output and gradients of input and weight in float64, with operands rounded along the summed dimension."""
-    x_I, w_I, g_O, w_O, g_R, x_R = (model(one, rule)[0] for one in (x, w, g, w.T, g.T, x.T))
+    # Operands of the output are rounded along inputs I, of the input's gradient along outputs O, and of
+    # the weight's gradient along rows R.
+    x_I, w_I, g_O, w_O, g_R, x_R = (model(part, rule)[0] for part in (x, w, g, w.T, g.T, x.T))
     return x_I @ w_I.T, g_O @ w_O.T, g_R @ x_R.T
 
 
@@ -200,23 +205,22 @@ def test_linear_layer_matches_its_rounding_model(rule, dtype, sizes):
     w_ = w.to(dtype).requires_grad_()
     out = microscaling.linear(x_[None], w_, rule, emulate=True)[0]
     out.backward(g.to(dtype))
-    magnitudes = x.abs().double(), w.abs().double(), g.abs().double()
-    bounds = (
-        magnitudes[0] @ magnitudes[1].T,
-        magnitudes[2] @ magnitudes[1],
-        magnitudes[2].T @ magnitudes[0],
-    )
-    for actual, expected, size in zip(
-        (out, x_.grad, w_.grad), products(x, w, g, rule), bounds, strict=True
-    ):
-        bound = (1e-15 if dtype is torch.float64 else 2e-6) * 2 * size
-        bound = bound + (expected.abs() * 2.0**-8 if dtype is torch.bfloat16 else 0)
+    x_abs = x.abs().double()
+    w_abs = w.abs().double()
+    g_abs = g.abs().double()
+    sizes_of_sums = (x_abs @ w_abs.T, g_abs @ w_abs, g_abs.T @ x_abs)
+    results = (out, x_.grad, w_.grad)
+    epsilon = 1e-15 if dtype is torch.float64 else 2e-6
+    for actual, expected, size in zip(results, products(x, w, g, rule), sizes_of_sums, strict=True):
+        bound = epsilon * 2 * size
+        if dtype is torch.bfloat16:
+            bound = bound + expected.abs() * 2.0**-8
         assert actual.dtype is dtype
         assert ((actual.double() - expected).abs() <= bound).all()
 
 
 def laid_out(scale: Tensor, rows: int, blocks: int) -> Tensor:
-    """Return scales (rows, blocks) read one by one from the cuBLAS layout of 1D block scaling factors."""
+    """Return scales (rows, blocks), each read from its place in the cuBLAS layout of 1D block scaling factors."""
     tiles = -(-blocks // 4)
     scales = torch.empty(rows, blocks, dtype=torch.uint8)
     for row in range(rows):
@@ -229,9 +233,8 @@ def laid_out(scale: Tensor, rows: int, blocks: int) -> Tensor:
 
 def test_scales_have_the_layout_documented_by_cublas():
     for rows, blocks in ((1, 1), (128, 4), (130, 5), (300, 9)):
-        scale = torch.randint(
-            0, 255, (rows, blocks), generator=torch.Generator().manual_seed(rows), dtype=torch.uint8
-        )
+        generator = torch.Generator().manual_seed(rows)
+        scale = torch.randint(0, 255, (rows, blocks), generator=generator, dtype=torch.uint8)
         actual = microscaling.swizzled(scale)
         assert actual.numel() == 512 * -(-rows // 128) * -(-blocks // 4)
         assert torch.equal(laid_out(actual, rows, blocks), scale)
@@ -260,9 +263,8 @@ def test_product_on_a_device_gets_valid_operands(monkeypatch, rule, sizes):
             assert rows_of.size(1) % 32 == 0
             blocks = rows_of.size(1) // 32
             power = POWERS[laid_out(scale.view(torch.uint8), rows_of.size(0), blocks).long()]
-            meant.append(
-                (rows_of.double().unflatten(1, (blocks, 32)) * power[..., None]).flatten(1)
-            )
+            numbers_of_blocks = rows_of.double().unflatten(1, (blocks, 32))
+            meant.append((numbers_of_blocks * power[..., None]).flatten(1))
         return (meant[0] @ meant[1].T).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
@@ -274,9 +276,8 @@ def test_product_on_a_device_gets_valid_operands(monkeypatch, rule, sizes):
     w_ = w.clone().requires_grad_()
     microscaling_out = microscaling.linear(x_, w_, rule, emulate=False)
     microscaling_out.backward(g)
-    for actual, expected in zip(
-        (microscaling_out, x_.grad, w_.grad), products(x, w, g, rule), strict=True
-    ):
+    results = (microscaling_out, x_.grad, w_.grad)
+    for actual, expected in zip(results, products(x, w, g, rule), strict=True):
         assert torch.equal(actual, expected.bfloat16())
     assert shapes == [(rows, outputs), (rows, inputs), (outputs, inputs)]
 
@@ -285,14 +286,10 @@ def test_recipes_match_those_of_torchao():
     layer = torch.nn.Linear(64, 32)
     x = numbers(0, 8, 64)
     microscaling.convert(layer, "mxfp8_emulated")
-    assert torch.equal(
-        layer(x), microscaling.linear(x, layer.weight, "floor", emulate=True) + layer.bias
-    )
+    expected = microscaling.linear(x, layer.weight, "floor", emulate=True) + layer.bias
+    assert torch.equal(layer(x), expected)
     assert "mxfp8_emulated" in repr(layer)
-    assert set(dict(layer.named_parameters())) == {
-        "weight",
-        "bias",
-    }
+    assert set(dict(layer.named_parameters())) == {"weight", "bias"}
     assert microscaling.RECIPES["mxfp8_cublas"] == ("floor", False)
     assert microscaling.RECIPES["mxfp8_cublas_rceil"] == ("rceil", False)
 
@@ -306,9 +303,8 @@ def test_rounding_is_bitwise_equal_to_torchao(dtype, rule):
     mode = getattr(config.ScaleCalculationMode, rule.upper(), None)
     if mode is None:
         pytest.skip(f"this torchao has no rule {rule}")
-    x = numbers(0, 256, 256) * torch.exp2(
-        20 * torch.randn(256, 1, generator=torch.Generator().manual_seed(1))
-    )
+    exponents = 20 * torch.randn(256, 1, generator=torch.Generator().manual_seed(1))
+    x = numbers(0, 256, 256) * torch.exp2(exponents)
     x = torch.where(x.abs() < 2.0**-100, 0.0, x).to(dtype)
     x[0] = 0
     x[1, :32] = 448
