@@ -28,15 +28,15 @@ def expected_plan(boxes_of_ranks: list[dict[str, Any]]) -> tuple[dict[str, list[
 
     Pieces with one holder come first, and among them tensors with equal shards on all ranks.
     """
+    # Find the ranks that hold each piece that is not empty.
     holders_of_piece: dict[tuple[str, Any], list[int]] = {}
     for rank, boxes in enumerate(boxes_of_ranks):
         for name, (dtype, offsets, sizes) in boxes.items():
             if all(sizes):
-                holders_of_piece.setdefault(
-                    (name, (tuple(offsets), tuple(sizes), dtype)), []
-                ).append(rank)
-    load = [0] * len(boxes_of_ranks)
-    placed = []
+                piece = (name, (tuple(offsets), tuple(sizes), dtype))
+                holders_of_piece.setdefault(piece, []).append(rank)
+
+    # Find the tensors with equal shards on all ranks, and equally many holders of each shard.
     sizes_of: dict[str, set[tuple[int, ...]]] = {}
     holders_of: dict[str, set[int]] = {}
     for boxes in boxes_of_ranks:
@@ -44,17 +44,23 @@ def expected_plan(boxes_of_ranks: list[dict[str, Any]]) -> tuple[dict[str, list[
             sizes_of.setdefault(name, set()).add(tuple(sizes))
     for (name, _), ranks in holders_of_piece.items():
         holders_of.setdefault(name, set()).add(len(ranks))
-    even = {
-        name
-        for name, sizes in sizes_of.items()
-        if len(sizes) == 1 and len(holders_of.get(name, ())) == 1
-    }
-    for (name, box), ranks in sorted(
-        holders_of_piece.items(), key=lambda item: (len(item[1]), item[0][0] not in even, item[0])
-    ):
+    even = set()
+    for name, sizes in sizes_of.items():
+        if len(sizes) == 1 and len(holders_of.get(name, ())) == 1:
+            even.add(name)
+
+    def order(item: tuple[tuple[str, Any], list[int]]) -> Any:
+        (name, box), ranks = item
+        return len(ranks), name not in even, (name, box)
+
+    # Assign the pieces in this order. A piece begins where the earlier pieces of its writer end.
+    load = [0] * len(boxes_of_ranks)
+    placed = []
+    for (name, box), ranks in sorted(holders_of_piece.items(), key=order):
         writer = min(ranks, key=lambda rank: (load[rank], rank))
         placed.append((name, box, writer, load[writer]))
         load[writer] += int(np.prod(box[1], dtype=np.int64)) * ITEM_BYTES[box[2]]
+    # Ranks without a piece write no file, so they do not count in the numbers of files.
     has_file = [size > 0 for size in load]
     numbers = [sum(has_file[:rank]) for rank in range(len(load))]
     chunks: dict[str, list[Chunk]] = {}
@@ -68,17 +74,16 @@ def check_plan(boxes_of_ranks: list[dict[str, Any]], held_tensors: dict[str, hol
     stored, planned_load = save_plan.share_out(held_tensors, len(boxes_of_ranks))
     assert planned_load == load
     for name, tensor in stored.items():
-        assert sorted(tensor.chunks(), key=lambda c: c.offsets) == sorted(
-            chunks.get(name, []), key=lambda c: c.offsets
-        )
+        planned = sorted(tensor.chunks(), key=lambda chunk: chunk.offsets)
+        assert planned == sorted(chunks.get(name, []), key=lambda chunk: chunk.offsets)
+    # Each rank writes its pieces in the order of their places in the file.
     plan = save_plan.SavePlan(stored, load, held_tensors)
     for rank in range(len(boxes_of_ranks)):
-        pieces = [
-            (c.begin, name)
-            for name, cs in chunks.items()
-            for c in cs
-            if c.file == plan.file_numbers[rank]
-        ]
+        pieces = []
+        for name, chunks_of_tensor in chunks.items():
+            for chunk in chunks_of_tensor:
+                if chunk.file == plan.file_numbers[rank]:
+                    pieces.append((chunk.begin, name))
         assert plan.names_of(rank) == [name for _, name in sorted(pieces)]
 
 
@@ -96,16 +101,19 @@ def test_plan_follows_its_definition(data: st.DataObject) -> None:
         for number in range(data.draw(st.integers(1, 5))):
             dims = data.draw(st.integers(0, 2))
             shape = [data.draw(st.integers(1, 7)) for _ in range(dims)]
-            splits = [
-                [axes[axis], strides[axis], data.draw(st.integers(0, dims - 1))]
-                for axis in data.draw(st.permutations(range(3)))
-                if dims and data.draw(st.booleans())
-            ]
+            # Any axes of the mesh split any dimension, in any order.
+            splits = []
+            for axis in data.draw(st.permutations(range(3))):
+                if dims and data.draw(st.booleans()):
+                    split_dim = data.draw(st.integers(0, dims - 1))
+                    splits.append([axes[axis], strides[axis], split_dim])
+            # The second stage may share tensors with the first stage, such as tied embeddings.
             shared = data.draw(st.booleans()) and stage and f"t{number}" in tables[0]
             dtype = data.draw(st.sampled_from(["float32", "bfloat16", "int64"]))
-            table[f"t{number}" if shared else f"s{stage}.t{number}"] = (
-                tables[0][f"t{number}"] if shared else [dtype, shape, splits]
-            )
+            if shared:
+                table[f"t{number}"] = tables[0][f"t{number}"]
+            else:
+                table[f"s{stage}.t{number}"] = [dtype, shape, splits]
         tables.append(table)
     table_of_rank = [rank // per_stage for rank in range(stages * per_stage)]
     held_tensors = holders.held_by_all(tables, table_of_rank)
@@ -128,31 +136,30 @@ PLACEMENTS: list[list[Any]] = [
 def on_ranks(rank: int) -> dict[str, Any]:
     world = init_device_mesh("cpu", (3, 2), mesh_dim_names=("fsdp", "tp"))
     tensors: dict[str, torch.Tensor] = {"plain": torch.zeros(3), "scalar": torch.tensor(1.0)}
-    for number, (placements, shape) in enumerate(
-        itertools.product(PLACEMENTS, [(8, 4), (7, 5), (2, 2)])
-    ):
+    layouts = itertools.product(PLACEMENTS, [(8, 4), (7, 5), (2, 2)])
+    for number, (placements, shape) in enumerate(layouts):
+        # The layout of FSDP over tensor parallelism exists only for even shards.
         if isinstance(placements[0], _StridedShard):
-            if shape[0] % 6:  # the layout of FSDP over tensor parallelism, only for even shards
+            if shape[0] % 6:
                 continue
-            tensors[str(number)] = DTensor.from_local(
-                torch.zeros(shape[0] // 6, shape[1]), world, placements
-            )
+            local = torch.zeros(shape[0] // 6, shape[1])
+            tensors[str(number)] = DTensor.from_local(local, world, placements)
             continue
-        tensors[str(number)] = distribute_tensor(
-            torch.arange(float(np.prod(shape))).view(shape), world, placements
-        )
+        full = torch.arange(float(np.prod(shape))).view(shape)
+        tensors[str(number)] = distribute_tensor(full, world, placements)
     for axis in ("fsdp", "tp"):
         tensors[axis] = distribute_tensor(torch.zeros(5, 4), world[axis], [Shard(0)])
-    if rank < 2:  # like a tensor of one pipeline stage
+    # A tensor of one pipeline stage is also on only some ranks.
+    if rank < 2:
         tensors["only two"] = torch.zeros(4)
     table = holders.table_of(tensors)
     held_tensors = holders.find_holders(tensors)
-    boxes_of_ranks = all_gather_json(
-        {
-            name: [str(t.dtype).removeprefix("torch."), *map(list, holders.box_of(t))]
-            for name, t in tensors.items()
-        }
-    )
+    boxes = {}
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        offsets, sizes = holders.box_of(tensor)
+        boxes[name] = [dtype, list(offsets), list(sizes)]
+    boxes_of_ranks = all_gather_json(boxes)
     check_plan(boxes_of_ranks, held_tensors)
     return {"table": table, "boxes": boxes_of_ranks}
 
@@ -173,19 +180,17 @@ def test_ranks_compute_the_boxes_of_all_ranks() -> None:
 def odd_mesh(rank: int) -> dict[str, Any]:
     mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [[0, 3], [1, 2]])
     local = torch.zeros(4 if rank in (0, 3) else 3, 2)
-    tensors = {
-        "a": DTensor.from_local(local, mesh, [Shard(0), Replicate()], shape=(7, 2), stride=(2, 1))
-    }
-    held_tensors = holders.find_holders(tensors)
-    check_plan(
-        all_gather_json({"a": ["float32", *map(list, holders.box_of(tensors["a"]))]}), held_tensors
-    )
-    return holders.table_of(tensors)
+    tensor = DTensor.from_local(local, mesh, [Shard(0), Replicate()], shape=(7, 2), stride=(2, 1))
+    held_tensors = holders.find_holders({"a": tensor})
+    offsets, sizes = holders.box_of(tensor)
+    boxes_of_ranks = all_gather_json({"a": ["float32", list(offsets), list(sizes)]})
+    check_plan(boxes_of_ranks, held_tensors)
+    return holders.table_of({"a": tensor})
 
 
 def test_ranks_in_an_unusual_order_list_their_boxes() -> None:
     rules = [table["a"][2] for table in run_ranks(4, odd_mesh)]
-    # the compact rule happens to fit ranks 0 and 1; ranks 2 and 3 list their boxes
+    # The compact rule happens to fit ranks 0 and 1. Ranks 2 and 3 list their boxes.
     assert [isinstance(rule, dict) for rule in rules] == [False, False, True, True]
 
 
@@ -227,14 +232,13 @@ def test_folded_table_round_trips(table: dict[str, list[Any]]) -> None:
 
 def test_folded_table_does_not_grow_with_layers() -> None:
     def folded_length(layers: int) -> int:
-        names = [
-            f"model.layers.{layer}.{name}" for layer in range(layers) for name in ("wq", "wk", "w1")
-        ]
-        return len(
-            json.dumps(holders.fold({name: ["float32", [8, 8], [[2, 1, 0]]] for name in names}))
-        )
+        table = {}
+        for layer in range(layers):
+            for name in ("wq", "wk", "w1"):
+                table[f"model.layers.{layer}.{name}"] = ["float32", [8, 8], [[2, 1, 0]]]
+        return len(json.dumps(holders.fold(table)))
 
-    # three entries, each with an end that has two more digits
+    # The table has three entries. The end of each range of layers has two more digits.
     assert folded_length(900) <= folded_length(2) + 2 * 3
 
 

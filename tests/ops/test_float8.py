@@ -20,7 +20,8 @@ def nearest(x: Tensor, name: str) -> Tensor:
     bits, smallest, largest = FORMATS[name]
     _, exponent = torch.frexp(x)
     step = torch.ldexp(torch.ones_like(x), (exponent - 1).clamp_min(smallest) - (bits - 1))
-    nearest_x = torch.round(x / step) * step  # torch.round rounds ties to even
+    # torch.round rounds ties to even.
+    nearest_x = torch.round(x / step) * step
     assert nearest_x.abs().max() <= largest
     return nearest_x
 
@@ -69,18 +70,15 @@ def test_linear_layer_matches_its_rounding_model_in_float64(recipe, dtype):
     out = layer(x[None])[0]
     out.backward(g)
     exact = expected(recipe, x.detach(), w, g)
-    magnitudes = (x.detach().abs(), w.abs(), g.abs())
-    sizes = (
-        magnitudes[0] @ magnitudes[1].T,
-        magnitudes[2] @ magnitudes[1],
-        magnitudes[2].T @ magnitudes[0],
-    )
-    for actual, expected_value, size in zip(
-        (out, x.grad, layer.weight.grad), exact, sizes, strict=True
-    ):
-        bound = 1e-6 * 2 * size.double() + (
-            expected_value.abs() * 2.0**-8 if dtype is torch.bfloat16 else 0
-        )
+    x_abs = x.detach().abs()
+    w_abs = w.abs()
+    g_abs = g.abs()
+    sizes_of_sums = (x_abs @ w_abs.T, g_abs @ w_abs, g_abs.T @ x_abs)
+    results = (out, x.grad, layer.weight.grad)
+    for actual, expected_value, size in zip(results, exact, sizes_of_sums, strict=True):
+        bound = 1e-6 * 2 * size.double()
+        if dtype is torch.bfloat16:
+            bound = bound + expected_value.abs() * 2.0**-8
         assert ((actual.double() - expected_value).abs() <= bound).all()
         assert actual.dtype is dtype
 
@@ -94,7 +92,8 @@ def test_scale_is_the_largest_power_of_two_that_fits(name):
     power = float8.powers(amax, float8.dtype_of(name)).double()
     fits = amax.double() * torch.exp2(power)
     assert (fits <= largest).all()
-    assert (2 * fits > largest)[:9].all()  # the last two are at the largest supported exponent
+    assert (2 * fits > largest)[:9].all()
+    # The last two numbers need a larger exponent than the largest supported exponent.
     assert power[9:].tolist() == [63.0, 63.0]
 
 
@@ -133,34 +132,29 @@ def test_experts_match_their_rounding_model(dtype):
     x = numbers(0, 32, 16).to(dtype)
     g = numbers(1, 32, 24).to(dtype)
     w = numbers(2, 4, 24, 16).to(dtype)
-    x.requires_grad_(), w.requires_grad_()
+    x.requires_grad_()
+    w.requires_grad_()
     out = float8.grouped_product(x, torch.tensor(counts), w, moe.product, emulate=True)
     out.backward(g)
     parts = zip(x.detach().split(counts), g.split(counts), w.detach().unbind(), strict=True)
     exact = [expected("rowwise", x_e, w_e, g_e) for x_e, g_e, w_e in parts if len(x_e)]
     assert w.grad is not None
     assert w.grad[1].eq(0).all()
+    used_experts = [e for e, count in enumerate(counts) if count]
     pairs = (
         (out, torch.cat([out for out, _, _ in exact])),
         (x.grad, torch.cat([dx for _, dx, _ in exact])),
-        (
-            w.grad[[e for e, count in enumerate(counts) if count]],
-            torch.stack([dw for _, _, dw in exact]),
-        ),
+        (w.grad[used_experts], torch.stack([dw for _, _, dw in exact])),
     )
     rounding = 2.0**-8 if dtype is torch.bfloat16 else 1e-5
     for actual, expected_value in pairs:
-        assert torch.allclose(
-            actual.double(),
-            expected_value,
-            rtol=rounding,
-            atol=1e-6 * float(expected_value.abs().max()),
-        )
+        largest = float(expected_value.abs().max())
+        assert torch.allclose(actual.double(), expected_value, rtol=rounding, atol=1e-6 * largest)
 
 
 @pytest.mark.parametrize("recipe", list(float8.RECIPES))
-def test_products_of_a_device_match_emulated_ones(recipe):
-    """On a CPU, which supports the scaled matmul of devices too, but sums in a different order."""
+def test_products_of_a_device_match_emulated_products(recipe):
+    """A CPU also supports the scaled matmul of devices, but sums in a different order."""
     x = numbers(0, 40, 64).bfloat16()
     w = numbers(1, 32, 64).bfloat16()
     g = numbers(2, 40, 32).bfloat16()
@@ -186,20 +180,19 @@ def _grouped_by_contract(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum
     starts = [0, *offs.tolist()]
     if b.ndim == 3:
         parts = zip(starts, starts[1:], b, scale_b, strict=False)
-        out = [
-            (a[start:stop] * scale_a[start:stop, None]) @ (b_e * s_e)
-            for start, stop, b_e, s_e in parts
-        ]
-        return torch.cat(out).to(out_dtype)
-    scales = zip(
-        starts, starts[1:], scale_a.view(-1, a.size(0)), scale_b.view(-1, b.size(1)), strict=False
-    )
-    parts = [
-        (a[:, start:stop] * s_a[:, None]) @ (b[start:stop] * s_b)
-        for start, stop, s_a, s_b in scales
-    ]
+        products = []
+        for start, stop, b_e, s_e in parts:
+            rows = a[start:stop] * scale_a[start:stop, None]
+            products.append(rows @ (b_e * s_e))
+        return torch.cat(products).to(out_dtype)
+    # The gradient of the weights: groups divide the summed dimension, and each group has its own scales.
+    scales_a = scale_a.view(-1, a.size(0))
+    scales_b = scale_b.view(-1, b.size(1))
+    products = []
+    for start, stop, s_a, s_b in zip(starts, starts[1:], scales_a, scales_b, strict=False):
+        products.append((a[:, start:stop] * s_a[:, None]) @ (b[start:stop] * s_b))
     assert all(stop % 16 == 0 for stop in starts)
-    return torch.stack(parts).to(out_dtype)
+    return torch.stack(products).to(out_dtype)
 
 
 def test_experts_on_a_device_get_valid_operands(monkeypatch):
@@ -208,7 +201,8 @@ def test_experts_on_a_device_get_valid_operands(monkeypatch):
 
     def grouped_mm(*operands, **options):
         on_meta = [operand.to("meta") for operand in operands]
-        laid_out.append(original(*on_meta, **options).shape)  # checks strides, sizes and dtypes
+        # On the meta device, PyTorch checks strides, sizes and dtypes without the kernel.
+        laid_out.append(original(*on_meta, **options).shape)
         return _grouped_by_contract(*operands, **options)
 
     original = torch._scaled_grouped_mm
