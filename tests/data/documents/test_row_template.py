@@ -68,7 +68,7 @@ def test_any_table_becomes_a_text_a_pair_or_a_conversation_by_template(tmp_path:
     [
         (
             "{{ query }}",
-            "does not have: 'query' is undefined; its columns are question, answer, year, hint",
+            "does not exist: 'query' is undefined; the columns are question, answer, year, hint",
         ),
         ("{{ answer.body }}", "uses a column that does not exist"),
         ("{{ hint }}", "a template writes null"),

@@ -271,7 +271,7 @@ BROKEN = {
         b"\xff\xfe\x00garbage",
         "is neither a tokenizer.json nor tiktoken's ranks nor a sentencepiece model",
     ),
-    "cut": (None, "is not a tokenizer"),
+    "cut": (None, "is neither a tokenizer.json nor"),
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n", "Git LFS pointer"),
     "rank": (line(b"a", 0) + line(b"b", 5), r"tokenizer.model:2.* has a rank other than 1"),
     "twice": (line(b"a", 0) + line(b"a", 1), r"tokenizer.model:2.* has a duplicate token"),
