@@ -30,13 +30,14 @@ from shardtrain.data.documents.encode import open_conversations
 from shardtrain.data.documents.read_documents import TOO_LONG
 from shardtrain.data.image_decoder import BadImage, ImageDecoder
 from shardtrain.data.images import Image, ImageReader
-from shardtrain.data.row_stream import RowBatch
+from shardtrain.data.row_stream import RowBatch, RowDataLoader
 from shardtrain.data.sources import BadRow
 from shardtrain.layout import Layout, matches
 from shardtrain.models import architecture
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
+from shardtrain.tasks.images import packing
 from shardtrain.tasks.images.image_batch import TARGETS, TOKENS, ImageRow, Loader, replaced
 from shardtrain.tasks.images.image_processor import ImageProcessor
 from shardtrain.tasks.images.image_work import ImageFlops, ImageWork, VisionTower
@@ -64,6 +65,7 @@ class ImageText(TextTask):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self._tests_isolation = False
         self._dtype = getattr(torch, derived.compute_dtype(config))
 
     # The model
@@ -95,6 +97,10 @@ class ImageText(TextTask):
                     fix="use the folder of a model that does, such as LLaVA, Qwen2.5-VL or Gemma 3",
                 )
             )
+        if self._packs and (reason := packing.problem_of(network)):
+            rule = f"is not supported by {name}, which {reason}"
+            raise ConfigError(Problem("data.packing", packing.PACKING, rule, "remove it"))
+        self._tests_isolation = self._packs and not packing.computes_positions(network)
         for name in self.config.task.frozen_modules:
             _freeze(model, name)
         return model
@@ -104,6 +110,12 @@ class ImageText(TextTask):
         """The Hugging Face folder of the model, which also has its processor."""
         _, shape = models.configured(self.config.model)
         return str(shape.path)
+
+    def open_dataloader(self, **options: Any) -> RowDataLoader:
+        """Open the data. The trainer tests whether the network separates packed rows, if that is not known."""
+        stream = super().open_dataloader(**options)
+        stream.masks_documents = self._tests_isolation
+        return stream
 
     def num_outputs(self, shape: Any) -> int:
         """Return the vocabulary size."""
@@ -141,7 +153,13 @@ class ImageText(TextTask):
             self.config.data.max_image_bytes,
             self.config.parallelism.tensor_parallel_degree,
             self._filler(),
+            self.config.training.seq_len if self._packs else 0,
         )
+
+    @property
+    def _packs(self) -> bool:
+        """True if short rows share a sequence."""
+        return self.config.data.packing == packing.PACKING
 
     def _filler(self) -> str:
         """Return the text of a row with one image, for batches without images."""
@@ -359,8 +377,12 @@ class ImageText(TextTask):
         """Return the logits (B, T, V)."""
         images = {}
         for name, values in batch.tensors.items():
-            if name not in (TOKENS, TARGETS):
+            if name not in (TOKENS, TARGETS, packing.ROWS):
                 images[name] = values.to(self._dtype) if values.is_floating_point() else values
+        if packing.ROWS in batch.tensors:
+            network: Any = model.hf
+            inputs = {"input_ids": batch[TOKENS], **images}
+            images["position_ids"] = packing.positions(network, inputs, batch[packing.ROWS])
         return model(batch[TOKENS], images=images)  # type: ignore[no-any-return]
 
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
@@ -373,7 +395,14 @@ class ImageText(TextTask):
         targets_BT = batch[TARGETS]
         is_target_BT = targets_BT != IGNORE
         right_BT = (outputs.argmax(-1) == targets_BT) & is_target_BT
-        return {"right": right_BT.sum(1), "tokens": is_target_BT.sum(1)}
+        counts = {"right": right_BT, "tokens": is_target_BT}
+        if packing.ROWS not in batch.tensors:
+            return {name: values_BT.sum(1) for name, values_BT in counts.items()}
+        sums = {}
+        num_rows = batch.sample_ids_B.numel()
+        for name, values_BT in counts.items():
+            sums[name] = packing.sums_of_rows(values_BT, batch[packing.ROWS], num_rows)
+        return sums
 
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the share of the assistant's tokens that are predicted correctly."""

@@ -67,6 +67,8 @@ def check(
         return
     name = model.config_name
     fix = f'set data.packing to "padded", or {OPTION} to "off"'
+    if config is not None and config.task.name == "image_text":
+        fix = "remove data.packing"
     if "position_ids" not in inspect.signature(model.hf.forward).parameters:  # type: ignore[union-attr,arg-type]
         raise ConfigError(
             Problem(

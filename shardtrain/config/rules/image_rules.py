@@ -65,7 +65,14 @@ def check_images(loaded: Loaded) -> Iterator[Problem]:
                 f"and {size!r} is not one",
                 fix="use width x height",
             )
-    without_effect = list(OF_DOCUMENTS)
+    if config.data.packing not in ("auto", "first_fit"):
+        yield problem(
+            loaded,
+            "data.packing",
+            rule=f"is not supported with task.name={IMAGE_TEXT}, which does not cut rows",
+            fix='use "first_fit" to pack short rows of a batch into sequences, or remove it',
+        )
+    without_effect = [option for option in OF_DOCUMENTS if option != "data.packing"]
     # Another rule reports these for conversations.
     if config.data.format != "chat":
         without_effect += [f"data.{name}" for name in END_OPTIONS]

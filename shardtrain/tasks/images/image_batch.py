@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from shardtrain.data.image_decoder import BadImage, ImageDecoder, Pixels
 from shardtrain.data.images import Image
 from shardtrain.ops.targets import IGNORE
+from shardtrain.tasks.images import packing
 from shardtrain.tasks.images.image_processor import ImageProcessor
 from shardtrain.tasks.images.image_work import ImageWork
 from shardtrain.utils.errors import DataError
@@ -49,6 +50,11 @@ class ImageRow:
     learned: npt.NDArray[np.bool_]
     work: ImageWork
 
+    def targets(self) -> Tensor:
+        """Return the target of each token except the last one. IGNORE where no loss is computed."""
+        targets = np.where(self.learned[1:], self.tokens[1:], IGNORE)
+        return torch.from_numpy(targets.astype(np.int64))
+
 
 @dataclass(frozen=True)
 class Loader:
@@ -57,6 +63,7 @@ class Loader:
     Attributes:
         length_multiple: the lengths of sequences are multiples of this number.
         filler: row with one small image, for batches without images.
+        capacity: tokens of a sequence that rows are packed into. 0 if each row is a sequence.
     """
 
     processor: ImageProcessor
@@ -64,6 +71,7 @@ class Loader:
     max_bytes: int
     length_multiple: int
     filler: str
+    capacity: int = 0
 
     def collate(self, rows: Sequence[ImageRow]) -> dict[str, Tensor]:
         """Return tokens and targets (B, T), and the other inputs of the model by their names.
@@ -79,13 +87,45 @@ class Loader:
             inputs_of_rows[shortest] = _joined(inputs_of_rows[shortest], filler)
 
         lengths = [inputs[_IDS].shape[1] for inputs in inputs_of_rows]
+        if self.capacity:
+            return self._packed(rows, inputs_of_rows, lengths)
         T = -(-max(lengths) // self.length_multiple) * self.length_multiple
         targets_BT = torch.full((len(rows), T), IGNORE, dtype=torch.int64)
         for number, row in enumerate(rows):
-            targets = np.where(row.learned[1:], row.tokens[1:], IGNORE)
-            targets_BT[number, : len(targets)] = torch.from_numpy(targets.astype(np.int64))
+            targets = row.targets()
+            targets_BT[number, : len(targets)] = targets
 
         return {TARGETS: targets_BT, **self.joined(inputs_of_rows, T)}
+
+    def _packed(
+        self,
+        rows: Sequence[ImageRow],
+        inputs_of_rows: Sequence[Mapping[str, Tensor]],
+        lengths: Sequence[int],
+    ) -> dict[str, Tensor]:
+        """Return a batch of sequences with one or more rows. An additional input has the numbers of rows."""
+        sequences = packing.first_fit(lengths, self.capacity)
+        longest = max(sum(lengths[number] for number in numbers) for numbers in sequences)
+        T = -(-longest // self.length_multiple) * self.length_multiple
+        targets_BT = torch.full((len(sequences), T), IGNORE, dtype=torch.int64)
+        rows_BT = torch.full_like(targets_BT, -1)
+        inputs_of_sequences = []
+        for place, numbers in enumerate(sequences):
+            start = 0
+            for number in numbers:
+                targets = rows[number].targets()
+                targets_BT[place, start : start + len(targets)] = targets
+                rows_BT[place, start : start + lengths[number]] = number
+                start += lengths[number]
+            inputs_of_sequence = [inputs_of_rows[number] for number in numbers]
+            inputs_of_sequences.append(
+                packing.concatenated(inputs_of_sequence, self.processor.row_inputs)
+            )
+        return {
+            TARGETS: targets_BT,
+            packing.ROWS: rows_BT,
+            **self.joined(inputs_of_sequences, T),
+        }
 
     def joined(self, inputs_of_rows: Sequence[Mapping[str, Tensor]], T: int) -> dict[str, Tensor]:
         """Return tokens (B, T) and the other inputs of the model for the inputs of each row."""
