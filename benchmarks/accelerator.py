@@ -16,9 +16,9 @@ Parts, each of which relies on the previous ones:
 
 Each part and each timed case runs in a separate process and appends its rows to
 benchmarks/results/accelerator-DEVICE.jsonl. A failure becomes a row with its reason, and the others continue.
-``--cases TEXT,...`` selects cases of options, speed and experts whose names contain a text. ``--kernels`` writes a
-kernel profile of each case. ``--tiny`` runs the same code with models that a CPU trains in seconds, and writes into
-``--results``.
+``--cases TEXT,...`` selects cases of options, speed and experts whose names contain a text. ``--kernels``
+writes a kernel profile of each case. ``--tiny`` runs the same code with models that a CPU trains in
+seconds, and writes into ``--results``.
 """
 
 from __future__ import annotations
@@ -288,7 +288,8 @@ def tiny_sizes(model_name: str) -> Options:
 
 
 def timed(loaded: Loaded, warmup: int, steps: int, kernels: Path | None = None) -> Row:
-    """Measure tokens per second, MFU and peak memory of ``steps`` after ``warmup``. The device is idle at both ends.
+    """Measure tokens per second, MFU and peak memory of ``steps`` after ``warmup``.
+    The device is idle at both ends.
 
     A profile of two more steps is written to ``kernels``.
     """
@@ -412,8 +413,8 @@ def _seconds_of(work: Callable[[], Any], device: torch.device, times: int) -> fl
 def waits(device: str, tiny: bool) -> Iterator[Row]:
     """Yield the synchronizations of a step that CUDA's debug mode warns about.
 
-    The only intended wait, for loss and gradient norm, waits for an event, which is not reported. So all reported
-    synchronizations are unintended.
+    The only intended wait, for loss and gradient norm, waits for an event, which is not reported. So all
+    reported synchronizations are unintended.
     """
     for name, options in (("dense", SPEED["1B"]), ("experts", EXPERTS["4 layers of 30B-A3B"])):
         config = timed_run(options, device, True, 4).config
@@ -456,10 +457,11 @@ def _with_lines(message: Any, *_: Any, **__: Any) -> None:
 
 
 def numbers(device: str, tiny: bool) -> Iterator[Row]:
-    """Yield the largest relative differences of three steps on the device and on the CPU, from the same weights.
+    """Yield the largest relative differences of three steps on the device and on the CPU,
+    from the same weights.
 
-    Differences in float32 (with full-precision products) are rounding, those in bfloat16 also come from different
-    kernels. With several devices, ``shardtrain verify`` compares a mesh of them with one.
+    Differences in float32 (with full-precision products) are rounding. Differences in bfloat16 also come
+    from different kernels. With several devices, ``shardtrain verify`` compares a mesh with one device.
     """
     documents: Options = {**SPEED["1B"], **PACKING[1]}
     cases = {
@@ -620,7 +622,7 @@ def compare(device: str, wanted: Options, other: Options) -> Row:
 
 
 def case_of(part: str, name: str, device: str, tiny: bool, steps: int, kernels: Path | None) -> Row:
-    """Return the row of a timed case, or of the reason why it cannot run."""
+    """Return the row of a timed case. If it cannot run, the row contains the reason."""
     warmup, steps = (1, 2) if tiny else (3, steps)
     loaded = timed_run(TIMED[part][name], device, tiny, warmup + steps + 2)
     file = kernels / f"{name.replace(' ', '_')}.txt" if kernels else None
@@ -729,7 +731,10 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]] | None] = {
 
 
 def chosen(names: Iterable[str], texts: str) -> list[str]:
-    """Return names equal to one of the comma-separated texts, or containing one that is not a name. All for ""."""
+    """Return the names that the comma-separated texts select. All names for "".
+
+    A text that is a name selects this name. Any other text selects the names that contain it.
+    """
     names = list(names)
     requested = texts.split(",")
     return [
@@ -751,7 +756,7 @@ def processes(part: str, options: argparse.Namespace) -> list[list[str]]:
 
 
 def run_here(arguments: argparse.Namespace, device: str) -> Iterator[Row]:
-    """Yield rows of one part or one of its cases, with the device they were measured on."""
+    """Yield the rows of one part or of one of its cases, with the measured device."""
     device_here = torch.device(device, 0) if device != "cpu" else torch.device(device)
     common = {
         "part": arguments.part,

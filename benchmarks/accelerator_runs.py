@@ -28,8 +28,8 @@ def checkpoint_row(loaded: Loaded) -> Row:
     """Save in the background while training continues.
 
     Returns:
-        Seconds of an undisturbed step, seconds that the save blocks training (the call, and the longer steps until its
-        end), seconds until it is on disk, its bytes, and GB/s.
+        Seconds of an undisturbed step, seconds that the save blocks training (the call, and the longer
+        steps until its end), seconds until it is on disk, its bytes, and GB/s.
     """
     config = loaded.config
     with join(config.comm, config.training.device) as here, kernels(loaded, here):

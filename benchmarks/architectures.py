@@ -1,13 +1,15 @@
-"""Compare each architecture of ``transformers`` on each mesh with one process, and that process with ``transformers``.
+"""Compare each architecture of ``transformers`` on each mesh with one process,
+and that process with ``transformers``.
 
     nice -n 5 python benchmarks/architectures.py [--only llama,gpt2] [--meshes tp,ep] [--workers 2]
         [--out benchmarks/results/architectures_cpu.json]
 
-The architectures are the tiny random folders of tests/hf_architectures.py, with four layers. A cell is ``same`` if the
-loss and each gradient of the first step agree to 1e-5 in float32, and the initial weights are bitwise equal. Otherwise
-it is ``refused``, with the error that comes before ranks start, or a fault: ``differs`` or ``fails``. The ranks are
-forks of a process that has imported PyTorch, with one thread each. With ``--only`` or ``--meshes``, the other cells of
-the file stay. ``docs/figures.py`` writes the table of docs/models.md from the file.
+The architectures are the tiny random folders of tests/hf_architectures.py, with four layers. A cell is
+``same`` if the loss and each gradient of the first step agree to 1e-5 in float32, and the initial weights
+are bitwise equal. Otherwise it is ``refused``, with the error that comes before ranks start, or a fault:
+``differs`` or ``fails``. The ranks are forks of a process that has imported PyTorch, with one thread each.
+With ``--only`` or ``--meshes``, the other cells of the file stay. ``docs/figures.py`` writes the table of
+docs/models.md from the file.
 """
 
 # ruff: noqa: E402
@@ -158,7 +160,10 @@ def _with_split_sequences(cell: Cell, config: Config) -> Cell:
 
 
 def _compared(name: str, configs: dict[str, Config], expected: FirstStep) -> Iterator[Cell]:
-    """Run meshes of equally many ranks in one set of processes, which warms up once. If one fails, run each alone."""
+    """Run meshes of equally many ranks in one set of processes, which warms up once.
+
+    If a mesh fails, run each mesh in separate processes.
+    """
     ranks = num_ranks(next(iter(configs)))
     try:
         by_rank = run_ranks(ranks, first_steps, list(configs.values()))
@@ -223,7 +228,7 @@ def transformers_step(rank: int, config: Config, class_name: str) -> FirstStep:
 
 
 def rows_of(name: str, meshes: Sequence[str], output: Path) -> list[Cell]:
-    """Return the cells of one architecture. The first one compares one process with ``transformers``."""
+    """Return the cells of one architecture. The first cell compares one process with ``transformers``."""
     torch.set_num_threads(1)
     cells = []
     for cell in _cells(name, meshes, output):
@@ -257,7 +262,7 @@ def columns() -> list[str]:
 
 
 def merged(cells: list[Cell], file: Path) -> list[dict[str, Any]]:
-    """Return the cells in the order of the table, with those of the file that were not measured."""
+    """Return the cells in the order of the table. Cells that were not measured come from the file."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
     if file.exists():
         for cell in json.loads(file.read_text())["cells"]:

@@ -1,9 +1,10 @@
-"""Causal attention on a CPU: PyTorch's flash kernel and ``ops/cpu/blocked_attention.py``, forward and backward.
+"""Causal attention on a CPU: PyTorch's flash kernel and ``ops/cpu/blocked_attention.py``,
+forward and backward.
 
     python benchmarks/attention.py [--rounds 5] [--out benchmarks/results/attention_cpu.json]
 
-Uses one process and one thread. Times are CPU milliseconds, the best of interleaved rounds. ``gigaflops`` counts the
-products of causal attention (two forward, five backward); both kernels compute slightly more.
+Uses one process and one thread. Times are CPU milliseconds, the best of interleaved rounds. ``gigaflops``
+counts the products of causal attention (two forward, five backward); both kernels compute slightly more.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Effects of damage, kills and write errors on checkpoints: shardtrain and PyTorch's distributed checkpoint (DCP).
+"""Effects of damage, kills and write errors on checkpoints: shardtrain and PyTorch's
+distributed checkpoint (DCP).
 
     python benchmarks/checkpoint_safety.py [--flips 400] [--kills 100] [--megabytes 64]
 
-DCP is used like torchtitan does, with a folder per step that is complete if it has ``.metadata``, and also with one
-folder that is overwritten by each save ("in place"). Everything runs in one process on the CPU, in a temporary folder.
+DCP is used like torchtitan does, with a folder per step that is complete if it has ``.metadata``, and also
+with one folder that is overwritten by each save ("in place").
+Everything runs in one process on the CPU, in a temporary folder.
 """
 
 from __future__ import annotations
@@ -146,7 +148,7 @@ def flips(kind: Any, root: Path, number: int) -> dict[str, int]:
             changed = bytearray(content)
             changed[dice.randrange(len(changed))] ^= 1 << dice.randrange(8)
             path.write_bytes(changed)
-            # float32 numbers that differ only in the last bit are wrong too, so compare with the saved ones
+            # Numbers that differ only in the last bit are wrong too, so compare with the saved numbers.
             counts[outcome(lambda: load_into(way, 3))] += 1
             path.write_bytes(content)
     return counts
@@ -192,7 +194,7 @@ SMALL = 1_000
 
 
 def uneven(step: int) -> State:
-    """Return one large tensor and three small ones. With two writer threads, only one of them reaches the limit."""
+    """Return a large tensor and three small tensors. Of two writer threads, only one reaches the limit."""
     return {f"model.{i}": torch.full((SMALL if i else LARGE,), float(step)) for i in range(4)}
 
 

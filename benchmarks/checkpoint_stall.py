@@ -2,9 +2,9 @@
 
     python benchmarks/checkpoint_stall.py [--megabytes 16 64 256] [--rounds 5] [--output FILE.json]
 
-Runs in one process on the CPU. Each round measures every method, so other load affects all of them. A save begins
-between two steps (a matrix product of about ten milliseconds). Steps during a save are compared with undisturbed ones.
-DCP is used like in torchtitan: a folder per step, and one thread.
+Runs in one process on the CPU. Each round measures every method, so other load affects all of them. A save
+begins between two steps (a matrix product of about ten milliseconds). Steps during a save are compared with
+undisturbed steps. DCP is used like in torchtitan: a folder per step, and one thread.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def one_step(a: torch.Tensor) -> float:
 
 
 def once(way: Any, step: int, tensors: State, a: torch.Tensor) -> dict[str, float]:
-    """Return in seconds how long a save blocks training, how long it takes, and the time of a step without and
-    during a save.
+    """Return times in seconds: the time that a save blocks training, the time of the save, and the
+    times of a step without and during a save.
     """
     peace = statistics.median(one_step(a) for _ in range(20))
     begun = time.perf_counter()

@@ -1,9 +1,10 @@
-"""Tokens per CPU-second with the kernels chosen on this machine and with PyTorch's own, in interleaved rounds.
+"""Tokens per CPU-second with the kernels chosen on this machine and with PyTorch's own,
+in interleaved rounds.
 
     python benchmarks/cpu_kernels.py [--rounds 3] [--steps 6]
 
-The model is that of benchmarks/LOG.md: 5.8 M parameters, 6 layers of width 256, 8 sequences of 512 tokens per step.
-Each row is a separate process with one thread. Its first two steps are not counted.
+The model is that of benchmarks/LOG.md: 5.8 M parameters, 6 layers of width 256, 8 sequences of 512 tokens
+per step. Each row is a separate process with one thread. Its first two steps are not counted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """CPU seconds of the first commands of a new user: help, config check, report of a long run, watch.
 
-``first_commands.py [--steps 100000] [--rounds 3] [--output FILE.json]``. CPU seconds are the user and system time of
-the command and its children; the minimum and maximum of all rounds are reported. The long run is a run of a few steps
-whose lines of metrics.jsonl are repeated with increasing steps.
+``first_commands.py [--steps 100000] [--rounds 3] [--output FILE.json]``. CPU seconds are the user and
+system time of the command and its children; the minimum and maximum of all rounds are reported. The long
+run is a run of a few steps whose lines of metrics.jsonl are repeated with increasing steps.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
-"""Generated tokens per CPU-second of shardtrain and of ``generate`` in ``transformers``, with the same weights.
+"""Generated tokens per CPU-second of shardtrain and of ``generate`` in ``transformers``,
+with the same weights.
 
     python benchmarks/generate.py [--rounds 5] [--families llama qwen3] [--out benchmarks/results/generate_cpu.json]
     python benchmarks/generate.py --sizes 1B debugmodel [--rows 1 8] [--prompts 32 1024] [--dtypes bfloat16 float32]
 
 The second form uses real sizes of Llama with random weights, and separates the prompt from new tokens: for
-`transformers`, for this package with PyTorch's own kernels, and as the command computes. 1B needs 15 GB of memory.
+`transformers`, for this package with PyTorch's own kernels, and as the command computes.
+1B needs 15 GB of memory.
 
-Both decode greedily in float32 with a KV cache and one thread: a prompt of 64 tokens and 48 new ones, in one row or in
-8. The tokens must be equal. Measurements alternate, each round yields one ratio, and the median is reported. CPU time
-is used instead of wall time, because it depends less on other load.
+Both decode greedily in float32 with a KV cache and one thread: a prompt of 64 tokens and 48 new ones, in
+one row or in
+8. The tokens must be equal. Measurements alternate, each round yields one ratio, and the median is
+reported. CPU time is used instead of wall time, because it depends less on other load.
 """
 
 from __future__ import annotations

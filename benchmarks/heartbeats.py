@@ -3,10 +3,10 @@
     python benchmarks/heartbeats.py [--ranks 512 4096 16384] [--per-node 8] [--beats 5]
 
 The store is a separate process, like with torchrun. One process sends the heartbeats of every node
-(``HeartbeatExchange.say`` and ``verdict``). The work of one judging rank is measured once and counted four times.
-Prints requests per second and the share of a core of the store at the interval for that number of nodes, and CPU
-seconds of a judging rank per beat (receive and judge). Nodes share connections, so the real cost of the store is
-higher.
+(``HeartbeatExchange.say`` and ``verdict``). The work of one judging rank is measured once and counted four
+times. Prints requests per second and the share of a core of the store at the interval for that number of
+nodes, and CPU seconds of a judging rank per beat (receive and judge). Nodes share connections, so the real
+cost of the store is higher.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python benchmarks/hub_memory.py [--out benchmarks/results/hub_memory.json]
 
-A Llama of about 1.3 GB in float32 is written as a Hugging Face folder of several files, imported, and exported again.
-Each command is a separate process whose memory is sampled from /proc 50 times per second. ``anonymous_mib`` is private
-memory; ``resident_mib`` also counts pages of mapped files, which the kernel can reclaim. ``empty_anonymous_mib`` is the
-memory of a process that has only imported torch; the rest is due to the model.
+A Llama of about 1.3 GB in float32 is written as a Hugging Face folder of several files, imported, and
+exported again. Each command is a separate process whose memory is sampled from /proc 50 times per second.
+``anonymous_mib`` is private memory; ``resident_mib`` also counts pages of mapped files, which the kernel
+can reclaim. ``empty_anonymous_mib`` is the memory of a process that has only imported torch; the
+rest is due to the model.
 """
 
 from __future__ import annotations

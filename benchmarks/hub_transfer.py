@@ -1,12 +1,14 @@
-"""Speed and memory of ``shardtrain import`` and ``export``, and of ``from_pretrained`` and ``save_pretrained``.
+"""Speed and memory of ``shardtrain import`` and ``export``,
+and of ``from_pretrained`` and ``save_pretrained``.
 
     python benchmarks/hub_transfer.py [--rounds 3] [--out benchmarks/results/hub_transfer.json]
 
-Four commands process a bfloat16 Llama of 2 GiB with random weights in files of 500 MB, in ``--rounds`` interleaved
-rounds: import and export of shardtrain, and with transformers a process that opens the folder (``load``) and one that
-also saves it (``load_save``), to end with a folder on disk like shardtrain. Each is a separate process. ``seconds`` is
-the total time; ``anonymous_mib`` is the peak RssAnon, sampled 50 times per second. shardtrain hashes every byte, syncs
-files to disk and, in an export, reads back and compares each weight; transformers does none of these.
+Four commands process a bfloat16 Llama of 2 GiB with random weights in files of 500 MB, in ``--rounds``
+interleaved rounds: import and export of shardtrain, and with transformers a process that opens the folder
+(``load``) and one that also saves it (``load_save``), to end with a folder on disk like shardtrain. Each is
+a separate process. ``seconds`` is the total time; ``anonymous_mib`` is the peak RssAnon, sampled 50 times
+per second. shardtrain hashes every byte, syncs files to disk and, in an export, reads back and compares
+each weight; transformers does none of these.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python benchmarks/launch_ssh.py [--rounds 7] [--output FILE]
 
-A real sshd on two loopback addresses imitates two hosts with one CPU rank each, and runs ``configs/debug.toml`` with
-one layer. Each round starts ``shardtrain launch ssh``, ``torchrun`` twice, and ``shardtrain train`` twice with options
-for two nodes. The last two run without ssh, like on hosts with open sessions. The time is measured from the start of
-the command to the first step in ``metrics.jsonl``. Ratios are computed per round, because other load affects all three.
+A real sshd on two loopback addresses imitates two hosts with one CPU rank each, and runs
+``configs/debug.toml`` with one layer. Each round starts ``shardtrain launch ssh``, ``torchrun`` twice, and
+``shardtrain train`` twice with options for two nodes. The last two run without ssh, like on hosts with open
+sessions. The time is measured from the start of the command to the first step in ``metrics.jsonl``. Ratios
+are computed per round, because other load affects all three.
 """
 
 from __future__ import annotations

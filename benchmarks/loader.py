@@ -2,12 +2,13 @@
 
     python benchmarks/loader.py [--tokens 1_000_000_000] [--text-mb 2000] [--out benchmarks/results/loader_cpu.json]
 
-Writes shards of random tokens (uint16, documents of about 500 tokens), opens them as training does, and reads batches
-of 8 sequences of 2,048 tokens with all work of the trainer's loader: shuffle, packing, targets, positions and the order
-hash. Throughput is in tokens per CPU-second of this process, because it depends less on other load. Pages are in the
-cache after writing. Seeking is timed from the call to the first batch, and opening from the folder to the first batch.
-Then a JSONL file of ``--text-mb`` is streamed with the byte-level tokenizer: tokens per CPU-second including
-tokenization, and the growth of resident memory.
+Writes shards of random tokens (uint16, documents of about 500 tokens), opens them as training does, and
+reads batches of 8 sequences of 2,048 tokens with all work of the trainer's loader: shuffle, packing,
+targets, positions and the order hash. Throughput is in tokens per CPU-second of this process, because it
+depends less on other load. Pages are in the cache after writing. Seeking is timed from the call to the
+first batch, and opening from the folder to the first batch. Then a JSONL file of ``--text-mb`` is streamed
+with the byte-level tokenizer: tokens per CPU-second including tokenization,
+and the growth of resident memory.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python benchmarks/loop_overhead.py [--rounds 8] [--out benchmarks/results/loop_overhead.json]
 
-Both loops run the same Llama (dim 256, 6 layers, 8 heads, 4 key-value heads, SwiGLU 768, vocabulary 2048), 8 sequences
-of 512 tokens, fused AdamW, clipping at 1.0, one thread, in interleaved rounds. The bare loop is a typical one:
-cross-entropy on float32 logits, backward, clip_grad_norm_, step; in bfloat16 it uses autocast. The other is
-``train.step`` with its data stream, finite check, norm, schedule and metrics. CPU time is used instead of wall time,
-because it depends less on other load.
+Both loops run the same Llama (dim 256, 6 layers, 8 heads, 4 key-value heads, SwiGLU 768, vocabulary 2048),
+8 sequences of 512 tokens, fused AdamW, clipping at 1.0, one thread, in interleaved rounds. The bare loop is
+a typical one: cross-entropy on float32 logits, backward, clip_grad_norm_, step; in bfloat16 it uses
+autocast. The other is ``train.step`` with its data stream, finite check, norm, schedule and metrics. CPU
+time is used instead of wall time, because it depends less on other load.
 """
 
 from __future__ import annotations

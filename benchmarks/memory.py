@@ -1,8 +1,9 @@
 """Measured and planned memory of a training step: memory.py [--output FILE.json].
 
-Counts the bytes of live tensor storages on each rank, in the second of two steps on a CPU. It is the measurement that
-tests/tools/plan/test_measured_memory.py compares with the plan. The model is a Llama of 4 layers of width 128, with
-sequences of 512 tokens and 8 rows over all ranks, in bfloat16 unless stated otherwise.
+Counts the bytes of live tensor storages on each rank, in the second of two steps on a CPU. It is the
+measurement that tests/tools/plan/test_measured_memory.py compares with the plan. The model is a Llama of 4
+layers of width 128, with sequences of 512 tokens and 8 rows over all ranks,
+in bfloat16 unless stated otherwise.
 """
 
 from __future__ import annotations

@@ -3,12 +3,13 @@
     python benchmarks/moe_overhead.py [--rounds 6] [--kernels fastest] [--micro-batches 4]
         [--out benchmarks/results/moe_overhead.json]
 
-All models have dim 256, 6 layers, 8 heads, 4 key-value heads, vocabulary 2048 and take 8 sequences of 512 tokens per
-step of ``train.step`` on one process and one thread, in interleaved rounds. In each model, a token uses 768
-feed-forward features: of one dense SwiGLU, of 2 of 8 experts (Mixtral), or of 8 of 64 experts (Qwen3). CPU time is used
-instead of wall time, because it depends less on other load. ``--kernels fastest`` computes like ``train``, with the
-fastest kernels of this machine and reused memory; the default is PyTorch's own kernels. ``--micro-batches`` (default 1)
-of 8 sequences make up a step: the experts have eight times the weights to update, which dominates small steps.
+All models have dim 256, 6 layers, 8 heads, 4 key-value heads, vocabulary 2048 and take 8 sequences of 512
+tokens per step of ``train.step`` on one process and one thread, in interleaved rounds. In each model, a
+token uses 768 feed-forward features: of one dense SwiGLU, of 2 of 8 experts (Mixtral), or of 8 of 64
+experts (Qwen3). CPU time is used instead of wall time, because it depends less on other load. ``--kernels
+fastest`` computes like ``train``, with the fastest kernels of this machine and reused memory; the default
+is PyTorch's own kernels. ``--micro-batches`` (default 1) of 8 sequences make up a step: the experts have
+eight times the weights to update, which dominates small steps.
 """
 
 from __future__ import annotations

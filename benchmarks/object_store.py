@@ -1,11 +1,13 @@
-"""Requests and seconds of checkpoints in a real S3 server on this machine (moto, with a delay for each request).
+"""Requests and seconds of checkpoints in a real S3 server on this machine (moto,
+with a delay for each request).
 
     pip install "moto[server]" s3fs
     python benchmarks/object_store.py [--out benchmarks/results/object_store_cpu.json]
 
-``markers``  rank 0's part of a background save by N ranks, each of which has written a marker: requests by kind, and
-             seconds with 20 ms for each request
-``run``      a run of two ranks that saves, resumes and keeps two checkpoints: exit codes and the checkpoints left
+``markers``  rank 0's part of a background save by N ranks, each of which has written a marker: requests by
+             kind, and seconds with 20 ms for each request
+``run``      a run of two ranks that saves,
+resumes and keeps two checkpoints: exit codes and the checkpoints left
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python benchmarks/peers.py [--rounds 3] [--steps 8] [--only 'plain;ours'] [--out benchmarks/results/peers_cpu.json]
         [--environments FOLDER]
 
-All train the same model in interleaved rounds. A trainer that is not installed gets a separate environment, created
-once under ``--environments`` (default ``$XDG_CACHE_HOME/shardtrain/peers``), which shares the installed PyTorch. Each
-row is a separate program with one thread per process, whose first two steps are not counted. CPU seconds are summed
-over ranks; they depend less on other load than wall time. The output also has the processor, and the GFLOP/s of one
-core at the model's shapes with MKL and oneDNN.
+All train the same model in interleaved rounds. A trainer that is not installed gets a separate environment,
+created once under ``--environments`` (default ``$XDG_CACHE_HOME/shardtrain/peers``), which shares the
+installed PyTorch. Each row is a separate program with one thread per process, whose first two steps are not
+counted. CPU seconds are summed over ranks; they depend less on other load than wall time. The output also
+has the processor, and the GFLOP/s of one core at the model's shapes with MKL and oneDNN.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SCRIPTS = HERE / "peers"
 TOKENS_PER_STEP = 8 * 512
 sys.path.insert(0, str(SCRIPTS))  # sizes of the model
 LEFT_OUT = 2
-"""Uncounted first steps of a program, which allocate memory and may compile."""
+"""Number of first steps that are not measured, because they allocate memory and may compile."""
 
 SIZES = {
     "vocab_size": 2048, "dim": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "ffn_dim": 768,
@@ -142,8 +142,8 @@ def python_of(peer: Peer, environments: Path) -> str:
     if not (folder / "done").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         (site,) = (folder / "lib").glob("python3*/site-packages")
-        # all trainers share one PyTorch and nothing else, because they require different versions of other packages.
-        # The constraint stops pip from replacing it
+        # all trainers share one PyTorch and nothing else, because they require different versions of other
+        # packages. The constraint stops pip from replacing it
         own = distribution("torch")
         for name in {
             file.parts[0] for file in own.files or () if file.parts[0] not in ("..", "__pycache__")

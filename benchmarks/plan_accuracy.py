@@ -1,8 +1,10 @@
-"""Accuracy of ``shardtrain plan`` for published runs: plan_accuracy.py [ROWS.jsonl] [--markdown] [--svg FILE].
+"""Accuracy of ``shardtrain plan`` for published runs.
+
+    python benchmarks/plan_accuracy.py [ROWS.jsonl] [--markdown] [--svg FILE]
 
 A row states the model, hardware, layout and measurements. Nothing is fitted here: the constants of
-shardtrain/tools/plan were chosen with the rows that are not held back. About a third is held back, by a hash of the id,
-so the choice never changes.
+shardtrain/tools/plan were chosen with the rows that are not held back. About a third is held back, by a
+hash of the id, so the choice never changes.
 """
 
 from __future__ import annotations
@@ -246,8 +248,8 @@ def frozen(model: shapes.ModelShape, precision: str) -> shapes.ModelShape:
 def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob:
     """Return the layout of a row as a planned job.
 
-    Defaults for unstated facts: no recomputation, sharding by the parallel sizes, and replicated optimizer state for
-    systems known to replicate it.
+    Defaults for unstated facts: no recomputation, sharding by the parallel sizes, and replicated optimizer
+    state for systems known to replicate it.
     """
     m = row["model"]
     p = row["parallel"]
@@ -288,7 +290,7 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob
     pure = "pure bf16" in precision or "true" in precision
     deepspeed = precision == "bf16" and "DeepSpeed" in software
     pure = pure or deepspeed
-    # Megatron and DeepSpeed: 16-bit weights in addition to float32 ones
+    # Megatron and DeepSpeed keep 16-bit weights in addition to float32 weights.
     mixed = not pure and not fsdp and "Lightning" not in software
     shards_states = bool(re.search(r"ZeRO-[12]|distributed optimizer", sharding)) and replicas > 1
     nvidia = "Megatron-Core" in software  # uses kernels of Transformer Engine and cuDNN
@@ -347,9 +349,11 @@ def uneven(layers: int, count: int) -> tuple[range, ...]:
 
 
 def score_planned(row: dict[str, Any]) -> Score:
-    """Predict one row of plan_torchtitan.jsonl or plan_others.jsonl: models of this package, planned by their options.
+    """Predict one row of plan_torchtitan.jsonl or plan_others.jsonl: models of this package,
+    planned by their options.
 
-    ``job`` has fields that differ in the other system. ``seen`` marks rows that set a constant and are not held back.
+    ``job`` has fields that differ in the other system.
+    ``seen`` marks rows that set a constant and are not held back.
     """
     plan = shardtrain.plan(
         row.get("preset"), row["options"], gpus=row["gpus"], device=row["device"]
@@ -397,8 +401,8 @@ def spread(errors: Sequence[float]) -> tuple[float, float]:
 def summary(scores: Sequence[Score]) -> list[tuple[str, int, float, float, int, float | None]]:
     """Summarize each series, with held-back rows separately.
 
-    Returns name, number of rows with a time, median and 90th percentile of absolute time errors, number of rows with
-    memory, and the median of memory errors.
+    Returns name, number of rows with a time, median and 90th percentile of absolute time errors, number of
+    rows with memory, and the median of memory errors.
     """
     lines = []
     for name in sorted({one.series for one in scores}):

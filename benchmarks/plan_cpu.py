@@ -3,10 +3,10 @@
     python benchmarks/plan_cpu.py [--rounds 2] [--out benchmarks/results/plan_cpu.json]
     python benchmarks/plan_cpu.py --score benchmarks/results/plan_cpu.json
 
-Trains two Llamas (5.8 M and 52 M parameters, float32, sequences of 512 tokens) for a few steps in one process and on
-six meshes of two ranks, in turns, with one thread and one core per rank. Stores the wall and CPU seconds of each step
-on each rank. With other load, only CPU seconds are comparable, because waiting ranks sleep. Plans predict wall seconds,
-so waits of pipeline ranks are subtracted.
+Trains two Llamas (5.8 M and 52 M parameters, float32, sequences of 512 tokens) for a few steps in one
+process and on six meshes of two ranks, in turns, with one thread and one core per rank. Stores the wall and
+CPU seconds of each step on each rank. With other load, only CPU seconds are comparable, because waiting
+ranks sleep. Plans predict wall seconds, so waits of pipeline ranks are subtracted.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
     python benchmarks/prepare.py [--mb 200] [--processes N] [--rounds 3] [--out benchmarks/results/prepare.json]
     python benchmarks/prepare.py --mb 2000 --rounds 1 --ours-only [--bytes]     # the memory figure
 
-The input is a JSONL file of synthetic text: words of 1 to 12 letters with Zipf frequencies, in documents of log-normal
-length. A byte-level BPE with 32,768 ids is trained on its first 10 MB. Both sides run alternately as new processes,
-timed from start to end, including their output. The peer reads the file with `load_dataset("json")` and maps
-`encode_batch_fast` over it in batches of 1,000 with the same number of processes, one tokenizer thread each, into Arrow
-files, with an empty cache.
+The input is a JSONL file of synthetic text: words of 1 to 12 letters with Zipf frequencies, in documents of
+log-normal length. A byte-level BPE with 32,768 ids is trained on its first 10 MB. Both sides run
+alternately as new processes, timed from start to end, including their output. The peer reads the file with
+`load_dataset("json")` and maps `encode_batch_fast` over it in batches of 1,000 with the same number of
+processes, one tokenizer thread each, into Arrow files, with an empty cache.
 
-Memory is sampled five times per second over the process and its children. `pss` divides shared pages among processes;
-`rss` counts them in each.
+Memory is sampled five times per second over the process and its children. `pss` divides shared pages among
+processes; `rss` counts them in each.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def peer(text: str, tokenizer_file: str, folder: str, processes: int) -> None:
 
 
 class Memory(threading.Thread):
-    """Peak memory over a process and its descendants, in MiB."""
+    """Peak memory of a process and its descendants, in MiB."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)

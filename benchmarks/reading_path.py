@@ -4,15 +4,15 @@
     python benchmarks/reading_path.py --compare
     python benchmarks/reading_path.py --update "REASON"
 
-Records two traces of rank 0 of ``shardtrain train debug`` with FSDP: from the command line to the first update, and one
-steady step (the fifth). Every thread is traced. Lines are counted for entire files, including docstrings and blank
-lines, because a reader opens files. ``entered`` counts the lines of executed functions. ``compute`` excludes
-monitoring, checkpoints, logging and configuration; ``main thread`` excludes threads next to the training, such as the
-watchdog.
+Records two traces of rank 0 of ``shardtrain train debug`` with FSDP: from the command line to the first
+update, and one steady step (the fifth). Every thread is traced. Lines are counted for entire files,
+including docstrings and blank lines, because a reader opens files. ``entered`` counts the lines of executed
+functions. ``compute`` excludes monitoring, checkpoints, logging and configuration; ``main thread`` excludes
+threads next to the training, such as the watchdog.
 
-``--compare`` traces a plain step (text in one file, a token per byte, PyTorch's kernels) and compares the main thread
-with ``reading_path.json``. A new file or more than 100 new lines are an error. ``--update`` writes that file, with the
-reason why the step has grown.
+``--compare`` traces a plain step (text in one file, a token per byte, PyTorch's kernels) and compares the
+main thread with ``reading_path.json``. A new file or more than 100 new lines are an error. ``--update``
+writes that file, with the reason why the step has grown.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _by_file(codes: set[CodeType]) -> Found:
     found: Found = {}
     for code in sorted(codes, key=lambda code: code.co_firstlineno):
         path = Path(code.co_filename)
-        # not a module or class body
+        # Skip the bodies of modules and classes.
         if path.is_relative_to(PACKAGE) and code.co_flags & inspect.CO_OPTIMIZED:
             last = max(line or 0 for _, _, line in code.co_lines())
             function = (code.co_name, code.co_firstlineno, last)
@@ -212,7 +212,7 @@ def growth(kept: Mapping[str, int], found: Mapping[str, int]) -> str:
 
 def compare(reason: str | None) -> int:
     """Compare a fresh trace with the kept one, or replace the kept one if there is a ``reason``."""
-    # not a TemporaryDirectory: each rank that ends would remove it
+    # Each rank that ends would remove a TemporaryDirectory.
     folder = Path(tempfile.mkdtemp())
     try:
         found = plain_step(folder)
@@ -260,7 +260,7 @@ def main() -> int:
     if options.compare or options.update:
         return compare(options.update)
 
-    # not a TemporaryDirectory: each rank that ends would remove it
+    # Each rank that ends would remove a TemporaryDirectory.
     folder = Path(tempfile.mkdtemp())
     try:
         traces = trace(options.nproc, folder)

@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 2 benchmarks/replica_check.py [--rounds 6] [--out results/replica_check_cpu.json]
 
-Uses the model of ``loop_overhead.py`` (6 layers of width 256, AdamW) in float32, replicated on two ranks with gloo. A
-comparison reads every weight and both moments once. The cost of a step grows with its tokens, that of a comparison does
-not. CPU time is used instead of wall time, because it depends less on other load.
+Uses the model of ``loop_overhead.py`` (6 layers of width 256, AdamW) in float32, replicated on two ranks
+with gloo. A comparison reads every weight and both moments once. The cost of a step grows with its tokens,
+that of a comparison does not. CPU time is used instead of wall time, because it depends less on other load.
 """
 
 from __future__ import annotations

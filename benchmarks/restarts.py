@@ -2,9 +2,9 @@
 
     python benchmarks/restarts.py [--kills 20] [--launcher torchrun] [--at load|rendezvous] [--output FILE]
 
-Kills ranks of a run of two CPU ranks repeatedly, one at a time, after it has trained some new steps or, with ``--at``,
-while it restarts. Counts the restarts of the launcher. A new step is one with a number above all logged before the kill
-or, if steps are repeated, the first one logged after it.
+Kills ranks of a run of two CPU ranks repeatedly, one at a time, after it has trained some new steps or,
+with ``--at``, while it restarts. Counts the restarts of the launcher. A new step is one with a number above
+all logged before the kill or, if steps are repeated, the first one logged after it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/soak.py [--steps 100000] [--nproc 1] [--folder outputs/soak]
 
-Trains a model of two narrow layers with checkpoints, TensorBoard and validation, and samples all of its processes
-about a hundred times. Prints one JSON line per sample (step, private MiB, open files, threads and CPU seconds, summed
-over processes), and at the end the growth since a tenth of the steps.
+Trains a model of two narrow layers with checkpoints, TensorBoard and validation, and samples all of its
+processes about a hundred times. Prints one JSON line per sample (step, private MiB, open files, threads and
+CPU seconds, summed over processes), and at the end the growth since a tenth of the steps.
 """
 
 from __future__ import annotations

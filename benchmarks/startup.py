@@ -2,17 +2,19 @@
 
     python benchmarks/startup.py [--ranks 64 256 512] [--per-node 8] [--out FILE]
 
-Forks real ranks that execute the start of ``shardtrain train`` up to building the model, like ranks started by torchrun
-on nodes of ``--per-node`` ranks. They rendezvous in the agents' TCPStore (a separate process here), compare their
-configurations, join the gloo process group, open their logs, create the mesh (N / 8) x 8 with its groups, and run the
-collectives that agree on facts read by rank 0. Not included are the start of interpreters, loading the configuration
-and weights, and the watchdog (see heartbeats.py). Forked ranks share loaded memory, so 512 of them take about 7 GiB.
+Forks real ranks that execute the start of ``shardtrain train`` up to building the model, like ranks started
+by torchrun on nodes of ``--per-node`` ranks. They rendezvous in the agents' TCPStore (a separate process
+here), compare their configurations, join the gloo process group, open their logs, create the mesh (N / 8) x
+8 with its groups, and run the collectives that agree on facts read by rank 0. Not included are the start of
+interpreters, loading the configuration and weights, and the watchdog (see heartbeats.py). Forked ranks
+share loaded memory, so 512 of them take about 7 GiB.
 Pairs connect lazily at every N, as in runs with more than 128 ranks.
 
-Each rank counts its requests to the store. Prints for each N: requests of the median rank, of all ranks but the first,
-and of rank 0, which answers all others and sends at most about 700 requests per second while it waits; CPU seconds of
-the store per request, and of the median rank and rank 0; and the maximum sockets and private memory of a rank. The last
-lines show the best-fitting growth law, and its prediction for 4,096 and 16,384 ranks.
+Each rank counts its requests to the store. Prints for each N: requests of the median rank, of all ranks but
+the first, and of rank 0, which answers all others and sends at most about 700 requests per second while it
+waits; CPU seconds of the store per request, and of the median rank and rank 0; and the maximum sockets and
+private memory of a rank. The last lines show the best-fitting growth law,
+and its prediction for 4,096 and 16,384 ranks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Cost of a private rendezvous for training steps, compared with one that every local user can reach.
+"""Cost of a private rendezvous for training steps, compared with a rendezvous that every local user can reach.
 
     python benchmarks/store_cost.py [--rounds 40] [--out benchmarks/results/store_cost_cpu.json]
 
-Two pairs of ranks train the same small Llama with FSDP and a watchdog with a beat of two seconds. One pair uses a
-private folder and gloo sockets in a separate network namespace, like ``shardtrain train``. The other uses a TCPStore
-and gloo on the loopback interface. Blocks of steps alternate between the pairs in changing order, so other load affects
-both. The ratio is that of the medians.
+Two pairs of ranks train the same small Llama with FSDP and a watchdog with a beat of two seconds. One pair
+uses a private folder and gloo sockets in a separate network namespace, like ``shardtrain train``. The other
+uses a TCPStore and gloo on the loopback interface. Blocks of steps alternate between the pairs in changing
+order, so other load affects both. The result is the ratio of the medians.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Compare native models with the same network through ``model.name = "transformers"``, in tokens per CPU-second.
+"""Compare native models with the same network through ``model.name = "transformers"``,
+in tokens per CPU-second.
 
     nice -n -12 python benchmarks/transformers_route.py [--rounds 6]
         [--out benchmarks/results/transformers_route_cpu.json]
 
-Both routes train the same sizes with the kernels that ``train`` would choose, on one process and one thread, in
-interleaved rounds of ``train.step``: dim 256, 6 layers, 8 heads, 4 key-value heads, vocabulary 2,048, and 8 sequences
-of 512 tokens. Llama has 768 feed-forward features, and Qwen3-MoE 64 experts of 96 features, 8 per token. CPU time
-depends less on other load than wall time. ``docs/figures.py`` writes the table of docs/models.md from the file.
+Both routes train the same sizes with the kernels that ``train`` would choose, on one process and one
+thread, in interleaved rounds of ``train.step``: dim 256, 6 layers, 8 heads, 4 key-value heads, vocabulary
+2,048, and 8 sequences of 512 tokens. Llama has 768 feed-forward features, and Qwen3-MoE 64 experts of 96
+features, 8 per token. CPU time depends less on other load than wall time. ``docs/figures.py`` writes the
+table of docs/models.md from the file.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python benchmarks/versions.py --torch 2.11.0 2.14.1 --python python3.11 python3.12
 
 Each pair gets a new environment in a temporary folder: this package with the extra ``dev``, the versions of
-``scripts/constraints/tested.txt``, and the given PyTorch. ``--environment`` uses an existing environment instead. A row
-per pair is appended to ``results/versions.jsonl``: date, versions, numbers of tests, and the names of failed tests.
+``scripts/constraints/tested.txt``, and the given PyTorch. ``--environment`` uses an existing environment
+instead. A row per pair is appended to ``results/versions.jsonl``: date, versions, numbers of tests,
+and the names of failed tests.
 """
 
 from __future__ import annotations

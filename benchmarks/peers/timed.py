@@ -2,8 +2,8 @@
 
     python timed.py FOLDER (SCRIPT | -m MODULE) [ARGUMENT ...]
 
-PyTorch calls a hook after each optimizer's step, so no program needs to be changed. Each process writes a file of
-lines: optimizer, wall seconds since the epoch, CPU seconds of the process, peak memory in MiB.
+PyTorch calls a hook after each optimizer's step, so no program needs to be changed. Each process writes a
+file of lines: optimizer, wall seconds since the epoch, CPU seconds of the process, peak memory in MiB.
 """
 
 from __future__ import annotations
