@@ -24,23 +24,21 @@ def write_checkpoint(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
         "model.a": torch.arange(FILES * 6.0).reshape(FILES * 2, 3),
         "model.b": torch.arange(FILES * 4.0) * 10,
     }
+    # A file has 24 bytes of the first tensor, followed by its part of the second tensor.
     stored = {}
     listed = []
-    for name, tensor, begin in (
-        ("model.a", saved["model.a"], 0),
-        ("model.b", saved["model.b"], 24),
-    ):
+    for name, begin in (("model.a", 0), ("model.b", 24)):
+        tensor = saved[name]
         sizes = (tensor.shape[0] // FILES, *tensor.shape[1:])
         grid = Grid((0,) * tensor.ndim, sizes, 0, begin, (Axis(FILES, 0, 1),))
         stored[name] = StoredTensor("float32", tuple(tensor.shape), (grid,))
     for number in range(FILES):
         parts = [tensor.chunk(FILES)[number].numpy().tobytes() for tensor in saved.values()]
+        content = b"".join(parts)
         path = folder / f"rank-{number:05d}.bin"
         if not path.exists():
-            path.write_bytes(b"".join(parts))
-        listed.append(
-            TensorFile(path.name, sum(map(len, parts)), hashlib.sha256(b"".join(parts)).hexdigest())
-        )
+            path.write_bytes(content)
+        listed.append(TensorFile(path.name, len(content), hashlib.sha256(content).hexdigest()))
     return Manifest(1, FILES, "run", "test", tuple(listed), stored, {}), saved
 
 
@@ -87,10 +85,11 @@ def test_adjacent_pieces_are_read_together(
     monkeypatch.setattr(files, "PIECE_BYTES", most_bytes)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         filled = {name: torch.full_like(tensor, -1, dtype=dtype) for name, tensor in saved.items()}
-        filled["model.a"] = filled["model.a"].T.contiguous().T  # transposed memory layout
+        # Transpose the memory layout of one tensor.
+        filled["model.a"] = filled["model.a"].T.contiguous().T
         tensor_reader.read(filled, manifest, tmp_path)
         assert all(torch.equal(filled[name], saved[name].to(dtype)) for name in saved)
-    # with 16 bytes, one row at a time
+    # With 16 bytes, the reader reads one row at a time.
     assert buffers_per_read == 3 * ([2] * FILES if most_bytes >= 40 else [1] * 3 * FILES)
 
 
@@ -127,7 +126,8 @@ def read_by_check(rank: int, folder: Path) -> dict[str, int]:
 def test_damage_check_reads_each_byte_once_over_all_ranks(tmp_path: Path) -> None:
     manifest, _ = write_checkpoint(tmp_path)
     by_rank = run_ranks(3, read_by_check, tmp_path)
-    assert sum(len(read) for read in by_rank) == FILES  # no file is read by two ranks
+    # No file is read by two ranks.
+    assert sum(len(read) for read in by_rank) == FILES
     together = {name: count for read in by_rank for name, count in read.items()}
     assert together == {file.name: file.bytes for file in manifest.files}
     shares = [sum(read.values()) for read in by_rank]

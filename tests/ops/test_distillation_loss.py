@@ -34,34 +34,34 @@ def batch(columns: int = 24, teacher_columns: int = 24) -> tuple[Tensor, Tensor,
     return logits_BTV, teacher_BTV, targets_BT
 
 
+def kl(a_V: Tensor, b_V: Tensor) -> Tensor:
+    """Return the Kullback-Leibler divergence of two distributions."""
+    return (a_V * (a_V / b_V).log()).sum()
+
+
 def by_formula(
     logits_BTV: Tensor, teacher_BTV: Tensor, targets_BT: Tensor, mix: Mix
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the total loss, the cross-entropy and the divergence in float64, by their formulas."""
     loss = divergence = torch.zeros((), dtype=torch.float64)
     shared_columns = min(logits_BTV.size(-1), teacher_BTV.size(-1))
-    for s_V, t_V, target in zip(
-        logits_BTV.flatten(0, 1), teacher_BTV.flatten(0, 1), targets_BT.flatten(), strict=True
-    ):
+    students = logits_BTV.flatten(0, 1)
+    teachers = teacher_BTV.flatten(0, 1)
+    for s_V, t_V, target in zip(students, teachers, targets_BT.flatten(), strict=True):
         if target == IGNORE:
             continue
         loss = loss - s_V.softmax(0)[target].log()
-        q_V, p_V = ((x[:shared_columns] / mix.temperature).softmax(0) for x in (s_V, t_V))
-
-        def kl(a_V: Tensor, b_V: Tensor) -> Tensor:
-            return (a_V * (a_V / b_V).log()).sum()
-
-        m_V = mix.jsd_beta * p_V + (1 - mix.jsd_beta) * q_V
-        divergence = (
-            divergence
-            + {
-                "forward_kl": lambda p=p_V, q=q_V: kl(p, q),
-                "reverse_kl": lambda p=p_V, q=q_V: kl(q, p),
-                "jsd": lambda p=p_V, q=q_V, m=m_V: (
-                    mix.jsd_beta * kl(p, m) + (1 - mix.jsd_beta) * kl(q, m)
-                ),
-            }[mix.divergence]()
-        )
+        # The probabilities of student and teacher, over the columns that both have.
+        q_V = (s_V[:shared_columns] / mix.temperature).softmax(0)
+        p_V = (t_V[:shared_columns] / mix.temperature).softmax(0)
+        if mix.divergence == "forward_kl":
+            divergence = divergence + kl(p_V, q_V)
+        elif mix.divergence == "reverse_kl":
+            divergence = divergence + kl(q_V, p_V)
+        else:
+            m_V = mix.jsd_beta * p_V + (1 - mix.jsd_beta) * q_V
+            jsd = mix.jsd_beta * kl(p_V, m_V) + (1 - mix.jsd_beta) * kl(q_V, m_V)
+            divergence = divergence + jsd
     total = (1 - mix.ratio) * loss + mix.ratio * mix.temperature**2 * divergence
     return total, loss.detach(), divergence.detach()
 
@@ -74,7 +74,7 @@ def assert_by_formula(mix: Mix, columns: int, teacher_columns: int, weight: floa
     exact_BTV = logits_BTV.double().requires_grad_()
     expected, loss, divergence = by_formula(exact_BTV, teacher_BTV.double(), targets_BT, mix)
     (weight * expected).backward()
-    # float32 per token, with terms up to 10
+    # The loss of a token is computed in float32, with terms up to 10.
     torch.testing.assert_close(total.double(), (weight * expected).detach(), rtol=2e-6, atol=0)
     torch.testing.assert_close(sums_2, torch.stack((loss, divergence)), rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(given_BTV.grad.double(), exact_BTV.grad, rtol=0, atol=1e-6)
@@ -114,7 +114,8 @@ def test_tokens_with_teacher_probability_0_keep_the_loss_finite() -> None:
 
 
 def test_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    mix, (logits_BTV, teacher_BTV, targets_BT) = MIXES["jsd, warm, uneven"], batch()
+    mix = MIXES["jsd, warm, uneven"]
+    logits_BTV, teacher_BTV, targets_BT = batch()
     expected, sums_2 = distillation_sum(logits_BTV, teacher_BTV, targets_BT, mix)
     monkeypatch.setattr("shardtrain.ops.distillation_loss.CHUNK_NUMEL", 24 * 3)
     parts, chunked_2 = distillation_sum(logits_BTV, teacher_BTV, targets_BT, mix)

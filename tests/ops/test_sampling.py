@@ -33,10 +33,8 @@ def test_tokens_are_drawn_with_their_probabilities():
     [
         (Sampling(temperature=1.0, top_k=2), [1, 3]),
         (Sampling(temperature=1.0, top_k=99), [0, 1, 2, 3]),
-        (
-            Sampling(temperature=1.0, top_p=0.5),
-            [1],
-        ),  # the first token reaches the probability by itself
+        # The most likely token reaches a probability of 0.5 by itself.
+        (Sampling(temperature=1.0, top_p=0.5), [1]),
         (Sampling(temperature=1.0, top_p=0.51), [1, 3]),
         (Sampling(temperature=1.0, top_p=0.9), [1, 3, 2]),
         (Sampling(temperature=1.0, top_k=3, top_p=0.6), [1, 3]),
@@ -48,12 +46,12 @@ def test_top_k_and_top_p_draw_only_the_most_likely_tokens(sampling, drawn):
     torch.testing.assert_close(counts(sampling), expected, atol=0.002, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "spread", [3.0, 0.1]
-)  # 1,024 tokens have most of the probability, or little of it
+@pytest.mark.parametrize("spread", [3.0, 0.1])
 def test_top_p_of_a_large_vocabulary_matches_a_full_sort(spread):
+    # With a large spread, 1,024 tokens have most of the probability. With a small spread, they have little.
     logits = spread * torch.randn(4, 30_000, generator=torch.Generator().manual_seed(0))
-    logits[3] = logits[3] / 30  # one row needs the entire vocabulary, others may not
+    # The last row needs the entire vocabulary, even if the others do not.
+    logits[3] = logits[3] / 30
     shares, ids = logits.softmax(-1).double().sort(descending=True)
     shares = shares.masked_fill(shares.cumsum(-1) - shares >= 0.8, 0.0)
     for u in (0.0, 0.3, 0.7, 0.99):
@@ -78,5 +76,6 @@ def test_penalty_makes_earlier_tokens_less_likely():
 
 def test_rows_of_a_batch_are_independent():
     alone = Draws(5, [3])
-    beside = Draws(5, [1, 3])
-    assert [alone.next([0])[0] for _ in range(3)] == [beside.next([0, 1])[1] for _ in range(3)]
+    with_another_row = Draws(5, [1, 3])
+    for _ in range(3):
+        assert alone.next([0])[0] == with_another_row.next([0, 1])[1]
