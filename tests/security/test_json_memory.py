@@ -225,10 +225,9 @@ FIRST = {
 )
 def test_memory_of_a_hostile_file_is_bounded(kind: str, shape: str, tmp_path: Path) -> None:
     form = KINDS[kind]
-    # A fifth of the largest file suffices for the shapes of the default tier to exceed the limit.
-    size = form.max_file_bytes
-    if FIRST.get(kind) == shape:
-        size = min(size, 24 * MIB)
+    # These sizes suffice for most shapes to exceed the limit.
+    most_bytes = 24 * MIB if FIRST.get(kind) == shape else 96 * MIB
+    size = min(form.max_file_bytes, most_bytes)
     path = form.write(tmp_path, shape, size - MIB)
     grown_bytes, message = grown_in_fork(lambda: form.read(tmp_path), 60)
     file_bytes = path.stat().st_size

@@ -13,6 +13,7 @@ from shardtrain.data.sources import Row
 from shardtrain.data.sources._index import too_long
 from shardtrain.data.sources._json import not_utf8
 
+_FEW_VALUES = 16
 _ENTRY_BYTES = 8
 """Size of a reference in a list. It counts even for values that need no bytes in Arrow."""
 
@@ -123,5 +124,9 @@ def _chosen(values: Any, indices: Any) -> int:
         return 0
     if not _is_simple(values.type):
         return len(indices) * _size(values)
+    # Do not look at all values for each row of a table.
+    if len(indices) <= _FEW_VALUES:
+        buffers = (values[index].as_buffer() for index in indices.drop_null().to_pylist())
+        return sum(buffer.size for buffer in buffers if buffer is not None)
     lengths = pyarrow.compute.binary_length(values).cast(pyarrow.int64()).take(indices)
     return int(pyarrow.compute.sum(lengths, min_count=0).as_py())

@@ -30,6 +30,13 @@ LIST_GROWTH = 15
 A single row may have all elements of the row group. Text and token ids grow 3 to 12 times.
 """
 
+DECODED_BYTES = 16 * 2**30
+DECODED_GROWTH = 1000
+"""A row group whose values take more than ``DECODED_BYTES``, and this many times its size on disk, is suspicious.
+
+A kilobyte may choose the same long text for a million rows, which would take hours to read.
+"""
+
 _ROWS_AT_ONCE = (256, 64, 16, 4, 1)
 _HEADER_BYTES = (16 * 1024, 64 * 1024)
 """Sizes of reads. The first size is enough for nearly every header, and often for several small pages."""
@@ -37,6 +44,8 @@ _PADDING_BYTES = 100
 """Arrow reads beyond the chunks of some old writers."""
 _LEVEL_BYTES = 12
 """Memory of a list element in addition to its value: two levels in growing buffers, and its place."""
+_OBJECT_BYTES = 56
+"""A value of a row as a Python object."""
 _TEXT_BYTES = 4
 _DICTIONARY_ENTRY_BYTES = 16
 _COPIES = 3
@@ -113,6 +122,7 @@ class ColumnMemory:
         plain: sum of all data pages that store their values directly, without a dictionary.
         longest_text: longest text that an entry of the dictionary may have, if texts are chosen from it.
         elements: memory of all elements of a list column; 0 for other columns.
+        decoded: maximum size of all values.
         has_hidden_lengths: True if lengths of texts are not in the headers.
     """
 
@@ -123,6 +133,7 @@ class ColumnMemory:
     plain: int
     longest_text: int
     elements: int
+    decoded: int
     has_hidden_lengths: bool
 
     def of_batch(self, num_rows: int) -> int:
@@ -158,7 +169,11 @@ class GroupMemory:
         return 1
 
     def is_suspicious(self, memory_bytes: int) -> bool:
-        """True if decoding may exceed a quarter of ``memory_bytes``, or if a column grows too much."""
+        """True if decoding may exceed a quarter of ``memory_bytes``, or if the group or a column grows too much."""
+        disk = sum(column.disk for column in self.columns)
+        decoded = sum(column.decoded for column in self.columns)
+        if decoded > max(DECODED_BYTES, DECODED_GROWTH * disk):
+            return True
         held = 0
         for column in self.columns:
             if column.has_hidden_lengths or column.grows(memory_bytes):
@@ -225,12 +240,13 @@ def _column(
         if kind == "BYTE_ARRAY" and num_chosen:
             longest_text = dictionary.uncompressed
             chosen_text = num_chosen * longest_text
-            if is_list and chosen_text > GROWS_FROM_BYTES:
+            if chosen_text > (GROWS_FROM_BYTES if is_list else DECODED_BYTES):
                 reader = _PageReader(descriptor, chunk.compression)
                 chosen_text = reader.chosen_text(dictionary, chosen, schema)
     if kind != "BYTE_ARRAY":
         # the width already counts the values
         longest_page = plain = 0
+    decoded = num_values * (width + _OBJECT_BYTES) + chosen_text + plain
     elements = 0
     if is_list:
         elements = num_values * (width + _LEVEL_BYTES) + chosen_text + plain
@@ -242,6 +258,7 @@ def _column(
         plain=plain,
         longest_text=longest_text,
         elements=elements,
+        decoded=decoded,
         has_hidden_lengths=has_hidden_lengths,
     )
 

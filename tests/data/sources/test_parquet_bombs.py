@@ -141,6 +141,21 @@ def large_texts(path: Path) -> Path:
     return one_column(path, [dictionary, choices], 256, codec="snappy", total_uncompressed=100)
 
 
+def rows_of_one_text(path: Path, count: int = 200_000, size: int = 8 * MIB) -> Path:
+    """Rows that choose the same text from a dictionary."""
+    dictionary = Page(text(b"a" * size), 1, kind="dictionary")
+    choices = Page(bytes([1]) + rle(0, count, 1), count, DICTIONARY)
+    return one_column(path, [dictionary, choices], count, codec="zstd")
+
+
+def rows_of_one_number(path: Path) -> Path:
+    """Two billion rows with the same number, in a run."""
+    count = 2**31 - 1
+    dictionary = Page(bytes(4), 1, kind="dictionary")
+    choices = Page(bytes([1]) + rle(0, count, 1), count, DICTIONARY)
+    return one_column(path, [dictionary, choices], count, kind=INT32)
+
+
 PAGES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "zstd page": (large_page("zstd", 1500 * MIB), "memory_bytes"),
     "brotli page": (large_page("brotli", 1500 * MIB), "memory_bytes"),
@@ -159,6 +174,8 @@ PAGES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "claimed size": (claimed_size, "memory_bytes"),
     "large dictionary": (large_dictionary, "memory_bytes"),
     "large texts": (large_texts, "row"),
+    "rows of one text": (rows_of_one_text, "seconds"),
+    "rows of one number": (rows_of_one_number, "seconds"),
 }
 _DEFAULT = ("zstd page", "list of 1 MiB texts", "list of nulls", "many columns", "large texts")
 
@@ -178,9 +195,30 @@ def test_hostile_pages_are_refused_within_the_limits(name: str, tmp_path: Path) 
         assert "max_row_bytes" in result.last_bad_row
     else:
         assert "a.parquet" in result.error
-        assert "data.artefact_memory_bytes" in result.error
+        assert f"data.artefact_{expected}" in result.error
         assert "raise the limit" in result.error
         assert len(result.error.splitlines()) == 1
+
+
+def test_only_rows_that_repeat_terabytes_of_text_are_tried_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow")
+    from shardtrain.data import sandbox, sources
+    from shardtrain.utils.errors import DataError
+
+    monkeypatch.setattr(sandbox, "_ask", lambda request: "takes too long")
+
+    def first_row(path: Path) -> object:
+        source = sources.find("parquet").open_source(sources.Request(path=str(path)))
+        return next(iter(sources.every_row(source)))[1]
+
+    # A system prompt of 10 KB in a million rows is 10 GB.
+    prompt = rows_of_one_text(tmp_path / "prompt.parquet", 1_000_000, 10_000)
+    assert first_row(prompt) == {"text": "a" * 10_000}
+    for write in (rows_of_one_text, rows_of_one_number):
+        with pytest.raises(DataError, match="takes too long"):
+            first_row(write(tmp_path / "a.parquet"))
 
 
 def footer(path: Path, content: bytes) -> Path:
