@@ -474,6 +474,10 @@ def _why_not_writable(path: Path) -> str:
         if not ancestor.is_dir():
             return f"cannot be made: {ancestor} is a file"
         is_read_only = hasattr(os, "statvfs") and bool(os.statvfs(ancestor).f_flag & os.ST_RDONLY)
+        # A folder with files was writable before. Its file system is read-only after an error of the disk, or for a
+        # moment. That is a storage error, after which the same command is tried again, and the first write reports it.
+        if is_read_only and ancestor == path and any(path.iterdir()):
+            return ""
         # Folders cannot be created in /proc and /sys, even if their permissions allow it.
         in_virtual_files = ancestor.is_relative_to("/proc") or ancestor.is_relative_to("/sys")
         is_virtual = ancestor != path and in_virtual_files

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from shardtrain.config import (
     Loaded,
     load,
     machine_notes,
+    machine_rules,
     require,
     unavailable,
     without_effect_on_a_cpu,
@@ -286,3 +289,18 @@ def test_too_many_nodes_for_the_hang_timeout_are_rejected_with_a_fix(
         watching_problem(load("debug", ["--comm.hang_timeout_seconds=0"]), ranks, local_ranks)
         is None
     )
+
+
+def test_only_a_folder_that_was_never_written_is_refused_on_a_read_only_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that becomes read-only is a storage error, which is retried. The first write reports it."""
+    used = tmp_path / "used"
+    empty = tmp_path / "empty"
+    for folder in (used, empty):
+        folder.mkdir()
+    (used / "step-4").mkdir()
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    assert machine_rules._why_not_writable(used) == ""
+    for folder in (empty, empty / "new"):
+        assert "not writable" in machine_rules._why_not_writable(folder)
