@@ -183,12 +183,54 @@ def rounding() -> str:
     return canvas.svg()
 
 
+def coordinates() -> str:
+    """Change of activations after a few steps, by width, with and without muP."""
+    found = read("mup_coordinates")
+    rows = found["rows"]
+    title = f"Change of activations after {found['steps']} steps, by width"
+    canvas = Canvas(720, 330, title)
+    canvas.text(16, 26, canvas.title, "head")
+    left, right, top, foot = 70, 470, 46, 276
+    low, high = -1.5, 1.5
+    kinds = {"attention": "a", "feed-forward": "b", "logits": "c"}
+
+    def height(value: float) -> float:
+        return foot - (log10(value) - low) / (high - low) * (foot - top)
+
+    for value in (0.1, 1.0, 10.0):
+        canvas.line(left, height(value), right, height(value), "grid")
+        canvas.text(left - 8, height(value) + 4, f"{value:g}", "dim small", "end")
+    step = (right - left - 60) / (len(rows) - 1)
+    places = [left + 30 + number * step for number in range(len(rows))]
+    for row, x in zip(rows, places, strict=True):
+        canvas.text(x, foot + 20, str(row["width"]), "dim small", "middle")
+    for method, dashed in (("standard", True), ("mup", False)):
+        for name, kind in kinds.items():
+            points = []
+            for row, x in zip(rows, places, strict=True):
+                points.append((x, height(row[method][name])))
+            for one, other in pairwise(points):
+                canvas.line(*one, *other, dashed=dashed)
+            for x, y in points:
+                canvas.circle(x, y, 4, kind)
+    for number, (name, kind) in enumerate(kinds.items()):
+        canvas.circle(498, 80 + 26 * number, 5, kind)
+        canvas.text(512, 84 + 26 * number, name, "small")
+    canvas.line(490, 170, 520, 170)
+    canvas.text(528, 174, "muP", "small")
+    canvas.line(490, 196, 520, 196, dashed=True)
+    canvas.text(528, 200, "the same rate for all widths", "small")
+    canvas.text(left, foot + 40, "width of the model", "dim small")
+    return canvas.svg()
+
+
 ALL = {
     "peers": peers,
     "generating": generating,
     "memory": memory,
     "stalls": stalls,
     "rounding": rounding,
+    "coordinates": coordinates,
 }
 
 
