@@ -134,6 +134,7 @@ class _Units:
         first_layer, last_layer, largest: Layers of the stage, 0 without layers.
         all_weights: All layers, the embedding and the head.
         trained_of_embed, trained_of_head: Their trained parameters.
+        has_experts: A layer has stacked experts, which FSDP gathers separately if the mesh has several axes.
     """
 
     def __init__(self, model: ModelShape, job: PlannedJob, index: int) -> None:
@@ -149,7 +150,7 @@ class _Units:
             self.parameters_by_layer.append(layer.parameters)
             layers.append(unsharded(layer.parameters, job.tp, job.ep))
             gradients.append(unsharded(trained(layer.parameters), job.tp, job.ep))
-            if layer.experts:
+            if any(parameter.style == "expert" for parameter in layer.parameters):
                 self.has_experts = True
         self.num_layers = len(layers)
         self.first_layer = layers[0] if layers else 0

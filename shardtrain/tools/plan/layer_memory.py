@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -76,7 +77,7 @@ def layer_bytes(layer: Layer, job: PlannedJob, dim: int, mode: str, kernels: Ker
     stream = tokens_per_tensor_rank * dim * width
     gathered = gathered_input_bytes(job, stream)
     norm = _block_norm_bytes(layer, tokens_per_tensor_rank, dim, job, kernels)
-    attention = _attention_bytes(layer, job, norm, gathered, kernels)
+    attention = _attention_bytes(layer, job, dim, norm, gathered, kernels)
     ffn = _feed_forward_bytes(layer, job, dim, norm, gathered, kernels)
 
     full = attention.saved + ffn.saved
@@ -135,6 +136,7 @@ class _AttentionBytes:
 def _attention_bytes(
     layer: Layer,
     job: PlannedJob,
+    dim: int,
     norm: int,
     gathered: int,
     kernels: Kernels,
@@ -144,6 +146,11 @@ def _attention_bytes(
     """
     if layer.recurrence:
         return _recurrence_bytes(layer, layer.recurrence, job, norm, gathered, kernels)
+    # Without split projections, every tensor-parallel rank computes all heads. Its projections do not gather their
+    # input, but it still needs the full sequence.
+    has_split_linears = _is_split(layer.inside("attn"))
+    if not has_split_linears:
+        job = replace(job, tp=1)
     width = job.compute_width
     tokens = job.local_tokens
     heads = -(-layer.heads // job.tp)
@@ -166,6 +173,11 @@ def _attention_bytes(
         keys = min(job.seq_len, layer.limit or job.seq_len)
         bytes_per_score = 2 * width + 1
         score_matrices = tokens * keys * heads * bytes_per_score
+    elif _stores_scores(layer, job, kernels):
+        # A window only masks scores. Keys and values are repeated for all heads.
+        score_matrices = tokens * job.seq_len * heads * _bytes_per_score(layer, width)
+        k = tokens * heads * layer.qk_dim * width
+        v = tokens * heads * layer.v_dim * width
     saved = norm + q + k + v + out + cut_out + log_sum_exp + score_matrices
     if job.repeats_kv:
         repeated = tokens * heads * layer.qk_dim * width
@@ -185,13 +197,51 @@ def _attention_bytes(
     if layer.unit_norms:
         # Float32 copies of queries and keys. These norms have no weights.
         saved += (q + k) // width * 4
-    for linear in layer.inside("attn"):
-        if linear.style == "replicate":
-            # A latent: its norm, and the input of the next linear.
-            numel = tokens * linear.out_features
-            saved += norm_bytes(numel, tokens, job, kernels, False)
-            saved += numel * width
+    for features in _latent_features(layer, dim, has_split_linears):
+        # Its norm, and the input of the next linear.
+        numel = tokens * features
+        saved += norm_bytes(numel, tokens, job, kernels, False)
+        saved += numel * width
     return _AttentionBytes(saved, q + k + v, out, log_sum_exp, score_matrices)
+
+
+def _stores_scores(layer: Layer, job: PlannedJob, kernels: Kernels) -> bool:
+    """True if the attention function of a ``transformers`` network stores its scores.
+
+    Context parallelism replaces this function by a core of this package. On a CPU, PyTorch has no kernel for values
+    that are narrower than keys, as in latent attention.
+    """
+    if job.cp > 1 or not layer.attention:
+        return False
+    if layer.attention == "eager":
+        return True
+    return kernels != "cuda" and layer.qk_dim != layer.v_dim
+
+
+def _bytes_per_score(layer: Layer, width: int) -> int:
+    """Return the bytes that the softmax of the scores saves for each score."""
+    # gpt-oss, whose heads have sinks, computes its softmax in the compute dtype
+    has_sinks = any(parameter.name.endswith("sinks") for parameter in layer.parameters)
+    if layer.attention != "eager" or has_sinks or width == 4:
+        return width
+    # A float32 softmax, and its result in the compute dtype
+    return 4 + width
+
+
+def _latent_features(layer: Layer, dim: int, has_split_linears: bool) -> list[int]:
+    """Return the features of the latents of attention, between a first and a second projection."""
+    linears = layer.inside("attn")
+    if has_split_linears:
+        # Every rank needs the full latent.
+        return [linear.out_features for linear in linears if linear.style == "replicate"]
+    # Without styles, a second projection is one that reads neither the residual stream nor the output of attention.
+    outer = (dim, layer.heads * layer.v_dim)
+    return [linear.in_features for linear in linears if linear.in_features not in outer]
+
+
+def _is_split(linears: Iterable[Linear]) -> bool:
+    """True if tensor parallelism splits at least one of these linears."""
+    return any(linear.style in ("colwise", "rowwise") for linear in linears)
 
 
 def _has_trained_inputs(layer: Layer) -> bool:
@@ -273,14 +323,26 @@ def _feed_forward_bytes(
 
     gradients = hidden
     if layer.experts:
-        tokens_per_tensor_rank = tokens // job.tp
-        if _is_expert_mix(layer.experts, tokens_per_tensor_rank, job, kernels):
-            mixture = _expert_mix_bytes(layer.experts, tokens_per_tensor_rank, dim, width)
+        experts_tokens = _tokens_of_experts(layer, layer.experts, job)
+        if _is_expert_mix(layer.experts, experts_tokens, job, kernels):
+            mixture = _expert_mix_bytes(layer.experts, experts_tokens, dim, width)
         else:
-            mixture = _expert_bytes(layer.experts, tokens_per_tensor_rank, dim, job)
+            mixture = _expert_bytes(layer.experts, experts_tokens, dim, job)
         saved += mixture.saved
         gradients += mixture.gradients
     return _FeedForwardBytes(saved, gradients)
+
+
+def _tokens_of_experts(layer: Layer, experts: ExpertShape, job: PlannedJob) -> int:
+    """Return the number of tokens for which a rank computes experts.
+
+    Tensor-parallel ranks divide the tokens, or the experts, which is as much work. Each computes all tokens if the
+    layer has a list of experts, or if a network of ``transformers`` has no plan for its stacked experts.
+    """
+    has_split_experts = any(parameter.style == "expert" for parameter in layer.parameters)
+    if experts.listed or not has_split_experts:
+        return job.local_tokens
+    return job.local_tokens // job.tp
 
 
 def _local_features(linear: Linear, job: PlannedJob) -> int:
@@ -292,7 +354,7 @@ def _local_features(linear: Linear, job: PlannedJob) -> int:
 
 def _is_expert_mix(experts: ExpertShape, tokens: int, job: PlannedJob, kernels: Kernels) -> bool:
     """True if a CPU computes experts as one function: see ``expert_mix.takes``."""
-    if kernels == "cuda" or job.ep > 1 or experts.biased or experts.weighs_inputs:
+    if kernels == "cuda" or job.ep > 1 or experts.biased or experts.weighs_inputs or experts.listed:
         return False
     return expert_mix.has_many_rows(tokens * experts.top_k, experts.count)
 
@@ -327,7 +389,9 @@ def _expert_bytes(
     rows = tokens * experts.top_k
     input_bytes = rows * dim * width
     hidden_bytes = rows * experts.ffn * width
-    saved = tokens * dim * 4 + 2 * input_bytes + 4 * hidden_bytes
+    saved = tokens * dim * 4 + 2 * input_bytes
+    # Gate, up, the activation of the gate, and their product; or one product and its activation.
+    saved += (4 if experts.gated else 2) * hidden_bytes
     if experts.biased:
         # Sums with three biases, and a gate of several operations (models/gpt_oss.py).
         saved += input_bytes + 2 * hidden_bytes

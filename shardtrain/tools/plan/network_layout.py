@@ -24,9 +24,14 @@ _STYLES = {
 
 
 def of(model: Any, layout: Layout, tensor_ranks: int, expert_ranks: int) -> Layout:
-    """Return the layout with the experts of a network and, for several tensor-parallel ranks, its split modules."""
+    """Return the layout with the experts of a network, and the modules that its tensor-parallel plan splits."""
     tensor = {}
     plan = model.tensor_plan
+    if tensor_ranks > 1 and not plan:
+        # Imports DTensor, which takes half a second
+        from shardtrain.distributed.tensor_parallel import hf_derived_plan
+
+        plan = hf_derived_plan.derive(model, tensor_ranks)
     owners = set()
     for path in model.experts:
         is_planned = any(matches(path, pattern) for pattern in plan)
@@ -35,16 +40,30 @@ def of(model: Any, layout: Layout, tensor_ranks: int, expert_ranks: int) -> Layo
             tensor[f"{layout.layers}.{path}"] = "expert"
         owner = path.rpartition(".")[0]
         owners.add(re.sub(r"\.\d+\.", ".*.", owner))
-    if tensor_ranks > 1:
-        for path, module in model.named_modules():
-            style = _STYLES.get(_planned_style(path, plan))
-            if style is not None and isinstance(module, nn.Linear | nn.Embedding):
-                tensor[path] = style
-                tensor[f"{layout.layers}.{path}"] = style
+    # On one tensor-parallel rank a plan only tells the role of each module
+    head = model.hf.get_output_embeddings()
+    for path, module in model.named_modules():
+        if _is_norm_of_block(model, path, module):
+            tensor[f"{layout.layers}.{path}"] = "sequence"
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        style = _STYLES.get(_planned_style(path, plan))
+        if style is None and tensor_ranks == 1 and module is head:
+            style = "head"
+        if style is not None:
+            tensor[path] = style
+            tensor[f"{layout.layers}.{path}"] = style
     expert = layout.expert
     if owners:
         expert = f"{layout.layers}.{min(owners)}"
     return replace(layout, tensor=tensor, expert=expert)
+
+
+def _is_norm_of_block(model: Any, path: str, module: nn.Module) -> bool:
+    """True if a module is a norm of the residual stream: a child of a block that only has vectors."""
+    parameters = list(module.parameters())
+    has_only_vectors = all(parameter.ndim == 1 for parameter in parameters)
+    return path.rpartition(".")[0] in model.blocks and bool(parameters) and has_only_vectors
 
 
 def _planned_style(path: str, plan: Mapping[str, str]) -> str:
@@ -53,6 +72,11 @@ def _planned_style(path: str, plan: Mapping[str, str]) -> str:
         if matches(path, pattern):
             return style
     return ""
+
+
+def attention_function(model: Any) -> str:
+    """Return the name of the attention function of a network, such as "sdpa" or "eager"."""
+    return str(getattr(model.hf.config, "_attn_implementation", ""))
 
 
 def outside_blocks(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -295,7 +295,7 @@ def _replicas(ranks: int, inner: int, device: Device) -> list[int]:
 
 
 def _expert_degrees(experts: shapes.ExpertShape | None, ranks: int) -> list[int]:
-    if experts is None:
+    if experts is None or experts.listed:
         return [1]
     return [n for n in _divisors(experts.count) if ranks % n == 0]
 

@@ -7,7 +7,7 @@ expert parallelism split.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -89,6 +89,8 @@ class ExpertShape:
         ffn: Hidden features of an expert.
         biased: Experts have biases.
         weighs_inputs: Router weights multiply the inputs of experts instead of their outputs.
+        gated: An expert multiplies two products.
+        listed: Experts are the modules of a list, which run one after the other. Otherwise their weights are stacks.
     """
 
     count: int
@@ -96,6 +98,8 @@ class ExpertShape:
     ffn: int
     biased: bool = False
     weighs_inputs: bool = False
+    gated: bool = True
+    listed: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,8 @@ class Layer:
         experts: The mixture of experts, if any.
         recurrence: The recurrence, if the layer has one instead of attention. ``heads`` are then those of
             values, and ``kv_heads`` those of keys.
+        attention: Attention function of a ``transformers`` network, such as "sdpa" or "eager". "" if the layer
+            has an attention core of this package.
         low_bits_bytes: Bytes of frozen weights in the dtype lora.base_dtype.
         tower: The sequences of a layer of a vision tower. None for a layer that processes the tokens.
         restored_numel: Elements of the largest of these weights, which is restored to the compute dtype.
@@ -172,6 +178,7 @@ class Layer:
     unit_norms: bool = False
     experts: ExpertShape | None = None
     recurrence: RecurrenceShape | None = None
+    attention: str = ""
     low_bits_bytes: int = 0
     restored_numel: int = 0
     tower: TowerShape | None = None
@@ -216,8 +223,8 @@ class ModelShape:
 
     @property
     def has_experts(self) -> bool:
-        """True if any layer is a mixture of experts."""
-        return any(layer.experts for layer in self.layers)
+        """True if any layer has stacked experts, which FSDP shards separately and expert parallelism splits."""
+        return any(layer.experts and not layer.experts.listed for layer in self.layers)
 
     @property
     def head_counts(self) -> set[int]:
@@ -264,6 +271,9 @@ def read(config: Config) -> ModelShape:
         kind = (is_of_images, *_kind(layer))
         if kind not in layer_by_kind:
             layer_shape = _layer(layer, f"{layout.layers}.{name}", layout, shape)
+            if is_network:
+                attention = network_layout.attention_function(model)
+                layer_shape = replace(layer_shape, attention=attention)
             if base_dtype != "training":
                 numels = [
                     linear.in_features * linear.out_features for linear in quantize.held(layer)
@@ -487,7 +497,7 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
         v_dim=v_dim,
         limit=min(limits, default=0),
         causal=not bool(getattr(core, "bidirectional", False)),
-        gated=num_ffn_inputs > 1 or experts is not None,
+        gated=num_ffn_inputs > 1 or (experts is not None and experts.gated),
         layer_norm=any(isinstance(module, nn.LayerNorm) for module in modules),
         head_norms=any(name.endswith("k_norm.weight") for name, _ in layer.named_parameters()),
         unit_norms=any(getattr(module, "norm_eps", None) is not None for module in modules),
@@ -515,7 +525,11 @@ def _recurrence(
 def _linears(layer: nn.Module, path: str, layout: Layout) -> list[Linear]:
     """Return the linears of a layer in the order of forward."""
     linears = []
+    list_path, _ = _list_of_experts(layer)
     for name, module in layer.named_modules():
+        # Only some tokens pass an expert, so ExpertShape describes its linears
+        if list_path and name.startswith(f"{list_path}."):
+            continue
         if isinstance(module, nn.Linear):
             style = style_of(layout, f"{path}.{name}") or "replicate"
             is_trained = any(parameter.requires_grad for parameter in module.parameters())
@@ -544,6 +558,11 @@ def _first_matching(layer: nn.Module, path: str, pattern: str | None) -> nn.Modu
 
 def _experts(layer: nn.Module, path: str, layout: Layout, shape: object) -> ExpertShape | None:
     """Return the shape of a mixture of experts. None if the layer has a plain feed-forward."""
+    list_path, expert_list = _list_of_experts(layer)
+    if expert_list is not None:
+        return _listed_experts(
+            layer.get_submodule(list_path.rpartition(".")[0]), expert_list, shape
+        )
     mixture = _first_matching(layer, path, layout.expert)
     if mixture is None:
         return None
@@ -553,17 +572,51 @@ def _experts(layer: nn.Module, path: str, layout: Layout, shape: object) -> Expe
     stacks = [parameter for parameter in parameters if parameter.ndim == 3]
     if not stacks:
         return None
-    dim = int(getattr(shape, "dim", 0))
-    widths: list[int] = []
-    for stack in stacks:
-        widths += [size for size in stack.shape[1:] if size != dim]
     return ExpertShape(
         count=int(stacks[0].shape[0]),
         top_k=int(getattr(shape, "top_k", 1)),
-        ffn=int(min(widths, default=dim)),
+        ffn=_hidden_features([stack.shape[1:] for stack in stacks], shape),
         biased=any(parameter.ndim == 2 for parameter in parameters),
         weighs_inputs=bool(getattr(shape, "score_before_experts", False)),
     )
+
+
+def _list_of_experts(layer: nn.Module) -> tuple[str, nn.ModuleList | None]:
+    """Return path and module of the list "experts" of a layer. The path is "" if the layer has none.
+
+    Networks of ``transformers`` 4 and some model files have such lists.
+    """
+    for path, module in layer.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) < 2:
+            continue
+        if path.rpartition(".")[2] == "experts":
+            return path, module
+    return "", None
+
+
+def _listed_experts(block: nn.Module, experts: nn.ModuleList, shape: object) -> ExpertShape:
+    """Return the shape of a list of experts. ``block`` is the module that owns the list."""
+    # A model file may have the number of experts per token in its config or in the block
+    top_k = getattr(shape, "top_k", None) or getattr(block, "top_k", None) or 1
+    parameters = list(experts[0].parameters())
+    matrices = [parameter.shape for parameter in parameters if parameter.ndim == 2]
+    return ExpertShape(
+        count=len(experts),
+        top_k=min(int(top_k), len(experts)),
+        ffn=_hidden_features(matrices, shape),
+        biased=any(parameter.ndim == 1 for parameter in parameters),
+        gated=len(matrices) > 2,
+        listed=True,
+    )
+
+
+def _hidden_features(matrices: Iterable[Sequence[int]], shape: object) -> int:
+    """Return the hidden features of an expert from the shapes of its matrices."""
+    dim = int(getattr(shape, "dim", 0))
+    widths: list[int] = []
+    for matrix in matrices:
+        widths += [size for size in matrix if size != dim]
+    return min(widths, default=dim)
 
 
 def _parameters(

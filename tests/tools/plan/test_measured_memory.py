@@ -7,6 +7,7 @@ including gradients and FSDP's buffers. The sizes are chosen so that activations
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -300,3 +301,25 @@ def test_a_machine_with_row_wise_norms_holds_the_planned_bytes(size, sections, f
 )
 def test_a_real_step_of_every_family_holds_the_planned_bytes(name, sections):
     check(2, sections, {"name": name, **FAMILIES[name]}, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("size", "sections"), cases([(1, {})], nightly=[(2, {}), (1, FULL)]), ids=str
+)
+def test_a_real_step_of_experts_in_a_list_holds_the_planned_bytes(size, sections):
+    """Each token passes two of eight experts, so their hidden features count twice and not eight times."""
+    model = {"name": str(Path(__file__).with_name("listed_experts.py")), "flavor": "tiny"}
+    check(size, sections, model, 0.05)
+
+
+def test_experts_in_a_list_are_recognized():
+    path = str(Path(__file__).with_name("listed_experts.py"))
+    config = dataclasses.replace(tiny_config(), model=Model(name=path, flavor="tiny"))
+    model = shapes.read(config)
+    layer = model.layers[0]
+    experts = layer.experts
+    assert experts.listed
+    assert (experts.count, experts.top_k, experts.ffn, experts.gated) == (8, 2, 256, True)
+    assert not any("experts" in linear.path for linear in layer.linears)
+    # FSDP shards them with the rest of the layer, and expert parallelism does not split them
+    assert not model.has_experts
