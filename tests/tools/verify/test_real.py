@@ -285,7 +285,13 @@ def fields_of(piece):
 
 def test_a_network_that_does_not_fit_has_fewer_experts_and_a_small_vocabulary(tmp_path):
     """A budget of 0 requires the smallest pieces: as many experts as a token uses, in one group."""
-    changes = {"n_routed_experts": 8, "vocab_size": 4000, "pad_token_id": 3999}
+    changes = {
+        "n_routed_experts": 8,
+        "vocab_size": 4000,
+        "pad_token_id": 3999,
+        "bos_token_id": 7,
+        "eos_token_id": [8, 3998],
+    }
     pieces = network_pieces("deepseek_v3", tmp_path, 0, changes)
     layers = pieces["layers"]
     assert layers.size_text == (
@@ -293,7 +299,12 @@ def test_a_network_that_does_not_fit_has_fewer_experts_and_a_small_vocabulary(tm
     )
     fields = fields_of(layers)
     assert (fields["n_routed_experts"], fields["vocab_size"]) == (2, 1024)
-    assert (fields["n_group"], fields["topk_group"], fields["pad_token_id"]) == (1, 1, None)
+    assert (fields["n_group"], fields["topk_group"]) == (1, 1)
+    assert (fields["pad_token_id"], fields["bos_token_id"], fields["eos_token_id"]) == (
+        None,
+        7,
+        None,
+    )
 
     vocabulary = pieces["vocabulary"]
     assert fields_of(vocabulary)["vocab_size"] == 4000

@@ -297,11 +297,15 @@ def _top_k(fields: Mapping[str, Any]) -> int:
 
 
 def _with_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config.json with changes, without a padding token beyond the vocabulary."""
+    """Return the fields of a config.json with changes, without special tokens beyond the vocabulary."""
     changed_fields = {**fields, **changes}
-    pad = changed_fields.get("pad_token_id")
-    if isinstance(pad, int) and pad >= changed_fields["vocab_size"]:
-        changed_fields["pad_token_id"] = None
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        token = changed_fields.get(name)
+        # A config.json may have several tokens that end a text
+        tokens = token if isinstance(token, list) else [token]
+        known = [one for one in tokens if isinstance(one, int)]
+        if any(one >= changed_fields["vocab_size"] for one in known):
+            changed_fields[name] = None
     return changed_fields
 
 
