@@ -60,9 +60,11 @@ def trace(model: nn.Module) -> HFChain:
     Raises:
         ConfigError: the forward is not a chain, so stages would repeat or miss a computation.
     """
-    if model not in _chains:
-        _chains[model] = _Trace(model).run()
-    return _chains[model]
+    known = _chains.get(model)
+    if known is None:
+        known = _Trace(model).run()
+        _chains[model] = known
+    return known
 
 
 _chains: WeakKeyDictionary[nn.Module, HFChain] = WeakKeyDictionary()
@@ -86,12 +88,14 @@ class _Reading(nn.Module):
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         # Not as a submodule, because the original's parameters must not belong to this stage.
+        # ``Module.__setattr__`` would register it as one.
         self.__dict__["original"] = original
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # deepcopy creates the object without calling __init__.
             if "original" not in self.__dict__:
                 raise
             return getattr(self.__dict__["original"], name)
@@ -115,7 +119,7 @@ class _OtherLayer(_Reading):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the residual stream, or instead the received activations, or end the stage."""
-        hidden = arguments[0] if arguments else keywords[HIDDEN_STATES]
+        hidden, _ = _split_arguments(arguments, keywords)
         if self.ends:
             raise _EndOfStage(hidden)
         if self.received is not None:
@@ -131,60 +135,87 @@ class _OtherEnd(_Reading, chain.Absent):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the original on the meta device to find the shape, and return zeros of this shape."""
-        tensors = [
-            value for value in tree_leaves([arguments, keywords]) if isinstance(value, Tensor)
-        ]
-        device = tensors[0].device if tensors else torch.device("cpu")
-        floats = [value.dtype for value in tensors if value.is_floating_point()]
-        arguments, keywords = tree_map_only(
-            Tensor, lambda tensor: tensor.to("meta"), (arguments, keywords)
-        )
+        # The zeros get the device of the arguments, and their dtype if both are floating point: the original on
+        # the meta device has the dtype of its weights, and the stage may compute in another.
+        device = torch.device("cpu")
+        float_dtype = None
+        tensors = _tensors([arguments, keywords])
+        if tensors:
+            device = tensors[0].device
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                float_dtype = tensor.dtype
+                break
+
+        original = self.__dict__["original"]
+        meta_arguments, meta_keywords = tree_map_only(Tensor, _to_meta, (arguments, keywords))
         with torch.no_grad():
-            out = self.__dict__["original"](*arguments, **keywords)
+            out = original(*meta_arguments, **meta_keywords)
 
         def zeros(tensor: Tensor) -> Tensor:
-            dtype = floats[0] if floats and tensor.is_floating_point() else tensor.dtype
+            dtype = tensor.dtype
+            if float_dtype is not None and tensor.is_floating_point():
+                dtype = float_dtype
             return torch.zeros(tensor.shape, dtype=dtype, device=device)
 
         return tree_map_only(Tensor, zeros, out)
 
 
+def _to_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def _layer_output(hidden: Tensor, outputs: int) -> Any:
+    """Return activations in the form of a layer's output: a tensor, or the first item of a tuple."""
     if outputs == 0:
         return hidden
-    return (hidden, *[None] * (outputs - 1))
+    others = [None] * (outputs - 1)
+    return (hidden, *others)
 
 
 def cut(model: Any, hf_chain: HFChain, keep: set[str]) -> nn.Module:
     """Turn a network into one of its stages, in place. Only the modules named in ``keep`` stay."""
+    # Replace the modules before and after the layers.
     names = hf_chain.names
     for path in (*names.first, *names.last):
         if path not in keep:
-            model.set_submodule(path, _OtherEnd(_meta_copy(model.get_submodule(path))))
-    own = [
-        index for index, name in enumerate(names.layer_names) if f"{names.layers}.{name}" in keep
-    ]
-    for index, name in enumerate(names.layer_names):
-        if index not in own:
-            path = f"{names.layers}.{name}"
-            model.set_submodule(
-                path, _OtherLayer(_meta_copy(model.get_submodule(path)), hf_chain.outputs)
-            )
+            copied = _meta_copy(model.get_submodule(path))
+            model.set_submodule(path, _OtherEnd(copied))
+
+    # Replace the layers of other stages.
+    own = []
+    for index, path in enumerate(_layer_paths(names)):
+        if path in keep:
+            own.append(index)
+            continue
+        copied = _meta_copy(model.get_submodule(path))
+        model.set_submodule(path, _OtherLayer(copied, hf_chain.outputs))
+
+    # The model's own lists of modules must not name what was replaced.
     model.blocks = {path: layer for path, layer in model.blocks.items() if path in keep}
     model.stage_paths = [path for path in names.paths if path in keep]
     _keep_own_constants(model)
-    _connect(
-        model, [model.get_submodule(f"{names.layers}.{name}") for name in names.layer_names], own
-    )
+    layers = [model.get_submodule(path) for path in _layer_paths(names)]
+    _connect(model, layers, own)
     return model  # type: ignore[no-any-return]
+
+
+def _layer_paths(names: ChainNames) -> list[str]:
+    """Return the paths of all layers of a network, in their order."""
+    return [f"{names.layers}.{name}" for name in names.layer_names]
 
 
 def _meta_copy(module: nn.Module) -> nn.Module:
     """Return a copy of a module on the meta device. It shares no parameter with the network."""
     copied = copy.deepcopy(module).to("meta")
+    # ``models.transformers`` has turned constant buffers into attributes, which ``to`` does not move.
     for owner in copied.modules():
         for key, value in vars(owner).items():
-            # ``models.transformers`` has turned constant buffers into attributes, which ``to`` does not move
             if isinstance(value, Tensor):
                 owner.__dict__[key] = value.to("meta")
     return copied
@@ -193,11 +224,11 @@ def _meta_copy(module: nn.Module) -> nn.Module:
 def _keep_own_constants(model: Any) -> None:
     """Drop modules that were replaced from the model's list of constants."""
     modules = set(model.modules())
-    model._constants = [
-        (owner, name)
-        for owner, name in model._constants
-        if owner in modules and name in vars(owner)
-    ]
+    kept = []
+    for owner, name in model._constants:
+        if owner in modules and name in vars(owner):
+            kept.append((owner, name))
+    model._constants = kept
 
 
 def _connect(model: Any, layers: Sequence[nn.Module], own: Sequence[int]) -> None:
@@ -205,9 +236,12 @@ def _connect(model: Any, layers: Sequence[nn.Module], own: Sequence[int]) -> Non
 
     Also replaces the model's forward. ``own`` contains the indices of the stage's own layers.
     """
-    before = layers[own[0] - 1] if own[0] > 0 else None
-    if own[-1] + 1 < len(layers):
-        layers[own[-1] + 1].ends = True  # type: ignore[assignment]
+    before = None
+    if own[0] > 0:
+        before = layers[own[0] - 1]
+    place_after = own[-1] + 1
+    if place_after < len(layers):
+        layers[place_after].ends = True  # type: ignore[assignment]
     model.forward = partial(_run_stage, model.forward, before)
 
 
@@ -221,13 +255,17 @@ def _run_stage(
         return forward(x, *arguments, **keywords)
     except _EndOfStage as end:
         # the schedules detach outputs in place, which autograd rejects for views (torch 2.13)
-        return end.hidden.clone() if end.hidden._is_view() else end.hidden
+        if end.hidden._is_view():
+            return end.hidden.clone()
+        return end.hidden
     finally:
+        # Activations of one micro-batch must not stay in memory until the next.
         if before is not None:
             before.received = None
 
 
 def _refusal(model: Any, rule: str) -> ConfigError:
+    """Return the error that a network cannot be cut into stages."""
     return ConfigError(
         Problem(DEGREE, None, f"cannot cut {model.config_name} into stages: {rule}", USE_FSDP)
     )
@@ -258,6 +296,7 @@ class _Trace:
         Raises:
             ConfigError: the forward is not a chain.
         """
+        # Run the forward. The placeholders check the calls of layers, and record those of other modules.
         outside = self._modules_outside_layers()
         model = self._model_without_parameters(outside)
         tokens = torch.full((1, _TOKENS), _token(model))
@@ -272,7 +311,10 @@ class _Trace:
                 f"its forward fails in a test pass ({type(error).__name__}: {first_line})"
             ) from None
         if self._num_layers_called < len(self._layers):
-            raise self._refusal(f"it does not call {self._layer_path(self._num_layers_called)}")
+            missing = self._layer_path(self._num_layers_called)
+            raise self._refusal(f"it does not call {missing}")
+
+        # The recorded calls tell which modules belong to the first stage and which to the last.
         first, last = self._ends(outside)
         names = ChainNames(first, self._path, tuple(self._layer_names), last)
         return HFChain(names, self._features, self._outputs or 0)
@@ -285,30 +327,34 @@ class _Trace:
         model = self._original
         if model.kind == "sequence_to_sequence":
             raise self._refusal("the layers of its decoder read the output of the encoder")
-        lists: dict[str, list[str]] = {}
+        keys_by_list: dict[str, list[str]] = {}
         for path in model.blocks:
-            owner, _, key = path.rpartition(".")
-            lists.setdefault(owner, []).append(key)
-        if len(lists) > 1:
-            raise self._refusal(f"it has several lists of layers: {', '.join(lists)}")
+            list_path, _, key = path.rpartition(".")
+            keys_by_list.setdefault(list_path, []).append(key)
+        if len(keys_by_list) > 1:
+            raise self._refusal(f"it has several lists of layers: {', '.join(keys_by_list)}")
+        # A later stage receives activations instead of tokens.
         if "inputs_embeds" not in inspect.signature(model.hf.forward).parameters:
             raise self._refusal("its forward takes no inputs_embeds")
-        return next(iter(lists.items()))
+        return next(iter(keys_by_list.items()))
 
     def _layer_path(self, index: int) -> str:
         return f"{self._path}.{self._layer_names[index]}"
 
     def _copied_layer(self, name: str) -> nn.Module:
+        """Return a copy of a layer that runs on the meta device, with all parameters in the autograd graph."""
         layer = _meta_copy(self._original.get_submodule(f"{self._path}.{name}"))
         # With adapters, parameters are frozen. The trace must see every parameter in the autograd graph.
         for parameter in layer.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
+        # Experts need the router's values, which meta tensors do not have.
         for module in layer.modules():
             if _is_experts(module):
                 module.forward = _first_input  # type: ignore[method-assign]
         return layer
 
     def _names_of_parameters(self) -> dict[int, str]:
+        """Map the id of each parameter of the copied layers to its name, for messages."""
         names = {}
         for key, layer in zip(self._layer_names, self._layers, strict=True):
             for name, parameter in layer.named_parameters():
@@ -318,21 +364,31 @@ class _Trace:
     def _modules_outside_layers(self) -> list[str]:
         """Return the paths of the modules that own the parameters and buffers outside the layers."""
         model = self._original
-        paths: list[str] = []
-        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-        for name, _ in tensors:
-            if name.startswith(f"{self._path}."):
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        names += [name for name, _ in model.named_buffers()]
+        owners: list[str] = []
+        for name in names:
+            is_in_layers = name.startswith(f"{self._path}.")
+            if is_in_layers:
                 continue
             owner = name.rpartition(".")[0]
-            if f"{self._path}.".startswith(f"{owner}."):
+            contains_layers = f"{self._path}.".startswith(f"{owner}.")
+            if contains_layers:
                 raise self._refusal(f"{name} belongs to no module before or after the layers")
-            if owner not in paths:
-                paths.append(owner)
+            if owner not in owners:
+                owners.append(owner)
+
         # Skip modules inside another listed module: that module calls them.
-        return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
+        outermost = []
+        for path in owners:
+            if not any(path.startswith(f"{other}.") for other in owners):
+                outermost.append(path)
+        return outermost
 
     def _model_without_parameters(self, outside: Sequence[str]) -> Any:
         """Return a copy of the model in which every module with parameters is replaced by a placeholder."""
+        # deepcopy uses an object from its memo instead of copying the original. So the memo puts in the
+        # placeholders, and only the modules around them are copied.
         memo: dict[int, Any] = {}
         for path in outside:
             module = self._original.get_submodule(path)
@@ -345,6 +401,7 @@ class _Trace:
         return copied
 
     def _record_call(self, path: str) -> None:
+        """Record a call of a module outside the layers."""
         self._calls.setdefault(path, []).append(self._num_layers_called)
 
     def _ends(self, outside: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -355,19 +412,28 @@ class _Trace:
             calls = self._calls.get(path)
             if calls is None:
                 raise self._refusal(f"the parameters of {path} are used without calling the module")
-            if set(calls) == {0}:
+            num_layers_before = set(calls)
+            if num_layers_before == {0}:
                 first.append(path)
-            elif set(calls) == {len(self._layers)}:
+            elif num_layers_before == {len(self._layers)}:
                 last.append(path)
             else:
                 raise self._refusal(f"{path} is called between the layers")
+
+        # Stages list modules in the order of their first call.
         order = list(self._calls)
-        return tuple(sorted(first, key=order.index)), tuple(sorted(last, key=order.index))
+        first.sort(key=order.index)
+        last.sort(key=order.index)
+        return tuple(first), tuple(last)
 
     def _call_layer(self, index: int, *arguments: Any, **keywords: Any) -> Any:
+        """Check a call of a layer, run the layer on the meta device, and return zeros as its output."""
+        # The layers are called once, in order.
         path = self._layer_path(index)
         if index != self._num_layers_called:
             raise self._refusal(f"{path} is called out of order or more than once")
+
+        # The first argument is the output of the previous layer. No other argument depends on other modules.
         hidden, others = _split_arguments(arguments, keywords)
         if not isinstance(hidden, Tensor) or hidden.ndim != 3:
             raise self._refusal(f"the first argument of {path} is not one tensor of activations")
@@ -375,12 +441,12 @@ class _Trace:
             raise self._refusal(
                 f"the input of {path} is not the output of the previous layer unchanged"
             )
-        tensors = [value for value in tree_leaves(others) if isinstance(value, Tensor)]
-        if any(tensor.requires_grad for tensor in tensors):
+        if any(tensor.requires_grad for tensor in _tensors(others)):
             raise self._refusal(
                 f"{path} receives outputs of other modules in addition to {HIDDEN_STATES}"
             )
         self._features = hidden.size(-1)
+
         # Run the layer on the meta device. A tensor that is passed twice is moved only once, so that the
         # copies of one tensor stay the same object.
         x = torch.empty_like(hidden, device="meta").requires_grad_()
@@ -392,25 +458,34 @@ class _Trace:
         meta_arguments, meta_keywords = tree_map_only(Tensor, move, (arguments, keywords))
         with torch.device("meta"), NoTokenChosen():
             out = self._layers[index](*meta_arguments, **meta_keywords)
-        if len(tree_leaves([meta_arguments, meta_keywords])) != len(
-            tree_leaves([arguments, keywords])
-        ):
+
+        # The containers among the arguments were copied, so a new item shows that the layer wrote into one.
+        num_leaves_before = len(tree_leaves([arguments, keywords]))
+        num_leaves_after = len(tree_leaves([meta_arguments, meta_keywords]))
+        if num_leaves_after != num_leaves_before:
             raise self._refusal(f"{path} writes into a container that other layers receive")
         self._check_output(index, x, out)
-        # a leaf, so that the graph of the next output ends at this tensor
+
+        # A leaf, because the graph of the next layer's output must end at this tensor.
         self._x = torch.zeros_like(hidden).requires_grad_()
         self._num_layers_called += 1
         return _layer_output(self._x, self._outputs or 0)
 
     def _check_output(self, index: int, x: Tensor, out: Any) -> None:
+        """Check the form of a layer's output, and that it depends only on the layer and its input ``x``."""
         path = self._layer_path(index)
-        outputs = len(out) if isinstance(out, tuple) else 0
-        out_hidden = out[0] if isinstance(out, tuple) else out
+        outputs = 0
+        out_hidden = out
+        if isinstance(out, tuple):
+            outputs = len(out)
+            out_hidden = out[0]
         if not isinstance(out_hidden, Tensor) or out_hidden.shape != x.shape:
             raise self._refusal(f"{path} does not return activations in the shape of its input")
         if self._outputs not in (None, outputs):
             raise self._refusal(f"{path} returns a different number of values than earlier layers")
         self._outputs = outputs
+
+        # Some networks read a state of another layer, or share its weights. A stage would not have them.
         own_ids = {id(parameter) for parameter in self._layers[index].parameters()}
         own_ids.add(id(x))
         for leaf in chain.autograd_leaves(out_hidden):
@@ -433,10 +508,13 @@ class _TracedEnd(_OtherEnd):
         """Return zeros that require a gradient."""
         self._report()
         out = super().forward(*arguments, **keywords)
-        # copies, because autograd rejects in-place operations on leaves
-        return tree_map_only(
-            Tensor, lambda tensor: tensor.requires_grad_(tensor.is_floating_point()).clone(), out
-        )
+
+        def requiring_gradient(tensor: Tensor) -> Tensor:
+            tensor.requires_grad_(tensor.is_floating_point())
+            # a copy, because autograd rejects in-place operations on leaves
+            return tensor.clone()
+
+        return tree_map_only(Tensor, requiring_gradient, out)
 
 
 class _TracedLayer(_Reading):
@@ -452,8 +530,9 @@ class _TracedLayer(_Reading):
 
 
 def _token(model: Any) -> int:
-    """Return a token that is not padding."""
-    return int(model.hf.config.get_text_config().pad_token_id == 0)
+    """Return a token that is not padding: 1 if the padding token is 0, else 0."""
+    padding = model.hf.config.get_text_config().pad_token_id
+    return int(padding == 0)
 
 
 def _split_arguments(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
@@ -466,10 +545,8 @@ def _split_arguments(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tu
 
 def _is_experts(module: nn.Module) -> bool:
     """True for stacked experts. Their shapes depend on the router's values, which meta tensors do not have."""
-    stacked = [
-        name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3
-    ]
-    return len(stacked) > 1
+    stacks = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
+    return len(stacks) > 1
 
 
 def _first_input(x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -482,21 +559,21 @@ def check(model: Any, hf_chain: HFChain, parts: Sequence[Sequence[str]]) -> None
     Raises:
         ConfigError: a layer receives different arguments, or a stage has no layer.
     """
-    layer_paths = [f"{hf_chain.names.layers}.{name}" for name in hf_chain.names.layer_names]
+    layer_paths = set(_layer_paths(hf_chain.names))
     for index, part in enumerate(parts):
-        if not set(part) & set(layer_paths):
+        if not layer_paths.intersection(part):
             rule = f"leaves stage {index} without a layer, but each stage of {model.config_name} needs one"
             fix = "give each stage at least one layer"
             raise ConfigError(Problem("parallelism.module_fqns_per_model_part", None, rule, fix))
-    expected = _recorded(model, hf_chain, set(layer_paths))
+
+    expected = _recorded(model, hf_chain, layer_paths)
     for part in parts:
-        own = set(part) & set(layer_paths)
-        for path, arguments in _recorded(model, hf_chain, own).items():
+        own_paths = layer_paths.intersection(part)
+        recorded = _recorded(model, hf_chain, own_paths)
+        for path, arguments in recorded.items():
             if not chain.are_equal(arguments, expected[path]):
-                raise _refusal(
-                    model,
-                    f"{path} receives different arguments in its stage than in the full model",
-                )
+                rule = f"{path} receives different arguments in its stage than in the full model"
+                raise _refusal(model, rule)
 
 
 class _Recorder(_OtherLayer):
@@ -518,37 +595,41 @@ def _recorded(model: Any, hf_chain: HFChain, own_paths: set[str]) -> dict[str, l
 
     Map the path of each of the stage's layers to its arguments other than the residual stream.
     """
+    # Build the stage out of placeholders.
     names = hf_chain.names
     skeleton = _skeleton(model, names, hf_chain.outputs, own_paths)
-    layers: list[Any] = [
-        skeleton.get_submodule(f"{names.layers}.{name}") for name in names.layer_names
-    ]
+    layer_paths = _layer_paths(names)
+    layers: list[Any] = [skeleton.get_submodule(path) for path in layer_paths]
     own = [index for index, layer in enumerate(layers) if isinstance(layer, _Recorder)]
     _connect(skeleton, layers, own)
+
+    # Two documents, whose positions each begin at 0, also show masks and angles that depend on them.
     columns = torch.arange(_TOKENS).unsqueeze(0)
     is_second = columns >= _TOKENS // 2
     positions = columns - is_second * (_TOKENS // 2)
+
+    # The first stage receives tokens, all others receive activations.
     x = torch.zeros(1, _TOKENS, hf_chain.features)
     if own[0] == 0:
         x = torch.full_like(columns, _token(model))
     with torch.no_grad():
         skeleton(x, positions, documents_BT=is_second.long())
-    return {f"{names.layers}.{names.layer_names[index]}": layers[index].arguments for index in own}
+    return {layer_paths[index]: layers[index].arguments for index in own}
 
 
 def _skeleton(model: Any, names: ChainNames, outputs: int, own_paths: set[str]) -> Any:
     """Return a copy of a network in which placeholders replace all modules with parameters."""
+    # The memo of deepcopy puts in the placeholders, as in ``_model_without_parameters``.
     memo: dict[int, Any] = {}
     for path in (*names.first, *names.last):
         module = model.get_submodule(path)
         memo[id(module)] = _OtherEnd(_meta_copy(module))
-    for name in names.layer_names:
-        path = f"{names.layers}.{name}"
+    for path in _layer_paths(names):
         layer = model.get_submodule(path)
-        kind = _Recorder if path in own_paths else _OtherLayer
-        memo[id(layer)] = kind(layer, outputs)
-    # deepcopy uses an object from its memo instead of copying the original. So the memo puts in the
-    # placeholders, and only the modules around them are copied.
+        if path in own_paths:
+            memo[id(layer)] = _Recorder(layer, outputs)
+        else:
+            memo[id(layer)] = _OtherLayer(layer, outputs)
     copied = copy.deepcopy(model, memo)
     _keep_own_constants(copied)
     return copied

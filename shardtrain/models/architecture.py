@@ -79,7 +79,8 @@ def read(folder: str) -> Any:
     # The installed transformers must have the model_type. The folder's own code is never an alternative
     model_type = content.get("model_type")
     mapping = _transformers().models.auto.configuration_auto.CONFIG_MAPPING
-    if not isinstance(model_type, str) or model_type not in mapping:
+    is_known = isinstance(model_type, str) and model_type in mapping
+    if not is_known:
         rule = f"is of model_type {model_type!r}, which transformers {_transformers().__version__} does not have"
         if "auto_map" in _keys(content, CODE):
             rule += ", and whose own code (auto_map) is never run here"
@@ -92,11 +93,13 @@ def read(folder: str) -> Any:
         rule = f"contains weights quantized with {method} (quantization_config), which is not supported"
         raise ConfigError(Problem(_OPTION, folder, rule, "use the unquantized weights"))
 
-    content = _with_special_floats(content)
     # Parse without the keys that name code
+    content = _with_special_floats(content)
+    harmless = _without(content, CODE)
+    config_class = mapping[model_type]
     with _collected_warnings() as warnings:
         try:
-            config = mapping[model_type].from_dict(_without(content, CODE))
+            config = config_class.from_dict(harmless)
         except Exception as error:  # a config class may raise any exception for a wrong value
             raise ConfigError(
                 f"{path}: transformers refuses it ({_reason(warnings, error)})"
@@ -105,6 +108,7 @@ def read(folder: str) -> Any:
 
     # Training would fill a key-value cache that nothing reads
     _disable_cache(config)
+
     if "dynamic" in _rope_types(content):
         rule = 'has rotary angles of type "dynamic", which change with the longest row that a rank has seen'
         raise ConfigError(Problem(_OPTION, folder, rule, "use a model without them"))
@@ -142,24 +146,31 @@ def architecture_of(folder: str, wanted: str = "") -> str:
         value = wanted
     names = ", ".join(candidates) or "no architecture"
     rule = f"names {names}, which cannot be trained here"
-    fix = f"set model.overrides.architecture to one of {', '.join(sorted(known))}"
-    if not known:
+    if known:
+        fix = f"set model.overrides.architecture to one of {', '.join(sorted(known))}"
+    else:
         fix = f"use another model: transformers has no class for {config.model_type} that can be trained"
     raise ConfigError(Problem(option, value, rule, fix))
 
 
 def kind_of(folder: str, architecture: str) -> str:
-    """Return the kind of an architecture, one of KINDS."""
+    """Return the kind of an architecture, one of KINDS.
+
+    Raises:
+        LookupError: the architecture does not belong to the folder's model_type.
+    """
     model_type = read(folder).model_type
-    return next(
-        kind for kind, table in _tables().items() if architecture in _classes(table.get(model_type))
-    )
+    for kind, table in _tables().items():
+        if architecture in _classes(table.get(model_type)):
+            return kind
+    raise LookupError(f"{architecture} is not an architecture of {model_type}")
 
 
 def reads_images(folder: str, architecture: str) -> bool:
     """True if an architecture generates text from images and text. Its kind may be "causal" as well."""
     model_type = read(folder).model_type
-    return architecture in _classes(_tables()["image_text"].get(model_type))
+    entry = _tables()["image_text"].get(model_type)
+    return architecture in _classes(entry)
 
 
 def build(
@@ -179,9 +190,11 @@ def build(
     """
     # Build from a copy, because a class may modify its config. The warnings of parsing were
     # collected by `read`
+    parsed = read(folder)
     with _collected_warnings():
-        config = type(read(folder)).from_dict(read(folder).to_dict())
+        config = type(parsed).from_dict(parsed.to_dict())
     _disable_cache(config)
+
     # The network would compute the balance loss of its own tokens, which this package ignores
     text_config = config.get_text_config()
     asks_for_balance = bool(getattr(text_config, "output_router_logits", False))
@@ -190,9 +203,13 @@ def build(
     if num_labels:
         config.num_labels = num_labels
     if vocab_size:
-        config.get_text_config().vocab_size = vocab_size
+        text_config.vocab_size = vocab_size
 
-    options = {} if attention == "auto" else {"attn_implementation": attention}
+    # Construct the network. Its parameters move to the meta device one by one, so a network of any size fits
+    # into memory, and the recorder sees the operations that initialize them.
+    options = {}
+    if attention != "auto":
+        options["attn_implementation"] = attention
     recorder = _InitRecorder()
     with _collected_warnings() as build_warnings:
         cls = getattr(_transformers(), architecture)
@@ -211,6 +228,8 @@ def build(
         logger.warning(
             f"{folder}/{CONFIG}: warning of transformers: {'; '.join(warnings)[:_MAX_WARNING_CHARS]}"
         )
+
+    # Name the initial distribution of each parameter. Some small ones follow from a formula instead
     draws = {}
     for name, parameter in module.named_parameters():
         draw = recorder.draw(parameter)
@@ -242,8 +261,11 @@ def _computed(network: nn.Module, name: str) -> Draw | None:
             initialize(owner)
         return values.detach()
 
+    # compute starts from NaN, so what remains NaN was not set
     is_set = not bool(compute(0).isnan().any())
-    return Draw("computed", compute=compute) if is_set else None
+    if not is_set:
+        return None
+    return Draw("computed", compute=compute)
 
 
 def _initializer_of(network: nn.Module, path: str) -> Any:
@@ -263,6 +285,7 @@ def follows_from_config(network: nn.Module, path: str, name: str) -> bool:
     buffer = owner.get_buffer(name)
     if initialize is None or not buffer.is_floating_point():
         return False
+    # Overwrite the copy, and see if the architecture restores its value
     value = buffer.clone()
     buffer.fill_(math.nan)
     with torch.random.fork_rng(devices=()), torch.no_grad(), torch.device("cpu"):
@@ -309,8 +332,10 @@ def _reason(warnings: Sequence[str], error: Exception) -> str:
     if warnings:
         return "; ".join(warnings)[:_MAX_WARNING_CHARS]
     text = _first_line(error)
+    if " " in text:
+        return text
     # The text of a KeyError is only the key
-    return text if " " in text else f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text}"
 
 
 def _first_line(error: object) -> str:
@@ -322,8 +347,9 @@ def _quantization_method(quantization: Any) -> str:
     """Return the name of a quantization method; MLX writes ``bits`` without a ``quant_method``."""
     if not isinstance(quantization, dict):
         return "?"
-    default = "MLX" if "bits" in quantization else "?"
-    return str(quantization.get("quant_method", default))
+    if "quant_method" in quantization:
+        return str(quantization["quant_method"])
+    return "MLX" if "bits" in quantization else "?"
 
 
 def _transformers() -> Any:
@@ -343,7 +369,9 @@ def _classes(entry: Any) -> list[str]:
     """Return the class names of a table's entry, which is None, a name, or a tuple of names."""
     if entry is None:
         return []
-    return [entry] if isinstance(entry, str) else list(entry)
+    if isinstance(entry, str):
+        return [entry]
+    return list(entry)
 
 
 def _keys(value: Any, pattern: re.Pattern[str]) -> Iterator[str]:
@@ -361,8 +389,11 @@ def _keys(value: Any, pattern: re.Pattern[str]) -> Iterator[str]:
 def _without(value: Any, pattern: re.Pattern[str]) -> Any:
     """Return a copy of a JSON value without the keys, at any depth, that match a pattern."""
     if isinstance(value, dict):
-        kept = {key: inner for key, inner in value.items() if not pattern.search(str(key))}
-        return {key: _without(inner, pattern) for key, inner in kept.items()}
+        kept = {}
+        for key, inner in value.items():
+            if not pattern.search(str(key)):
+                kept[key] = _without(inner, pattern)
+        return kept
     if isinstance(value, list):
         return [_without(inner, pattern) for inner in value]
     return value
@@ -390,9 +421,13 @@ def _rope_types(content: Mapping[str, Any]) -> list[Any]:
         table = content.get(name)
         if not isinstance(table, dict):
             continue
+        # The values may be the numbers of one table, or the tables of all kinds of layers
         for entry in (table, *table.values()):
-            if isinstance(entry, dict):
-                types += [entry[key] for key in ("rope_type", "type") if key in entry]
+            if not isinstance(entry, dict):
+                continue
+            for key in ("rope_type", "type"):
+                if key in entry:
+                    types.append(entry[key])
     return types
 
 
@@ -432,15 +467,20 @@ class _InitRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         output = func(*args, **kwargs)
-        if not args or not isinstance(args[0], Tensor) or not args[0].is_meta:
+        is_on_meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
+        if not is_on_meta:
             return output
+
         numbers = [float(value) for value in args[1:] if isinstance(value, int | float)]
+        # A copy has the distribution of its source. Other names with an underscore are in place
         if name == "copy_":
             self._store(args[0], self._known(args[1]))
         elif name.endswith("_"):
             self._record(name, args[0], numbers, kwargs)
         elif name in ("mul", "div") and numbers:
-            factor = numbers[0] if name == "mul" else 1 / numbers[0]
+            factor = numbers[0]
+            if name == "div":
+                factor = 1 / numbers[0]
             self._record_scaled(output, self._known(args[0]), abs(factor))
         return output
 
@@ -518,7 +558,9 @@ def _draw_after(
             return Draw("normal", std=float(second)) if first == 0 else None
         # Replace a uniform distribution with a normal one of the same variance. Initialization schemes
         # prescribe the variance, not the shape of the distribution
-        return Draw("normal", std=(second - first) / math.sqrt(12)) if first == -second else None
+        if first != -second:
+            return None
+        return Draw("normal", std=(second - first) / math.sqrt(12))
 
     if name == "zero_":
         return Draw("zeros")
@@ -547,11 +589,17 @@ def saved_config(
 
     ``labels`` replace those of the folder, except numbered ones (``LABEL_0``, ...) of the same count.
     """
+    # A copy, which shares no inner dictionary with the content
     saved = dict(json.loads(json.dumps(dict(content))))
-    is_numbered = list(labels) == [f"LABEL_{number}" for number in range(len(labels))]
-    if labels and (not is_numbered or len(labels) != len(saved.get("id2label") or ())):
+
+    # Numbered labels say nothing, so the folder's labels are better
+    numbered = [f"LABEL_{number}" for number in range(len(labels))]
+    num_saved_labels = len(saved.get("id2label") or ())
+    keeps_labels = list(labels) == numbered and len(labels) == num_saved_labels
+    if labels and not keeps_labels:
         saved["id2label"] = {str(number): label for number, label in enumerate(labels)}
         saved["label2id"] = {label: number for number, label in enumerate(labels)}
+
     if vocab_size:
         # Models with several modalities store the size in the config of their text model
         text_config = saved.get("text_config")
@@ -559,6 +607,7 @@ def saved_config(
             text_config["vocab_size"] = vocab_size
         else:
             saved["vocab_size"] = vocab_size
+
     if architecture not in (saved.get("architectures") or ()):
         saved["architectures"] = [architecture]
     return saved

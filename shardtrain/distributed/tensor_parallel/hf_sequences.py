@@ -89,37 +89,49 @@ def find(model: Any, split: Mapping[str, str], experts: set[str]) -> SplitSequen
     """
     if model.kind == "sequence_to_sequence":
         raise Unsplittable("is an encoder with a decoder")
+
     found = SplitSequences()
     for path, block in model.blocks.items():
-        found.full |= set(_full_children(path, block))
-        for child_path, child in block.named_modules(prefix=path):
-            names = {name for name, _ in child.named_parameters(recurse=False)}
-            # Each rank sees only its tokens here, so the gradients of these weights are partial sums
-            if names and not _is_in_full(child_path, found.full):
-                found.partial[child_path] = names
+        found.full.update(_full_children(path, block))
+    # A block calls a child in `full` and expects the child's full output. A linear layer that is split
+    # returns only a part of its features.
     for path in sorted(found.full):
         if split.get(path) in ("colwise", "rowwise"):
             raise Unsplittable(f"has blocks that call {path} directly, and this layer is split")
+
+    # All other weights see only the tokens of their rank, so their gradients are partial sums.
+    for path, block in model.blocks.items():
+        for child_path, child in block.named_modules(prefix=path):
+            if _is_in_full(child_path, found.full):
+                continue
+            names = {name for name, _ in child.named_parameters(recurse=False)}
+            if names:
+                found.partial[child_path] = names
+
+    # The structure fits. Now check that the code of the blocks does, too.
     _Trial(model, found, split, experts).run()
     return found
 
 
 def _is_in_full(path: str, full: set[str]) -> bool:
     """True if a module is one of those on full sequences, or inside one."""
-    return any(f"{path}.".startswith(f"{full_path}.") for full_path in full)
+    return any(path == full_path or path.startswith(f"{full_path}.") for full_path in full)
 
 
 def _full_children(path: str, module: nn.Module) -> Iterator[str]:
     """Yield the children that need full sequences: all except norms and modules without parameters."""
     for name, child in module.named_children():
         child_path = f"{path}.{name}"
+        # A container is not called itself. The block calls its items.
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _full_children(child_path, child)
             continue
-        has_matrices = any(parameter.ndim > 1 for parameter in child.parameters())
-        is_tokenwise = isinstance(child, nn.Dropout | nn.Identity)
-        has_vectors = any(True for _ in child.parameters())
-        if has_matrices or not (has_vectors or is_tokenwise):
+        if isinstance(child, nn.Dropout | nn.Identity):
+            continue
+        # A norm has only vectors. A module without any parameter may do anything, such as an attention core.
+        parameters = list(child.parameters())
+        is_norm = bool(parameters) and all(parameter.ndim < 2 for parameter in parameters)
+        if not is_norm:
             yield child_path
 
 
@@ -152,6 +164,7 @@ class _Trial(MetaPass):
         for path, module in self._model.named_modules():
             module.register_forward_pre_hook(self._entry(path), with_kwargs=True)
             module.register_forward_hook(self._exit(path))
+
         tokens = torch.zeros(1, 2 * _PART, dtype=torch.int64, device="meta")
         try:
             with trial(self._model), torch.no_grad(), torch.device("meta"), meta_autocast(), self:
@@ -171,11 +184,17 @@ class _Trial(MetaPass):
         def enter(_: nn.Module, inputs: Any, keywords: Any) -> Any:
             if path in self._blocks:
                 return self._enter_block(path, inputs, keywords)
-            is_on_parts_in_block = bool(self._running) and not self._depth_of_full
-            if self._is_between_blocks() or (is_on_parts_in_block and self._is_unknown(path)):
+
+            # Code between two blocks would run on parts of sequences, and no hook gathers them there.
+            if self._is_between_blocks():
                 raise Unsplittable(f"calls {path} on parts of sequences")
+            # Modules before the first block and after the last one run on full sequences.
             if not self._running:
                 return None
+
+            is_on_parts = self._depth_of_full == 0
+            if is_on_parts and self._is_unknown(path):
+                raise Unsplittable(f"calls {path} on parts of sequences")
             self._running.append(path)
             if path in self._found.full:
                 return self._enter_full(path, inputs, keywords)
@@ -196,14 +215,17 @@ class _Trial(MetaPass):
         return _replace_hidden(inputs, keywords, full)
 
     def _enter_block(self, path: str, inputs: Any, keywords: Any) -> Any:
+        """Check the order of the blocks, and pass a part of the sequence to the first one."""
         expected = ""
         if self._num_finished < len(self._blocks):
             expected = self._blocks[self._num_finished]
         if self._running or path != expected:
             raise Unsplittable("does not call each block once and in order")
         self._running.append(path)
+
         hidden = _hidden(inputs, keywords)
-        if self._num_finished:
+        is_first = self._num_finished == 0
+        if not is_first:
             self._require(path, hidden, _PART)
             return None
         # The first block receives full sequences, and its hook takes this rank's part
@@ -218,7 +240,8 @@ class _Trial(MetaPass):
             if not self._running:
                 return None
             self._running.pop()
-            hidden = output[0] if isinstance(output, tuple) else output
+
+            hidden = _first(output)
             if self._split.get(path) == "rowwise":
                 self._last_sum = (path, hidden)
             if path in self._blocks:
@@ -242,21 +265,31 @@ class _Trial(MetaPass):
         """Cut the output of a module in ``full``, and record the split linear layer that computed it."""
         self._depth_of_full -= 1
         self._require(path, hidden, 2 * _PART)
-        if self._last_sum is not None and self._last_sum[1] is hidden:
-            linear = self._last_sum[0]
-            self._found.scattered[linear] = path
+
+        # If the output is that of a split linear layer, unchanged, a reduce-scatter can replace both collectives.
+        if self._last_sum is not None:
+            linear, linear_output = self._last_sum
+            if linear_output is hidden:
+                self._found.scattered[linear] = path
+
         part = hidden.new_empty(1, _PART, hidden.size(-1))
         return _replace_output(output, part)
 
     def _is_between_blocks(self) -> bool:
-        return not self._running and 0 < self._num_finished < len(self._blocks)
+        """True after the first block and before the last one, if no block is running."""
+        if self._running:
+            return False
+        return 0 < self._num_finished < len(self._blocks)
 
     def _is_unknown(self, path: str) -> bool:
         """True if a module has matrices but is not in ``full``, so that it must not run on parts."""
-        own = self._model.get_submodule(path).parameters(recurse=False)
-        return path not in self._found.full and any(parameter.ndim > 1 for parameter in own)
+        if path in self._found.full:
+            return False
+        module = self._model.get_submodule(path)
+        return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
 
     def _require(self, path: str, hidden: Any, tokens: int) -> None:
+        """Check that the activations of a module have the shape (batch, ``tokens``, features)."""
         if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.size(1) != tokens:
             raise Unsplittable(
                 f"has activations at {path} whose shape is not (batch, tokens, features)"
@@ -268,28 +301,41 @@ class _Trial(MetaPass):
         is_in_blocks = bool(self._running) or self._is_between_blocks()
         # Modules on full sequences may combine tokens
         if is_in_blocks and not self._depth_of_full:
-            has_part = any(_is_part(leaf) for leaf in tree_leaves([args, kwargs]))
-            if has_part and not _is_tokenwise(function, args):
-                place = self._running[-1] if self._running else "the model"
-                operation = function.__name__.partition(".")[0]
-                raise Unsplittable(f"may combine tokens with {operation} in {place}")
+            self._check_operation(function, args, kwargs)
         return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def _check_operation(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Raise ``Unsplittable`` if an operation may combine the tokens of a part of a sequence."""
+        has_part = any(_is_part(leaf) for leaf in tree_leaves([args, kwargs]))
+        if not has_part or _is_tokenwise(function, args):
+            return
+        place = "the model"
+        if self._running:
+            place = self._running[-1]
+        operation = function.__name__.partition(".")[0]
+        raise Unsplittable(f"may combine tokens with {operation} in {place}")
 
 
 def _is_part(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 1 and _PART in value.shape
+    """True if a tensor has a dimension of the size of a part. Vectors, such as position tables, do not count."""
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return False
+    return _PART in value.shape
 
 
 def _is_tokenwise(function: Any, args: Any) -> bool:
+    """True if an operation computes each token from this token only."""
     if function in _TOKENWISE or torch.Tag.pointwise in function.tags:
         return True
     if function not in _OVER_FEATURES:
         return False
     # The arguments of a vector norm are the tensor, the order of the norm, and the dimensions
-    position = 2 if function is _ATEN.linalg_vector_norm.default else 1
-    dims = list(args[position])
+    position = 1
+    if function is _ATEN.linalg_vector_norm.default:
+        position = 2
+    reduced_dims = list(args[position])
     last_dim = args[0].ndim - 1
-    return dims in ([-1], [last_dim])
+    return reduced_dims in ([-1], [last_dim])
 
 
 def _copy_of_first_input(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -298,41 +344,58 @@ def _copy_of_first_input(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 def _hidden(inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """Return a module's activations: its first positional argument, or the keyword argument HIDDEN_STATES."""
-    return inputs[0] if inputs else keywords.get(HIDDEN_STATES)
+    if inputs:
+        return inputs[0]
+    return keywords.get(HIDDEN_STATES)
 
 
 def _replace_hidden(
     inputs: tuple[Any, ...], keywords: dict[str, Any], hidden: Tensor
 ) -> tuple[Any, dict[str, Any]]:
+    """Return a module's arguments with other activations."""
     if inputs:
         return (hidden, *inputs[1:]), keywords
     return inputs, {**keywords, HIDDEN_STATES: hidden}
 
 
+def _first(output: Any) -> Any:
+    """Return the activations that a module returns, alone or as the first item of a tuple."""
+    if isinstance(output, tuple):
+        return output[0]
+    return output
+
+
 def _replace_output(output: Any, hidden: Tensor) -> Any:
-    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+    """Return a module's output with other activations."""
+    if isinstance(output, tuple):
+        return (hidden, *output[1:])
+    return hidden
 
 
 def apply(model: Any, found: SplitSequences, mesh: DeviceMesh) -> None:
     """Run the blocks of a model or a pipeline stage on parts of sequences, in place."""
     parts = _Parts(mesh)
+    # The code around the blocks runs on full sequences.
     blocks = list(model.blocks.values())
     blocks[0].register_forward_pre_hook(parts.cut_input, with_kwargs=True)
     blocks[-1].register_forward_hook(parts.gather_output)
-    scattering = set(found.scattered.values())
-    # A pipeline stage has only some of the modules
+
+    # A pipeline stage has only some of the modules, and placeholders for the blocks of other stages.
     paths = {path for path, _ in model.named_modules()}
+    block_prefixes = tuple(f"{block_path}." for block_path in model.blocks)
+    scattering = set(found.scattered.values())
     for path in sorted(found.full & paths):
-        is_in_own_block = any(path.startswith(f"{block}.") for block in model.blocks)
-        if not is_in_own_block:
+        if not path.startswith(block_prefixes):
             continue
         module = model.get_submodule(path)
         module.register_forward_pre_hook(parts.gather_input, with_kwargs=True)
+        # A module that ends with a reduce-scatter already returns a part.
         if path not in scattering:
             module.register_forward_hook(parts.cut_output)
     for path in found.scattered:
         if path in paths:
-            model.get_submodule(path).register_forward_hook(parts.reduce_scatter)
+            linear = model.get_submodule(path)
+            linear.register_forward_hook(parts.reduce_scatter)
 
 
 class _Parts:
@@ -349,10 +412,12 @@ class _Parts:
     def cut_input(self, _: nn.Module, inputs: Any, keywords: Any) -> Any:
         """Forward pre-hook of the first block: take this rank's part."""
         hidden_BTD = _hidden(inputs, keywords)
-        tokens, ranks = hidden_BTD.size(1), self._mesh.size()
+        tokens = hidden_BTD.size(1)
+        ranks = self._mesh.size()
         self._is_split = tokens % ranks == 0
         if self._is_split:
-            return _replace_hidden(inputs, keywords, self._cut(hidden_BTD))
+            part_BtD = self._cut(hidden_BTD)
+            return _replace_hidden(inputs, keywords, part_BtD)
         if torch.is_grad_enabled():
             rule = f"does not divide a sequence of {tokens} tokens"
             fix = "set training.seq_len to a multiple of it"
@@ -363,7 +428,9 @@ class _Parts:
         """Forward pre-hook of a module that needs full sequences: gather all parts."""
         if not self._is_split:
             return None
-        return _replace_hidden(inputs, keywords, self._gather(_hidden(inputs, keywords)))
+        part_BtD = _hidden(inputs, keywords)
+        full_BTD = self._gather(part_BtD)
+        return _replace_hidden(inputs, keywords, full_BTD)
 
     def cut_output(self, _: nn.Module, inputs: Any, output: Any) -> Any:
         """Forward hook of a module that needs full sequences: take this rank's part."""
@@ -375,26 +442,28 @@ class _Parts:
 
     def reduce_scatter(self, _: nn.Module, inputs: Any, output: DTensor) -> Tensor:
         """Forward hook of a split linear layer: sum its partial outputs, and take this rank's part."""
-        placement = Shard(1) if self._is_split else Replicate()
-        gradient = None if self._is_split else (Replicate(),)
-        return output.redistribute(placements=(placement,)).to_local(grad_placements=gradient)
+        if self._is_split:
+            return output.redistribute(placements=(Shard(1),)).to_local()
+        # The pass runs on full sequences, so sum only.
+        summed = output.redistribute(placements=(Replicate(),))
+        return summed.to_local(grad_placements=(Replicate(),))
 
     def _change_output(self, output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         if not self._is_split:
             return None
-        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = _first(output)
         return _replace_output(output, change(hidden))
 
     def _cut(self, hidden_BTD: Tensor) -> Tensor:
         full = DTensor.from_local(hidden_BTD, self._mesh, (Replicate(),), run_check=False)
         part_BtD = full.redistribute(placements=(Shard(1),)).to_local()
         # Do not return a view: if the network changes it in place, FSDP loses its hooks.
-        return part_BtD.contiguous() if not part_BtD._is_view() else part_BtD.clone()
+        if part_BtD._is_view():
+            return part_BtD.clone()
+        return part_BtD.contiguous()
 
     def _gather(self, hidden_BtD: Tensor) -> Tensor:
-        split = DTensor.from_local(
-            hidden_BtD.contiguous(), self._mesh, (Shard(1),), run_check=False
-        )
-        return split.redistribute(placements=(Replicate(),)).to_local(
-            grad_placements=(Replicate(),)
-        )
+        part = hidden_BtD.contiguous()
+        split = DTensor.from_local(part, self._mesh, (Shard(1),), run_check=False)
+        full = split.redistribute(placements=(Replicate(),))
+        return full.to_local(grad_placements=(Replicate(),))
