@@ -131,6 +131,15 @@ def adapters(rng: random.Random, draft: Draft) -> None:
         draft.drop(f"{T}enable_cpu_offload", "compile.")
 
 
+def multi_token(rng: random.Random, draft: Draft) -> None:
+    """Layers that predict one or two tokens further ahead."""
+    is_language_model = draft.options.get("task.name", "language_model") == "language_model"
+    if draft.family not in ("deepseek_v2", "deepseek_v3") or not is_language_model:
+        return
+    draft.options[f"{M}num_nextn_predict_layers"] = rng.choice(("1", "2"))
+    draft.options |= within("training", some(rng, 0.5, mtp_loss_scaling_factor=["0.3", "1"]))
+
+
 def distillation(rng: random.Random, draft: Draft) -> None:
     """A frozen teacher on the same mesh."""
     draft.drop_pipeline()
@@ -817,6 +826,7 @@ OTHERS: dict[str, Feature] = {
     "guards": guards,
     "validation": validation,
     "chunks": chunks,
+    "multi_token": multi_token,
 }
 FEATURES = (*FIRST, *OTHERS)
 ARCHITECTURES = "architectures"

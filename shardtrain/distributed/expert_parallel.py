@@ -239,8 +239,7 @@ def measure(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, float]:
         # Each token is counted by top_k experts, so the number of tokens is total / top_k.
         top_k_L = torch.tensor([float(moe.routing.top_k) for moe in blocks], device=mesh.device)
         mean_losses = (losses_L * top_k_L / totals_L).sum()
-        wide = sum_dtype(mesh.device)
-    num_blocks_and_losses = torch.stack([losses_L.new_tensor(len(blocks)), mean_losses])
+        num_blocks_and_losses = torch.stack([losses_L.new_tensor(len(blocks)), mean_losses])
     # Stages without experts take part too, because reductions over stages are collectives.
     num_blocks, loss = mesh.sum(num_blocks_and_losses, over=("pp",)).tolist()
     if num_blocks == 0:

@@ -26,6 +26,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed.context_parallel.cores import TokenBatch, is_balanced
 from shardtrain.distributed.context_parallel.masks import sequence_part
 from shardtrain.distributed.mesh import BATCH_AXES, LOSS_AXES, Mesh
+from shardtrain.ops.accelerator import sum_dtype
 from shardtrain.ops.next_tokens import targets_ahead, tokens_ahead
 from shardtrain.ops.targets import IGNORE
 
@@ -43,14 +44,16 @@ class MultiTokenLoss:
         self._factor = config.training.mtp_loss_scaling_factor
         self._ratio_K = torch.zeros(num_depths, device=mesh.device)
         """Weight of a token's loss at each depth, relative to its weight at depth 0."""
-        self._counts_K = torch.zeros(num_depths, dtype=torch.float64, device=mesh.device)
+        self._counts_K = torch.zeros(num_depths, dtype=sum_dtype(mesh.device), device=mesh.device)
         """Target tokens of each depth in the step, on all ranks."""
         self._sums_K = torch.zeros_like(self._counts_K)
         """Sums of the losses of each depth in the step, on this rank."""
 
     def begin_step(self, batches: Sequence[TokenBatch]) -> None:
         """Count the targets of a step (a collective). Call it before the first forward pass."""
-        counts = torch.zeros(1 + self._num_depths, dtype=torch.float64, device=self._mesh.device)
+        counts = torch.zeros(
+            1 + self._num_depths, dtype=self._counts_K.dtype, device=self._mesh.device
+        )
         for batch in batches:
             counts[0] += (batch.targets_BT != IGNORE).sum()
             counts[1:] += (self._targets(batch) != IGNORE).sum(dim=(0, 1))
@@ -105,7 +108,7 @@ class MultiTokenLoss:
             weight_of_depth = weight * self._ratio_K[depth]
             targets_Bt = targets_BtK[..., depth].contiguous()
             extra = loss_of(outputs, targets_Bt, weight_of_depth)
-            self._sums_K[depth] += extra.detach().double() / weight_of_depth
+            self._sums_K[depth] += extra.detach().to(self._sums_K.dtype) / weight_of_depth
             # The difference is 0, or NaN for a loss that is not finite
             loss = loss + (extra - extra.detach())
         return loss

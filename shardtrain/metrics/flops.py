@@ -36,8 +36,9 @@ def count_model(
     the fraction that a token uses counts (top_k of num_experts). Modules for images do not count: see
     ``RowTask.flops_per_row``. A frozen weight costs 4 FLOPs instead of
     6, because its gradient is not computed. A window or chunk of an attention core limits the attention
-    term. The term is omitted if the model's Config lacks num_layers, num_heads or head_dim. A layer with
-    a recurrence has the ``flops_per_token`` of its core instead.
+    term. Each layer of multi-token prediction also runs the head. The attention term is omitted if the
+    model's Config lacks num_layers, num_heads or head_dim. A layer with a recurrence has the
+    ``flops_per_token`` of its core instead.
     """
     # Count the parameters with which a token is multiplied: all except the lookup and the experts that the
     # token does not use.
@@ -58,6 +59,11 @@ def count_model(
     not_per_token = [*looked_up, *of_images]
     used = total - sum(p.numel() for p in not_per_token)
     used -= _idle_in_experts(model, layout, model_config)
+    # Each layer of multi-token prediction also runs the head.
+    num_mtp_layers = len(getattr(model, layout.mtp_layers, ()))
+    if num_mtp_layers:
+        head_parameters = model.get_submodule(layout.last[-1]).parameters()
+        used += num_mtp_layers * sum(p.numel() for p in head_parameters)
 
     # Count how many of the used parameters are frozen: all used ones minus the trained ones.
     frozen = 0
@@ -76,6 +82,7 @@ def count_model(
     ]
     in_recurrences = sum(int(getattr(core, "flops_per_token", 0)) for core in recurrences)
     num_layers = max(0, int(getattr(model_config, "num_layers", 0)) - len(recurrences))
+    num_layers += num_mtp_layers
     num_heads = int(getattr(model_config, "num_heads", 0))
     head_dim = int(getattr(model_config, "head_dim", 0))
     cores = [

@@ -20,9 +20,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardtrain import data, models
+from shardtrain.config import Loaded
+from shardtrain.config.rules import check
 from shardtrain.config.schema import Config
 from shardtrain.distributed import BATCH_AXES, LOSS_AXES
+from shardtrain.metrics.flops import count_model
 from shardtrain.ops.dtensor import to_full
+from shardtrain.ops.next_tokens import targets_ahead, tokens_ahead
 from shardtrain.ops.targets import IGNORE
 
 NUM_DEPTHS = 2
@@ -263,3 +267,65 @@ def test_losses_and_gradients_equal_a_plain_loop(mesh: str, masked: bool) -> Non
     rows = 2 if mesh == "accumulation" or "pp" in mesh else 1
     settings = config(rows, num_layers(mesh), parallelism=parallelism)
     assert_equals_loop(run_ranks(num_ranks, step, settings, masked), masked, num_layers(mesh))
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"), cases([("full", 1)], nightly=[("full", 2), ("selective", 2)])
+)
+def test_recomputation_changes_no_number(kind: str, num_ranks: int) -> None:
+    options = {"mode": kind, "selective_ac_option": "op"}
+    settings = config(2, activation_checkpoint=options)
+    assert_equals_loop(run_ranks(num_ranks, step, settings, True), True)
+
+
+def test_targets_stay_in_their_document_and_row() -> None:
+    tokens_BT = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    targets_BT = torch.tensor([[2, 3, IGNORE, 5, IGNORE, 7]])
+    documents_BT = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    ahead = tokens_ahead(tokens_BT, documents_BT, 2)
+    assert ahead[0, :, 0].tolist() == [2, 3, 0, 5, 6, 0]
+    assert ahead[0, :, 1].tolist() == [3, 0, 0, 6, 0, 0]
+    targets = targets_ahead(targets_BT, documents_BT, 2)
+    assert targets[0, :, 0].tolist() == [3, IGNORE, IGNORE, IGNORE, 7, IGNORE]
+    assert targets[0, :, 1].tolist() == [IGNORE, IGNORE, IGNORE, 7, IGNORE, IGNORE]
+
+
+REFUSED = {
+    "depth": ({"num_nextn_predict_layers": TOKENS}, {}, "predicts 33 tokens ahead"),
+    "negative depth": ({"num_nextn_predict_layers": -1}, {}, "must not be negative"),
+    "factor": ({}, {"training": {"mtp_loss_scaling_factor": -0.1}}, "must be above 0"),
+    "task": ({}, {"task": {"name": "orpo"}}, "requires the loss of the next token"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_impossible_options_are_refused(name: str) -> None:
+    overrides, sections, message = REFUSED[name]
+    loaded = Loaded(config(1, overrides, **sections))
+    assert message in " ".join(str(problem) for problem in check(loaded))
+
+
+def test_a_factor_without_layers_is_refused() -> None:
+    settings = config(1, {"num_nextn_predict_layers": 0})
+    loaded = Loaded(settings, origins={"training.mtp_loss_scaling_factor": "run.toml:1"})
+    assert "has no effect" in " ".join(str(problem) for problem in check(loaded))
+
+
+def test_flops_count_layers_and_their_head() -> None:
+    """Each layer adds 6 FLOPs for its active parameters and those of the head, and attention as in other layers."""
+    module = models.find("deepseek_v3")
+    values = []
+    for depths in (0, 1):
+        shape = module.Config(**{**SHAPE, "num_nextn_predict_layers": depths})
+        model = models.build(module, shape)
+        values.append((model, *count_model(model, module.LAYOUT, shape)))
+    (_, plain_params, plain), (model, params, flops) = values
+    (layer,) = model.mtp_layers.values()
+    own = sum(p.numel() for p in layer.parameters())
+    assert params == plain_params + own
+    experts = sum(p.numel() for p in layer.moe.experts.parameters())
+    active = own - experts + experts * SHAPE["top_k"] // SHAPE["num_experts"]
+    attention = 12 * SHAPE["num_heads"] * shape.head_dim * TOKENS
+    head = model.head.weight.numel()
+    assert flops(TOKENS) - plain(TOKENS) == 6 * (active + head) + attention
