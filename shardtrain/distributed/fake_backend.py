@@ -180,9 +180,7 @@ def materialized(runner: Runner) -> Iterator[None]:
         yield
 
 
-def trace(
-    runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: TokenBatch, hidden: int
-) -> Traced:
+def trace(runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: TokenBatch) -> Traced:
     """Run forward and backward of one micro-batch on fake tensors, inside ``materialized``.
 
     Call it only once per runner, because it removes layers. Pipeline stages do not communicate. Each stage
@@ -192,11 +190,10 @@ def trace(
     Args:
         runner: the runner. Most of its layers are removed.
         batch: a batch of full sequences, before it is cut over context-parallel ranks.
-        hidden: number of features of the residual stream.
     """
     try:
         if isinstance(runner, pipeline_parallel.PipelineRunner):
-            return _trace_stages(runner, layout, mesh, config, batch, hidden)
+            return _trace_stages(runner, layout, mesh, config, batch)
         has_real_batch = isinstance(runner, TaskRunner)
         indices = RealIndices() if has_real_batch else nullcontext()
         with _watched(runner.parts[0], layout) as (_, done), indices:
@@ -230,7 +227,6 @@ def _trace_stages(
     mesh: Mesh,
     config: Config,
     batch: TokenBatch,
-    hidden: int,
 ) -> Traced:
     """Trace each stage of this rank, then combine their memory according to the pipeline schedule."""
     passes: dict[int, _Pass] = {}
@@ -240,8 +236,10 @@ def _trace_stages(
     for part, index in zip(runner.parts, runner._indices, strict=True):
         inputs = tokens_Bt
         if index > 0:
-            template = pipeline_parallel._input(index, hidden, runner.sequence_ranks, mesh, config)
-            inputs = torch.empty_like(template, device=mesh.device, requires_grad=True)
+            shape = runner.output_shape(index - 1, *tokens_Bt.shape)
+            inputs = torch.empty(
+                shape, dtype=runner.activation_dtype, device=mesh.device, requires_grad=True
+            )
         with _watched(part, layout) as (memory, done):
             output = part(inputs, **{runner._positions_name: positions_Bt})
             if index == runner._last:

@@ -217,40 +217,58 @@ class PipelineRunner(Runner):
         recomputes = config.activation_checkpoint.mode in ("full", "selective")
         # PyTorch also fails to separate them if the graph differs between micro-batches, as the loops over
         # lists of experts do (torch 2.13).
-        keeps_together = recomputes or any(hf_experts.has_lists(part) for part in self.parts)
+        self._keeps_together = recomputes or any(hf_experts.has_lists(part) for part in self.parts)
+        accumulation = derived.accumulation_steps(config, mesh.device_mesh.size())
+        rows = config.training.local_batch_size * accumulation
+        micro_batches = rows // config.parallelism.pipeline_parallel_microbatch_size
+        self.prepare(micro_batches, config.training.seq_len // mesh.size("cp"))
+
+    def prepare(self, micro_batches: int, tokens: int) -> None:
+        """Build the stages and the schedule for passes of a number of micro-batches.
+
+        Args:
+            tokens: number of tokens of a row on this rank.
+        """
+        num_stages = self._last + 1
+        rows = self._config.parallelism.pipeline_parallel_microbatch_size
         self._stages = []
         for part, index in zip(self.parts, self._indices, strict=True):
-            # PyTorch fails to separate them too if some outputs depend on other inputs than that of the stage,
-            # such as the embeddings of multi-token prediction (torch 2.13).
-            has_other_inputs = parts.num_depths > 0 and index == self._last
+            # PyTorch fails to separate the gradients of weights too if some outputs depend on other inputs
+            # than that of the stage, such as the embeddings of multi-token prediction (torch 2.13).
+            has_other_inputs = self.model_parts.num_depths > 0 and index == self._last
             new_stage = _Stage(
                 part,
                 index,
                 num_stages,
-                mesh.device,
+                self._mesh.device,
                 # Pass the shapes here. Otherwise the stages would send each other pickled shapes in the
                 # first step.
-                input_args=_input(index, hidden, self.sequence_ranks, mesh, config),
-                output_args=_output(
-                    index == self._last,
-                    hidden,
-                    vocab_size,
-                    self.sequence_ranks,
-                    mesh,
-                    config,
-                    parts.num_depths,
-                ),
-                group=mesh.group(AXIS),
-                dw_builder=(lambda: _no_op) if keeps_together or has_other_inputs else None,
+                input_args=self._input(index, rows, tokens),
+                output_args=self._output(index, rows, tokens),
+                group=self._mesh.group(AXIS),
+                dw_builder=(lambda: _no_op) if self._keeps_together or has_other_inputs else None,
             )
-            new_stage.rows = config.parallelism.pipeline_parallel_microbatch_size
+            new_stage.rows = rows
             if index == 0 and self.embedding_noise is not None:
                 new_stage.row_users = [self.embedding_noise]
             # the loss follows the forward pass of the last stage
             if index == self._last and self.source_losses is not None:
                 new_stage.row_users = [self.source_losses]
             self._stages.append(new_stage)
-        self._schedule = self._build_schedule()
+        self._schedule = self._build_schedule(micro_batches)
+
+    def _input(self, index: int, rows: int, tokens: int) -> Tensor:
+        """Return a meta tensor in the shape of a stage's input: tokens, or the previous stage's output."""
+        if index == 0:
+            return torch.empty(rows, tokens, dtype=torch.int64, device="meta")
+        return self._output(index - 1, rows, tokens)
+
+    def _output(self, index: int, rows: int, tokens: int) -> Tensor:
+        """Return a meta tensor in the shape of a stage's output: activations, or this rank's part of the logits."""
+        if index == self._last:
+            rows *= 1 + self.model_parts.num_depths
+        shape = self.output_shape(index, rows, tokens)
+        return torch.empty(shape, dtype=self.activation_dtype, device="meta", requires_grad=True)
 
     @property
     def indices(self) -> list[int]:
@@ -378,12 +396,10 @@ class PipelineRunner(Runner):
             )
         return loss
 
-    def _build_schedule(self) -> Any:
+    def _build_schedule(self, micro_batches: int) -> Any:
         p = self._config.parallelism
-        accumulation = derived.accumulation_steps(self._config, self._mesh.device_mesh.size())
-        rows = self._config.training.local_batch_size * accumulation
         options: dict[str, Any] = {
-            "n_microbatches": rows // p.pipeline_parallel_microbatch_size,
+            "n_microbatches": micro_batches,
             "loss_fn": self._loss,
             "scale_grads": False,  # the loss is already divided by the global number of tokens
         }
@@ -451,48 +467,12 @@ class AllStages(nn.Module):
         return out  # type: ignore[no-any-return]
 
 
-def _input(index: int, hidden: int, sequence_ranks: int, mesh: Mesh, config: Config) -> Tensor:
-    """Return a meta tensor in the shape of a stage's input: tokens, or activations (batch, tokens, hidden)."""
-    rows = config.parallelism.pipeline_parallel_microbatch_size
-    tokens = _local_tokens(mesh, config)
-    if index == 0:
-        return torch.empty(rows, tokens, dtype=torch.int64, device="meta")
-    return _activation(rows, tokens // sequence_ranks, hidden, config)
-
-
-def _output(
-    is_last: bool,
-    hidden: int,
-    vocab_size: int,
-    sequence_ranks: int,
-    mesh: Mesh,
-    config: Config,
-    num_depths: int,
-) -> Tensor:
-    """Return a meta tensor in the shape of a stage's output: activations, or this rank's part of the logits."""
-    rows = config.parallelism.pipeline_parallel_microbatch_size
-    tokens = _local_tokens(mesh, config)
-    if not is_last:
-        return _activation(rows, tokens // sequence_ranks, hidden, config)
-    columns = _vocabulary_columns(vocab_size, mesh, config)
-    return _activation((1 + num_depths) * rows, tokens, columns, config)
-
-
 def _vocabulary_columns(vocab_size: int, mesh: Mesh, config: Config) -> int:
     """Return how many columns of the logits this tensor-parallel rank has."""
     if mesh.size("tp") == 1 or config.parallelism.disable_loss_parallel:
         return vocab_size
     per_rank = -(-vocab_size // mesh.size("tp"))
     return min(per_rank, vocab_size - per_rank * mesh.rank("tp"))
-
-
-def _activation(rows: int, tokens: int, features: int, config: Config) -> Tensor:
-    dtype = getattr(torch, derived.compute_dtype(config))
-    return torch.empty(rows, tokens, features, dtype=dtype, device="meta", requires_grad=True)
-
-
-def _local_tokens(mesh: Mesh, config: Config) -> int:
-    return config.training.seq_len // mesh.size("cp")
 
 
 def _hidden_size(whole: nn.Module, layout: Layout) -> int:

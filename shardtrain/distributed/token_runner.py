@@ -7,18 +7,21 @@ caller gets them for full sequences on any mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from shardtrain.distributed import expert_parallel
 from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.context_parallel.gather import natural_order
 from shardtrain.distributed.context_parallel.masks import sequence_part
+from shardtrain.distributed.pipeline_parallel import PipelineRunner
 from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner
+from shardtrain.ops.targets import FILLER_DOCUMENT
 from shardtrain.ops.token_probabilities import token_probabilities
 
 Outputs = dict[str, Tensor]
@@ -45,11 +48,22 @@ class TokenLossBatch:
     loss: Callable[[Outputs], Tensor]
 
 
+def with_token_losses(plain: Runner, has_values: bool) -> TokenLossRunner | TokenLossPipeline:
+    """Return a runner of the same model whose batches are ``TokenLossBatch``.
+
+    Args:
+        has_values: True for a model with one output per token, which is its value.
+    """
+    if isinstance(plain, PipelineRunner):
+        return TokenLossPipeline(plain, has_values)
+    return TokenLossRunner(plain, has_values)
+
+
 class TokenLossRunner(PlainRunner):
     """Runner of a model without pipeline stages. Batches are ``TokenLossBatch``.
 
     Args:
-        has_values: True for a model with one output per token, which is its value.
+        has_values: as for ``with_token_losses``.
     """
 
     def __init__(self, plain: Runner, has_values: bool) -> None:
@@ -82,6 +96,90 @@ class TokenLossRunner(PlainRunner):
         out_BtV = self.parts[0](tokens_Bt, positions_Bt, **documents)
         outputs = token_outputs(out_BtV, batch, self.model_parts, self._has_values)
         return batch.loss(outputs) * weight  # type: ignore[no-any-return]
+
+
+class TokenLossPipeline(PipelineRunner):
+    """Runner of the pipeline stages of this rank. Batches are ``TokenLossBatch`` with one row.
+
+    Their number and lengths may differ between passes. Only ranks with the last stage call the losses.
+
+    Args:
+        plain: the runner of the stages. It must not be used any more.
+        has_values: as for ``with_token_losses``.
+    """
+
+    def __init__(self, plain: PipelineRunner, has_values: bool) -> None:
+        # Take over the stages and everything that was derived from them.
+        vars(self).update(vars(plain))
+        self._has_values = has_values
+        self._batches: list[TokenLossBatch] = []
+
+    @property
+    def counts_filler(self) -> bool:
+        """Always False, because the caller marks padding tokens."""
+        return False
+
+    def forward_backward(self, batches: Sequence[Any], weight: Tensor) -> Tensor:
+        self._begin(batches)
+        return super().forward_backward(self._batches, weight)
+
+    def forward_only(self, batches: Sequence[TokenLossBatch]) -> None:
+        """Call the loss of each batch without gradients (a collective)."""
+        self._begin(batches)
+        self._weight = torch.ones((), device=self._mesh.device)
+        self._ties.copy_weights(self.parts)
+        if self._before_pass:
+            self._before_pass()
+        with torch.no_grad():
+            self._run(self._schedule.eval, self._batches)
+
+    def _begin(self, batches: Sequence[TokenLossBatch]) -> None:
+        """Pad batches to equal lengths, and build a schedule for them."""
+        if self._has_experts:
+            expert_parallel.count(self.parts, False)
+        longest = max(batch.tokens_BT.size(1) for batch in batches)
+        padded = [_padded(batch, longest) for batch in batches]
+        # Schedules need a multiple of the number of stages. Additional batches have no loss.
+        while len(padded) % (self._last + 1):
+            padded.append(replace(padded[0], loss=_no_loss))
+        self._batches = padded
+        self.prepare(len(padded), longest // self._mesh.size("cp"))
+
+    def _cut(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens, the number of the batch instead of targets, and positions."""
+        tokens_Bt, _, positions_Bt = super()._cut(batch)
+        number = next(i for i, other in enumerate(self._batches) if other is batch)
+        return tokens_Bt, torch.full((1, 1), number), positions_Bt
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        batch = self._batches[int(targets)]
+        outputs = token_outputs(logits, batch, self.model_parts, self._has_values)
+        return batch.loss(outputs) * self._weight
+
+
+def _padded(batch: TokenLossBatch, length: int) -> TokenLossBatch:
+    """Pad a row to a length with tokens of another document."""
+    padding = length - batch.tokens_BT.size(1)
+    documents_BT = batch.documents_BT
+    if documents_BT is None:
+        documents_BT = torch.zeros_like(batch.tokens_BT)
+
+    def pad(values_BT: Tensor, value: float) -> Tensor:
+        return F.pad(values_BT, (0, padding), value=value)
+
+    return TokenLossBatch(
+        pad(batch.tokens_BT, 0),
+        pad(batch.targets_BT, 0),
+        pad(batch.positions_BT, 0),
+        pad(batch.temperatures_BT, 1.0),
+        pad(documents_BT, FILLER_DOCUMENT),
+        batch.loss,
+    )
+
+
+def _no_loss(outputs: Outputs) -> Tensor:
+    """Return zero, with gradients of zero."""
+    return torch.stack([values_BT.sum() for values_BT in outputs.values()]).sum() * 0.0
 
 
 def token_outputs(

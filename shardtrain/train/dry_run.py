@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardtrain import data, distributed, models, optim, tasks
 from shardtrain.config import Loaded, derived, stages
 from shardtrain.config.schema import Config
-from shardtrain.distributed import fake_backend, fsdp, pipeline_parallel, process_group
+from shardtrain.distributed import fake_backend, fsdp, process_group
 from shardtrain.distributed.task_runner import TaskRunner
 from shardtrain.lora import quantize, spec
 from shardtrain.metrics.flops import count_model
@@ -129,7 +129,6 @@ def build(config: Config, world: process_group.World) -> DryRun:
     base_names = [name for name in names if name not in added]
     quantize.take_out(model, layout, config.lora.base_dtype)
     init_weights.plan(base_names, module.initial(shape), layout, len(getattr(model, layout.layers)))
-    hidden_size = pipeline_parallel._hidden_size(model, layout) if mesh.size("pp") > 1 else 0
     runner = distributed.parallelize(model, layout, mesh, config, task.num_outputs(shape))
     stage_modules = tuple(_modules_of(part, layout) for part in runner.parts)
 
@@ -160,7 +159,7 @@ def build(config: Config, world: process_group.World) -> DryRun:
         batch: Any = planned_batch
         if planned_batch is None:
             batch = _micro_batch(config, task.sequences_per_row)
-        traced = fake_backend.trace(runner, layout, mesh, config, batch, hidden_size)
+        traced = fake_backend.trace(runner, layout, mesh, config, batch)
     frozen_configs = reference_models.frozen_configs(task, config)
     batch = _micro_batch(config, task.sequences_per_row)
     frozen = [

@@ -18,7 +18,7 @@ from shardtrain import distributed
 from shardtrain.distributed import BATCH_AXES
 from shardtrain.distributed.context_parallel.cores import splittable_length
 from shardtrain.distributed.process_group import World
-from shardtrain.distributed.token_runner import TokenLossBatch, TokenLossRunner
+from shardtrain.distributed.token_runner import TokenLossBatch, with_token_losses
 from shardtrain.ops.dtensor import to_full
 from shardtrain.train.task_model import build_model
 
@@ -29,6 +29,10 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "cp": (2, {"context_parallel_degree": 2}),
     "fsdp tp": (4, {"tensor_parallel_degree": 2}),
     "cp tp": (4, {"context_parallel_degree": 2, "tensor_parallel_degree": 2}),
+    "pp": (2, {"pipeline_parallel_degree": 2}),
+    "fsdp pp": (4, {"pipeline_parallel_degree": 2}),
+    "pp tp": (4, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}),
+    "pp cp": (4, {"pipeline_parallel_degree": 2, "context_parallel_degree": 2}),
     "fsdp cp": (4, {"context_parallel_degree": 2}),
 }
 DOCUMENTS = (5, 9, 3)
@@ -82,7 +86,7 @@ def run(rank: int, mesh: str, has_values: bool, trains: bool) -> dict[str, Any]:
     world = World(rank, num_ranks, rank, torch.device("cpu"))
     built_mesh = distributed.build(config, world)
     built = build_model(
-        config, built_mesh, with_loss=partial(TokenLossRunner, has_values=has_values)
+        config, built_mesh, with_loss=partial(with_token_losses, has_values=has_values)
     )
     runner: Any = built.runner
     multiple = splittable_length(built_mesh.size("tp"), built_mesh)
@@ -111,7 +115,10 @@ def run(rank: int, mesh: str, has_values: bool, trains: bool) -> dict[str, Any]:
 def joined(mesh: str, has_values: bool, trains: bool) -> tuple[list[Any], dict[str, Any]]:
     results = run_ranks(MESHES[mesh][0], run, mesh, has_values, trains)
     results.sort(key=lambda result: result["rank"])
-    return [one for result in results for one in result["outputs"]], results[0]["gradients"]
+    gradients = {}
+    for result in results:  # pipeline ranks have different parameters
+        gradients |= result["gradients"]
+    return [one for result in results for one in result["outputs"]], gradients
 
 
 @cache
@@ -119,7 +126,7 @@ def in_one_process(has_values: bool) -> tuple[list[Any], dict[str, Any]]:
     return joined("one", has_values, trains=True)
 
 
-DEFAULT = ["tp", "cp"]
+DEFAULT = ["tp", "cp", "pp"]
 
 
 @pytest.mark.parametrize("has_values", [False, True], ids=["log-probabilities", "values"])

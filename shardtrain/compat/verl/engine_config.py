@@ -182,9 +182,6 @@ def _unsupported(model: Any, engine: EngineConfig, optimizer: Any) -> list[Probl
         refuse("model.use_remove_padding", False, "set it to true: rows are always packed")
 
     # Engine
-    if engine.pipeline_parallel_degree > 1:
-        fix = "set it to 1, and use the other degrees"
-        refuse("pipeline_parallel_degree", engine.pipeline_parallel_degree, fix)
     if engine.router_replay.mode != "disabled":
         refuse("router_replay.mode", engine.router_replay.mode, 'set it to "disabled"')
     if engine.dtype == "float16":

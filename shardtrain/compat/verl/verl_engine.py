@@ -38,8 +38,14 @@ from shardtrain.compat.verl.engine_config import EngineConfig, translate
 from shardtrain.config import derived
 from shardtrain.distributed import BATCH_AXES, fsdp, grad_clip
 from shardtrain.distributed.context_parallel.cores import splittable_length
+from shardtrain.distributed.pipeline_parallel import AllStages
 from shardtrain.distributed.process_group import World
-from shardtrain.distributed.token_runner import Outputs, TokenLossRunner
+from shardtrain.distributed.token_runner import (
+    Outputs,
+    TokenLossPipeline,
+    TokenLossRunner,
+    with_token_losses,
+)
 from shardtrain.hf import hf_export, importing, source
 from shardtrain.hf.hub_model import translation_of
 from shardtrain.hf.mapping import in_hub_format
@@ -102,14 +108,17 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         config = self.config
         set_numerics(config, self.mesh.device)
         built = build_model(
-            config, self.mesh, with_loss=partial(TokenLossRunner, has_values=self.has_values)
+            config, self.mesh, with_loss=partial(with_token_losses, has_values=self.has_values)
         )
         self.built = built
-        self.runner: TokenLossRunner = built.runner  # type: ignore[assignment]
+        self.runner: TokenLossRunner | TokenLossPipeline = built.runner  # type: ignore[assignment]
         weights = without_new_head(config, model_state_dict(built.runner))
         folder = Path(self.model_config.local_path)
         all_ranks(partial(importing.fill, weights, folder, built.module, built.shape))
-        document_isolation.check(self.runner.parts[0], built.module, self.mesh, config)
+        model = self.runner.parts[0]
+        if isinstance(self.runner, TokenLossPipeline):
+            model = AllStages(self.runner)
+        document_isolation.check(model, built.module, self.mesh, config)
 
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = None
@@ -233,13 +242,26 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         translation = translation_of(
             self.built.module, self.built.shape, self.model_config.local_path
         )
-        tensors = {**self.runner.parameters(), **self.runner.buffers()}
+        tensors: dict[str, Tensor] = {**self.runner.parameters(), **self.runner.buffers()}
+        device = self.mesh.device
+
+        # Each pipeline rank has the tensors of its stages. Find the last rank that has each tensor.
+        names = list(translation.sources)
+        rank = self.mesh.rank("pp")
+        holders = torch.tensor([rank if name in tensors else -1 for name in names], device=device)
+        holders = self.mesh.max(holders, over=("pp",))
 
         def unsharded() -> Iterator[tuple[str, Tensor]]:
-            for name in translation.sources:
-                # an offloaded tensor is gathered on the device
-                sharded = tensors[name].detach().to(self.mesh.device)
-                yield name, to_full(sharded).to(dtype)
+            for name, holder in zip(names, holders.tolist(), strict=True):
+                if name in tensors:
+                    # an offloaded tensor is gathered on the device
+                    full = to_full(tensors[name].detach().to(device)).to(dtype)
+                if self.mesh.size("pp") > 1:
+                    if holder != rank:
+                        full = torch.empty(translation.shapes[name], dtype=dtype, device=device)
+                    group = self.mesh.group("pp")
+                    dist.broadcast(full, dist.get_global_rank(group, holder), group)
+                yield name, full
 
         return in_hub_format(unsharded(), translation), None
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from transformers import AutoModelForCausalLM
+from verl.trainer.config import CheckpointConfig
+from verl.workers.utils.losses import value_loss
 from verl_runs import batch, fsdp_engine, full, make_model, policy_loss, shardtrain_engine
 
+from shardtrain.compat.verl import CriticConfig
 from shardtrain.hf.hub_model import translation_of
 from shardtrain.hf.mapping import in_hub_format
+from shardtrain.ops.dtensor import local_slices, local_tensor
 
 TOLERANCE = 1e-5
 """Largest difference. Both engines compute in float32, in other orders."""
@@ -22,6 +28,15 @@ MESHES = [
     (2, {"data_parallel_replicate_degree": 2}),
     (2, {"tensor_parallel_degree": 2}),
     (2, {"context_parallel_degree": 2}),
+    (2, {"pipeline_parallel_degree": 2}),
+    (
+        2,
+        {
+            "pipeline_parallel_degree": 2,
+            "options": {"parallelism": {"pipeline_parallel_schedule": "Interleaved1F1B"}},
+        },
+    ),
+    (4, {"pipeline_parallel_degree": 2, "context_parallel_degree": 2}),
     (4, {"tensor_parallel_degree": 2}),
     (4, {"context_parallel_degree": 2, "tensor_parallel_degree": 2}),
 ]
@@ -69,17 +84,19 @@ def gradients_of(engine: Any) -> dict[str, Any]:
         return {name: full(p.grad).numpy() for name, p in engine.module.named_parameters()}
     translation = translation_of(engine.built.module, engine.built.shape, "")
     ours = engine.runner.parameters()
-    named = [(name, full(ours[name].grad)) for name in translation.sources]
+    # a pipeline rank has the gradients of its stages
+    named = [(name, full(ours[name].grad)) for name in translation.sources if name in ours]
     return {name: tensor.numpy() for name, tensor in in_hub_format(named, translation)}
 
 
 def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join the rows of all data-parallel ranks in the order of the batch."""
+    """Join the rows of all data-parallel ranks in the order of the batch, and the gradients of all stages."""
+    gradients = {name: value for one in results for name, value in one["gradients"].items()}
     results = sorted((one for one in results if one["has_outputs"]), key=lambda one: one["rank"])
     rows = {
         name: [row for one in results for row in one["rows"][name]] for name in results[0]["rows"]
     }
-    return {**results[0], "rows": rows}
+    return {**results[0], "rows": rows, "gradients": gradients}
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -103,3 +120,102 @@ def test_a_policy_update_equals_that_of_verls_engine_on_any_mesh(
         assert ours[kind].keys() == reference[kind].keys()
         for name, expected in reference[kind].items():
             assert_close(ours[kind][name], expected)
+
+
+def save_and_load(
+    rank: int, folder: Any, output: str, old: dict[str, int], new: dict[str, int]
+) -> Any:
+    """Train, save on one mesh, load on another, and train again. Return the weights of both."""
+    data = CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"])
+    results = []
+    for mesh in (old, new):
+        engine = shardtrain_engine(folder, checkpoint=data, **mesh)
+        part = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+        if mesh is new:
+            engine.load_checkpoint(f"{output}/global_step_1", del_local_after_load=True)
+        with engine.train_mode():
+            engine.train_batch(batch(*part), policy_loss())
+        rate = engine.lr_scheduler_step()
+        if mesh is old:
+            engine.save_checkpoint(f"{output}/global_step_1", global_step=1, max_ckpt_to_keep=2)
+            with engine.train_mode():
+                engine.train_batch(batch(*part), policy_loss())
+            rate = engine.lr_scheduler_step()
+        weights, _ = engine.get_per_tensor_param()
+        results.append((rate, {name: full(tensor).numpy() for name, tensor in weights}))
+    return results
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ({"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}),
+        ({"pipeline_parallel_degree": 2}, {"context_parallel_degree": 2}),
+    ],
+)
+def test_a_checkpoint_continues_on_another_mesh_and_exports_to_transformers(
+    folder, tmp_path, old, new
+):
+    results = run_ranks(2, save_and_load, folder, str(tmp_path), old, new)
+    (rate, weights), (loaded_rate, loaded_weights) = results[0]
+    assert loaded_rate == rate
+    for name, tensor in weights.items():
+        assert_close(loaded_weights[name], tensor)
+    # the exported folder contains the weights of the first step, which transformers loads
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "global_step_1/huggingface")
+    before = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, tensor in exported.state_dict().items():
+        assert not torch.equal(tensor, before[name])
+        # the second step moves a weight by at most the rate
+        assert float((tensor - torch.as_tensor(weights[name])).abs().max()) < 0.02
+
+
+def test_old_checkpoints_are_deleted(folder, tmp_path):
+    run_ranks(1, save_three, folder, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", "global_step_3"]
+
+
+def save_three(rank: int, folder: Any, output: Any) -> None:
+    engine = shardtrain_engine(folder)
+    for step in (1, 2, 3):
+        engine.save_checkpoint(
+            str(output / f"global_step_{step}"), global_step=step, max_ckpt_to_keep=2
+        )
+
+
+def values_of(rank: int, folder: Any, mesh: dict[str, int] | None) -> Any:
+    """Return values, the critic's loss and its norm. ``None`` is verl's engine fsdp2."""
+    make = fsdp_engine if mesh is None else partial(shardtrain_engine, **mesh)
+    engine = make(folder, "value_model")
+    head = torch.linspace(-1, 1, 32)[None]
+    # both engines draw new heads, so give them the same one
+    parameters = (
+        dict(engine.module.named_parameters()) if mesh is None else engine.runner.parameters()
+    )
+    for name, parameter in parameters.items():
+        if name in ("score.weight", "head.weight"):
+            local_tensor(parameter).data.copy_(head[local_slices(parameter)])
+        elif name == "score.bias":
+            local_tensor(parameter).data.zero_()
+            parameter.requires_grad_(False)
+    part = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+    with engine.eval_mode():
+        values = engine.infer_batch(batch(*part), None)["model_output"]["values"]
+    with engine.train_mode():
+        result = engine.train_batch(
+            batch(*part), partial(value_loss, config=CriticConfig(use_dynamic_bsz=True))
+        )
+    return values.values().numpy(), sum(result["loss"]), result["metrics"]["grad_norm"]
+
+
+@pytest.fixture(scope="module")
+def reference_values(folder):
+    return run_ranks(1, values_of, folder, None)[0]
+
+
+@pytest.mark.parametrize("num_ranks, mesh", [(1, {}), (2, {"tensor_parallel_degree": 2})])
+def test_a_critic_equals_that_of_verls_engine(folder, reference_values, num_ranks, mesh):
+    for ours, expected in zip(
+        run_ranks(num_ranks, values_of, folder, mesh)[0], reference_values, strict=True
+    ):
+        assert_close(ours, expected)

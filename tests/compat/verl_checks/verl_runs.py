@@ -28,7 +28,7 @@ def make_model(folder: Path, **changes) -> Path:
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
@@ -46,9 +46,10 @@ def make_model(folder: Path, **changes) -> Path:
     return folder
 
 
-def model_config(folder: Path, **changes) -> HFModelConfig:
+def model_config(folder: Path, model_type="language_model", **changes) -> HFModelConfig:
     return HFModelConfig(
         path=str(folder),
+        model_type=model_type,
         load_tokenizer=False,
         enable_gradient_checkpointing=False,
         **{"use_remove_padding": True, **changes},
@@ -67,6 +68,7 @@ def shardtrain_engine(
     forward_only=False,
     model=None,
     optimizer=None,
+    checkpoint=None,
     **options,
 ):
     config = EngineConfig(dtype="float32", forward_only=forward_only, **options)
@@ -76,7 +78,7 @@ def shardtrain_engine(
         model_config=model or model_config(folder),
         engine_config=config,
         optimizer_config=optimizer or optimizer_config(),
-        checkpoint_config=CheckpointConfig(),
+        checkpoint_config=checkpoint or CheckpointConfig(),
     )
     engine.initialize()
     return engine
@@ -89,7 +91,9 @@ def fsdp_engine(folder: Path, model_type="language_model"):
         engine = EngineRegistry.new(
             model_type,
             "fsdp2",
-            model_config=model_config(folder, override_config={"attn_implementation": "eager"}),
+            model_config=model_config(
+                folder, model_type, override_config={"attn_implementation": "eager"}
+            ),
             engine_config=FSDPEngineConfig(
                 strategy="fsdp2",
                 mixed_precision={

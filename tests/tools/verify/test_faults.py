@@ -174,8 +174,8 @@ def gradients_never_synchronised(monkeypatch):
 
 @fault("pp=2", "scaled by 1/8", "micro-batches")
 def micro_batches_averaged_by_the_pipeline(monkeypatch):
-    def average(build, self):
-        built = build(self)
+    def average(build, self, micro_batches):
+        built = build(self, micro_batches)
         built._scale_grads = built.scale_grads = True
         return built
 
