@@ -126,6 +126,27 @@ def test_long_conversation_is_accepted() -> None:
     assert len(written) > 2 * 14_000_000
 
 
+# Templates that look at the entire conversation in each turn. They name no published model.
+PER_TURN = [
+    "{% if m == messages[-1] %}last{% endif %}",
+    "{% if messages == [] or messages != none %}{% endif %}",
+    "{% if m in messages[:3] or tools == messages %}{% endif %}",
+    "{% if m.get('content') == messages[0].get('content') and m is ne(messages[0]) %}{% endif %}",
+    "{% if loop.index0 and m == messages[loop.index0 - 1] %}again{% endif %}",
+    "{% if messages is eq(none) or messages == messages %}{% endif %}",
+]
+
+
+@pytest.mark.parametrize("body", cases(PER_TURN[:2], nightly=PER_TURN[2:]))
+def test_conversation_of_10_000_messages_is_compared_in_each_turn(body: str) -> None:
+    messages = [
+        {"role": ("user", "assistant")[number % 2], "content": f"{number} " + "word " * 40}
+        for number in range(10_000)
+    ]
+    text = "{% for m in messages %}" + body + "{{ m.content }}{% endfor %}"
+    assert len(ChatTemplate(text, {}).render(messages)) > 10_000 * 200
+
+
 DOUBLING = {"type": "Replace", "pattern": {"String": "h"}, "content": "hh"}
 PART = {"SpecialToken": {"id": "h", "type_id": 0}}
 TEMPLATE = {

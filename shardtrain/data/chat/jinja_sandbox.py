@@ -8,9 +8,11 @@ that operators, methods and filters create.
 
 from __future__ import annotations
 
+import operator
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 MAX_CHARACTERS = 2**26
@@ -29,6 +31,8 @@ _SLOW_FILTER = 32
 _MAX_DEPTH = 50
 _ITEM_CHARACTERS = 64
 """Weight of a list entry: the bytes of a small object and of the reference to it."""
+_COMPARISON_CHARACTERS = 256
+"""Weight of a comparison of two items, which takes as long as the creation of a text of this size."""
 _MAX_INTEGER_BITS = 256
 _MAX_WIDTH = 10_000
 
@@ -84,6 +88,19 @@ _LINEAR_FILTERS = frozenset(
     )
 )
 """Filters that process a text in one pass."""
+_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
+    {
+        "eq": operator.eq,
+        "ne": operator.ne,
+        "gt": operator.gt,
+        "gteq": operator.ge,
+        "lt": operator.lt,
+        "lteq": operator.le,
+        "in": lambda value, container: value in container,
+        "notin": lambda value, container: value not in container,
+    }
+)
+"""Comparisons by the names of Jinja's parser."""
 _COMPARING_TESTS = (
     *("eq", "==", "equalto", "ne", "!=", "in"),
     *("gt", ">", "greaterthan", "ge", ">=", "lt", "<", "lessthan", "le", "<="),
@@ -160,8 +177,13 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             texts = [str(part) for part in parts]
             return "".join(texts)
 
+        def shardtrain_compare(self, name: str, left: Any, right: Any) -> Any:
+            """Implement the comparison operators."""
+            _plan_comparison(work, name in ("in", "notin"), left, right)
+            return _OPERATORS[name](left, right)
+
         def shardtrain_compared(self, value: Any) -> Any:
-            """Count an operand of a comparison, or a key of a dictionary, and return it."""
+            """Count a key of a dictionary, or an operand of ``a < b < c``, and return it."""
             return _compared(work, value)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -229,8 +251,8 @@ def sandbox(work: Work, *extensions: Any) -> Any:
                         nodes.EnvironmentAttribute("shardtrain_count"), [], [], None, None
                     )
                     node.body.insert(0, nodes.Output([counted]).set_lineno(node.lineno))
-            _replace_joins(template, nodes)
-            _count_comparisons(template, nodes)
+            _replace_operators(template, nodes)
+            _count_operands(template, nodes)
             return template.set_environment(self)
 
     # These are the settings of Hugging Face's apply_chat_template. Remove lipsum, which can create texts of
@@ -241,7 +263,7 @@ def sandbox(work: Work, *extensions: Any) -> Any:
         environment.filters[name] = bounded(function, work, _weight(name), name in _WIDE_FILTERS)
     tests: dict[str, Any] = environment.tests
     for name in _COMPARING_TESTS:
-        tests[name] = _counted_test(tests[name], work)
+        tests[name] = _counted_test(tests[name], work, is_in=name == "in")
     environment.finalize = lambda value: _written(work, value)
     environment.filters["replace"] = lambda text, *words: _replaced(work, _text(work, text), *words)
     environment.filters["join"] = _joined(environment.filters["join"], work)
@@ -251,30 +273,36 @@ def sandbox(work: Work, *extensions: Any) -> Any:
     return environment
 
 
-def _replace_joins(node: Any, nodes: Any) -> None:
-    """Replace every ``~`` by a call that counts, because Jinja has no hook for this operator."""
+def _replace_operators(node: Any, nodes: Any) -> None:
+    """Replace every ``~`` and every comparison by a call that counts.
+
+    Jinja has no hooks for these operators.
+    """
     for name in node.fields:
         value = getattr(node, name)
         items = value if isinstance(value, list) else [value]
         for place, item in enumerate(items):
             if not isinstance(item, nodes.Node):
                 continue
-            _replace_joins(item, nodes)
+            _replace_operators(item, nodes)
             if isinstance(item, nodes.Concat):
-                join = nodes.EnvironmentAttribute("shardtrain_join")
-                call = nodes.Call(join, item.nodes, [], None, None).set_lineno(item.lineno)
-                if isinstance(value, list):
-                    value[place] = call
-                else:
-                    setattr(node, name, call)
+                function = "shardtrain_join"
+                arguments = item.nodes
+            elif isinstance(item, nodes.Compare) and len(item.ops) == 1:
+                function = "shardtrain_compare"
+                arguments = [nodes.Const(item.ops[0].op), item.expr, item.ops[0].expr]
+            else:
+                continue
+            method = nodes.EnvironmentAttribute(function)
+            call = nodes.Call(method, arguments, [], None, None).set_lineno(item.lineno)
+            if isinstance(value, list):
+                value[place] = call
+            else:
+                setattr(node, name, call)
 
 
-def _count_comparisons(template: Any, nodes: Any) -> None:
-    """Count the operands of comparisons and the keys of dictionaries.
-
-    Lists may contain the same list many times, and Python compares and hashes each occurrence. Without a
-    limit, 40 rounds of ``x = [x, x]`` make a comparison that takes hours.
-    """
+def _count_operands(template: Any, nodes: Any) -> None:
+    """Count the keys of dictionaries, and the operands of comparisons that were not replaced."""
 
     def counted(operand: Any) -> Any:
         function = nodes.EnvironmentAttribute("shardtrain_compared")
@@ -295,13 +323,62 @@ def _compared(work: Work, value: Any) -> Any:
     return value
 
 
-def _counted_test(test: Callable[..., Any], work: Work) -> Callable[..., Any]:
-    """Wrap a Jinja test such as ``is eq(x)``, and count its arguments."""
+def _plan_comparison(work: Work, is_in: bool, left: Any, right: Any) -> None:
+    """Count a comparison, or a test whether ``right`` contains ``left``.
 
-    def counted(*args: Any) -> Any:
-        for argument in args:
-            _compared(work, argument)
-        return test(*args)
+    Lists may contain the same list many times, and Python compares and hashes each occurrence. Without a
+    limit, 40 rounds of ``x = [x, x]`` make a comparison that takes hours. Only the items that Python
+    compares count. A template may compare each of 10,000 messages with the last one, or all messages with
+    an empty list.
+    """
+    if not is_in:
+        if left is right and isinstance(left, Sequence | Mapping):
+            work.plan(len(left))
+        else:
+            _plan_equality(work, left, right)
+    elif isinstance(right, Mapping):
+        _compared(work, left)
+    elif isinstance(right, Sequence) and not isinstance(right, str | bytes | range):
+        for item in right:
+            if _plan_equality(work, item, left):
+                break
+
+
+def _plan_equality(work: Work, left: Any, right: Any, depth: int = 0) -> bool:
+    """Count the items that Python compares until the first difference. Return True if there is none.
+
+    Raises:
+        OverflowError: there are too many, or they nest too deeply.
+    """
+    work.plan(_COMPARISON_CHARACTERS)
+    if depth > _MAX_DEPTH:
+        raise OverflowError(f"it nests deeper than {_MAX_DEPTH}")
+    # Python does not look into items that are the same object.
+    if left is right:
+        return True
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        if len(left) != len(right):
+            return False
+        for key, value in left.items():
+            if key not in right or not _plan_equality(work, value, right[key], depth + 1):
+                return False
+        return True
+    are_lists = isinstance(left, list) and isinstance(right, list)
+    if are_lists or (isinstance(left, tuple) and isinstance(right, tuple)):
+        # Lists of different lengths are never equal, but Python compares their items to order them.
+        for one, other in zip(left, right, strict=False):
+            if not _plan_equality(work, one, other, depth + 1):
+                return False
+        return len(left) == len(right)
+    return bool(left == right)
+
+
+def _counted_test(test: Callable[..., Any], work: Work, is_in: bool) -> Callable[..., Any]:
+    """Wrap a Jinja test such as ``is eq(x)``, and count the comparison."""
+
+    def counted(value: Any, other: Any) -> Any:
+        _plan_comparison(work, is_in, value, other)
+        return test(value, other)
 
     return counted
 
@@ -367,10 +444,17 @@ def _plan_call(work: Work, function: Any, args: tuple[Any, ...], kwargs: dict[st
     """Count the result of a method of a text or a number before it is called."""
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
-    # Methods such as list.index, dict.get and loop.changed compare or hash their arguments,
-    # and so does dict().
-    if isinstance(owner, Sequence | Mapping) and not isinstance(owner, str | bytes):
-        for value in (owner, *args):
+    # list.index and list.count compare their argument with the items. Methods such as dict.get and
+    # loop.changed compare or hash their arguments, and so does dict(). list.copy and dict.copy copy the
+    # items.
+    if isinstance(owner, list | tuple) and name in ("index", "count") and args:
+        for item in owner:
+            if _plan_equality(work, item, args[0]) and name == "index":
+                break
+    elif isinstance(owner, Sequence | Mapping) and not isinstance(owner, str | bytes):
+        if name == "copy":
+            work.plan(_ITEM_CHARACTERS * len(owner))
+        for value in args:
             _compared(work, value)
     elif function is dict or name == "changed":
         for value in (*args, *kwargs.values()):
