@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +104,11 @@ def fail(kind: str, launcher: int, disk: Path, dice: random.Random) -> bool:
         os.kill(victim, signal.SIGCONT)
     elif kind == "full disk":
         filler = disk / "filler"
-        with filler.open("wb") as file:
-            try:
-                while True:
-                    file.write(bytes(2**20))
-            except OSError:
-                pass
+        with suppress(OSError), filler.open("wb") as file:
+            while True:
+                file.write(bytes(2**20))
         time.sleep(DISK_FAULT_SECONDS)
-        filler.unlink()
+        filler.unlink(missing_ok=True)
     else:
         remount = ["mount", "-o"]
         # A disk with open files cannot become read-only, so try until a save is over.
@@ -132,21 +129,25 @@ def disturb(
     end = time.monotonic() + seconds
     next_failure = time.monotonic() + dice.expovariate(1 / mean_seconds)
     process = start(run_folder, disk / "checkpoint", STEPS_WITHOUT_END)
-    while time.monotonic() < end:
-        time.sleep(0.1)
-        if process.poll() is not None:
-            if process.returncode in NEVER_RETRIED:
-                raise SystemExit(run_folder.with_suffix(".log").read_text()[-3000:])
-            ends[str(process.returncode)] += 1
-            process = start(run_folder, disk / "checkpoint", STEPS_WITHOUT_END)
-        if time.monotonic() < next_failure:
-            continue
-        kind = dice.choice(KINDS)
-        if fail(kind, process.pid, disk, dice):
-            failures[kind] += 1
-            next_failure = time.monotonic() + dice.expovariate(1 / mean_seconds)
-    process.terminate()
-    process.wait(timeout=120)
+    try:
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            if process.poll() is not None:
+                if process.returncode in NEVER_RETRIED:
+                    raise SystemExit(run_folder.with_suffix(".log").read_text()[-3000:])
+                ends[str(process.returncode)] += 1
+                process = start(run_folder, disk / "checkpoint", STEPS_WITHOUT_END)
+            if time.monotonic() < next_failure:
+                continue
+            kind = dice.choice(KINDS)
+            if fail(kind, process.pid, disk, dice):
+                failures[kind] += 1
+                next_failure = time.monotonic() + dice.expovariate(1 / mean_seconds)
+    finally:
+        # The launcher stops its ranks and saves.
+        if process.poll() is None:
+            process.terminate()
+            process.wait(timeout=120)
     return failures, ends
 
 
@@ -191,6 +192,9 @@ def measure(minutes: float, mean_seconds: float, seed: int) -> dict[str, Any]:
         "steps_missing": max(losses) - len(losses),
         "seconds": {name: round(value, 1) for name, value in division.seconds.items()},
         "idle_seconds": round(division.idle_seconds, 1),
+        "trained_share": round(
+            division.seconds["productive"] / (division.running_seconds + division.idle_seconds), 4
+        ),
         "ettr": round(1 - (overhead + division.idle_seconds) / wall_seconds, 4),
         "seconds_per_failure": round(per_failure, 2),
         "ettr_at_3_hours": round((1 - per_failure / mean_time_between) * (1 - stall_share), 4),
