@@ -48,10 +48,11 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
         return  # an object store is the same for all nodes
     sign = folder / f"probe-{broadcast_json(nonce)}"
     first_rank(lambda: files.write_durable(sign, b""))
-    # The other ranks of a node would see the same.
-    wrong, waited = (
-        files.wait_for_sizes(folder, {sign.name: 0}) if speaks_for_its_node() else ({}, 0.0)
-    )
+    # One rank of each node looks, because the other ranks would see the same.
+    wrong: dict[str, int] = {}
+    waited = 0.0
+    if speaks_for_its_node():
+        wrong, waited = files.wait_for_sizes(folder, {sign.name: 0})
     looked = all_gather_json([round(waited, 1), os.uname().nodename, bool(wrong)])
     if dist.get_rank() == 0:
         sign.unlink(missing_ok=True)

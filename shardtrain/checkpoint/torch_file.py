@@ -483,7 +483,7 @@ def damage(where: str) -> Iterator[None]:
             )
         if "not a zip" in reason:
             reason += (
-                ": no item of torch.save (files of safetensors are read by `shardtrain import`)"
+                ": torch.save did not write it (`shardtrain import` reads files of safetensors)"
             )
         raise CheckpointError(f"{where} is damaged: {reason}; use another checkpoint") from None
     except (

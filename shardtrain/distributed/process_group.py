@@ -98,7 +98,7 @@ def join(
     # The rendezvous below may set the variable STORE. If it was unset before, remove it at the end.
     has_store = STORE in os.environ
     backend = accelerator.collectives(device_type)
-    # gloo reads this variable when the group is created
+    # Gloo reads this variable when the group is created.
     if size > gloo_sockets.MOST_IN_A_FULL_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     try:
@@ -123,7 +123,7 @@ def join(
         dist.destroy_process_group()
         signed_store.release()
         if not has_store:
-            # a later group of this process must not meet in the store of this one
+            # A later group of this process must use a new store.
             os.environ.pop(STORE, None)
 
 

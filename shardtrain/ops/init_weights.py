@@ -124,7 +124,7 @@ def _fill_block(block: Tensor, draw: Draw, generator: torch.Generator) -> None:
     elif draw.distribution == "log_uniform":
         block.uniform_(draw.low, draw.high, generator=generator).log_()
     else:
-        # _shape_ transforms these uniform values of many blocks into a truncated normal
+        # ``_shape_`` transforms the uniform values of many blocks into a truncated normal distribution.
         edge = math.erf(draw.cutoff / math.sqrt(2))
         block.uniform_(-edge, edge, generator=generator)
 

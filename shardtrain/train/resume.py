@@ -303,7 +303,7 @@ def _load_hub(run: Run, folder: Place) -> None:
 
 
 def weights(run: Run) -> dict[str, Tensor]:
-    """Return the model's tensors that checkpoints contain: all of them, or the trained ones of a LoRA run."""
+    """Return the model's tensors that checkpoints contain: all tensors, or only trained tensors in a LoRA run."""
     return held_by(run.adapters, run.model_state_dict())
 
 

@@ -351,7 +351,7 @@ def _wrong_values(
         outside = high if high >= index.vocab_size else low
         return {f"has the id {outside}, outside the vocabulary of {index.vocab_size}"}
     if high > index.max_id:
-        return {f"has the id {high}, above the largest of the index, {index.max_id}"}
+        return {f"has the id {high}, above the largest id of the index, {index.max_id}"}
     return set()
 
 

@@ -158,7 +158,9 @@ class JsonTokenizer:
 def _load(
     file: Path, content: bytes, option: str
 ) -> tuple[tokenizers.Tokenizer, tuple[int, ...], tuple[int, ...]]:
-    """Return the tokenizer without its post-processor, and the ids that this would add before and after a text."""
+    """Return the tokenizer without its post-processor, and the ids that the post-processor adds before
+    and after a text.
+    """
     tokenizers = libraries.load(
         "tokenizers", option, str(file), "tokenizers", otherwise='use "bytes"'
     )

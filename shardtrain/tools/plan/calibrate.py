@@ -82,7 +82,7 @@ def learn(folder: Path, device: Device) -> Calibrated:
     # The number of devices is the last logged rate of all devices divided by the rate of one device.
     total_rate, device_rate = rates[-1]
     world_size = max(1, round(total_rate / device_rate))
-    # Compare the measured time of a step with the planned one.
+    # Compare the measured time of a step with the planned time.
     config = configs.load(str(resolved), []).config
     plan = planning.make(config, world_size, device)
     second_half = step_seconds[len(step_seconds) // 2 :]
@@ -223,6 +223,6 @@ def _link_rates(collectives: list[tuple[int, int, float]]) -> tuple[list[float],
 
 
 def _with_rate(link: Link, rate: float) -> tuple[Link, float]:
-    """Return a link with the measured rate, and its planned rate relative to the measured one."""
+    """Return a link with the measured rate, and the planned rate divided by the measured rate."""
     ratio = link.bytes_per_second * link.efficiency / rate
     return replace(link, bytes_per_second=rate / link.efficiency), ratio

@@ -128,7 +128,8 @@ def judge(
         return None
     cause = ""
     if explain is not None:
-        # In the order of the forward pass, which the sort by kinds keeps for tensors.
+        # Errors are sorted by kind. Tensors of one kind keep the order of the forward pass, so the first
+        # error is the most likely origin.
         cause = explain(beyond, beyond[0])
     return VariantResult(compared, "differs", worst, f"the first difference is {first}", cause)
 
