@@ -56,6 +56,7 @@ IMAGE = {
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "smolvlm": "<image>",
     "gemma3": "<start_of_image>",
+    "llama4": "<|image|>",
 }
 """Text that the chat template writes for an image."""
 
@@ -230,6 +231,41 @@ def _gemma3() -> Any:
     }
     files = {"preprocessor_config.json": images, "processor_config.json": processor}
     return config, tuple(tokens.values()), files, {**tokens, "extra_special_tokens": tokens}
+
+
+def _llama4() -> Any:
+    """Experts in every second layer. Its processor needs torchvision."""
+    import transformers
+
+    text = {**_TEXT, "intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 8}
+    text |= {"interleave_moe_layer_step": 2, "attention_chunk_size": 64, "no_rope_layers": [1, 0]}
+    vision = {
+        **_VISION,
+        "vision_output_dim": 32,
+        "intermediate_size": 128,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+    }
+    config = transformers.Llama4Config(
+        text_config=text,
+        vision_config=vision,
+        image_token_index=3,
+        boi_token_index=4,
+        eoi_token_index=5,
+    )
+    images = {
+        "image_processor_type": "Llama4ImageProcessorFast",
+        "size": {"height": 32, "width": 32},
+        "max_patches": 4,
+        "resize_to_max_canvas": False,
+        **_NORMAL,
+        **_STEPS,
+    }
+    processor = {"processor_class": "Llama4Processor", "patch_size": 8}
+    tokens = ("<|patch|>", "<|image_start|>", "<|image_end|>", "<|image|>")
+    tokens += ("<|tile_x_separator|>", "<|tile_y_separator|>")
+    files = {"preprocessor_config.json": images, "processor_config.json": processor}
+    return config, tokens, files, {}
 
 
 SIZES = ((64, 40), (30, 90), (28, 28), (77, 33))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import shutil
@@ -93,6 +94,9 @@ def plain_step(name: str, rows: Path, remove: int = 0) -> tuple[float, dict[str,
 
         inputs = inputs_of(rendered(row["messages"], prompt=False))
         prompt = inputs_of(rendered(row["messages"][:1], prompt=True))
+        for key, values in inputs.items():
+            # Llama 4's processor returns pixels in bfloat16.
+            inputs[key] = values.float() if values.is_floating_point() else values
         labels = inputs["input_ids"].clone()
         labels[:, : prompt["input_ids"].shape[1]] = -100
         logits = model(**inputs).logits.float()
@@ -127,6 +131,27 @@ def assert_same_gradients(step: FirstStep, gradients: dict[str, Tensor]) -> None
     # Others are parameters that the network does not use, or gradients of zero.
     for key in step.gradients.keys() - gradients.keys():
         assert not step.gradients[key].any()
+
+
+def test_llama_4_equals_a_plain_loop(tmp_path: Path) -> None:
+    """Experts, and images in tiles. transformers has its image processor only for torchvision."""
+    pytest.importorskip("torchvision")
+    expected: FirstStep = run_ranks(1, first_step, config_of("llama4", tmp_path))[0]
+    loss, gradients, _ = plain_step("llama4", tmp_path / "data" / "rows.jsonl")
+    assert expected.loss == pytest.approx(loss, rel=1e-5)
+    assert_same_gradients(expected, gradients)
+    mesh = {"data_parallel_shard_degree": 2}
+    config = config_of("llama4", tmp_path, parallelism=mesh, training={"local_batch_size": 1})
+    assert difference(run_ranks(2, first_step, config), expected) < 2e-5
+
+
+def test_llama_4_without_torchvision_names_the_fix() -> None:
+    if importlib.util.find_spec("torchvision") is not None:
+        pytest.skip("torchvision is installed")
+    with pytest.raises(
+        ConfigError, match="pip install torchvision, which Llama4Processor requires"
+    ):
+        ImageProcessor(str(vision_folder("llama4")))
 
 
 @pytest.mark.parametrize(

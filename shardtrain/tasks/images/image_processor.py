@@ -139,8 +139,7 @@ class ImageProcessor:
         num_tokens = len(inputs["input_ids"][0])
         work = ImageWork(tokens=num_tokens)
         if self._tower is not None:
-            pixels = np.asarray(inputs["pixel_values"])
-            work = self._tower.count(pixels.shape, len(sizes), num_tokens)
+            work = self._tower.count(_shape(inputs["pixel_values"]), len(sizes), num_tokens)
         return texts, work
 
     def inputs(self, text: str, images: Sequence[Pixels]) -> dict[str, Any]:
@@ -188,7 +187,7 @@ def _open(folder: str) -> Any:
     except Exception as error:  # transformers may raise anything for a wrong file
         reason = " ".join(str(error).split())[:300]
         fix = "correct its files"
-        if "torchvision" in reason:
+        if "torchvision" in reason.lower():
             fix = f"pip install torchvision, which {cls.__name__} requires"
         raise _refusal(folder, f"has a processor that cannot be opened ({reason})", fix) from error
     if isinstance(processor, tuple):
@@ -249,6 +248,13 @@ class _ImagesOnly:
     def of(cls: Any) -> Any:
         """Return a subclass of a processor class that accepts None for its parts."""
         return type(cls.__name__, (_ImagesOnly, cls), {"__module__": cls.__module__})
+
+
+def _shape(values: Any) -> tuple[int, ...]:
+    """Return the shape of an array, or of nested lists of arrays."""
+    if hasattr(values, "shape"):
+        return tuple(values.shape)
+    return len(values), *_shape(values[0])
 
 
 def _fingerprint(folder: str) -> str:
