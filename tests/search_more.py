@@ -791,6 +791,9 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
     "an average of weights, which training does not read: tests/train/test_moving_average.py": (
         "training.ema_decay", "validation.use_ema",
     ),
+    "replayed by a plain loop on several meshes: tests/train/test_ramps.py": (
+        "training.batch_ramp", "training.sequence_ramp",
+    ),
     "noise that tests/distributed/test_embedding_noise.py compares on meshes": ("training.neftune_noise_alpha",),
     "used by the task image_text: tests/tasks/test_image_text.py": (
         "data.images_field", "data.image_folder", "data.max_image_pixels", "data.max_image_bytes",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain import __version__
+from shardtrain.config import ramps
 from shardtrain.config.changes import class_of, file_hashes, json_value, show_value
 from shardtrain.config.load import Loaded, value_of
 from shardtrain.config.options import options
@@ -128,7 +129,7 @@ def configuration_record(config: Config) -> dict[str, Any]:
         if name not in _FREE and is_recorded:
             record[name] = json_value(value_of(config, name))
     # Without a global batch size, the size of a micro-batch determines the rows of a step.
-    if config.training.global_batch_size == -1:
+    if not ramps.batch_sizes(config.training):
         record["training.local_batch_size"] = config.training.local_batch_size
     return record
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from shardtrain.config import derived
+from shardtrain.config import derived, ramps
 from shardtrain.config.load import Loaded, value_of
 from shardtrain.config.model_file import read_model_file, shape
 from shardtrain.config.options import default_text, nearest, options
@@ -70,7 +70,9 @@ OPTIONS: dict[str, Class] = {
     # Gradient accumulation compensates for it.
     "training.local_batch_size": "ignore",
     "training.global_batch_size": "error",
+    "training.batch_ramp": "error",
     "training.seq_len": "data",
+    "training.sequence_ramp": "error",
     "training.max_norm": "error",
     "training.label_smoothing": "error",
     "training.z_loss_weight": "error",
@@ -292,6 +294,10 @@ def find(
         for name in list(differing):
             if name.startswith(FREED.get(part, ())):
                 del differing[name]
+
+    # The last size of a batch ramp is the global batch size, so one change is enough.
+    if ramps.BATCH_RAMP in differing:
+        differing.pop("training.global_batch_size", None)
 
     # Different options can describe the same schedule or the same model sizes.
     if _same_schedule(saved, now):

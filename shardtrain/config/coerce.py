@@ -71,7 +71,10 @@ def from_text(text: str, kind: Kind) -> Value:
     if origin is list and not text.lstrip().startswith("["):
         if args[0] is str or get_origin(args[0]) is Literal:
             return [coerce(part.strip(), args[0]) for part in text.split(",") if part.strip()]
-        raise Unfit("must be a list of lists", """write it as TOML: '[["a", "b"], ["c"]]'""")
+        example = """'[["a", "b"], ["c"]]'"""
+        if get_args(args[0]) == (int,):
+            example = "'[[0, 32], [1000, 64]]'"
+        raise Unfit("must be a list of lists", f"write it as TOML: {example}")
     if kind is str:
         return text
     if origin is Literal and all(isinstance(arg, str) for arg in args):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shardtrain.config import ramps
+from shardtrain.config.ramps import StepSizes
 from shardtrain.config.schema import Config, Data, Model, Parallelism
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.facts.dtypes import ITEM_BYTES
@@ -63,11 +65,16 @@ def data_parallel_degree(config: Config, world_size: int) -> int:
 
 
 def global_batch_size(config: Config, world_size: int) -> int:
-    """Number of sequences per optimizer step, over all ranks."""
-    size = config.training.global_batch_size
-    if size != -1:
-        return size
+    """Number of sequences per optimizer step, over all ranks. With ``training.batch_ramp``, the last one."""
+    sizes = ramps.batch_sizes(config.training)
+    if sizes:
+        return sizes[-1]
     return config.training.local_batch_size * data_parallel_degree(config, world_size)
+
+
+def step_sizes(config: Config, world_size: int) -> StepSizes:
+    """Number of sequences per step, and of tokens per sequence, during the run."""
+    return ramps.step_sizes(config.training, global_batch_size(config, world_size))
 
 
 def accumulation_steps(config: Config, world_size: int) -> int:
@@ -77,16 +84,20 @@ def accumulation_steps(config: Config, world_size: int) -> int:
 
 
 def notes_on_rows(config: Config) -> list[str]:
-    """Return a note on the row length that plans and dry runs assume, because they read no data.
+    """Return notes on the batch and the row length that plans and dry runs assume.
 
-    Empty if the length is fixed.
+    They read no data, and describe the last step of a ramp. Empty if all steps have the same sizes.
     """
+    notes = []
+    for line in ramps.describe(config.training):
+        notes.append(f"{line}; memory and time are those of the last steps, which are the largest")
     if config.task.name in OF_NEXT_TOKENS:
-        return []
+        return notes
     length = f"training.seq_len={config.training.seq_len}"
     return [
+        *notes,
         f'every sequence of task.name="{config.task.name}" is counted as {length} tokens, the maximum; '
-        "a run pads each batch only to its longest row, and its reported speed does not count padding"
+        "a run pads each batch only to its longest row, and its reported speed does not count padding",
     ]
 
 

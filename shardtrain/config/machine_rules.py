@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardtrain.config import certificate
+from shardtrain.config import certificate, ramps
 from shardtrain.config.assets import tokenizer_folder
 from shardtrain.config.derived import compute_dtype, other_degrees
 from shardtrain.config.load import Loaded
@@ -22,8 +22,9 @@ from shardtrain.config.rules.checkpoint_rules import check_pinned
 from shardtrain.config.rules.data_rules import datasets
 from shardtrain.config.rules.experts_rules import check_experts_of_world
 from shardtrain.config.rules.float8_rules import needs_float8_matmuls, needs_mx_matmuls
-from shardtrain.config.rules.model_rules import model_shape, nearest_multiples
-from shardtrain.config.rules.pipeline_rules import check_microbatches, known_rows
+from shardtrain.config.rules.model_rules import model_shape
+from shardtrain.config.rules.pipeline_rules import check_microbatches, rows_of_steps
+from shardtrain.config.rules.ramp_rules import BATCH, check_batch_on
 from shardtrain.config.rules.safety_rules import (
     ALSO_ELSEWHERE,
     BELOW_DUMP_FOLDER,
@@ -187,44 +188,34 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
     yield from check_experts_of_world(loaded, world_size)
     if p.pipeline_parallel_degree > 1 and p.data_parallel_shard_degree == -1:
         layers = (model_shape(loaded) or {}).get("num_layers")
-        rows = known_rows(loaded, world_size)
-        if known_rows(loaded) is None and rows and isinstance(layers, int):
-            yield from check_microbatches(
-                loaded, rows, num_stages(loaded.config.parallelism, layers)
-            )
+        if not rows_of_steps(loaded) and isinstance(layers, int):
+            count = num_stages(loaded.config.parallelism, layers)
+            for rows in rows_of_steps(loaded, world_size):
+                yield from check_microbatches(loaded, rows, count)
 
     # The global batch must be a multiple of the sequences per pass.
     if shard == -1:
         shard = world_size // others
     yield from _accumulation(loaded, p.data_parallel_replicate_degree * shard)
-    t = loaded.config.training
-    data_ranks = p.data_parallel_replicate_degree * shard
-    per_pass = t.local_batch_size * data_ranks
-    if t.global_batch_size >= 1 and per_pass >= 1 and t.global_batch_size % per_pass:
-        nearby = nearest_multiples(t.global_batch_size, per_pass)
-        yield problem(
-            loaded,
-            "training.global_batch_size",
-            rule=f"is not a multiple of local_batch_size {t.local_batch_size} times {data_ranks} data-parallel ranks",
-            fix=f"use {any_of(nearby)}, or -1",
-        )
+    yield from check_batch_on(loaded, p.data_parallel_replicate_degree * shard)
 
 
 def _accumulation(loaded: Loaded, data_ranks: int) -> Iterator[Problem]:
     """Reject gradient accumulation with early_step_in_backward, which updates after every pass."""
     config = loaded.config
-    size = loaded.config.training.global_batch_size
+    sizes = ramps.batch_sizes(config.training)
     if (
         config.optimizer.early_step_in_backward
-        and size > config.training.local_batch_size * data_ranks >= 1
+        and sizes
+        and sizes[-1] > config.training.local_batch_size * data_ranks >= 1
     ):
         yield problem(
             loaded,
-            "training.global_batch_size",
+            ramps.BATCH_RAMP if config.training.batch_ramp else BATCH,
             rule=(
                 f"is more than one pass of {data_ranks} data-parallel ranks, and early_step_in_backward updates in each"
             ),
-            fix="set it to -1, or raise local_batch_size",
+            fix="remove it, or raise local_batch_size",
         )
 
 

@@ -235,6 +235,14 @@ _ENVIRONMENT = (
 _WAYS = {
     **{word: f"did you mean {option}?" for option, words in _OTHER_WORDS.items() for word in words},
     **dict.fromkeys(
+        ("rampup_batch_size", "batch_size_scheduler", "batch_rampup", "batch_size_warmup"),
+        "set training.batch_ramp to pairs of a step and a batch size, such as [[0, 32], [1000, 64]]",
+    ),
+    **dict.fromkeys(
+        ("curriculum_learning", "sequence_length_scheduler", "seq_len_warmup"),
+        "set training.sequence_ramp to pairs of a step and a length, such as [[0, 512], [1000, 2048]]",
+    ),
+    **dict.fromkeys(
         ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"),
         "set training.global_batch_size, the sequences of a step over all ranks",
     ),

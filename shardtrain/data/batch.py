@@ -50,6 +50,39 @@ class Batch:
         """Number of rows without padding rows."""
         return int((self.sample_ids_B >= 0).sum().item())
 
+    def divided(self, length: int) -> Batch:
+        """Divide each row into rows of ``length`` tokens, which must divide T. Targets stay the same.
+
+        A part of a document at the start of a new row has positions from 0, because it does not attend to the
+        part in the row before.
+        """
+        B, T = self.tokens_BT.shape
+        if length == T:
+            return self
+        parts = T // length
+        positions_BT = self.positions_BT.reshape(B * parts, length)
+        documents_BT = None
+        is_first_document = torch.ones_like(positions_BT, dtype=torch.bool)
+        if self.documents_BT is not None:
+            documents_BT = self.documents_BT.reshape(B * parts, length)
+            is_first_document = documents_BT == documents_BT[:, :1]
+            documents_BT = documents_BT - documents_BT[:, :1]
+        positions_BT = torch.where(
+            is_first_document, positions_BT - positions_BT[:, :1], positions_BT
+        )
+        lengths_B = None
+        if self.lengths_B is not None:
+            part_starts = torch.arange(0, T, length)
+            lengths_B = (self.lengths_B[:, None] - part_starts).clamp(0, length).flatten()
+        return Batch(
+            tokens_BT=self.tokens_BT.reshape(B * parts, length),
+            targets_BT=self.targets_BT.reshape(B * parts, length),
+            positions_BT=positions_BT,
+            sample_ids_B=self.sample_ids_B.repeat_interleave(parts),
+            documents_BT=documents_BT,
+            lengths_B=lengths_B,
+        )
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Copy the batch to a device. With ``non_blocking``, the host does not wait for the copy."""
         if non_blocking:

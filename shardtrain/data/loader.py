@@ -2,9 +2,10 @@
 
 Its position is the number of samples that all ranks together have consumed. Step s uses the positions [s G,
 (s + 1) G) of the sample order, where G is the global batch size. Rank r of R uses the contiguous part [s G
-+ r G / R, s G + (r + 1) G / R), divided into micro-batches. Which row is at a position does not depend on
-the number of ranks (see ``mix``, ``feed``). So all rows of a step are the same on any number of ranks, and
-a run can resume with a different R.
++ r G / R, s G + (r + 1) G / R), divided into micro-batches. With a batch ramp, G is a function of the
+position at which a step starts. Which row is at a position does not depend on the number of ranks (see
+``mix``, ``feed``). So all rows of a step are the same on any number of ranks, and a run can resume with a
+different R.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardtrain.config.ramps import StepSizes
 from shardtrain.config.schema import DataLoaderOptions
 from shardtrain.data.batch import Batch
 from shardtrain.data.build_dataset import DataPipeline
@@ -40,31 +42,47 @@ SOURCE_BITS = 48
 
 @dataclass(frozen=True)
 class RankSlice:
-    """The rows of a step that belong to this rank: ``accumulation`` micro-batches of ``local_batch_size`` rows."""
+    """The rows of a step that belong to this rank: ``accumulation`` micro-batches of ``local_batch_size`` rows.
+
+    With ``sizes``, the number of micro-batches grows during a run, and ``accumulation`` is the last one.
+    """
 
     local_batch_size: int
     batch_rank: int
     num_batch_ranks: int
     accumulation: int
+    sizes: StepSizes | None = None
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Number of rows of one micro-batch of each rank."""
+        return self.local_batch_size * self.num_batch_ranks
 
     @property
     def global_batch(self) -> int:
-        """Number of rows in one step, over all ranks (G)."""
-        return self.local_batch_size * self.num_batch_ranks * self.accumulation
+        """Number of rows in one step, over all ranks (G). With ``sizes``, that of the last steps."""
+        return self.rows_per_pass * self.accumulation
+
+    @cached_property
+    def step_sizes(self) -> StepSizes:
+        """Number of rows of each step, over all ranks."""
+        return self.sizes or StepSizes(((0, self.global_batch),))
 
     def first_position(self, samples_consumed: int, micro_batch: int) -> int:
         """Return the position of the first row in a micro-batch of this rank.
 
         ``micro_batch`` counts this rank's micro-batches after the position ``samples_consumed``.
         """
-        step, within = divmod(micro_batch, self.accumulation)
+        # All ranks together read the rows of this many passes before the micro-batch. Find the step to which the
+        # first of these rows belongs.
+        first_row = samples_consumed + micro_batch * self.rows_per_pass
+        step = self.step_sizes.step_of(samples_consumed, first_row)
+        step_start = self.step_sizes.after(samples_consumed, step)
+        accumulation = self.step_sizes.batch_at(step_start) // self.rows_per_pass
+        within = (first_row - step_start) // self.rows_per_pass
         # A step consists of all micro-batches of rank 0, then all micro-batches of rank 1, and so on.
-        micro_batches_before = self.batch_rank * self.accumulation + within
-        return (
-            samples_consumed
-            + step * self.global_batch
-            + micro_batches_before * self.local_batch_size
-        )
+        micro_batches_before = self.batch_rank * accumulation + within
+        return step_start + micro_batches_before * self.local_batch_size
 
 
 def sources_of_rows(batches: Sequence[Batch]) -> list[int]:
@@ -137,6 +155,8 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
 class DataLoader:
     """Iterator over this rank's micro-batches, ``accumulation`` of them per step, see ``open_dataloader``.
 
+    A step is complete when its last micro-batch is returned. The next step is then the current one.
+
     Attributes:
         tokenizer: the tokenizer of the dataset.
         vocab: vocabulary size. Token ids are in 0..vocab-1.
@@ -151,8 +171,6 @@ class DataLoader:
             data are read.
         pad_id: token at positions without a document. It is never a target.
         masks_documents: True if batches contain the document of each token.
-        accumulation: number of micro-batches in a step.
-        global_batch: number of rows in one step, over all ranks (G).
         num_readers: number of virtual readers of datasets that are tokenized during training, else 0.
         has_unknown_end: True if the end of the data is unknown until they are read. Readers that have
             finished return padding rows.
@@ -181,8 +199,6 @@ class DataLoader:
         self.num_documents = opened.feeds[0].num_documents if len(opened.feeds) == 1 else None
         self.places_per_epoch: int | None = self.num_samples
         self.end = opened.end
-        self.global_batch = share.global_batch
-        self.accumulation = share.accumulation
         self.pad_id = opened.packing.pad_id
         self.masks_documents = opened.packing.needs_documents
         self.num_readers = sum(feed.num_readers for feed in opened.feeds)
@@ -247,10 +263,27 @@ class DataLoader:
 
         It does not exceed the end of the data.
         """
-        position = (
-            self._start + self._batches_returned // self._share.accumulation * self.global_batch
-        )
-        return position if self.end is None else min(position, self.end)
+        return self._step_start if self.end is None else min(self._step_start, self.end)
+
+    @property
+    def global_batch(self) -> int:
+        """Number of rows of the current step, over all ranks (G)."""
+        return self.step_sizes.batch_at(self._step_start)
+
+    @property
+    def accumulation(self) -> int:
+        """Number of micro-batches of the current step."""
+        return self.global_batch // self._share.rows_per_pass
+
+    @property
+    def tokens_per_sequence(self) -> int | None:
+        """Number of tokens per sequence of the current step. None without a sequence ramp."""
+        return self.step_sizes.length_at(self._step_start)
+
+    @property
+    def step_sizes(self) -> StepSizes:
+        """Number of rows of each step, over all ranks."""
+        return self._share.step_sizes
 
     @property
     def steps_left(self) -> int | None:
@@ -260,8 +293,7 @@ class DataLoader:
         """
         if self.end is None:
             return None
-        samples_left = self.end - self.samples_consumed
-        return -(-samples_left // self.global_batch)
+        return self.step_sizes.num_steps(self.samples_consumed, self.end)
 
     def seek(self, samples_consumed: int, cursors: npt.NDArray[np.int64] | None = None) -> None:
         """Seek to the position at which all ranks together have consumed this many samples.
@@ -276,6 +308,9 @@ class DataLoader:
         self._batches = None
         self._start = samples_consumed
         self._batches_returned = 0
+        # The position at which the current step starts, and how many of its micro-batches were returned.
+        self._step_start = samples_consumed
+        self._batches_of_step = 0
         self.step_hash = 0
         rows_before = self._opened.mixture.rows_before(samples_consumed).tolist()
         # ``cursors`` contains the cursors of the first feed, then those of the second feed, and so on.
@@ -330,7 +365,7 @@ class DataLoader:
             ConfigError: a file was changed during the run.
         """
         # A step starts. Check for the end of the data only here. Then all ranks stop before the same step.
-        if self._batches_returned % self._share.accumulation == 0:
+        if self._batches_of_step == 0:
             if self.has_ended:
                 raise StopIteration
             if self.num_readers:
@@ -351,6 +386,13 @@ class DataLoader:
             self._reader_cursors[source].move(cursor)
             self._note_epoch(source, cursor.epoch)
         self._batches_returned += 1
+        length = self.tokens_per_sequence
+        if length is not None:
+            batch = batch.divided(length)
+        self._batches_of_step += 1
+        if self._batches_of_step == self.accumulation:
+            self._step_start += self.global_batch
+            self._batches_of_step = 0
         return batch.pin_memory() if self._pin_memory else batch
 
     def _next_batch(self) -> BatchWithCursors:

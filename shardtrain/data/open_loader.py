@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from shardtrain.config.ramps import StepSizes
 from shardtrain.config.schema import Config, Training, Validation
 from shardtrain.data.build_dataset import DataPipeline, open_data
 from shardtrain.data.loader import DataLoader, RankSlice
@@ -32,6 +33,7 @@ def open_dataloader(
     section: Training | Validation | None = None,
     shuffle: bool = True,
     loop: bool | None = None,
+    sizes: StepSizes | None = None,
 ) -> DataLoader:
     """Open the training or validation data, at any position of their order.
 
@@ -46,6 +48,7 @@ def open_dataloader(
         shuffle: False keeps the order of the dataset.
         loop: True repeats the data, False ends them after one pass, and None uses the options. At the end,
             all ranks stop after the same step. Rows without targets and with the sample id -1 pad this step.
+        sizes: sizes of steps that grow during the run. ``accumulation`` is then that of the last steps.
 
     Raises:
         ConfigError: the dataset or tokenizer is unknown or cannot be opened.
@@ -70,7 +73,7 @@ def open_dataloader(
                 )
             )
     pipeline = open_data(config, section, shuffle=shuffle, loop=loop)
-    share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
+    share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation, sizes)
     if section.dataloader.pin_memory and not accelerator.pins_memory():
         logger.warning("%s.dataloader.pin_memory=true has no effect without an accelerator", word)
     if any(feed.num_readers for feed in pipeline.feeds):

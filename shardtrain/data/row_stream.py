@@ -199,8 +199,6 @@ class RowDataLoader(DataLoader):
         self.num_samples = feed.num_rows
         self.files = dict(feed.files)
         self.fingerprint = feed.fingerprint
-        self.global_batch = share.global_batch
-        self.accumulation = share.accumulation
         self.places_per_epoch = feed.num_rows
         if last_batch != "rollover":
             steps, rest = divmod(feed.num_rows, share.global_batch)

@@ -223,14 +223,16 @@ class PipelineRunner(Runner):
         micro_batches = rows // config.parallelism.pipeline_parallel_microbatch_size
         self.prepare(micro_batches, config.training.seq_len // mesh.size("cp"))
 
-    def prepare(self, micro_batches: int, tokens: int) -> None:
+    def prepare(self, micro_batches: int, tokens: int, parts: int = 1) -> None:
         """Build the stages and the schedule for passes of a number of micro-batches.
 
         Args:
             tokens: number of tokens of a row on this rank.
+            parts: number of rows into which a sequence ramp divides each row. A micro-batch has all of them.
         """
+        self._prepared = (micro_batches, tokens)
         num_stages = self._last + 1
-        rows = self._config.parallelism.pipeline_parallel_microbatch_size
+        rows = self._config.parallelism.pipeline_parallel_microbatch_size * parts
         self._stages = []
         for part, index in zip(self.parts, self._indices, strict=True):
             # PyTorch fails to separate the gradients of weights too if some outputs depend on other inputs
@@ -256,6 +258,19 @@ class PipelineRunner(Runner):
                 new_stage.row_users = [self.source_losses]
             self._stages.append(new_stage)
         self._schedule = self._build_schedule(micro_batches)
+
+    def _prepare_for(self, batches: Sequence[TokenBatch]) -> None:
+        """Build stages and schedule again if a ramp has changed the shape of a step."""
+        training = self._config.training
+        if not (training.batch_ramp or training.sequence_ramp):
+            return
+        length = batches[0].tokens_BT.size(1)
+        parts = training.seq_len // length
+        num_rows = sum(batch.tokens_BT.size(0) for batch in batches)
+        size = self._config.parallelism.pipeline_parallel_microbatch_size
+        shape = (num_rows // (size * parts), length // self._mesh.size("cp"))
+        if shape != self._prepared:
+            self.prepare(*shape, parts)
 
     def _input(self, index: int, rows: int, tokens: int) -> Tensor:
         """Return a meta tensor in the shape of a stage's input: tokens, or the previous stage's output."""
@@ -307,6 +322,7 @@ class PipelineRunner(Runner):
 
     def forward_backward(self, batches: Sequence[TokenBatch], weight: Tensor) -> Tensor:
         """Run all batches as micro-batches of one pass through the schedule."""
+        self._prepare_for(batches)
         if self._has_experts:
             expert_parallel.before_step(self.parts, weight)
         self._weight = weight
@@ -343,6 +359,7 @@ class PipelineRunner(Runner):
 
     def evaluate(self, batch: TokenBatch) -> Tensor:
         """Return the loss sum of a batch, which must have the number of rows of a training step."""
+        self._prepare_for([batch])
         self._weight = torch.ones((), device=self._mesh.device)
         self._ties.copy_weights(self.parts)
         if self._before_pass:

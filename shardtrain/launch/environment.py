@@ -16,6 +16,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtrain.config import ramps
 from shardtrain.config.derived import other_degrees
 from shardtrain.config.schema import Config
 from shardtrain.facts.devices import ACCELERATOR_TYPES
@@ -508,12 +509,11 @@ def _at_least_one(name: str, value: int | str, where: str) -> int:
 
 def _fit_batch(config: Config, count: int, multiple: int) -> int:
     """Return the largest number of ranks up to ``count`` that divides the global batch, or else ``count``."""
-    batch = config.training.global_batch_size
-    if batch == -1:
-        return count
+    sizes = ramps.batch_sizes(config.training)
     # Ranks of one model replica read the same rows.
     model_ranks = multiple // config.parallelism.data_parallel_replicate_degree
     for candidate in range(count, 0, -multiple):
-        if batch % (config.training.local_batch_size * (candidate // model_ranks)) == 0:
+        rows_per_pass = config.training.local_batch_size * (candidate // model_ranks)
+        if all(size % rows_per_pass == 0 for size in sizes):
             return candidate
     return count

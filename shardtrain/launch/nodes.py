@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from shardtrain.config import ramps
 from shardtrain.config.command_line import CommandLine
 from shardtrain.config.load import Loaded
 from shardtrain.config.machine_rules import mesh_notes
@@ -376,7 +377,7 @@ def count_nodes(nodes: Nodes, loaded: Loaded, local_ranks: int) -> Nodes:
             flush=True,
         )
     return replace(
-        nodes, counts=counts, first_decides=loaded.config.training.global_batch_size == -1
+        nodes, counts=counts, first_decides=not ramps.batch_sizes(loaded.config.training)
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from shardtrain.config import ramps
 from shardtrain.config.schema import Config
 from shardtrain.facts.devices import peak_flops
 from shardtrain.metrics import summary
@@ -118,6 +119,12 @@ class Metrics:
         self._start_seconds = clock()
         self._window = MeterWindow(clock)
         self._computed_tokens = 0
+        # computed tokens of all ranks, and their FLOPs, since the last logged step
+        self._window_tokens = 0
+        self._window_flops = 0.0
+        # With a batch ramp, the remaining steps take longer than those of the window. Their sizes are relative, so
+        # one sequence per step represents a constant batch.
+        self._step_sizes = ramps.step_sizes(config.training, global_batch_size=1)
 
     def is_log_step(self, step: int) -> bool:
         """True if ``step`` (from 1) is logged: step 1, every ``log_freq`` steps, and the last."""
@@ -143,6 +150,7 @@ class Metrics:
         order_hash: int = 0,
         computed_tokens: int | None = None,
         source_sums: Tensor | None = None,
+        flops_per_token: float | None = None,
     ) -> Record | None:
         """Report a finished step. On log steps this is a collective, so every rank must report every step.
 
@@ -160,6 +168,7 @@ class Metrics:
             order_hash: hash of the data so far, written in hex to ``metrics.jsonl``.
             computed_tokens: tokens of all ranks that the model computes with, by default the target tokens.
             source_sums: this rank's sums of losses and target tokens by data source, (2, sources).
+            flops_per_token: FLOPs per computed token of this step, by default those of the run.
 
         Returns:
             The record on a log step, otherwise None.
@@ -171,6 +180,10 @@ class Metrics:
         self._steps_without_targets += global_tokens == 0
         computed_tokens = global_tokens if computed_tokens is None else computed_tokens
         self._computed_tokens += computed_tokens
+        if flops_per_token is None:
+            flops_per_token = self._facts.flops_per_token
+        self._window_tokens += computed_tokens
+        self._window_flops += computed_tokens * flops_per_token
         self._window.add(
             loss_sum, local_tokens, global_tokens, data_seconds, computed_tokens, source_sums
         )
@@ -245,7 +258,11 @@ class Metrics:
             extra = {**extra, "steps_without_targets": self._steps_without_targets}
         extra = {**extra, **self._of_sources(means)}
         tps = means.tokens_per_second / self._facts.world_size
-        flops_per_second = tps * self._facts.flops_per_token
+        flops_per_second = 0.0
+        if self._window_tokens:
+            flops_per_second = tps * self._window_flops / self._window_tokens
+        self._window_tokens = 0
+        self._window_flops = 0.0
         return Record(
             step=step,
             loss=means.loss,
@@ -261,11 +278,17 @@ class Metrics:
             step_seconds=means.step_seconds,
             data_seconds=means.data_seconds,
             memory=read_peak(self._facts.device_type),
-            eta_seconds=(self._facts.total_steps - step) * means.step_seconds,
+            eta_seconds=self._steps_left(step) * means.step_seconds,
             has_targets=means.targets > 0,
             extra=extra,
             order_hash=order_hash,
         )
+
+    def _steps_left(self, step: int) -> float:
+        """Return the number of steps of the size of step ``step`` that the rest of the run corresponds to."""
+        sizes = self._step_sizes
+        rows_left = sizes.after(0, self._facts.total_steps) - sizes.after(0, step)
+        return rows_left / sizes.batch_at(sizes.after(0, step - 1))
 
     def _of_sources(self, means: WindowMeans) -> dict[str, float]:
         """Return loss and target tokens of each data source that had targets in the window."""

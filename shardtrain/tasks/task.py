@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardtrain import models
+from shardtrain.config.ramps import StepSizes
 from shardtrain.config.schema import Config, Training, Validation
 from shardtrain.data.loader import DataLoader, RankSlice
 from shardtrain.data.row_stream import RowBatch, RowDataLoader, RowFeed, Rows
@@ -208,6 +209,7 @@ class RowTask:
         shuffle: bool = True,
         loop: bool | None = None,
         split: str = "",
+        sizes: StepSizes | None = None,
     ) -> RowDataLoader:
         """Open the data like ``data.open_dataloader``. ``split`` defaults to that of the section.
 
@@ -222,7 +224,9 @@ class RowTask:
             raise DataError(f"the {split} set has no rows")
         seed = self.config.debug.seed if shuffle else None
         feed = self.feed(rows, seed, self._passes(loop))
-        share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
+        share = RankSlice(
+            section.local_batch_size, batch_rank, num_batch_ranks, accumulation, sizes
+        )
         last = self.config.training.last_batch if section is self.config.training else "rollover"
         return RowDataLoader(
             feed,

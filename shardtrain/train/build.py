@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -89,11 +89,15 @@ def build(config: Config, world: World) -> Run:
         scaler = optim.LossScaler(training.initial_loss_scale, training.loss_scale_growth_interval)
 
     # Open the data. Each data-parallel rank reads different rows.
+    ramp_options: dict[str, Any] = {}
+    if training.batch_ramp or training.sequence_ramp:
+        ramp_options["sizes"] = derived.step_sizes(config, world.size)
     with together(config):
         stream = task.open_dataloader(
             batch_rank=mesh.rank(*BATCH_AXES),
             num_batch_ranks=mesh.size(*BATCH_AXES),
             accumulation=derived.accumulation_steps(config, world.size),
+            **ramp_options,
         )
     task.check(stream, built.module, built.shape)
     reference_models.load_frozen_models(task, runner, config, mesh)
@@ -116,6 +120,8 @@ def build(config: Config, world: World) -> Run:
         built.num_params,
         flops_per_token,
     )
+    for _, length in training.sequence_ramp:
+        run.flops_of_lengths[length] = built.flops_per_token(length)
     run.names = tuple(built.names)
     run.files = changes.file_hashes(config)
     run.adapters = built.adapters

@@ -12,7 +12,7 @@ from shardtrain.checkpoint import retention
 from shardtrain.checkpoint.collectives import all_ranks_gather, first_rank
 from shardtrain.checkpoint.folder import read_facts
 from shardtrain.checkpoint.storage import folder_of, place
-from shardtrain.config import changes, derived
+from shardtrain.config import changes, derived, ramps
 from shardtrain.config.changes import ACCEPT, ALL, OptionChange
 from shardtrain.config.load import Loaded
 from shardtrain.config.problems import problems_of
@@ -39,7 +39,7 @@ def keep_batch_size(loaded: Loaded, world: World) -> Loaded:
     may_change = {BATCH, ALL} & {
         *options.accept_changes
     } or "train_state" in options.exclude_from_loading
-    if config.training.global_batch_size != -1 or not options.enable or may_change:
+    if ramps.batch_sizes(config.training) or not options.enable or may_change:
         return loaded
     # Rank 0 decides, because in a shared folder some ranks may not see the newest checkpoint yet. If nodes do
     # not share disks, the rank with the newest checkpoint decides.
@@ -101,9 +101,10 @@ def record(run: Run) -> dict[str, Any]:
     Options that do not affect results are not recorded.
     """
     options = changes.to_record(run.config, dist.get_world_size(), run.files)
-    # A seed checkpoint has no trained steps, so a run with any batch size may start from it.
+    # A seed checkpoint has no trained steps, so a run with any batch size or ramp may start from it.
     if not run.state.step:
-        del options[BATCH]
+        for name in (BATCH, ramps.BATCH_RAMP, ramps.SEQUENCE_RAMP):
+            del options[name]
     return {"config": options, "accepted_changes": run.accepted_changes}
 
 
@@ -129,7 +130,7 @@ def refuse(run: Run, path: object, found: Sequence[OptionChange], other_data: st
             continue
         # An unset batch size depends on the number of ranks, so "use the old value" would not help.
         fix = "use the old value"
-        if change.option == BATCH and run.config.training.global_batch_size == -1:
+        if change.option == BATCH and not ramps.batch_sizes(run.config.training):
             fix = _how_to_keep_batch_size(run.config, change)
         accept = f'{ACCEPT} = ["{change.option}"]'
         lines.append(

@@ -208,7 +208,8 @@ def report(run: DryRun, config: Config) -> list[str]:
     world_size = math.prod(run.sizes.values())
     tokens_per_step = derived.global_batch_size(config, world_size) * config.training.seq_len
     steps = config.training.steps
-    length = f"{steps} steps, {format_count(steps * tokens_per_step)} tokens"
+    num_tokens = derived.step_sizes(config, world_size).after(0, steps) * config.training.seq_len
+    length = f"{steps} steps, {format_count(num_tokens)} tokens"
     if config.training.epochs is not None:
         length = f"{config.training.epochs} epochs; the number of steps depends on the data, which are not read"
     flops_per_step = run.flops_per_token * tokens_per_step

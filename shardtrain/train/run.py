@@ -45,7 +45,10 @@ class Run:
     total_steps: int
     num_params: int
     flops_per_token: float
+    """Mean over all tokens of the data. With a sequence ramp, that of the longest sequences."""
     resilience: Resilience = field(default_factory=Resilience)
+    flops_of_lengths: dict[int, float] = field(default_factory=dict)
+    """FLOPs per token by the tokens per sequence. Empty without a sequence ramp."""
     names: tuple[str, ...] = ()
     """Names of all parameters of the unsharded model, in the model's order."""
     adapters: Spec | None = None
@@ -198,6 +201,7 @@ class Outcome:
     """Gradient norm that this rank computed, for comparison with other ranks."""
     lr: float
     data_seconds: float
+    flops_per_token: float
     source_sums: Tensor | None = None
     """Sums of losses and numbers of target tokens of this rank by data source, (2, sources)."""
 

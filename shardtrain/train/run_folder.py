@@ -13,7 +13,7 @@ import torch
 
 from shardtrain import __version__
 from shardtrain import config as configs
-from shardtrain.config import Loaded, certificate, derived, json_schema
+from shardtrain.config import Loaded, certificate, derived, json_schema, ramps
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.config.toml_writer import RESOLVED_CONFIG
@@ -113,7 +113,7 @@ def describe(
     config = loaded.config
     data = f"data: {_describe_data(config)}"
     if num_samples is not None:
-        rows = total_steps * derived.global_batch_size(config, mesh.device_mesh.size())
+        rows = derived.step_sizes(config, mesh.device_mesh.size()).after(0, total_steps)
         epochs = rows / (places_per_epoch or num_samples)
         data += f"; {total_steps} steps = {epochs:.2f} epochs of {num_samples} rows"
     lines = [
@@ -182,6 +182,7 @@ def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:
         f"mesh: {world_size} {unit}, {axes}",
         f"batch: {training.local_batch_size} sequences x {accumulation} accumulation x {mesh.size(*BATCH_AXES)} data "
         f"ranks = {batch} sequences x {training.seq_len} = {tokens} tokens per step",
+        *ramps.describe(training),
     ]
 
 

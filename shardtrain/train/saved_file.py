@@ -203,7 +203,7 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
     # Set the counts and the position in the data.
     run.state.step = step
     run.state.updates = _num_updates(weights, step)
-    run.dataloader.seek(step * run.dataloader.global_batch)
+    run.dataloader.seek(run.dataloader.step_sizes.after(0, step))
     run.state.samples_consumed = run.state.tokens_seen = run.dataloader.samples_consumed
     total_steps = weights.table.get("num_train_optimization_steps")
     if type(total_steps) is int and total_steps != run.total_steps:

@@ -79,9 +79,13 @@ def _check_data(run: Run, may_end_early: bool) -> None:
     loader = run.dataloader
     if loader.steps_left is None or loader.end is None:
         return
-    steps_left = loader.steps_left - run.resilience.guard.num_excluded_steps(
-        loader.samples_consumed, loader.end, loader.global_batch
-    )
+    first_row = loader.samples_consumed
+
+    def step_of(row: int) -> int:
+        return loader.step_sizes.step_of(first_row, row)
+
+    skipped_steps = run.resilience.guard.num_excluded_steps(first_row, loader.end, step_of)
+    steps_left = loader.steps_left - skipped_steps
     training = run.config.training
     if training.epochs is not None:
         run.total_steps = run.state.step + steps_left
@@ -252,10 +256,9 @@ def explain(error: Exception, run: Run) -> Exception:
     """
     first = run.state.samples_consumed
     step = run.state.step + 1
-    if run.dataloader.global_batch:
-        error.add_note(
-            f"in step {step} (sequences {first} to {first + run.dataloader.global_batch - 1} of the data)"
-        )
+    num_rows = run.dataloader.step_sizes.batch_at(first)
+    if num_rows:
+        error.add_note(f"in step {step} (sequences {first} to {first + num_rows - 1} of the data)")
     if not isinstance(error, RuntimeError):
         return error
     if dead := data.death_of_worker(error):

@@ -301,6 +301,7 @@ def update_metrics(run: Run, metrics: Metrics, outcome: Outcome) -> None:
         extra=extra,
         order_hash=state.order_hash,
         computed_tokens=outcome.computed_tokens,
+        flops_per_token=outcome.flops_per_token,
         source_sums=outcome.source_sums,
     )
 
@@ -440,8 +441,16 @@ def step(run: Run) -> Outcome | None:
         norm,
         lr,
         data_seconds,
+        _flops_per_token(run, host_batches),
         None if source_losses is None else source_losses.sums_2S,
     )
+
+
+def _flops_per_token(run: Run, batches: list[data.Batch]) -> float:
+    """Return the FLOPs per token of a step, which a sequence ramp changes."""
+    if not run.flops_of_lengths:
+        return run.flops_per_token
+    return run.flops_of_lengths[batches[0].tokens_BT.size(1)]
 
 
 def _update(run: Run, factor: float | torch.Tensor, applies: torch.Tensor | None = None) -> None:
@@ -475,6 +484,7 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
         # Read this rank's rows. This may wait for workers or storage.
         started = time.perf_counter()
         first_row = loader.samples_consumed
+        num_rows = loader.global_batch
         try:
             batches = resilience.stop.read(
                 lambda: [next(loader) for _ in range(loader.accumulation)]
@@ -500,13 +510,13 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
 
         # Every rank computes the same values from here on, because they depend only on the sums. Skip rows
         # that a rollback excludes, and steps in which no rank has a row.
-        is_excluded = resilience.excludes(first_row, first_row + loader.global_batch)
+        is_excluded = resilience.excludes(first_row, first_row + num_rows)
         has_rows = sums.num_rows > 0 or not loader.has_unknown_end
         if has_rows and not is_excluded:
             return batches, sums, data_seconds
         run.state.samples_consumed = loader.samples_consumed
         if is_excluded:
             continue
-        empty_rows += loader.global_batch
+        empty_rows += num_rows
         if empty_rows >= loader.num_readers:
             return None

@@ -248,7 +248,7 @@ class Validator:
         self._mesh = mesh
         self._stop = stop
         self._rows_per_epoch = num_samples
-        self._rows_per_step = derived.global_batch_size(config, mesh.device_mesh.size())
+        self._step_sizes = derived.step_sizes(config, mesh.device_mesh.size())
         if self._options.per_epoch and num_samples is None:
             raise ConfigError(
                 Problem(
@@ -272,10 +272,10 @@ class Validator:
         rows = self._rows_per_epoch
         if self._options.per_epoch and rows:
             # Evaluation is due if this step reaches or passes a multiple of rows / per_epoch.
-            evaluations_until_step = step * self._rows_per_step * self._options.per_epoch // rows
-            evaluations_before_step = (
-                (step - 1) * self._rows_per_step * self._options.per_epoch // rows
-            )
+            rows_until_step = self._step_sizes.after(0, step)
+            rows_before_step = self._step_sizes.after(0, step - 1)
+            evaluations_until_step = rows_until_step * self._options.per_epoch // rows
+            evaluations_before_step = rows_before_step * self._options.per_epoch // rows
             is_at_interval = evaluations_until_step > evaluations_before_step
         else:
             is_at_interval = step % self._options.freq == 0

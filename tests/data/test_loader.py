@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shardtrain.config.ramps import step_sizes
 from shardtrain.config.schema import (
     Config,
     Data,
@@ -338,3 +339,57 @@ def test_death_of_a_worker_is_recognized_in_any_report():
     assert dead.exit_code == 3
     assert "\n" not in str(dead)
     assert death_of_worker(RuntimeError("shapes differ")) is None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("start", [0, 4, 8])
+def test_ramp_reads_the_rows_of_each_step_on_any_number_of_ranks(tmp_path, workers, start):
+    """Steps have 4, 4, 8, 8 and 8 rows. A run that starts later continues with the sizes of its position."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"text": "document {i}, some text"}}\n' for i in range(60)))
+    options = DataLoaderOptions(num_workers=workers)
+    training = Training(
+        dataset="jsonl",
+        dataset_path=str(path),
+        seq_len=8,
+        local_batch_size=2,
+        dataloader=options,
+    )
+    sizes = step_sizes(replace(training, batch_ramp=[[0, 4], [2, 8]]), global_batch_size=8)
+
+    def rows_of_steps(num_ranks):
+        steps = []
+        for rank in range(num_ranks):
+            stream = open_dataloader(
+                Config(training=training),
+                batch_rank=rank,
+                num_batch_ranks=num_ranks,
+                accumulation=8 // 2 // num_ranks,
+                samples_consumed=start,
+                sizes=sizes,
+            )
+            for step in range(4):
+                ids = []
+                for _ in range(stream.accumulation):
+                    ids += next(stream).sample_ids_B.tolist()
+                if rank == 0:
+                    steps.append([])
+                steps[step] += ids
+        assert stream.samples_consumed == sizes.after(start, 4)
+        return steps
+
+    one = open_dataloader(
+        Config(training=replace(training, local_batch_size=1)),
+        batch_rank=0,
+        num_batch_ranks=1,
+        accumulation=1,
+        samples_consumed=start,
+    )
+    expected = []
+    position = start
+    for _ in range(4):
+        size = 4 if position < 8 else 8
+        expected.append([int(next(one).sample_ids_B[0]) for _ in range(size)])
+        position += size
+    assert rows_of_steps(1) == expected
+    assert rows_of_steps(2) == expected

@@ -128,9 +128,9 @@ def test_micro_batch_has_no_memory_and_is_not_counted_as_activation(monkeypatch)
     batches = []
     trace = fake_backend.trace
 
-    def watched(runner, layout, mesh, config, batch, hidden_size):
+    def watched(runner, layout, mesh, config, batch):
         batches.append(batch)
-        return trace(runner, layout, mesh, config, batch, hidden_size)
+        return trace(runner, layout, mesh, config, batch)
 
     monkeypatch.setattr(fake_backend, "trace", watched)
     dry(deep_config(parallelism={"tensor_parallel_degree": 2}), size=2)
@@ -223,9 +223,7 @@ def test_fake_tensors_are_counted_like_real_ones():
             models.build(module, shape), module.LAYOUT, mesh, config, shape.vocab_size
         )
         runner.materialize({name: Draw("zeros") for name in runner.parameters()}, 0)
-        real = fake_backend.trace(
-            runner, module.LAYOUT, mesh, config, dry_run._micro_batch(config), hidden=64
-        )
+        real = fake_backend.trace(runner, module.LAYOUT, mesh, config, dry_run._micro_batch(config))
     # real kernels allocate a few scratch tensors
     assert without_memory.activations_bytes == pytest.approx(real.activations_bytes, rel=0.01)
     assert without_memory.layers_traced == real.layers_traced

@@ -52,6 +52,7 @@ from shardtrain.config.rules.option_pairs import (
 )
 from shardtrain.config.rules.own_files_rules import check_own_files, schedule_options
 from shardtrain.config.rules.pipeline_rules import check_context, check_pipeline, pipeline_notes
+from shardtrain.config.rules.ramp_rules import check_ramps, ramp_notes
 from shardtrain.config.rules.safety_rules import check_paths, check_secrets
 from shardtrain.config.rules.task_rules import OF_TEXT, check_task, check_text_tasks
 from shardtrain.config.rules.transformers_rules import check_transformers
@@ -91,6 +92,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_images,
     check_experts,
     check_multi_token,
+    check_ramps,
     check_batch,
     check_pipeline,
     check_context,
@@ -130,6 +132,7 @@ def notes(loaded: Loaded) -> list[str]:
         *_compiled_loss(loaded),
         *_repeated_recomputation(loaded),
         *_unsupported_options(loaded),
+        *ramp_notes(loaded),
         *pipeline_notes(loaded),
         *experts_notes(loaded),
         *rotary_notes(loaded),

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from shardtrain.config import derived
+from shardtrain.config import derived, ramps
 from shardtrain.config.aliases import TORCHTITAN_DATASETS
 from shardtrain.config.coerce import PLAIN_KINDS, Unfit, coerce
 from shardtrain.config.load import Loaded
 from shardtrain.config.model_file import ModelFacts, read_model_file, shape
 from shardtrain.config.options import nearest
+from shardtrain.config.rules.ramp_rules import check_batch_on, nearest_multiples
 from shardtrain.config.rules.values import any_of, divisors, problem
 from shardtrain.config.settings import Value
 from shardtrain.hub_formats.config_json import MAX_PARTS
@@ -375,6 +376,19 @@ def check_sequence(loaded: Loaded) -> Iterator[Problem]:
                 rule=f"is not a multiple of {divisor} ({', '.join(reasons)})",
                 fix=f"use {any_of(nearest_multiples(seq_len, divisor))}",
             )
+    # The last length of a ramp is that of training.seq_len.
+    lengths_of_ramp = ramps.sequence_lengths(c.training)[:-1]
+    wrong_lengths = [length for length in lengths_of_ramp if length % divisor]
+    if wrong_lengths:
+        yield problem(
+            loaded,
+            ramps.SEQUENCE_RAMP,
+            rule=(
+                f"has {', '.join(map(str, wrong_lengths))}, which must be multiples of {divisor} "
+                f"({', '.join(reasons)})"
+            ),
+            fix="use multiples",
+        )
 
 
 def check_layers(loaded: Loaded) -> Iterator[Problem]:
@@ -395,25 +409,9 @@ def check_layers(loaded: Loaded) -> Iterator[Problem]:
 
 def check_batch(loaded: Loaded) -> Iterator[Problem]:
     """The global batch is a multiple of the local batch times the known number of data-parallel ranks."""
-    t = loaded.config.training
     p = loaded.config.parallelism
     ranks = p.data_parallel_replicate_degree * max(p.data_parallel_shard_degree, 1)
-    per_pass = t.local_batch_size * ranks
-    if t.global_batch_size < 1 or per_pass < 1 or t.global_batch_size % per_pass == 0:
-        return
-    nearby = nearest_multiples(t.global_batch_size, per_pass)
-    yield problem(
-        loaded,
-        "training.global_batch_size",
-        rule=f"is not a multiple of local_batch_size {t.local_batch_size} times {ranks} data-parallel ranks",
-        fix=f"use {any_of(nearby)}, or -1",
-    )
-
-
-def nearest_multiples(value: int, divisor: int) -> list[int]:
-    """Return the multiples of ``divisor`` below and above a value that is not one, without 0."""
-    below = value // divisor * divisor
-    return [multiple for multiple in (below, below + divisor) if multiple]
+    yield from check_batch_on(loaded, ranks)
 
 
 def _size(sizes: dict[str, Any], name: str) -> int:

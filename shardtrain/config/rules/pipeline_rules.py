@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardtrain.config import derived, stages
+from shardtrain.config import derived, ramps, stages
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest
 from shardtrain.config.rules.model_rules import model_shape
@@ -51,13 +51,23 @@ def check_pipeline(loaded: Loaded) -> Iterator[Problem]:
         return
 
     # The number of micro-batches depends on the stages, so it is only checked if the stages are right.
-    rows = known_rows(loaded)
-    if rows is not None:
+    all_rows = rows_of_steps(loaded)
+    for rows in all_rows:
         yield from check_microbatches(loaded, rows, count)
-    if p.pipeline_parallel_schedule_csv and p.pipeline_parallel_microbatch_size > 0:
-        yield from check_schedule_file(
-            loaded, count, rows and rows // p.pipeline_parallel_microbatch_size
+    if not p.pipeline_parallel_schedule_csv or p.pipeline_parallel_microbatch_size < 1:
+        return
+    if len(loaded.config.training.batch_ramp) > 1:
+        yield problem(
+            loaded,
+            ramps.BATCH_RAMP,
+            rule="changes the number of micro-batches, which pipeline_parallel_schedule_csv fixes",
+            fix="remove it, or use a named schedule",
         )
+        return
+    num_micro_batches = None
+    if all_rows:
+        num_micro_batches = all_rows[-1] // p.pipeline_parallel_microbatch_size
+    yield from check_schedule_file(loaded, count, num_micro_batches)
 
 
 def _check_combinations(loaded: Loaded, schedule: str) -> Iterator[Problem]:
@@ -159,21 +169,23 @@ def _check_layers(loaded: Loaded, layers: int, count: int) -> Iterator[Problem]:
     yield problem(loaded, option, rule, fix)
 
 
-def known_rows(loaded: Loaded, world_size: int | None = None) -> int | None:
-    """Return the sequences per step on a data-parallel rank, or None if they depend on an unknown
-    number of ranks.
+def rows_of_steps(loaded: Loaded, world_size: int | None = None) -> list[int]:
+    """Return the sequences per step on a data-parallel rank, for each size of a batch ramp.
+
+    Empty if they depend on an unknown number of ranks.
     """
     t = loaded.config.training
     p = loaded.config.parallelism
+    sizes = ramps.batch_sizes(t)
     # By default, a step is one local batch per data-parallel rank.
-    if t.global_batch_size == -1:
-        return t.local_batch_size
+    if not sizes:
+        return [t.local_batch_size]
     # A shard degree of -1 depends on the number of ranks.
     if world_size is None and p.data_parallel_shard_degree == -1:
-        return None
+        return []
     world_size = world_size or derived.other_degrees(loaded.config) * p.data_parallel_shard_degree
     ranks = derived.data_parallel_degree(loaded.config, world_size)
-    return t.global_batch_size // ranks if ranks else None
+    return [size // ranks for size in sizes] if ranks else []
 
 
 def check_microbatches(loaded: Loaded, rows: int, count: int) -> Iterator[Problem]:
@@ -216,10 +228,10 @@ def check_microbatches(loaded: Loaded, rows: int, count: int) -> Iterator[Proble
 def pipeline_notes(loaded: Loaded) -> list[str]:
     """Return a note if a step has fewer micro-batches than stages."""
     p = loaded.config.parallelism
-    rows = known_rows(loaded)
-    if p.pipeline_parallel_degree < 2 or rows is None or p.pipeline_parallel_microbatch_size < 1:
+    rows = rows_of_steps(loaded)
+    if p.pipeline_parallel_degree < 2 or not rows or p.pipeline_parallel_microbatch_size < 1:
         return []
-    batches = rows // p.pipeline_parallel_microbatch_size
+    batches = rows[0] // p.pipeline_parallel_microbatch_size
     layers = (model_shape(loaded) or {}).get("num_layers")
     count = stages.num_stages(p, layers) if isinstance(layers, int) else 0
     if batches >= count:

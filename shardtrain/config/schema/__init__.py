@@ -189,8 +189,17 @@ class Training(Numbers):
     """Sequences per optimizer step over all ranks; -1 is local_batch_size times the data-parallel ranks, or
     the value of the checkpoint when a run resumes. A larger multiple accumulates gradients.
     """
+    batch_ramp: list[list[int]] = field(default_factory=list)
+    """Grow the global batch: pairs of a step and the sequences per step from there on, such as
+    [[0, 32], [1000, 64]]. Steps count from 0. The last size is that of global_batch_size (shardtrain).
+    """
     seq_len: int = 2048
     """Tokens per sequence."""
+    sequence_ramp: list[list[int]] = field(default_factory=list)
+    """Grow the sequences: pairs of a step and the tokens per sequence from there on, such as
+    [[0, 512], [1000, 2048]]. Shorter sequences are equal parts of those of seq_len tokens, which is the last
+    length. So tokens per step and the order of the data stay the same (shardtrain).
+    """
     max_norm: float = 1.0
     """Maximum global norm of the gradients, which are scaled down to it."""
     label_smoothing: float = 0.0

@@ -7,7 +7,7 @@ so a resumed run makes the same decisions. ``train/rollback.py`` returns to an o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -99,16 +99,19 @@ class Guard:
             rewind.first_row < end_row and first_row < rewind.end_row for rewind in self.rewinds
         )
 
-    def num_excluded_steps(self, first_row: int, end_row: int, rows_per_step: int) -> int:
-        """Return the number of skipped steps among the steps that consist of the rows [first_row, end_row)."""
+    def num_excluded_steps(
+        self, first_row: int, end_row: int, step_of: Callable[[int], int]
+    ) -> int:
+        """Return the number of skipped steps among the steps that consist of the rows [first_row, end_row).
+
+        ``step_of`` returns the step that uses a row.
+        """
         steps: set[int] = set()
         for rewind in self.rewinds:
             begin = max(rewind.first_row, first_row)
             end = min(rewind.end_row, end_row)
             if begin < end:
-                first_step = (begin - first_row) // rows_per_step
-                last_step = (end - 1 - first_row) // rows_per_step
-                steps.update(range(first_step, last_step + 1))
+                steps.update(range(step_of(begin), step_of(end - 1) + 1))
         return len(steps)
 
     def to_dict(self) -> dict[str, Any]:

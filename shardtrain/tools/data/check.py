@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -304,12 +303,13 @@ def _epochs(
         mixture = Mixture(build_dataset.stages_of(config, feeds))
         ends = [mixture.first_position_beyond(index, count) for index, count in enumerate(counts)]
 
+    sizes = derived.step_sizes(config, world_size)
     batch_size = derived.global_batch_size(config, world_size)
     tables = []
     for count, end in zip(counts, ends, strict=True):
         table: dict[str, Any] = {"sequences per epoch": count, "sequences per step": batch_size}
         if end is not None:
-            table["steps per epoch"] = math.ceil(end / batch_size)
+            table["steps per epoch"] = sizes.num_steps(0, end)
         tables.append(table)
     return tables
 
@@ -336,7 +336,8 @@ def _row_epochs(config: Config, survey: Survey, world_size: int) -> dict[str, An
         accumulation=derived.accumulation_steps(config, world_size),
     )
     table["sequences per epoch"] = stream.num_samples or 0
-    table["steps per epoch"] = math.ceil((stream.places_per_epoch or 0) / stream.global_batch)
+    sizes = derived.step_sizes(config, world_size)
+    table["steps per epoch"] = sizes.num_steps(0, stream.places_per_epoch or 0)
     return table
 
 

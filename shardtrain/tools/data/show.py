@@ -108,16 +108,18 @@ def main(words: list[str]) -> int:
     world_size = taken.own.get("--world_size") or taken.own.get("--nproc")
     config, world_size = _open(*taken.configuration(), world_size)
     step = taken.own.get("--step", 1)
-    batch_size = derived.global_batch_size(config, world_size)
-    first = (step - 1) * batch_size
-    count = min(taken.own.get("--rows", 3), batch_size)
+    sizes = derived.step_sizes(config, world_size)
+    first = sizes.after(0, step - 1)
+    length = sizes.length_at(first) or config.training.seq_len
+    sequences_per_row = config.training.seq_len // length
+    count = min(taken.own.get("--rows", 3), sizes.batch_at(first) * sequences_per_row)
 
     as_json = "--json" in taken.own
     color = sys.stdout.isatty() and not config.metrics.disable_color_printing
     if not as_json:
         print(_LEGEND[color])
     if config.task.name in OF_NEXT_TOKENS:
-        num_shown = _print_sequences(config, first, count, as_json, color)
+        num_shown = _print_sequences(config, first, count, length, as_json, color)
     else:
         num_shown = 0
         for row, tokenizer in task_rows(config, first, count):
@@ -136,17 +138,22 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _print_sequences(config: Config, first: int, count: int, as_json: bool, color: bool) -> int:
-    """Print sequences and, unless ``as_json``, the share of padding in them. Return the number of sequences."""
+def _print_sequences(
+    config: Config, first: int, count: int, length: int, as_json: bool, color: bool
+) -> int:
+    """Print sequences and, unless ``as_json``, the share of padding in them. Return the number of sequences.
+
+    ``length`` is the number of tokens per sequence.
+    """
     loader = open_rows(config)
     num_shown = 0
     num_padding = 0
-    for shown in rows(loader, config, first, count):
+    for shown in rows(loader, config, first, count, length):
         num_shown += 1
         num_padding += shown.filler
         print(json.dumps(asdict(shown)) if as_json else render(shown, loader.tokenizer, color))
     if num_shown and not as_json:
-        num_tokens = num_shown * config.training.seq_len
+        num_tokens = num_shown * length
         print(padding_line(num_padding / num_tokens, loader.padding_by_source()))
     return num_shown
 
@@ -185,16 +192,24 @@ def open_rows(config: Config) -> data.DataLoader:
 
 
 def rows(
-    loader: data.DataLoader, config: Config, first: int, count: int
+    loader: data.DataLoader, config: Config, first: int, count: int, length: int | None = None
 ) -> Iterator[ShownSequence]:
-    """Yield ``count`` sequences in the order of training from ``first`` on."""
+    """Yield ``count`` sequences in the order of training from the row ``first`` on.
+
+    A sequence ramp divides rows of ``training.seq_len`` tokens into sequences of ``length`` tokens.
+    """
+    length = length or config.training.seq_len
     names = list(config.data.sources) or [config.training.dataset]
     loader.seek(first)
-    for position in range(first, first + count):
-        batch = next(loader, None)
-        if batch is None:
-            return
-        yield describe(batch, 0, position, names, loader.pad_id)
+    sequences_per_row = config.training.seq_len // length
+    for number in range(count):
+        position, part = divmod(number, sequences_per_row)
+        if part == 0:
+            batch = next(loader, None)
+            if batch is None:
+                return
+            batch = batch.divided(length)
+        yield describe(batch, part, first + position, names, loader.pad_id)
 
 
 def padding_line(fraction: float, of_sources: Mapping[str, float]) -> str:

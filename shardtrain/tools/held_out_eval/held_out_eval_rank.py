@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from shardtrain import distributed, tasks
 from shardtrain.checkpoint.choice import ChosenCheckpoint, is_step_name
@@ -95,7 +96,7 @@ def load(built: BuiltModel, config: Config, wanted: str | None) -> Place:
 def measure(built: BuiltModel, config: Config, mesh: Mesh, split: str) -> tuple[Evaluation, bool]:
     """Evaluate the model on each row of a set (a collective). Also return True if the set has labels."""
     task = built.task
-    options = {}
+    options: dict[str, Any] = {}
     labelled = True
     if isinstance(task, tasks.RowTask):
         labelled = task.is_labelled(split)

@@ -9,6 +9,7 @@ fast, the candidate with less memory comes first.
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from shardtrain import config as configs
 from shardtrain import tasks
-from shardtrain.config import Loaded, derived
+from shardtrain.config import Loaded, derived, ramps
 from shardtrain.config.schema import Config
 from shardtrain.config.toml_writer import set_toml
 from shardtrain.facts.quantization import LINEAR, MX
@@ -172,8 +173,9 @@ class _Estimate(NamedTuple):
 
 def _global_batch(config: Config, world_size: int) -> int:
     """Return the sequences per step: as configured, or the default of the configured mesh on these devices."""
-    if config.training.global_batch_size != -1:
-        return config.training.global_batch_size
+    sizes = ramps.batch_sizes(config.training)
+    if sizes:
+        return sizes[-1]
     shards = max(1, world_size // derived.other_degrees(config))
     replicas = config.parallelism.data_parallel_replicate_degree
     return config.training.local_batch_size * replicas * shards
@@ -201,10 +203,14 @@ def _candidates(
         if layer.experts:
             experts = layer.experts
             break
-    for tp, pp, cp in _splits(model, config.training.seq_len, world_size, device):
+    # All sizes of a ramp must be divisible.
+    all_batches = [*ramps.batch_sizes(config.training), global_batch]
+    divided_batch = math.gcd(*all_batches)
+    divided_length = math.gcd(*ramps.sequence_lengths(config.training))
+    for tp, pp, cp in _splits(model, divided_length, world_size, device):
         # The remaining ranks are data-parallel. Each needs the same number of rows.
         ranks = world_size // (tp * pp * cp)
-        if global_batch % ranks:
+        if divided_batch % ranks:
             continue
         rows = global_batch // ranks
         for replicas in _replicas(ranks, tp * cp, device):

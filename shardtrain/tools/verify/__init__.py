@@ -140,7 +140,7 @@ def load(request: VerifyOptions) -> Loaded:
             overrides = ["--model.flavor", smallest(facts), *overrides]
         return _require_valid(configs.load(None, ["--model.name", path, *overrides]))
 
-    return comparable(_require_valid(configs.load(path, overrides)))
+    return meshes.without_ramps(comparable(_require_valid(configs.load(path, overrides))))
 
 
 def comparable(loaded: Loaded) -> Loaded:

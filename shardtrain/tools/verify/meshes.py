@@ -310,6 +310,14 @@ def rows_per_data_rank(degrees: Mapping[str, int]) -> int:
     return 2 * degrees.get("pp", 1)
 
 
+def without_ramps(loaded: Loaded) -> Loaded:
+    """Return the configuration with steps of one size, which verify chooses itself.
+
+    A ramp determines only the shape of a step. It does not depend on the mesh.
+    """
+    return changed(loaded, {"training": {"batch_ramp": [], "sequence_ramp": []}}, set(), "")
+
+
 def changed(
     loaded: Loaded, sections: Mapping[str, Mapping[str, Any]], given: set[str], where: str
 ) -> Loaded:

@@ -44,7 +44,7 @@ def find_errors(
                 end = _read_rows(config, part, world_size)
             trains = section == "training" and not config.checkpoint.create_seed_checkpoint
             if end is not None and world_size and trains and not _has_a_checkpoint(config):
-                num_steps = -(-end // derived.global_batch_size(config, world_size))
+                num_steps = derived.step_sizes(config, world_size).num_steps(0, end)
                 check_enough(config.training, 0, num_steps, config.training.steps)
         except ShardtrainError as error:
             return [error], notes

@@ -175,6 +175,18 @@ def test_best_fit_equals_its_definition(lengths, capacity):
     assert actual == sorted((sorted(pieces) for pieces in members), key=lambda pieces: pieces[0])
 
 
+@pytest.mark.parametrize(("num_documents", "limit"), [(8192, 0.001), (128, 0.03)])
+def test_padding_of_log_normal_lengths_is_small(num_documents, limit):
+    """The blocks of data in memory have 8,192 documents, and those of a stream 128."""
+    lengths = np.random.default_rng(0).lognormal(np.log(300), 1.0, num_documents)
+    lengths = lengths.clip(1, 2048).astype(np.int64)
+    padding = {}
+    for kind, fit in FITS.items():
+        num_rows = int(fit(lengths, 2048).max()) + 1
+        padding[kind] = 1 - lengths.sum() / (num_rows * 2048)
+    assert 0 <= padding["best_fit"] <= padding["first_fit"] <= limit
+
+
 @pytest.mark.parametrize("kind", FITS)
 def test_a_piece_longer_than_a_row_is_an_error(kind):
     with pytest.raises(ValueError, match="a piece of 11 does not fit into a row of 10"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain import config as configs
-from shardtrain.config import Config, Loaded
+from shardtrain.config import Config, Loaded, ramps
 from shardtrain.config.derived import compute_dtype
 from shardtrain.config.schema import (
     ActivationCheckpoint,
@@ -137,7 +137,9 @@ def prepare(
     Raises:
         ConfigError: the configuration is wrong, or has no small version.
     """
-    loaded, notes = with_substitutes(user, folder)
+    loaded, notes = with_substitutes(meshes.without_ramps(user), folder)
+    for line in ramps.describe(user.config.training):
+        notes.append(f"{line}; all steps of the small run have one size")
     complete = loaded
     config = loaded.config
     rows_per_pass = 1
