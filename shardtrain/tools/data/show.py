@@ -202,14 +202,15 @@ def rows(
     names = list(config.data.sources) or [config.training.dataset]
     loader.seek(first)
     sequences_per_row = config.training.seq_len // length
-    for number in range(count):
-        position, part = divmod(number, sequences_per_row)
-        if part == 0:
-            batch = next(loader, None)
-            if batch is None:
-                return
-            batch = batch.divided(length)
-        yield describe(batch, part, first + position, names, loader.pad_id)
+    num_rows = -(-count // sequences_per_row)
+    for index in range(num_rows):
+        batch = next(loader, None)
+        if batch is None:
+            return
+        batch = batch.divided(length)
+        num_parts = min(sequences_per_row, count - index * sequences_per_row)
+        for part in range(num_parts):
+            yield describe(batch, part, first + index, names, loader.pad_id)
 
 
 def padding_line(fraction: float, of_sources: Mapping[str, float]) -> str:
