@@ -61,6 +61,7 @@ class PlannedJob:
         reduces_once: Gradients of several micro-batches are reduced together.
         gathers_float8: Tensor parallelism gathers activations after they are cast to float8.
         attention_speed: Speed of attention kernels, relative to PyTorch's.
+        heads: Number of times that the head processes each token: once, and once per multi-token prediction layer.
     """
 
     seq_len: int
@@ -102,6 +103,7 @@ class PlannedJob:
     reduces_once: bool = True
     gathers_float8: bool = False
     attention_speed: float = 1.0
+    heads: int = 1
     compute_dtype: str = "bfloat16"
     notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -154,7 +156,7 @@ def of_config(
     Args:
         config: The configuration.
         world_size: Number of ranks.
-        num_layers: Layers of the model.
+        num_layers: Layers of the model, with those of multi-token prediction.
         sequences_per_row: Sequences that the task makes of one row of data.
         has_experts: The model has experts.
     """
@@ -173,6 +175,11 @@ def of_config(
     )
     schedule, schedule_notes = _schedule(parallelism)
     precision = _LowPrecision.of_config(config)
+
+    # Layers of multi-token prediction are on the last stage.
+    num_mtp_layers = int(config.model.overrides.get("num_nextn_predict_layers", 0))
+    layers = list(layers_of_stages(parallelism, num_layers - num_mtp_layers))
+    layers[-1] = range(layers[-1].start, layers[-1].stop + num_mtp_layers)
 
     # The loss at the head needs a plain linear head of one of this package's decoders:
     # distributed/loss_at_head.py.
@@ -200,7 +207,8 @@ def of_config(
         ep=parallelism.expert_parallel_degree,
         cp_method=cp_method,
         schedule=schedule,
-        stages=layers_of_stages(parallelism, num_layers),
+        stages=tuple(layers),
+        heads=1 + num_mtp_layers,
         recompute=recompute_mode,
         reshard=parallelism.fsdp_reshard_after_forward,
         shard_states=parallelism.shard_optimizer_states

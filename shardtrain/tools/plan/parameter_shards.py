@@ -24,6 +24,9 @@ def parameters_of_stage(model: ModelShape, job: PlannedJob, index: int) -> list[
         parameters += model.layers[number].parameters
     if index == len(job.stages) - 1:
         parameters += model.last
+        # The last stage has a copy of the embedding for multi-token prediction.
+        if index > 0 and job.heads > 1 and not model.tied:
+            parameters += model.first
     return parameters
 
 

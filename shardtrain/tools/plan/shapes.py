@@ -17,7 +17,7 @@ from torch import nn
 from shardtrain import models, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.layout import SPLIT_ON_DIM_0, Layout, matches, style_of
+from shardtrain.layout import SPLIT_ON_DIM_0, Layout, all_layers, matches, style_of
 from shardtrain.metrics.flops import count_model
 from shardtrain.ops.tied import tied_names
 from shardtrain.tasks.image_text import ImageText
@@ -202,7 +202,7 @@ class ModelShape:
 
     Attributes:
         name: Label for output.
-        layers: Equal layers are the same object.
+        layers: Equal layers are the same object. Those of multi-token prediction are last.
         first, last: Parameters of the modules before and after the layers.
         dim: Width of the residual stream.
         vocab: Number of output columns.
@@ -260,17 +260,17 @@ def read(config: Config) -> ModelShape:
         quantize.take_out(model, layout, base_dtype)
 
     # Layers of one kind become one object, because memory and time are counted once per object.
-    layers: nn.ModuleDict = getattr(model, layout.layers)
     image_paths: Collection[str] = ()
     if isinstance(task, ImageText):
         image_paths = cast(Any, model).image_modules.keys()
     layer_by_kind: dict[tuple[object, ...], Layer] = {}
     layer_shapes = []
-    for name, layer in layers.items():
+    for layer_path, layer in all_layers(model, layout).items():
+        name = layer_path.removeprefix(f"{layout.layers}.")
         is_of_images = any(name.startswith(f"{path}.") for path in image_paths)
         kind = (is_of_images, *_kind(layer))
         if kind not in layer_by_kind:
-            layer_shape = _layer(layer, f"{layout.layers}.{name}", layout, shape)
+            layer_shape = _layer(layer, layer_path, layout, shape)
             if is_network:
                 attention = network_layout.attention_function(model)
                 layer_shape = replace(layer_shape, attention=attention)

@@ -181,6 +181,7 @@ def _head_bytes(model: ModelShape, job: PlannedJob, stream: int, kernels: Kernel
     is_layer_norm = model.layers[-1].layer_norm
     norm = norm_bytes(rows_of_norm * model.dim, rows_of_norm, job, kernels, is_layer_norm)
     norm += gathered_input_bytes(job, stream)
+    tokens *= job.heads
     columns = model.vocab
     if job.loss_parallel:
         columns = -(-model.vocab // job.tp)  # rounded up

@@ -222,7 +222,8 @@ def _head_seconds(model: ModelShape, job: PlannedJob, device: Device) -> tuple[f
     columns = -(-model.vocab // job.tp)  # rounded up
     head = Linear("head", model.dim, columns, "replicate")
     job_without_float8 = replace(job, float8=False)
-    product = product_seconds(head, job_without_float8, device, job.local_tokens, 1)
+    tokens = job.heads * job.local_tokens
+    product = product_seconds(head, job_without_float8, device, tokens, 1)
     # The loss reads and writes the logits in float32 and in the compute dtype.
     bytes_per_logit: float = 4 * 6 + job.compute_width * 4
     if job.fused:
@@ -230,7 +231,7 @@ def _head_seconds(model: ModelShape, job: PlannedJob, device: Device) -> tuple[f
     if job.loss == "fused":
         # Logits are written once, then read and replaced by their gradient.
         bytes_per_logit = 3 * job.compute_width
-    loss_bytes = job.local_tokens * columns * bytes_per_logit
+    loss_bytes = tokens * columns * bytes_per_logit
     return product, loss_bytes / memory_rate(device)
 
 
