@@ -178,7 +178,7 @@ def _unsupported(model: Any, engine: EngineConfig, optimizer: Any) -> list[Probl
         refuse("model.tiled_mlp.enabled", True, "set it to false")
     if model.mtp.enable:
         refuse("model.mtp.enable", True, "set it to false")
-    if not engine.use_remove_padding:
+    if not (model.use_remove_padding and engine.use_remove_padding):
         refuse("model.use_remove_padding", False, "set it to true: rows are always packed")
 
     # Engine

@@ -9,10 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from verl.trainer.config import CheckpointConfig
+from verl.utils.tensordict_utils import assign_non_tensor
+from verl.workers.config.engine import EngineRouterReplayConfig
 from verl.workers.utils.losses import value_loss
-from verl_runs import batch, fsdp_engine, full, make_model, policy_loss, shardtrain_engine
+from verl_runs import (
+    batch,
+    fsdp_engine,
+    full,
+    make_model,
+    model_config,
+    optimizer_config,
+    policy_loss,
+    shardtrain_engine,
+)
 
 from shardtrain.compat.verl import CriticConfig
 from shardtrain.hf.hub_model import translation_of
@@ -183,39 +194,95 @@ def save_three(rank: int, folder: Any, output: Any) -> None:
         )
 
 
-def values_of(rank: int, folder: Any, mesh: dict[str, int] | None) -> Any:
-    """Return values, the critic's loss and its norm. ``None`` is verl's engine fsdp2."""
-    make = fsdp_engine if mesh is None else partial(shardtrain_engine, **mesh)
-    engine = make(folder, "value_model")
-    head = torch.linspace(-1, 1, 32)[None]
-    # both engines draw new heads, so give them the same one
-    parameters = (
-        dict(engine.module.named_parameters()) if mesh is None else engine.runner.parameters()
-    )
-    for name, parameter in parameters.items():
-        if name in ("score.weight", "head.weight"):
-            local_tensor(parameter).data.copy_(head[local_slices(parameter)])
-        elif name == "score.bias":
-            local_tensor(parameter).data.zero_()
-            parameter.requires_grad_(False)
+HEAD = torch.linspace(-1, 1, 32)[None]
+"""The head of critics, which engines would draw."""
+
+
+def values_of(rank: int, folder: Any, mesh: dict[str, int]) -> Any:
+    """Return a critic's values, verl's loss of them and the gradient norm."""
+    engine = shardtrain_engine(folder, "value_model", **mesh)
+    head = engine.runner.parameters()["head.weight"]
+    local_tensor(head).data.copy_(HEAD[local_slices(head)])
     part = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
     with engine.eval_mode():
         values = engine.infer_batch(batch(*part), None)["model_output"]["values"]
     with engine.train_mode():
-        result = engine.train_batch(
-            batch(*part), partial(value_loss, config=CriticConfig(use_dynamic_bsz=True))
-        )
-    return values.values().numpy(), sum(result["loss"]), result["metrics"]["grad_norm"]
+        result = engine.train_batch(batch(*part), critic_loss())
+    return values.values().numpy(), sum(result["loss"]), result["metrics"].get("grad_norm")
+
+
+def critic_loss() -> Any:
+    return partial(value_loss, config=CriticConfig(use_dynamic_bsz=True))
 
 
 @pytest.fixture(scope="module")
 def reference_values(folder):
-    return run_ranks(1, values_of, folder, None)[0]
+    """The same with transformers: verl's engine fsdp2 requires flash attention for critics, and so a GPU."""
+    model = AutoModelForTokenClassification.from_pretrained(
+        folder, num_labels=1, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    model.score.weight.data.copy_(HEAD)
+    model.score.bias = None
+    data = batch()
+    values = [model(row[None]).logits[0, :, 0] for row in data["input_ids"].unbind()]
+    nested = torch.nested.nested_tensor_from_jagged(torch.cat(values), data["input_ids"].offsets())
+    num_tokens = int(data["loss_mask"].sum())
+    assign_non_tensor(data, dp_size=1, batch_num_tokens=num_tokens)
+    loss, _ = critic_loss()(model_output={"values": nested}, data=data)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+    return nested.values().detach().numpy(), loss.item(), float(norm)
 
 
 @pytest.mark.parametrize("num_ranks, mesh", [(1, {}), (2, {"tensor_parallel_degree": 2})])
-def test_a_critic_equals_that_of_verls_engine(folder, reference_values, num_ranks, mesh):
-    for ours, expected in zip(
-        run_ranks(num_ranks, values_of, folder, mesh)[0], reference_values, strict=True
-    ):
-        assert_close(ours, expected)
+def test_a_critic_equals_that_of_transformers(folder, reference_values, num_ranks, mesh):
+    ours = run_ranks(num_ranks, values_of, folder, mesh)[0]
+    for value, expected in zip(ours, reference_values, strict=True):
+        assert_close(value, expected)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"model": {"lora_rank": 8}},
+            "model.lora_rank=8 is not supported by the engine shardtrain",
+        ),
+        ({"model": {"use_remove_padding": False}}, "set it to true: rows are always packed"),
+        ({"model": {"override_config": {"num_hidden_layers": 1}}}, "options.model.overrides"),
+        ({"optimizer": {"optimizer": "AdamW8bit"}}, "use one of AdamW, Adam"),
+        ({"options": {"data": {"seed": 1}}}, "options.data is not supported"),
+        ({"options": {"training": {"seq_lenn": 1}}}, "training.seq_len"),
+        ({"tensor_parallel_degree": 3}, "parallelism.tensor_parallel_degree"),
+        ({"router_replay": EngineRouterReplayConfig(mode="R2")}, "router_replay.mode"),
+    ],
+)
+def test_an_option_without_effect_is_refused_in_one_line(folder, changes, message):
+    changes = dict(changes)
+    made = {
+        "model": model_config(folder, **changes.pop("model", {})),
+        "optimizer": optimizer_config(**changes.pop("optimizer", {})),
+    }
+    with pytest.raises(AssertionError) as raised:
+        run_ranks(1, make_engine, folder, {**made, **changes})
+    line = str(raised.value).splitlines()[-1]
+    assert line.startswith("shardtrain.utils.errors.ConfigError")
+    assert message in line
+
+
+def make_engine(rank: int, folder: Any, options: dict[str, Any]) -> None:
+    shardtrain_engine(folder, **options)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_images_and_padded_batches_are_refused(folder, rows):
+    with pytest.raises(AssertionError, match="use text, or the engine fsdp"):
+        run_ranks(1, infer_images, folder, rows)
+
+
+def infer_images(rank: int, folder: Any, rows: int) -> None:
+    engine = shardtrain_engine(folder, forward_only=True)
+    data = batch(rows=rows, micro_batch_size=1)
+    data["multi_modal_inputs"] = torch.zeros(rows)
+    with engine.eval_mode():
+        engine.infer_batch(data, None)
