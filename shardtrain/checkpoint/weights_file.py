@@ -15,8 +15,8 @@ from pathlib import Path
 
 from shardtrain.checkpoint import files, manifest
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest, StoredTensor
-from shardtrain.checkpoint.safetensors_header import header
 from shardtrain.checkpoint.storage import Place
+from shardtrain.checkpoint.written_header import header
 from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.utils.errors import CheckpointError
 

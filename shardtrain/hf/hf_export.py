@@ -22,7 +22,7 @@ from shardtrain import models
 from shardtrain.checkpoint import files, manifest, tensors
 from shardtrain.checkpoint.async_save import pieces
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest, TensorFile
-from shardtrain.checkpoint.safetensors_header import header
+from shardtrain.checkpoint.written_header import header
 from shardtrain.facts.dtypes import COMPUTE_DTYPES, ITEM_BYTES
 from shardtrain.hf import as_is, mapping, source
 from shardtrain.hf.generation_config import GENERATION, TOKENS, with_tokens
