@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardtrain.config.load import Loaded
+from shardtrain.config.rules.data_rules import is_changed
 from shardtrain.config.rules.model_rules import model_shape
 from shardtrain.config.rules.values import problem
 from shardtrain.utils.errors import Problem
@@ -24,7 +25,8 @@ def check_multi_token(loaded: Loaded) -> Iterator[Problem]:
         # check_model reports it
         return
     if depths == 0:
-        if loaded.is_set(FACTOR):
+        # The saved configuration of a run sets every option to its value.
+        if is_changed(loaded, FACTOR):
             rule = f"has no effect on a model without multi-token prediction ({DEPTHS} 0)"
             yield problem(loaded, FACTOR, rule, f"set {OPTION}, or remove it")
         return
