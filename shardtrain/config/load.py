@@ -24,6 +24,9 @@ from shardtrain.config.toml_file import parse_file
 from shardtrain.config.toml_lines import key_lines
 from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
 
+RESOLVED_CONFIG = "config.resolved.toml"
+"""File in a run's folder with the effective value of every option."""
+
 MAX_PROBLEMS = 100
 """Maximum number of reported problems. A file with more is probably not a configuration."""
 
@@ -63,8 +66,13 @@ class Loaded:
         return self.origins.get(option, DEFAULT) != DEFAULT
 
     def is_from_preset(self, option: str) -> bool:
-        """True if a preset of the package sets this option and the command line does not."""
-        is_preset = self.path is not None and self.path.parent == presets.FOLDER
+        """True if a preset of the package sets this option and the command line does not.
+
+        The same holds for the file that a run has written. It has all options of the run's preset.
+        """
+        if self.path is None:
+            return False
+        is_preset = self.path.parent == presets.FOLDER or self.path.name == RESOLVED_CONFIG
         return is_preset and self.is_set(option) and self.origins[option] != COMMAND_LINE
 
     def where(self, option: str) -> str:

@@ -6,13 +6,11 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from shardtrain.config.load import RESOLVED_CONFIG as RESOLVED_CONFIG
 from shardtrain.config.load import Loaded, value_of
 from shardtrain.config.options import Option, kind_text, options, options_of, sections
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import Value
-
-RESOLVED_CONFIG = "config.resolved.toml"
-"""File in a run's folder with the effective value of every option."""
 
 
 def toml_value(value: Value) -> str:

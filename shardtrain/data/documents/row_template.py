@@ -99,9 +99,8 @@ class RowTemplate:
             raise
         # A template can raise any Python exception.
         except Exception as error:
-            raise Unusable(
-                f"the template of {name!r} fails: {str(error).splitlines()[0][:200]}"
-            ) from error
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise Unusable(f"the template of {name!r} fails: {lines[0][:200]}") from error
         if len(text) > MAX_CHARACTERS:
             raise Unusable(f"the template of {name!r} writes more than {MAX_CHARACTERS} characters")
         return check_text(str(text), f"the output of the template of {name!r}")

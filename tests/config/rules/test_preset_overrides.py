@@ -9,6 +9,7 @@ import pytest
 
 from shardtrain import config
 from shardtrain.config import presets
+from shardtrain.config.toml_writer import RESOLVED_CONFIG, resolved_toml
 
 OVERRIDES = {
     "lr_scheduler.decay_ratio": ["--lr_scheduler.name", "linear_linear"],
@@ -34,6 +35,26 @@ def test_an_idle_option_is_a_note_in_a_preset_and_an_error_in_a_file(
 
     written = config.load("debug", [*arguments, f"--{option}", str(loaded.value(option))])
     assert option in [problem.option for problem in config.check(written)]
+
+
+def problems_after_writing(loaded: config.Loaded, folder: Path) -> list[str]:
+    """Return the problems of the file that a run writes. ``data show``, ``replay`` and ``plan`` load it."""
+    written = folder / RESOLVED_CONFIG
+    written.write_text(resolved_toml(loaded.config))
+    return [problem.option for problem in config.check(config.load(written))]
+
+
+@pytest.mark.parametrize("option", OVERRIDES)
+def test_a_run_accepts_the_overrides_in_the_file_that_it_wrote(tmp_path: Path, option: str) -> None:
+    assert problems_after_writing(config.load("debug", OVERRIDES[option]), tmp_path) == []
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_a_run_accepts_the_preset_in_the_file_that_it_wrote(tmp_path: Path, name: str) -> None:
+    """Every option of this file counts as set, also options whose value is the default."""
+    loaded = config.load(name)
+    expected = [problem.option for problem in config.check(loaded)]
+    assert problems_after_writing(loaded, tmp_path) == expected
 
 
 @pytest.mark.parametrize("name", presets.names())
