@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data import sandbox
-from shardtrain.utils import libraries, python_child
+from shardtrain.utils import libraries, python_child, stop_signals
 
 Pixels = npt.NDArray[np.uint8]
 """(height, width, 3), red, green and blue."""
@@ -115,14 +115,16 @@ class ImageDecoder:
             return self._child
         environment = {name: os.environ[name] for name in sandbox.PASSED_ON if name in os.environ}
         environment["OMP_NUM_THREADS"] = "1"
-        self._child = subprocess.Popen(
-            python_child.command("shardtrain.data.image_child"),
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-        )
+        # Ctrl-C reaches all processes of a run. If the child died of it, an image would count as damaged.
+        with stop_signals.children_ignore_requests():
+            self._child = subprocess.Popen(
+                python_child.command("shardtrain.data.image_child"),
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+            )
         assert self._child.stdin is not None
         # A child that does not read must not block this process.
         os.set_blocking(self._child.stdin.fileno(), False)

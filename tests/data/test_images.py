@@ -22,6 +22,7 @@ from shardtrain.data.documents.columns import Unusable
 from shardtrain.data.image_decoder import BadImage, ImageDecoder
 from shardtrain.data.images import Image, ImageReader
 from shardtrain.data.sources import BadRow
+from shardtrain.utils import stop_signals
 
 MAX_PIXELS = 1_000_000
 MAX_BYTES = 100_000
@@ -303,6 +304,18 @@ def test_decoding_within_limits_of_memory_and_time() -> None:
     finally:
         decoder.close()
         sandbox.set_limits(sandbox.Limits())
+
+
+def test_requests_to_stop_do_not_end_the_decoder(decoder: ImageDecoder) -> None:
+    """A terminal and a scheduler signal all processes of a run. The image must not count as damaged."""
+    content = png(0)
+    expected = decoder.decode(content).shape
+    child = decoder._child
+    assert child is not None
+    for number in stop_signals.FROM_OUTSIDE:
+        os.kill(child.pid, number)
+        assert decoder.decode(content).shape == expected
+    assert decoder._child is child
 
 
 def test_a_decoder_that_takes_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
