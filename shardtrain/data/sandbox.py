@@ -3,8 +3,8 @@ time and the length of its answer.
 
 Native libraries read tokenizers, Parquet and Arrow. If a library allocates too much memory, the kernel
 kills its process without an exception. So a child process (``sandbox_child``) opens the file first. The
-kernel enforces the child's limits, and the child inherits almost no environment variables. If the child
-succeeds, this process opens the same bytes, which it identifies by their hash.
+kernel enforces the child's limits, and the child inherits almost no environment variables. Only if the
+child succeeds, this process opens the same bytes, which it identifies by their hash.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import resource
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardtrain.utils import python_child, stop_signals
+from shardtrain.utils.redact import one_line
 
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 """Environment variables that the child needs to find Python and its packages. It gets no tokens or proxies."""
@@ -48,6 +49,22 @@ class Refused(Exception):
 
     The message is a predicate, such as "needs more than ...".
     """
+
+
+class Failed(Refused):
+    """The child failed on an artefact, so nothing is known about the memory and the time that it takes.
+
+    Do not open the artefact in this process, where no limits hold.
+
+    Attributes:
+        lines: the lines of the child's error.
+        errno: the errno of the child's OSError. 0 for all other errors.
+    """
+
+    def __init__(self, lines: Sequence[str], errno: int = 0) -> None:
+        super().__init__(f"cannot be opened ({lines[0]})")
+        self.lines = tuple(lines)
+        self.errno = errno
 
 
 def set_limits(limits: Limits) -> None:
@@ -83,7 +100,8 @@ def open_in_child(kind: str, request: Mapping[str, Any], *keys: str) -> None:
         keys: hashes of the contents, and of everything else that the outcome depends on.
 
     Raises:
-        Refused: the artefact exceeds the limits, or the child reports an error.
+        Refused: the artefact exceeds the limits, or crashes the child.
+        Failed: the child reports an error in the artefact.
     """
     if _opened_before.issuperset(keys):
         return
@@ -96,7 +114,7 @@ def open_in_child(kind: str, request: Mapping[str, Any], *keys: str) -> None:
 
 
 def _ask(request: Mapping[str, Any]) -> str:
-    """Start a child that opens the artefact. Return the error, or an empty string."""
+    """Start a child that opens the artefact. Return the refusal, or an empty string. Raises Failed."""
     global _spent
     command = python_child.command("shardtrain.data.sandbox_child")
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
@@ -154,13 +172,18 @@ def _of_children() -> float:
 
 
 def _verdict(answer: bytes, status: int) -> str:
-    """Return the error from the child's answer or its exit status, or an empty string."""
+    """Return the refusal from the child's answer or its exit status, or an empty string. Raises Failed."""
     try:
-        refused = json.loads(answer)["refused"]
-        if isinstance(refused, str):
-            return refused
+        content = json.loads(answer)
+        refused = content["refused"]
+        lines = [one_line(str(line)) for line in content["failed"]]
+        error_number = int(content["errno"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        pass
+        refused = None
+    if isinstance(refused, str):
+        if lines:
+            raise Failed(lines, error_number)
+        return refused
     # There is no answer. The kernel or the timer has killed the child, or it could not allocate memory.
     if status in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"takes more than data.artefact_seconds={_limits.seconds} to open"

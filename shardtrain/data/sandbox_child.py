@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils.errors import ShardtrainError
+from shardtrain.utils.errors import ShardtrainError, causes
+from shardtrain.utils.hub_errors import describe_error
 from shardtrain.utils.limits import is_out_of_memory
 
 
@@ -40,6 +41,15 @@ def bound(memory_bytes: int, seconds: int, file_bytes: int = 0) -> None:
     _lower(resource.RLIMIT_CPU, seconds)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+class LibraryError(Exception):
+    """A library cannot read the artefact. The message is its reason, in one line."""
+
+    def __init__(self, error: Exception, path: str = "") -> None:
+        reason = describe_error(error)
+        super().__init__(f"{path}: {reason}" if path else reason)
+        self.errno = getattr(error, "errno", None) or 0
 
 
 def _open_tokenizer(request: Mapping[str, Any]) -> None:
@@ -86,7 +96,7 @@ def _open_parquet(request: Mapping[str, Any]) -> None:
     except (OSError, pyarrow.ArrowException) as error:
         if is_out_of_memory(error):
             raise
-        raise ShardtrainError from None  # the parent gets the same error and names the file
+        raise LibraryError(error) from None
 
 
 def _open_arrow(request: Mapping[str, Any]) -> None:
@@ -96,16 +106,18 @@ def _open_arrow(request: Mapping[str, Any]) -> None:
     from shardtrain.data.sources._batches import rows_of_batch
 
     bound(request["memory_bytes"], request["seconds"], request["file_bytes"])
+    path = ""
+    opened = []
     try:
         if "folder" in request:
             saved = datasets.load_from_disk(request["folder"])
             opened = list(saved.values()) if isinstance(saved, Mapping) else [saved]
-        else:
-            opened = [datasets.Dataset.from_file(path) for path in request["paths"]]
+        for path in request.get("paths", ()):
+            opened.append(datasets.Dataset.from_file(path))
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise ShardtrainError from None  # the parent gets the same error and names the file
+        raise LibraryError(error, path) from None
     for dataset in opened:
         table = dataset.data.table
         # Arrow would follow lengths and offsets that point out of their buffers. The rows of a large table
@@ -129,22 +141,33 @@ OPENERS = {"tokenizer": _open_tokenizer, "parquet": _open_parquet, "arrow": _ope
 def main() -> None:
     """Open the artefact of the request on standard input, and write one line of JSON."""
     request = json.loads(sys.stdin.buffer.read())
+    refused = ""
+    failed: list[str] = []
+    error_number = 0
+    too_large = f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
     try:
         OPENERS[request["kind"]](request)
-        refused = ""
-    except MemoryError:
-        refused = f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
-    except ShardtrainError:
-        # The artefact is within the limits. The parent opens it next, and reports the error.
-        refused = ""
+    except LibraryError as error:
+        failed = [str(error)]
+        error_number = error.errno
+    except ShardtrainError as error:
+        failed = str(error).splitlines() or [type(error).__name__]
+        for cause in causes(error):
+            # A reader may wrap the error of a library that could not allocate memory.
+            if is_out_of_memory(cause):
+                refused = too_large
+            error_number = error_number or getattr(cause, "errno", None) or 0
     except BaseException as error:
         # BaseException, because a panic in Rust is not an Exception
         refused = f"cannot be opened ({' '.join(str(error).split())[:200]})"
         if is_out_of_memory(error):
-            refused = (
-                f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
-            )
-    os.write(1, json.dumps({"refused": refused[:1000]}).encode() + b"\n")
+            refused = too_large
+    answer = {
+        "refused": refused[:1000],
+        "failed": [] if refused else [line[:1000] for line in failed[:5]],
+        "errno": int(error_number),
+    }
+    os.write(1, json.dumps(answer).encode() + b"\n")
     # Exit without running exit handlers of libraries.
     os._exit(0)
 

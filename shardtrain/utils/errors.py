@@ -45,6 +45,16 @@ def fix_first(subject: str, fix: str, *reasons: str) -> str:
     return f"{subject}: {fix}; reason: {'; '.join(reasons)}"
 
 
+def causes(error: BaseException) -> list[BaseException]:
+    """Return an error and its causes."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with a configuration: the option, its value, the rule it breaks and the fix.

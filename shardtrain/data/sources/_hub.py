@@ -206,7 +206,9 @@ def _prove(what: Mapping[str, Any], paths: Sequence[str], request: Request) -> N
     because they may be compressed or contain wrong lengths.
 
     Raises:
-        DataError: the child could not open them.
+        ConfigError: the folder is not a saved dataset.
+        DataError: the child could not open the files.
+        StorageError: the storage failed.
     """
     identities = []
     file_bytes = 0
@@ -218,6 +220,20 @@ def _prove(what: Mapping[str, Any], paths: Sequence[str], request: Request) -> N
     arguments = {**what, "file_bytes": file_bytes, "max_row_bytes": request.max_row_bytes}
     try:
         sandbox.open_in_child("arrow", arguments, f"{what} {key}")
+    except sandbox.Failed as failed:
+        error = OSError(failed.errno, failed.lines[0])
+        trouble = bounded_reads.trouble(str(request.path), error)
+        if trouble is not None:
+            raise trouble from None
+        reason = f"({failed.lines[0]})"
+        if "folder" in what:
+            rule = f"cannot be opened as a saved dataset {reason}"
+            raise ConfigError(
+                Problem(request.option, request.path, rule, "save it again by save_to_disk")
+            ) from None
+        rule = f"cannot be read as Arrow {reason}"
+        fix = "get the file again, or remove it"
+        raise DataError(str(Problem(request.option, request.path, rule, fix))) from None
     except sandbox.Refused as refused:
         fix = (
             "get the files from their source again, remove them, or write them without compression"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardtrain.data.sources import Request
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem, causes
 from shardtrain.utils.hub_errors import describe_error
 
 
@@ -27,7 +27,7 @@ def _reason(
     """Return the rule and the fix for the error."""
     # Look at all chained errors, because the library and the hub client wrap each other's errors. Compare
     # class names, because the classes have moved between versions.
-    chain = _chain(error)
+    chain = causes(error)
     kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
     statuses = {getattr(getattr(link, "response", None), "status_code", None) for link in chain}
     text = " ".join(str(link) for link in chain).lower()
@@ -78,13 +78,3 @@ def _reason(
         fix = "check the network, set HF_HUB_OFFLINE=1 to use what was downloaded before, or name a local copy"
         return "is not available: the hub cannot be reached", fix
     return "cannot be opened", "correct the name, or name a local copy"
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and its causes."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    return chain

@@ -16,6 +16,9 @@ from shardtrain.data.sources._data_files import File, FileSource, is_many, list_
 from shardtrain.data.sources._parquet_pages import BATCH_BYTES, Unclear, memory_of_group
 from shardtrain.facts import file_kinds
 from shardtrain.utils import bounded_reads, libraries
+from shardtrain.utils.errors import ShardtrainError
+from shardtrain.utils.hub_errors import describe_error
+from shardtrain.utils.limits import is_out_of_memory
 
 ENDINGS = file_kinds.ENDINGS["parquet"]
 
@@ -163,7 +166,15 @@ def _rows_of_group(
     while True:
         try:
             batch = next(batches, None)
-        except (OSError, arrow.ArrowException):
+        except (OSError, arrow.ArrowException) as error:
+            # Missing memory and failing storage do not damage the file.
+            if is_out_of_memory(error):
+                raise
+            trouble = (
+                bounded_reads.trouble(file.path, error) if isinstance(error, OSError) else None
+            )
+            if trouble is not None:
+                raise trouble from error
             yield BadRow("the rest of the row group is damaged")
             return
         if batch is None:
@@ -244,6 +255,9 @@ def _try(file: File, groups: Sequence[int], rows_at_once: int) -> None:
     request = {"path": path, "groups": groups, "rows": rows_at_once, "max_list": file.size}
     try:
         sandbox.open_in_child("parquet", request, *keys)
+    except sandbox.Failed as failed:
+        error = OSError(failed.errno, failed.lines[0])
+        raise _not_parquet(file, error, failed.lines[0]) from None
     except sandbox.Refused as refused:
         raise file.unusable(
             str(refused), "get the file from its source again, remove it, or raise the limit"
@@ -273,13 +287,15 @@ def _open(file: File, metadata: Any = None, buffer_size: int = 0) -> Any:
         _try(file, [], 1)
         return parquet.ParquetFile(file.path, **thrift_limits(file.size))
     except (OSError, arrow.ArrowException) as error:
-        trouble = bounded_reads.trouble(file.path, error) if isinstance(error, OSError) else None
-        if trouble is not None:
-            raise trouble from error
-        reason = str(error).splitlines()[0]
-        raise file.unusable(
-            f"cannot be read as Parquet ({reason})", "get the file again, or remove it"
-        ) from error
+        raise _not_parquet(file, error, describe_error(error)) from error
+
+
+def _not_parquet(file: File, error: Exception, reason: str) -> ShardtrainError:
+    """Return the error for a file that cannot be decoded. It is a StorageError if storage failed."""
+    trouble = bounded_reads.trouble(file.path, error) if isinstance(error, OSError) else None
+    return trouble or file.unusable(
+        f"cannot be read as Parquet ({reason})", "get the file again, or remove it"
+    )
 
 
 def thrift_limits(file_bytes: int) -> dict[str, int]:

@@ -208,6 +208,9 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
     try:
         if not assets.is_built_in(path):
             sandbox.open_in_child("tokenizer", request, digest)
+    except sandbox.Failed as failed:
+        trouble = bounded_reads.trouble(file, OSError(failed.errno, failed.lines[0]))
+        raise trouble or ConfigError(failed.lines) from None
     except sandbox.Refused as refused:
         raise ConfigError(
             Problem(
