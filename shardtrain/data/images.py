@@ -74,7 +74,7 @@ class Image:
             raise _unreadable(self.path, error, max_bytes) from error
 
     def identity(self) -> str | bytes:
-        """Return a fact for a fingerprint: the content, or name and size of the file. Raises BadImage."""
+        """Return the content, or the name and size of the file, for a fingerprint. Raises BadImage."""
         if self.content:
             return self.content
         try:
@@ -83,10 +83,10 @@ class Image:
             raise _unreadable(self.path, error) from error
 
     def size(self, decoder: ImageDecoder, max_bytes: int) -> tuple[int, int]:
-        """Return width and height, which are read from the beginning of the file if possible.
+        """Return width and height. If possible, read only the beginning of the file.
 
         Raises:
-            BadImage: as ``load``; or the content is not an image, or has too many pixels.
+            BadImage: the file cannot be read (see ``load``), is not an image, or has too many pixels.
         """
         if not self.content:
             try:
@@ -103,7 +103,7 @@ class Image:
 
     @property
     def place(self) -> str:
-        """Where the image is, for messages."""
+        """Location of the image, for messages."""
         return self.path or "in the row"
 
 
@@ -112,9 +112,9 @@ class ImageReader:
     """Finds the images of rows.
 
     Attributes:
-        folder: folder of relative paths; empty if there is none.
+        folder: folder to which paths of images are relative. Empty to reject relative paths.
         messages_field: column of the conversation.
-        images_field: column of the images; empty for one of ``COLUMNS``.
+        images_field: column of the images. If empty, the first of ``COLUMNS`` that a row has.
         max_bytes: size limit of an image.
     """
 
@@ -142,28 +142,29 @@ class ImageReader:
             _insert_first(marked, len(in_column))
             places = list(_image_parts(marked))
 
-        # Parts that contain their image need none from the column.
-        waiting = iter(in_column)
+        # A part may contain its image. All other parts take the next image of the column.
+        next_images = iter(in_column)
         images = []
         num_from_column = 0
         for part in places:
             value = _embedded(part)
             if value is None:
                 num_from_column += 1
-                value = next(waiting, None)
+                value = next(next_images, None)
             if value is not None:
                 images.append(self._image(value))
         if num_from_column != len(in_column):
-            reason = "has other numbers of images and of places for them in the conversation"
-            return BadRow(reason, detail=f"{len(in_column)} images, {num_from_column} places")
+            reason = "must have as many images in its column as image parts in the conversation"
+            return BadRow(reason, detail=f"{len(in_column)} images, {num_from_column} parts")
+
+        # Chat templates expect parts without other keys.
         for part in places:
-            part_type = {"type": "image"}
             part.clear()
-            part.update(part_type)
+            part["type"] = "image"
         return messages_of(marked, name, has_images=True), images
 
     def _in_column(self, row: Mapping[str, Any]) -> list[Any]:
-        """Return the images in the column of images. Empty if there is no column, or null in it."""
+        """Return the images in the row's column of images. Empty if the column does not exist or is null."""
         value = None
         if self.images_field:
             value = column(row, self.images_field)

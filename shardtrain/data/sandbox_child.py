@@ -24,11 +24,12 @@ def _lower(kind: int, limit: int) -> None:
 
 
 def bound(memory_bytes: int, seconds: int, file_bytes: int = 0) -> None:
-    """Limit memory and CPU time of this process, and forbid it to write files.
+    """Limit the memory and CPU time of this process, and forbid it to write files.
 
-    ``file_bytes`` is the size of the files that it will memory-map. They need address space, but no memory.
+    ``file_bytes`` is the size of the files that the process will memory-map. These files need address space,
+    but no memory.
     """
-    # Only Linux enforces limits of memory.
+    # Only Linux enforces these memory limits.
     if sys.platform == "linux":
         pages = Path("/proc/self/statm").read_text().split()
         sizes = [int(count) * resource.getpagesize() for count in pages]
@@ -100,7 +101,7 @@ def _open_parquet(request: Mapping[str, Any]) -> None:
 
 
 def _open_arrow(request: Mapping[str, Any]) -> None:
-    import datasets  # the parent reads the files with it
+    import datasets  # test with the library that the parent uses to read the files
 
     from shardtrain.data.sources import _arrow_offsets
     from shardtrain.data.sources._batches import rows_of_batch

@@ -64,7 +64,10 @@ def check(model: Any, layout: Layout) -> None:
 
 
 def of_stage(stage: Any, layout: Layout, mesh: Mesh, config: Config) -> EmbeddingNoise | None:
-    """Add noise to the embedding of a pipeline stage or an entire model. None if the stage has none."""
+    """Add noise to the embedding of a pipeline stage or of an unsplit model, and return the noise.
+
+    Return None for a stage without an embedding.
+    """
     embedding = _first_module(stage, layout)
     if not isinstance(embedding, nn.Embedding):
         return None

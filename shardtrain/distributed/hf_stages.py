@@ -135,8 +135,8 @@ class _OtherEnd(_Reading, chain.Absent):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the original on the meta device to find the shape, and return zeros of this shape."""
-        # The zeros get the device of the arguments, and their dtype if both are floating point: the original on
-        # the meta device has the dtype of its weights, and the stage may compute in another.
+        # Use the device of the arguments. Use their floating-point dtype, too, because the stage may compute in
+        # another dtype than the original, which returns the dtype of its weights.
         device = torch.device("cpu")
         float_dtype = None
         tensors = _tensors([arguments, keywords])

@@ -190,7 +190,7 @@ class RowTask:
                         "names a network without pad_token_id in config.json, "
                         "which it needs to find the last token of a row"
                     ),
-                    fix="add one there: the id of a token that no row ends with",
+                    fix="set pad_token_id there to the id of a token that never ends a row",
                 )
             )
         return model

@@ -69,7 +69,8 @@ def load(
     if config.checkpoint.initial_load_in_hf:
         tensors = without_new_head(config, tensors)
 
-    # _load_quantized fills all weights. With an empty dict, the functions below compute only the fingerprint.
+    # _load_quantized fills all weights. The functions below then have nothing to fill, and return only the
+    # fingerprint.
     if config.lora.base_dtype != quantize.WHOLE:
         _load_quantized(config, runner, device, tensors)
         tensors = {}

@@ -108,7 +108,7 @@ class Run:
 
     @property
     def has_evaluation_weights(self) -> bool:
-        """True if the optimizer trains other weights than it evaluates. See ``own_optimizer.py``."""
+        """True if the optimizer computes separate weights for evaluation. See ``own_optimizer.py``."""
         return hasattr(self.optimizer, "evaluation_weights")
 
     def load_training_weights(self, weights: Mapping[str, Tensor]) -> None:

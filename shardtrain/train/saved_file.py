@@ -125,7 +125,7 @@ def translate(
             # from-dcp converts both.
             fix = f"convert it with `shardtrain checkpoint from-dcp {weights.folder} NEW`"
             fix += " and set checkpoint.initial_load_path to NEW"
-            raise CheckpointError(f"{weights.folder} has torchtitan's names; {fix}")
+            raise CheckpointError(f"{weights.folder} has tensor names of torchtitan; {fix}")
         hub = HubFormat(model.name, "", {}, lambda _: {}, lambda _: {}, ())
         config = SimpleNamespace(head_dim=1, tied_embeddings=False)
         translation = mapping.Translation(hub, shapes, config, {name: name for name in shapes})
@@ -350,6 +350,6 @@ def _location(weights: FileWeights, name: str) -> tuple[str, int, tuple[int, ...
 
 
 def _aliased(name: str, weights: FileWeights, used: set[str]) -> bool:
-    """True if a used name refers to the same tensor as ``name``."""
+    """True if one of the names in ``used`` refers to the same tensor as ``name``."""
     location = _location(weights, name)
     return any(other in weights.stored and _location(weights, other) == location for other in used)

@@ -149,15 +149,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "absolute": ({"messages": question(PLACE), "image": "/etc/passwd"}, "names an image outside"),
     "too few": (
         {"messages": question(PLACE, PLACE), "images": ["0.png"]},
-        "has other numbers of images and of places for them in the conversation (1 images, 2 places)",
+        "must have as many images in its column as image parts in the conversation (1 images, 2 parts)",
     ),
     "too many": (
         {"messages": question(PLACE), "images": ["0.png", "1.png"]},
-        "has other numbers of images and of places for them in the conversation (2 images, 1 places)",
+        "must have as many images in its column as image parts in the conversation (2 images, 1 parts)",
     ),
     "no user": (
         {"messages": [{"role": "assistant", "content": "Hm."}], "image": "0.png"},
-        "has other numbers of images and of places for them in the conversation (1 images, 0 places)",
+        "must have as many images in its column as image parts in the conversation (1 images, 0 parts)",
     ),
     "number": (
         {"messages": question(PLACE), "image": 7},

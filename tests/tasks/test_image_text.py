@@ -441,11 +441,11 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no image for a place": (
         {"images": []},
-        "rows.jsonl:1: has other numbers of images and of places for them in the conversation (0 images, 1 places)",
+        "rows.jsonl:1: must have as many images in its column as image parts in the conversation (0 images, 1 parts)",
     ),
     "two images for a place": (
         {"images": ["0.png", "1.png"]},
-        "rows.jsonl:1: has other numbers of images and of places for them in the conversation (2 images, 1 places)",
+        "rows.jsonl:1: must have as many images in its column as image parts in the conversation (2 images, 1 parts)",
     ),
     "placeholder in a text": (
         {

@@ -237,7 +237,8 @@ def _batches(migration: FileMigration) -> None:
             total,
             "accumulated over several micro-batches if needed",
         )
-        # DeepSpeed also checks the product if the file has all three options.
+        # If the file has all three options, DeepSpeed also requires that train_batch_size is the product of
+        # the micro-batch size, the accumulation steps and the number of processes.
         per_process = (migration.get("train_micro_batch_size_per_gpu", int) or 0) * (
             accumulated or 0
         )

@@ -180,7 +180,7 @@ def command_line(path: Path, text: str) -> FlagLine:
             commands.append(line)
             first_lines.append(number)
 
-    # Parse the first command with FMEngine's flag.
+    # Parse the first command that contains ``FLAG``.
     for first_line, command in zip(first_lines, commands, strict=True):
         if command.lstrip().startswith("#"):
             continue

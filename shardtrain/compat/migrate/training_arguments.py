@@ -416,6 +416,8 @@ def _saving(migration: FileMigration) -> None:
     if migration.values.get("save_strategy") is not False:
         strategy = str(migration.get("save_strategy", str, "steps"))
     migration.default("checkpoint.enable", True, "the last step is always saved")
+
+    # The interval. checkpoint.interval is a number of steps, so only this strategy can be translated.
     steps = migration.get("save_steps", float, 500.0)
     if strategy == "steps" and steps >= 1:
         migration.set("save_steps", "checkpoint.interval", int(steps))
@@ -442,9 +444,11 @@ def _saving(migration: FileMigration) -> None:
     # record() keeps the first entry of a key, so these only apply to keys without an entry so far.
     migration.record("save_strategy", "honoured", "checkpoint.interval is a number of steps")
     migration.record("save_steps", "ignored", "save_strategy is not steps")
+
+    # The number of checkpoints.
     limit = migration.get("save_total_limit", int)
     if limit is not None and limit > 0:
-        # The newest checkpoint must exist until the next one is complete.
+        # Keep at least two, because the newest checkpoint must exist until the next one is complete.
         why = "the previous checkpoint is kept until the next is complete" if limit == 1 else ""
         migration.set("save_total_limit", "checkpoint.keep_latest_k", max(2, limit), why)
     else:

@@ -506,7 +506,7 @@ def _sharding(migration: FileMigration, world: int) -> None:
 
 
 def _data(migration: FileMigration, step_rows: int) -> None:
-    """Set the data from files in data_dir or from hooks, and the options counted per epoch."""
+    """Set the datasets, from files in data_dir or from hooks, and the intervals of logging and saving."""
     folder = migration.get(_key(_D, "data_dir"), str)
     key = _key(_D, "is_dev_file")
     evaluates = migration.get(key, bool, True)

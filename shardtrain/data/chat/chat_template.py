@@ -282,6 +282,6 @@ def _tojson(
 
 
 def _raise_exception(message: str) -> None:
-    # Count the message here, because it is converted to text outside the sandbox.
+    # Limit the size of the message here, because it is converted to text outside the sandbox.
     deep_size(message)
     raise ValueError(message)

@@ -140,7 +140,9 @@ class Work:
         """Count loop iterations or macro calls. Raises OverflowError above the limit."""
         self.rounds += rounds
         if self.rounds > MAX_ROUNDS:
-            raise OverflowError(f"it makes more than {MAX_ROUNDS} rounds")
+            raise OverflowError(
+                f"it runs more than {MAX_ROUNDS} iterations of loops and calls of macros"
+            )
         self._check_time()
         return ""
 
@@ -151,10 +153,10 @@ class Work:
     def plan(self, characters: int) -> None:
         """Count characters before they are created. Raises OverflowError above a limit."""
         if characters > MAX_CHARACTERS:
-            raise OverflowError(f"it makes a text of more than {MAX_CHARACTERS} characters")
+            raise OverflowError(f"it creates a text of more than {MAX_CHARACTERS} characters")
         self.characters += characters
         if self.characters > MAX_WORK:
-            raise OverflowError(f"it makes texts of more than {MAX_WORK} characters in all")
+            raise OverflowError(f"it creates texts of more than {MAX_WORK} characters in total")
         self._check_time()
 
 
@@ -353,7 +355,7 @@ def _plan_equality(work: Work, left: Any, right: Any, depth: int = 0) -> bool:
     work.plan(_COMPARISON_CHARACTERS)
     if depth > _MAX_DEPTH:
         raise OverflowError(f"it nests deeper than {_MAX_DEPTH}")
-    # Python does not look into items that are the same object.
+    # Python considers an object equal to itself without comparing its items.
     if left is right:
         return True
     if isinstance(left, Mapping) and isinstance(right, Mapping):
@@ -423,7 +425,7 @@ def deep_size(value: Any, depth: int = 0) -> int:
     for item in items:
         size += deep_size(item, depth + 1)
         if size > MAX_CHARACTERS:
-            raise OverflowError(f"it makes a text of more than {MAX_CHARACTERS} characters")
+            raise OverflowError(f"it creates a text of more than {MAX_CHARACTERS} characters")
     return size
 
 
@@ -441,7 +443,7 @@ def _text(work: Work, value: Any) -> str:
 
 
 def _plan_call(work: Work, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count the result of a method of a text or a number before it is called."""
+    """Before a method is called, count the characters of its result and the items that it compares or copies."""
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
     # list.index and list.count compare their argument with the items. Methods such as dict.get and
@@ -461,6 +463,7 @@ def _plan_call(work: Work, function: Any, args: tuple[Any, ...], kwargs: dict[st
             _compared(work, value)
     if not isinstance(owner, str | bytes | int):
         return
+    # Methods of texts and numbers return texts, whose size depends on the method.
     if name in _WIDE_METHODS:
         _check_widths((*args, *kwargs.values()))
         expands_tabs = name == "expandtabs" and "\t" in str(owner)
@@ -493,7 +496,7 @@ def _check_form(form: str, star: bool) -> None:
 
 
 def _plan_format(work: Work, form: str, values: Sequence[Any]) -> None:
-    """Count the result of ``str.format`` before it is created."""
+    """Before ``str.format`` is called, count an upper bound of the characters of its result."""
     has_nested_fields = re.search(r"\{[^{}]*\{", form.replace("{{", ""))
     if _LONG_NUMBER.search(form) or has_nested_fields:
         raise OverflowError("it formats to a width that is too large")

@@ -337,7 +337,7 @@ def _templates(tokenizer: Tokenizer, data: Data) -> tuple[str | None, str | None
 
 
 def _template_facts(tokenizer: Tokenizer, data: Data) -> str:
-    """Return the facts for a fingerprint about the chat template."""
+    """Return the properties of the chat template that are part of a fingerprint, as JSON."""
     special = sorted(tokenizer.special_tokens.items())
     options = []
     if data.learn_turn_separator:

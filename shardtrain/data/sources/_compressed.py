@@ -38,7 +38,7 @@ class Stream(Protocol):
     """Interface of an open file.
 
     Attributes:
-        most_bytes: Maximum of decompressed bytes without a complete record. A reader of records sets it.
+        most_bytes: Limit of the decompressed size of one record. The reader of the records sets it.
     """
 
     most_bytes: float
@@ -221,7 +221,7 @@ class _Consecutive:
                         raise EOFError
                     return b""
             if self._decoder is None:
-                # zeros may follow a stream
+                # Zeros after a stream are padding. Skip them before the next stream.
                 self._compressed = self._compressed.lstrip(b"\0")
                 if not self._compressed:
                     continue

@@ -166,8 +166,8 @@ def _own_folder(environment: Mapping[str, str]) -> Path:
             place.mkdir(mode=0o700, parents=place == places[-1], exist_ok=True)
             return own(place)
     raise StorageError(
-        f"no folder is usable for the rendezvous of the ranks; tried {', '.join(map(str, places))}, which "
-        "cannot be created or which other users can enter"
+        "the rendezvous of the ranks requires a folder that only this user can enter; tried "
+        f"{', '.join(map(str, places))}; set XDG_RUNTIME_DIR to such a folder"
     )
 
 

@@ -211,7 +211,8 @@ def style_for(path: str, module: nn.Module, name: str, splitting: Splitting) -> 
         return ReplicatedWeights(Replicate(), partial(length.require, path, name, part=False))
     if name == "copy":
         return CopyToHeads()
-    raise ValueError(f"unknown layout style {name!r}")  # layout.check has refused it
+    # Unreachable with a checked layout, because layout.check rejects unknown styles.
+    raise ValueError(f"unknown layout style {name!r}")
 
 
 def misnamed(model: nn.Module, layout: Layout) -> list[Problem]:

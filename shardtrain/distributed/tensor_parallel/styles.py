@@ -127,7 +127,7 @@ class ScatteringRowwise(RowwiseParallel):
 
         keeps_plain = self._sequences.keep_plain(module)
         module.register_forward_pre_hook(split_features)
-        # Register it before PyTorch's own hook, which then receives a plain tensor and ignores it.
+        # Register scatter before PyTorch's own hook. That hook then receives a plain tensor, which it ignores.
         module.register_forward_hook(scatter)
         if keeps_plain:
             return distribute_module(module, device_mesh, self._partition_linear_fn)

@@ -55,8 +55,12 @@ def find_errors(config: Config, is_alone: bool) -> list[ShardtrainError]:
             return [retention.no_such_step(folder, options.load_step, steps)]
         # A resumed run reads its own checkpoint instead of the configured weights. But a LoRA run reads its
         # base weights every time.
-        starts = [] if adapters is None or steps else [adapters]
-        if base is not None and "://" not in base and (config.lora.enable or not steps):
+        resumes = bool(steps)
+        starts = []
+        if adapters is not None and not resumes:
+            starts.append(adapters)
+        loads_base = config.lora.enable or not resumes
+        if base is not None and "://" not in base and loads_base:
             if options.initial_load_in_hf:
                 from shardtrain.hf import importing
 
