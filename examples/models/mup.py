@@ -1,14 +1,16 @@
 """Maximal update parametrization of Llama: tune the learning rate on a small width, and use it on a large one (Yang
 et al. 2022, arXiv 2203.03466, table 8).
 
-Name this file as the model and as the optimizer. ``m`` is the width divided by ``BASE_DIM``, the width that you tune:
+Use this file as ``model.name`` and as ``optimizer.name``. You tune the learning rate at the width ``BASE_DIM``. At
+another width, with m = width / ``BASE_DIM``:
 
-- hidden matrices: initial variance and learning rate of the base, divided by m;
-- embedding and norms: as in the base, and the head starts with the variance of the base;
-- logits: divided by m; attention scores: divided by the head dimension instead of its root.
+- The initial variance and the learning rate of hidden matrices are divided by m.
+- The embedding, the norms and the head keep the initial values and the learning rate of the base.
+- Logits are divided by m.
+- Attention scores are divided by the head dimension instead of its root.
 
-At the base width, the model and its training are those of Llama with AdamW. Other sizes, such as ``ffn_dim``, must grow
-like the width.
+At the base width, the model and its training equal Llama with AdamW. Other sizes, such as ``ffn_dim``, must grow in
+proportion to the width.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class Model(Llama):
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    """Return Llama's initial values with standard deviations for the width."""
+    """Return Llama's initial values, with the standard deviation of hidden matrices divided by the root of m."""
     base = llama_initial(replace(c, dim=BASE_DIM))
     draws = {}
     for pattern, draw in base.items():
@@ -78,7 +80,7 @@ def initial(c: Config) -> dict[str, Draw]:
 
 
 class MupAdamW(torch.optim.AdamW):
-    """AdamW whose learning rate is divided by m for hidden matrices."""
+    """AdamW that divides the learning rate of hidden matrices by m."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -93,7 +95,7 @@ class MupAdamW(torch.optim.AdamW):
 def build(param_groups, options):
     groups = []
     for group in param_groups:
-        # one group per factor: 1, or m
+        # Split the group into parameters with factor 1 and parameters with factor m.
         by_factor: dict[float, dict[str, nn.Parameter]] = {}
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             by_factor.setdefault(width_factor(name, parameter), {})[name] = parameter
@@ -110,8 +112,9 @@ def width_factor(name: str, parameter: Tensor) -> float:
     """Return m for a hidden matrix, and 1 for other parameters."""
     if not any(part in name for part in HIDDEN) or parameter.ndim < 2:
         return 1.0
-    # w2 maps ffn_dim to the width; all others map the width
-    width = parameter.size(0) if ".ffn.w2." in name or ".attn.wo." in name else parameter.size(1)
+    # The width is the output dim of w2 and wo, and the input dim of all others.
+    returns_width = ".ffn.w2." in name or ".attn.wo." in name
+    width = parameter.size(0) if returns_width else parameter.size(1)
     return width / BASE_DIM
 
 

@@ -1,9 +1,11 @@
 """Dion: orthonormal updates of low rank (Ahn et al. 2025, arXiv 2504.05295).
 
-One step of power iteration approximates the momentum M of a matrix by P Q^T, where P has orthonormal columns
-and Q columns of length 1. The update is P Q^T, and M keeps what it does not contain. Ranks exchange P and Q,
-which are smaller than M. ``optimizer.muon_momentum`` is the decay of M, and ``muon_adamw_patterns`` names the
-parameters that use AdamW. Matrices use ``optimizer.lr`` times the root of rows / columns.
+One step of power iteration approximates the momentum M of a matrix by P R^T, where P has orthonormal columns.
+Q is R with columns of length 1, and the update is P Q^T. M then loses a share of P R^T (error feedback). Ranks
+exchange P and Q, which are smaller than M.
+
+``optimizer.muon_momentum`` is the decay of M. ``optimizer.muon_adamw_patterns`` selects the parameters that use
+AdamW. The learning rate of a matrix is ``optimizer.lr`` times the root of rows / columns.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ class Optimizer:
     dion_rank_fraction: float = 0.25
     """Rank of the updates, as a fraction of the smaller side of a matrix, 0..1."""
     dion_lr_factor: float = 1.0
-    """Factor of the learning rate of matrices."""
+    """Multiplies the learning rate of matrices."""
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Dion(Muon):
     def __init__(self, groups, options):
         super().__init__(groups, options)
         self.momentum = options.muon_momentum
-        # these options exist if job.custom_config_module names this file
+        # The options only have these fields if job.custom_config_module names this file.
         self.rank_fraction = getattr(options, "dion_rank_fraction", Optimizer.dion_rank_fraction)
         self.lr_factor = getattr(options, "dion_lr_factor", Optimizer.dion_lr_factor)
         if not 0 < self.rank_fraction <= 1:
@@ -60,8 +62,10 @@ class Dion(Muon):
         return state
 
     def update_matrices(self, parameters, group):
-        # This rank's part of each matrix: rows of P, and rows of Q.
+        # Each rank has a block of each matrix: some of its rows and columns.
         places = [local_slices(parameter)[-2:] for parameter in parameters]
+
+        # Add the gradient to the momentum, and gather Q.
         momenta = []
         full_q = []
         for parameter in parameters:
@@ -74,7 +78,7 @@ class Dion(Muon):
             full_q.append(full)
         sum_over_shards(full_q, parameters, BOTH)
 
-        # P = orthonormal columns that span M Q
+        # P = orthonormal columns that span M Q. Each rank computes its rows for its columns of M.
         p = []
         for momentum, q, parameter, (rows, columns) in zip(
             momenta, full_q, parameters, places, strict=True
@@ -85,7 +89,7 @@ class Dion(Muon):
         sum_over_shards(p, parameters, BOTH)
         p = [orthonormal(matrix) for matrix in p]
 
-        # R = M^T P
+        # R = M^T P, in the same way.
         r = []
         for momentum, full_p, parameter, (rows, columns) in zip(
             momenta, p, parameters, places, strict=True
@@ -97,13 +101,17 @@ class Dion(Muon):
 
         for i, parameter in enumerate(parameters):
             rows, columns = places[i]
-            # the error feedback keeps what the update does not contain
+            # Error feedback: subtract a share of the approximation from the momentum.
             share = 1 - self.momentum
-            momenta[i].sub_(share * (p[i][..., rows, :] @ r[i][..., columns, :].mT))
+            approximation = p[i][..., rows, :] @ r[i][..., columns, :].mT
+            momenta[i].sub_(share * approximation)
+
+            # Store Q for the next step.
             q = r[i] / (r[i].norm(dim=-2, keepdim=True) + EPS)
             stored = self.state[parameter]["q"]
             local_tensor(stored).copy_(q[..., local_slices(stored)[-2], :])
 
+            # Update the block of the weights.
             scale = self.lr_factor * math.sqrt(parameter.size(-2) / parameter.size(-1))
             update = p[i][..., rows, :] @ q[..., columns, :].mT
             local = local_tensor(parameter)
@@ -119,7 +127,7 @@ def orthonormal(matrix):
 
 
 def empty_rows(local, rows, columns):
-    """Return zeros for the full rows of this rank's part of a stack or of a matrix."""
+    """Return zeros (..., rows, columns), with the leading dims of this rank's block of a stack."""
     return local.new_zeros(*local.shape[:-2], rows, columns)
 
 
@@ -130,7 +138,8 @@ def random_q(parameter, rank):
     values = torch.randn(shape, generator=generator)
     if not isinstance(parameter, DTensor):
         return values.to(parameter)
-    # Axes that shard a stack shard Q alike. All others share the rows of Q.
+    # A mesh axis that shards a leading dim of a stack shards the same dim of Q. An axis that shards the rows or
+    # columns of matrices shards the rows of Q.
     placements = []
     for placement in parameter.placements:
         dim = sharded_dim(placement)

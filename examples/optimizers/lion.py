@@ -1,7 +1,7 @@
 """Lion: update each weight by the sign of an interpolated momentum (Chen et al. 2023, arXiv 2302.06675).
 
-The state is one momentum per weight, half of AdamW's. Use a learning rate 3 to 10 times lower than AdamW's, a
-weight decay higher by the same factor, and ``optimizer.beta2 = 0.99``.
+The state is one momentum per weight, which is half of AdamW's state. Use a learning rate 3 to 10 times lower than
+for AdamW, a weight decay higher by the same factor, and ``optimizer.beta2 = 0.99``.
 """
 
 from __future__ import annotations

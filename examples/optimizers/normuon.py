@@ -1,8 +1,8 @@
 """NorMuon: Muon with a learning rate per neuron (Li et al. 2025, arXiv 2510.05491).
 
 Each row of an orthogonalized update is divided by the root of a running mean of its squares. The update is
-then scaled to the root mean square ``optimizer.muon_update_rms``. All options of Muon apply. Other parameters
-use AdamW.
+then scaled to the root mean square ``optimizer.muon_update_rms``. All options of Muon apply. Parameters that
+are not matrices use AdamW.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NorMuon(Muon):
     def __init__(self, groups, options):
         super().__init__(groups, options)
         self.update_rms = options.muon_update_rms
-        # the option exists if job.custom_config_module names this file
+        # The options only have this field if job.custom_config_module names this file.
         self.beta2 = getattr(options, "normuon_beta2", Optimizer.normuon_beta2)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -48,12 +48,13 @@ class NorMuon(Muon):
         return state
 
     def apply_updates(self, parameters, updates, group):
-        # The mean square of each full row. A shard may have only some of its columns.
+        # Sum the squares of each full row, because a shard may have only some of its columns.
         row_squares = []
         for update in updates:
             row_squares.append(update.square().sum(-1, keepdim=True))
         sum_over_shards(row_squares, parameters, dims=(-1,))
 
+        # Update the mean square of each row. It determines the scale of the row.
         scales = []
         squared_norms = []
         for parameter, row_square in zip(parameters, row_squares, strict=True):
@@ -63,9 +64,10 @@ class NorMuon(Muon):
             scale = 1 / (mean_square.sqrt().to(row_square) + EPS)
             scales.append(scale)
             squared_norms.append((row_square * scale.square()).sum(-2, keepdim=True))
-        # The squared Frobenius norm of each full matrix. A shard may have only some of its rows.
+        # Sum the squared Frobenius norm of each full matrix, because a shard may have only some of its rows.
         sum_over_shards(squared_norms, parameters, dims=(-2,))
 
+        # Scale each matrix to the wanted root mean square, and update the weights.
         lr = group["lr"]
         for i, parameter in enumerate(parameters):
             numel = parameter.size(-2) * parameter.size(-1)

@@ -2,9 +2,9 @@
 arXiv 2405.15682).
 
 Gradients are computed at y = (1 - beta1) z + beta1 x. AdamW without momentum updates z, and x is the weighted
-average of all z. The parameters of the model are y, and the state has z. Validation, samples, checkpoints and
-exports use x, which ``evaluation_weights`` computes. Set ``lr_scheduler.decay_ratio = 0``, so that only the
-warmup changes the learning rate.
+average of all z. The parameters of the model are y, and the optimizer state contains z. Validation, samples,
+checkpoints and exports use x, which ``evaluation_weights`` computes. Set ``lr_scheduler.decay_ratio = 0``. The
+learning rate then stays constant after the warmup.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 @dataclass
 class Optimizer:
     schedule_free_r: float = 0.0
-    """Power of the step in the weight of z in the average."""
+    """Exponent of the step in the weight of a step's z in the average."""
     schedule_free_lr_power: float = 2.0
-    """Power of the largest learning rate so far in this weight, which discounts the warmup."""
+    """Exponent of the largest learning rate so far in this weight. It reduces the weight of warmup steps."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         self.beta1 = options.beta1
         self.beta2 = options.beta2
         self.eps = options.eps
-        # options exist if job.custom_config_module names this file
+        # The options only have these fields if job.custom_config_module names this file.
         self.r = getattr(options, "schedule_free_r", Optimizer.schedule_free_r)
         self.lr_power = getattr(options, "schedule_free_lr_power", Optimizer.schedule_free_lr_power)
 
@@ -52,7 +52,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         state["step"] += 1
         step = int(state["step"])
 
-        # the share of this step's z in the average x
+        # Compute the share of this step's z in the average x.
         lr_max = max(lr, float(state["lr_max"]))
         state["lr_max"].fill_(lr_max)
         weight = step**self.r * lr_max**self.lr_power
@@ -60,10 +60,12 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         weight_sum = float(state["weight_sum"])
         share = weight / weight_sum if weight_sum > 0 else 0.0
 
+        # Compute the direction of AdamW without momentum.
         state["exp_avg_sq"].mul_(self.beta2).addcmul_(y.grad, y.grad, value=1 - self.beta2)
         denominator = state["exp_avg_sq"].div(1 - self.beta2**step).sqrt_().add_(self.eps)
         direction = y.grad.div(denominator).add_(y, alpha=weight_decay)
-        # This moves y like its definition, without computing x.
+
+        # Update y and z. The new y equals (1 - beta1) z + beta1 x, but x is not computed.
         y.lerp_(state["z"], share)
         y.add_(direction, alpha=lr * (self.beta1 * (1 - share) - 1))
         state["z"].sub_(direction, alpha=lr)

@@ -1,13 +1,13 @@
 """Embedding models: pull a text and its positive together, and push all other texts away (InfoNCE, van den Oord
 et al. 2018, with the negatives of all ranks).
 
-A row has the columns ``anchor`` and ``positive``, and optionally ``negative``: a text, or a list of as many texts
-in each row. Texts get the special tokens that their tokenizer adds. The embedding of a text is the normalized mean
-of its last hidden states, or the last of them. For each anchor, the candidates are the positives and negatives of
-all rows of the step, on all data-parallel ranks. The loss is that of MultipleNegativesRankingLoss of
-sentence-transformers with the scale 1 / temperature.
+A row has the columns ``anchor`` and ``positive``. The optional column ``negative`` is a text or a list of texts, and
+all rows must have the same number of negatives. Texts get the special tokens that their tokenizer adds. The embedding
+of a text is the mean of its hidden states in the last layer, or the hidden state of its last token. It is normalized.
+For each anchor, the candidates are the positives and negatives of all rows of the step, on all data-parallel ranks.
+The loss equals MultipleNegativesRankingLoss of sentence-transformers with the scale 1 / temperature.
 
-After ``shardtrain export``, this command writes the files that sentence-transformers reads next to the weights:
+After ``shardtrain export``, this command writes the additional files that sentence-transformers reads:
 
     python examples/tasks/contrastive.py FOLDER --pooling mean
 """
@@ -66,14 +66,14 @@ class Contrastive(TextTask):
             raise _problem("pooling", self.pooling, "is unknown", 'use "mean" or "last"')
         is_number = isinstance(self.temperature, int | float)
         if not is_number or not self.temperature > 0:
-            fix = "use for example 0.05"
+            fix = "use a number such as 0.05"
             raise _problem("temperature", self.temperature, "must be a number above 0", fix)
         for name in END_OPTIONS:
             value = getattr(config.data, name)
             if value is not None:
                 rule = "would add tokens that sentence-transformers does not add"
                 raise ConfigError(Problem(f"data.{name}", value, rule, "remove it"))
-        # the ranks exchange as many rows, filled up with rows that do not count
+        # Ranks exchange tensors of equal size. A rank with fewer rows adds padding rows.
         self._num_rows = max(config.training.local_batch_size, config.validation.local_batch_size)
 
     def adapt(self, model, layout):
@@ -103,7 +103,7 @@ class Contrastive(TextTask):
             if len(row) != len(rows[0]):
                 raise DataError(
                     f"{split} row {number} has {len(row) - 2} negatives, and row 0 has {len(rows[0]) - 2}; "
-                    "give each row as many negatives"
+                    "all rows must have the same number of negatives"
                 )
         content = (tokens.tobytes() for row in rows for tokens in row)
         rows.fingerprint = digest(self.tokenizer.fingerprint, section.seq_len, digest(*content))
@@ -119,6 +119,7 @@ class Contrastive(TextTask):
         def tokenize(good_rows: list[list[str]]) -> Iterator[Texts | BadRow]:
             all_texts = [text for texts in good_rows for text in texts]
             all_ids = iter(self.tokenizer.encode_batch(all_texts))
+            # The ids of all texts are in one list. Divide them into rows again.
             for texts in good_rows:
                 row = []
                 for _ in texts:
@@ -149,16 +150,18 @@ class Contrastive(TextTask):
         tokens_RT = batch["tokens_BCT"].flatten(0, 1)
         lengths_R = batch["lengths_BC"].flatten()
         positions_RT = torch.arange(tokens_RT.size(1), device=tokens_RT.device).expand_as(tokens_RT)
-        # experts must not count padding; attention is causal, so no token sees the padding after it
+        # Mark padding only for experts, which must not count it. Attention is causal, so no token sees the padding
+        # after it.
         documents = {}
         if has_experts(model):
             documents["documents_BT"] = filler_documents(lengths_R, positions_RT)
-        # The head passes its input on. It is still called, because FSDP gathers its weights there.
+        # Let the head return its input, the hidden states. It must be called, because FSDP gathers its weights there.
         model.head.forward = lambda hidden: hidden
         try:
             hidden_RTD = model(tokens_RT, positions_RT, **documents).float()
         finally:
             del model.head.forward
+        # Pool the hidden states of each text.
         if self.pooling == "last":
             rows_R = torch.arange(len(lengths_R), device=tokens_RT.device)
             pooled_RD = hidden_RTD[rows_R, lengths_R - 1]
@@ -172,18 +175,19 @@ class Contrastive(TextTask):
         B, C, _ = outputs.shape
         is_row_B = batch.sample_ids_B.to(outputs.device) >= 0
 
-        # Candidates of all ranks, (ranks * rows * (C - 1), D). Rows that fill up a batch are no candidates.
+        # Gather the candidates of all ranks, (ranks * rows * (C - 1), D). Padding rows are no candidates.
         missing = self._num_rows - B
         candidates_BCD = F.pad(outputs[:, 1:], (0, 0, 0, 0, 0, missing))
         candidates_ND = AllGather.apply(candidates_BCD).flatten(0, -2)
         is_row_N = AllGather.apply(F.pad(is_row_B.int(), (0, missing))).flatten() > 0
         is_row_N = is_row_N.repeat_interleave(C - 1)
 
+        # The target of an anchor is the index of its positive among the candidates.
         scores_BN = anchors_BD @ candidates_ND.T / self.temperature
         scores_BN = scores_BN.masked_fill(~is_row_N, -torch.inf)
         first_row = _rank() * self._num_rows
         positives_B = (first_row + torch.arange(B, device=outputs.device)) * (C - 1)
-        # A row that does not count has no target, and at least one candidate, its own.
+        # Padding rows have no target.
         positives_B = positives_B.masked_fill(~is_row_B, IGNORE)
         losses = F.cross_entropy(scores_BN, positives_B, reduction="sum", ignore_index=IGNORE)
         return weight * losses
@@ -192,7 +196,7 @@ class Contrastive(TextTask):
         return {"anchor": outputs[:, 0], "positive": outputs[:, 1]}
 
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
-        """How each anchor ranks its positive among the positives of the complete set."""
+        """Rank the positive of each anchor among all positives of the set."""
         hits = 0
         reciprocals = 0.0
         for start in range(0, len(rows["anchor"]), 1024):
@@ -212,7 +216,7 @@ Task = Contrastive
 
 
 class AllGather(torch.autograd.Function):
-    """Stack the tensors of all ranks. Each rank receives the sum of their gradients for its own tensor."""
+    """Stack the tensors of all ranks. Backward sums the gradients of a rank's tensor over all ranks."""
 
     @staticmethod
     def forward(ctx, local: Tensor) -> Tensor:
@@ -253,7 +257,7 @@ def _problem(name: str, value: Any, rule: str, fix: str) -> ConfigError:
 
 
 def write_modules(folder: Path, pooling: str) -> None:
-    """Write the files from which sentence-transformers builds the network, its pooling and the normalization."""
+    """Write the files that describe the network, the pooling and the normalization to sentence-transformers."""
     hidden_size = json.loads((folder / "config.json").read_text())["hidden_size"]
     modules = []
     for number, (path, kind) in enumerate(

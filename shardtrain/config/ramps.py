@@ -37,7 +37,10 @@ class StepSizes:
         return _size_at(self.batches, samples)
 
     def length_at(self, samples: int) -> int | None:
-        """Return the tokens per sequence of the step that begins there. None if the length is constant."""
+        """Return the tokens per sequence of the step that begins after ``samples`` samples.
+
+        None if the length is constant.
+        """
         return _size_at(self.lengths, samples) if self.lengths else None
 
     def after(self, samples: int, steps: int) -> int:
@@ -50,6 +53,7 @@ class StepSizes:
             if samples >= stage_start:
                 continue
             size = self.batch_at(samples)
+            # Round up, because the last step of a size may end within the next stage.
             steps_of_stage = -(-(stage_start - samples) // size)
             if steps < steps_of_stage:
                 break
@@ -58,7 +62,7 @@ class StepSizes:
         return samples + steps * self.batch_at(samples)
 
     def step_of(self, samples: int, row: int) -> int:
-        """Return which step uses the sample ``row``. Step 0 begins after ``samples``.
+        """Return the number of the step that uses the sample ``row``. Step 0 begins after ``samples`` samples.
 
         >>> [StepSizes(((0, 2), (6, 4))).step_of(0, row) for row in (0, 5, 6, 9, 10)]
         [0, 2, 3, 3, 4]
@@ -68,6 +72,7 @@ class StepSizes:
             if samples >= stage_start:
                 continue
             size = self.batch_at(samples)
+            # Round up, because the last step of a size may end within the next stage.
             steps_of_stage = -(-(stage_start - samples) // size)
             if row < samples + steps_of_stage * size:
                 break
@@ -83,6 +88,7 @@ class StepSizes:
 def step_sizes(training: Training, global_batch_size: int) -> StepSizes:
     """Return the sizes of the steps of a run. ``global_batch_size`` applies without a batch ramp."""
     batches = [(0, global_batch_size)]
+    # Convert the step at which each size begins to the samples that all earlier steps consume.
     if training.batch_ramp:
         batches = []
         samples = last_step = size = 0

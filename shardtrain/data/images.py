@@ -157,7 +157,7 @@ class ImageReader:
             reason = "must have as many images in its column as image parts in the conversation"
             return BadRow(reason, detail=f"{len(in_column)} images, {num_from_column} parts")
 
-        # Chat templates expect parts without other keys.
+        # A chat template only needs the type of an image part.
         for part in places:
             part.clear()
             part["type"] = "image"

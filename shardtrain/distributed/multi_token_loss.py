@@ -4,10 +4,10 @@ With K depths and the option ``mtp_loss_scaling_factor`` f, the loss of a step i
 
     L_0 + f / K (L_1 + ... + L_K)
 
-L_0 is the loss of the next token. L_k is the loss of the token k + 1 positions ahead: the sum over the target tokens
-of depth k in all micro-batches of all ranks, divided once by their number. So it depends neither on the mesh nor on
-gradient accumulation. A token of depth k has a target if the token k positions later has one and is in the same
-document of the same row.
+L_0 is the loss of the next token. L_k is the mean loss of the token k + 1 positions ahead. It is the sum over the
+target tokens of depth k in all micro-batches of all ranks, divided once by the number of these tokens. So it depends
+neither on the mesh nor on gradient accumulation. A token has a target of depth k if the token k positions later has a
+target, and is in the same document of the same row.
 
 The reported loss is L_0, so it is comparable with validation and with runs without these layers. L_1 to L_K are
 separate metrics.
@@ -58,7 +58,8 @@ class MultiTokenLoss:
             counts[0] += (batch.targets_BT != IGNORE).sum()
             counts[1:] += (self._targets(batch) != IGNORE).sum(dim=(0, 1))
         counts = self._mesh.sum(counts, over=BATCH_AXES)
-        # The runner's weight contains 1 / (number of targets of depth 0), so replace that number by the depth's
+        # The runner's weight divides by the number of targets of depth 0. The ratio cancels this number, and divides
+        # by the number of targets of the depth instead.
         num_main = counts[0].clamp_min(1)
         self._counts_K = counts[1:]
         ratio_K = self._factor / self._num_depths * num_main / self._counts_K.clamp_min(1)
@@ -66,10 +67,8 @@ class MultiTokenLoss:
         self._sums_K = torch.zeros_like(self._counts_K)
 
     def cut(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Return tokens and targets of all depths for this rank's part of each sequence, (B, t, K) each.
-
-        They are shifted before the sequences are split, because the tokens ahead may be on other ranks.
-        """
+        """Return tokens and targets of all depths for this rank's part of each sequence, (B, t, K) each."""
+        # Shift before the sequences are split, because the tokens ahead may be on other ranks
         tokens_BTK = tokens_ahead(batch.tokens_BT, batch.documents_BT, self._num_depths)
         targets_BTK = self._targets(batch)
         size = self._mesh.size("cp")
@@ -82,7 +81,7 @@ class MultiTokenLoss:
         )
 
     def split(self, outputs: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Split joined outputs ((1 + K) B, ...) into those of depth 0 and those of the other depths."""
+        """Split outputs ((1 + K) B, ...) into the output of depth 0 and the outputs of depths 1 to K."""
         main, *depths = outputs.chunk(1 + self._num_depths)
         return main, depths
 
@@ -94,12 +93,12 @@ class MultiTokenLoss:
         weight: Tensor,
         loss_of: LossOfDepth,
     ) -> Tensor:
-        """Add the losses of the depths to a weighted main loss, of which only the gradient changes.
+        """Add the gradients of the losses of depths 1 to K to the main loss, without changing its value.
 
         Args:
             main_loss: ``weight`` times the loss sum of depth 0.
             depths: outputs of depths 1 to K.
-            targets_BtK: their targets.
+            targets_BtK: targets of depths 1 to K.
             weight: weight of a token's loss at depth 0.
             loss_of: computes the loss of one depth.
         """
@@ -109,7 +108,7 @@ class MultiTokenLoss:
             targets_Bt = targets_BtK[..., depth].contiguous()
             extra = loss_of(outputs, targets_Bt, weight_of_depth)
             self._sums_K[depth] += extra.detach().to(self._sums_K.dtype) / weight_of_depth
-            # The difference is 0, or NaN for a loss that is not finite
+            # The difference has the gradient of the loss and the value 0 (NaN if the loss is not finite)
             loss = loss + (extra - extra.detach())
         return loss
 

@@ -8,8 +8,8 @@ itself. Embedding and head are those of the model:
     logits of t_{i+k+1} = head(h_i^k)
 
 h^0 is the output of the model's last norm, and h^k includes the norm of depth k, as in Megatron-LM
-and in the inference code of vLLM and SGLang for the published weights. The embedding comes first in
-the concatenation, as in these weights; the paper writes it second.
+and in the inference code of vLLM and SGLang for the published weights. As in the published weights,
+the embedding comes first in the concatenation. The paper writes it second.
 
 Shape suffixes: B batch, T tokens, D model, K depths.
 """
@@ -54,7 +54,7 @@ class JoinNextToken(nn.Module):
 class MultiTokenDecoder(Decoder):
     """A decoder with multi-token prediction layers between its last norm and its head.
 
-    ``mtp_layers`` takes the keys after those of ``layers``, as the published weights number them.
+    The keys of ``mtp_layers`` continue the numbers of ``layers``, as in the published weights.
     Each layer maps x (B, T, D), embeddings (B, T, D), angles and documents to (B, T, D).
     """
 
@@ -72,7 +72,7 @@ class MultiTokenDecoder(Decoder):
         numbered = enumerate(mtp_layers, start=len(layers))
         self.mtp_layers = nn.ModuleDict({str(i): layer for i, layer in numbered})
         if self.mtp_layers:
-            # A module of its own, because the last pipeline stage does not have the first one
+            # A separate module with the same weight, because the last pipeline stage has no ``embed``
             self.mtp_embed = nn.Embedding(vocab_size, dim)
             self.mtp_embed.weight = self.embed.weight
 
@@ -83,17 +83,18 @@ class MultiTokenDecoder(Decoder):
         documents_BT: Tensor | None = None,
         next_tokens_BTK: Tensor | None = None,
     ) -> Tensor:
-        """Return logits, see ``Decoder``. With ``next_tokens_BTK`` also return those of K depths.
+        """Return the logits of the next tokens (B, T, V), see ``Decoder``.
 
-        ``next_tokens_BTK[:, i, k - 1]`` is the token k positions after token i. The logits of all
-        depths, starting with depth 0, are then joined along the batch: ((1 + K) B, T, V).
+        With ``next_tokens_BTK``, also return the logits of K depths. The logits of all depths are
+        concatenated along the batch, starting with depth 0: ((1 + K) B, T, V).
+        ``next_tokens_BTK[:, i, k - 1]`` is the token k positions after token i.
         """
         x_BTD = self.embed(tokens_BT)
         angles = self.rope(positions_BT)
         for layer in self.layers.values():
             x_BTD = layer(x_BTD, angles, documents_BT)
         x_BTD = self.norm(x_BTD)
-        # Stages before the last one have no layers of this kind
+        # Pipeline stages before the last one have no ``mtp_layers``
         if next_tokens_BTK is not None and len(self.mtp_layers) > 0:
             # Look up the tokens of all depths at once, because FSDP gathers the weight for each call
             tokens_XT = torch.cat(next_tokens_BTK.unbind(-1))

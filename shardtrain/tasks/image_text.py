@@ -1,9 +1,9 @@
 """Fine-tuning on images and text: answer questions about images, with loss on the assistant's turns.
 
-A row is a conversation with images (``data/images.py`` lists the formats). The chat template writes it as
-text with one placeholder for each image, and the processor of the model's folder replaces the placeholders
-by the tokens of the images and makes the other inputs. A row is one sequence, and a batch is padded to its
-longest row.
+A row is a conversation with images (``data/images.py`` lists the formats). The chat template renders it as
+text with one placeholder for each image. The processor of the model's folder replaces each placeholder by
+the tokens of the image, and returns the other inputs of the model. By default a row is one sequence, and
+a batch is padded to its longest row.
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ class ImageText(TextTask):
     # The model
 
     def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """Return the model with its frozen modules.
+        """Check the model, freeze ``task.frozen_modules``, and return the model.
 
         Raises:
-            ConfigError: the model does not read images, or has no module of a name in ``frozen_modules``.
+            ConfigError: the model does not read images, does not support packing, or has no module with a name
+                in ``frozen_modules``.
         """
         network = getattr(model, "hf", None)
         if network is None:
@@ -112,7 +113,10 @@ class ImageText(TextTask):
         return str(shape.path)
 
     def open_dataloader(self, **options: Any) -> RowDataLoader:
-        """Open the data. The trainer tests whether the network separates packed rows, if that is not known."""
+        """Open the data.
+
+        ``masks_documents`` tells the trainer to test that tokens attend only to tokens of their row.
+        """
         stream = super().open_dataloader(**options)
         stream.masks_documents = self._tests_isolation
         return stream
@@ -126,7 +130,7 @@ class ImageText(TextTask):
     @cached_property
     def processor(self) -> ImageProcessor:
         """The processor of the model's folder. Raises ConfigError if it cannot be opened."""
-        # This opens the tokenizer in a process with limits. The processor opens it once more.
+        # Open the tokenizer in a process with limits first, because the processor opens it again without limits.
         _ = self.tokenizer
         return ImageProcessor(self.folder)
 
@@ -146,7 +150,7 @@ class ImageText(TextTask):
 
     @cached_property
     def loader(self) -> Loader:
-        """Makes batches of rows."""
+        """Loads images, and builds batches from rows."""
         return Loader(
             self.processor,
             self.decoder,
@@ -187,15 +191,19 @@ class ImageText(TextTask):
     def read_rows(self, split: str) -> _files.FileRows[ImageRow]:
         """Read the files of a split. Raises what ``_files.read`` raises."""
         section, _ = _files.section_of(self.config, split)
-        _ = self.loader  # errors of the processor precede those of rows
+        # Open the processor first, to report its errors before those of rows.
+        _ = self.loader
         rows: _files.FileRows[ImageRow] = _files.read(
             self.config, split, partial(self.encode, split=split, decodes=False)
         )
+
+        # Fingerprint everything that determines the inputs.
         parts: list[Any] = [self.tokenizer.fingerprint, self.processor.fingerprint, section.seq_len]
         for row in rows:
             parts += [row.tokens.tobytes(), row.learned.tobytes(), repr(row.sizes)]
             parts += [image.identity() for image in row.images]
         rows.fingerprint = digest(*parts)
+
         num_tokens = sum(len(row.tokens) for row in rows)
         num_images = sum(len(row.images) for row in rows)
         num_full = sum(len(row.tokens) == section.seq_len for row in rows)
@@ -219,8 +227,8 @@ class ImageText(TextTask):
             return self.render(row, reader, section.seq_len, decodes)
 
         def tokenize(rendered: list[_Rendered]) -> Iterator[ImageRow | BadRow]:
-            for one in rendered:
-                yield self._row(one, section.seq_len)
+            for conversation in rendered:
+                yield self._row(conversation, section.seq_len)
 
         return around_bad_rows([attempt(render, row) for row in rows], tokenize)
 
@@ -228,20 +236,21 @@ class ImageText(TextTask):
         self, row: Mapping[str, Any], reader: ImageReader, seq_len: int, decodes: bool
     ) -> _Rendered | BadRow:
         """Render a conversation, and read the sizes of its images. Raises Unusable."""
-        found = reader.read(row)
-        if isinstance(found, BadRow):
-            return found
-        messages, images = found
+        conversation = reader.read(row)
+        if isinstance(conversation, BadRow):
+            return conversation
+        messages, images = conversation
         variables = template_variables(row, self.config.data.tools_field)
         written = self.conversations.write(messages, variables)
-        num_places = written.text.count(self.processor.placeholder)
-        if num_places != len(images):
+        placeholder = self.processor.placeholder
+        num_placeholders = written.text.count(placeholder)
+        if num_placeholders != len(images):
             return BadRow(
-                f"the chat template writes another number of {self.processor.placeholder} than the row has images, "
-                "or a text contains it",
-                detail=f"{len(images)} images, {num_places} places",
+                f"the rendered conversation must have one {placeholder} for each image; remove {placeholder} from the "
+                "texts, or use the chat template of the model",
+                detail=f"{len(images)} images, {num_placeholders} placeholders",
             )
-        # each image takes at least one token
+        # Each image needs at least one token.
         if len(images) > seq_len:
             return BadRow(_IMAGES_TOO_LONG, harmless=True)
         sizes = []
@@ -257,25 +266,30 @@ class ImageText(TextTask):
         return _Rendered(written, images, sizes)
 
     def _row(self, rendered: _Rendered, seq_len: int) -> ImageRow | BadRow:
-        """Tokenize a row, and truncate it to ``seq_len`` after its last image."""
+        """Tokenize a row, and truncate it to ``seq_len``. All of its images must fit."""
         written, images, sizes = rendered
         try:
             replacements = self.processor.replacements(written.text, sizes)
-        except Exception as error:  # a processor may raise anything for an image that it refuses
+        except Exception as error:  # a processor may raise anything for an image that it rejects
             reason = " ".join(str(error).split())[:200]
-            return BadRow("has an image that the model's processor refuses", detail=reason)
+            return BadRow("has an image that the model's processor rejects", detail=reason)
+
+        # Tokenize the text with the tokens of its images.
         text, spans, image_spans = replaced(written.text, written.spans, replacements)
         (document,) = self.conversations.documents([Written(text, spans, written.exact)])
         assert document.learned is not None
         learned = document.learned.copy()
-        # The tokens of an image are never learned, also within an answer.
         ((tokens, places),) = self.tokenizer.encode_spans([text])
-        num_before_end = 0
+
+        # Never compute a loss for tokens of images, which may be part of an answer.
+        end_of_last_image = 0
         for start, stop in image_spans:
             is_image = (places[:, 0] < stop) & (places[:, 1] > start)
             learned &= ~is_image
-            num_before_end = int(is_image.nonzero()[0][-1]) + 1
-        if num_before_end > seq_len:
+            end_of_last_image = int(is_image.nonzero()[0][-1]) + 1
+
+        # Truncate the row.
+        if end_of_last_image > seq_len:
             return BadRow(_IMAGES_TOO_LONG, harmless=True)
         learned = learned[:seq_len]
         if not learned[1:].any():
@@ -347,7 +361,7 @@ class ImageText(TextTask):
         images = []
         for width, height in self._planned_sizes():
             images.append(np.zeros((height, width, 3), dtype=np.uint8))
-        # Qwen finds adjacent images by the text between them.
+        # Separate the images by a text, because Qwen's networks would read adjacent images as one.
         text = "!".join(["", *[self.processor.placeholder] * len(images), ""])
         inputs = [self.processor.inputs(text, images) for _ in range(num_rows)]
         seq_len = self.config.training.seq_len
@@ -390,8 +404,10 @@ class ImageText(TextTask):
         return cross_entropy_sum(outputs, batch[TARGETS], weight)
 
     def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
-        """Return per row the number of tokens predicted correctly after the true previous tokens, and of
-        all tokens."""
+        """Return the number of correctly predicted target tokens, and of all target tokens, of each row.
+
+        Each prediction is based on the true previous tokens.
+        """
         targets_BT = batch[TARGETS]
         is_target_BT = targets_BT != IGNORE
         right_BT = (outputs.argmax(-1) == targets_BT) & is_target_BT
@@ -409,7 +425,7 @@ class ImageText(TextTask):
         return {"accuracy": int(rows["right"].sum()) / max(1, int(rows["tokens"].sum()))}
 
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
-        """Return the numbers of correct and of all tokens of a row, separated by a tab."""
+        """Return the number of correct tokens and of all target tokens of a row, separated by a tab."""
         return f"{int(row['right'])}\t{int(row['tokens'])}"
 
 

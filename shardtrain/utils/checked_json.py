@@ -1,11 +1,12 @@
-"""Parsing of JSON with finite numbers only and limited memory, and JSON lines that end with a checksum.
+"""Parse JSON with limited memory, and read and write JSON lines that end with a checksum.
 
-Python objects may take 50 times the size of their JSON text: ``[],`` has 3 bytes and becomes a list of
-72 bytes. ``parse`` therefore estimates the memory from the punctuation of the text before it creates objects.
+All numbers must be finite. Python objects may take 50 times the size of their JSON text. For example,
+``[],`` has 3 bytes and becomes a list of 72 bytes. ``parse`` therefore estimates the memory from the
+punctuation of the text before it creates objects.
 
-The checksum reveals a digit that has changed on disk. It is the last field of a line, ``crc32``, and
-covers the line without that field. Lines without a checksum are accepted: an older version or another
-program may have written them.
+The checksum detects a digit that has changed on disk. It is the last field of a line, ``crc32``, and
+covers the line without that field. Lines without a checksum are accepted, because an older version or
+another program may have written them.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ A tokenizer.json of 30 MB takes 0.6 GB. An index of a million tensors takes 0.5 
 ROW_MEMORY_BYTES = 2**29
 """Memory of a row of data, which has at most data.max_row_bytes (16 MiB by default)."""
 _MAX_RATIO = 200
-"""Largest memory per byte of a text. Only texts that may exceed the limit are counted."""
+"""Upper bound of the memory per byte of a text. Memory is only estimated for texts that may exceed the limit."""
 _COSTS = {"[": 96, "{": 192, ",": 48, ":": 170}
 """Bytes per punctuation character: a container, an element of one, and a key with its hash entries.
 
 Measured with CPython 3.11 to 3.14. The memory of a key includes temporary pairs of the parser.
 """
 _QUOTE_COST = 32
-"""Half of a string object, without its characters."""
+"""Half of the size of a string object without its characters, because a string has two quotes."""
 _BLOCK_BYTES = 2**18
 _ASTRAL = re.compile(rb"[\xf0-\xff]|\\u[dD]")
 """Characters above U+FFFF. A string with one of them has 4 bytes per character."""
@@ -46,7 +47,7 @@ _MARK = b', "%s": "' % FIELD.encode()
 _MAY_BE_INFINITE = frozenset({"time_step_limit"})
 """Keys that are infinite in published files: the bounds of Mamba-2's time step in ``config.json``."""
 MAX_LINE_BYTES = 2**20
-"""Records are numbers and short texts; JSON of a longer line could take a hundred times its size in memory."""
+"""Limit for a record of numbers and short texts. Parsing a line may take a hundred times its size in memory."""
 
 
 class TooLargeError(ValueError):
@@ -62,9 +63,9 @@ def parse(data: bytes | str, unique_keys: bool = False, memory_bytes: int = MEMO
         memory_bytes: Maximum memory of the objects and of the decoded text.
 
     Raises:
-        TooLargeError: It would take more memory.
-        ValueError: It is not JSON, nests too deeply, or a number is NaN or infinite (``NaN``,
-            ``Infinity``, ``1e999``).
+        TooLargeError: the objects would take more than ``memory_bytes``.
+        ValueError: the text is not JSON, nests too deeply, or contains NaN or an infinite number
+            (``NaN``, ``Infinity``, ``1e999``).
 
     >>> parse('{"eps": 1e-5, "theta": [2, 1e999]}')
     Traceback (most recent call last):
@@ -94,10 +95,10 @@ def parse(data: bytes | str, unique_keys: bool = False, memory_bytes: int = MEMO
 
 
 def check_memory(data: bytes | str, memory_bytes: int = MEMORY_BYTES) -> None:
-    """Check the memory that parsing a JSON text takes, before it is parsed. ``data`` itself is not counted.
+    """Estimate the memory that parsing a JSON text would take, without ``data`` itself.
 
     Raises:
-        TooLargeError: It is more than ``memory_bytes``.
+        TooLargeError: the estimate exceeds ``memory_bytes``.
 
     >>> check_memory(b"[" + b"[]," * 10_000 + b"0]", memory_bytes=2**20)
     Traceback (most recent call last):
@@ -107,7 +108,7 @@ def check_memory(data: bytes | str, memory_bytes: int = MEMORY_BYTES) -> None:
         return
     if isinstance(data, str):
         data = data.encode("utf-8", "surrogatepass")
-    # A decoded text, and all of its strings together, have at most so many bytes.
+    # Upper bound for the decoded text. All strings in it together have at most as many bytes.
     if data.isascii() and rb"\u" not in data:
         text_bytes = len(data)
     elif _ASTRAL.search(data):
@@ -116,7 +117,7 @@ def check_memory(data: bytes | str, memory_bytes: int = MEMORY_BYTES) -> None:
         text_bytes = 2 * len(data)
     size = 2 * text_bytes + _memory_of(data)
     if size > memory_bytes:
-        # Some of the punctuation may be part of strings.
+        # Punctuation inside strings creates no objects. Count again without strings, which is slower.
         size = 2 * text_bytes + sum(map(_memory_of, _without_strings(data)))
     if size > memory_bytes:
         rule = f"more than {format_bytes(memory_bytes)}"
@@ -124,7 +125,7 @@ def check_memory(data: bytes | str, memory_bytes: int = MEMORY_BYTES) -> None:
 
 
 def _memory_of(text: bytes) -> int:
-    """Return the memory of the objects that the punctuation in a text stands for."""
+    """Estimate the memory of the objects of a text from its punctuation."""
     size = _QUOTE_COST * text.count(b'"')
     for character, cost in _COSTS.items():
         size += cost * text.count(character.encode())
@@ -132,7 +133,7 @@ def _memory_of(text: bytes) -> int:
 
 
 def _without_strings(data: bytes) -> Iterator[bytes]:
-    """Yield a JSON text in blocks, in which strings are replaced by their quotes."""
+    """Yield the blocks of a JSON text without the contents of strings. Quotes are kept."""
     is_in_string = False
     start = 0
     while start < len(data):
@@ -152,7 +153,7 @@ def _without_strings(data: bytes) -> Iterator[bytes]:
 def is_count(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:
     """True if a value is an integer from ``least`` to ``most``, by default the maximum of int64.
 
-    Not for booleans.
+    False for booleans.
     """
     return type(value) is int and least <= value <= most
 
@@ -164,7 +165,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def line_of(record: Mapping[str, Any]) -> bytes:
-    """Return a record as a line of JSON with a checksum. It needs at least one field, and finite numbers.
+    """Return a record as a line of JSON with a checksum. The record must have a field, and only finite numbers.
 
     >>> line_of({"step": 1, "loss": 2.5})
     b'{"step": 1, "loss": 2.5, "crc32": "2d8596d8"}\\n'
@@ -174,7 +175,9 @@ def line_of(record: Mapping[str, Any]) -> bytes:
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line, without its checksum. None if the checksum is wrong or it is not a JSON object.
+    """Return the record of a line without its checksum.
+
+    Return None if the checksum is wrong, or the line is not a JSON object or too long.
 
     >>> record_of(b'{"step": 1, "loss": 2.5, "crc32": "2d8596d8"}')
     {'step': 1, 'loss': 2.5}
@@ -192,7 +195,8 @@ def record_of(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict):
         return None
-    # Check only lines that end with a checksum. A script may have added fields after it, or written the line.
+    # Check only lines that end with a checksum. A script may have written the line, or added fields after the
+    # checksum.
     text, mark, rest = line.rstrip().rpartition(_MARK)
     if mark and rest != b'%08x"}' % zlib.crc32(text + b"}") and next(reversed(record)) == FIELD:
         return None

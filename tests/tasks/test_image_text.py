@@ -457,8 +457,8 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
                 {"role": "assistant", "content": "Yes."},
             ]
         },
-        "rows.jsonl:1: the chat template writes another number of <image> than the row has images, or a text "
-        "contains it (1 images, 2 places)",
+        "rows.jsonl:1: the rendered conversation must have one <image> for each image; remove <image> from the "
+        "texts, or use the chat template of the model (1 images, 2 placeholders)",
     ),
     "not an image": (
         {"images": ["rows.jsonl"]},

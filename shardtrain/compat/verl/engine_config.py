@@ -26,7 +26,7 @@ SECTIONS = (
     "comm",
     "debug",
 )
-"""Sections of ``options``. verl configures all others: data, losses, schedules, logs and checkpoints."""
+"""Sections that ``options`` may contain. verl configures data, losses, schedules, logs and checkpoints."""
 OPTIMIZERS = ("AdamW", "Adam")
 
 
@@ -77,23 +77,24 @@ class CriticConfig(VerlCriticConfig):  # type: ignore[misc]
 def translate(
     model: Any, engine: EngineConfig, optimizer: Any, device: str, has_values: bool
 ) -> Loaded:
-    """Return the configuration of a run for the model, engine and optimizer of verl.
+    """Translate verl's configuration of the model, engine and optimizer to the configuration of a run.
 
     Args:
         model: verl's HFModelConfig.
+        engine: configuration of this engine.
         optimizer: verl's FSDPOptimizerConfig. None for an engine that only runs forward.
         device: type of the device.
         has_values: True for a critic.
 
     Raises:
-        ConfigError: an option has no counterpart. The message lists all of them.
+        ConfigError: options have no counterpart. The message lists them.
     """
     problems = _unsupported(model, engine, optimizer)
     if problems:
         raise ConfigError(problems)
     found = recognise(Path(model.local_path))
     overrides = dict(found.overrides)
-    # verl's losses contain no balance loss of experts.
+    # Turn the load-balancing loss of experts off, because verl's losses do not include it.
     if found.hub is None:
         overrides["balance_loss_coeff"] = 0.0
     settings: dict[str, Any] = {
@@ -114,14 +115,14 @@ def translate(
         "debug": {"seed": engine.seed, "deterministic": engine.full_determinism},
     }
     if has_values:
-        # The task gives the model its head with one output, of which each rank needs all columns.
+        # This task replaces the head by one with a single output, which cannot be sharded by columns.
         settings["task"] = {"name": "reward_model"}
         settings["parallelism"]["disable_loss_parallel"] = True
     if optimizer is not None:
         settings["optimizer"] = _optimizer(optimizer)
         settings["training"]["max_norm"] = optimizer.clip_grad
     arguments = _arguments(settings)
-    # Later arguments replace earlier ones, so options win.
+    # Later arguments replace earlier ones, so ``options`` take precedence.
     arguments += _arguments(engine.options)
     return configs.load(None, arguments)
 
@@ -172,7 +173,7 @@ def _unsupported(model: Any, engine: EngineConfig, optimizer: Any) -> list[Probl
     if model.use_liger:
         refuse("model.use_liger", True, "set it to false")
     if model.use_fused_kernels or engine.use_fused_kernels:
-        fix = "set it to false: log-probabilities need no copy of the logits without it"
+        fix = "set it to false, because this engine computes log-probabilities without a copy of the logits"
         refuse("model.use_fused_kernels", True, fix)
     if model.tiled_mlp.get("enabled"):
         refuse("model.tiled_mlp.enabled", True, "set it to false")

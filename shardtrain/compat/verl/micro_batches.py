@@ -35,7 +35,7 @@ def check(data: TensorDict) -> None:
 def pack(
     micro_batch: TensorDict, length_multiple: int, loss: Callable[[Outputs], Tensor]
 ) -> TokenLossBatch:
-    """Pack the sequences of a micro-batch into one row, and pad it to a multiple of a length."""
+    """Pack the sequences of a micro-batch into one row, and pad the row to a multiple of ``length_multiple``."""
     input_ids = micro_batch["input_ids"]
     tokens_T = input_ids.values()
     lengths_S = input_ids.offsets().diff()
@@ -45,8 +45,8 @@ def pack(
     if not isinstance(temperature, Tensor):
         temperature = torch.full((num_sequences,), float(temperature), device=device)
     documents_T = torch.arange(num_sequences, device=device).repeat_interleave(lengths_S)
-    # As in verl's engines, the last token of a sequence has the first token of the next one as its target.
-    # Losses mask it.
+    # As in verl's engines, the target of a sequence's last token is the first token of the next sequence.
+    # Losses mask this target.
     targets_T = tokens_T.roll(-1)
     padding = -len(tokens_T) % length_multiple
     documents_1T = None
@@ -65,6 +65,6 @@ def pack(
 
 
 def nested_like(values_1T: Tensor, input_ids: Any) -> Tensor:
-    """Return the values of a packed row as a nested tensor with the sequences of ``input_ids``."""
+    """Return the values of a packed row as a nested tensor with the same sequences as ``input_ids``."""
     num_tokens = input_ids.values().size(0)
     return torch.nested.nested_tensor_from_jagged(values_1T[0, :num_tokens], input_ids.offsets())

@@ -1,7 +1,8 @@
-"""verl's BaseEngine on the trainer's parts: mesh, sharded model, runner, optimizer and checkpoints.
+"""Implement verl's BaseEngine with the trainer's mesh, sharded model, runner, optimizer and checkpoints.
 
-verl divides a loss by the number of data-parallel ranks' tokens and multiplies it by the number of these ranks, because
-its other engines average gradients over them. Here gradients are summed, so the loss is divided by that number again.
+verl's losses are sums divided by the number of tokens of all data-parallel ranks. verl also multiplies them by the
+number of these ranks, because its other engines average gradients. This engine sums gradients, so it divides the loss
+by the number of data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -61,11 +62,15 @@ from shardtrain.utils.log import logger
 _FACT = "verl"
 """Key of the engine's state in the facts of a checkpoint."""
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
-"""verl's loss of a micro-batch: called with model_output, data and dp_group, it returns the loss and metrics."""
+"""verl's loss of a micro-batch. Takes model_output, data and dp_group, and returns the loss and metrics."""
 
 
 class VerlEngine(BaseEngine):  # type: ignore[misc]
-    """Engine of a language model. ``has_values`` makes it that of a critic."""
+    """Base class of the engines.
+
+    Attributes:
+        has_values: True if the model returns one value per token instead of logits, as a critic does.
+    """
 
     has_values = False
 
@@ -107,6 +112,8 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         """Build the model, load its weights, and build the optimizer (a collective)."""
         config = self.config
         set_numerics(config, self.mesh.device)
+
+        # The sharded model and its weights
         built = build_model(
             config, self.mesh, with_loss=partial(with_token_losses, has_values=self.has_values)
         )
@@ -115,11 +122,14 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         weights = without_new_head(config, model_state_dict(built.runner))
         folder = Path(self.model_config.local_path)
         all_ranks(partial(importing.fill, weights, folder, built.module, built.shape))
+
+        # Rows are packed, so the model must not attend across sequences.
         model = self.runner.parts[0]
         if isinstance(self.runner, TokenLossPipeline):
             model = AllStages(self.runner)
         document_isolation.check(model, built.module, self.mesh, config)
 
+        # The optimizer and its schedule
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = None
         if not self.engine_config.forward_only:
@@ -130,7 +140,8 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
                 config.debug.seed,
             )
             self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
-        # verl expects offloaded tensors in host memory until it enters a mode.
+
+        # verl expects that offloaded tensors stay in host memory until it enters train or eval mode.
         self.to(
             "cpu",
             model=self.is_param_offload_enabled,
@@ -139,7 +150,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         )
 
     def _build_lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return verl's schedule, as its engine fsdp builds it."""
+        """Return the same learning-rate schedule as verl's engine fsdp."""
         options = self.optimizer_config
         total_steps = options.total_training_steps
         warmup_steps = options.lr_warmup_steps
@@ -213,7 +224,10 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         self.runner.zero_grad()
 
     def optimizer_step(self) -> float:
-        """Clip the gradients and update. A step with a norm that is not finite changes nothing."""
+        """Clip the gradients, update the weights, and return the gradient norm.
+
+        If the norm is not finite, skip the update.
+        """
         assert self.optimizer is not None, "an engine with forward_only has no optimizer"
         norm = float(self.runner.gradient_norm())
         if not math.isfinite(norm):
@@ -236,7 +250,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
     ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
         """Return an iterator over all unsharded weights in the compute dtype, by their Hugging Face names.
 
-        Each step of the iterator is a collective. verl's arguments only concern adapters.
+        Each step of the iterator is a collective. The keyword arguments of verl only apply to adapters.
         """
         dtype = getattr(torch, derived.compute_dtype(self.config))
         translation = translation_of(
@@ -245,7 +259,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         tensors: dict[str, Tensor] = {**self.runner.parameters(), **self.runner.buffers()}
         device = self.mesh.device
 
-        # Each pipeline rank has the tensors of its stages. Find the last rank that has each tensor.
+        # A pipeline rank only has the tensors of its stages. For each tensor, find the last rank that has it.
         names = list(translation.sources)
         rank = self.mesh.rank("pp")
         holders = torch.tensor([rank if name in tensors else -1 for name in names], device=device)
@@ -254,8 +268,9 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         def unsharded() -> Iterator[tuple[str, Tensor]]:
             for name, holder in zip(names, holders.tolist(), strict=True):
                 if name in tensors:
-                    # an offloaded tensor is gathered on the device
+                    # The tensor may be offloaded, but it must be gathered on the device.
                     full = to_full(tensors[name].detach().to(device)).to(dtype)
+                # The rank found above broadcasts the tensor to the other pipeline ranks.
                 if self.mesh.size("pp") > 1:
                     if holder != rank:
                         full = torch.empty(translation.shapes[name], dtype=dtype, device=device)
@@ -269,7 +284,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
 
     @cached_property
     def _manager(self) -> BaseCheckpointManager:
-        """verl's rules for which parts are saved and loaded, and which checkpoints are kept."""
+        """verl's manager, which decides what to save and load, and which checkpoints to keep."""
         return BaseCheckpointManager(
             self.runner, self.optimizer, checkpoint_config=self.checkpoint_config
         )
@@ -300,13 +315,15 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         With "hf_model" in ``save_contents``, also write ``local_path/huggingface``.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: the checkpoint cannot be written.
         """
         _refuse_hdfs(hdfs_path)
         manager = self._manager
         is_first = dist.get_rank() == 0
         if is_first:
             manager.ensure_checkpoint_capacity(max_ckpt_to_keep)
+
+        # Collect what verl's configuration selects.
         rest: dict[str, Tensor] = {}
         facts: dict[str, Any] = {
             "state": TrainState().to_dict() | {"step": global_step},
@@ -320,6 +337,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
             rest = self._optimizer_tensors()
         if self.lr_scheduler is not None and manager.should_save_extra:
             facts[_FACT] = {"lr_scheduler_steps": self.lr_scheduler.last_epoch}
+
         checkpoints = self._checkpoints(local_path)
         try:
             weights = model_state_dict(self.runner)
@@ -349,7 +367,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         del_local_after_load: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Load the newest step in a folder of ``save_checkpoint`` (a collective). Nothing is deleted.
+        """Load the newest step that ``save_checkpoint`` wrote to a folder (a collective). Nothing is deleted.
 
         Raises:
             CheckpointError: the folder has no undamaged checkpoint of this model.
@@ -367,7 +385,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
             self._resume_lr_scheduler(int(saved["lr_scheduler_steps"]))
 
     def _resume_lr_scheduler(self, steps: int) -> None:
-        """Continue the schedule after a number of its steps."""
+        """Set the position of the learning-rate schedule, and the learning rate of this position."""
         scheduler = self.lr_scheduler
         scheduler.last_epoch = steps
         rates = [
@@ -383,18 +401,20 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         """Run forward and, unless ``forward_only``, backward for this rank's part of a batch (a collective)."""
         micro_batches.check(data)
         group = self.get_data_parallel_group()
-        # The losses divide by the number of tokens of all data-parallel ranks.
+
+        # verl's losses divide by the number of tokens of all data-parallel ranks.
         num_tokens = data["loss_mask"].sum().to(self.mesh.device)
         dist.all_reduce(num_tokens, group=group)
         tensordict_utils.assign_non_tensor(
             data,
             batch_num_tokens=num_tokens.item(),
             dp_size=self.get_data_parallel_size(),
-            # verl's limits of tokens per device hold for the part of a context-parallel rank
+            # verl limits the tokens per device, and a context-parallel rank has only a part of each sequence.
             sp_size=self.mesh.size("cp"),
         )
         parts, indices = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
 
+        # Pack each micro-batch. The runner calls the loss, which adds its results to ``outputs``.
         outputs: list[dict[str, Any]] = []
         packed = []
         multiple = splittable_length(self.mesh.size("tp"), self.mesh)
@@ -407,7 +427,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         else:
             weight = torch.tensor(1 / self.get_data_parallel_size(), device=self.mesh.device)
             self.runner.forward_backward(packed, weight)
-            # Outputs of a training step are only kept for callers that need them: they add up over micro-batches.
+            # Keep the model's outputs only for callers that need them, because all micro-batches would add up.
             if not tensordict_utils.get_non_tensor_data(data, "return_model_output", False):
                 for output in outputs:
                     del output["model_output"]

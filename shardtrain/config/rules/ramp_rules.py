@@ -27,14 +27,14 @@ def check_ramps(loaded: Loaded) -> Iterator[Problem]:
             yield problem(
                 loaded,
                 BATCH,
-                rule=f"is not {last}, the last size of {BATCH_RAMP}",
+                rule=f"must be {last}, the last size of {BATCH_RAMP}",
                 fix="remove it, or make it the last size of the ramp",
             )
         if training.last_batch != "rollover":
             yield problem(
                 loaded,
                 "training.last_batch",
-                rule=f"makes epochs of equal steps, and {BATCH_RAMP} changes the steps",
+                rule=f"requires steps of equal size, and {BATCH_RAMP} changes the size",
                 fix="remove one of the two",
             )
     sequence_problems = list(_check_form(loaded, SEQUENCE_RAMP))
@@ -44,7 +44,7 @@ def check_ramps(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _check_form(loaded: Loaded, option: str) -> Iterator[Problem]:
-    """A ramp consists of pairs, whose steps and sizes increase, from step 0 on."""
+    """Yield problems unless a ramp is a list of pairs of a step and a size that both increase, from step 0."""
     ramp = loaded.value(option)
     if not ramp:
         return
@@ -57,9 +57,9 @@ def _check_form(loaded: Loaded, option: str) -> Iterator[Problem]:
     if steps[0] != 0:
         yield problem(loaded, option, "must begin at step 0", fix)
     elif not _increases(steps):
-        yield problem(loaded, option, "must have steps that increase", fix)
+        yield problem(loaded, option, "must have increasing steps", fix)
     if sizes[0] < 1 or not _increases(sizes):
-        yield problem(loaded, option, "must have sizes from 1 on that increase", fix)
+        yield problem(loaded, option, "must have increasing sizes of at least 1", fix)
     if max(*steps, *sizes) > MAX_NUMBER:
         yield problem(loaded, option, f"must have numbers up to {MAX_NUMBER:,}", fix)
 
@@ -69,7 +69,11 @@ def _increases(values: list[int]) -> bool:
 
 
 def _check_lengths(loaded: Loaded) -> Iterator[Problem]:
-    """Shorter sequences are equal parts of rows of ``seq_len`` tokens, for next-token losses without noise."""
+    """Yield problems of ``training.sequence_ramp``.
+
+    A shorter sequence is a part of a row of ``seq_len`` tokens, so each length must divide ``seq_len``. Only
+    next-token losses without noise support such parts.
+    """
     training = loaded.config.training
     lengths = ramps.sequence_lengths(training)
     seq_len = training.seq_len
@@ -93,7 +97,7 @@ def _check_lengths(loaded: Loaded) -> Iterator[Problem]:
         yield problem(
             loaded,
             SEQUENCE_RAMP,
-            rule=f'requires a task of packed texts, and task.name="{loaded.config.task.name}" has rows',
+            rule=f'requires a task of packed texts, which task.name="{loaded.config.task.name}" is not',
             fix="remove it",
         )
     if training.neftune_noise_alpha is not None:
@@ -106,10 +110,10 @@ def _check_lengths(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_batch_on(loaded: Loaded, data_ranks: int) -> Iterator[Problem]:
-    """Each global batch is a multiple of the local batch times the number of data-parallel ranks."""
+    """Yield a problem if a global batch is not a multiple of the local batch times the data-parallel ranks."""
     training = loaded.config.training
     per_pass = training.local_batch_size * data_ranks
-    # check_ramps reports a ramp that has no pairs.
+    # check_ramps reports a ramp with an invalid form.
     if per_pass < 1 or any(_check_form(loaded, BATCH_RAMP)):
         return
     sizes = ramps.batch_sizes(training)
@@ -137,7 +141,7 @@ def check_batch_on(loaded: Loaded, data_ranks: int) -> Iterator[Problem]:
 
 
 def ramp_notes(loaded: Loaded) -> list[str]:
-    """Return a note for each ramp that the run ends before."""
+    """Return a note for each ramp that the run does not complete."""
     training = loaded.config.training
     notes = []
     for option in (BATCH_RAMP, SEQUENCE_RAMP):
@@ -150,7 +154,7 @@ def ramp_notes(loaded: Loaded) -> list[str]:
 
 
 def nearest_multiples(value: int, divisor: int) -> list[int]:
-    """Return the multiples of ``divisor`` below and above a value that is not one, without 0."""
+    """Return the nearest multiples of ``divisor`` below and above a value. 0 is not returned."""
     below = value // divisor * divisor
     return [multiple for multiple in (below, below + divisor) if multiple]
 

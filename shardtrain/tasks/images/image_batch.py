@@ -1,8 +1,8 @@
-"""Rows with images, and their batches: padded tokens, and the images of all rows.
+"""Rows with images, and batches of them. A batch has padded tokens, and the images of all rows.
 
-A batch without an image gets an additional one, whose loss is not computed. All data-parallel ranks then
-run the same modules, which FSDP requires, and the parameters for images have gradients of zero instead of
-none. So the numbers do not depend on the division of rows into batches.
+A batch without images gets a filler image, for whose tokens no loss is computed. All data-parallel ranks
+then run the same modules, which FSDP requires. The parameters for images get gradients of zero instead of
+None, so the results do not depend on how rows are divided into batches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ImageRow:
         text: the rendered conversation, with one placeholder for each image.
         images: the images, which are loaded when a batch is built.
         sizes: width and height of each image.
-        tokens: token ids, with the tokens of images, truncated to seq_len.
+        tokens: token ids, including those of images, truncated to seq_len.
         learned: True for tokens whose loss is computed.
         work: work of the vision tower.
     """
@@ -58,11 +58,14 @@ class ImageRow:
 
 @dataclass(frozen=True)
 class Loader:
-    """Loads the images of rows and makes batches.
+    """Loads the images of rows and builds batches.
 
     Attributes:
+        processor: converts text and images to inputs of the model.
+        decoder: the process that decodes images.
+        max_bytes: size limit of an image file.
         length_multiple: the lengths of sequences are multiples of this number.
-        filler: row with one small image, for batches without images.
+        filler: rendered text of a row with one image, for batches without images.
         capacity: tokens of a sequence that rows are packed into. 0 if each row is a sequence.
     """
 
@@ -80,15 +83,17 @@ class Loader:
             DataError: an image cannot be decoded, or has changed since the rows were read.
         """
         inputs_of_rows = [self._inputs(row) for row in rows]
+        # Add the filler image to the shortest row, because that changes the length of the batch least.
         if not any(row.images for row in rows):
             pixels = np.zeros((32, 32, 3), dtype=np.uint8)
             filler = self.processor.inputs(self.filler, [pixels])
             shortest = min(range(len(rows)), key=lambda number: len(rows[number].tokens))
-            inputs_of_rows[shortest] = _joined(inputs_of_rows[shortest], filler)
+            inputs_of_rows[shortest] = _with_filler(inputs_of_rows[shortest], filler)
 
         lengths = [inputs[_IDS].shape[1] for inputs in inputs_of_rows]
         if self.capacity:
             return self._packed(rows, inputs_of_rows, lengths)
+        # Pad each row to the longest one.
         T = -(-max(lengths) // self.length_multiple) * self.length_multiple
         targets_BT = torch.full((len(rows), T), IGNORE, dtype=torch.int64)
         for number, row in enumerate(rows):
@@ -103,7 +108,7 @@ class Loader:
         inputs_of_rows: Sequence[Mapping[str, Tensor]],
         lengths: Sequence[int],
     ) -> dict[str, Tensor]:
-        """Return a batch of sequences with one or more rows. An additional input has the numbers of rows."""
+        """Return a batch of sequences with one or more rows. ``packing.ROWS`` has the row number of each token."""
         sequences = packing.first_fit(lengths, self.capacity)
         longest = max(sum(lengths[number] for number in numbers) for numbers in sequences)
         T = -(-longest // self.length_multiple) * self.length_multiple
@@ -128,7 +133,7 @@ class Loader:
         }
 
     def joined(self, inputs_of_rows: Sequence[Mapping[str, Tensor]], T: int) -> dict[str, Tensor]:
-        """Return tokens (B, T) and the other inputs of the model for the inputs of each row."""
+        """Combine the inputs of rows to tokens (B, T) and the other inputs of the model."""
         batch = {}
         names = dict.fromkeys(name for inputs in inputs_of_rows for name in inputs)
         for name in names:
@@ -136,7 +141,11 @@ class Loader:
         return batch
 
     def _inputs(self, row: ImageRow) -> dict[str, Tensor]:
-        """Return the inputs of one row, without the tokens beyond its truncation."""
+        """Return the inputs of one row, truncated like ``row.tokens``.
+
+        Raises:
+            DataError: an image has changed since the rows were read, or the processor's tokens differ.
+        """
         images = [self.load(image) for image in row.images]
         for image, pixels, size in zip(row.images, images, row.sizes, strict=True):
             height, width, _ = pixels.shape
@@ -149,15 +158,18 @@ class Loader:
         ids = inputs[_IDS][0, : len(row.tokens)].numpy()
         if not np.array_equal(ids, row.tokens):
             raise DataError(
-                f"the processor in {self.processor.folder} and the tokenizer of the run give different tokens for a "
-                "row; use the tokenizer of this folder"
+                f"the processor in {self.processor.folder} and the tokenizer of the run return different tokens for "
+                "a row; use the tokenizer of this folder"
             )
+        # Only inputs with a value for each token are truncated.
         num_tokens = inputs[_IDS].shape[1]
-        cut = {}
+        truncated = {}
         for name, values in inputs.items():
-            is_of_tokens = _is_of_tokens(values, num_tokens)
-            cut[name] = values[:, : len(row.tokens)] if is_of_tokens else values
-        return cut
+            if _is_of_tokens(values, num_tokens):
+                truncated[name] = values[:, : len(row.tokens)]
+            else:
+                truncated[name] = values
+        return truncated
 
     def load(self, image: Image) -> Pixels:
         """Return the pixels of an image. Raises DataError."""
@@ -170,7 +182,11 @@ class Loader:
             ) from None
 
     def _stacked(self, name: str, inputs_of_rows: Sequence[Mapping[str, Tensor]], T: int) -> Tensor:
-        """Return an input of a batch: of tokens, of rows, or of the images of all rows."""
+        """Combine one input of all rows.
+
+        Inputs with a value for each token are padded to (B, T). Inputs in ``row_inputs`` get one entry per
+        row, also for rows without images. All others are concatenated over the images of all rows.
+        """
         parts = []
         for inputs in inputs_of_rows:
             num_tokens = inputs[_IDS].shape[1]
@@ -182,11 +198,13 @@ class Loader:
             elif name in inputs:
                 parts.append(inputs[name])
             elif name in self.processor.row_inputs:
-                # A row without images is padding in the dim of images.
+                # A row without images has 0 images in dim 1. The padding below adds zeros there.
                 known = next(other[name] for other in inputs_of_rows if name in other)
                 parts.append(known.new_zeros((1, 0, *known.shape[2:])))
-        # The other dims may differ, such as the number of tiles of an image.
-        largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+
+        # Pad all dims except the first to the largest size. Images may differ in the number of tiles, for example.
+        shapes = [part.shape[1:] for part in parts]
+        largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
         padded = []
         for part in parts:
             missing: list[int] = []
@@ -201,18 +219,22 @@ def _is_of_tokens(values: Tensor, num_tokens: int) -> bool:
     return values.ndim >= 2 and values.shape[:2] == (1, num_tokens)
 
 
-def _joined(inputs: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Append the tokens and the image of ``more`` to a row without images."""
-    joined = dict(more)
+def _with_filler(inputs: Mapping[str, Tensor], filler: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Append the tokens and the image of ``filler`` to the inputs of a row without images."""
+    combined = dict(filler)
+    # A row without images only has inputs with a value for each token.
     for name, values in inputs.items():
-        joined[name] = torch.cat((values, more[name].to(values.dtype)), dim=1)
-    return joined
+        combined[name] = torch.cat((values, filler[name].to(values.dtype)), dim=1)
+    return combined
 
 
 def replaced(
     text: str, spans: Sequence[tuple[int, int]], replacements: Sequence[Any]
 ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return a text with its placeholders replaced, its ranges in the new text, and those of the images.
+    """Replace the placeholders of a text.
+
+    Returns:
+        The new text, the ranges ``spans`` in the new text, and the range of each replacement.
 
     >>> replaced("a<i>bc", [(4, 6)], [(1, 4, "<i><i>")])
     ('a<i><i>bc', [(7, 9)], [(1, 7)])
@@ -229,6 +251,7 @@ def replaced(
         last = stop
     pieces.append(text[last:])
 
+    # Replacements before a place move it.
     def moved(place: int) -> int:
         shift = 0
         for start, stop, new in replacements:

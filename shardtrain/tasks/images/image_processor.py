@@ -1,8 +1,8 @@
-"""Open the processor of a Hugging Face folder, which turns texts and images into inputs of its model.
+"""Open the processor of a Hugging Face folder, which converts texts and images to inputs of its model.
 
-Only classes of the installed ``transformers`` are used. Image processors run on PIL and NumPy, so
-torchvision is not required unless ``transformers`` has no such version of one. Videos are not supported,
-so the part of a processor for them is left out.
+Only classes of the installed ``transformers`` are used. Image processors run on PIL and NumPy. Only an
+image processor without a PIL version requires torchvision. Videos are not supported, so processors are
+opened without their video processor.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class ImageProcessor:
 
     Attributes:
         folder: the Hugging Face folder.
-        placeholder: text that a chat template writes in the place of an image.
-        pad_id: token that fills the ends of rows, which nothing attends to.
+        placeholder: text that a chat template writes for an image.
+        pad_id: token that fills the ends of rows. No other token attends to it.
         fingerprint: hash of the files that determine the inputs.
-        row_inputs: names of the inputs of images whose first dim is the rows of a batch. The first dim of
-            others is the images or patches of all rows.
+        row_inputs: names of image inputs whose first dim is the rows of a batch. The first dim of other
+            image inputs is the images or patches of all rows.
 
     Raises:
         ConfigError: the folder has no processor for images, its files are invalid, or a library is missing.
@@ -67,7 +67,7 @@ class ImageProcessor:
         self._processed = lru_cache(_CACHED_SIZES)(self._process_black_images)
 
     def __reduce__(self) -> Any:
-        # A worker process opens the folder again.
+        # Pickle only the folder. A worker process opens it again.
         return ImageProcessor, (self.folder,)
 
     def _find_row_inputs(self) -> frozenset[str]:
@@ -90,7 +90,7 @@ class ImageProcessor:
         return frozenset(names)
 
     def chat_template(self) -> str | None:
-        """Return the chat template in a file of the processor, which older folders have; None without one."""
+        """Return the chat template of ``chat_template.json``, a file of older folders. None without this file."""
         path = Path(self.folder) / CHAT_TEMPLATE
         if not path.is_file():
             return None
@@ -126,7 +126,8 @@ class ImageProcessor:
     def _process_black_images(
         self, sizes: tuple[tuple[int, int], ...]
     ) -> tuple[list[str], ImageWork]:
-        # Texts and patches depend only on the sizes of all images of the row, so black images have the same.
+        # The replacements and the number of patches depend only on the sizes of the row's images. So black images
+        # of these sizes have the same.
         images = [np.zeros((height, width, 3), dtype=np.uint8) for width, height in sizes]
         text = self.placeholder * len(sizes)
         inputs = self._processor(
@@ -148,7 +149,7 @@ class ImageProcessor:
         Inputs of tokens have shape (1, T), such as ``input_ids`` and ``attention_mask``.
 
         Raises:
-            ValueError: the processor refuses the images.
+            ValueError: the processor rejects the images.
         """
         options: dict[str, Any] = {"add_special_tokens": False, "return_tensors": "pt"}
         if images:
@@ -157,19 +158,28 @@ class ImageProcessor:
 
 
 def _open(folder: str) -> Any:
-    """Return the processor object of transformers."""
+    """Return the processor object of transformers.
+
+    Raises:
+        ConfigError: see ``ImageProcessor``.
+    """
+    # Load the libraries.
     with without_torchao_warnings():
         for name in ("transformers.models.auto.processing_auto", "transformers"):
             transformers = libraries.load(name, "task.name", "image_text", INSTALL)
     libraries.load("PIL.Image", "task.name", "image_text", INSTALL)
+
+    # Check the files before transformers reads them.
     if not any((Path(folder) / name).is_file() for name in FILES):
-        rule = f"has neither {' nor '.join(FILES)}, so it does not say how images become inputs"
+        rule = f"has neither {' nor '.join(FILES)}, so it has no processor for images"
         raise _refusal(folder, rule, "use the folder of a model that reads images")
     _check_files(folder)
     cls = _class_of(folder, transformers)
     if not hasattr(cls, "get_text_with_replacements"):
         rule = f"needs a newer version of transformers than {transformers.__version__}"
         raise ConfigError(Problem("task.name", "image_text", rule, f"pip install -U {INSTALL}"))
+
+    # Open each part, and build the processor from them.
     options = {"local_files_only": True}
     try:
         parts = {
@@ -179,7 +189,7 @@ def _open(folder: str) -> Any:
             ),
         }
         values, _ = cls.get_processor_dict(folder, local_files_only=True)
-        # An audio tokenizer would be downloaded by its name.
+        # Remove the audio tokenizer, because transformers would download it by its name.
         values.pop("audio_tokenizer", None)
         _omit_videos(cls)
         arguments = [parts.get(name) for name in cls.get_attributes()]
@@ -190,6 +200,8 @@ def _open(folder: str) -> Any:
         if "torchvision" in reason.lower():
             fix = f"pip install torchvision, which {cls.__name__} requires"
         raise _refusal(folder, f"has a processor that cannot be opened ({reason})", fix) from error
+
+    # Check the result.
     if isinstance(processor, tuple):
         processor = processor[0]
     if not isinstance(getattr(processor, "image_token", None), str):
@@ -199,7 +211,7 @@ def _open(folder: str) -> Any:
 
 
 def _check_files(folder: str) -> None:
-    """Raise ConfigError if a file is not JSON, or names code, which transformers might run."""
+    """Raise ConfigError if a file is not JSON, or names code that transformers might run."""
     for name in (*FILES, _TOKENIZER_CONFIG):
         path = Path(folder) / name
         if not path.is_file():
@@ -214,7 +226,7 @@ def _check_files(folder: str) -> None:
 
 
 def _class_of(folder: str, transformers: Any) -> Any:
-    """Return the processor class that the folder's files name, or the one of its model_type."""
+    """Return the processor class that the folder's files name, or the class of its model_type."""
     for name in (*reversed(FILES), _TOKENIZER_CONFIG):
         path = Path(folder) / name
         wanted = read_json(path).get("processor_class") if path.is_file() else None
@@ -226,22 +238,22 @@ def _class_of(folder: str, transformers: Any) -> Any:
     config_class = type(architecture.read(folder))
     if config_class in mapping:
         return mapping[config_class]
-    rule = f"is of a model_type that has no processor in transformers {transformers.__version__}"
-    raise _refusal(folder, rule, "install a version that does, or use another model")
+    rule = f"has a model_type without a processor in transformers {transformers.__version__}"
+    raise _refusal(folder, rule, "install a version with this processor, or use another model")
 
 
 def _omit_videos(cls: Any) -> None:
-    """Let SmolVLM's processor be built without the library that describes videos in words."""
+    """Allow SmolVLM's processor without the library num2words, which it only needs for videos."""
     module = sys.modules[cls.__module__]
     if getattr(module, "num2words", "") is None:
         module.num2words = str  # type: ignore[attr-defined]
 
 
 class _ImagesOnly:
-    """Base of processors whose part for videos or sound is None."""
+    """Mixin for processor classes whose part for videos or sound is None."""
 
     def check_argument_for_proper_class(self, name: str, value: Any) -> Any:
-        """Accept every value."""
+        """Accept a part of any class, including None."""
         return type(value)
 
     @staticmethod

@@ -17,9 +17,9 @@ class ImageWork:
     """Work for the images of one row.
 
     Attributes:
-        sequences: images or tiles, within each of which the patches attend to each other.
-        patches: patches of all sequences.
-        tokens: tokens of the text that the images become.
+        sequences: number of images or tiles. Patches attend only to patches of the same image or tile.
+        patches: number of patches in all sequences.
+        tokens: number of tokens that represent the images in the text.
     """
 
     sequences: int = 0
@@ -53,11 +53,11 @@ class VisionTower:
         return VisionTower(dim, heads, patch_size)
 
     def count(self, pixels: Sequence[int], num_images: int, num_tokens: int) -> ImageWork:
-        """Return the work for a row, from the shape of the pixels that a processor makes of its images."""
+        """Return the work for a row, from the shape of the pixels that a processor returns for its images."""
         # Qwen's processors return the patches of all images, (P, features).
         if len(pixels) == 2:
             return ImageWork(num_images, pixels[0], num_tokens)
-        # Others return images or tiles, (..., channels, height, width).
+        # Other processors return images or tiles, (..., channels, height, width).
         *leading, _, height, width = pixels
         sequences = math.prod(leading)
         patches = (height // self.patch_size) * (width // self.patch_size)
@@ -65,7 +65,7 @@ class VisionTower:
 
 
 def _size(config: Any, *names: str) -> int:
-    """Return the first of these sizes that a config has, or 0."""
+    """Return the first of the fields ``names`` that a config has as an integer, or 0."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int):
@@ -77,11 +77,12 @@ def _size(config: Any, *names: str) -> int:
 class ImageFlops:
     """FLOPs of forward and backward of the modules that process images.
 
-    Frozen weights need no gradient. If all weights are frozen, these modules have no backward pass.
+    A trained weight needs 6 FLOPs per patch or token. A frozen weight needs 4, because it needs no gradient.
+    If all weights are frozen, each needs 2, because there is no backward pass.
 
     Attributes:
-        per_patch: FLOPs per patch without attention: 2 or 6 per weight, 4 per frozen weight.
-        per_image_token: the same, for the modules after the vision tower.
+        per_patch: FLOPs per patch in the vision tower, without attention.
+        per_image_token: FLOPs per image token in the modules after the vision tower.
         per_patch_pair: FLOPs of attention per pair of patches of a sequence.
     """
 
@@ -95,28 +96,30 @@ class ImageFlops:
         modules: Mapping[str, nn.Module] = model.image_modules
         parameters = [weight for module in modules.values() for weight in module.parameters()]
         is_trained = any(weight.requires_grad for weight in parameters)
+        flops_of_frozen = 4 if is_trained else 2
         per_patch = 0
         per_image_token = 0
         blocks = model.tower_blocks
         for path, module in modules.items():
             for name, child in module.named_modules(prefix=path):
-                # A table of positions is a lookup.
+                # Looking up positions needs no FLOPs.
                 if isinstance(child, nn.Embedding):
                     continue
-                numel = 0
+                flops = 0
                 for weight in child.parameters(recurse=False):
-                    factor = 4 if is_trained else 2
-                    numel += weight.numel() * (6 if weight.requires_grad else factor)
+                    flops_per_weight = 6 if weight.requires_grad else flops_of_frozen
+                    flops += weight.numel() * flops_per_weight
+                # Blocks of the tower and the convolution before them process patches.
                 is_in_block = any(f"{name}.".startswith(f"{block}.") for block in blocks)
                 if is_in_block or isinstance(child, nn.Conv2d | nn.Conv3d):
-                    per_patch += numel
+                    per_patch += flops
                 else:
-                    per_image_token += numel
+                    per_image_token += flops
         per_patch_pair = (12 if is_trained else 4) * len(blocks) * tower.dim
         return ImageFlops(per_patch, per_image_token, per_patch_pair)
 
     def per_row(self, work: ImageWork) -> float:
-        """Return the FLOPs of one row, with attention over all patches of a sequence."""
+        """Return the FLOPs of one row. Each patch attends to all patches of its sequence."""
         if not work.sequences:
             return 0.0
         patches_per_sequence = work.patches / work.sequences

@@ -1,4 +1,4 @@
-"""Pack rows with images: several short rows become one sequence, and attend only to themselves.
+"""Pack several short rows with images into one sequence. Tokens attend only to tokens of their row.
 
 The inputs of the rows are concatenated, so the images stay in the order of their tokens. Shape suffixes: B
 sequences, T tokens, R rows, L tokens of the longest row.
@@ -23,7 +23,7 @@ PACKING = "first_fit"
 
 
 _OWN_POSITIONS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Types of networks with positions in three dims that accept the positions of the text as a fourth one."""
+"""model_type of networks with positions in three dims that accept text positions as a fourth dim."""
 
 
 def problem_of(network: Any) -> str:
@@ -39,7 +39,7 @@ def problem_of(network: Any) -> str:
 
 
 def computes_positions(network: Any) -> bool:
-    """True for a network with positions in several dims, which it computes from the sizes of images."""
+    """True if the network has positions in several dims, and computes them from the sizes of images."""
     return hasattr(getattr(network, "model", network), "get_rope_index")
 
 
@@ -67,16 +67,16 @@ def concatenated(
 ) -> dict[str, Tensor]:
     """Concatenate the inputs of the rows of a sequence, along their tokens or their images.
 
-    ``row_inputs`` have the images of a row in their second dim, which is padded like in a batch.
+    The images are in dim 1 of the inputs in ``row_inputs``, and in dim 0 of other inputs of images.
     """
     joined: dict[str, Tensor] = {}
     names = dict.fromkeys(name for inputs in inputs_of_rows for name in inputs)
     names.pop(_MASK, None)
     for name in names:
         parts = [inputs[name] for inputs in inputs_of_rows if name in inputs]
-        of_tokens = inputs_of_rows[0].get(name)
+        first_values = inputs_of_rows[0].get(name)
         num_tokens = inputs_of_rows[0][_IDS].shape[1]
-        is_of_tokens = of_tokens is not None and of_tokens.shape[:2] == (1, num_tokens)
+        is_of_tokens = first_values is not None and first_values.shape[:2] == (1, num_tokens)
         dim = 1 if is_of_tokens or name in row_inputs else 0
         joined[name] = torch.cat(parts, dim)
     return joined
@@ -102,39 +102,42 @@ def positions(network: Any, inputs: Mapping[str, Tensor], rows_BT: Tensor) -> Te
         inputs: its inputs, with ``input_ids`` (B, T).
 
     Returns:
-        (B, T), or (4, B, T) for a network with positions in three dims: those of the text, which separate the
-        rows, and those that the network computes for each row.
+        (B, T), or (4, B, T) for a network with positions in three dims. The first of the four are text
+        positions, which separate the rows. The network computes the other three for each row.
     """
     text_BT = text_positions(rows_BT)
     if not computes_positions(network):
         return text_BT
     core = getattr(network, "model", network)
-    # Separate the rows, because the network computes the positions of separate rows. Padding is a row, too.
+
+    # Unpack the rows into a batch (R, L), because the network computes positions from the start of each sequence.
+    # Padding counts as a row.
     is_start_BT = text_BT == 0
     row_BT = is_start_BT.flatten().cumsum(0).view_as(text_BT) - 1
     num_rows = int(row_BT.max()) + 1
     longest = int(text_BT.max()) + 1
-    place = (row_BT, text_BT)
-    separate = {}
+    unpacked = {}
     for name in (_IDS, "mm_token_type_ids"):
         values_BT = inputs[name]
         values_RL = values_BT.new_zeros(num_rows, longest)
-        values_RL[place] = values_BT
-        separate[name] = values_RL
-    mask_RL = torch.zeros_like(separate[_IDS])
-    mask_RL[place] = 1
-    ids_RL = separate.pop(_IDS)
-    of_rows_3RL, _ = core.get_rope_index(
-        ids_RL, image_grid_thw=inputs.get("image_grid_thw"), attention_mask=mask_RL, **separate
+        values_RL[row_BT, text_BT] = values_BT
+        unpacked[name] = values_RL
+    mask_RL = torch.zeros_like(unpacked[_IDS])
+    mask_RL[row_BT, text_BT] = 1
+    ids_RL = unpacked.pop(_IDS)
+    positions_3RL, _ = core.get_rope_index(
+        ids_RL, image_grid_thw=inputs.get("image_grid_thw"), attention_mask=mask_RL, **unpacked
     )
-    of_rows_3BT = of_rows_3RL[:, row_BT, text_BT]
-    return torch.cat((text_BT[None], of_rows_3BT))
+
+    # Pack the positions again.
+    positions_3BT = positions_3RL[:, row_BT, text_BT]
+    return torch.cat((text_BT[None], positions_3BT))
 
 
 def sums_of_rows(values_BT: Tensor, rows_BT: Tensor, num_rows: int) -> Tensor:
     """Return the sum of the values of each row of a packed batch, (R,)."""
     sums = torch.zeros(num_rows + 1, dtype=torch.int64, device=values_BT.device)
-    # The last entry gets the padding.
+    # Add padding to an additional last entry, which is not returned.
     numbers = torch.where(rows_BT < 0, num_rows, rows_BT).flatten()
     sums.index_add_(0, numbers, values_BT.flatten().long())
     return sums[:num_rows]

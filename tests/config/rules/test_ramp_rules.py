@@ -28,14 +28,14 @@ WRONG: dict[str, list[str]] = {
     "must be an integer": [BATCH, '[[0, "a"]]'],
     "must have pairs of a step and a size; write [[0, 32], [1000, 64]]": [BATCH, "[[0, 8], [4]]"],
     "must begin at step 0": [BATCH, "[[1, 8], [4, 16]]"],
-    "must have steps that increase": [BATCH, "[[0, 8], [0, 16]]"],
-    "must have sizes from 1 on that increase": [BATCH, "[[0, 16], [4, 8]]"],
+    "must have increasing steps": [BATCH, "[[0, 8], [0, 16]]"],
+    "must have increasing sizes of at least 1": [BATCH, "[[0, 16], [4, 8]]"],
     "must have numbers up to": [BATCH, "[[0, 8], [4, 8000000000000]]"],
     "has 12, 20, which must be multiples of 8 (local_batch_size 4 times 2 data-parallel ranks)": [
         BATCH,
         "[[0, 12], [4, 20], [6, 24]]",
     ],
-    "is not 16, the last size of training.batch_ramp": [
+    "must be 16, the last size of training.batch_ramp": [
         BATCH,
         "[[0, 8], [4, 16]]",
         "--training.global_batch_size",
@@ -79,8 +79,8 @@ WRONG: dict[str, list[str]] = {
 }
 ROWS = "[[0, 16], [4, 64]]"
 OF_ROWS: dict[str, list[str]] = {
-    'requires a task of packed texts, and task.name="reward" has rows': [LENGTH, ROWS],
-    "makes epochs of equal steps, and training.batch_ramp changes the steps": [
+    'requires a task of packed texts, which task.name="reward" is not': [LENGTH, ROWS],
+    "requires steps of equal size, and training.batch_ramp changes the size": [
         BATCH,
         "[[0, 8], [4, 16]]",
         "--training.last_batch",
