@@ -156,7 +156,7 @@ def has_experts(parts: Sequence[nn.Module]) -> bool:
 
 
 def before_step(parts: Sequence[nn.Module], weight: Tensor) -> None:
-    """Reset the load counts, and set ``weight``, the scale of the step's loss, for balance losses too."""
+    """Reset the load counts, and scale balance losses with ``weight``, as the step's loss."""
     for moe in _all_blocks(parts):
         moe.balance.reset()
         moe.balance.loss_weight = weight

@@ -162,10 +162,12 @@ class PairTask(AnswerTask):
         )
         sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
 
-        # If there is a reference model, its weights are part of the data's fingerprint, so a run resumes only
-        # with the same ones.
+        # The fingerprint of the data covers the weights of a reference model. So a run resumes only with the
+        # same reference weights.
         start = self.start()
         pairs.files = {**pairs.files, **start}
+
+        # The fingerprint also covers the tokens, and the margins if the rows have any.
         parts = (part.tobytes() for side in sides for part in (side.tokens, side.targets))
         content = digest(*parts)
         margins = [pair.margin for pair in pairs]
@@ -175,9 +177,8 @@ class PairTask(AnswerTask):
             self.encoder.fingerprint, section.seq_len, *start.values(), content
         )
 
-        num_full = sum(
-            len(side.tokens) == section.seq_len - self.reads_last_token for side in sides
-        )
+        full_length = section.seq_len - self.reads_last_token
+        num_full = sum(len(side.tokens) == full_length for side in sides)
         logger.info(described(self.tokenizer, self.config.data))
         logger.info(
             f"{split}: {len(pairs)} pairs of answers; {num_full} answers fill seq_len or were truncated to it"

@@ -102,11 +102,11 @@ def build(config: Config, world: World) -> Run:
     task.check(stream, built.module, built.shape)
     reference_models.load_frozen_models(task, runner, config, mesh)
     require_same_data(stream, "the training data")
-    # With training.epochs, the data determine the number of steps.
+
+    # Put everything together. With training.epochs, the data determine the number of steps.
     total_steps = training.steps
     if training.epochs is not None and stream.steps_left is not None:
         total_steps = stream.steps_left
-
     flops_per_token = _mean_flops_per_token(built, stream)
     run = Run(
         config,
@@ -120,6 +120,7 @@ def build(config: Config, world: World) -> Run:
         built.num_params,
         flops_per_token,
     )
+    # FLOPs per token depend on the sequence length, which a ramp changes.
     for _, length in training.sequence_ramp:
         run.flops_of_lengths[length] = built.flops_per_token(length)
     run.names = tuple(built.names)

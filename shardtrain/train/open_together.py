@@ -88,7 +88,8 @@ class Together:
                 return False
             return place != first_place or _differs_here(listing.witnesses(result))
 
-        # These are collectives, so every rank must call all of them in this order, whatever its own result.
+        # Find the nodes with a separate copy. These are collectives, so every rank must call all of them in this
+        # order, whatever its own result.
         has_copy_here = all_ranks_agree(has_copy)
         if any_ranks([has_copy_here])[0]:
             self._places_with_copies.add(first_place)
@@ -96,9 +97,11 @@ class Together:
             # The first rank decides for its node, even if the node's ranks use different paths.
             if self._broadcast(lambda: has_copy_here, source, group):
                 self._copies_here.add(place)
-        # A different path may be a different copy.
+        # If the ranks use different paths, these may also be different copies.
         if any_ranks([place != first_place])[0]:
             self._places_with_copies.add(first_place)
+
+        # With copies, each node uses the result for its own copy.
         if first_place in self._places_with_copies:
             return self._result_of_node(place, look, result, listing, first_place)
         return result
@@ -182,17 +185,19 @@ class Together:
         if group is None:
             return make()
         size = torch.zeros(1, dtype=torch.int64)
+
+        # The other ranks wait for the size of the value. A size of 0 is a keep-alive.
         if self._rank != source:
-            # A size of 0 is a keep-alive, so continue to wait.
             while not int(size):
                 dist.broadcast(size, source, group=group)
                 # Tell the watchdog that waiting for slow storage or a download is not a hang.
                 activity.tick()
-            # The first other number is the size of the value.
             buffer = torch.empty(int(size), dtype=torch.uint8)
             for piece in buffer.split(_PIECE_BYTES):
                 dist.broadcast(piece, source, group=group)
             return decode(buffer.numpy().data)
+
+        # The source computes the value, and broadcasts its size and then its bytes.
         with self._keep_alives(source, group):
             value = make()
             buffer = torch.frombuffer(bytearray().join(encode(value)), dtype=torch.uint8)

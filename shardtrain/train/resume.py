@@ -41,8 +41,8 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
     Raises:
         NumericalError: a weight or the optimizer's state is not finite. Nothing is written.
     """
-    # The weights of a checkpoint are those to evaluate and export. If the optimizer trains other weights, these
-    # are part of its state.
+    # A checkpoint stores the weights for evaluation and export as the model. If the optimizer trains separate
+    # weights, the checkpoint stores the trained weights as part of the optimizer state.
     with run.evaluation_weights() as training_weights:
         model = {**weights(run), **run.averages_state_dict()}
         training_state = named_training_weights(training_weights)

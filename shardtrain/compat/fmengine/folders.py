@@ -1,4 +1,4 @@
-"""Writing of FMEngine's folders with one file per layer, and of PEFT folders from their adapters."""
+"""Write FMEngine's folders, which have one file per layer, and PEFT folders with the adapters of such folders."""
 
 from __future__ import annotations
 

@@ -424,20 +424,22 @@ def _adapter(migration: FileMigration) -> None:
         migration.record(name, "ignored", "it is off or empty here")
 
 
-def _data(migration: FileMigration) -> None:
-    """Set the dataset, the tokens with loss, packing, and the task of preference data.
-
-    Only a single dataset of a type in ``_FORMATS`` can be translated.
-    """
+def _dataset(migration: FileMigration) -> None:
+    """Set the dataset. Only a single dataset of a type in ``_FORMATS`` can be translated."""
     sets = [
         entry
         for entry in migration.get("datasets", list, [])
         if isinstance(entry, dict) and entry.get("path")
     ]
     first = sets[0] if sets else {}
+    # A type may have variants, such as chat_template.default.
     kind = first.get("type")
-    if len(sets) == 1 and isinstance(kind, str) and kind.split(".")[0].split(":")[0] in _FORMATS:
-        source, form = _FORMATS[kind.split(".")[0].split(":")[0]]
+    base_kind = ""
+    if isinstance(kind, str):
+        base_kind = kind.split(".")[0].split(":")[0]
+    if len(sets) == 1 and base_kind in _FORMATS:
+        # The path is a local file or folder, or a repository of the Hub.
+        source, form = _FORMATS[base_kind]
         path = str(first["path"])
         local = path.startswith((".", "/", "~")) or "." in path.rpartition("/")[2]
         files = first.get("data_files")
@@ -448,6 +450,8 @@ def _data(migration: FileMigration) -> None:
         migration.default(
             "training.dataset", source if source == "alpaca" or local else "huggingface"
         )
+
+        # The split and the columns.
         migration.default("data.format", form)
         for name, option in (
             ("split", "data.split"),
@@ -495,6 +499,15 @@ def _data(migration: FileMigration) -> None:
         migration.record("datasets", "unsupported", text)
     migration.record("datasets", "ignored", "it is empty")
 
+
+def _data(migration: FileMigration) -> None:
+    """Set the dataset, the tokens with loss, packing, and the task of preference data.
+
+    ``migration.record`` has no effect on a key that has a result already.
+    """
+    _dataset(migration)
+
+    # The tokens with loss, and the chat template.
     inputs = migration.get("train_on_inputs", bool, False)
     migration.record(
         "train_on_inputs", "unsupported" if inputs else "honoured", "only answers count in the loss"
@@ -509,6 +522,7 @@ def _data(migration: FileMigration) -> None:
             "save it to a file, and set data.chat_template to its path; configs/recipes/chatml.jinja is ChatML",
         )
 
+    # Packing, and documents that are longer than a row.
     packing = migration.get("sample_packing", bool, False)
     migration.set("sample_packing", "data.packing", "first_fit" if packing else "padded")
     strategies = {"drop": "drop", "truncate": "cut"}
@@ -555,6 +569,8 @@ def _validation(migration: FileMigration) -> None:
         text = "training rows cannot be held out: write them to a file, and set validation.dataset_path"
         migration.record("val_set_size", "unsupported", text)
     migration.record("val_set_size", "ignored", "no rows are held out")
+
+    # A single validation set can be translated if the training data can. It has the same format.
     sets = [
         entry
         for entry in migration.get("test_datasets", list, [])
@@ -575,6 +591,8 @@ def _validation(migration: FileMigration) -> None:
     if sets:
         migration.record("test_datasets", "unsupported", "set the validation data in [validation]")
     migration.record("test_datasets", "ignored", "it is empty")
+
+    # The interval and early stopping.
     validates = any(setting.option == "validation.enable" for setting in migration.settings)
     per_epoch = migration.get("evals_per_epoch", int, 0)
     steps = migration.get("eval_steps", float, 0.0)

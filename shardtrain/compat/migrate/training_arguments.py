@@ -565,7 +565,8 @@ def _model_and_data(migration: FileMigration) -> None:
     _preference_loss(migration)
     packs = migration.get("packing", bool)
     if packs is not None:
-        # The other strategies ("bfd", "bfd_split") are best-fit decreasing. Versions without the key wrap.
+        # "wrapped" concatenates documents and cuts rows anywhere. It is also the behaviour of versions without
+        # this key. The other strategies ("bfd", "bfd_split") are best-fit decreasing.
         wraps = migration.get("packing_strategy", str, "wrapped") == "wrapped"
         packed_kind = "concat" if wraps else "best_fit"
         migration.set("packing", "data.packing", packed_kind if packs else "padded")

@@ -492,14 +492,14 @@ def _check_form(form: str, star: bool) -> None:
     They could create texts of any size.
     """
     if _LONG_NUMBER.search(form) or (star and re.search(r"%[-#0 +]*(?:\*|\d*\.\*)", form)):
-        raise OverflowError("it formats to a width that is too large")
+        raise OverflowError("it formats a value with a width that is too large")
 
 
 def _plan_format(work: Work, form: str, values: Sequence[Any]) -> None:
     """Before ``str.format`` is called, count an upper bound of the characters of its result."""
     has_nested_fields = re.search(r"\{[^{}]*\{", form.replace("{{", ""))
     if _LONG_NUMBER.search(form) or has_nested_fields:
-        raise OverflowError("it formats to a width that is too large")
+        raise OverflowError("it formats a value with a width that is too large")
     num_fields = form.count("{")
     longest = max((deep_size(value) + _MAX_WIDTH for value in values), default=0)
     work.plan(len(form) + num_fields * longest)

@@ -285,21 +285,27 @@ def _assign_parameters(
         style: the module's own style in the plan, or None.
     """
     own = dict(module.named_parameters(recurse=False))
-    has_children = any(True for child in module.children() for _ in child.parameters())
-    counts = {parameter.size(0) if parameter.ndim > 1 else 0 for parameter in own.values()}
-    splits_evenly = len(counts) == 1 and min(counts) > 0 and min(counts) % ranks == 0
+
+    # Experts: split them over the ranks if dim 0 of all weights is the number of experts, and no other module
+    # takes part in their computation.
     if style == _EXPERTS:
         resolved.experts.add(path)
+        counts = {parameter.size(0) if parameter.ndim > 1 else 0 for parameter in own.values()}
+        splits_evenly = len(counts) == 1 and min(counts) > 0 and min(counts) % ranks == 0
+        has_children = any(True for child in module.children() for _ in child.parameters())
         has_identity = any(isinstance(child, nn.Identity) for child in module.modules())
         if _takes_pairs(module) and splits_evenly and not has_children and not has_identity:
             resolved.names[path] = _EXPERTS
             return
+
+    # Parameters with one number per head: each rank uses those of its heads.
     is_of_heads = style == "local_params" or all(own[name].ndim == 1 for name in planned)
     if is_of_heads and style != _EXPERTS:
         resolved.of_heads[path] = set(planned)
         return
-    # Otherwise all ranks gather the weights and compute the same. A weight is stored in parts if one of its
-    # dimensions can be divided evenly.
+
+    # All other modules: every rank gathers the weights and computes the same. A weight is stored in parts if
+    # one of its dimensions can be divided evenly.
     dims = {}
     for name, parameter in own.items():
         even = [dim for dim, size in enumerate(parameter.shape) if size % ranks == 0]

@@ -125,7 +125,7 @@ class SplitExperts(ParallelStyle):
             module.num_experts = num_own  # type: ignore[assignment]
         compute_pairs = module.forward
         pairs = OwnPairs(device_mesh.size())
-        # a submodule, so that a dry run finds it
+        # Register it as a submodule, because a dry run searches the modules for it.
         module.add_module("shardtrain_pairs", pairs)
 
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

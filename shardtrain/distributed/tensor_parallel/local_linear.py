@@ -30,6 +30,8 @@ def multiply_local_parts(linear: nn.Linear) -> None:
         bias = linear._parameters.get("bias")
         if not isinstance(weight, DTensor):
             return original_forward(x)
+
+        # Find the local input. The output is plain if sequences are exchanged through shared memory.
         is_dtensor = isinstance(x, DTensor)
         stays_plain = hasattr(x, "for_local_products") if splits_outputs else not is_dtensor
         if stays_plain and splits_outputs:
@@ -52,7 +54,9 @@ def multiply_local_parts(linear: nn.Linear) -> None:
         elif is_dtensor and not splits_outputs and x.placements == (Shard(x.ndim - 1),):
             x_local = x.to_local()
         else:
+            # DTensor must redistribute any other input first.
             return original_forward(x)
+
         # Hide each parameter behind an instance attribute of the same name, so forward sees a plain tensor.
         linear.__dict__["weight"] = local_weight(weight)
         linear.__dict__["bias"] = (
@@ -62,13 +66,14 @@ def multiply_local_parts(linear: nn.Linear) -> None:
             out = original_forward(x_local)
         finally:
             del linear.__dict__["weight"], linear.__dict__["bias"]
+
+        # Outputs are summed over ranks, so only one rank may add the bias. The others multiply it by 0, and
+        # its gradient is summed over ranks.
         mesh = weight.device_mesh
         if not splits_outputs and isinstance(bias, DTensor):
-            # Outputs are summed over ranks, so only one rank may add the bias. The others multiply it by 0,
-            # and its gradient is summed over ranks.
-            out = out + bias.to_local(grad_placements=partial_sum) * float(
-                mesh.get_local_rank() == 0
-            )
+            local_bias = bias.to_local(grad_placements=partial_sum)
+            is_first = mesh.get_local_rank() == 0
+            out = out + local_bias * float(is_first)
         if stays_plain:
             return out
         placement = Shard(out.ndim - 1) if splits_outputs else Partial()

@@ -327,7 +327,7 @@ def _check_data(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
 
 
 def _check_model(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
-    """Check whether batches fit into memory, the model, its memory, and the free space for checkpoints."""
+    """Check that the model can be built, that it and its batches fit into memory, and that checkpoints fit on disk."""
     if not findings.is_clean(
         "model", "task", "lora", "optimizer", "parallelism", "training", "compile"
     ):

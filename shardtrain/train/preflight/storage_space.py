@@ -95,9 +95,9 @@ def find_errors(
     num_fitting = int(free_bytes / (SPARE * checkpoint_bytes)) if checkpoint_bytes else num_new
     if num_fitting < 1:
         error = StorageError(
-            f"{folder}: a checkpoint of this run takes {format_bytes(checkpoint_bytes)}, "
-            f"a save requires {SPARE} times that, but only {format_bytes(free_bytes)} are free: "
-            "free space, or set checkpoint.folder to another filesystem"
+            f"{folder}: a save requires {format_bytes(SPARE * checkpoint_bytes)} of free space ({SPARE} times the "
+            f"size of a checkpoint), but only {format_bytes(free_bytes)} are free; "
+            "delete files, or set checkpoint.folder to another filesystem"
         )
         return [error], []
     if num_fitting < num_new:
