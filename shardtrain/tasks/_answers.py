@@ -303,7 +303,7 @@ def token_losses(model: nn.Module, tokens_RT: Tensor, targets_RT: Tensor) -> Ten
         lengths_R = ((targets_RT != IGNORE) * (positions_RT + 1)).amax(1)
         documents["documents_BT"] = filler_documents(lengths_R, positions_RT)
     logits_RTV = model(tokens_RT, positions_RT, **documents)
-    # Row by row, so forward has the float32 logits of only one answer at a time.
+    # Compute the loss row by row, because float32 logits of all rows would need much memory in forward.
     losses = [
         F.cross_entropy(logits_TV.float(), targets_T, ignore_index=IGNORE, reduction="none")
         for logits_TV, targets_T in zip(logits_RTV, targets_RT, strict=True)

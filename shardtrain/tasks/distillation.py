@@ -44,8 +44,7 @@ class Distillation(LanguageModel):
         return teacher
 
     def open_dataloader(self, **options: Any) -> data.DataLoader:
-        """Open the data, with the teacher as part of its fingerprint: a run resumes only with the same
-        teacher."""
+        """Open the data. Their fingerprint covers the teacher, so a run resumes only with the same teacher."""
         stream = super().open_dataloader(**options)
         teacher = initial_weights.of_folder(Path(self.config.task.teacher_path))
         files = dict(stream.files.items())
@@ -82,15 +81,14 @@ class Distillation(LanguageModel):
                 Problem(
                     TEACHER,
                     path,
-                    rule=f"has rows for {teacher_ids} ids, and the tokenizer {stream.vocab}",
+                    rule=f"has rows for {teacher_ids} ids, but the tokenizer has {stream.vocab} ids",
                     fix="use a teacher with the model's own tokenizer",
                 )
             )
         if model_ids and teacher_ids and model_ids != teacher_ids:
             logger.info(
-                f"teacher has a vocabulary of {teacher_ids}, and the model {model_ids}: "
-                f"comparing the first {min(model_ids, teacher_ids)}, "
-                f"which include the tokenizer's {stream.vocab} ids"
+                f"the teacher has a vocabulary of {teacher_ids} ids, and the model one of {model_ids} ids; the loss "
+                f"compares the first {min(model_ids, teacher_ids)}, which include the tokenizer's {stream.vocab} ids"
             )
 
 

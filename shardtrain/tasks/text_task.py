@@ -37,15 +37,21 @@ class TextTask(RowTask):
 
 @dataclass(frozen=True)
 class Example:
-    """A row: its tokens with BOS and EOS, and a number such as its label, IGNORE without one."""
+    """A tokenized row.
+
+    Attributes:
+        tokens: token ids, with BOS and EOS.
+        label: a number such as the label. IGNORE if the row has no label.
+    """
 
     tokens: npt.NDArray[np.int32]
     label: int
 
 
 class ExampleTask(TextTask):
-    """Base of tasks whose rows are examples: one or more texts, each followed by EOS, truncated to seq_len
-    before EOS.
+    """Base of tasks whose rows are examples.
+
+    An example is one or more texts, each followed by EOS. Texts are truncated so that EOS fits into seq_len.
 
     A subclass defines ``_read``, which returns the texts and the number of a row.
     """

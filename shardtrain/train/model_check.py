@@ -97,8 +97,8 @@ def _compare(config: Config) -> dict[str, list[str]]:
     with temporary_folder("model-check") as folder:
         path = folder / "config.toml"
         path.write_text(configs.resolved_toml(config), encoding="utf-8")
-        # A request to stop is sent to all processes of a job. It must not end the comparison, which would
-        # count as skipped.
+        # A request to stop is sent to all processes of a job. The child must ignore it. If it ended, the
+        # comparison would be reported as skipped.
         with stop_signals.children_ignore_requests():
             process = subprocess.Popen(
                 python_child.command("shardtrain.tools.verify.before_training", str(path)),

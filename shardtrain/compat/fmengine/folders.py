@@ -71,7 +71,7 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
         if getattr(model.config, "tied_embeddings", False):
             sources[f"{family.head}weight"] = f"{family.embed}weight"
 
-        # Full name of each tensor in each file, by its name there.
+        # Decide which tensors each file contains: file number -> name in the file -> full name.
         layers: dict[int, dict[str, str]] = {number: {} for number in range(num_layers + 3)}
         for name, source_name in sources.items():
             number, name_in_file = family.place(name, num_layers)

@@ -477,7 +477,7 @@ def _validation(migration: FileMigration) -> None:
         if strategy == "epoch":
             migration.default("validation.per_epoch", 1)
         else:
-            # The Trainer's default is logging_steps.
+            # As in the Trainer, eval_steps defaults to logging_steps.
             steps = migration.get("eval_steps", float, migration.get("logging_steps", float, 500.0))
             migration.set("eval_steps", "validation.freq", int(max(1, steps)))
     for name in ("eval_strategy", "evaluation_strategy"):

@@ -158,8 +158,8 @@ class Turns:
             return None
         span = (len(prompt), len(grown))
         # If the template has no generation prompt, the added text may begin with the speaker's name, which
-        # must not be learned. Exclude this by a test: a placeholder as the answer must follow the prompt
-        # directly. (A real answer could begin with the same text as the name.)
+        # must not be learned. So render a placeholder as the answer, and test that it follows the prompt
+        # directly. The real answer cannot be used, because it could begin with the name.
         plain = self._rendered([*before, _PLAIN])
         follows_prompt = plain.startswith(prompt) and plain[len(prompt) :].lstrip().startswith(
             _PLACEHOLDER

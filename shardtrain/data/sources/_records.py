@@ -83,6 +83,7 @@ def _lines(stream: Stream, max_bytes: int) -> Iterator[bytes | _Long | _Blank]:
 
     For a line longer than a block and ``max_bytes``, yield only its length.
     """
+    # The current line: its bytes so far, or only its length if it is long.
     begun = bytearray()
     long = None
     for block in _blocks(stream):
@@ -93,13 +94,15 @@ def _lines(stream: Stream, max_bytes: int) -> Iterator[bytes | _Long | _Blank]:
                 yield _Blank(block[:cut])
             begun += block[cut:]
             continue
-        # The block begins with the rest of a line from an earlier block.
-        # If the line is long, keep only its length.
+
+        # The block begins with the rest of the current line. If the line is long, keep only its length.
         first, *others = block.split(b"\n")
         begun += first
         if long or len(begun) > max_bytes:
             long = _longer(long, begun)
             begun.clear()
+
+        # The line ends in this block, and is followed by complete lines and the start of the next line.
         if not others:
             continue
         yield long or bytes(begun)

@@ -164,7 +164,7 @@ class ReplicatedWeights(ParallelStyle):
         take: Callable[[Tensor], Tensor] | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Configure the style.
+        """Store how the style treats inputs and gradients.
 
         Args:
             gradient: placement of the gradient that a rank computes. Partial if ranks use the weights for
