@@ -5,7 +5,7 @@ tolerances are too wide for it.
 Here, the tensors of the ranks are put together, and these results are computed again in float64:
 
 - attention cores under cp: output, and gradients of queries, keys and values
-- router logits and norms: outputs
+- router logits and norms: outputs, and gradients of inputs
 - embeddings: the gradient of the first step
 """
 
@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.config import Config, derived
+from shardtrain.distributed.mesh import AXES
 from shardtrain.layout import matches
-from shardtrain.tools.verify import casts, promised_precision
+from shardtrain.tools.verify import backward_rounding, casts, promised_precision
 from shardtrain.tools.verify.compare import assemble
 from shardtrain.tools.verify.evidence import Evidence
-from shardtrain.tools.verify.module_rounding import Excess, sentence
+from shardtrain.tools.verify.module_rounding import sentence
 from shardtrain.tools.verify.module_watch import EMBEDDING
-from shardtrain.tools.verify.rounding_limits import LEAST, deviation, distance
+from shardtrain.tools.verify.rounding_limits import LEAST, Excess, deviation, distance
 from shardtrain.tools.verify.verify_rank import RankRecord, model_of
 
 MORE_THAN_ONE_PROCESS = 1.6
@@ -187,11 +188,21 @@ class GatheredModules:
                     path, f"output on rank {record.rank}", found.error, found.allowed, cause
                 )
                 return
+            of_output = record.parts.get(f"back/{call}/out/0")
+            of_input = record.parts.get(f"back/{call}/in/0")
+            if of_output is None or of_input is None:
+                continue
+            exact, _ = backward_rounding.exact_gradients(module, weights, x, of_output)
+            what = f"gradient of the input on rank {record.rank}"
+            excess = list(backward_rounding.excess_of(path, what, of_input, exact))
+            if excess:
+                yield from excess
+                return
 
     def _embeddings(self) -> Iterator[Excess]:
         """Compare the gradients of embeddings with the sum over tokens, micro-batches and ranks."""
         config = self._evidence.config
-        if not _sums_embeddings_in_float32(config) or self._evidence.size("tp") > 1:
+        if not _sums_embeddings_in_float32(config):
             return
         for name in self._layout.first:
             # The expected sum covers every row, and only the lookups of this module.
@@ -216,21 +227,39 @@ class GatheredModules:
         scale = 1.0
         if self._compute == torch.float16:
             scale = self._evidence.config.training.initial_loss_scale
+        # Ranks of tp look up different tokens in the same rows of the table. Each has some of the rows.
+        groups: dict[tuple[int, ...], list[RankRecord]] = defaultdict(list)
         for record in self._evidence.records:
+            groups[tuple(record.place[axis] for axis in AXES if axis != "tp")].append(record)
+        for records in groups.values():
+            if not _splits_rows(records, f"initial/{name}.weight"):
+                return None
             # A micro-batch rounds the sum of its lookups once. Later sums do not round visibly.
             number = 0
-            while (key := f"{EMBEDDING}/{name}/{number}") + "/ids" in record.parts:
-                gradient = record.parts.get(f"{key}/gradient")
-                if gradient is None:
-                    return None
-                has_part = True
+            while (key := f"{EMBEDDING}/{name}/{number}") + "/ids" in records[0].parts:
                 of_batch = torch.zeros(shape, dtype=torch.float64)
-                ids = record.parts[f"{key}/ids"].flatten()
-                of_batch.index_add_(0, ids, gradient.flatten(0, -2).double())
+                for record in records:
+                    gradient = record.parts.get(f"{key}/gradient")
+                    if gradient is None:
+                        return None
+                    ids = record.parts[f"{key}/ids"]
+                    if ids.shape != gradient.shape[:-1]:
+                        ids = ids.chunk(len(records), dim=1)[record.place["tp"]]
+                    of_batch.index_add_(0, ids.flatten(), gradient.flatten(0, -2).double())
+                has_part = True
                 rounded = torch.empty_like(of_batch, dtype=self._compute).copy_(of_batch)
                 total += rounded.double() / scale
                 number += 1
         return total if has_part else None
+
+
+def _splits_rows(records: Sequence[RankRecord], key: str) -> bool:
+    """True if each of the ranks has other rows of a table, or there is only one rank.
+
+    A table with fewer rows than ranks is replicated, and each rank rounds the sum of its own lookups.
+    """
+    first_rows = {record.slices[key][0].start for record in records if key in record.slices}
+    return len(records) == 1 or len(first_rows) == len(records)
 
 
 def _run_core(

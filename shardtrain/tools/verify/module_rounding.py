@@ -22,6 +22,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,9 +41,16 @@ from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.float8 import Float8Linear
 from shardtrain.ops.microscaling import MXLinear
 from shardtrain.ops.targets import IGNORE
-from shardtrain.tools.verify import casts, dropout, promised_precision
+from shardtrain.tools.verify import backward_rounding, casts, dropout, promised_precision
 from shardtrain.tools.verify.batches import whole_batch
-from shardtrain.tools.verify.rounding_limits import DRAWS, MARGIN, Deviation, deviation, distance
+from shardtrain.tools.verify.rounding_limits import (
+    DRAWS,
+    MARGIN,
+    Deviation,
+    Excess,
+    deviation,
+    distance,
+)
 from shardtrain.tools.verify.rounding_noise import ROUNDOFF, perturbed, unit_roundoff
 from shardtrain.tools.verify.verify_rank import (
     device_of,
@@ -67,27 +75,11 @@ class Recorded:
 
     inputs: dict[str, list[list[Tensor]]] = field(default_factory=lambda: defaultdict(list))
     outputs: dict[str, list[list[Tensor]]] = field(default_factory=lambda: defaultdict(list))
+    gradients: dict[tuple[str, str, int], dict[int, Tensor]] = field(default_factory=dict)
+    """Gradients by path, "in" or "out", number of the call and index of the tensor."""
+    weight_gradients: dict[str, Tensor] = field(default_factory=dict)
     balance_losses: dict[str, float] = field(default_factory=dict)
     """Sum of the balance losses of the micro-batch, by path of the module."""
-
-
-@dataclass(frozen=True)
-class Excess:
-    """A result with more error than rounding explains.
-
-    Attributes:
-        path: Module of the result.
-        what: "output", "own code before NAME", "loss" or "gradient of the logits".
-        error: Relative error.
-        allowed: Relative error that rounding explains.
-        cause: Likely cause, as a sentence.
-    """
-
-    path: str
-    what: str
-    error: float
-    allowed: float
-    cause: str
 
 
 def check_modules(
@@ -174,15 +166,19 @@ def _record(runner: Runner, batch: Batch, config: Config) -> tuple[list[Excess],
     logits: list[Tensor] = []
     gradients: list[Tensor] = []
 
-    def before(path: str) -> Callable[..., None]:
-        def keep_inputs(_: nn.Module, positional: Any, named: Any) -> None:
+    def before(path: str) -> Callable[..., Any]:
+        def keep_inputs(module: nn.Module, positional: Any, named: Any) -> Any:
             recorded.inputs[path].append(_copies((positional, named)))
+            inputs = backward_rounding.with_separate_inputs(module, positional, named)
+            _keep_gradients(recorded, (path, "in", len(recorded.inputs[path]) - 1), inputs)
+            return inputs
 
         return keep_inputs
 
     def after(path: str) -> Callable[..., None]:
         def keep_outputs(_: nn.Module, _positional: Any, _named: Any, output: Any) -> None:
             recorded.outputs[path].append(_copies(output))
+            _keep_gradients(recorded, (path, "out", len(recorded.outputs[path]) - 1), output)
             if path == "" and isinstance(output, Tensor) and output.ndim == 3:
                 logits.append(output.detach().clone())
                 output.register_hook(lambda gradient: gradients.append(gradient.detach().clone()))
@@ -198,6 +194,9 @@ def _record(runner: Runner, batch: Batch, config: Config) -> tuple[list[Excess],
     for path, module in runner.parts[0].named_modules():
         if isinstance(module, Balance) and module.loss_sum is not None:
             recorded.balance_losses[path] = float(module.loss_sum)
+    for name, parameter in runner.parameters().items():
+        if parameter.grad is not None:
+            recorded.weight_gradients[name] = local_tensor(parameter.grad).detach().clone()
     runner.zero_grad()
     for handle in handles:
         handle.remove()
@@ -214,6 +213,19 @@ def _copies(value: Any) -> list[Tensor]:
         local = local_tensor(leaf.detach())
         copies.append(local.detach().clone())
     return copies
+
+
+def _keep_gradients(recorded: Recorded, key: tuple[str, str, int], value: Any) -> None:
+    """Record the gradients of the tensors in a nested structure during the backward pass."""
+    gradients: dict[int, Tensor] = {}
+    recorded.gradients[key] = gradients
+
+    def keep(index: int, gradient: Tensor) -> None:
+        gradients[index] = local_tensor(gradient.detach()).detach().clone()
+
+    for index, leaf in enumerate(_tensors(value)):
+        if leaf.requires_grad:
+            leaf.register_hook(partial(keep, index))
 
 
 def _check_loss(
@@ -274,6 +286,8 @@ class Replay:
         self._compute = compute
         self._num_calls: dict[str, int] = defaultdict(int)
         self._open: list[tuple[str, int]] = []
+        # Outputs of the submodules of a module that rotates queries and keys, by path.
+        self._before_rotation: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def run(self, batch: Batch) -> None:
@@ -303,6 +317,12 @@ class Replay:
                 computed = _tensors((positional, named))
                 what = f"own code before {path}"
                 self._compare_own_code(parent, what, computed, recorded, child=path)
+                if self._is_rotation(parent) and self._is_core(path):
+                    self._compare_gradients_of_rotation(parent, path, call, computed)
+            if self._is_rotation(path):
+                self._before_rotation.clear()
+                # The code between the submodules of this module is also run backward.
+                torch.set_grad_enabled(True)
             return _replaced((positional, named), recorded)
 
         return replace_inputs
@@ -319,10 +339,19 @@ class Replay:
                 self._compare_own_code(path, "output", computed, recorded)
             else:
                 self._compare_leaf(path, module, (positional, named), computed, recorded)
-            return _replaced(output, recorded)
+                self._compare_gradients_of_leaf(path, call, module)
+            replaced = _replaced(output, recorded)
+            if self._is_rotation(path):
+                torch.set_grad_enabled(False)
+            parent = self._open[-1][0] if self._open else ""
+            is_single = isinstance(replaced, Tensor) and replaced.is_floating_point()
+            if call == 0 and is_single and self._is_rotation(parent):
+                self._before_rotation[path] = replaced.requires_grad_()
+            return replaced
 
         return replace_outputs
 
+    @torch.no_grad()
     def _compare_own_code(
         self, path: str, what: str, computed: list[Tensor], recorded: list[Tensor], child: str = ""
     ) -> None:
@@ -364,6 +393,58 @@ class Replay:
             nearest = torch.empty_like(actual).copy_(exact).double()
             self.excess.append(Excess(path, what, error, distance(nearest, exact), cause))
 
+    def _is_rotation(self, path: str) -> bool:
+        return bool(path) and promised_precision.is_rotated_once(self._model.get_submodule(path))
+
+    def _compare_gradients_of_rotation(
+        self, parent: str, core: str, call: int, computed: Sequence[Tensor]
+    ) -> None:
+        """Compare the gradients of projections with those of the rotated queries, keys and values."""
+        gradients = self._recorded.gradients[core, "in", call]
+        results = []
+        for index in gradients:
+            if computed[index].requires_grad:
+                results.append(index)
+        if call or not results:
+            return
+        exact = torch.autograd.grad(
+            [computed[index] for index in results],
+            list(self._before_rotation.values()),
+            [gradients[index].double() for index in results],
+            allow_unused=True,
+        )
+        for child, gradient in zip(self._before_rotation, exact, strict=True):
+            actual = self._recorded.gradients[child, "out", 0].get(0)
+            # A parameter with one number per head, such as a sink, is not rotated.
+            if gradient is not None and actual is not None and actual.ndim >= 3:
+                what = f"gradient of the output of {child}"
+                self.excess += backward_rounding.excess_of(parent, what, actual, gradient)
+
+    def _compare_gradients_of_leaf(self, path: str, call: int, module: nn.Module) -> None:
+        """Compare the gradients of a module that computes each token separately."""
+        of_output = self._recorded.gradients[path, "out", call].get(0)
+        is_compared = isinstance(module, promised_precision.ON_EACH_TOKEN)
+        if not is_compared or of_output is None or path in self._products:
+            return
+        weights = dict(module.named_parameters())
+        x = self._recorded.inputs[path][call][0]
+        of_input, of_weights = backward_rounding.exact_gradients(module, weights, x, of_output)
+        actual = self._recorded.gradients[path, "in", call].get(0)
+        if actual is not None:
+            self.excess += backward_rounding.excess_of(
+                path, "gradient of the input", actual, of_input
+            )
+        # The gradient of a weight is a sum over all calls.
+        if self._num_calls[path] != 1 or len(self._recorded.inputs[path]) != 1:
+            return
+        for name, exact in of_weights.items():
+            summed = self._recorded.weight_gradients.get(f"{path}.{name}")
+            if summed is not None:
+                rounded = summed.to(self._compute)
+                self.excess += backward_rounding.excess_of(
+                    path, f"gradient of {name}", rounded, exact
+                )
+
     def compare_balance_losses(self) -> None:
         """Compare the sums of balance losses with float64, for the recorded logits and scores."""
         for path, loss in self._recorded.balance_losses.items():
@@ -387,6 +468,7 @@ class Replay:
     def _is_core(self, path: str) -> bool:
         return bool(path and self._layout.context) and matches(path, self._layout.context)
 
+    @torch.no_grad()
     def _compare_leaf(
         self, path: str, module: nn.Module, inputs: Any, computed: Any, recorded: list[Tensor]
     ) -> None:

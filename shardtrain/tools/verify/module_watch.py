@@ -15,7 +15,7 @@ from shardtrain import layout
 from shardtrain.config import Config
 from shardtrain.layout import Layout
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.tools.verify import dropout
+from shardtrain.tools.verify import backward_rounding, dropout
 
 EMBEDDING = "embedding"
 """Prefix of the keys of tokens and gradients of an embedding."""
@@ -49,6 +49,7 @@ class ModuleWatch:
         self._inputs: dict[str, list[Tensor]] = {}
         self._copies: dict[str, list[Tensor | None]] = {}
         self._num_embedded: dict[str, int] = {}
+        self._ids: dict[str, Tensor] = {}
 
     def begin(self, parts: Sequence[nn.Module]) -> None:
         """Start to watch the modules of this rank's model parts."""
@@ -61,6 +62,9 @@ class ModuleWatch:
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True))
                 if self._keep and isinstance(module, nn.Embedding):
+                    # Before the hooks of tensor parallelism, which replace tokens of other ranks.
+                    keep_ids = functools.partial(self._keep_ids, path)
+                    self._handles.append(module.register_forward_pre_hook(keep_ids, prepend=True))
                     keep = functools.partial(self._keep_embedding, path)
                     self._handles.append(module.register_forward_hook(keep))
 
@@ -108,15 +112,19 @@ class ModuleWatch:
             f'{where}, which LAYOUT.tensor calls "{style}" ({layout.TENSOR_STYLES[style]}); {fix}'
         )
 
-    def _enter(self, path: str, _: nn.Module, positional: Any, named: Any) -> None:
+    def _enter(self, path: str, module: nn.Module, positional: Any, named: Any) -> Any:
         # Activation checkpointing ends a recomputation early with an exception, so forward hooks are skipped.
         # The stack may therefore contain modules of the previous pass.
         if path == "":
             self._stack.clear()
         self._stack.append(path)
-        if self._keep and path not in self._inputs:
-            self._inputs[path] = _float_tensors((positional, named))
+        if not self._keep:
+            return None
+        inputs = backward_rounding.with_separate_inputs(module, positional, named)
+        if path not in self._inputs:
+            self._inputs[path] = _float_tensors(inputs)
             self._copies[path] = [_copy_unless_partial(leaf) for leaf in self._inputs[path]]
+        return inputs
 
     def _leave(self, path: str, _: nn.Module, _positional: Any, _named: Any, output: Any) -> None:
         while self._stack and self._stack.pop() != path:
@@ -142,7 +150,10 @@ class ModuleWatch:
         self.tensors[f"dropped/{number}"] = local_copy(dropped)
         self.drops.append((module, name))
 
-    def _keep_embedding(self, path: str, _: nn.Module, inputs: Any, output: Any) -> None:
+    def _keep_ids(self, path: str, _: nn.Module, inputs: Any) -> None:
+        self._ids[path] = local_copy(inputs[0])
+
+    def _keep_embedding(self, path: str, _: nn.Module, _inputs: Any, output: Any) -> None:
         """Keep tokens and output gradient of an embedding, whose gradient is a sum over all micro-batches."""
         is_plain = isinstance(output, Tensor) and not isinstance(output, DTensor)
         if not is_plain or not output.requires_grad:
@@ -150,7 +161,7 @@ class ModuleWatch:
         number = self._num_embedded.get(path, 0)
         self._num_embedded[path] = number + 1
         key = f"{EMBEDDING}/{path}/{number}"
-        self.tensors[f"{key}/ids"] = local_copy(inputs[0])
+        self.tensors[f"{key}/ids"] = self._ids[path]
         output.register_hook(functools.partial(self._record_gradient, f"{key}/gradient"))
 
     def _record(

@@ -36,6 +36,25 @@ class Deviation:
         return self.error <= self.allowed
 
 
+@dataclass(frozen=True)
+class Excess:
+    """A result with more error than rounding explains.
+
+    Attributes:
+        path: Module of the result.
+        what: "output", "own code before NAME", "loss", "gradient of the logits" or another gradient.
+        error: Relative error.
+        allowed: Relative error that rounding explains.
+        cause: Likely cause, as a sentence.
+    """
+
+    path: str
+    what: str
+    error: float
+    allowed: float
+    cause: str
+
+
 def deviation(
     actual: Tensor,
     exact: Tensor,

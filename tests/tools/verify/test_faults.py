@@ -34,6 +34,7 @@ from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.context_parallel import gather, masks, ulysses
 from shardtrain.distributed.mesh import BATCH_AXES, Mesh
 from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
+from shardtrain.distributed.tensor_parallel import styles
 from shardtrain.distributed.tensor_parallel.split_vocabulary import SplitVocabulary
 from shardtrain.models import moe
 from shardtrain.ops import init_weights
@@ -431,6 +432,16 @@ def layers_on_the_wrong_stage(monkeypatch):
     monkeypatch.setattr(pipeline_parallel, "_check_parts", lambda *_: None)
 
 
+@fault("tp=2", "step 1", "embed.weight in module embed", "no simple cause fits", model="tied")
+def lookups_in_a_tied_table_add_no_gradient(monkeypatch):
+    def without_gradient(apply, self, module, mesh):
+        module = apply(self, module, mesh)
+        module.register_forward_hook(lambda _module, _inputs, output: output.detach())
+        return module
+
+    wrap(monkeypatch, styles.SplitEmbedding, "_apply", without_gradient)
+
+
 # norm, clipping and update
 
 
@@ -622,6 +633,16 @@ def gradients_of_experts_averaged(monkeypatch):
     wrap(monkeypatch, grad_clip, "gradient_norm", average)
 
 
+@fault("ep=2", "the backward pass first differs", "moe.router", model="qwen3_moe")
+def gradients_of_router_inputs_halved(monkeypatch):
+    wrap(
+        monkeypatch,
+        moe.Router,
+        "forward",
+        lambda f, self, x: f(self, (x + x.detach()) / 2),
+    )
+
+
 @fault("dp_shard=2", "the balance loss of experts counts 3 times", model="qwen3_moe")
 def the_balance_loss_counted_three_times(monkeypatch):
     wrap(monkeypatch, expert_parallel, "before_step", lambda f, parts, weight: f(parts, weight * 3))
@@ -666,6 +687,7 @@ AMPLIFYING = Path(__file__).parent / "amplifying_model.py"
 BENCHES = {
     "llama3": (("--model.overrides.num_kv_heads=8",), ("dp_replicate=2", "dp_shard=2", "tp=2", "pp=2", "cp=2",
                                                        "dp_replicate=2,dp_shard=2")),
+    "tied": (("--model.overrides.num_kv_heads=8", "--model.overrides.tied_embeddings=true"), ("tp=2",)),
     "qwen3_moe": (("--model.name=qwen3_moe", "--model.flavor=debugmodel_moe"), ("dp_shard=2", "ep=2")),
     "deepseek_v3": (("--model.name=deepseek_v3", "--model.flavor=debugmodel"), ("dp_shard=2",)),
     "amplifying": ((f"--model.name={AMPLIFYING}", "--model.flavor=tiny"),

@@ -329,6 +329,110 @@ def gradients_of_embeddings_added_in_bfloat16(monkeypatch):
     wrap(monkeypatch, fsdp, "_embedding_summed_in_float32", in_bfloat16)
 
 
+@fault(
+    "gradient of the weight in module embed",
+    "a token that occurs several times are added in a shorter dtype than float32",
+    on="tp=2",
+    mesh="tp=2",
+)
+def gradients_of_embeddings_under_tp_added_in_bfloat16(monkeypatch):
+    gradients_of_embeddings_added_in_bfloat16(monkeypatch)
+
+
+class ShortGate(torch.autograd.Function):
+    """A router whose input gradient is computed in bfloat16. Its logits and weight gradient are exact."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        of_input = gradient.bfloat16() @ weight.bfloat16()
+        of_weight = gradient.flatten(0, -2).T @ x.float().flatten(0, -2)
+        return of_input.to(x.dtype), of_weight.to(weight.dtype)
+
+
+@fault(
+    "gradient of the input in module layers.0.moe.router.gate",
+    "the backward pass computes in bfloat16 instead of float32",
+    options=QWEN3_MOE,
+)
+def gradients_of_router_inputs_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(moe.Gate, "forward", lambda self, x: ShortGate.apply(x, self.weight))
+
+
+@fault(
+    "gradient of the input on rank 0 in module layers.0.moe.router.gate",
+    "the backward pass computes in bfloat16 instead of float32",
+    on="dp_shard=2",
+    options=QWEN3_MOE,
+)
+def gradients_of_router_inputs_in_bfloat16_on_meshes(monkeypatch):
+    def short_on_meshes(gate, self, x):
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return ShortGate.apply(x, self.weight)
+        return gate(self, x)
+
+    wrap(monkeypatch, moe.Gate, "forward", short_on_meshes)
+
+
+class ShortNorm(torch.autograd.Function):
+    """An RMSNorm in float32 whose backward pass rounds the scale of each token."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x.float() * scale * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, scale = ctx.saved_tensors
+        scale = scale.bfloat16().float()
+        normed = x.float() * scale
+        product = gradient.float() * normed
+        mean = (product * weight).mean(-1, keepdim=True)
+        of_input = (gradient.float() * weight - normed * mean) * scale
+        return of_input.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None
+
+
+@fault(
+    "gradient of the input in module layers.0.attn_norm",
+    "the backward pass computes in bfloat16 instead of float32",
+)
+def scales_of_norms_rounded_in_their_backward_pass(monkeypatch):
+    monkeypatch.setattr(
+        nn.RMSNorm, "forward", lambda self, x: ShortNorm.apply(x, self.weight, self.eps)
+    )
+
+
+class ShortRotation(torch.autograd.Function):
+    """A rotation in float32 whose backward pass is in the dtype of the queries."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        cos, sin = (angle.to(gradient.dtype) for angle in ctx.saved_tensors)
+        a, b = gradient.chunk(2, dim=-1)
+        return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1), None, None
+
+
+@fault(
+    "gradient of the output of layers.0.attn.wq in module layers.0.attn",
+    "the backward pass computes in bfloat16 instead of float32",
+)
+def queries_and_keys_rotated_back_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(layers, "rotate", lambda x, angles: ShortRotation.apply(x, *angles))
+
+
 # meshes
 
 
