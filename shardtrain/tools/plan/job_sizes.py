@@ -52,6 +52,7 @@ class PlannedJob:
             saves memory. For other systems, "fused" never has all logits, and "whole" has all of
             them in float32.
         compute_dtype: Name of the compute dtype.
+        balanced: Routers send equally many rows to each expert, as debug.moe_force_load_balance does.
         notes: Notes on options whose effect the plan does not include.
 
     The following fields only differ from their defaults in plans of other systems:
@@ -62,6 +63,7 @@ class PlannedJob:
         gathers_float8: Tensor parallelism gathers activations after they are cast to float8.
         attention_speed: Speed of attention kernels, relative to PyTorch's.
         heads: Number of times that the head processes each token: once, and once per multi-token prediction layer.
+        hides_exchange: The exchange of experts overlaps with the computation of another micro-batch.
     """
 
     seq_len: int
@@ -104,6 +106,8 @@ class PlannedJob:
     gathers_float8: bool = False
     attention_speed: float = 1.0
     heads: int = 1
+    hides_exchange: bool = False
+    balanced: bool = False
     compute_dtype: str = "bfloat16"
     notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -229,6 +233,7 @@ def of_config(
         float8_gather=precision.has_float8_gather,
         offload="all" if training.enable_cpu_offload else "nothing",
         compute_dtype=compute,
+        balanced=config.debug.moe_force_load_balance,
         loss="at head" if is_at_head else "chunked",
         notes=(
             *derived.notes_on_rows(config),

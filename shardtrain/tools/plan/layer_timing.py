@@ -45,7 +45,7 @@ GROUPED_SHARE = 0.45
 ROW_PASSES = 14
 """Reads and writes of the rows of experts in forward: gathered, exchanged, sorted, brought back, weighted."""
 LOAD = 1.25
-"""Rows of the busiest rank relative to the mean, with expert parallelism."""
+"""Rows of the busiest rank relative to the mean, with expert parallelism and routers that are not balanced by force."""
 COLLECTIVE_LAUNCHES = 24
 """Python time of a collective of FSDP, in kernels that a CPU starts in that time."""
 DTENSOR_LAUNCHES = 48
@@ -104,7 +104,7 @@ def layer_pass(layer: Layer, job: PlannedJob, device: Device, dim: int) -> Layer
     # Experts: one product per expert on this rank, and an exchange of rows before and after.
     exchange = 0.0
     if layer.experts:
-        load = LOAD if job.ep > 1 else 1
+        load = LOAD if job.ep > 1 and not job.balanced else 1
         rows = int(stream_tokens * layer.experts.top_k * load)
         matmul += _expert_product_seconds(layer, layer.experts, rows, job, device, dim)
         num_hidden = 2 if layer.gated else 1
@@ -164,7 +164,9 @@ def _expert_product_seconds(
     rows_per_expert = max(1, rows // groups)
     one_product = product_seconds(expert, expert_job, device, rows_per_expert, 1)
     num_products = 3 if layer.gated else 2
-    return num_products * groups * one_product / GROUPED_SHARE
+    # The product of a rank with one expert is a plain product.
+    share = GROUPED_SHARE if groups > 1 else 1.0
+    return num_products * groups * one_product / share
 
 
 def _launch_seconds(layer: Layer, job: PlannedJob, device: Device, device_seconds: float) -> float:

@@ -208,6 +208,11 @@ def _stage(
         product, loss = _head_seconds(model, job, device)
         forward["head and loss"] = product + loss
         backward["head and loss"] = 2 * product
+    # The exchange of experts waits for its rows, unless another micro-batch computes meanwhile.
+    if job.hides_exchange:
+        for costs in (forward, backward):
+            exchange = costs.pop("expert exchange", 0.0)
+            _overlap(costs, exchange, "expert exchange", len(layers), device)
     # FSDP gathers the weights once per pass if it frees them after each use.
     if job.fsdp and job.frees_gathered:
         gather = _gather_seconds(model, job, device, index)
