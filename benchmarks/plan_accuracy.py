@@ -36,6 +36,7 @@ from shardtrain.tools.plan import (
 
 TORCHTITAN = Path(__file__).with_name("plan_torchtitan.jsonl")
 OTHERS = Path(__file__).with_name("plan_others.jsonl")
+BRIDGE = Path(__file__).with_name("plan_bridge.jsonl")
 DEVICES = (
     (r"A100.*PCI.*\b40 ?GB|A100.*\b40 ?GB.*PCI", "a100-pcie-40gb"),
     ("A100.*PCI", "a100-pcie-80gb"),
@@ -349,11 +350,11 @@ def uneven(layers: int, count: int) -> tuple[range, ...]:
 
 
 def score_planned(row: dict[str, Any]) -> Score:
-    """Predict one row of plan_torchtitan.jsonl or plan_others.jsonl: models of this package,
-    planned by their options.
+    """Predict one row of plan_torchtitan.jsonl, plan_others.jsonl or plan_bridge.jsonl: models of this
+    package, planned by their options.
 
     ``job`` has fields that differ in the other system.
-    ``seen`` marks rows that set a constant and are not held back.
+    ``seen`` marks rows that set a constant and are not held back, and ``held_back`` those that never set one.
     """
     plan = shardtrain.plan(
         row.get("preset"), row["options"], gpus=row["gpus"], device=row["device"]
@@ -373,8 +374,9 @@ def score_planned(row: dict[str, Any]) -> Score:
     allocated = row.get("allocated", False)  # otherwise reserved memory, which most systems report
     most = max(one.peak if allocated else one.reserved for one in plan.ranks)
     gib = most / 2**30 * (1 if allocated else 1 + planning.FRAGMENTS)
+    held_back = row.get("held_back", is_held_back(row["id"]) and not row.get("seen"))
     return Score(
-        row["id"], row["series"], row["what"], is_held_back(row["id"]) and not row.get("seen"), plan.time.seconds,
+        row["id"], row["series"], row["what"], held_back, plan.time.seconds,
         measured, gib, row.get("gib"), tuple(plan.time.largest(4)), plan.fits, row.get("ran", True),
     )  # fmt: skip
 
@@ -505,13 +507,19 @@ def main() -> None:
     parser.add_argument("--costs", action="store_true", help="also print the costs of a step")
     parser.add_argument("--svg", type=Path, help="also plot them into this SVG file")
     options = parser.parse_args()
-    scores = [score(row) for row in read(options.rows, options.all)]
+    planned: tuple[Path, ...] = ()
     if options.rows == parser.get_default("rows"):
-        for path in (TORCHTITAN, OTHERS):
-            scores += [
-                score_planned(json.loads(line))
-                for line in path.read_text(encoding="utf-8").splitlines()
-            ]
+        planned = (TORCHTITAN, OTHERS)
+    elif options.rows.name == BRIDGE.name:
+        planned = (options.rows,)
+    scores = []
+    if options.rows not in planned:
+        scores = [score(row) for row in read(options.rows, options.all)]
+    for path in planned:
+        scores += [
+            score_planned(json.loads(line))
+            for line in path.read_text(encoding="utf-8").splitlines()
+        ]
     if options.svg:
         options.svg.write_text(scatter(scores), encoding="utf-8")
     if options.markdown:
