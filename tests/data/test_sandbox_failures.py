@@ -8,10 +8,21 @@ import json
 from pathlib import Path
 
 import pytest
-from parquet_files import DICTIONARY, Column, Groups, Page, group, leaf, one_column, rle, text
+from parquet_files import (
+    BYTE_ARRAY,
+    DICTIONARY,
+    Column,
+    Groups,
+    Page,
+    group,
+    leaf,
+    one_column,
+    rle,
+    text,
+)
 
 from shardtrain.data import sandbox, sandbox_child, sources
-from shardtrain.utils.errors import ConfigError, DataError, ShardtrainError, StorageError
+from shardtrain.utils.errors import ConfigError, DataError, StorageError
 
 MIB = 2**20
 
@@ -60,7 +71,6 @@ def saved_folder(path: Path) -> Path:
 
 
 ARTEFACTS = {
-    "row group": ("parquet", large_group, DataError),
     "footer": ("parquet", large_footer, DataError),
     "arrow file": ("huggingface", arrow_file, DataError),
     "saved folder": ("huggingface", saved_folder, ConfigError),
@@ -130,15 +140,37 @@ def test_memory_error_that_a_reader_wraps_is_a_refusal(
     assert verdict == "needs more than data.artefact_memory_bytes=5 to open"
 
 
-def test_damaged_row_group_does_not_hide_a_bomb_in_the_next_one(tmp_path: Path) -> None:
-    """The footer makes both groups suspicious, and the child fails on the first one."""
+def test_row_group_on_which_the_child_fails_is_a_bad_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("pyarrow")
-    schema = [group("schema", 1), leaf("text", 6, 0)]
-    large = 70 * MIB
-    damaged = Column(
-        [Page(b"", 1, packed=b"not zstandard", uncompressed=large)], total_uncompressed=large
-    )
-    bomb = Column([Page(text(b"a" * large), 1)], codec="zstd")
-    path = Groups(schema, [([damaged], 1), ([bomb], 1)]).save(tmp_path / "a.parquet")
-    with pytest.raises(ShardtrainError, match=r"a\.parquet.*cannot be read as Parquet"):
+    path = large_group(tmp_path / "a.parquet")
+    monkeypatch.setattr(sandbox, "_ask", fail())
+    assert rows("parquet", path) == [sources.BadRow("the rest of the row group is damaged")]
+    monkeypatch.setattr(sandbox, "_ask", fail(errno.EIO))
+    with pytest.raises(StorageError, match="out of tables"):
         rows("parquet", path)
+
+
+def test_damaged_row_group_does_not_hide_a_bomb_in_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The footer makes both groups suspicious, so the child tries both together, and fails on the first."""
+    pytest.importorskip("pyarrow")
+    schema = [group("schema", 1), leaf("text", BYTE_ARRAY)]
+    large = 70 * MIB
+    page = Page(b"", 1, packed=b"not zstandard", uncompressed=large)
+    damaged = Column([page], total_uncompressed=large)
+    bomb = Column([Page(text(b"a" * large), 1)])
+    path = Groups(schema, [([damaged], 1), ([bomb], 1)]).save(tmp_path / "a.parquet")
+
+    def ask(request: dict) -> str:
+        if 0 in request["groups"]:
+            return answer(["the page is damaged"])
+        return "is too large"
+
+    monkeypatch.setattr(sandbox, "_ask", ask)
+    source = sources.find("parquet").open_source(sources.Request(path=str(path)))
+    assert len(list(source.rows(0))) == 1
+    with pytest.raises(DataError, match=r"a\.parquet.*is too large"):
+        list(source.rows(1))

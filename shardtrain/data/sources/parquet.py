@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -157,7 +158,12 @@ def _rows_of_group(
     """Yield the rows of a row group, starting at number ``start``."""
     arrow = _library("pyarrow", file)
     meta = parquet.metadata.row_group(group)
-    many = _rows_within_limits(file, parquet, group)
+    try:
+        many = _rows_within_limits(file, parquet, group)
+    except sandbox.Failed:
+        # Do not decode it here, where no limits hold.
+        yield BadRow("the rest of the row group is damaged")
+        return
     if sum(_sizes(meta, number)[0] for number in range(meta.num_columns)) > BATCH_BYTES:
         # Read through a buffer, because otherwise Arrow would read complete column chunks into memory.
         parquet = _open(file, parquet.metadata, buffer_size=_BUFFER_BYTES)
@@ -189,6 +195,7 @@ def _rows_within_limits(file: File, parquet: Any, group: int) -> int:
 
     Raises:
         DataError: decoding them exceeds the limits of ``sandbox``.
+        Failed: the row group is damaged.
     """
     limits = sandbox.limits()
     meta = parquet.metadata.row_group(group)
@@ -230,7 +237,10 @@ def _prove(file: File, parquet: Any) -> None:
     Groups with contradicting page headers are found when they are read. Raises DataError.
     """
     suspects = suspicious_groups(parquet.metadata)
-    if suspects:
+    if not suspects:
+        return
+    # A damaged group is a bad row. Each of the others is tried again before it is read, if its pages grow.
+    with contextlib.suppress(sandbox.Failed):
         _try(file, list(suspects), max(suspects.values()))
 
 
@@ -246,7 +256,12 @@ def suspicious_groups(meta: Any) -> dict[int, int]:
 
 
 def _try(file: File, groups: Sequence[int], rows_at_once: int) -> None:
-    """Read row groups, or the footer if ``groups`` is empty, in a child process. Raise DataError if it fails."""
+    """Read row groups, or the footer if ``groups`` is empty, in a child process.
+
+    Raises:
+        DataError: they exceed the limits of ``sandbox``, or the footer cannot be read.
+        Failed: a row group is damaged.
+    """
     path = os.path.abspath(file.path)
     identity = f"{path} {file.size} {file.mtime_ns} {file.inode}"
     keys = [f"{identity} {group}" for group in groups]
@@ -257,7 +272,10 @@ def _try(file: File, groups: Sequence[int], rows_at_once: int) -> None:
         sandbox.open_in_child("parquet", request, *keys)
     except sandbox.Failed as failed:
         error = OSError(failed.errno, failed.lines[0])
-        raise _not_parquet(file, error, failed.lines[0]) from None
+        trouble = bounded_reads.trouble(file.path, error)
+        if groups and trouble is None:
+            raise
+        raise trouble or _not_parquet(file, error, failed.lines[0]) from None
     except sandbox.Refused as refused:
         raise file.unusable(
             str(refused), "get the file from its source again, remove it, or raise the limit"
