@@ -48,10 +48,10 @@ class HostBatch(Protocol):
 
 
 def check(model: Any, layout: Layout) -> None:
-    """Check an unsplit model.
+    """Check that an unsplit model starts with a token embedding, to which noise can be added.
 
     Raises:
-        ConfigError: the model's token embedding is not known.
+        ConfigError: the model starts with another module.
     """
     embedding = _first_module(model, layout)
     if isinstance(embedding, nn.Embedding):

@@ -281,8 +281,8 @@ def free_gathered(model: nn.Module) -> None:
 def _reshard_after_forward(config: Config, mesh: Mesh) -> bool:
     policy = config.parallelism.fsdp_reshard_after_forward
     if policy == "default":
-        # With a single shard there is nothing to gather. Resharding would free only the copy in the
-        # compute dtype, which backward would have to make again.
+        # A single shard is never gathered. Resharding would only free the copy in the compute dtype, and
+        # backward would need this copy again.
         return mesh.size("dp_shard", "cp") > 1 and mesh.size("pp") == 1
     return policy == "always"
 

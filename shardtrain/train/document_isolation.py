@@ -39,7 +39,7 @@ ratio is about 1."""
 
 
 def check_run(run: Run) -> None:
-    """Check the model of a run, and its frozen teacher if that is a transformers network, see ``check``."""
+    """Call ``check`` for the model of a run. Also call it for a frozen teacher that is a transformers network."""
     model = run.runner.parts[0]
     if isinstance(run.runner, PipelineRunner):
         model = AllStages(run.runner)

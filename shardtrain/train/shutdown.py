@@ -261,8 +261,9 @@ def explain(error: Exception, run: Run) -> Exception:
         error.add_note(f"in step {step} (sequences {first} to {first + num_rows - 1} of the data)")
     if not isinstance(error, RuntimeError):
         return error
-    if dead := data.death_of_worker(error):
-        return dead
+    if dead_worker := data.death_of_worker(error):
+        return dead_worker
+
     # gloo's message names neither the collective nor the missing rank.
     # Take the collective from the traceback.
     calls = [

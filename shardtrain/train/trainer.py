@@ -168,10 +168,14 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
     folder = Path(loaded.config.job.dump_folder)
     rows = run.dataloader.num_samples
     rows_per_epoch = run.dataloader.places_per_epoch
+
+    # Log a description of the run.
     for line in run_folder.describe(
         loaded, run.mesh, run.num_params, run.total_steps, rows, rows_per_epoch
     ):
         logger.info(line)
+
+    # Prepare validation and samples. Only rank 0 writes the file of samples.
     validator = None
     if config.validation.enable:
         weights: Callable[[], AbstractContextManager[object]] = run.evaluation_weights
@@ -181,7 +185,6 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
         validator = Validator(
             config, run.runner, run.mesh, run.resilience.stop, rows_per_epoch, weights
         )
-    # only rank 0 writes the file of samples
     folder_of_samples = folder if world.rank == 0 else None
     samples = Samples(config, run.runner, run.mesh, folder_of_samples, run.state.step)
     started_at = run.state.step

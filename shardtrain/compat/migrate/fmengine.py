@@ -246,7 +246,7 @@ def parse(
         is_launcher_flag = number < start
         key = f"launcher\0{name}" if is_launcher_flag else name
         if "$" in text and is_launcher_flag:
-            # The cluster sets such a variable when the job starts.
+            # Ignore a launcher flag with a shell variable, which the cluster sets when the job starts.
             continue
         if "$" in text:
             at = f"{where}:{lines[number]}" if lines else where

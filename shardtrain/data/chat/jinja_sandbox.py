@@ -319,7 +319,7 @@ def _count_operands(template: Any, nodes: Any) -> None:
 
 
 def _compared(work: Work, value: Any) -> Any:
-    """Count a value before it is compared or hashed. Texts and numbers are compared quickly."""
+    """Count the size of a value before it is compared or hashed. Texts and numbers are compared quickly."""
     if isinstance(value, Sequence | Mapping) and not isinstance(value, str | bytes | range):
         work.plan(deep_size(value))
     return value
@@ -430,13 +430,13 @@ def deep_size(value: Any, depth: int = 0) -> int:
 
 
 def _written(work: Work, value: Any) -> Any:
-    """Count a value before Jinja converts it to text."""
+    """Count the characters of a value before Jinja converts it to text. Return the value."""
     work.plan(deep_size(value))
     return value
 
 
 def _text(work: Work, value: Any) -> str:
-    """Count a value, then convert it to text."""
+    """Convert a value to text, after counting its characters."""
     if not isinstance(value, str):
         work.plan(deep_size(value))
     return str(value)

@@ -100,7 +100,7 @@ class ConcatPacker:
 
     @property
     def cursor(self) -> Cursor:
-        """The place of the first document of the next row, and an offset in tokens."""
+        """Start of the next row: the place of its first document, and the first unused token of this document."""
         return (*self._begin, self._offset)
 
     def write(self, out: PackedSequences, slot: int) -> bool:

@@ -77,7 +77,8 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
         is_small = source.total_bytes is not None and source.total_bytes <= SMALL_BYTES
         if is_small and config.data.mode != "stream":
             continue
-        # encode the first rows
+
+        # Encode the first rows.
         are_all_small = False
         encoder = open_encoder(tokenizer, config.data, named.source)
         build_dataset.check_template(source, encoder, named)
@@ -93,8 +94,11 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
             pass
         if is_small:
             policy.judge(stats, f"dataset {named.name}")
+
     # This raises if data.add_eos or another option requires a token that the tokenizer lacks.
     ends.ends_of(tokenizer, config.data)
+
+    # Read small datasets completely, which also counts their rows.
     if not are_all_small:
         return None
     is_validation = isinstance(part, Validation)

@@ -66,6 +66,8 @@ def find_errors(
     # With several nodes, this may not be the node that writes.
     if options.storage == "first_node" and machine.world_size != machine.local_ranks:
         return [], []
+
+    # Find the free space, and the number of existing checkpoints.
     folder = Path(config.job.dump_folder, options.folder).absolute()
     try:
         # The folder may not exist yet. Its nearest existing parent is on the same filesystem.
@@ -78,6 +80,7 @@ def find_errors(
         # The storage does not answer now, but it may do so when the run saves.
         return [], []
     free_bytes = filesystem.f_bavail * filesystem.f_frsize
+
     # There must be space for one more checkpoint than is kept, because the oldest one is deleted only after
     # the newest is complete.
     num_new = max(1, _most_kept(config) + 1 - num_existing)
@@ -88,6 +91,8 @@ def find_errors(
         parameters = [ParameterMemory(upper_bound, tensor=True, expert=False, trained=True)]
         if num_new * SPARE * memory_fit.checkpoint_bytes(config, parameters) <= free_bytes:
             return [], []
+
+    # The upper bound does not fit, so build the model to find the actual size.
     built = build()
     if built is None:
         return [], []
