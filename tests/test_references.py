@@ -38,6 +38,7 @@ LIBRARIES = {
 FILE_ENDINGS = (".txt", ".json", ".jsonl", ".bin", ".pkl", ".safetensors", ".gz")
 EXAMPLES = {
     "patience.seconds", "patience.wait_for",  # of the tests
+    "chat_template.jinja", "Module.__setattr__", "critic.shardtrain",  # of the hub, PyTorch and verl
     "elasticPolicy.rdzvConf", "tokenizer.model", "model.resize_token_embeddings",  # of other systems
     "model.tokenizer", "model.model", "facts.guard.rewinds", "facts.replicas_compared",  # of objects and of a JSON file
     "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "attn.wq", "attention.wq", "X.weight", "X.weight_scale_inv",

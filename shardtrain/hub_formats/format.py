@@ -289,8 +289,9 @@ def _head_pieces(source: Heads, shape: tuple[int, ...], head_dim: int) -> Iterat
         yield TensorPiece(source.name, (theirs, *rest), (ours, *rest))
 
 
-FREE = {"norm_type", "depth_init", "init_std"}
-"""Fields of a Config that config.json does not contain: initialization, and the implementation of norms."""
+FREE = {"norm_type", "depth_init", "init_std", "num_nextn_predict_layers"}
+"""Fields of a Config that are not read from config.json: initialization, the implementation of norms, and multi-token
+prediction, which a run turns on itself."""
 CHANGEABLE = re.compile(r"rope_.*|mscale.*|sliding_window|attention_chunk_size|.*(dropout|pdrop).*")
 """Fields that a run may change when it loads weights: positions, attention window and dropout."""
 GENERATION_KEYS = {

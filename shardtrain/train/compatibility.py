@@ -16,6 +16,7 @@ from shardtrain.config import changes, derived, ramps
 from shardtrain.config.changes import ACCEPT, ALL, OptionChange
 from shardtrain.config.load import Loaded
 from shardtrain.config.problems import problems_of
+from shardtrain.config.rules import ramp_rules
 from shardtrain.config.schema import Config
 from shardtrain.distributed.process_group import World
 from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
@@ -24,7 +25,7 @@ from shardtrain.utils.log import logger
 if TYPE_CHECKING:
     from shardtrain.train.run import Run
 
-BATCH = "training.global_batch_size"
+BATCH = ramp_rules.BATCH
 
 
 def keep_batch_size(loaded: Loaded, world: World) -> Loaded:

@@ -188,7 +188,7 @@ def test_full_models_and_adapters_are_distinguished(run, tmp_path, capsys):
     as_base = dataclasses.replace(
         config.checkpoint, initial_load_path=str(step), initial_load_in_hf=False
     )
-    assert "merge them first" in errors_of(dataclasses.replace(config, checkpoint=as_base))
+    assert "merge the adapters first" in errors_of(dataclasses.replace(config, checkpoint=as_base))
     assert cli.main(["import", str(run / "base"), "--to", str(tmp_path / "full")]) == 0
     assert cli.main(["merge", str(tmp_path / "full"), "--to", str(tmp_path / "merged")]) == 5
     lora = dataclasses.replace(config.lora, initial_load_path=str(tmp_path / "full"))

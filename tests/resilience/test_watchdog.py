@@ -368,7 +368,7 @@ def waits(rank: int, shares_memory: bool) -> str:
     if exchange is None:
         dist.all_reduce(torch.ones(1))
     else:
-        exchange.give(torch.ones(1))
+        exchange.all_gather(torch.ones(1))
     return f"{positions[-1].collective} {positions[-1].at}" if positions else ""
 
 

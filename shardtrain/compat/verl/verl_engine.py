@@ -56,6 +56,7 @@ from shardtrain.train.base_weights import without_new_head
 from shardtrain.train.build import set_numerics
 from shardtrain.train.run import model_state_dict
 from shardtrain.train.task_model import build_model
+from shardtrain.utils import variables
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
@@ -101,7 +102,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         world = World(
             dist.get_rank(),
             dist.get_world_size(),
-            int(os.environ.get("LOCAL_RANK", "0")),
+            variables.number(os.environ, "LOCAL_RANK", "0"),
             device,
         )
         configs.require_to_build(loaded, world.size)

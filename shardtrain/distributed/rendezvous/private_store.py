@@ -166,8 +166,8 @@ def _own_folder(environment: Mapping[str, str]) -> Path:
             place.mkdir(mode=0o700, parents=place == places[-1], exist_ok=True)
             return own(place)
     raise StorageError(
-        "the rendezvous of the ranks requires a folder that only this user can enter; tried "
-        f"{', '.join(map(str, places))}; set XDG_RUNTIME_DIR to such a folder"
+        f"none of {', '.join(map(str, places))} can be made a folder for the rendezvous that only this user can enter; "
+        "set XDG_RUNTIME_DIR to such a folder"
     )
 
 

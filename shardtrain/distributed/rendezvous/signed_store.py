@@ -143,7 +143,7 @@ class SignedStore(dist.Store):
         body = bytes(sealed)[len(SIGNATURE_PREFIX) + _SIGNATURE_BYTES + 1 :]
         if not hmac.compare_digest(bytes(sealed), self._seal(key, body)):
             raise ForgedError(
-                f"the value of {key!r} in the rendezvous store is not signed with this node's {SECRET}; set the same "
-                "secret on every node. If all nodes have the same secret, another process has written to the store"
+                f"the value of {key!r} in the rendezvous store is not signed with this node's {SECRET}, or another "
+                "process has written to it; set the same secret on every node"
             )
         return body

@@ -27,7 +27,6 @@ from shardtrain.utils.errors import DataError
 
 TOKENS = "tokens_BT"
 TARGETS = "targets_BT"
-_IDS = "input_ids"
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Loader:
             shortest = min(range(len(rows)), key=lambda number: len(rows[number].tokens))
             inputs_of_rows[shortest] = _with_filler(inputs_of_rows[shortest], filler)
 
-        lengths = [inputs[_IDS].shape[1] for inputs in inputs_of_rows]
+        lengths = [inputs[packing.IDS].shape[1] for inputs in inputs_of_rows]
         if self.capacity:
             return self._packed(rows, inputs_of_rows, lengths)
         # Pad each row to the longest one.
@@ -137,7 +136,7 @@ class Loader:
         batch = {}
         names = dict.fromkeys(name for inputs in inputs_of_rows for name in inputs)
         for name in names:
-            batch[TOKENS if name == _IDS else name] = self._stacked(name, inputs_of_rows, T)
+            batch[TOKENS if name == packing.IDS else name] = self._stacked(name, inputs_of_rows, T)
         return batch
 
     def _inputs(self, row: ImageRow) -> dict[str, Tensor]:
@@ -155,14 +154,14 @@ class Loader:
                     "started; restart the run"
                 )
         inputs = self.processor.inputs(row.text, images)
-        ids = inputs[_IDS][0, : len(row.tokens)].numpy()
+        ids = inputs[packing.IDS][0, : len(row.tokens)].numpy()
         if not np.array_equal(ids, row.tokens):
             raise DataError(
                 f"the processor in {self.processor.folder} and the tokenizer of the run return different tokens for "
                 "a row; use the tokenizer of this folder"
             )
         # Only inputs with a value for each token are truncated.
-        num_tokens = inputs[_IDS].shape[1]
+        num_tokens = inputs[packing.IDS].shape[1]
         truncated = {}
         for name, values in inputs.items():
             if _is_of_tokens(values, num_tokens):
@@ -189,9 +188,9 @@ class Loader:
         """
         parts = []
         for inputs in inputs_of_rows:
-            num_tokens = inputs[_IDS].shape[1]
+            num_tokens = inputs[packing.IDS].shape[1]
             if name in inputs and _is_of_tokens(inputs[name], num_tokens):
-                value = self.processor.pad_id if name == _IDS else 0
+                value = self.processor.pad_id if name == packing.IDS else 0
                 later_dims = [0, 0] * (inputs[name].ndim - 2)
                 padding = [*later_dims, 0, T - num_tokens]
                 parts.append(F.pad(inputs[name], padding, value=value))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 ROWS = "rows_BT"
 """Input of a packed batch: the number of the row of each token, -1 for padding."""
-_IDS = "input_ids"
+IDS = "input_ids"
 _MASK = "attention_mask"
 PACKING = "first_fit"
 """Value of ``data.packing`` that packs rows."""
@@ -75,7 +75,7 @@ def concatenated(
     for name in names:
         parts = [inputs[name] for inputs in inputs_of_rows if name in inputs]
         first_values = inputs_of_rows[0].get(name)
-        num_tokens = inputs_of_rows[0][_IDS].shape[1]
+        num_tokens = inputs_of_rows[0][IDS].shape[1]
         is_of_tokens = first_values is not None and first_values.shape[:2] == (1, num_tokens)
         dim = 1 if is_of_tokens or name in row_inputs else 0
         joined[name] = torch.cat(parts, dim)
@@ -117,14 +117,14 @@ def positions(network: Any, inputs: Mapping[str, Tensor], rows_BT: Tensor) -> Te
     num_rows = int(row_BT.max()) + 1
     longest = int(text_BT.max()) + 1
     unpacked = {}
-    for name in (_IDS, "mm_token_type_ids"):
+    for name in (IDS, "mm_token_type_ids"):
         values_BT = inputs[name]
         values_RL = values_BT.new_zeros(num_rows, longest)
         values_RL[row_BT, text_BT] = values_BT
         unpacked[name] = values_RL
-    mask_RL = torch.zeros_like(unpacked[_IDS])
+    mask_RL = torch.zeros_like(unpacked[IDS])
     mask_RL[row_BT, text_BT] = 1
-    ids_RL = unpacked.pop(_IDS)
+    ids_RL = unpacked.pop(IDS)
     positions_3RL, _ = core.get_rope_index(
         ids_RL, image_grid_thw=inputs.get("image_grid_thw"), attention_mask=mask_RL, **unpacked
     )

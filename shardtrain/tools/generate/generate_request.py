@@ -60,7 +60,7 @@ class PromptOptions(ModelOptions):
     )
     prompt: str | None = option(None, "a text to continue")
     image: Sequence[str] = option(
-        (), "an image of --prompt; may be repeated", action="append", metavar="FILE"
+        (), "an image of --prompt; may be repeated", action="append", metavar="FILE", rare=True
     )
     input: Path | None = option(None, "JSONL file of prompts")
     output: Path | None = option(

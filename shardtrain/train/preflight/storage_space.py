@@ -101,7 +101,7 @@ def find_errors(
     if num_fitting < 1:
         error = StorageError(
             f"{folder}: a save requires {format_bytes(SPARE * checkpoint_bytes)} of free space ({SPARE} times the "
-            f"size of a checkpoint), but only {format_bytes(free_bytes)} are free; "
+            f"size of a checkpoint, {format_bytes(checkpoint_bytes)}), but only {format_bytes(free_bytes)} are free; "
             "delete files, or set checkpoint.folder to another filesystem"
         )
         return [error], []

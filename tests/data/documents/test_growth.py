@@ -219,6 +219,7 @@ def test_json_array_is_read_by_element_within_the_time_limit(
     for move in (1, 7, 50, 10**6):  # parts of any length
         monkeypatch.setattr(_json_array, "_MOVE_CHARACTERS", move)
         monkeypatch.setattr(_json_array, "_ELEMENT_CHARACTERS", 80)
+        monkeypatch.setattr(_json_array, "_PART_CHARACTERS", 80)
         rows = [
             row for _, row in every_row(jsonl.open_source(Request(str(path), max_row_bytes=80)))
         ]

@@ -386,7 +386,7 @@ def test_disk_without_space_for_a_checkpoint_is_rejected_with_the_numbers(
     assert parameters is not None
     size = memory_fit.checkpoint_bytes(loaded.config, parameters)
     for free, code, message in (
-        (int(1.1 * size), 8, "a save requires 1.2 times that"),
+        (int(1.1 * size), 8, "1.2 times the size of a checkpoint"),
         (int(3 * 1.2 * size) + 9, 0, "enough for only 3"),
         (
             int(11 * 1.2 * size) + 9,

@@ -132,7 +132,8 @@ PACKED = ("--data.packing", "first_fit")
 def test_separate_documents_have_the_loss_of_packed_ones(check):
     result = check("packing", *PACKED)
     assert result.verdict == "holds"
-    assert result.worst.error < 1e-6
+    # float32 rounding of another order of sums
+    assert result.worst.error < 2e-6
 
 
 def test_positions_that_depend_on_the_documents_before(check, monkeypatch):
