@@ -103,6 +103,8 @@ def test_tokenizer_on_which_the_child_fails_is_refused(
     from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 
     folder = bpe_folder(tmp_path)
+    # Another test of this process may have opened the same files.
+    monkeypatch.setattr(sandbox, "_opened_before", set())
     monkeypatch.setattr(sandbox, "_ask", lambda request: answer(["first problem", "second"]))
     with pytest.raises(ConfigError, match="^first problem\nsecond$"):
         open_tokenizer(str(folder))
