@@ -11,7 +11,7 @@ Parts, each of which relies on the previous ones:
 - ``experts``: MoE layers of the 16B class
 - ``memory``: the prediction of ``shardtrain plan`` and the peak of the allocator
 - ``checkpoint``: how long a background save of 8B blocks training, and its GB/s
-- ``routes``: a native Llama of 1B beside the same model through ``model.name = "transformers"``
+- ``routes``: a native Llama of 1B compared with the same model through ``model.name = "transformers"``
 - ``generation``: new tokens per second of 8B in 1 and in 8 rows
 
 Each part and each timed case runs in a separate process and appends its rows to

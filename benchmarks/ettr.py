@@ -89,7 +89,7 @@ def start(run_folder: Path, checkpoints: Path, steps: int) -> subprocess.Popen[b
 
 
 def fail(kind: str, launcher: int, disk: Path, dice: random.Random) -> bool:
-    """Cause a failure. Return False if the ranks do not run, so that it could not be caused."""
+    """Cause a failure. Return False if the ranks are not running yet, because then it has no effect."""
     ranks = ranks_of(launcher)
     if len(ranks) < RANKS:
         return False

@@ -11,7 +11,7 @@ _MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 def processor_facts() -> str:
     """Return name, family, model and matrix instructions of the processor.
 
-    Some hosts give every processor the same name, so family and model tell them apart.
+    Family and model are included because some hosts report the same name for every processor.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,6 +1,6 @@
 """Plots of our own measurements, as SVG: python docs/plots.py [FOLDER].
 
-Each is drawn of a file in benchmarks/results, and of nothing else: who measures again draws again.
+Each plot shows one file of benchmarks/results. After a new measurement, run this program again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ NAMES = {
 
 
 def read(name: str) -> Any:
-    """A file of results."""
+    """Return the content of a result file."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def bars(
     canvas: Canvas, top: float, rows: list[tuple[str, float, str, str]], left: float = 280
 ) -> None:
-    """A bar for each (name, value, what is written at its end, kind), the longest as long as there is room."""
+    """Draw a bar for each (name, value, label at its end, kind). The longest bar fills the width."""
     scale = (canvas.width - left - 120) / max(value for _, value, _, _ in rows)
     for number, (name, value, words, kind) in enumerate(rows):
         y = top + 26 * number
@@ -42,7 +42,7 @@ def bars(
 
 
 def peers() -> str:
-    """Tokens per CPU-second beside plain loops."""
+    """Return the plot of tokens per CPU-second, compared with plain loops."""
     found: dict[str, list[float]] = {}
     for row in read("peers_cpu")["rows"]:
         if row["exit"] == 0 and row["dtype"] == "bfloat16":
@@ -69,7 +69,7 @@ def peers() -> str:
 
 
 def generating() -> str:
-    """Generated tokens per CPU-second beside transformers."""
+    """Return the plot of generated tokens per CPU-second, compared with transformers."""
     results = read("generate_cpu")["results"]
     canvas = Canvas(
         720, 84 + 26 * len(results), "Generating: tokens per CPU-second, of those of transformers"
@@ -87,7 +87,7 @@ def generating() -> str:
 
 
 def memory() -> str:
-    """Peak memory of a rank, measured and planned."""
+    """Return the plot of the peak memory of a rank, measured and planned."""
     rows = read("memory_cpu")["rows"]
     canvas = Canvas(
         720,
@@ -110,7 +110,7 @@ def memory() -> str:
 
 
 def stalls() -> str:
-    """How long training waits for a save, by the bytes that are saved."""
+    """Return the plot of the seconds that training waits for a save, by the size of the save."""
     sizes = read("checkpoint_stall_cpu")["sizes"]
     kinds = {"shardtrain": "a", "shardtrain async": "c", "dcp": "b", "dcp async": "e"}
     words = {"shardtrain": "shardtrain", "shardtrain async": "shardtrain, in the background", "dcp": "DCP",

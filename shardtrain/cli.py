@@ -174,7 +174,7 @@ def _open(
     """Load the configuration of a verb. Return it with the command line, completed by a file of another system.
 
     Such a file may also set the number of nodes and processes. ``verb`` is "train", "test" or "config". With
-    ``keep_problems``, all problems are reported at once; see ``config.load``.
+    ``keep_problems``, all problems are reported together; see ``config.load``.
     """
     from shardtrain import config
     from shardtrain.config import presets
@@ -363,7 +363,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     if forks:
         if config.problems_of(loaded, choice.count, machine.device, accelerators):
             check(None)  # raises the problems, without importing torch
-        # _trainer() imports torch here, before the first fork, so that no child imports it again
+        # _trainer() imports torch here, before the first fork. So no child imports it again
         code = local.launch(
             loaded, choice.count, _trainer(), (), restarts, check, ends_process=True
         )

@@ -91,7 +91,7 @@ class Draw:
             residual stream then keeps its variance (GPT-2, section 2.3).
         low, high: Bounds of ``log_uniform``, the logarithm of a uniform variable. It ignores ``std``.
         compute: For "computed", return the full parameter as a CPU tensor, for a seed that differs between
-            parameters. It is for small parameters with a formula of their own.
+            parameters. It is for small parameters with a special formula.
     """
 
     distribution: Literal[

@@ -34,7 +34,7 @@ def config_of(name: str, tmp_path: Path, rows: Path | None = None, **sections: A
 
 
 def open_processor(folder: Path) -> Any:
-    """Return the processor of transformers. Those with a part for videos need torchvision, so it is left out."""
+    """Return the processor of transformers. It has no part for videos, which would need torchvision."""
     import transformers
 
     try:

@@ -20,7 +20,7 @@ import patience
 
 MAX_ROWS = 3000
 CAP_BYTES = 4 * 2**30
-"""Limit of the process, so that a bomb without a limit fails its test and not the machine."""
+"""Limit of the process. A bomb that exceeds it fails its test, and not the machine."""
 
 
 @dataclass

@@ -82,7 +82,7 @@ def vision_folder(name: str) -> Path:
 
 
 def save_model(folder: Path, config: Any) -> None:
-    """Write random weights. Norms and biases are random too, so that a missing one changes the result."""
+    """Write random weights. Norms and biases are random too. Otherwise a missing one would not change the result."""
     import transformers
 
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -215,7 +215,7 @@ def read_bytes(path: Path | ObjectPath) -> bytes:
 
 
 def _why_unreadable(path: Path | ObjectPath, error: OSError) -> str:
-    """Return why a manifest cannot be read and what to do, as the text after the checkpoint's path."""
+    """Return the reason why a manifest cannot be read, and the fix, as the text after the checkpoint's path."""
     way = way_from_dcp(path)
     if way:
         return f": {way}"

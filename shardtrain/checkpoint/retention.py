@@ -284,7 +284,7 @@ def _to_trash(path: Path, remove_folder: Callable[[Path], None] | None) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder and its content as far as possible. If it is a link, delete only the link."""
+    """Delete a folder and its content and skip files that cannot be deleted. If it is a link, delete only the link."""
     with contextlib.suppress(OSError):
         if path.is_symlink():
             path.unlink()

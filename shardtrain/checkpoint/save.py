@@ -176,7 +176,7 @@ class Saver:
         tensors = {**weights, **rest}
         facts = {"weights_only": False, **facts}
 
-        # Assign pieces to ranks (a collective). The last plan is reused as long as no rank's tensors change.
+        # Assign pieces to ranks (a collective). The last plan is reused until a rank's tensors change.
         shares = self._plan = save_plan.plan(tensors, self._plan)
 
         # Only one rank writes a replicated box, so a replica that differs would go unnoticed.

@@ -144,7 +144,7 @@ _CUTS = Alias(
     _Cuts,
     why="each cut begins a stage, whose modules are listed",
 )
-_DROPPED = "torchtitan had no such option and left it out without a word"
+_DROPPED = "torchtitan had no such option and ignored it silently"
 _PROFILER = {
     **dict.fromkeys(("enable_profiling", "enable_memory_snapshot"), bool),
     **dict.fromkeys(("save_traces_folder", "save_memory_snapshot_folder"), str),

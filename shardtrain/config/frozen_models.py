@@ -1,4 +1,4 @@
-"""Frozen models in a folder of their own: the teacher of distillation, and the reference model of
+"""Frozen models in a separate folder: the teacher of distillation, and the reference model of
 ``task.reference_path``. Their configuration and their rules. No torch is imported.
 """
 

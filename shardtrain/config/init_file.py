@@ -153,7 +153,7 @@ def _with_folder_model(loaded: Loaded) -> Loaded:
     if "model.flavor" in given or not (Path(folder) / "config.json").is_file():
         return loaded
 
-    # Read the model from the folder alone. Overrides of the preset belong to the preset's model.
+    # Read the model only from the folder. Overrides of the preset belong to the preset's model.
     origins = dict.fromkeys(("model.flavor", "model.hf_assets_path"), COMMAND_LINE)
     wanted = Model(flavor=FROM_FOLDER, hf_assets_path=folder)
     if "model.name" in given:

@@ -1,7 +1,7 @@
 """Batch and sequence ramps: sequences per step, and tokens per sequence, that grow during a run.
 
 ``training.batch_ramp`` and ``training.sequence_ramp`` name the step at which each size begins. A run counts the
-samples that it has consumed, so that the order of the data depends on one number. ``StepSizes`` therefore
+samples that it has consumed. So the order of the data depends on one number. ``StepSizes`` therefore
 converts steps to samples. Both counts agree, unless a rollback skips the data of a step.
 """
 

@@ -94,7 +94,8 @@ class Image:
             except OSError as error:
                 raise _unreadable(self.path, error) from error
             except BadImage:
-                pass  # a TIFF file may have its header at the end
+                # A TIFF file may have its header at the end, so the complete file is read below.
+                pass
         return decoder.size(self.load(max_bytes))
 
     def decode(self, decoder: ImageDecoder, max_bytes: int) -> Pixels:

@@ -176,7 +176,7 @@ class DataLoader:
             finished return padding rows.
         fingerprint: SHA-256 in hex of datasets, tokenizer, sequence length, seed and order. A run can resume
             only if it is unchanged.
-        step_hash: what this rank's current step contributes to the run's order hash (see ``checksum``).
+        step_hash: contribution of this rank's current step to the run's order hash (see ``checksum``).
     """
 
     hash_rows = staticmethod(hash_rows)

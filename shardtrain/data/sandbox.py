@@ -119,7 +119,7 @@ def _ask(request: Mapping[str, Any]) -> str:
     command = python_child.command("shardtrain.data.sandbox_child")
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     # Use one thread, because threads need address space, which is limited. Use Arrow's memory pool "system",
-    # because the others reserve a GiB of address space at once.
+    # because the others reserve a GiB of address space when they start.
     environment |= {
         "OMP_NUM_THREADS": "1",
         "RAYON_NUM_THREADS": "1",

@@ -80,7 +80,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     # modules share parameters, both stay in the root, which remains gathered for the entire pass.
     first = [getattr(model, name) for name in layout.first]
     last = [getattr(model, name) for name in layout.last]
-    # Evaluation does not call the embedding of multi-token prediction, so it must be a unit of its own.
+    # Evaluation does not call the embedding of multi-token prediction, so it must be a separate unit.
     mtp_embed = [getattr(model, name) for name in mtp_modules(model, layout)[:1]]
     is_tied = _share_parameters(first, [*last, *mtp_embed]) or _share_parameters(mtp_embed, last)
     if not is_tied and not getattr(model, "ends_are_read", False):

@@ -314,7 +314,7 @@ class _Trace:
             missing = self._layer_path(self._num_layers_called)
             raise self._refusal(f"it does not call {missing}")
 
-        # The recorded calls tell which modules belong to the first stage and which to the last.
+        # The recorded calls show which modules belong to the first stage and which to the last.
         first, last = self._ends(outside)
         names = ChainNames(first, self._path, tuple(self._layer_names), last)
         return HFChain(names, self._features, self._outputs or 0)

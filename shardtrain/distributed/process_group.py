@@ -105,7 +105,7 @@ def join(
         with _meeting(size, timeout) as store:
             if check:
                 check(store, rank, size)
-            # Use the same prefix as PyTorch's own rendezvous, so that keys do not collide with other users of
+            # Use the same prefix as PyTorch's own rendezvous, because keys must not collide with other users of
             # the store.
             group_store = dist.PrefixStore("default_pg", store)
             gloo_sockets.private(

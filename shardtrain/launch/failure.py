@@ -275,7 +275,7 @@ def _lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]
     start = f"error[{failure.exit_code}]: "
     if failure.problems:
         return [start + problem for problem in failure.problems]
-    # With one rank, its number says nothing.
+    # With one rank, its number has no meaning.
     rank = ""
     if world_size > 1:
         rank = f"rank {failure.rank} (host {failure.host})"

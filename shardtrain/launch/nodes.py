@@ -246,7 +246,7 @@ def _refuse_half(arguments: CommandLine, names: Mapping[str, str]) -> None:
         value = str(given)
         fix = "use --nnodes or set PET_NNODES"
     else:
-        # Node 0 may be the only node, so a variable with 0 says nothing.
+        # Node 0 may be the only node, so a variable with 0 proves nothing.
         for variable in NODE_RANK[:2]:
             if not name and names.get(variable, "0") not in ("", "0"):
                 name = variable

@@ -307,7 +307,7 @@ def _unknown(
             fix=f"{hint}use names like {examples}",
         )
 
-    # The name matches a module, but not a linear one. Say what the module is.
+    # The name matches a module that is not linear. Name its class.
     owner = owners[0]
     style = style_of(layout, owner)
     if isinstance(model.get_submodule(owner), nn.Embedding):

@@ -592,7 +592,7 @@ def saved_config(
     # A copy, which shares no inner dictionary with the content
     saved = dict(json.loads(json.dumps(dict(content))))
 
-    # Numbered labels say nothing, so the folder's labels are better
+    # Numbered labels have no meaning, so the folder's labels are better
     numbered = [f"LABEL_{number}" for number in range(len(labels))]
     num_saved_labels = len(saved.get("id2label") or ())
     keeps_labels = list(labels) == numbered and len(labels) == num_saved_labels

@@ -221,10 +221,10 @@ def find(
         network: an instance of a class of ``transformers``.
         folder: the folder of its config.json, for messages.
         is_asked_for: True if config.json has ``output_router_logits``.
-        coefficient: replaces the coefficient of the config. None keeps it, if the loss is asked for.
+        coefficient: replaces the coefficient of the config. None keeps it, if the loss is enabled.
 
     Raises:
-        ConfigError: the loss is asked for, and the class has none, or another one.
+        ConfigError: the loss is enabled, and the class has no such loss, or another one.
     """
     if coefficient is None and not is_asked_for:
         return None

@@ -148,7 +148,7 @@ class LatentAttention(nn.Module):
             self.wq_b = nn.Linear(c.dim, c.num_heads * qk_dim, bias=False)
         self.wkv_a = nn.Linear(c.dim, c.kv_lora_rank + self.rope_dim, bias=False)
         self.kv_norm = build_norm("rmsnorm", c.kv_lora_rank, _LATENT_NORM_EPS)
-        # Passes on the rotary key that all heads share, so that LAYOUT can name it for tensor parallelism
+        # Returns the rotary key that all heads share. LAYOUT names its style of tensor parallelism.
         self.shared_key = nn.Identity()
         self.wkv_b = nn.Linear(
             c.kv_lora_rank, c.num_heads * (self.nope_dim + self.v_dim), bias=False

@@ -96,7 +96,7 @@ class MultiTokenDecoder(Decoder):
         x_BTD = self.norm(x_BTD)
         # Pipeline stages before the last one have no ``mtp_layers``
         if next_tokens_BTK is not None and len(self.mtp_layers) > 0:
-            # Look up the tokens of all depths at once, because FSDP gathers the weight for each call
+            # Look up the tokens of all depths in one call, because FSDP gathers the weight for each call
             tokens_XT = torch.cat(next_tokens_BTK.unbind(-1))
             embedded_KBTD = self.mtp_embed(tokens_XT).chunk(len(self.mtp_layers))
             outputs = [x_BTD]

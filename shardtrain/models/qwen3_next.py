@@ -3,7 +3,7 @@ and experts.
 
 A gated delta net (Yang et al. 2024) has a state of fixed size per head instead of keys and values of all
 tokens. A short convolution precedes it. Norms are zero-centered: they multiply by one plus their weight. A
-shared expert with a gate of its own supplements the experts.
+shared expert with a separate gate supplements the experts.
 
 Shape suffixes: B batch, T tokens, D model, N heads (value heads of a gated delta net), K key heads, H head
 or features of a key, V features of a value, G = N / K, C channels of the convolution,

@@ -155,7 +155,7 @@ def name(device: torch.device) -> str:
 def total_memory_bytes(device: torch.device) -> int:
     """Return the total memory of an accelerator in bytes."""
     if is_apple(device):
-        # what the GPU may use of the host's memory
+        # the part of the host's memory that the GPU may use
         return int(torch.mps.recommended_max_memory())
     return int(module(device).mem_get_info(device)[1])
 

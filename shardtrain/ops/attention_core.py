@@ -6,7 +6,7 @@ a causal mask. It is called as ``core(q, k, v)`` or ``core(q, k, v, documents_BT
 attribute ``has_sinks`` the scores of sinks are a fifth argument. The attributes ``window``,
 ``chunk``, ``scale``, ``softcap``, ``alibi_slopes`` and ``heads_first`` specify the function.
 Parallelism computes that function instead of calling the core. A core that computes anything else
-would silently give other results, so it is tested on small tensors.
+would silently have other results, so it is tested on small tensors.
 Shape suffixes: B batch, T tokens, N heads, K key-value heads, H head.
 """
 

@@ -305,7 +305,7 @@ def _call_of(
     if query.size(2) != key.size(2):
         raise Untraceable(Broken(f"attends to tokens outside of the row in {path}", _FIX))
 
-    # The mask gives the limits. Without a mask, Transformers uses the causal mask of the call or module.
+    # The mask contains the limits. Without a mask, Transformers uses the causal mask of the call or module.
     limits: tuple[int, int] | None = None
     if isinstance(mask, _Mask):
         limits = mask.limits

@@ -147,6 +147,6 @@ def _generator(seed: int, name: str, block: int, device: torch.device) -> torch.
 
 
 def _seed_of(seed: int, name: str, block: int) -> int:
-    # Every generator accepts a seed of 56 bits. Hashing all three values gives each block its own stream.
+    # Every generator accepts a seed of 56 bits. Each block has its own stream, because all three values are hashed.
     digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")

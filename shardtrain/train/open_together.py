@@ -190,7 +190,7 @@ class Together:
         if self._rank != source:
             while not int(size):
                 dist.broadcast(size, source, group=group)
-                # Tell the watchdog that waiting for slow storage or a download is not a hang.
+                # Waiting for slow storage or a download is not a hang for the watchdog.
                 activity.tick()
             buffer = torch.empty(int(size), dtype=torch.uint8)
             for piece in buffer.split(_PIECE_BYTES):

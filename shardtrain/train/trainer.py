@@ -151,7 +151,7 @@ def opened(
         yield run, checkpoints
     finally:
         contents.close()
-        # Release the lease, so that another run can use the folder.
+        # Release the lease for other runs of the folder.
         checkpoints.close()
 
 
@@ -497,7 +497,7 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
         if batches is None and loader.has_ended:
             return None
         data_seconds += time.perf_counter() - started
-        # If a request to stop ended the wait, there are no batches. The flags below tell the other ranks.
+        # If a request to stop ended the wait, there are no batches. The flags below notify the other ranks.
         batches = batches or []
         # Take part in the first collective of the step, whatever this rank has read.
         local_sums = StepSums(flags=resilience.pack_flags())

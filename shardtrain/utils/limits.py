@@ -189,7 +189,7 @@ def require_threads(count: int, purpose: str, option: str) -> None:
         return
     started = startable_threads(count)
     if started < count:
-        # The kernel does not tell which limit it is. The smaller one is more likely.
+        # The kernel does not report which limit it is. The smaller one is more likely.
         limit = min(limits, key=lambda limit: limit.value)
         raise OutOfMemoryError(
             f"{limit.name}={limit.value} leaves {started} more threads, but {purpose} must be able to start "

@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 
 _ARM_FIELDS = ("CPU implementer", "CPU part", "CPU variant", "CPU revision")
-"""The fields of /proc/cpuinfo that tell ARM processors apart. Linux gives no model name there."""
+"""The fields of /proc/cpuinfo that identify an ARM processor. On ARM, Linux reports no model name."""
 
 
 def cpuinfo_fields(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:

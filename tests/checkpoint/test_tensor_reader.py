@@ -102,7 +102,7 @@ def test_any_box_of_tensors_saved_by_any_mesh_is_read_exactly(data: st.DataObjec
             dtype = data.draw(st.sampled_from(dtypes))
             filled[key] = torch.zeros(sizes, dtype=dtype)
             if data.draw(st.booleans()):
-                # Reverse the memory order, so that rows are not contiguous.
+                # Reverse the memory order. Then rows are not contiguous.
                 reversed_dims = tuple(reversed(range(len(sizes))))
                 filled[key] = torch.zeros(sizes[::-1], dtype=dtype).permute(reversed_dims)
             box_of_tensor[id(filled[key])] = tuple(low), tuple(sizes)

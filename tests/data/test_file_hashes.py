@@ -220,7 +220,7 @@ def test_file_is_hashed_once_and_again_after_a_change(
     data = bytearray(paths[0].read_bytes())
     data[500] ^= 1
     paths[0].write_bytes(data)
-    # the modification time alone would hide the change
+    # the modification time does not show the change
     os.utime(paths[0], ns=(before.st_atime_ns, before.st_mtime_ns))
     assert look().expect(first.record()) == ["one"]
     (tmp_path / file_hashes.NOTES).write_text("[1, {")  # broken notes only cost time

@@ -1,7 +1,7 @@
 """Steps on a simulated Apple GPU: no float64 and no operation that PyTorch lacks there. Not run on a Mac.
 
 The simulated accelerator (``pretended_accelerator.py``) gets the rules of ``mps``. The operations that PyTorch has on
-that device are those of its own list, ``native_functions.yaml``, which PyTorch installs with its code generator.
+that device are those of ``native_functions.yaml``, which PyTorch installs with its code generator.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def apple_module() -> types.SimpleNamespace:
 
 
 def as_apple(patch: pytest.MonkeyPatch) -> None:
-    """Give the simulated device the rules of ``mps``."""
+    """Apply the rules of ``mps`` to the simulated device."""
     patch.setattr(accelerator, "APPLE", {NAME})
     patch.setattr(accelerator, "module", lambda _: apple_module())
 

@@ -143,7 +143,7 @@ def test_losses_of_tokens_do_not_depend_on_the_mesh(mesh: str, has_values: bool)
 
 
 def _by_hand(rank: int) -> tuple[list[Any], dict[str, Any]]:
-    """Compute the outputs and gradients of the same model with PyTorch, each document alone."""
+    """Compute the outputs and gradients of the same model with PyTorch, each document in a separate call."""
     config = tiny_config()
     world = World(0, 1, 0, torch.device("cpu"))
     built = build_model(config, distributed.build(config, world))

@@ -81,7 +81,7 @@ def test_rank_without_heartbeats_is_blamed_first():
 
 @pytest.mark.parametrize("size", [64, 16_384])
 def test_a_verdict_has_a_bounded_size_whatever_the_ranks_do(size):
-    """Every node receives it. Here each rank is in a place of its own, and every second one is silent."""
+    """Every node receives it. Here each rank is in a different place, and every second one is silent."""
 
     def signs(beat):
         places = {rank: f"train.py:{rank} in step" for rank in range(size)}

@@ -69,7 +69,7 @@ MESHES: dict[str, tuple[int, dict[str, int], dict[str, int]]] = {
 
 
 def plain_step(name: str, rows: Path, remove: int = 0) -> tuple[float, dict[str, Tensor], int]:
-    """Return the mean loss and the gradients of a plain loop over the rows, with transformers alone."""
+    """Return the mean loss and the gradients of a plain loop over the rows, only with transformers."""
     import transformers
 
     folder = vision_folder(name)

@@ -89,7 +89,7 @@ def test_plans_and_dry_runs_count_images(name: str, tmp_path: Path) -> None:
 
 
 def test_a_run_counts_the_flops_of_its_images(tmp_path: Path) -> None:
-    """A row of the data costs as much as a planned row with images of its sizes."""
+    """The cost of a row of the data equals that of a planned row with images of its sizes."""
     config = with_images(config_of("llava", tmp_path), "64x40")
     task = tasks.open_task(config)
     assert isinstance(task, ImageText)

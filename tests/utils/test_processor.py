@@ -1,4 +1,4 @@
-"""The processor's name, from the descriptions that kernels give."""
+"""The processor's name, from the files of several kernels."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def text(row: Mapping[str, Any], path: str) -> str:
 def label(row: Mapping[str, Any], path: str) -> Any:
     """Return the label in a column.
 
-    Floats that are whole numbers become ints, because integer columns that contain nulls are read as floats.
+    Floats without a fraction become ints, because integer columns that contain nulls are read as floats.
 
     Raises:
         Unusable: the row has no such column.
@@ -119,7 +119,7 @@ def check_text(value: str, what: str) -> str:
 
 
 def kind(value: Any) -> str:
-    """Return the JSON type of a value in words, such as "a list" or "null"."""
+    """Return the JSON type of a value as a phrase, such as "a list" or "null"."""
     if value is None:
         return "null"
     if isinstance(value, bool):

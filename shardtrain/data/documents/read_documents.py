@@ -23,7 +23,7 @@ CHARACTERS_AT_ONCE = 4 * 2**20
 Rows are tokenized together to use several cores. The limit prevents huge rows from filling the memory.
 """
 TOO_LONG = "the prompt fills seq_len, so no token of the answer is left to learn"
-"""The reason that a task gives for skipping a row that is too long."""
+"""The reason of a task for skipping a row that is too long."""
 _PLACES_KEPT = 3
 _REASONS_IN_A_LINE = 3
 

@@ -30,7 +30,7 @@ class BadRow:
         reason: why the row cannot be used. Rows are counted by reason, so it must not contain numbers.
         harmless: True if the row is only counted and never stops a run, for example because its text is
             empty.
-        detail: what is needed to correct the row, such as a column, a length or a key.
+        detail: the part of the row to correct, such as a column, a length or a key.
     """
 
     reason: str

@@ -80,7 +80,7 @@ def _check_of(kind: Any) -> Check:
         pair = pyarrow.struct([kind.key_field, kind.item_field])
         entry = _check_of(pair)
         return lambda array: _is_valid_list(array, np.int32, entry)
-    # Structs and lists of fixed size have no offsets of their own, so check only their values.
+    # Structs and lists of fixed size have no offsets, so check only their values.
     if types.is_struct(kind):
         fields = []
         for number in range(kind.num_fields):

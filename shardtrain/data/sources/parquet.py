@@ -191,7 +191,7 @@ def _rows_of_group(
 
 
 def _rows_within_limits(file: File, parquet: Any, group: int) -> int:
-    """Return the number of rows of a row group to decode at once.
+    """Return the number of rows of a row group to decode together.
 
     Raises:
         DataError: decoding them exceeds the limits of ``sandbox``.

@@ -89,7 +89,7 @@ class TokenizerConfig:
             if number is not None:
                 return number
             return next((special[text] for text in _USUAL_NAMES[name] if text in special), None)
-        # A file that sets the token to null says that the tokenizer has no such token.
+        # If a file sets the token to null, the tokenizer has no such token.
         token = self.tokens[name]
         token_id = None if token is None else find(token)
         if token is not None and token_id is None:

@@ -298,7 +298,7 @@ def _check_core(
 def is_balanced(config: Config) -> bool:
     """True if each rank holds a chunk from the start and one from the end of each sequence.
 
-    This gives all ranks the same amount of work in causal attention.
+    So all ranks have the same amount of work in causal attention.
     """
     return derived.is_context_balanced(config.parallelism)
 

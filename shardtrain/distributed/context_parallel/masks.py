@@ -62,7 +62,7 @@ def sequence_part(x_BT: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
     """Return a rank's part of each sequence, (B, T / size)."""
     if not balanced:
         return x_BT.chunk(size, dim=1)[rank].contiguous()
-    # Late queries see more keys than early ones. A head and a tail chunk together give each rank equal work.
+    # Late queries see more keys than early ones. With a head and a tail chunk, each rank has equal work.
     chunks = x_BT.chunk(2 * size, dim=1)
     head = chunks[rank]
     tail = chunks[2 * size - 1 - rank]

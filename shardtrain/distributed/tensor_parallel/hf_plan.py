@@ -157,7 +157,7 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
     head = _path(model, model.hf.get_output_embeddings())
     keeps_logits_split = not config.parallelism.disable_loss_parallel
 
-    # Every module with weights gets a style, so that every parameter becomes a DTensor on the same mesh.
+    # Every module with weights has a style, because every parameter must be a DTensor on the same mesh.
     styles: dict[str, ParallelStyle] = {}
     other_experts = _expert_parallel(model, config)
     for path, module in model.named_modules():
@@ -188,7 +188,7 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
 
 
 def _expert_parallel(model: Any, config: Config) -> set[str]:
-    """Return the paths of experts that expert parallelism splits, so that tensor parallelism must not."""
+    """Return the paths of experts that expert parallelism splits. Tensor parallelism must not split them too."""
     return set(model.experts) if config.parallelism.expert_parallel_degree > 1 else set()
 
 

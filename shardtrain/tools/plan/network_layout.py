@@ -40,7 +40,7 @@ def of(model: Any, layout: Layout, tensor_ranks: int, expert_ranks: int) -> Layo
             tensor[f"{layout.layers}.{path}"] = "expert"
         owner = path.rpartition(".")[0]
         owners.add(re.sub(r"\.\d+\.", ".*.", owner))
-    # On one tensor-parallel rank a plan only tells the role of each module
+    # On one tensor-parallel rank, a plan only states the role of each module
     head = model.hf.get_output_embeddings()
     for path, module in model.named_modules():
         if _is_norm_of_block(model, path, module):

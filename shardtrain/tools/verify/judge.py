@@ -64,7 +64,7 @@ def judge(
         step = differences.first.step
         # Even an error above the largest tolerance may be rounding, if changing weights by one unit in the
         # last place has an effect of that size. For initial weights and buffers there is no such effect. It
-        # is then -1, so that it never excuses an error.
+        # is then -1, which never excuses an error.
         effect = getattr(moved_at[step], differences.first.kind, -1.0)
         if differences.first.error <= ROUNDING * effect:
             cause = (

@@ -1,6 +1,6 @@
 """Verify in the run's own precision: bfloat16, float16, float8, MX, and FSDP's mixed precision.
 
-The reference is one process in float32, whose casts are disabled. What rounding alone does to each tensor
+The reference is one process in float32, whose casts are disabled. The effect of rounding on each tensor
 is measured on the reference (``rounding_noise``), and a mesh may differ by a multiple of that
 (``judge_precision``). Two checks see smaller errors: each module against float64 on the same inputs
 (``module_rounding``), and each update, norm and gradient against its own numbers (``update_rounding``).

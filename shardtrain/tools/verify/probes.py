@@ -58,7 +58,7 @@ Real faults cause much larger differences.
 REPEATED = 1e-6
 """Relative tolerance for two passes with the same arithmetic."""
 RECOMPUTE = "recompute"
-"""Element of ``kinds`` that stands for activation checkpointing. The other elements are mesh axes."""
+"""Element of ``kinds`` that means activation checkpointing. The other elements are mesh axes."""
 
 
 @dataclass

@@ -34,7 +34,7 @@ ROUNDING = 8
 EXACT_NUMBER = 1e-6
 """Tolerance of numbers that do not depend on the order of sums."""
 NO_GRADIENT = Vector(0.0, (0.0,) * NUM_PROJECTIONS)
-"""Stands for a gradient that is None in one of the recordings. PyTorch may return None or zeros."""
+"""Represents a gradient that is None in one of the recordings. PyTorch may return None or zeros."""
 MOST_SAMPLES = 4
 """Maximum number of samples in a message."""
 EXACT_FACTOR = 1e-3

@@ -1,5 +1,5 @@
 """Perturb a float32 run by as much as rounding to a shorter dtype does,
-to measure what rounding alone changes.
+to measure the changes by rounding.
 
 The method is from TTrace (Jiang et al. 2025, arXiv 2506.09280): multiply weights, outputs of modules and
 their gradients by 1 + u r, with u the unit roundoff of their dtype and r random in [-1, 1].

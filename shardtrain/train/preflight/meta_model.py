@@ -160,7 +160,7 @@ def _check_ranks(model: nn.Module, layout: Layout, config: Config) -> None:
         if tensor.requires_grad
     }
     schedule = stages.schedule_name(p.pipeline_parallel_schedule) or ""
-    # Interleaved schedules give a rank several stages.
+    # With interleaved schedules, a rank has several stages.
     for rank in range(degree):
         modules: list[str] = []
         for stage in stages.stages_of_rank(schedule, rank, degree, len(parts)):

@@ -50,7 +50,7 @@ def our_tokens(name: str, prompt: str, paths: list[str], chat: bool) -> list[int
 
 @pytest.mark.parametrize("name", cases(["llava", "qwen2_5_vl"], nightly=list(NAMES)))
 def test_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Two images, one of them between the words of a user's message."""
+    """Two images, one of them in the middle of a user's message."""
     paths = images_in(tmp_path, 2)
     image = IMAGE[name]
     text = f"<s>user\n{image}a cat {image}?</s><s>assistant\n"

@@ -1,7 +1,7 @@
 """The planned peak equals that of a real run: the tensor bytes of each rank, counted in training on a CPU.
 
 Counted in the second of two steps: weights and optimizer states, and every storage from its creation to its release,
-including gradients and FSDP's buffers. The sizes are chosen so that activations dominate.
+including gradients and FSDP's buffers. With the chosen sizes, activations dominate.
 """
 
 from __future__ import annotations

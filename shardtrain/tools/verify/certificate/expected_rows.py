@@ -1,4 +1,4 @@
-"""Lay out the rows of a loader again, from the documents of its sources and the rule of the packing.
+"""Compute the rows of a loader independently, from the documents of its sources and the rule of the packing.
 
 The packing code and its buffers are not used. If they have a wrong border between documents, both layouts
 differ. Only the choice of the documents that share a row comes from ``data.packing.fitted``,

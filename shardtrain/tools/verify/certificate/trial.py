@@ -101,7 +101,7 @@ class TrialErrors:
         errors: Error of each number.
         failure: Reason why the trial did not finish, or "".
         is_refused: True if the configuration was refused, and False if a rank failed.
-        facts: What the trial found, apart from its numbers.
+        facts: Results of the trial other than numbers.
     """
 
     errors: Sequence[NumberError] = ()

@@ -1,4 +1,4 @@
-"""Each dimension of a certificate sees its faults, and sound configurations give no alarm."""
+"""Each dimension of a certificate sees its faults, and sound configurations raise no alarm."""
 
 from __future__ import annotations
 
