@@ -420,8 +420,9 @@ def _changed(
     # change. Use the model's value for fields that config.json lacks, or that affect neither model.
     described = type(config)(**hub.read(Fields(hf_config, CONFIG, hub.defaults)))
     unused = hub.unused(dataclasses.asdict(described)) & hub.unused(dataclasses.asdict(config))
-    without_effect = [key for key in {*FREE, *unused} if hasattr(config, key)]
-    same = {key: getattr(config, key) for key in without_effect}
+    # The number of layers of multi-token prediction is not read from config.json, but it is written.
+    without_effect = {*FREE, *unused} - {"num_nextn_predict_layers"}
+    same = {key: getattr(config, key) for key in without_effect if hasattr(config, key)}
     source_fields = hub.write(dataclasses.replace(described, **same))
     changes = {key: value for key, value in fields.items() if source_fields.get(key) != value}
     # Files of transformers 5 have one table of all rotary options.

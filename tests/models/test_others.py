@@ -76,14 +76,23 @@ REFUSED: dict[str, dict[str, str]] = {
         for name in NO_ATTENTION
     },
     "falcon": {"tp": "the 1 KV heads", "ulysses": "does not divide the 1 KV heads"},
-    "gemma2": {"tp 4": "the 2 KV heads", "tp x cp ulysses": "split by tensor_parallel_degree"},
+    "gemma2": {
+        "tp 4": "the 2 KV heads",
+        "tp x cp ulysses": "split 2 ways by tensor_parallel_degree",
+    },
     "griffin": {"cp": "mixes tokens outside of the attention core"},
     "sinks": {"cp": WHOLE_CORE},
     "t5_bias": {"cp": WHOLE_CORE},
-    "mup": {"tp 4": "the 2 attention heads", "tp x cp ulysses": "split by tensor_parallel_degree"},
+    "mup": {
+        "tp 4": "the 2 attention heads",
+        "tp x cp ulysses": "split 2 ways by tensor_parallel_degree",
+    },
     "openelm": {"tp 4": OWN_HEADS, "tp x cp ulysses": OWN_HEADS},
     **{
-        name: {"tp 4": "the 2 KV heads", "tp x cp ulysses": "split by tensor_parallel_degree"}
+        name: {
+            "tp 4": "the 2 KV heads",
+            "tp x cp ulysses": "split 2 ways by tensor_parallel_degree",
+        }
         for name in ("olmo2", "cohere", "granite_moe", "phi3")
     },
 }
