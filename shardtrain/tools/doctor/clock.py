@@ -86,8 +86,8 @@ def offsets(moments: dict[int, list[float]]) -> dict[int, float]:
 
 def judge(reports: Reports) -> Iterator[Finding]:
     """Compare each rank's clock with the median clock."""
-    by_rank = reports.of(AREA)
-    seconds_ahead = offsets({rank: facts["moments"] for rank, facts in by_rank.items()})
+    moments_by_rank = {rank: facts["moments"] for rank, facts in reports.of(AREA).items()}
+    seconds_ahead = offsets(moments_by_rank)
     if seconds_ahead:
         yield _skew(reports, seconds_ahead)
 

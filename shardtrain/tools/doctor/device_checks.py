@@ -165,31 +165,37 @@ def judge(reports: Reports) -> Iterator[Finding]:
     by_rank = reports.of(AREA)
     if not by_rank:
         return
-    names = {rank: str(facts["name"]) for rank, facts in by_rank.items()}
+    names = {}
+    health_by_rank = {}
+    for rank, facts in by_rank.items():
+        names[rank] = str(facts["name"])
+        # Processors have no driver that reports their health.
+        if "health" in facts:
+            health_by_rank[rank] = facts["health"]
     fix = "use devices of one type, because all ranks wait for the slowest"
     yield equal(reports, AREA, "kind", names, "warn", fix)
     yield from _shared_devices(reports, by_rank)
     yield _exactness(reports, by_rank)
     yield from _rates(reports, by_rank)
-    yield from health.judge(
-        reports,
-        {rank: facts["health"] for rank, facts in by_rank.items() if "health" in facts},
-    )
+    yield from health.judge(reports, health_by_rank)
 
 
 def _shared_devices(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
     """Report ranks of one host that use the same device."""
     users: dict[tuple[str, str], list[int]] = {}
     for rank, facts in by_rank.items():
+        # Processors have no UUID, and ranks of a host always share them.
         if facts.get("uuid"):
             device = (reports.host(rank), facts["uuid"])
             users.setdefault(device, []).append(rank)
+
+    subject = "one rank per device"
+    expected = "a separate device for each rank"
+    fix = "start one rank per device, and check CUDA_VISIBLE_DEVICES"
     for (_, uuid), ranks in users.items():
         if len(ranks) > 1:
             text = f"{uuid} is used by {reports.who(ranks)}"
-            expected = "a separate device for each rank"
-            fix = "start one rank per device, and check CUDA_VISIBLE_DEVICES"
-            yield Finding(AREA, "one rank per device", "fail", text, expected, fix, tuple(ranks))
+            yield Finding(AREA, subject, "fail", text, expected, fix, tuple(ranks))
 
 
 def _exactness(reports: Reports, by_rank: dict[int, Facts]) -> Finding:
@@ -205,11 +211,12 @@ def _exactness(reports: Reports, by_rank: dict[int, Facts]) -> Finding:
 
 def _rates(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
     """Compare the speed of equal devices with each other and with their data sheet."""
-    kinds: dict[tuple[str, str], dict[int, float]] = {}
+    rates_by_kind: dict[tuple[str, str], dict[int, float]] = {}
     for rank, facts in by_rank.items():
-        rates = kinds.setdefault((facts["name"], facts["dtype"]), {})
+        kind = (facts["name"], facts["dtype"])
+        rates = rates_by_kind.setdefault(kind, {})
         rates[rank] = facts["rate"] / TERA
-    for (_, dtype), rates in kinds.items():
+    for (_, dtype), rates in rates_by_kind.items():
         # Equal devices have the same peak. It is None for processors and unknown devices.
         first_rank = next(iter(rates))
         yield _rate_of_kind(reports, dtype, rates, by_rank[first_rank]["peak"])
@@ -222,18 +229,21 @@ def _rate_of_kind(
     subject = f"matmul {dtype}"
     text = format_rates(reports, rates, "TFLOP/s")
     expected = "no expectation"
+    low = []
     if peak:
-        expected = f"{GOOD_SHARE:.0%} of {peak / TERA:.0f} TFLOP/s or more"
-        low = [rank for rank, measured in rates.items() if measured * TERA < GOOD_SHARE * peak]
-        if low:
-            verdict: Verdict = "warn"
-            if min(rates.values()) * TERA < BAD_SHARE * peak:
-                verdict = "fail"
-            fix = "check clocks, power and temperature below, and other processes on the device"
-            # Name the ranks unless all are slow.
-            named = tuple(low) if len(low) < reports.size else ()
-            return Finding(AREA, subject, verdict, text, expected, fix, named)
+        peak_rate = peak / TERA
+        expected = f"{GOOD_SHARE:.0%} of {peak_rate:.0f} TFLOP/s or more"
+        low = [rank for rank, measured in rates.items() if measured < GOOD_SHARE * peak_rate]
+    if peak and low:
+        verdict: Verdict = "warn"
+        if min(rates.values()) < BAD_SHARE * peak_rate:
+            verdict = "fail"
+        fix = "check clocks, power and temperature below, and other processes on the device"
+        # Name the ranks unless all are slow.
+        named = tuple(low) if len(low) < reports.size else ()
+        return Finding(AREA, subject, verdict, text, expected, fix, named)
 
+    # Devices above the limit may still be much slower than the others, and unknown devices have no limit.
     behind = slow(rates)
     if behind:
         fix = (

@@ -84,8 +84,11 @@ def main(words: Sequence[str]) -> int:
     request = read(words)
     if environment.is_rank(os.environ):
         _as_rank(request)
+    # The configured launcher may start the doctor on other hosts. It then returns their exit status.
     code = agent.run_verb("doctor", words, request.loaded.config, request.nproc)
-    return _here(request, list(words)) if code is None else code
+    if code is None:
+        return _here(request, list(words))
+    return code
 
 
 def read(words: Sequence[str]) -> DoctorOptions:
@@ -95,6 +98,7 @@ def read(words: Sequence[str]) -> DoctorOptions:
         "--for_ranks": VerbOption(_num_ranks, "4096"),
     }
     taken = take(words, options, ("--json", "--strict"))
+    # The other words are those of train. Options of train that the doctor cannot honor are errors.
     arguments = split(taken.rest)
     if arguments.max_restarts:
         raise ConfigError(
@@ -149,6 +153,7 @@ def _here(request: DoctorOptions, words: list[str]) -> int:
     from shardtrain.launch import environment, local
 
     environment.set_allocator_default(os.environ)
+    # Choose the device type and the number of ranks as train does, because the doctor tests that run.
     loaded = request.loaded
     accelerators = environment.count_accelerators(loaded.config.training.device)
     choice = environment.choose_processes_here(loaded.config, request.nproc)
@@ -176,6 +181,7 @@ def _here(request: DoctorOptions, words: list[str]) -> int:
             status = local.launch_verb(
                 launched, choice.count, lambda _: _run(request), words, accelerators
             )
+            # Ranks that end without an error always write a report, unless something killed them.
             report = folder / REPORT
             if status or not report.is_file():
                 return status or 1
@@ -189,9 +195,8 @@ def _with_folder(loaded: Loaded, folder: Path) -> Loaded:
     run = loaded.config
     job = dataclasses.replace(run.job, dump_folder=str(folder))
     checkpoint = dataclasses.replace(run.checkpoint, enable=False)
-    return dataclasses.replace(
-        loaded, config=dataclasses.replace(run, job=job, checkpoint=checkpoint)
-    )
+    changed = dataclasses.replace(run, job=job, checkpoint=checkpoint)
+    return dataclasses.replace(loaded, config=changed)
 
 
 def _as_rank(request: DoctorOptions) -> NoReturn:

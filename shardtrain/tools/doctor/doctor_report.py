@@ -48,10 +48,14 @@ def document(reports: Reports, findings: Sequence[Finding], seconds: float) -> d
         if finding.ranks and finding.verdict != "pass":
             subjects = named.setdefault(reports.who(finding.ranks), [])
             subjects.append(f"{finding.area}: {finding.subject}")
+
+    ranks_per_host = {}
+    for host, ranks in reports.hosts().items():
+        ranks_per_host[host] = len(ranks)
     return {
         "format": 1,
         "ranks": reports.size,
-        "hosts": {host: len(ranks) for host, ranks in reports.hosts().items()},
+        "hosts": ranks_per_host,
         "device": ", ".join(sorted(devices)) or "unknown",
         "verdict": worst([finding.verdict for finding in findings]),
         "seconds": round(seconds, 1),
@@ -74,6 +78,8 @@ def text_of(document: dict[str, Any]) -> str:
         counts[row["verdict"]] += 1
         lines += _row(row, show_area=row["area"] != last_area)
         last_area = row["area"]
+
+    # Users read the end of the output first, so the ranks to inspect and the verdict come last.
     lines.append("")
     for who, subjects in document["named"].items():
         lines += textwrap.wrap(

@@ -127,9 +127,9 @@ def _differences(reports: Reports) -> Iterator[Finding]:
         yield Finding(AREA, "variables", "pass", f"{len(names)} set", "equal on all ranks")
 
 
-def _interface(name: str, facts: Facts) -> Judged | None:
+def _interface(variable: str, facts: Facts) -> Judged | None:
     """Judge a variable that selects network interfaces."""
-    value = facts["variables"].get(name, "")
+    value = facts["variables"].get(variable, "")
     if not value:
         return None
     interfaces = facts["interfaces"]
@@ -139,8 +139,10 @@ def _interface(name: str, facts: Facts) -> Judged | None:
         excluded = tuple(value[1:].split(","))
         selected = [interface for interface in interfaces if not interface.startswith(excluded)]
     else:
-        wanted = tuple(word for word in value.lstrip("=").split(",") if word)
-        if name.startswith("GLOO") or value.startswith("="):
+        # A trailing comma leaves an empty name, and every interface starts with an empty prefix.
+        wanted = tuple(name for name in value.lstrip("=").split(",") if name)
+        is_exact = variable.startswith("GLOO") or value.startswith("=")
+        if is_exact:
             selected = [interface for interface in interfaces if interface in wanted]
         else:
             selected = [interface for interface in interfaces if interface.startswith(wanted)]
@@ -148,7 +150,7 @@ def _interface(name: str, facts: Facts) -> Judged | None:
     expected = "an interface of this host"
     if not selected:
         text = f"{value}: none of {', '.join(interfaces[:6])}"
-        return "fail", text, expected, f"set {name} to an interface of `ip link`"
+        return "fail", text, expected, f"set {variable} to an interface of `ip link`"
     return "pass", f"{value}: {', '.join(selected[:4])}", expected, ""
 
 

@@ -232,7 +232,10 @@ def _memory_errors(facts: Facts) -> str:
 
 def _corrected(facts: Facts) -> str:
     errors = int(_number(facts, "ecc.errors.corrected.volatile.total"))
-    return str(errors) if errors >= _MANY_CORRECTED else ""
+    # A device in good health also corrects a few bit flips.
+    if errors < _MANY_CORRECTED:
+        return ""
+    return str(errors)
 
 
 def _hardware_throttling(facts: Facts) -> str:
@@ -245,10 +248,14 @@ def _driver_throttling(facts: Facts) -> str:
 
 def _reasons(facts: Facts, bits: dict[int, str]) -> str:
     active = int(_number(facts, "clocks_event_reasons.active"))
-    reasons = ", ".join(text for bit, text in bits.items() if active & bit)
+    reasons = []
+    for bit, text in bits.items():
+        if active & bit:
+            reasons.append(text)
+    joined = ", ".join(reasons)
     if reasons and "temperature.gpu" in facts:
-        reasons += f" at {facts['temperature.gpu']} C"
-    return reasons
+        joined += f" at {facts['temperature.gpu']} C"
+    return joined
 
 
 def _pcie(facts: Facts) -> str:
@@ -256,6 +263,7 @@ def _pcie(facts: Facts) -> str:
     for name, sign in (("width", "x"), ("gen", "generation ")):
         current = _number(facts, f"pcie.link.{name}.current")
         most = _number(facts, f"pcie.link.{name}.max")
+        # An unknown value is 0.
         if 0 < current < most:
             problems.append(f"{sign}{current:.0f} of {sign}{most:.0f}")
     return ", ".join(problems)

@@ -54,9 +54,10 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 def _steal() -> float:
     """Return the fraction of CPU time that the hypervisor gave to other guests since boot, 0 if unknown."""
-    # Steal is the eighth number of the first line.
-    words = kernel_text("/proc/stat").split("\n")[0].split()[1:]
-    times = [int(word) for word in words[:8]]
+    # The first line is "cpu" and the ticks of all CPUs by state. Steal is the eighth number. The
+    # numbers after it are parts of the first two.
+    first_line = kernel_text("/proc/stat").split("\n")[0]
+    times = [int(ticks) for ticks in first_line.split()[1:9]]
     if len(times) < 8 or not sum(times):
         return 0.0
     return times[7] / sum(times)
@@ -87,11 +88,14 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
     # Version 2 has both numbers in one file, "max 100000" without a quota. Version 1 has one file for
     # each, with -1 without a quota.
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        words = []
+        texts = []
         for file in files:
-            words += kernel_text(root / file).split()
-        if len(words) == 2 and words[0] not in ("max", "-1") and int(words[1]):
-            return int(words[0]) / int(words[1])
+            texts += kernel_text(root / file).split()
+        if len(texts) != 2:
+            continue
+        quota, period = texts
+        if quota not in ("max", "-1") and int(period):
+            return int(quota) / int(period)
     return 0.0
 
 
@@ -217,4 +221,6 @@ def _stolen(facts: Facts) -> Judged | None:
 
 def _pages(facts: Facts) -> Judged | None:
     value = facts["huge_pages"]
-    return ("pass", value, "", "") if value else None
+    if not value:
+        return None
+    return "pass", value, "", ""

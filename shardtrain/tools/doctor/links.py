@@ -83,19 +83,24 @@ def expected(reports: Reports, group: Sequence[int], groups_at_once: int) -> tup
     network cards of a host. A ring that crosses a host once uses all of its cards, but at most the bandwidth
     of one device.
     """
-    devices = [facts for rank, facts in reports.of("devices").items() if rank in group]
-    types = {facts["type"] for facts in devices}
-    if len(devices) < len(group) or types != {"cuda"}:
+    # The slowest device limits a ring within a host. Without the facts of all devices, it is unknown.
+    device_rates = []
+    for rank, facts in reports.of("devices").items():
+        if rank in group and facts["type"] == "cuda":
+            device_rates.append(device_rate(facts))
+    if len(device_rates) < len(group):
         return 0.0, ""
-    device_rates = [device_rate(facts) for facts in devices]
     inside, source = min(device_rates, key=lambda rate_and_source: rate_and_source[0])
     hosts = {reports.host(rank) for rank in group}
     if len(hosts) == 1:
         return inside, source
 
-    networks = reports.of("network")
-    card_rates = [_cards_rate(facts["cards"]) for rank, facts in networks.items() if rank in group]
+    card_rates = []
+    for rank, facts in reports.of("network").items():
+        if rank in group:
+            card_rates.append(_cards_rate(facts["cards"]))
     between = min(card_rates, default=0.0) / max(1, groups_at_once)
+    # The rate of virtual network cards is often unknown.
     if not between:
         return 0.0, ""
     if inside and inside < between:

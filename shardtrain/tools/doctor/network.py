@@ -79,6 +79,7 @@ def _measure_axis(
 ) -> list[Facts]:
     """Measure each collective in this rank's group. Collective over all ranks."""
     context.line.mark(f"making the groups of {axis}")
+    # The groups divide the ranks, so exactly one contains this rank.
     number = 0
     while context.rank not in divided[number]:
         number += 1
@@ -187,17 +188,18 @@ def all_reduce(context: RankContext, group: dist.ProcessGroup) -> Facts:
     number_of_rank = float(group.rank() + 1)
     tensor = torch.full((numel,), number_of_rank, device=context.torch_device())
     dist.all_reduce(tensor, group=group)
+    # The ranks contribute 1, 2, ..., size. Small integers are exact, so any other sum is wrong.
     expected_sum = size * (size + 1) // 2
-    is_right = tensor == expected_sum
-    right = bool(is_right.all())
+    is_right = bool((tensor == expected_sum).all())
 
     # Reset to zeros, because repeated sums of other numbers would overflow.
     tensor.zero_()
     small = tensor[:1].clone()
     seconds = _seconds(context, lambda: dist.all_reduce(tensor, group=group), REPEATS)
     latency = _seconds(context, lambda: dist.all_reduce(small, group=group), SMALL_REPEATS)
+    # Bus bandwidth, as nccl-tests defines it: a ring moves each byte over a link almost twice.
     bus_bytes = 2 * (size - 1) / size * tensor.nbytes
-    return {"right": right, "rate": bus_bytes / seconds, "latency": latency}
+    return {"right": is_right, "rate": bus_bytes / seconds, "latency": latency}
 
 
 def all_gather(context: RankContext, group: dist.ProcessGroup) -> Facts:
@@ -212,12 +214,15 @@ def all_gather(context: RankContext, group: dist.ProcessGroup) -> Facts:
     if gather is None:
         gather = getattr(dist, "all_gather_into_tensor")  # noqa: B009
     gather(gathered, part, group=group)
+
+    # Row r of the result is from rank r, and contains only r + 1.
     expected = torch.arange(1, size + 1, device=gathered.device, dtype=gathered.dtype)
-    is_right = gathered.view(size, -1) == expected[:, None]
-    right = bool(is_right.all())
+    rows = gathered.view(size, -1)
+    is_right = bool((rows == expected[:, None]).all())
+
     seconds = _seconds(context, lambda: gather(gathered, part, group=group), REPEATS)
     bus_bytes = (size - 1) / size * gathered.nbytes
-    return {"right": right, "rate": bus_bytes / seconds}
+    return {"right": is_right, "rate": bus_bytes / seconds}
 
 
 COLLECTIVES: dict[str, Callable[[RankContext, dist.ProcessGroup], Facts]] = {
@@ -244,9 +249,12 @@ def judge(reports: Reports) -> Iterator[Finding]:
 
 def _collective(reports: Reports, subject: str, divided: Sequence[dict[int, Facts]]) -> Finding:
     """Judge one collective along one axis from the measurements of its groups by rank."""
+    # Speed does not matter if the results are wrong.
     wrong = []
     for group in divided:
-        wrong += [rank for rank, measured in group.items() if not measured["right"]]
+        for rank, measured in group.items():
+            if not measured["right"]:
+                wrong.append(rank)
     if wrong:
         wrong.sort()
         text = f"wrong numbers on {reports.who(wrong)}"
@@ -297,6 +305,7 @@ def _collective(reports: Reports, subject: str, divided: Sequence[dict[int, Fact
 
 def _expected(reports: Reports, groups: Sequence[Sequence[int]]) -> tuple[float, str]:
     """Return the lowest expected bandwidth of several groups, and its source. Return 0 if one is unknown."""
+    # Groups that span hosts share the network cards of each of their hosts.
     num_crossing = _crossing(reports, groups)
     expectations = []
     for ranks in groups:
@@ -362,15 +371,18 @@ def _cards(reports: Reports) -> Iterator[Finding]:
         return
 
     expected = f"{most} ports up on each host"
-    behind = [host for host, count in num_ports.items() if count < most]
-    if behind:
-        counts = [f"{num_ports[host]} on {host}" for host in behind[:4]]
-        fix = "check ibstat on it for a port that is down or has lost its cable"
-        ranks_behind = []
-        for host in behind:
+    counts = []
+    ranks_behind = []
+    for host, count in num_ports.items():
+        if count < most:
+            counts.append(f"{count} on {host}")
             ranks_behind += hosts[host]
-        yield Finding(AREA, "fabric", "fail", ", ".join(counts), expected, fix, tuple(ranks_behind))
+    if counts:
+        text = ", ".join(counts[:4])
+        fix = "check ibstat on it for a port that is down or has lost its cable"
+        yield Finding(AREA, "fabric", "fail", text, expected, fix, tuple(ranks_behind))
         return
+    # All ports are up. A lower rate than that of the others is a sign of a bad cable.
     lowest = f"{8 * min(rates) / GIGA:.0f}"
     highest = f"{8 * max(rates) / GIGA:.0f}"
     text = f"{most} ports of {lowest} to {highest} Gb/s"

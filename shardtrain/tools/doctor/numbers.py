@@ -31,6 +31,7 @@ def collect(context: RankContext, facts: Facts) -> None:
     import torch
 
     device = context.torch_device()
+    # Each rank draws different numbers, so together the ranks test more sums.
     generator = torch.Generator(device).manual_seed(context.rank)
     context.line.mark("a gradient norm")
     gradient = torch.randn(NUMBERS[context.kind], generator=generator, device=device)
@@ -48,8 +49,11 @@ def norm_error(gradient: torch.Tensor) -> float:
     from shardtrain.ops.dtensor import squared_norm
 
     # Convert in blocks, because a full float64 copy takes twice the gradient's memory.
-    exact = sum(float(block.double().square().sum()) for block in gradient.split(_BLOCK))
-    return abs((float(squared_norm([gradient])) / exact) ** 0.5 - 1)
+    exact_square = 0.0
+    for block in gradient.split(_BLOCK):
+        exact_square += float(block.double().square().sum())
+    computed_square = float(squared_norm([gradient]))
+    return abs((computed_square / exact_square) ** 0.5 - 1)
 
 
 def loss_error(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> float:
@@ -59,8 +63,10 @@ def loss_error(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> float:
     # Convert one row at a time, because all logits in float64 take twice the memory.
     exact = 0.0
     for row_V, target in zip(logits_NV, targets_N, strict=True):
-        exact += float(row_V.double().logsumexp(0) - row_V[target].double())
-    return abs(float(cross_entropy_sum(logits_NV, targets_N)) / exact - 1)
+        logits_V = row_V.double()
+        exact += float(logits_V.logsumexp(0) - logits_V[target])
+    computed = float(cross_entropy_sum(logits_NV, targets_N))
+    return abs(computed / exact - 1)
 
 
 def judge(reports: Reports) -> Iterator[Finding]:

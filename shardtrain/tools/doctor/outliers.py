@@ -32,7 +32,8 @@ def groups(values: Mapping[int, T]) -> list[tuple[T, list[int]]]:
     ranks_of: dict[T, list[int]] = {}
     for rank in sorted(values):
         ranks_of.setdefault(values[rank], []).append(rank)
-    return sorted(ranks_of.items(), key=lambda group: (-len(group[1]), group[1][0]))
+    # Groups are created in the order of their lowest rank, which a stable sort keeps for ties.
+    return sorted(ranks_of.items(), key=lambda group: len(group[1]), reverse=True)
 
 
 def odd(values: Mapping[int, T]) -> list[int]:
@@ -87,7 +88,10 @@ def equal(
     if len(by_size) == 1:
         value, _ = by_size[0]
         return Finding(area, subject, "pass", value or "none", EQUAL)
-    texts = [f"{value or 'none'} on {reports.who(ranks)}" for value, ranks in by_size[:4]]
+    # The majority comes first. With a different value on every rank, four suffice to see the pattern.
+    texts = []
+    for value, ranks in by_size[:4]:
+        texts.append(f"{value or 'none'} on {reports.who(ranks)}")
     if len(by_size) > 4:
         texts.append(f"{len(by_size) - 4} more")
     return Finding(area, subject, verdict, "; ".join(texts), EQUAL, fix, tuple(odd(values)))
@@ -99,4 +103,5 @@ def format_rates(reports: Reports, rates: Mapping[int, float], unit: str) -> str
     if len(rates) == 1:
         return f"{highest:.4g} {unit}"
     slowest = min(rates, key=lambda rank: (rates[rank], rank))
-    return f"{rates[slowest]:.4g} to {highest:.4g} {unit}, slowest {reports.who([slowest])}"
+    who = reports.who([slowest])
+    return f"{rates[slowest]:.4g} to {highest:.4g} {unit}, slowest {who}"

@@ -64,7 +64,9 @@ def examine(context: RankContext, areas: Iterable[Area] = AREAS) -> dict[str, Fa
     """
     collected: dict[str, Facts] = {}
     for area in areas:
-        collected[area.name] = facts = _limited(context, area)
+        facts = _limited(context, area)
+        collected[area.name] = facts
+        # Send each area immediately, so that rank 0 has it even if a later area ends this process.
         context.line.send(f"facts-{context.rank}-{area.name}", facts)
     context.line.send(f"done-{context.rank}", True)
     return collected
@@ -107,13 +109,15 @@ def _limited(context: RankContext, area: Area) -> Facts:
     return facts
 
 
-def gather(context: RankContext, own: dict[str, Facts], areas: Iterable[Area] = AREAS) -> Reports:
+def gather(
+    context: RankContext, facts_of_rank_0: dict[str, Facts], areas: Iterable[Area] = AREAS
+) -> Reports:
     """Return the facts of all ranks (rank 0 only). Ranks that do not finish in time are missing."""
     line = context.line
     names = [area.name for area in areas]
     by_rank: dict[int, dict[str, Facts]] = {}
-    if own:
-        by_rank[context.rank] = own
+    if facts_of_rank_0:
+        by_rank[context.rank] = facts_of_rank_0
     missing: dict[int, str] = {}
     end = time.monotonic() + line.patience_seconds
     for rank in range(context.size):
@@ -208,9 +212,9 @@ def _hung(reports: Reports, area: str, by_rank: dict[int, Facts]) -> Finding:
 
     In a collective, name the missing ranks, or else the ranks that are furthest behind.
     """
-    places = {rank: int(facts["place"]) for rank, facts in by_rank.items()}
-    last_place = min(places.values())
-    behind = [rank for rank, place in places.items() if place == last_place]
+    # All ranks begin the same steps in the same order. The others wait for the ranks with the lowest place.
+    last_place = min(int(facts["place"]) for facts in by_rank.values())
+    behind = [rank for rank, facts in by_rank.items() if int(facts["place"]) == last_place]
     where = str(by_rank[behind[0]][STOPPED])
     missing = sorted(reports.missing)
 

@@ -59,7 +59,8 @@ class Reports:
 
     def host(self, rank: int) -> str:
         """Return the host of a rank, or "" if unknown."""
-        return str(self.facts.get(rank, {}).get("hosts", {}).get("hostname", ""))
+        facts = self.facts.get(rank, {}).get("hosts", {})
+        return str(facts.get("hostname", ""))
 
     def hosts(self) -> dict[str, list[int]]:
         """Return the ranks of each host."""
@@ -161,7 +162,7 @@ def kernel_text(path: str | Path) -> str:
 def kernel_numbers(path: str) -> list[int]:
     """Return the numbers in a kernel file. Empty if it has other text or cannot be read."""
     try:
-        return [int(word) for word in kernel_text(path).split()]
+        return [int(number) for number in kernel_text(path).split()]
     except ValueError:
         return []
 

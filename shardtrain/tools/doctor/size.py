@@ -81,7 +81,9 @@ def _verdict(value: int, needed: int, purpose: str, fix: str) -> Judged | None:
 
 def _peers(facts: Facts) -> int:
     """Return the number of connections of one rank: gloo's pairs, or NCCL's rings and trees over sockets."""
-    return 16 + 4 * math.ceil(math.log2(max(2, facts["num_ranks"])))
+    num_ranks = max(2, facts["num_ranks"])
+    levels_of_tree = math.ceil(math.log2(num_ranks))
+    return 16 + 4 * levels_of_tree
 
 
 def _store(facts: Facts) -> Judged | None:

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from shardtrain.checkpoint import storage as checkpoint_storage
 from shardtrain.checkpoint.storage import SPARE, Place
@@ -73,13 +73,14 @@ def collect(context: RankContext, facts: Facts) -> None:
     prefix = f"{PREFIX}{nonce}-"
 
     is_signer = context.local_rank == 0 or context.size <= ALL_WRITE
+    has_shared_storage = context.loaded.config.checkpoint.storage == "shared"
     signs: list[Place] = []
     try:
         for option, place in folders.items():
             line.mark(f"writing to {option}")
             folder = _write(place)
             by_option[option] = folder
-            folder["must_share"] = option == "checkpoint.folder" and _has_shared_storage(context)
+            folder["must_share"] = option == "checkpoint.folder" and has_shared_storage
             if is_signer and not folder["error"]:
                 sign = place / f"{prefix}{context.rank}"
                 signs.append(sign)
@@ -92,12 +93,11 @@ def collect(context: RankContext, facts: Facts) -> None:
             with contextlib.suppress(OSError, ShardtrainError):
                 sign.unlink(missing_ok=True)
 
+    # Sizes suffice to find hosts with other files. Hashing a dataset would exceed the time limit.
     line.mark("looking at the data")
-    facts["data"] = {option: _survey(path) for option, path in readable(context).items()}
-
-
-def _has_shared_storage(context: RankContext) -> bool:
-    return context.loaded.config.checkpoint.storage == "shared"
+    facts["data"] = {}
+    for option, path in readable(context).items():
+        facts["data"][option] = _survey(path)
 
 
 def writable(context: RankContext) -> dict[str, Place]:
@@ -125,13 +125,12 @@ def readable(context: RankContext) -> dict[str, str]:
     paths["checkpoint.initial_load_path"] = config.checkpoint.initial_load_path
     if context.has_config:
         paths["model.hf_assets_path"] = config.model.hf_assets_path
-    return {name: path for name, path in paths.items() if _is_local(path)}
 
-
-def _is_local(path: str | None) -> TypeGuard[str]:
-    if not path:
-        return False
-    return "://" not in path and not is_built_in(path)
+    local_paths = {}
+    for name, path in paths.items():
+        if path and "://" not in path and not is_built_in(path):
+            local_paths[name] = path
+    return local_paths
 
 
 def _existing(path: Path) -> Path:
@@ -226,8 +225,14 @@ def _look(
     if context.rank == 0:
         keys = [f"signed-{rank}" for rank in range(context.size)]
         all_signed = line.receive_all(keys) or []
-        line.send("signers", {option: _sample(all_signed, option) for option in folders})
+        samples = {}
+        for option in folders:
+            samples[option] = _sample(all_signed, option)
+        line.send("signers", samples)
     signers = line.receive("signers", line.limit_seconds / 2) or {}
+
+    # A network filesystem may show a new file late, so look repeatedly until all are visible. All
+    # folders share the time limit.
     end = time.monotonic() + SEEN_SECONDS
     for option, place in folders.items():
         wanted = set(signers.get(option, ()))
@@ -288,8 +293,10 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
 def _survey(path: str) -> str:
     """Describe the files at a data path. Equal files have an equal description."""
     path = os.path.expanduser(path)
-    is_pattern = any(mark in path for mark in "*?[")
-    files = sorted(glob.glob(path)) if is_pattern else [path]
+    files = [path]
+    # A path without a pattern is kept even if it does not exist, so that its error is reported.
+    if glob.has_magic(path):
+        files = sorted(glob.glob(path))
     try:
         sizes = [os.stat(file).st_size for file in files]
     except OSError as error:
@@ -314,12 +321,13 @@ def judge(reports: Reports) -> Iterator[Finding]:
             yield from _rate(reports, option)
 
     needs = _checkpoint_bytes(reports)
-    if needs and any("checkpoint.folder" in facts["folders"] for facts in by_rank.values()):
-        yield from each(
-            reports, AREA, {"room for a checkpoint": functools.partial(_room, needs=needs)}
-        )
+    if needs and "checkpoint.folder" in _options(by_rank, "folders"):
+        room = functools.partial(_room, needs=needs)
+        yield from each(reports, AREA, {"room for a checkpoint": room})
     for option in _options(by_rank, "data"):
-        texts = {rank: str(facts["data"].get(option, "")) for rank, facts in by_rank.items()}
+        texts = {}
+        for rank, facts in by_rank.items():
+            texts[rank] = str(facts["data"].get(option, ""))
         yield _data(reports, option, texts)
 
 
@@ -370,6 +378,7 @@ def _written(option: str, facts: Facts) -> Judged | None:
 
 def _shared(reports: Reports, option: str) -> Iterator[Finding]:
     """Check that ranks see the files of each other in a folder, if the run requires it."""
+    # Skip ranks that could not write, or gave up before they looked. Their errors are separate findings.
     folders: dict[int, Facts] = {}
     unseen: dict[int, tuple[int, ...]] = {}
     for rank, facts in reports.of(AREA).items():
@@ -385,12 +394,13 @@ def _shared(reports: Reports, option: str) -> Iterator[Finding]:
         yield Finding(AREA, subject, "pass", "all ranks see the files of all ranks", expected)
         return
 
+    # Ranks of one folder miss the same files, so the ranks with another set of missing files are isolated.
     isolated = odd(unseen)
     text = "ranks see only their own files"
     if len(isolated) < len(folders):
         text = f"{reports.who(isolated)} does not see the files of other ranks"
-    must_share = any(folder["must_share"] for folder in folders.values())
-    if not must_share:
+    # Without shared storage, a folder per host is a supported setup.
+    if not any(folder["must_share"] for folder in folders.values()):
         yield Finding(AREA, subject, "pass", f"{text}: each host has its own folder", "either")
         return
     fix = 'mount one filesystem on all hosts, or set checkpoint.storage = "first_node"'
