@@ -35,12 +35,12 @@ def after_out_of_memory(
     # A failure here must not hide the error of the run.
     with contextlib.suppress(Exception):
         device = hardware.find("cpu" if is_cpu else "h100")
-        found = planning.lighter(config, world_size, device, memory_bytes)
-        if found:
-            return [
-                "each of these changes needs less memory (docs/plan.md):",
-                *(f"  {line}" for line in found),
-            ]
+        changes = planning.lighter(config, world_size, device, memory_bytes)
+        if changes:
+            lines = ["each of these changes needs less memory (docs/plan.md):"]
+            for change in changes:
+                lines.append(f"  {change}")
+            return lines
     return []
 
 

@@ -64,6 +64,7 @@ def learn(folder: Path, device: Device) -> Calibrated:
                 where="command line",
             )
         )
+    # The logs of a killed run may end within a step, so the series may have different lengths.
     metrics = {name: list(series.values) for name, series in record.metrics.items()}
     step_seconds = metrics.get("step_seconds", [])
     total_rates = metrics.get("tokens_per_second", [])
@@ -111,8 +112,13 @@ class Measured:
 
     def line(self, report: str) -> str:
         """Return a sentence about the calibration."""
-        parts = ", ".join(f"{1 / ratio:.0%} ({name})" for name, ratio in self.ratios.items())
-        return f"calibrated by {report}: these machines reach {parts} of the rates of {self.device.name}"
+        parts = []
+        for name, ratio in self.ratios.items():
+            parts.append(f"{1 / ratio:.0%} ({name})")
+        return (
+            f"calibrated by {report}: these machines reach {', '.join(parts)} "
+            f"of the rates of {self.device.name}"
+        )
 
 
 def learn_report(path: Path, device: Device) -> Measured:
@@ -135,7 +141,9 @@ def learn_report(path: Path, device: Device) -> Measured:
         report = checked_json.parse(bounded_reads.whole(path, _MOST_BYTES))
         rates = report["rates"]
         name = str(report["device"])
-        flops = {str(dtype): float(rate) for dtype, rate in rates["flops"].items()}
+        flops = {}
+        for dtype, rate in rates["flops"].items():
+            flops[str(dtype)] = float(rate)
         threads = int(rates["threads"])
         collectives = []
         for row in rates["collectives"]:
@@ -205,6 +213,8 @@ def _with_rates(
         if not 1 / _FARTHEST < ratio < _FARTHEST:
             rule = f"has {name} with {1 / ratio:.3g} times the speed of {device.name}"
             raise wrong(rule, "set --device to the device of the report")
+
+    # Only one dtype was compared. Assume that the other dtypes are slower by the same factor.
     changes["flops"] = {name: peak / slower for name, peak in device.flops.items()}
     return Measured(replace(device, **changes), ratios)
 

@@ -72,6 +72,8 @@ class GatheredBytes:
         self.end_of_forward = all_weights
         self.loss = all_weights
         self.backward_of_head = all_weights
+
+        # Backward frees the weights of each unit. The gradients of the unit before are still being reduced.
         gradients_of_head = unit.head_gradient * reduce
         self.backward_of_last = all_weights - unit.head * compute + gradients_of_head
         first_weights = (unit.embed + unit.first_layer) * compute
@@ -103,8 +105,11 @@ class GatheredBytes:
         next_unit = max(unit.head, next_layer)
         self.end_of_forward = (unit.last_layer + next_unit + root) * compute
         self.loss = root * compute
+        # By default, FSDP keeps the units that backward needs first.
         if job.reshard == "default":
             self.loss = (unit.last_layer + unit.head + root) * compute
+
+        # Backward has the unit in use and the prefetched unit, and reduces the gradients of the unit before.
         self.backward_of_head = (unit.head + pair + root) * compute
         reduced_head = _reduced(unit.head_gradient, ranks) * reduce
         self.backward_of_last = (pair + root) * compute + reduced_head
@@ -113,6 +118,8 @@ class GatheredBytes:
         self.backward_of_embed = _reduced(unit.embed_gradient, ranks) * reduce
         if job.tp > 1:
             self.backward_of_embed += unit.embed_gradient * compute
+
+        # The largest buffers: during the reduction of the head or of a layer, and at the ends of the model.
         ends = unit.embed + unit.largest
         if unit.is_tied:
             ends = unit.embed + unit.head + pair
@@ -180,7 +187,8 @@ class _Units:
 
 def _gradient_shards(parameters: Iterable[ParameterShape], job: PlannedJob) -> int:
     """Return the bytes of this rank's reduced gradients of some parameters."""
-    return sum(sharded(parameter, job) for parameter in parameters) * job.gradient_bytes
+    numel = sum(sharded(parameter, job) for parameter in parameters)
+    return numel * job.gradient_bytes
 
 
 def _reduced(gradient: int, ranks: int) -> int:

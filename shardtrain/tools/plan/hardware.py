@@ -126,9 +126,12 @@ class Device:
             latency = link.latency_seconds * times
             return replace(link, bytes_per_second=rate, latency_seconds=latency)
 
+        flops = {}
+        for dtype, rate in self.flops.items():
+            flops[dtype] = rate / times
         return replace(
             self,
-            flops={dtype: rate / times for dtype, rate in self.flops.items()},
+            flops=flops,
             memory_bytes_per_second=self.memory_bytes_per_second / times,
             launch_seconds=self.launch_seconds * times,
             link=of(self.link),
@@ -137,10 +140,10 @@ class Device:
 
     def with_nodes_of(self, per_node: int, link: str | None = None) -> Device:
         """Return the device in nodes of another size, optionally with another link from devices.toml."""
-        found = self.link
+        link_of_node = self.link
         if link is not None:
-            found = _link(link, devices.table()["links"], "link", "devices.toml")
-        return replace(self, devices_per_node=per_node, link=found)
+            link_of_node = _link(link, devices.table()["links"], "link", "devices.toml")
+        return replace(self, devices_per_node=per_node, link=link_of_node)
 
 
 def find(name: str, option: str = "--device") -> Device:
@@ -151,8 +154,8 @@ def find(name: str, option: str = "--device") -> Device:
     """
     links = devices.table()["links"]
     if name.endswith(".toml"):
-        own = _read(Path(name), option)
-        rows = _tables(own.get("devices", {}))
+        user_tables = _read(Path(name), option)
+        rows = _tables(user_tables.get("devices", {}))
         if len(rows) != 1:
             raise ConfigError(
                 Problem(
@@ -162,8 +165,10 @@ def find(name: str, option: str = "--device") -> Device:
                     fix="write exactly one table, as in docs/plan.md",
                 )
             )
-        ((own_name, row),) = rows.items()
-        return _device(own_name, row, {**links, **_tables(own.get("links", {}))}, name)
+        ((device_name, row),) = rows.items()
+        # A user's file may use the links of devices.toml, and replace or add links.
+        user_links = _tables(user_tables.get("links", {}))
+        return _device(device_name, row, {**links, **user_links}, name)
     known = devices.find(name)
     if known is None:
         near = difflib.get_close_matches(name.lower(), devices.names(), 1)
@@ -225,7 +230,8 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
     path = f"devices.{name}"
     required_keys = {field.name for field in fields(Device)} - {"name"}
     _check_keys(row, required_keys, path, where)
-    # Peaks in FLOP/s, by dtype.
+
+    # Peaks in FLOP/s, by dtype. A common mistake is to write TFLOP/s.
     flops = row["flops"]
     if not isinstance(flops, Mapping) or not flops:
         raise _wrong(
@@ -240,6 +246,7 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
         if value < 1e6:
             rule = "is less than any device has"
             raise _wrong(f"{path}.flops.{dtype}", value, rule, "write FLOPs, not TFLOPs", where)
+
     # Numbers, shares and counts.
     may_be_zero = ("power_watts", "launch_seconds", "devices_per_link")
     for key in ("memory_gib", "memory_bytes_per_second", "devices_per_node", *may_be_zero):
@@ -254,6 +261,8 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
     for key in ("devices_per_node", "devices_per_link"):
         if row[key] != int(row[key]):
             raise _wrong(f"{path}.{key}", row[key], "is not a whole number", "correct it", where)
+
+    # The row names its links, whose numbers are in other tables.
     link = _link(row["link"], links, f"{path}.link", where)
     network = _link(row["network"], links, f"{path}.network", where)
     return Device(**{**row, "name": name, "link": link, "network": network})
@@ -302,29 +311,23 @@ def _check_keys(row: Mapping[str, Any], wanted: set[str], path: str, where: str)
 
 
 def _check_number(path: str, value: Any, largest: float, where: str, zero: bool = False) -> None:
-    is_number = (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    )
-    if not is_number or value < 0 or (value == 0 and not zero) or value > largest:
-        raise _wrong(
-            path,
-            value,
-            f"is not between 0 and {largest:g}",
-            "write the number of a real device",
-            where,
-        )
+    is_plausible = _is_number(value) and math.isfinite(value) and 0 <= value <= largest
+    if not is_plausible or (value == 0 and not zero):
+        rule = f"is not between 0 and {largest:g}"
+        raise _wrong(path, value, rule, "write the number of a real device", where)
 
 
 def _check_shares(row: Mapping[str, Any], keys: tuple[str, ...], path: str, where: str) -> None:
     for key in keys:
-        if (
-            isinstance(row[key], bool)
-            or not isinstance(row[key], int | float)
-            or not 0 < row[key] <= 1
-        ):
-            raise _wrong(
-                f"{path}.{key}", row[key], "must be above 0 and at most 1", "correct it", where
-            )
+        share = row[key]
+        if not _is_number(share) or not 0 < share <= 1:
+            rule = "must be above 0 and at most 1"
+            raise _wrong(f"{path}.{key}", share, rule, "correct it", where)
+
+
+def _is_number(value: Any) -> bool:
+    # TOML's true and false are ints in Python.
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _wrong(path: str, value: Any, rule: str, fix: str, where: str) -> ConfigError:

@@ -124,7 +124,8 @@ class PlannedJob:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a step over all ranks."""
-        return self.seq_len * self.rows * self.num_microbatches * self.dp_replicate * self.dp_shard
+        tokens_per_data_rank = self.seq_len * self.rows * self.num_microbatches
+        return tokens_per_data_rank * self.dp_replicate * self.dp_shard
 
     @property
     def local_tokens(self) -> int:
@@ -174,9 +175,11 @@ def of_config(
         rows = parallelism.pipeline_parallel_microbatch_size
     compute = derived.compute_dtype(config)
     has_work_for_fsdp = world_size > 1 or compute != training.dtype or training.enable_cpu_offload
-    recompute_mode = {"selective": recompute.selective_ac_option, "full": "full"}.get(
-        recompute.mode, "none"
-    )
+    recompute_mode = "none"
+    if recompute.mode == "full":
+        recompute_mode = "full"
+    elif recompute.mode == "selective":
+        recompute_mode = recompute.selective_ac_option
     schedule, schedule_notes = _schedule(parallelism)
     precision = _LowPrecision.of_config(config)
 
@@ -198,7 +201,9 @@ def of_config(
         cp_method = "ulysses"
     elif parallelism.context_parallel_rotate_method == "allgather":
         cp_method = "allgather"
+    # An optimizer in a user's file counts as AdamW.
     optimizer = OPTIMIZERS.get(config.optimizer.name, OPTIMIZERS["AdamW"])
+    has_replicas = parallelism.data_parallel_replicate_degree > 1
     return PlannedJob(
         seq_len=training.seq_len,
         rows=rows * sequences_per_row,
@@ -215,8 +220,7 @@ def of_config(
         heads=1 + num_mtp_layers,
         recompute=recompute_mode,
         reshard=parallelism.fsdp_reshard_after_forward,
-        shard_states=parallelism.shard_optimizer_states
-        and parallelism.data_parallel_replicate_degree > 1,
+        shard_states=parallelism.shard_optimizer_states and has_replicas,
         loss_parallel=not parallelism.disable_loss_parallel,
         stored_width=ITEM_BYTES[training.dtype],
         compute_width=ITEM_BYTES[compute],
@@ -319,12 +323,14 @@ class _LowPrecision:
                 f"{name} is emulated, which is slower than the planned products in the compute type"
             )
 
+        # A converter converts all linears, including the head, except those of its filter.
         filters = linear.mx.filter_fqns if has_mx else linear.float8.filter_fqns
-        is_head_excluded = any(name in ("head", "output") for name in filters)
+        is_head_excluded = "head" in filters or "output" in filters
+        gathers_in_float8 = linear.float8.enable_fsdp_float8_all_gather
         return cls(
             has_float8_linears=runs_in_8_bits.get("linear", False),
             has_float8_experts=runs_in_8_bits.get("experts", False),
-            has_float8_gather=LINEAR in converters and linear.float8.enable_fsdp_float8_all_gather,
+            has_float8_gather=LINEAR in converters and gathers_in_float8,
             has_plain_head="linear" not in runs_in_8_bits or is_head_excluded,
             notes=tuple(notes),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -88,7 +87,9 @@ def layer_bytes(layer: Layer, job: PlannedJob, dim: int, mode: str, kernels: Ker
     elif mode == "core":
         kept = full - attention.score_matrices
     else:
-        kept = stream + attention.output + attention.log_sum_exp + _kept_products(layer, job, dim)
+        # Selective recomputation keeps the results of attention, which are expensive to compute again.
+        of_attention = attention.output + attention.log_sum_exp
+        kept = stream + of_attention + _kept_products(layer, job, dim)
 
     # Backward starts with the feed-forward: gradients of its products, of the stream, and of its
     # own weights.
@@ -148,12 +149,13 @@ def _attention_bytes(
         return _recurrence_bytes(layer, layer.recurrence, job, norm, gathered, kernels)
     # Without split projections, every tensor-parallel rank computes all heads. Its projections do not gather their
     # input, but it still needs the full sequence.
-    has_split_linears = _is_split(layer.inside("attn"))
+    styles = {linear.style for linear in layer.inside("attn")}
+    has_split_linears = bool(styles & {"colwise", "rowwise"})
     if not has_split_linears:
         job = replace(job, tp=1)
     width = job.compute_width
     tokens = job.local_tokens
-    heads = -(-layer.heads // job.tp)
+    heads = -(-layer.heads // job.tp)  # rounded up
     kv_heads = -(-layer.kv_heads // job.tp)
     q = tokens * heads * layer.qk_dim * width
     k = tokens * kv_heads * layer.qk_dim * width
@@ -239,14 +241,10 @@ def _latent_features(layer: Layer, dim: int, has_split_linears: bool) -> list[in
     return [linear.in_features for linear in linears if linear.in_features not in outer]
 
 
-def _is_split(linears: Iterable[Linear]) -> bool:
-    """True if tensor parallelism splits at least one of these linears."""
-    return any(linear.style in ("colwise", "rowwise") for linear in linears)
-
-
 def _has_trained_inputs(layer: Layer) -> bool:
     """True if a projection at the input of attention is trained, and therefore saves its input."""
-    return any(linear.trained for linear in layer.inside("attn") if linear.style != "rowwise")
+    inputs = [linear for linear in layer.inside("attn") if linear.style != "rowwise"]
+    return any(linear.trained for linear in inputs)
 
 
 def _recurrence_bytes(
@@ -264,6 +262,8 @@ def _recurrence_bytes(
     tokens = job.local_tokens
     key_heads = -(-shape.key_heads // job.tp)
     value_heads = -(-shape.value_heads // job.tp)
+    # Elements of tensors with a key, or a value, for each token. Keys are also repeated for all heads of
+    # values. A state exists for each block of tokens.
     keys = tokens * key_heads * shape.key_dim
     values = tokens * value_heads * shape.value_dim
     keys_of_values = tokens * value_heads * shape.key_dim
@@ -354,7 +354,9 @@ def _local_features(linear: Linear, job: PlannedJob) -> int:
 
 def _is_expert_mix(experts: ExpertShape, tokens: int, job: PlannedJob, kernels: Kernels) -> bool:
     """True if a CPU computes experts as one function: see ``expert_mix.takes``."""
-    if kernels == "cuda" or job.ep > 1 or experts.biased or experts.weighs_inputs or experts.listed:
+    if kernels == "cuda" or job.ep > 1:
+        return False
+    if experts.biased or experts.weighs_inputs or experts.listed:
         return False
     return expert_mix.has_many_rows(tokens * experts.top_k, experts.count)
 

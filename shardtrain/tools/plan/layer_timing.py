@@ -79,7 +79,9 @@ def layer_pass(layer: Layer, job: PlannedJob, device: Device, dim: int) -> Layer
         job = layer.tower.job(job)
         dim = layer.tower.dim
     tokens = job.local_tokens
-    stream_tokens = tokens // job.tp if job.split_sequence else tokens
+    stream_tokens = tokens
+    if job.split_sequence:
+        stream_tokens = tokens // job.tp
 
     # Count matrix products. Selective recomputation keeps the output of every second product, and a frozen
     # weight needs no product for its gradient.
@@ -98,18 +100,24 @@ def layer_pass(layer: Layer, job: PlannedJob, device: Device, dim: int) -> Layer
     cast_backward = 0.0
     if _is_float8(job, device):
         cast_forward, cast_backward = _cast_seconds(layer, job, device)
-    ffn_inputs = [linear for linear in layer.inside("ffn") if linear.style != "rowwise"]
-    hidden = sum(linear.out_features for linear in ffn_inputs) / job.tp * tokens
+    hidden_features = 0
+    for linear in layer.inside("ffn"):
+        if linear.style != "rowwise":
+            hidden_features += linear.out_features
+    hidden = hidden_features / job.tp * tokens
 
     # Experts: one product per expert on this rank, and an exchange of rows before and after.
     exchange = 0.0
     if layer.experts:
+        # All ranks wait for the rank whose experts have the most rows.
         load = LOAD if job.ep > 1 and not job.balanced else 1
         rows = int(stream_tokens * layer.experts.top_k * load)
         matmul += _expert_product_seconds(layer, layer.experts, rows, job, device, dim)
         num_hidden = 2 if layer.gated else 1
+        # ``hidden`` is multiplied by HIDDEN_PASSES below, so divide the passes of rows by it here.
         hidden += num_hidden * rows * layer.experts.ffn + ROW_PASSES * rows * dim / HIDDEN_PASSES
         if job.ep > 1:
+            # A rank keeps the rows of its own experts.
             size = rows * dim * job.compute_width * (job.ep - 1) / job.ep
             latency = tree_seconds(device, job.ep, job)
             exchange = 2 * (exchange_seconds(size, job, device) + latency)
@@ -117,7 +125,8 @@ def layer_pass(layer: Layer, job: PlannedJob, device: Device, dim: int) -> Layer
     # Attention, and all operations that are bound by memory bandwidth.
     attention = _attention_seconds(layer, job, device)
     heads = tokens * (layer.heads + layer.kv_heads) * layer.qk_dim / job.tp
-    moved_numel = STREAM_PASSES * stream_tokens * dim + HIDDEN_PASSES * hidden + 6 * heads
+    stream = stream_tokens * dim
+    moved_numel = STREAM_PASSES * stream + HIDDEN_PASSES * hidden + 6 * heads
     elementwise = moved_numel * job.compute_width / memory_rate(device)
     if job.fused:
         elementwise *= FUSED
@@ -213,9 +222,10 @@ def product_seconds(linear: Linear, job: PlannedJob, device: Device, tokens: int
     elif job.tp > 1 and job.compute_dtype == "float32":
         efficiency = DTENSOR_PRODUCTS
     # Bound by FLOPs, or by reading two matrices and writing one.
-    moved_bytes = (tokens * (rows + columns) + rows * columns) * job.compute_width
-    compute_seconds = 2 * tokens * rows * columns / (peak * efficiency)
-    return max(compute_seconds, moved_bytes / memory_rate(device))
+    flops = 2 * tokens * rows * columns
+    moved_numel = tokens * (rows + columns) + rows * columns
+    moved_bytes = moved_numel * job.compute_width
+    return max(flops / (peak * efficiency), moved_bytes / memory_rate(device))
 
 
 def _is_float8(job: PlannedJob, device: Device) -> bool:
@@ -239,6 +249,7 @@ def _cast_seconds(layer: Layer, job: PlannedJob, device: Device) -> tuple[float,
         ranks = job.tp if linear.style in ("colwise", "rowwise") else 1
         weights += linear.in_features * linear.out_features / ranks
         outputs += tokens * linear.out_features / ranks
+        # Linears of one block with the same input features have the same input, such as wq, wk and wv.
         is_rowwise = linear.style == "rowwise"
         block = linear.path.rpartition(".")[0]
         shared_input = (block, linear.in_features, is_rowwise)
@@ -263,10 +274,11 @@ def _attention_seconds(layer: Layer, job: PlannedJob, device: Device) -> float:
     if layer.limit:
         span = min(span, layer.limit)
     rate = memory_rate(device)
-    flops = 2 * tokens * span * layer.heads / job.tp * (layer.qk_dim + layer.v_dim)
+    # One product of queries and keys, and one of scores and values.
+    scores = tokens * span * layer.heads / job.tp
+    flops = 2 * scores * (layer.qk_dim + layer.v_dim)
     if not job.flash:
         # Without a fused kernel, all scores are computed, and pass through memory several times.
-        scores = tokens * span * layer.heads / job.tp
         peak = device.peak(job.compute_dtype) * device.matmul_efficiency * UNFUSED_MATMUL_SHARE
         return flops / peak + SCORE_PASSES * scores * job.compute_width / rate
 
@@ -323,7 +335,9 @@ def _tensor_parallel_seconds(job: PlannedJob, device: Device, dim: int) -> float
         return 0.0
     stream = job.local_tokens * dim * job.compute_width
     rate = bandwidth(device, job.tp, 1)
-    transfer = stream * (job.tp - 1) / job.tp / rate + tree_seconds(device, job.tp, job)
+    # Each rank receives the parts of the others.
+    received = stream * (job.tp - 1) / job.tp
+    transfer = received / rate + tree_seconds(device, job.tp, job)
     host = host_seconds(device, DTENSOR_LAUNCHES)
     seconds = 4 * (transfer + host + copy_seconds(device, stream))
     if job.gathers_float8 and _is_float8(job, device):

@@ -15,8 +15,14 @@ def stride(job: PlannedJob, axis: str) -> int:
     """Return the difference between the ranks of two neighbors on a mesh axis (distributed/mesh.py: tp is
     innermost, pp outermost).
     """
-    inner = {"tp": 1, "cp": job.tp, "dp_replicate": job.tp * job.cp * job.dp_shard}
-    return inner.get(axis, job.tp * job.cp * job.dp_shard * job.dp_replicate)
+    if axis == "tp":
+        return 1
+    if axis == "cp":
+        return job.tp
+    ranks_per_replica = job.tp * job.cp * job.dp_shard
+    if axis == "dp_replicate":
+        return ranks_per_replica
+    return ranks_per_replica * job.dp_replicate
 
 
 def memory_rate(device: Device) -> float:
@@ -51,7 +57,9 @@ def node_rate(device: Device, ranks: int) -> float:
     rate = device.link.bytes_per_second * device.link.efficiency
     if not device.link.peers:
         return rate
-    return rate * min(1.0, max(1, ranks - 1) / device.link.peers)
+    # The bandwidth of a device is divided between its links to the other devices of the node.
+    used_links = max(1, ranks - 1)
+    return rate * min(1.0, used_links / device.link.peers)
 
 
 def shared_memory_rate(device: Device, ranks: int, rate: float) -> float:
@@ -70,9 +78,13 @@ def exchange_seconds(size: float, job: PlannedJob, device: Device) -> float:
     To other nodes, each rank only uses its own network port.
     """
     near_ranks = min(job.ep, device.linked)
+    # All other ranks receive the same number of bytes.
     far_share = (job.ep - near_ranks) / max(1, job.ep - 1)
-    near_seconds = size * (1 - far_share) / node_rate(device, near_ranks)
-    far_seconds = size * far_share / network_rate(device)
+    near_size = size * (1 - far_share)
+    far_size = size * far_share
+    # The links of a node and the network transfer simultaneously.
+    near_seconds = near_size / node_rate(device, near_ranks)
+    far_seconds = far_size / network_rate(device)
     return max(near_seconds, far_seconds)
 
 

@@ -43,7 +43,10 @@ def of(model: Any, layout: Layout, tensor_ranks: int, expert_ranks: int) -> Layo
     # On one tensor-parallel rank, a plan only states the role of each module
     head = model.hf.get_output_embeddings()
     for path, module in model.named_modules():
-        if _is_norm_of_block(model, path, module):
+        # A norm of the residual stream is a child of a block that only has vectors.
+        parent = path.rpartition(".")[0]
+        dims = {parameter.ndim for parameter in module.parameters()}
+        if parent in model.blocks and dims == {1}:
             tensor[f"{layout.layers}.{path}"] = "sequence"
         if not isinstance(module, nn.Linear | nn.Embedding):
             continue
@@ -57,13 +60,6 @@ def of(model: Any, layout: Layout, tensor_ranks: int, expert_ranks: int) -> Layo
     if owners:
         expert = f"{layout.layers}.{min(owners)}"
     return replace(layout, tensor=tensor, expert=expert)
-
-
-def _is_norm_of_block(model: Any, path: str, module: nn.Module) -> bool:
-    """True if a module is a norm of the residual stream: a child of a block that only has vectors."""
-    parameters = list(module.parameters())
-    has_only_vectors = all(parameter.ndim == 1 for parameter in parameters)
-    return path.rpartition(".")[0] in model.blocks and bool(parameters) and has_only_vectors
 
 
 def _planned_style(path: str, plan: Mapping[str, str]) -> str:

@@ -35,7 +35,7 @@ def lines(
         columns: Width of the terminal. Longer sentences are wrapped.
     """
     width = min(WIDTH, max(_LEAST_WIDTH, columns or WIDTH))
-    found = [
+    text = [
         *_head(plan),
         "",
         *_memory(plan, width),
@@ -45,11 +45,11 @@ def lines(
         *_verdict(plan),
     ]
     if columns is None:
-        return found
+        return text
 
     # Tables are narrow enough, so this only wraps sentences.
     wrapped: list[str] = []
-    for line in found:
+    for line in text:
         if len(line) <= max(columns, width):
             wrapped.append(line)
         else:
@@ -157,6 +157,7 @@ def _time(plan: Plan, width: int) -> Iterator[str]:
     )
     for name, seconds in plan.time.largest(len(plan.time.costs)):
         share = seconds / plan.time.seconds
+        # Smaller costs would have no bar, and are not worth a change.
         if share >= 0.005:
             bar = "#" * round((width - 50) * share)
             yield f"  {name:<28}{format_seconds(seconds):>10}{share:>7.1%} {bar}"
@@ -173,33 +174,40 @@ def _budget(
     save_seconds: float,
     width: int,
 ) -> Iterator[str]:
+    """Yield the lines of a number of training tokens: days, energy and cost, without and with failures."""
     if tokens is None:
         return
+
+    def cost_of(device_hours: float) -> str:
+        if not dollars_per_hour:
+            return ""
+        return f", ${device_hours * dollars_per_hour:,.0f}"
+
     days = plan.days(tokens)
     hours = days * 24 * plan.world_size
-    energy = hours * plan.device.power_watts / 1000
-    cost = f", ${hours * dollars_per_hour:,.0f}" if dollars_per_hour else ""
+    cost = cost_of(hours)
+    megawatt_hours = hours * plan.device.power_watts / 1000 / 1000
     yield ""
     yield f"{format_count(tokens)} tokens without failures: {days:,.1f} days, {hours:,.0f} device hours{cost}"
-    yield f"  at most {energy / 1000:,.1f} MWh (devices at {plan.device.power_watts:g} W each)"
-    if save_seconds:
-        count, longer = plan.failures(tokens, save_seconds)
-        took = "training never ends with failures: save more often"
-        if longer < math.inf:
-            cost = ""
-            if dollars_per_hour:
-                cost = f", ${longer * 24 * plan.world_size * dollars_per_hour:,.0f}"
-            took = (
-                f"{longer:,.1f} days with {count:,.0f} failures, goodput {days / longer:.1%}{cost}"
-            )
-        text = (
-            f"{took} (one failure in {SECONDS_PER_FAILURE / 3600:,.0f} device hours, "
-            f"as in the run of Llama 3 405B; saved every {format_seconds(save_seconds)}, "
-            f"restarts take {format_seconds(RESTART_SECONDS)})"
-        )
-        yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
-    else:
+    yield f"  at most {megawatt_hours:,.1f} MWh (devices at {plan.device.power_watts:g} W each)"
+    if not save_seconds:
         yield "  no checkpoint is saved (checkpoint.enable): a failure would lose the entire run"
+        return
+
+    # Failures also cost the work since the last checkpoint. With too many, a run makes no progress.
+    count, longer = plan.failures(tokens, save_seconds)
+    outcome = "training never ends with failures: save more often"
+    if longer < math.inf:
+        cost = cost_of(longer * 24 * plan.world_size)
+        outcome = (
+            f"{longer:,.1f} days with {count:,.0f} failures, goodput {days / longer:.1%}{cost}"
+        )
+    text = (
+        f"{outcome} (one failure in {SECONDS_PER_FAILURE / 3600:,.0f} device hours, "
+        f"as in the run of Llama 3 405B; saved every {format_seconds(save_seconds)}, "
+        f"restarts take {format_seconds(RESTART_SECONDS)})"
+    )
+    yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
 
 
 def _verdict(plan: Plan) -> Iterator[str]:

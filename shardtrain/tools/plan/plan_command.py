@@ -141,7 +141,8 @@ class PlanOptions:
             if "--search" in given and option in given:
                 rule = "is for one configuration, but --search plans many"
                 raise wrong(option, rule, "use it in a second command with the best configuration")
-        return cls(**{name[2:]: value for name, value in given.items()})
+        fields = {name.removeprefix("--"): value for name, value in given.items()}
+        return cls(**fields)
 
 
 def main(words: Sequence[str]) -> int:
@@ -156,13 +157,9 @@ def main(words: Sequence[str]) -> int:
     taken = command_line.take(words, OPTIONS, FLAGS)
     if taken.help:
         margin = " " * 22
-        names = textwrap.fill(
-            ", ".join(devices.names()),
-            100,
-            initial_indent=margin,
-            subsequent_indent=margin,
-        )
-        print(HELP.format(devices=names), end="")
+        names = ", ".join(devices.names())
+        wrapped = textwrap.fill(names, 100, initial_indent=margin, subsequent_indent=margin)
+        print(HELP.format(devices=wrapped), end="")
         return 0
 
     # Check all arguments before torch is imported.
@@ -225,8 +222,12 @@ def _search(
     if not result.ranked:
         return DOES_NOT_FIT
     if options.output:
-        best = result.ranked[0]
-        _write(Path(options.output), search.as_toml(loaded, best))
+        text = search.as_toml(loaded, result.ranked[0])
+        path = Path(options.output)
+        with storage_errors.writing(path, "name another file with -o"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_io.write(path, text)
+        # JSON must be the only output.
         if not options.json:
             print(f"wrote {options.output}: shardtrain train {shlex.quote(options.output)}")
     return 0
@@ -307,9 +308,3 @@ def _require_writable(path: Path, configuration: Path | None) -> None:
                 where="command line",
             )
         )
-
-
-def _write(path: Path, text: str) -> None:
-    with storage_errors.writing(path, "name another file with -o"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_io.write(path, text)

@@ -87,10 +87,10 @@ class Plan:
     fixes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        mesh = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+        axes = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1]
         where = f"{self.world_size} x {self.device.name}"
-        if mesh:
-            where += f", {mesh}"
+        if axes:
+            where += f", {' '.join(axes)}"
         memory = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.device.memory_bytes)}"
         speed = f"{format_count(self.tokens_per_second)} tokens/s, MFU {100 * self.mfu:.1f}%"
         return f"Plan({self.model} on {where}: {memory}, {speed})"
@@ -128,7 +128,8 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Model FLOPs relative to the dense peak of the compute dtype, 0..1, without recomputed FLOPs."""
-        return self.flops_per_token * self.tps / self.device.peak(self.job.compute_dtype)
+        flops_per_second = self.flops_per_token * self.tps
+        return flops_per_second / self.device.peak(self.job.compute_dtype)
 
     def days(self, tokens: float) -> float:
         """Return the days for a number of tokens, without failures."""
@@ -148,6 +149,7 @@ class Plan:
         days = math.inf
         if useful_share > 0:
             days = self.days(tokens) / useful_share
+        # Failures of an endless run are counted for a finite number of days.
         counted_days = min(days, 1e6)
         num_failures = failures_per_second * counted_days * 86400
         return num_failures, days
@@ -261,7 +263,8 @@ def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
     def fits_layers(count: int) -> bool:
         added_layers = model.layers[-1:] * count
         layers = (*model.layers, *added_layers)[:count]
-        return fits(replace(job, stages=(range(count),)), replace(model, layers=layers))
+        changed_model = replace(model, layers=layers)
+        return fits(replace(job, stages=(range(count),)), changed_model)
 
     largest_values = {
         "training.seq_len": unit * _largest_number(fits_length),
@@ -278,6 +281,7 @@ def _largest_number(holds: Callable[[int], bool]) -> int:
     """
     if not holds(1):
         return 0
+    # Find the power of two below the limit, then halve the interval up to the next power.
     low = 1
     while low < 2**30 and holds(2 * low):
         low *= 2
@@ -300,6 +304,7 @@ def kernels_of(device: Device, config: Config, world_size: int) -> rank_memory.K
         return "cuda"
     if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
         return "cpu"
+    # The measurements of this machine depend on the number of threads per rank.
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     threads = max(1, environment.usable_cores() // world_size)
     if variables.is_thread_counts(chosen):
@@ -348,9 +353,10 @@ def lighter(config: Config, world_size: int, device: Device, memory_bytes: int =
     if now.peak_bytes < _FILLS * memory_bytes:
         return []
     limit = min(0.9 * now.peak_bytes, memory_bytes or math.inf)
-    changes = [
-        change for change in _changes(model, job, device, config) if change.plan.peak_bytes < limit
-    ]
+    changes = []
+    for change in _changes(model, job, device, config):
+        if change.plan.peak_bytes < limit:
+            changes.append(change)
     changes.sort(key=_fewest_devices_then_fastest)
     current = format_bytes(now.peak_bytes)
     texts = []

@@ -70,7 +70,8 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Sum of the maxima on the device. It is an upper bound, which the dry run also computes."""
-        return self.states - self.on_host + self.activations + self.gathered
+        states_on_device = self.states - self.on_host
+        return states_on_device + self.activations + self.gathered
 
     @property
     def reserved(self) -> int:
@@ -84,13 +85,18 @@ class RankMemory:
     def peak(self) -> int:
         """Maximum on the device at any moment."""
         gradients, activations, gathered = self.at_peak
-        return self.parameters + self.optimizer + gradients - self.on_host + activations + gathered
+        states_on_device = self.parameters + self.optimizer + gradients - self.on_host
+        return states_on_device + activations + gathered
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields and sums as plain values for JSON."""
+        values = asdict(self)
         names = ("gradients", "activations", "gathered")
-        sums = {"total": self.total, "reserved": self.reserved, "peak": self.peak}
-        return {**asdict(self), "at_peak": dict(zip(names, self.at_peak, strict=True)), **sums}
+        values["at_peak"] = dict(zip(names, self.at_peak, strict=True))
+        values["total"] = self.total
+        values["reserved"] = self.reserved
+        values["peak"] = self.peak
+        return values
 
 
 def of_ranks(
@@ -117,9 +123,9 @@ def of_rank(
     stages = job.stages_of_rank(rank) if job.pp > 1 else [0]
     parameters_by_stage = [parameters_of_stage(model, job, index) for index in stages]
     if model.tied and job.pp == 1:
-        # The rank has both ends of the model, which are one tensor.
-        all_parameters = parameters_by_stage[0]
-        parameters_by_stage = [[one for one in all_parameters if one.style != "head"]]
+        # The rank has both ends of the model, which are one tensor. Count it once.
+        without_head = [one for one in parameters_by_stage[0] if one.style != "head"]
+        parameters_by_stage = [without_head]
 
     # Add up parameters, with the low-bit copies of frozen parameters, then optimizer states and gradients.
     parameters = 0
@@ -131,7 +137,8 @@ def of_rank(
     num_layers = 0
     for index in stages:
         num_layers += len(job.stages[index])
-        parameters += sum(model.layers[number].low_bits_bytes for number in job.stages[index])
+        for number in job.stages[index]:
+            parameters += model.layers[number].low_bits_bytes
     optimizer = _optimizer_bytes(trained_parameters, job)
     gradients, accumulated = _gradient_bytes(
         model, job, stages, parameters_by_stage, trained_parameters
@@ -318,8 +325,10 @@ def _state_bytes(parameter: ParameterShape, numel: int, job: PlannedJob) -> floa
     # Small parameters have float32 states.
     if len(parameter.shape) < 2 or parameter.numel < SMALLEST_8BIT_NUMEL:
         return numel * job.states * 4
+    # Each row is divided into blocks, and each block has a float32 scale.
     columns = parameter.shape[-1]
-    num_blocks = numel / columns * -(-columns // STATE_BLOCK)
+    blocks_per_row = -(-columns // STATE_BLOCK)  # rounded up
+    num_blocks = numel / columns * blocks_per_row
     return job.states * (numel + 4 * num_blocks)
 
 
@@ -331,10 +340,11 @@ def _gradients_before_early_step(model: ModelShape, job: PlannedJob, stages: Seq
     """
     units = [model.first, model.last]
     for index in stages:
-        units += [model.layers[number].parameters for number in job.stages[index]]
-    largest = 0
+        for number in job.stages[index]:
+            units.append(model.layers[number].parameters)
+    most = 0
     for unit in units:
         sizes = [sharded(parameter, job) for parameter in trained(unit)]
-        size_at_once = sum(sizes) if job.fsdp else max(sizes, default=0)
-        largest = max(largest, size_at_once)
-    return largest
+        simultaneous = sum(sizes) if job.fsdp else max(sizes, default=0)
+        most = max(most, simultaneous)
+    return most

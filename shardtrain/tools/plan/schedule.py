@@ -34,7 +34,8 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Mean share of the time that a rank waits, 0..1."""
-        return 1 - sum(self.busy_seconds) / max(len(self.busy_seconds) * self.seconds, 1e-30)
+        seconds_of_ranks = len(self.busy_seconds) * self.seconds
+        return 1 - sum(self.busy_seconds) / max(seconds_of_ranks, 1e-30)
 
 
 @lru_cache(maxsize=256)
@@ -50,19 +51,16 @@ def orders(
     if degree == 1:
         return ()
     # Schedules with one stage per rank follow a simple rule.
-    if schedule == "GPipe":
-        order = []
+    if schedule in ("GPipe", "1F1B"):
+        simple_orders = []
         for rank in range(degree):
-            forwards = [Action("F", rank, number) for number in range(num_microbatches)]
-            backwards = [Action("B", rank, number) for number in range(num_microbatches)]
-            order.append((*forwards, *backwards))
-        return tuple(order)
-    if schedule == "1F1B":
-        return tuple(_one_f_one_b(rank, degree, num_microbatches) for rank in range(degree))
-    # takes a second to import
-    from torch.distributed.pipelining.schedules import (
-        get_schedule_class,
-    )
+            num_warmup = num_microbatches
+            if schedule == "1F1B":
+                num_warmup = min(degree - rank, num_microbatches)
+            simple_orders.append(_of_single_stage(rank, num_warmup, num_microbatches))
+        return tuple(simple_orders)
+    # Takes a second to import.
+    from torch.distributed.pipelining.schedules import get_schedule_class
 
     def stage(index: int) -> Any:
         return SimpleNamespace(
@@ -74,13 +72,11 @@ def orders(
     # A schedule of PyTorch lists the actions of all ranks when it is created. It needs only these
     # attributes of a stage.
     schedule_class: Any = get_schedule_class(schedule)
-    stages_of_first_rank = [
-        stage(index) for index in stages.stages_of_rank(schedule, 0, degree, num_stages)
-    ]
+    indices = stages.stages_of_rank(schedule, 0, degree, num_stages)
+    stages_of_first_rank = [stage(index) for index in indices]
     created = schedule_class(
         stages_of_first_rank, n_microbatches=num_microbatches, loss_fn=lambda *_: 0
     )
-    order = []
     order = []
     for rank in range(degree):
         # An entry is None while the rank waits, and may combine several actions.
@@ -105,9 +101,8 @@ def _plain_actions(parts: Sequence[Any], recomputes: bool) -> list[Action]:
     return actions
 
 
-def _one_f_one_b(rank: int, degree: int, count: int) -> tuple[Action, ...]:
+def _of_single_stage(rank: int, num_warmup: int, count: int) -> tuple[Action, ...]:
     """Return the actions of a rank: forwards to fill the pipeline, then backward and forward in turns."""
-    num_warmup = min(degree - rank, count)
     actions = [Action("F", rank, number) for number in range(num_warmup)]
     for number in range(count):
         actions.append(Action("B", rank, number))
@@ -222,6 +217,7 @@ def simulate(
         rank = ready.pop()
         while position[rank] < len(order[rank]):
             action = order[rank][position[rank]]
+            # An action starts when its rank is free and its input has arrived.
             start = clock[rank]
             need = _input_of(action, last)
             if need is not None:

@@ -122,11 +122,11 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
     least: _Estimate | None = None
     counted = 0
     global_batch = _global_batch(config, world_size)
-    meshes = _candidates(config, model, world_size, device, global_batch)
-    for of_mesh, names in itertools.product(meshes, converters):
-        options = of_mesh
+    candidates = _candidates(config, model, world_size, device, global_batch)
+    for mesh_options, names in itertools.product(candidates, converters):
+        options = mesh_options
         if names != config.model.converters:
-            options = {**of_mesh, "model.converters": names}
+            options = {**mesh_options, "model.converters": names}
         changed = with_options(config, options)
         job = job_sizes.of_config(
             changed, world_size, len(model.layers), sequences, model.has_experts
@@ -215,7 +215,11 @@ def _candidates(
         rows = global_batch // ranks
         for replicas in _replicas(ranks, tp * cp, device):
             shards = ranks // replicas
-            for ep in _expert_degrees(experts, shards * cp * tp):
+            # Stacked experts can be divided over the ranks that share them. A list of experts cannot.
+            eps = [1]
+            if experts and not experts.listed:
+                eps = [n for n in _divisors(experts.count) if shards * cp * tp % n == 0]
+            for ep in eps:
                 mesh = {
                     "parallelism.tensor_parallel_degree": tp,
                     "parallelism.pipeline_parallel_degree": pp,
@@ -243,9 +247,9 @@ def _splits(
         if all(size % degree == 0 for size in sizes):
             tps.append(degree)
     # Context parallelism needs causal attention without a window, and only pays off for long sequences.
-    can_split = not any(one.limit for one in model.layers) and layer.causal
+    has_windows = any(one.limit for one in model.layers)
     cps = [1]
-    if can_split:
+    if layer.causal and not has_windows:
         cps += [degree for degree in (2, 4, 8) if seq_len // degree >= 2048]
     # With context parallelism, each rank has two chunks of a sequence, which tensor parallelism splits.
     for tp in tps:
@@ -295,19 +299,23 @@ def _batches(
 
 def _replicas(ranks: int, inner: int, device: Device) -> list[int]:
     """Return numbers of replicas: shards over all ranks, over a node, over a few nodes, and no shards."""
-    shards = {ranks, 1, max(1, device.devices_per_node // inner)}
-    shards |= {ranks // n for n in (2, 4, 8, 16) if ranks % n == 0}
-    return sorted({ranks // n for n in shards if ranks % n == 0})
+    ranks_of_node = max(1, device.devices_per_node // inner)
+    shard_degrees = {ranks, ranks_of_node, 1}
+    for groups in (2, 4, 8, 16):
+        if ranks % groups == 0:
+            shard_degrees.add(ranks // groups)
 
-
-def _expert_degrees(experts: shapes.ExpertShape | None, ranks: int) -> list[int]:
-    if experts is None or experts.listed:
-        return [1]
-    return [n for n in _divisors(experts.count) if ranks % n == 0]
+    replicas = set()
+    for shards in shard_degrees:
+        if ranks % shards == 0:
+            replicas.add(ranks // shards)
+    return sorted(replicas)
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, min(number, 4096) + 1) if number % n == 0]
+    """Return the divisors up to 4096, which no useful degree exceeds."""
+    largest = min(number, 4096)
+    return [n for n in range(1, largest + 1) if number % n == 0]
 
 
 def with_options(config: Config, options: dict[str, Any]) -> Config:
@@ -335,24 +343,26 @@ def _is_legal(loaded: Loaded, options: dict[str, Any], world_size: int) -> bool:
 def as_toml(loaded: Loaded, best: Ranked) -> str:
     """Return the configuration with the options of a candidate, as TOML for ``train``."""
     chosen = with_options(loaded.config, best.options)
+    # Only options with an origin are written. The others have their defaults.
     origins = dict(loaded.origins)
-    origins.update(dict.fromkeys(best.options, "plan --search"))
+    for option in best.options:
+        origins[option] = "plan --search"
     text = set_toml(replace(loaded, config=chosen, origins=origins))
     device = best.plan.device.name
     header = f"# {best.name()} on {best.plan.world_size} x {device}, by shardtrain plan --search"
     return f"{header}\n\n{text}"
 
 
-def lines(found: SearchResult, top: int, columns: int | None = None) -> list[str]:
+def lines(result: SearchResult, top: int, columns: int | None = None) -> list[str]:
     """Return the lines of the ranking, for a terminal with ``columns``. They have 60 to 80 columns."""
     width = min(80, max(60, columns or 80))
-    summary = f"{found.counted} candidates, {found.fitting} fit"
-    if not found.ranked:
-        return [summary, *_lines_of_none(found.closest)]
+    summary = f"{result.counted} candidates, {result.fitting} fit"
+    if not result.ranked:
+        return [summary, *_lines_of_none(result.closest)]
 
     text = [summary, f"{'':4}{'tokens/s/device':>15}{'MFU':>7}{'step':>9}{'memory':>11}"]
     indent = " " * 6
-    for place, candidate in enumerate(found.ranked[:top], 1):
+    for place, candidate in enumerate(result.ranked[:top], 1):
         plan = candidate.plan
         step = format_seconds(plan.time.seconds)
         memory = format_bytes(plan.peak_bytes)
@@ -361,12 +371,12 @@ def lines(found: SearchResult, top: int, columns: int | None = None) -> list[str
             candidate.name(), width, initial_indent=indent, subsequent_indent=indent
         )
     # The cost that sets the first two apart.
-    if len(found.ranked) > 1:
-        first, second = found.ranked[:2]
+    if len(result.ranked) > 1:
+        first, second = result.ranked[:2]
         text += textwrap.wrap(why(first.plan, second.plan), width)
 
     # The fastest for each amount of memory, as bars.
-    front = pareto(found.ranked)
+    front = pareto(result.ranked)
     if len(front) > 1:
         text.append("fastest candidates by memory:")
         highest_tps = max(candidate.plan.tps for candidate in front)
@@ -396,14 +406,15 @@ def why(best: Plan, other: Plan) -> str:
     """Explain why the second candidate is worse: the cost that differs most, or the memory if both
     are equally fast.
     """
+    # A cost that only one of the two has counts as 0 for the other.
     extra_seconds = {}
     for name in {*best.time.costs, *other.time.costs}:
         best_seconds = best.time.costs.get(name, 0.0)
         extra_seconds[name] = other.time.costs.get(name, 0.0) - best_seconds
-    name, grew = max(extra_seconds.items(), key=lambda item: item[1])
+    name, growth = max(extra_seconds.items(), key=lambda item: item[1])
     slower = other.time.seconds / best.time.seconds - 1
-    if slower >= EQUAL and grew > 0:
-        return f"the runner-up is {slower:.1%} slower: {name} takes {format_seconds(grew)} more"
+    if slower >= EQUAL and growth > 0:
+        return f"the runner-up is {slower:.1%} slower: {name} takes {format_seconds(growth)} more"
     extra_bytes = other.peak_bytes - best.peak_bytes
     memory = "needs as much"
     if extra_bytes > 0:
@@ -416,10 +427,11 @@ def why(best: Plan, other: Plan) -> str:
 def pareto(ranked: list[Ranked]) -> list[Ranked]:
     """Return the candidates that no other beats in both speed and memory, in the order of memory."""
     front: list[Ranked] = []
-    by_memory = sorted(
-        ranked, key=lambda candidate: (candidate.plan.peak_bytes, -candidate.plan.tps)
-    )
-    for candidate in by_memory:
+
+    def memory_then_speed(candidate: Ranked) -> tuple[int, float]:
+        return candidate.plan.peak_bytes, -candidate.plan.tps
+
+    for candidate in sorted(ranked, key=memory_then_speed):
         is_faster = not front or candidate.plan.tps > front[-1].plan.tps
         if is_faster:
             front.append(candidate)

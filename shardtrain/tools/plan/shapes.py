@@ -47,7 +47,11 @@ class ParameterShape:
         """Return the shape on the first tensor-parallel rank, which has the largest chunk of
         ``torch.chunk``.
         """
-        if tp == 1 or not self.shape or self._is_replicated_adapter():
+        if tp == 1 or not self.shape:
+            return self.shape
+        # All ranks have one matrix of a LoRA adapter in full: A of colwise linears, B of rowwise.
+        matrix = self.name.rpartition(".")[2]
+        if (matrix, self.style) in (("lora_a", "colwise"), ("lora_b", "rowwise")):
             return self.shape
         rows = self.shape[0]
         if self.style in SPLIT_ON_DIM_0 and rows >= tp:
@@ -57,13 +61,6 @@ class ParameterShape:
             columns_per_rank = -(-self.shape[1] // tp)
             return (rows, columns_per_rank)
         return self.shape
-
-    def _is_replicated_adapter(self) -> bool:
-        """True for the matrix of a LoRA adapter that all ranks have in full: A of colwise linears,
-        B of rowwise.
-        """
-        replicated_style = {"lora_a": "colwise", "lora_b": "rowwise"}
-        return replicated_style.get(self.name.rpartition(".")[2]) == self.style
 
 
 @dataclass(frozen=True)
@@ -185,15 +182,16 @@ class Layer:
 
     def inside(self, part: str) -> tuple[Linear, ...]:
         """Return the linears of attention or recurrence ("attn") or of the feed-forward ("ffn"), without the router."""
-        is_attention = part == "attn"
         block = self.recurrence.block if self.recurrence else "attn"
-        chosen = []
+        mixer = []
+        feed_forward = []
         for linear in self.linears:
-            if (block in linear.path.split(".")[0]) == is_attention and (
-                is_attention or linear.style != "router"
-            ):
-                chosen.append(linear)
-        return tuple(chosen)
+            first_module = linear.path.split(".")[0]
+            if block in first_module:
+                mixer.append(linear)
+            elif linear.style != "router":
+                feed_forward.append(linear)
+        return tuple(mixer if part == "attn" else feed_forward)
 
 
 @dataclass(frozen=True)
@@ -229,7 +227,10 @@ class ModelShape:
     @property
     def head_counts(self) -> set[int]:
         """Numbers of heads of all layers, which tensor parallelism must divide."""
-        return {count for layer in self.layers for count in (layer.heads, layer.kv_heads)}
+        counts = set()
+        for layer in self.layers:
+            counts |= {layer.heads, layer.kv_heads}
+        return counts
 
 
 def read(config: Config) -> ModelShape:
@@ -275,13 +276,15 @@ def read(config: Config) -> ModelShape:
                 attention = network_layout.attention_function(model)
                 layer_shape = replace(layer_shape, attention=attention)
             if base_dtype != "training":
-                numels = [
-                    linear.in_features * linear.out_features for linear in quantize.held(layer)
-                ]
+                # Frozen weights are restored to the compute dtype one at a time.
+                largest_numel = 0
+                for linear in quantize.held(layer):
+                    numel = linear.in_features * linear.out_features
+                    largest_numel = max(largest_numel, numel)
                 layer_shape = replace(
                     layer_shape,
                     low_bits_bytes=quantize.count(layer, config),
-                    restored_numel=max(numels, default=0),
+                    restored_numel=largest_numel,
                 )
             if is_of_images:
                 assert isinstance(task, ImageText)
@@ -297,14 +300,16 @@ def read(config: Config) -> ModelShape:
                 fix="a plan needs at least one layer",
             )
         )
+
+    # The modules before and after the layers. Their embedding and head may be one tensor.
     if is_network:
         first, last = network_layout.outside_blocks(model)
     else:
         first, last = layout.first, layout.last
-    last_modules = set(last)
     tied = False
     for names in tied_names(model):
-        tied = tied or any(_is_inside(name, last_modules) for name in names)
+        if any(_is_inside(name, last) for name in names):
+            tied = True
     seq_len = config.training.seq_len
     return ModelShape(
         name=derived.model_label(config.model, num_params),
@@ -345,6 +350,7 @@ def _is_inside(name: str, paths: Iterable[str]) -> bool:
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
     """Return a key that is equal for layers with the same norms, parameters, attention windows and linears."""
+    # Parameters do not suffice: two windows, or two epsilons, differ only in attributes.
     norms = []
     windows = []
     linears = []
@@ -461,6 +467,7 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
     heads = int(getattr(shape, "num_heads", 0) or 1)
     kv_heads = int(getattr(shape, "num_kv_heads", 0) or heads)
     qk_dim = int(getattr(shape, "head_dim", 0) or getattr(shape, "dim", heads) // heads)
+    # Latent attention has keys of two parts, with and without rotary positions, and narrower values.
     qk_nope_dim = int(getattr(shape, "qk_nope_head_dim", 0) or 0)
     if qk_nope_dim:
         qk_dim = qk_nope_dim + int(getattr(shape, "qk_rope_head_dim", 0))
@@ -474,6 +481,7 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
         v_dim = recurrence.value_dim
         mixer = recurrence.block
 
+    # Attention is limited to a window or a chunk, whichever is smaller.
     core = _first_matching(layer, path, layout.context)
     limits = []
     for name in ("window", "chunk"):
@@ -487,9 +495,19 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
         if linear.style == "colwise" and mixer not in linear.path:
             num_ffn_inputs += 1
     experts = _experts(layer, path, layout, shape)
-    modules = list(layer.modules())
+    is_gated = num_ffn_inputs > 1
+    if experts is not None and experts.gated:
+        is_gated = True
+    has_layer_norm = False
+    has_unit_norms = False
+    for module in layer.modules():
+        if isinstance(module, nn.LayerNorm):
+            has_layer_norm = True
+        if getattr(module, "norm_eps", None) is not None:
+            has_unit_norms = True
+    parameters = tuple(_parameters(layer, None, layout, path))
     return Layer(
-        parameters=tuple(_parameters(layer, None, layout, path)),
+        parameters=parameters,
         linears=tuple(linears),
         heads=heads,
         kv_heads=kv_heads,
@@ -497,10 +515,10 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
         v_dim=v_dim,
         limit=min(limits, default=0),
         causal=not bool(getattr(core, "bidirectional", False)),
-        gated=num_ffn_inputs > 1 or (experts is not None and experts.gated),
-        layer_norm=any(isinstance(module, nn.LayerNorm) for module in modules),
-        head_norms=any(name.endswith("k_norm.weight") for name, _ in layer.named_parameters()),
-        unit_norms=any(getattr(module, "norm_eps", None) is not None for module in modules),
+        gated=is_gated,
+        layer_norm=has_layer_norm,
+        head_norms=any(parameter.name.endswith("k_norm.weight") for parameter in parameters),
+        unit_norms=has_unit_norms,
         experts=experts,
         recurrence=recurrence,
     )
@@ -536,11 +554,15 @@ def _linears(layer: nn.Module, path: str, layout: Layout) -> list[Linear]:
             linears.append(Linear(name, module.in_features, module.out_features, style, is_trained))
     # Within a block, forward runs colwise linears before rowwise ones, whatever the order of their
     # definition.
-    block_of = {linear.path: linear.path.rpartition(".")[0] for linear in linears}
-    blocks = list(dict.fromkeys(block_of.values()))
+    blocks: list[str] = []
+    for linear in linears:
+        block = linear.path.rpartition(".")[0]
+        if block not in blocks:
+            blocks.append(block)
 
     def place_in_forward(linear: Linear) -> tuple[int, bool]:
-        return blocks.index(block_of[linear.path]), linear.style == "rowwise"
+        block = linear.path.rpartition(".")[0]
+        return blocks.index(block), linear.style == "rowwise"
 
     linears.sort(key=place_in_forward)
     return linears
@@ -566,17 +588,25 @@ def _experts(layer: nn.Module, path: str, layout: Layout, shape: object) -> Expe
     mixture = _first_matching(layer, path, layout.expert)
     if mixture is None:
         return None
-    parameters = [p for name, p in mixture.named_parameters() if name.startswith("experts.")]
-    # Weights of experts are stacks of matrices. In some layers of some models, this path is a plain
-    # feed-forward.
-    stacks = [parameter for parameter in parameters if parameter.ndim == 3]
+    # Weights of experts are stacks of matrices, and biases are stacks of vectors. In some layers of some
+    # models, this path is a plain feed-forward.
+    stacks = []
+    has_biases = False
+    for name, parameter in mixture.named_parameters():
+        if not name.startswith("experts."):
+            continue
+        if parameter.ndim == 3:
+            stacks.append(parameter)
+        elif parameter.ndim == 2:
+            has_biases = True
     if not stacks:
         return None
+    matrices = [stack.shape[1:] for stack in stacks]
     return ExpertShape(
         count=int(stacks[0].shape[0]),
         top_k=int(getattr(shape, "top_k", 1)),
-        ffn=_hidden_features([stack.shape[1:] for stack in stacks], shape),
-        biased=any(parameter.ndim == 2 for parameter in parameters),
+        ffn=_hidden_features(matrices, shape),
+        biased=has_biases,
         weighs_inputs=bool(getattr(shape, "score_before_experts", False)),
     )
 
@@ -612,6 +642,8 @@ def _listed_experts(block: nn.Module, experts: nn.ModuleList, shape: object) -> 
 
 def _hidden_features(matrices: Iterable[Sequence[int]], shape: object) -> int:
     """Return the hidden features of an expert from the shapes of its matrices."""
+    # Each matrix has one side of the residual stream. A fused gate and up has twice the hidden features,
+    # so take the smallest of the other sides.
     dim = int(getattr(shape, "dim", 0))
     widths: list[int] = []
     for matrix in matrices:

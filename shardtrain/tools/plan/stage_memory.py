@@ -80,10 +80,15 @@ def stage_bytes(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels
     tokens = job.local_tokens
     stream = tokens // job.tp * model.dim * width
     layers = _layers(model, job, index, kernels)
+    # Sines and cosines of the rotary embedding, in float32.
     angles = 2 * tokens * (model.layers[0].qk_dim // 2) * 4
-    kept = sum(layer.kept for layer in layers) + angles
+    kept = angles
+    recomputed = 0
+    for layer in layers:
+        kept += layer.kept
+        # Forward frees what backward recomputes, but only at the end of each layer.
+        recomputed = max(recomputed, layer.full - layer.kept)
     buffers = GatheredBytes(model, job, index)
-    recomputed = max((layer.full - layer.kept for layer in layers), default=0)
     moments = [Moment("the end of forward", kept + recomputed, buffers.end_of_forward)]
 
     end_bytes = 0
@@ -96,6 +101,8 @@ def stage_bytes(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels
         # PyTorch's pipeline stage holds its output until its backward pass ends.
         output = kept_logits if job.pp > 1 else 0
 
+    # Backward frees the layers in reverse order. The last layer has the most activations before it, and
+    # the first layer has the most gradients after it.
     if layers:
         of_last = kept + layers[-1].working - layers[-1].kept
         moments.append(

@@ -41,7 +41,7 @@ from shardtrain.tools.plan.link_timing import (
 )
 from shardtrain.tools.plan.parameter_shards import parameters_of_stage, sharded, trained, unsharded
 from shardtrain.tools.plan.schedule import Action
-from shardtrain.tools.plan.shapes import Linear, ModelShape
+from shardtrain.tools.plan.shapes import Linear, ModelShape, ParameterShape
 
 HIDDEN_SHARE = 0.85
 """Share of computation that a collective can overlap with."""
@@ -135,7 +135,10 @@ def _busiest_rank(backward: Mapping[int, Mapping[str, float]], job: PlannedJob) 
     """Return the pipeline rank whose backward passes take longest."""
 
     def backward_seconds(rank: int) -> float:
-        return sum(sum(backward[index].values()) for index in job.stages_of_rank(rank))
+        seconds = 0.0
+        for index in job.stages_of_rank(rank):
+            seconds += sum(backward[index].values())
+        return seconds
 
     return max(range(job.pp), key=backward_seconds)
 
@@ -252,7 +255,10 @@ def _once_a_step(
     """
 
     def num_elements(rank: int) -> int:
-        return sum(_elements(model, job, index) for index in _stages_of_rank(job, rank))
+        count = 0
+        for index in _stages_of_rank(job, rank):
+            count += _elements(model, job, index)
+        return count
 
     # The first or the last rank of the pipeline, whichever has more weights.
     worst = max({0, job.pp - 1}, key=num_elements)
@@ -266,8 +272,10 @@ def _once_a_step(
     # Gradients are reduced during the backward pass of the last micro-batch, which is two thirds of
     # its computation.
     reduction = _reduce_seconds(model, job, device, stages)
+    # Weights that stay gathered between micro-batches are gathered once per step.
     if job.fsdp and not job.frees_gathered:
-        reduction += sum(_gather_seconds(model, job, device, index) for index in stages)
+        for index in stages:
+            reduction += _gather_seconds(model, job, device, index)
     if reduction and (device.is_cpu or not job.overlaps):
         seconds["gradient reduction"] = reduction
     elif reduction:
@@ -327,10 +335,13 @@ def _stages_of_rank(job: PlannedJob, rank: int) -> Sequence[int]:
 
 def _elements(model: ModelShape, job: PlannedJob, index: int) -> int:
     """Return the elements of a stage's weights on one rank when gathered."""
-    ends = model.first if index == 0 else ()
+    ends: tuple[ParameterShape, ...] = ()
+    if index == 0:
+        ends += model.first
     if index == len(job.stages) - 1:
-        ends = ends + model.last
-    return _layer_elements(model, job, index) + unsharded(ends, job.tp, job.ep)
+        ends += model.last
+    in_layers = _layer_elements(model, job, index)
+    return in_layers + unsharded(ends, job.tp, job.ep)
 
 
 def _layer_elements(model: ModelShape, job: PlannedJob, index: int) -> int:
@@ -414,7 +425,8 @@ def _reduce_seconds(
 
 def _send_seconds(model: ModelShape, job: PlannedJob, device: Device) -> float:
     """Return the seconds of sending the activations of a micro-batch to the next stage."""
-    size = job.local_tokens / job.tp * model.dim * job.compute_width
+    tokens = job.local_tokens / job.tp
+    size = tokens * model.dim * job.compute_width
     is_within_node = stride(job, "pp") < device.linked
     if is_within_node:
         return size / node_rate(device, 2) + device.link.latency_seconds
@@ -424,4 +436,5 @@ def _send_seconds(model: ModelShape, job: PlannedJob, device: Device) -> float:
 def _add(total: dict[str, float], more: Mapping[str, float], times: float) -> None:
     """Add ``times`` the costs ``more`` to ``total``, in place."""
     for name, seconds in more.items():
-        total[name] = total.get(name, 0.0) + times * seconds
+        before = total.get(name, 0.0)
+        total[name] = before + times * seconds
