@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -53,9 +52,13 @@ are set, too. The position in the data cannot be continued:
 def from_dcp(words: Sequence[str]) -> int:
     """Run ``from-dcp`` and return its exit status."""
     help_if_asked(words, _FROM_USAGE)
-    # All options except --optimizer are overrides of the configuration.
+    # The paths come first. All options except --optimizer are overrides of the configuration.
     rest, with_optimizer = _take_optimizer(words)
-    paths = list(itertools.takewhile(lambda word: not word.startswith("-"), rest))
+    paths = []
+    for argument in rest:
+        if argument.startswith("-"):
+            break
+        paths.append(argument)
     overrides = rest[len(paths) :]
     if not 2 <= len(paths) <= 3:
         raise ConfigError(
@@ -66,7 +69,7 @@ def from_dcp(words: Sequence[str]) -> int:
     require_new(output)
     loaded = configs.load(config_path, overrides)
     model = loaded.config.model
-    # A default says nothing about the training of these weights.
+    # Only a configured sequence length describes the training of these weights. A default does not.
     seq_len = None
     if loaded.is_set("training.seq_len"):
         seq_len = loaded.config.training.seq_len
@@ -89,10 +92,11 @@ def from_dcp(words: Sequence[str]) -> int:
 
 def _take_optimizer(words: Sequence[str]) -> tuple[list[str], bool | None]:
     """Return the words without ``--optimizer`` and its value, and the value. None if it is not given."""
-    for place, word in enumerate(words):
-        name, equals, value = word.partition("=")
+    for place, argument in enumerate(words):
+        name, equals, value = argument.partition("=")
         if name != "--optimizer":
             continue
+        # The value follows after "=" or as the next argument, which may be missing.
         end = place + 1
         if not equals:
             value = "".join(words[end : end + 1])
@@ -132,6 +136,7 @@ def to_dcp(words: Sequence[str]) -> int:
         help="the run's TOML (default: config.resolved.toml of the run)",
     )
     options = parser.read(words)
+    # Fail for an existing folder before torch is imported and the checkpoint is read.
     require_new(options.output)
     from shardtrain.tools.convert.checkpoint_path import model_options, step_of
     from shardtrain.tools.dcp import writing

@@ -71,7 +71,8 @@ def from_dcp(
     shapes = parameters | buffers
 
     # Map our names to names in the folder.
-    source = _unwrapped(FlatFile(folder) if folder.is_file() else DcpFolder(folder))
+    source: Folder = FlatFile(folder) if folder.is_file() else DcpFolder(folder)
+    _remove_wrappers(source)
     naming, prefix = recognise(model.name, config, shapes, source.tensors)
     weights = {name: prefix + naming.theirs(name) for name in shapes}
     _check(weights, shapes, source, f"{model.name} {model.flavor}")
@@ -97,6 +98,12 @@ def from_dcp(
         sources[WEIGHTS_PREFIX + name] = theirs
     for name, theirs in states.items():
         sources[f"optimizer.{name}"] = theirs
+    stored_shapes = {}
+    stored_dtypes = {}
+    for name, theirs in sources.items():
+        entry = source.tensors[theirs]
+        stored_shapes[name] = entry.shape
+        stored_dtypes[name] = entry.dtype
 
     def read(name: str) -> Tensor:
         # Optimizer states have the same order of rows as their parameter.
@@ -105,6 +112,7 @@ def from_dcp(
             parameter = parameter.removesuffix(f".{moment}")
         return naming.to_ours(parameter, source.tensor(sources[name]))
 
+    # Every step of torchtitan is one update.
     tokens_seen = _count(source, "ntokens_seen") or 0
     counters = {"step": result.step, "updates": result.step, "tokens_seen": tokens_seen}
     facts: dict[str, Any] = {
@@ -113,8 +121,8 @@ def from_dcp(
     }
     single_process_writer.write(
         output,
-        {name: source.tensors[theirs].shape for name, theirs in sources.items()},
-        {name: source.tensors[theirs].dtype for name, theirs in sources.items()},
+        stored_shapes,
+        stored_dtypes,
         read,
         facts,
         step=result.step,
@@ -142,8 +150,10 @@ def _check_tied(source: Folder, head: str, embed: str) -> None:
     head_entry = source.tensors[head]
     embed_entry = source.tensors[embed]
     # Compare the small entries first, because the tensors may be large.
-    is_equal = (head_entry.shape, head_entry.dtype) == (embed_entry.shape, embed_entry.dtype)
-    if not is_equal or not source.tensor(head).equal(source.tensor(embed)):
+    is_equal = head_entry.shape == embed_entry.shape and head_entry.dtype == embed_entry.dtype
+    if is_equal:
+        is_equal = source.tensor(head).equal(source.tensor(embed))
+    if not is_equal:
         raise CheckpointError(
             f"{source.folder}: {head} differs from the embedding, but this model ties them"
         )
@@ -169,6 +179,7 @@ def _skipped(source: Folder, used: Set[str], model: Model) -> list[str]:
             f"{source.folder} has tensors that {model.name} {model.flavor} does not have: {listed(surplus)}; {fix}"
         )
 
+    # Name only the top level of each item, because the state of a data loader has thousands of items.
     skipped = set()
     for name in source.objects:
         skipped.add(name.split(".")[0])
@@ -176,6 +187,7 @@ def _skipped(source: Folder, used: Set[str], model: Model) -> list[str]:
         is_known = name in used or name.startswith(("train_state.", "lr_scheduler", "dataloader"))
         if not is_known:
             skipped.add(name.split(".")[0])
+    # Notices about the optimizer and the step give the reason, so omit both here.
     skipped -= {"optimizer", "train_state"}
     notices = []
     if skipped:
@@ -279,7 +291,7 @@ def _stored_states(source: Folder) -> tuple[str, list[str]]:
     return "", []
 
 
-def _unwrapped(source: Folder) -> Folder:
+def _remove_wrappers(source: Folder) -> None:
     """Remove the parts that wrapped modules add to names, unless names would become equal."""
     tensors: dict[str, Any] = {}
     for name, tensor in source.tensors.items():
@@ -288,7 +300,6 @@ def _unwrapped(source: Folder) -> Folder:
         tensors[name] = tensor
     if len(tensors) == len(source.tensors):
         source.tensors = tensors
-    return source
 
 
 def _other_angles(family: str, config: Any, seq_len: int | None) -> list[str]:
@@ -326,6 +337,7 @@ def _count(source: Folder, name: str) -> int | None:
         value = source.tensor(full_name).item()
     elif full_name in source.objects:
         value = source.value(full_name)
+    # A count may be stored as a float. The folder is untrusted, so the value may be anything.
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         value = int(value)
     if type(value) is not int or not 0 <= value < _MAX_COUNT:

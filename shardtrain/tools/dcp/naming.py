@@ -143,14 +143,17 @@ def recognise(
     if family not in _FAMILIES:
         kinds = (OWN,)
 
-    # Of equally good namings, the first counts.
+    # Of equally good namings, the first counts. Wrappers such as DistributedDataParallel add prefixes.
     best = (Naming(OWN, family, config), "")
     most = -1
     for kind in kinds:
         naming = Naming(kind, family, config)
         names = [naming.theirs(name) for name in ours]
         for prefix in ("", "model.", "module.", "model.module."):
-            num_matches = sum(prefix + name in tensors for name in names)
+            num_matches = 0
+            for name in names:
+                if prefix + name in tensors:
+                    num_matches += 1
             if num_matches > most:
                 most = num_matches
                 best = (naming, prefix)

@@ -29,34 +29,43 @@ _DCP = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
 _TYPES = {f"torch.{name}" for name in ITEM_BYTES}
 _UNREAD = {
-    f"torch.{name}"
-    for name in (
-        *(
-            "complex32",
-            "complex64",
-            "complex128",
-            "uint16",
-            "uint32",
-            "uint64",
-            "bits8",
-            "float8_e4m3fnuz",
-        ),
-        *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "quint8", "qint8", "qint32"),
-    )
+    "torch.complex32",
+    "torch.complex64",
+    "torch.complex128",
+    "torch.uint16",
+    "torch.uint32",
+    "torch.uint64",
+    "torch.bits8",
+    "torch.float8_e4m3fnuz",
+    "torch.float8_e5m2fnuz",
+    "torch.float8_e8m0fnu",
+    "torch.float4_e2m1fn_x2",
+    "torch.quint8",
+    "torch.qint8",
+    "torch.qint32",
 }
 """Dtypes of tensors that a folder may contain but that are not read, such as a table of rotary angles."""
 _NAMES = {
     *_TYPES,
     *_UNREAD,
-    *("torch.Size", "torch.device", "torch.serialization._get_layout", "collections.OrderedDict"),
-    *("pathlib.PosixPath", "pathlib._local.PosixPath"),
-    *(f"{_DCP}.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
-    *(
-        f"{_DCP}.{kind}"
-        for kind in ("Metadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex")
-    ),
-    *(f"{_DCP}.StorageMeta", f"{_FILES}._StorageInfo", f"{_FILES}._StoragePrefix"),
+    "torch.Size",
+    "torch.device",
+    "torch.serialization._get_layout",
+    "collections.OrderedDict",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+    f"{_DCP}.TensorStorageMetadata",
+    f"{_DCP}.BytesStorageMetadata",
+    f"{_DCP}.ChunkStorageMetadata",
+    f"{_DCP}.Metadata",
+    f"{_DCP}.TensorProperties",
+    f"{_DCP}._MEM_FORMAT_ENCODING",
+    f"{_DCP}.MetadataIndex",
+    f"{_DCP}.StorageMeta",
+    f"{_FILES}._StorageInfo",
+    f"{_FILES}._StoragePrefix",
 }
+"""Classes and functions that the pickled metadata may name. Metadata with any other name are rejected."""
 _FILE = re.compile(r"[A-Za-z0-9_.=-]{1,200}")
 _MAX_VALUE = 2**20
 _MAX_BYTES = 2**30
@@ -165,7 +174,8 @@ class DcpFolder:
             for offset, size in zip(chunk.offsets, chunk.sizes, strict=True):
                 box.append(slice(offset, offset + size))
             with damage(self._part(chunk.place, name)):
-                tensor[tuple(box)] = self._tensor_of(chunk.place, name, entry.dtype, chunk.sizes)
+                part = self._tensor_of(chunk.place, name, entry.dtype, chunk.sizes)
+                tensor[tuple(box)] = part
         return tensor
 
     def value(self, name: str) -> Any:
@@ -210,7 +220,8 @@ class DcpFolder:
         # therefore limited.
         budget = 10_000_000
         for name, entry in described.items():
-            if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+            is_text = isinstance(name, str) and name.isprintable()
+            if not is_text or not 0 < len(name) <= MAX_NAME:
                 raise self._bad("has an invalid name of a tensor")
             if isinstance(entry, Made) and entry.name == Name(_DCP, "BytesStorageMetadata"):
                 if (name, None) not in places:
@@ -230,12 +241,16 @@ class DcpFolder:
         numel = math.prod(shape)
         if numel * ITEM_BYTES[dtype] > MAX_SIZE:
             raise self._bad(f"has a shape of {name} that is too large")
-        boxes = _list(fields.get("chunks"), self._where)
+        boxes = fields.get("chunks")
+        if not isinstance(boxes, list):
+            raise self._bad("has a tensor without a list of its parts")
         if len(boxes) > budget:
             raise self._bad(f"does not locate a part of {name}")
         chunks = self._chunks(name, boxes, places)
+        # Gaps would leave elements uninitialized, and overlaps would depend on the order of reading.
         if numel:
-            problem = check_tiling(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+            boxes_of_chunks = [(chunk.offsets, chunk.sizes) for chunk in chunks]
+            problem = check_tiling(shape, boxes_of_chunks)
             if problem:
                 raise self._bad(f"has parts of {name} that {problem}")
         self.tensors[name] = DcpTensor(dtype, shape, tuple(chunks))
@@ -376,7 +391,12 @@ class _Slice(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        start = 0
+        if whence == io.SEEK_CUR:
+            start = self._at
+        elif whence == io.SEEK_END:
+            start = self._length
+        self._at = max(0, start + offset)
         return self._at
 
     def tell(self) -> int:
@@ -413,14 +433,6 @@ def _state(value: Any, name: str, where: str) -> Mapping[str, Any]:
 def _dict(value: Any, where: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} has no table of tensors; use another checkpoint")
-    return value
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise CheckpointError(
-            f"{where} has a tensor without a list of its parts; use another checkpoint"
-        )
     return value
 
 

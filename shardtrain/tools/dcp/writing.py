@@ -67,6 +67,7 @@ def to_dcp(
         StorageError: the folder cannot be written.
     """
     require_new(output)
+    # Check the hashes of all files first. Otherwise a damaged tensor would be copied.
     stored = manifest.read(checkpoint)
     for file in stored.files:
         damage = files.find_damage(checkpoint, file)
@@ -94,6 +95,7 @@ def to_dcp(
     if names.kind != OWN and getattr(names.config, "tied_embeddings", False):
         sources[names.theirs("head.weight")] = (f"{WEIGHTS_PREFIX}embed.weight", "embed.weight")
 
+    # Write the optimizer only if its state is complete, because loading needs every tensor.
     objects: dict[str, Any] = {}
     states = _states(names, parameters)
     has_states = optimizer is not None
@@ -130,7 +132,8 @@ def _objects(
         class_name = group.pop("name")
         # Loading needs every field of a group in this version of PyTorch, so take them from a new
         # optimizer.
-        optimizer = _new_optimizer(class_name)
+        optimizer_class: Any = getattr(torch.optim, class_name)
+        optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
         fields = optimizer.param_groups[0] | group
         fields.pop("params")
         for key, value in fields.items():
@@ -151,13 +154,6 @@ def _objects(
         for key, value in schedule.items():
             objects[f"lr_scheduler.{key}"] = value
     return objects
-
-
-def _new_optimizer(class_name: str) -> torch.optim.Optimizer:
-    """Return an optimizer of PyTorch with one parameter and default options."""
-    optimizer_class: Any = getattr(torch.optim, class_name)
-    optimizer: torch.optim.Optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    return optimizer
 
 
 def _write(
@@ -200,6 +196,7 @@ def _write(
             if isinstance(cause, CheckpointError) or not isinstance(cause, Exception):
                 raise cause from None
             raise StorageError(f"cannot write {output}: {cause}; choose another folder") from None
+        # The writer may report success after a failed write, so compare every tensor.
         written = DcpFolder(temporary)
         for theirs in sources:
             written_bits = _bits(written.tensor(theirs))

@@ -53,7 +53,9 @@ def main(words: Sequence[str]) -> int:
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns or sys.maxsize
     for text in table(attempts, account(attempts)):
-        print(_wrapped(text, width) if len(text) > width else text)
+        if len(text) > width:
+            text = _wrapped(text, width)
+        print(text)
     return 0
 
 

@@ -61,7 +61,9 @@ class Series:
         steps = []
         values = []
         for interval in range(points):
-            places = range(interval * count // points, (interval + 1) * count // points)
+            begin = interval * count // points
+            end = (interval + 1) * count // points
+            places = range(begin, end)
             lowest = min(places, key=self.values.__getitem__)
             highest = max(places, key=self.values.__getitem__)
             # Both are the same place if all values of the interval are equal.
@@ -224,7 +226,8 @@ def below(root: Path) -> Iterator[RunStatus]:
         elif depth >= _DEEPEST:
             names.clear()
         else:
-            names[:] = sorted(name for name in names if not name.startswith("."))
+            visible_names = [name for name in names if not name.startswith(".")]
+            names[:] = sorted(visible_names)
 
 
 @dataclass
@@ -273,18 +276,16 @@ def read(path: Path) -> RunRecord:
     record.bad_lines += _read_series(folder.validation, record.validation)
     record.samples = _samples(folder.samples)
     for name, pair in read_object(folder.planned).items():
-        if (
-            isinstance(pair, list)
-            and len(pair) == 2
-            and _is_number(pair[0])
-            and _is_number(pair[1])
-        ):
-            record.planned[name[:100]] = (float(pair[0]), float(pair[1]))
-    record.last_step = max((series.steps[-1] for series in record.metrics.values()), default=0)
+        if isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair)):
+            planned, measured = pair
+            record.planned[name[:100]] = (float(planned), float(measured))
+    for series in record.metrics.values():
+        record.last_step = max(record.last_step, series.steps[-1])
     record.options = folder.options()
     record.certificate = folder.certificate()
     record.alerts = alerts(read_end(folder.log, _LOG_BYTES))[-_MOST_ALERTS:]
     record.end = read_object(folder.exit)
+    # A damaged goodput file must not hide the rest of the run. The page shows it as a damaged line.
     try:
         record.account = folder.account()
     except DataError:
@@ -305,7 +306,8 @@ def _read_series(path: Path, series_of: dict[str, Series]) -> int:
             bad_lines += 1
             continue
         for name, value in record.items():
-            if name == "step" or type(value) not in (int, float) or not math.isfinite(value):
+            # A record has null for NaN and infinity, and text for hashes.
+            if name == "step" or not _is_number(value) or not math.isfinite(value):
                 continue
             # Bound the number of series, because the file is untrusted.
             if name not in series_of and (len(series_of) >= _MOST_METRICS or len(name) > 100):
@@ -332,7 +334,8 @@ def _samples(path: Path) -> list[tuple[int, str, str]]:
     if len(samples) <= _MOST_SAMPLES:
         return samples
     distance = (len(samples) - 1) / (_MOST_SAMPLES - 1)
-    return [samples[round(number * distance)] for number in range(_MOST_SAMPLES)]
+    places = [round(number * distance) for number in range(_MOST_SAMPLES)]
+    return [samples[place] for place in places]
 
 
 def records(path: Path) -> Iterator[dict[str, Any] | None]:

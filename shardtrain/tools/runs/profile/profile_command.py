@@ -84,7 +84,9 @@ def main(words: Sequence[str]) -> int:
     summaries = {rank: read(files[rank]) for rank in shown}
     slowest = max(summaries, key=lambda rank: summaries[rank].span_us)
     if options.json:
-        facts = {rank: _facts(summary, options.top) for rank, summary in summaries.items()}
+        facts = {}
+        for rank, summary in summaries.items():
+            facts[rank] = _facts(summary, options.top)
         print(json.dumps({"rank": slowest, "ranks": facts}))
         return 0
     print("\n".join(_text(summaries, slowest, len(ranks), options.top)))
@@ -93,6 +95,7 @@ def main(words: Sequence[str]) -> int:
 
 def _files(path: Path, step: int | None) -> dict[int, Path]:
     """Return the traces of one step by rank."""
+    # A single trace may have any name, so its rank is unknown.
     if path.is_file():
         return {0: path}
     if not path.is_dir():
@@ -105,6 +108,7 @@ def _files(path: Path, step: int | None) -> dict[int, Path]:
                 where="command line",
             )
         )
+    # The configuration of the run names the folder of the traces.
     name = RunFolder(path).options().get("profiling.save_traces_folder", "profile_traces")
     by_step = _files_by_step(path / str(name))
     if not by_step:
@@ -143,11 +147,14 @@ def _files_by_step(folder: Path) -> dict[int, dict[int, Path]]:
         for file in folder_of_step.iterdir():
             match = _FILE.match(file.name)
             if match:
-                by_step.setdefault(int(number), {})[int(match[1])] = file
+                files_of_step = by_step.setdefault(int(number), {})
+                rank = int(match[1])
+                files_of_step[rank] = file
     return by_step
 
 
 def _facts(summary: Summary, top: int) -> dict[str, Any]:
+    """Return a summary as values for JSON, in seconds and bytes."""
     operations = []
     for operation in summary.operations[:top]:
         operations.append(
@@ -158,6 +165,7 @@ def _facts(summary: Summary, top: int) -> dict[str, Any]:
                 "total_seconds": operation.total_us / 1e6,
             }
         )
+    sizes = [size for _, size in summary.memory]
     return {
         "trace": str(summary.path),
         "step_seconds": [us / 1e6 for us in summary.steps],
@@ -165,7 +173,7 @@ def _facts(summary: Summary, top: int) -> dict[str, Any]:
         "compute_seconds": summary.compute_us / 1e6,
         "communication_seconds": summary.communication_us / 1e6,
         "exposed_communication_seconds": summary.exposed_us / 1e6,
-        "peak_bytes": max((size for _, size in summary.memory), default=None),
+        "peak_bytes": max(sizes, default=None),
         "operations": operations,
     }
 

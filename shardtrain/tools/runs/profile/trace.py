@@ -84,7 +84,12 @@ def read(path: Path) -> Summary:
     """
     summary = Summary(path)
     all_events = _events(path)
-    events = [event for event in all_events if _is_complete(event)]
+    # Complete events have a start and a duration. The trace is untrusted, so both may be anything.
+    events = []
+    for event in all_events:
+        has_span = _is_number(event.get("ts")) and _is_number(event.get("dur"))
+        if event.get("ph") == "X" and has_span and "name" in event:
+            events.append(event)
     summary.steps = _step_durations(events)
 
     # Use device kernels if there are any, otherwise CPU operators.
@@ -113,6 +118,7 @@ def read(path: Path) -> Summary:
             if str(event.get("name")).startswith(("gloo:", "mpi:")):
                 communication.append(_span(event))
 
+    # Operations of different threads and streams overlap. Merge their spans before adding them up.
     busy = _union(compute)
     communicating = _union(communication)
     hidden = _overlap(communicating, busy)
@@ -132,12 +138,6 @@ def _by_thread(events: Iterable[dict[str, Any]]) -> Iterable[list[dict[str, Any]
         thread = (str(event.get("pid")), str(event.get("tid")))
         threads[thread].append(event)
     return threads.values()
-
-
-def _is_complete(event: dict[str, Any]) -> bool:
-    """True for an event with a name, a start and a duration."""
-    has_span = _is_number(event.get("ts")) and _is_number(event.get("dur"))
-    return event.get("ph") == "X" and has_span and "name" in event
 
 
 def _step_durations(events: Sequence[dict[str, Any]]) -> list[float]:
@@ -263,7 +263,11 @@ def _memory(events: Iterable[dict[str, Any]], on_device: bool) -> list[tuple[flo
         if _is_number(size) and _is_number(time) and is_of_device == on_device:
             records.append((float(time), float(size)))
     records.sort()
-    return [(time - records[0][0], size) for time, size in records]
+    curve = []
+    for time, size in records:
+        first_time, _ = records[0]
+        curve.append((time - first_time, size))
+    return curve
 
 
 def _own_spans(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], list[Span]]]:
@@ -272,6 +276,7 @@ def _own_spans(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any
     in_order = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
     spans = [_span(event) for event in in_order]
     children: list[list[Span]] = [[] for _ in spans]
+    # ``running`` is a stack of the events that contain the current one, the innermost last.
     running: list[int] = []
     for index, (begin, end) in enumerate(spans):
         while running and spans[running[-1]][1] <= begin:

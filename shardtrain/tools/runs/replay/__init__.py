@@ -130,16 +130,16 @@ def _start(loaded: Loaded, replay_plan: ReplayPlan, request: _Request, words: Se
 
 def _read(words: Sequence[str]) -> _Request:
     """Parse the command line. Raise ConfigError for invalid arguments."""
-    taken = take(
-        words,
-        {
-            "--nproc": VerbOption(number_of("processes"), "2"),
-            "--output": VerbOption(output_name, "FOLDER"),
-        },
-    )
+    options = {
+        "--nproc": VerbOption(number_of("processes"), "2"),
+        "--output": VerbOption(output_name, "FOLDER"),
+    }
+    taken = take(words, options)
     places, overrides = taken.places(2)
     if not places:
         raise _bad_step(None, "is not set")
+
+    # STEP is one step, or FIRST:LAST.
     steps = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", places[0])
     rule = "is neither a step above 0 nor a range of steps"
     if steps is None:
@@ -149,9 +149,9 @@ def _read(words: Sequence[str]) -> _Request:
     if not 1 <= first <= last:
         raise _bad_step(places[0], rule)
     path = places[1] if len(places) > 1 else None
-    return _Request(
-        first, last, path, taken.own.get("--nproc"), taken.own.get("--output"), overrides
-    )
+    nproc = taken.own.get("--nproc")
+    output = taken.own.get("--output")
+    return _Request(first, last, path, nproc, output, overrides)
 
 
 def _bad_step(text: str | None, rule: str) -> ConfigError:

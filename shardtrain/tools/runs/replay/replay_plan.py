@@ -40,6 +40,7 @@ def plan(config: Config, first: int, last: int) -> ReplayPlan:
     run_folder = Path(config.job.dump_folder)
     files = RunFolder(run_folder)
     folder = run_folder / config.checkpoint.folder
+    # A damaged checkpoint is skipped. It only matters if nothing else can be compared.
     manifests: dict[int, Manifest] = {}
     damages = []
     for step in retention.steps(folder):

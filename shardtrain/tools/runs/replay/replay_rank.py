@@ -82,6 +82,8 @@ def _compare_steps(run: Run, plan: ReplayPlan, world: process_group.World) -> No
             raise DataError(
                 f"the data ended after step {run.state.step}, or the replay was stopped"
             )
+
+        # Compare with the line of metrics.jsonl, and with the checkpoint, if the run wrote them.
         step = run.state.step
         numbers = _numbers(run, outcome)
         sources = []
@@ -96,6 +98,7 @@ def _compare_steps(run: Run, plan: ReplayPlan, world: process_group.World) -> No
             with _heartbeat(f"comparing the checkpoint of step {step}", world):
                 differences += _compare_checkpoint(run, plan.checkpoints / f"step-{step}")
 
+        # All ranks stop together if the shard of any rank differs.
         result = "nothing recorded"
         text = f"loss {numbers['loss']:.6f} grad_norm {numbers['grad_norm']:.6f}"
         if sources:

@@ -58,7 +58,8 @@ class Chart:
         """True if the axis is logarithmic, which requires positive values."""
         if not self.logarithmic:
             return False
-        return all(value > 0 for line in self.lines for value in line.values)
+        lowest_values = [min(line.values, default=1.0) for line in self.lines]
+        return all(lowest > 0 for lowest in lowest_values)
 
     def svg(self, label: str) -> str:
         """Return the drawing. ``label`` describes it to screen readers."""
@@ -83,6 +84,7 @@ class Chart:
                 f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{number}</text>',
             )
         for line in self.lines:
+            # With more runs than colors, colors repeat.
             color = COLORS[line.color % len(COLORS)]
             points = []
             circles = []
@@ -113,8 +115,8 @@ class _View:
         steps: list[int] = []
         heights: list[float] = []
         for line in chart.lines:
-            steps.extend(line.steps)
-            heights.extend(self.height_of(value) for value in line.values)
+            steps += line.steps
+            heights += [self.height_of(value) for value in line.values]
         # Draw a single step at the left, and a single value in the middle.
         self.first = min(steps, default=0)
         self.last = max(max(steps, default=1), self.first + 1)
@@ -151,6 +153,7 @@ def ticks(low: float, high: float, logarithmic: bool = False) -> list[float]:
     >>> ticks(0.02, 300, logarithmic=True)
     [0.1, 1.0, 10.0, 100.0]
     """
+    # On a logarithmic axis with a large enough range, use powers of ten.
     if logarithmic and high > 30 * low:
         first = math.ceil(math.log10(low) - 1e-9)
         last = math.floor(math.log10(high) + 1e-9)

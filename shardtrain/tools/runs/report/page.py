@@ -52,7 +52,9 @@ def build(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         is_unique = short_names.count(run.name) == 1
         names.append(run.name if is_unique else str(run.folder))
-    title = f"Run {names[0]}" if len(runs) == 1 else f"{len(runs)} runs"
+    title = f"{len(runs)} runs"
+    if len(runs) == 1:
+        title = f"Run {names[0]}"
 
     charts = _charts(runs, names)
     figures = []
@@ -111,6 +113,7 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
             lines += curves.of_validation("loss", " (validation)")
         charts.append(Chart(title, lines, logarithmic))
 
+    # Metrics that no list above knows also get a chart, such as those of a user's task.
     metrics_of_runs: set[str] = set()
     validations_of_runs: set[str] = set()
     for run in runs:
@@ -237,8 +240,12 @@ def _summary(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
                 escape(_state(run)),
             )
         )
-    # Skip columns without values.
-    columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
+    # Skip columns without values. A column is its title followed by the cells of all runs.
+    columns = []
+    for column in zip(head, *rows, strict=True):
+        _, *cells = column
+        if any(cells):
+            columns.append(column)
     shown_head, *shown_rows = zip(*columns, strict=True)
     return _table("", shown_head, shown_rows)
 
@@ -315,7 +322,9 @@ def _time(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
             continue
         running = account.running_seconds
         for name, seconds in account.seconds.items():
-            share = f"{100 * seconds / running:.1f} %" if running else ""
+            share = ""
+            if running:
+                share = f"{100 * seconds / running:.1f} %"
             rows.append(
                 (
                     _name(names, index),
@@ -356,18 +365,21 @@ def _options(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     if len(runs) == 1:
         return _all_options(runs[0])
 
-    # Options of another version may be missing, so compare with a value that no option has.
-    missing = object()
+    # A dict is a set that keeps the order of the configuration.
     option_names: dict[str, None] = {}
     for run in runs:
         option_names.update(dict.fromkeys(run.options))
+    # Options of another version may be missing, so compare with a value that no option has.
+    missing = object()
     differing = []
     for option in option_names:
         values = [run.options.get(option, missing) for run in runs]
         if all(value == values[0] for value in values):
             continue
-        texts = ["" if value is missing else _option_text(value) for value in values]
-        differing.append((escape(option), *texts))
+        row = [escape(option)]
+        for value in values:
+            row.append("" if value is missing else _option_text(value))
+        differing.append(row)
     if not differing:
         return "<h2>Options</h2><p>All runs have the same options.</p>"
     return _table("<h2>Options that differ</h2>", ("Option", *names), differing)

@@ -12,6 +12,8 @@ from shardtrain.utils.arguments import StrictArgumentParser, output_name
 from shardtrain.utils.errors import ConfigError, Problem
 
 _MOST_RUNS = 50
+_OTHER_SUFFIXES = (".pdf", ".png", ".svg", ".md", ".json", ".csv", ".txt")
+"""Suffixes of formats that users may expect, but that the report does not write."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -31,9 +33,9 @@ def main(words: Sequence[str]) -> int:
         metavar="FILE",
         help="default: report.html",
     )
-    asked = parser.read(words)
-    if not 1 <= len(asked.runs) <= _MOST_RUNS:
-        given = len(asked.runs) or None
+    options = parser.read(words)
+    if not 1 <= len(options.runs) <= _MOST_RUNS:
+        given = len(options.runs) or None
         raise ConfigError(
             Problem(
                 "shardtrain report",
@@ -43,27 +45,23 @@ def main(words: Sequence[str]) -> int:
                 where="command line",
             )
         )
-    if Path(asked.output).suffix.lower() in (
-        ".pdf",
-        ".png",
-        ".svg",
-        ".md",
-        ".json",
-        ".csv",
-        ".txt",
-    ):
+    path = Path(options.output)
+    # A browser would not open the page under such a name. Names without a suffix are allowed.
+    if path.suffix.lower() in _OTHER_SUFFIXES:
         raise ConfigError(
             Problem(
                 "-o",
-                asked.output,
+                options.output,
                 rule="is not the name of an HTML file",
-                fix=f"write -o {Path(asked.output).with_suffix('.html').name}, and print it from a browser",
+                fix=f"write -o {path.with_suffix('.html').name}, and print it from a browser",
                 where="command line",
             )
         )
+
+    # Read all runs before failing, so the error lists every unreadable folder.
     problems: list[Problem | str] = []
     records = []
-    for folder in asked.runs:
+    for folder in options.runs:
         try:
             records.append(run_files.read(Path(folder)))
         except ConfigError as error:
@@ -80,10 +78,11 @@ def main(words: Sequence[str]) -> int:
             )
     if problems:
         raise ConfigError(problems)
+
     text = page.build(records)
-    path = Path(asked.output)
     with storage_errors.writing(path, "name another file with -o"):
         atomic_io.write(path, text)
-    of = "1 run" if len(records) == 1 else f"{len(records)} runs"
-    print(f"{path}: {of}, {len(text.encode()) / 1e6:.2f} MB; open it in a browser")
+    count = "1 run" if len(records) == 1 else f"{len(records)} runs"
+    megabytes = len(text.encode()) / 1e6
+    print(f"{path}: {count}, {megabytes:.2f} MB; open it in a browser")
     return 0

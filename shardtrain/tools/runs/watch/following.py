@@ -7,6 +7,7 @@ terminal.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 import os
@@ -154,6 +155,7 @@ class FollowedRun:
                 for number in range(_SAMPLES):
                     file.seek(number * older // _SAMPLES)
                     lines = file.read(_SAMPLE_BYTES).split(b"\n")
+                    # The first and the last line may be incomplete.
                     if len(lines) > 2:
                         self._take(lines[1])
         except OSError:
@@ -168,7 +170,8 @@ class FollowedRun:
         # After a rollback to a checkpoint, later points belong to steps that the run repeats.
         if self.last and step <= self.last["step"]:
             for name, (steps, values) in self.curves.items():
-                num_kept = sum(earlier < step for earlier in steps)
+                # Steps are in ascending order.
+                num_kept = bisect.bisect_left(steps, step)
                 self.curves[name] = steps[:num_kept], values[:num_kept]
         self.last = record
         for name in CURVES:

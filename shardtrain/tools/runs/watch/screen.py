@@ -96,6 +96,8 @@ def _details(run: FollowedRun, terminal: Terminal) -> list[str]:
     lines = [_state_line(run, terminal)]
     if run.total_steps and run.last:
         lines.append(_progress_bar(run, terminal))
+
+    # Each curve fills the line between its current value and its range.
     for name, title in TITLES.items():
         steps, values = _curve(run, name)
         if not values:
