@@ -383,6 +383,7 @@ def config_fields(wanted: Export) -> dict[str, Any]:
         if config.vocab_size != config.own_vocab_size:
             new_vocab_size = config.vocab_size
         labels = wanted.labels or [f"LABEL_{number}" for number in range(config.num_labels)]
+        source_config = _with_depths(source_config, 0)
         fields = saved_config(source_config, config.class_name, labels, new_vocab_size)
         return _with_dtype(fields, wanted.dtype)
     hub = hub_of(wanted.module, str(wanted.checkpoint), len(wanted.labels))
@@ -420,9 +421,8 @@ def _changed(
     # change. Use the model's value for fields that config.json lacks, or that affect neither model.
     described = type(config)(**hub.read(Fields(hf_config, CONFIG, hub.defaults)))
     unused = hub.unused(dataclasses.asdict(described)) & hub.unused(dataclasses.asdict(config))
-    # The number of layers of multi-token prediction is not read from config.json, but it is written.
-    without_effect = {*FREE, *unused} - {"num_nextn_predict_layers"}
-    same = {key: getattr(config, key) for key in without_effect if hasattr(config, key)}
+    without_effect = [key for key in {*FREE, *unused} if hasattr(config, key)]
+    same = {key: getattr(config, key) for key in without_effect}
     source_fields = hub.write(dataclasses.replace(described, **same))
     changes = {key: value for key, value in fields.items() if source_fields.get(key) != value}
     # Files of transformers 5 have one table of all rotary options.
@@ -436,10 +436,28 @@ def _changed(
         for key in _ROTARY:
             changes.pop(key, None)
         changes["rope_parameters"] = table
-    changed = {**hf_config, **changes}
+    changed = _with_depths({**hf_config, **changes}, getattr(config, "num_nextn_predict_layers", 0))
     # Exported weights are dequantized.
     changed.pop("quantization_config", None)
     return changed
+
+
+def _with_depths(fields: Mapping[str, Any], num_depths: int) -> dict[str, Any]:
+    """Return the fields with the number of layers of multi-token prediction that the export has.
+
+    Without such layers, an absent key stays absent. The number of the source stays if lists with an item per
+    layer include these layers.
+    """
+    name = "num_nextn_predict_layers"
+    in_source = fields.get(name)
+    if num_depths == 0:
+        if not in_source:
+            return {**fields}
+        if isinstance(in_source, int):
+            length = fields.get("num_hidden_layers", 0) + in_source
+            if any(isinstance(value, list) and len(value) == length for value in fields.values()):
+                return {**fields}
+    return {**fields, name: num_depths}
 
 
 def _with_dtype(fields: dict[str, Any], dtype: str) -> dict[str, Any]:

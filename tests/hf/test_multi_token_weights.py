@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from forked import run as run_command
+from hf_architectures import hf_folder
 from hub_folders import build, save
 from safetensors.torch import load_file, save_file
 from tiny import text_file
@@ -57,8 +59,9 @@ def shapes_of(folder: Path) -> dict[str, Any]:
     return {name: tuple(tensor.shape) for name, tensor in tensors_of(folder).items()}
 
 
-def trained(folder: Path, output: Path, num_depths: int = 1) -> Path:
+def trained(folder: Path, output: Path, num_depths: int = 1, from_weights: bool = True) -> Path:
     """Train two steps from a folder with the command line, and return the folder of the run."""
+    start = [f"--checkpoint.initial_load_path={folder}", "--checkpoint.initial_load_in_hf"]
     done = run_command(
         [
             sys.executable,
@@ -79,8 +82,7 @@ def trained(folder: Path, output: Path, num_depths: int = 1) -> Path:
             "--training.device=cpu",
             "--optimizer.lr=1e-2",
             "--checkpoint.enable",
-            f"--checkpoint.initial_load_path={folder}",
-            "--checkpoint.initial_load_in_hf",
+            *(start if from_weights else []),
             "--checkpoint.interval=2",
         ],
         capture_output=True,
@@ -145,6 +147,44 @@ def test_import_keeps_them_on_request(tmp_path: Path) -> None:
     for name, tensor in tensors_of(back).items():
         assert torch.equal(tensor, tensors[name]), name
     assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+@pytest.mark.parametrize("num_depths", [0, 1])
+@pytest.mark.parametrize("has_field", [True, False])
+def test_export_counts_those_of_a_run_from_a_config_alone(
+    has_field: bool, num_depths: int, tmp_path: Path
+) -> None:
+    folder = published(tmp_path / "hf")
+    (folder / "model.safetensors").unlink()
+    if not has_field:
+        fields = json.loads((folder / "config.json").read_text())
+        del fields["num_nextn_predict_layers"]
+        (folder / "config.json").write_text(json.dumps(fields))
+    output = trained(folder, tmp_path / "run", num_depths, from_weights=False)
+    back, checkpoint, again = tmp_path / "back", tmp_path / "checkpoint", tmp_path / "again"
+    assert main(["export", str(output), "--to", str(back), "--check", "weights"]) == 0
+    # and once more through an import
+    arguments = ["import", str(back), "--to", str(checkpoint), "--check", "weights"]
+    assert main([*arguments, *["--keep_mtp"] * num_depths]) == 0
+    assert main(["export", str(checkpoint), "--to", str(again), "--check", "weights"]) == 0
+    num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    for path in (back, again):
+        written = json.loads((path / "config.json").read_text())
+        assert written.get("num_nextn_predict_layers", 0) == num_depths
+        has_layer = any(name.startswith(f"model.layers.{num_layers}.") for name in shapes_of(path))
+        assert has_layer == bool(num_depths)
+
+
+def test_export_of_a_class_of_transformers_has_none(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = shutil.copytree(hf_folder("glm4_moe"), tmp_path / "hf")
+    fields = json.loads((folder / "config.json").read_text())
+    fields["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(fields))
+    checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
+    assert main(["import", str(folder), "--to", str(checkpoint), "--check", "weights"]) == 0
+    assert main(["export", str(checkpoint), "--to", str(back), "--check", "weights"]) == 0
+    assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
 def test_generate_ignores_them(tmp_path: Path, capsys: Any) -> None:
