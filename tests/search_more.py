@@ -63,6 +63,7 @@ CSV = f"{P}pipeline_parallel_schedule_csv"
 PARTS = f"{P}module_fqns_per_model_part"
 LINEAR = "quantize.linear.float8"
 GROUPED = "quantize.grouped_mm.float8"
+QK_CLIP = "optimizer.qk_clip_threshold"
 SCHEDULES = Path(tempfile.gettempdir()) / f"shardtrain-schedules-{os.getuid()}"
 """Folder of generated schedule files. The name of a file determines its content, see ``write_schedule``."""
 
@@ -548,6 +549,7 @@ def rates(rng: random.Random, draft: Draft) -> None:
             rng, 0.4, muon_update_rms=["0.1"], muon_adamw_patterns=["embed*\nhead*\n*norm*\n*attn*"]
         )
         constants |= some(rng, 0.3, muon_dtype=["float32"])
+        constants |= some(rng, 0.3, qk_clip_threshold=["0.05"])
     draft.options |= within("optimizer", constants)
 
 
@@ -921,12 +923,29 @@ def _of_stages(case: Case) -> Iterator[Broken]:
 
 def _of_learning(case: Case) -> Iterator[Broken]:
     yield from _of_early_step(case)
+    yield from _of_qk_clip(case)
     yield from _of_adapters(case)
     yield from _of_float8(case)
     if case.value(f"{A}mode") == "memory_budget" and not has_compiled_layers(case):
         yield Broken("a memory budget requires compilation", (f"{A}mode",))
     if case.value(f"{A}mode") == "memory_budget" and is_on(case, f"{A}cpu_offload"):
         yield Broken("a memory budget does not support offloading of inputs", (f"{A}cpu_offload",))
+
+
+def _of_qk_clip(case: Case) -> Iterator[Broken]:
+    if not case.value(QK_CLIP):
+        return
+    is_unsupported = (
+        case.value("optimizer.name") != "Muon",
+        is_on(case, "optimizer.early_step_in_backward"),
+        is_on(case, "lora.enable"),
+        case.value("model.name") == AS_IS,
+        case.value("task.name", "language_model") not in ("language_model", "distillation"),
+    )
+    if any(is_unsupported):
+        yield Broken("only Muon clips, and only trained weights of known models", (QK_CLIP,))
+    if case.value("model.name") in ("qwen3", "qwen3_moe", "qwen3_next"):
+        yield Broken("weights do not scale the logits of normalized queries", (QK_CLIP,))
 
 
 def _of_early_step(case: Case) -> Iterator[Broken]:

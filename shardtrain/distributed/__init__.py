@@ -82,6 +82,13 @@ def parallelize(
     has_noise = config.training.neftune_noise_alpha is not None
     if has_noise:
         embedding_noise.check(model, layout)
+    clip = None
+    if config.optimizer.qk_clip_threshold > 0:
+        # Imported here, because runs without it do not need the file.
+        from shardtrain.distributed import qk_clip
+
+        qk_clip.check(model, layout)
+        clip = qk_clip.QKClip(mesh, config)
 
     # Prepare each pipeline stage of this rank, or the entire model without a pipeline.
     is_pipelined = mesh.size("pp") > 1
@@ -95,6 +102,8 @@ def parallelize(
             tensor_parallel.apply(module, layout, mesh, config)
         if mesh.size("cp") > 1:
             context_parallel.apply(module, layout, mesh, config)
+        if clip is not None:
+            clip.apply(module, layout)
         if layout.expert:
             expert_parallel.apply(module, layout, mesh, config)
         if splits_hf_experts:
@@ -137,6 +146,7 @@ def parallelize(
         training_chunk_loss,
         noise,
         num_depths,
+        clip,
     )
     if is_pipelined:
         return pipeline_parallel.PipelineRunner(parts, model, layout, vocab_size)

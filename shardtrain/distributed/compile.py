@@ -41,6 +41,8 @@ _PEAK_FLOPS_PER_CORE_AMX = 2e12
 """Peak FLOP/s in bfloat16 of one core with AMX."""
 _EAGER_RECURRENCE = "a recurrence stays eager"
 """Reason for a graph break that this file causes on purpose, see ``graph_break_warning``."""
+EAGER_ATTENTION = "attention stays eager to measure its logits"
+"""Reason for a graph break that ``qk_clip.py`` causes on purpose."""
 
 
 def decided(config: Config, mesh: Mesh, flops_per_token: float) -> Config:
@@ -227,7 +229,13 @@ def graph_break_warning(config: Config) -> str | None:
     from torch._dynamo.utils import counters
 
     # These modules disable the compiler on purpose, so do not report their graph breaks.
-    on_purpose = ("SplitAttentionCore", "SplitRecurrenceCore", "RoutedCore", _EAGER_RECURRENCE)
+    on_purpose = (
+        "SplitAttentionCore",
+        "SplitRecurrenceCore",
+        "RoutedCore",
+        _EAGER_RECURRENCE,
+        EAGER_ATTENTION,
+    )
     reasons = []
     for graph_break in counters["graph_break"]:
         if not any(name in str(graph_break) for name in on_purpose):
@@ -247,10 +255,11 @@ def is_compiled_within(
     """True if a layer is compiled inside its recomputed region instead of around it.
 
     This is necessary for a layer with an eager core: a recurrence, or attention with context
-    parallelism. If the compiler wraps a recomputed region that contains an eager part, it silently
+    parallelism or QK-clip. If the compiler wraps a recomputed region that contains an eager part, it silently
     compiles nothing. If the region wraps the compiled layer, only the core breaks the graph.
     """
-    has_eager_core = mesh.size("cp") > 1 or bool(_recurrences(layer, path, layout))
+    has_eager_attention = mesh.size("cp") > 1 or config.optimizer.qk_clip_threshold > 0
+    has_eager_core = has_eager_attention or bool(_recurrences(layer, path, layout))
     if not _compiles_layers(config) or not has_eager_core:
         return False
     parts = _compiled_parts(layer, path, layout, mesh)

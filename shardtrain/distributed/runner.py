@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,10 @@ from shardtrain.ops.targets import IGNORE
 from shardtrain.ops.tied import to_empty
 from shardtrain.utils.errors import ConfigError, Problem
 
+if TYPE_CHECKING:
+    # Runs without QK-clip do not import it.
+    from shardtrain.distributed.qk_clip import QKClip
+
 
 @dataclass(frozen=True)
 class ModelParts:
@@ -64,6 +69,8 @@ class ModelParts:
     """Noise on the output of the embedding, if this rank has one and training adds noise."""
     num_depths: int = 0
     """Number of multi-token prediction layers of the full model."""
+    qk_clip: QKClip | None = None
+    """Bounds the attention logits of this rank's modules, or None."""
 
 
 def loss_terms(config: Config) -> LossTerms:
@@ -243,6 +250,8 @@ class Runner(ABC):
             metrics |= self._balance.measures()
         if self.token_metrics:
             metrics |= self.token_metrics.means()
+        if self.model_parts.qk_clip is not None:
+            metrics |= self.model_parts.qk_clip.measures()
         return metrics
 
     def optimizer_parameters(self) -> dict[str, nn.Parameter]:
@@ -284,6 +293,8 @@ class Runner(ABC):
             del optimizer.found_inf  # type: ignore[attr-defined]
         if self._split_states is not None:
             self._split_states.after_update()
+        if self.model_parts.qk_clip is not None:
+            self.model_parts.qk_clip.clip(self.parameters())
         if self._has_experts:
             expert_parallel.update_biases(self.parts, self._mesh, applies)
 
@@ -303,9 +314,11 @@ class Runner(ABC):
                 self._split_states.after_update()
 
     def zero_grad(self) -> None:
-        """Set all gradients to None, which frees their memory."""
+        """Set all gradients to None, which frees their memory, and forget the attention logits of the step."""
         for parameter in self.parameters().values():
             parameter.grad = None
+        if self.model_parts.qk_clip is not None:
+            self.model_parts.qk_clip.reset()
 
 
 class PlainRunner(Runner):

@@ -190,6 +190,16 @@ class LatentAttention(nn.Module):
         out_BTNH = out_BTNH[..., : self.v_dim]
         return self.wo(out_BTNH.flatten(2))
 
+    def qk_clip_powers(self) -> dict[str, list[float]]:
+        """Return the powers of the clipping factor, see ``distributed/qk_clip.py``.
+
+        All heads share the rotary part of a key, so only the rotary part of a head's queries is scaled.
+        """
+        return {
+            "wq_b": [0.5] * self.nope_dim + [1.0] * self.rope_dim,
+            "wkv_b": [0.5] * self.nope_dim + [0.0] * self.v_dim,
+        }
+
 
 class DeepseekV3Block(nn.Module):
     """One layer: attention and a feed-forward or experts, each with a norm and a residual connection."""

@@ -20,6 +20,7 @@ from shardtrain.models.layers import (
     SinkAttentionCore,
     build_norm,
     rotate,
+    scaled_equally,
 )
 from shardtrain.models.moe import EXPERT_BIAS, EXPERT_STYLES, MoE, expert_draws, routing_of
 from shardtrain.models.yarn import YarnAngles, yarn_scale
@@ -123,6 +124,10 @@ class GptOssAttention(nn.Module):
         k_BTKH = rotate(k_BTKH, angles)
         out_BTNH = self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.sinks())
         return self.wo(out_BTNH.flatten(2))
+
+    def qk_clip_powers(self) -> dict[str, list[float]]:
+        """Return the powers of the clipping factor, see ``distributed/qk_clip.py``."""
+        return scaled_equally(self.head_dim)
 
 
 class GptOssBlock(nn.Module):

@@ -247,6 +247,11 @@ class HeadNumbers(nn.Module):
         return self.weight
 
 
+def scaled_equally(head_dim: int) -> dict[str, list[float]]:
+    """Return the powers of QK-clip for attention whose logits are products of the outputs of ``wq`` and ``wk``."""
+    return {"wq": [0.5] * head_dim, "wk": [0.5] * head_dim}
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions (Ainslie et al. 2023)."""
 
@@ -281,6 +286,10 @@ class Attention(nn.Module):
         out_BTNH = self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT)
         return self.wo(out_BTNH.flatten(2))
 
+    def qk_clip_powers(self) -> dict[str, list[float]]:
+        """Return the powers of the clipping factor, see ``distributed/qk_clip.py``."""
+        return scaled_equally(self.head_dim)
+
 
 class NormedAttention(Attention):
     """Grouped-query attention whose queries and keys are normalized per head (Dehghani et al. 2023;
@@ -305,6 +314,10 @@ class NormedAttention(Attention):
         k_BTKH = rotate(self.k_norm(k_BTKH), angles)
         out_BTNH = self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT)
         return self.wo(out_BTNH.flatten(2))
+
+    def qk_clip_powers(self) -> dict[str, list[float]]:
+        """Return nothing, because the scale of the weights does not change normalized queries and keys."""
+        return {}
 
 
 class FeedForward(nn.Module):

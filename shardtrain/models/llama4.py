@@ -23,6 +23,7 @@ from shardtrain.models.layers import (
     RotaryAngles,
     build_norm,
     rotate_pairs,
+    scaled_equally,
 )
 from shardtrain.models.moe import EXPERT_BIAS, EXPERT_STYLES, MoE, expert_draws, routing_of
 
@@ -169,6 +170,10 @@ class Llama4Attention(nn.Module):
             k_BTKH = _unit_mean_square(k_BTKH, self.norm_eps)
         out_BTNH = self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT)
         return self.wo(out_BTNH.flatten(2))
+
+    def qk_clip_powers(self) -> dict[str, list[float]]:
+        """Return the powers of the clipping factor, or nothing if queries and keys are normalized."""
+        return scaled_equally(self.head_dim) if self.norm_eps is None else {}
 
 
 def _unit_mean_square(x_BTNH: Tensor, eps: float) -> Tensor:

@@ -16,7 +16,13 @@ from torch.nn import functional as F
 
 from shardtrain.hub_formats.neox_format import HUB
 from shardtrain.layout import Draw, Layout
-from shardtrain.models.layers import AttentionCore, Decoder, RotaryAngles, rotate
+from shardtrain.models.layers import (
+    AttentionCore,
+    Decoder,
+    RotaryAngles,
+    rotate,
+    scaled_equally,
+)
 from shardtrain.utils.errors import ConfigError, Problem
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
@@ -95,6 +101,10 @@ class NeoxAttention(nn.Module):
         k_BTNH = self._rotate_part(k_BTNH, angles)
         out_BTNH = self.core(q_BTNH, k_BTNH, v_BTNH, documents_BT)
         return self.wo(out_BTNH.flatten(2))
+
+    def qk_clip_powers(self) -> dict[str, list[float]]:
+        """Return the powers of the clipping factor, see ``distributed/qk_clip.py``."""
+        return scaled_equally(self.head_dim)
 
     def _rotate_part(self, x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         rotary, unchanged = x_BTNH.tensor_split((self.rotary_dim,), dim=-1)

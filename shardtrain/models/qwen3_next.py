@@ -165,6 +165,10 @@ class GatedAttention(nn.Module):
         out_BTNH = self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT) * gate_BTNH.sigmoid()
         return self.wo(out_BTNH.flatten(2))
 
+    def qk_clip_powers(self) -> dict[str, list[float]]:
+        """Return nothing, because the scale of the weights does not change normalized queries and keys."""
+        return {}
+
     def _rotate_part(self, x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         rotary, unchanged = x_BTNH.tensor_split((self.rotary_dim,), dim=-1)
         return torch.cat((rotate(rotary, angles), unchanged), dim=-1)

@@ -16,8 +16,9 @@ from typing import Any
 from shardtrain.config import stages
 from shardtrain.config.load import Loaded
 from shardtrain.config.rules.own_files_rules import SCHEDULE_OPTIONS, schedule_options
-from shardtrain.config.rules.values import problem
+from shardtrain.config.rules.values import any_of, problem
 from shardtrain.config.schema import Config
+from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.facts.lr_schedules import SCHEDULES
 from shardtrain.facts.optimizers import OPTIMIZERS, PYTORCH_ADAMS
 from shardtrain.utils.errors import COMMAND_LINE, Problem
@@ -58,6 +59,40 @@ def check_without_effect(loaded: Loaded) -> Iterator[Problem]:
 
 
 # The optimizer
+
+
+def qk_clip(loaded: Loaded) -> Iterator[Problem]:
+    """QK-clip scales the weights of attention modules of this package after an update of Muon."""
+    c = loaded.config
+    if not c.optimizer.qk_clip_threshold:
+        return
+
+    def conflict(rule: str, fix: str) -> Problem:
+        return problem(loaded, "optimizer.qk_clip_threshold", rule, f"{fix}, or remove it")
+
+    name = c.optimizer.name
+    if name != "Muon" and not name.endswith(".py"):
+        yield conflict("is only supported by Muon", 'set optimizer.name = "Muon"')
+    if c.optimizer.early_step_in_backward:
+        yield conflict(
+            rule="scales weights after the update, and optimizer.early_step_in_backward updates in backward",
+            fix="set it to false",
+        )
+    if c.model.name == "transformers":
+        yield conflict(
+            rule='is not supported with model.name = "transformers", whose query and key weights are not known',
+            fix="use a model of this package",
+        )
+    if c.lora.enable:
+        yield conflict(
+            rule="scales the query and key weights, which lora.enable freezes",
+            fix="set lora.enable = false",
+        )
+    if c.task.name not in OF_NEXT_TOKENS:
+        yield conflict(
+            rule=f'is not supported with task.name = "{c.task.name}", whose padding depends on the mesh',
+            fix=f"use {any_of(OF_NEXT_TOKENS)}",
+        )
 
 
 def early_step(loaded: Loaded) -> Iterator[Problem]:
@@ -406,6 +441,7 @@ def averages_without_use(loaded: Loaded) -> Iterator[Problem]:
 
 
 PAIR_RULES: tuple[Rule, ...] = (
+    qk_clip,
     early_step,
     adam_only_options,
     stochastic_rounding,

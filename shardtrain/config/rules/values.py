@@ -117,6 +117,7 @@ AT_LEAST_0 = (
     "launch.max_restarts",
     "optimizer.lr",
     "optimizer.weight_decay",
+    "optimizer.qk_clip_threshold",
     "training.z_loss_weight",
 )
 MINUS_1_OR_AT_LEAST_1 = (

@@ -139,6 +139,10 @@ class Optimizer:
     """
     muon_dtype: Literal["default", "float32", "bfloat16"] = "default"
     """dtype of Muon's iterations; default is float32 on CPU and bfloat16 elsewhere (shardtrain)."""
+    qk_clip_threshold: float = 0.0
+    """With Muon, scale the query and key weights of each head whose largest attention logit exceeds
+    this number (QK-clip of MuonClip; Kimi K2: 100); 0: off (shardtrain).
+    """
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,11 @@ def gathered_attention(
     return torch.cat(outputs, dim=1)
 
 
+def gathered_keys(k_BtKH: Tensor, group: dist.ProcessGroup, balanced: bool) -> Tensor:
+    """Return the keys of all ranks in the order of the sequence (a collective)."""
+    return natural_order(_GatherSequence.apply(k_BtKH, group, None), group.size(), balanced)
+
+
 def natural_order(x_BTKH: Tensor, size: int, balanced: bool) -> Tensor:
     """Put the chunks of gathered, balanced sequences in order: 0, 2P-1, 1, 2P-2, ... to 0, 1, 2, ..."""
     if not balanced:

@@ -258,6 +258,10 @@ def _uncounted(config: Config) -> list[str]:
         )
     if config.optimizer.name.endswith(".py"):
         notes.append("the optimizer is a file: its state is counted as AdamW's")
+    if config.optimizer.qk_clip_threshold:
+        notes.append(
+            "optimizer.qk_clip_threshold multiplies queries and keys a second time in float32, which is not counted"
+        )
     if config.task.name in ("distillation", "preference", "kto"):
         notes.append(
             f"the frozen model that task.name={config.task.name} may hold is not counted; a dry run counts it"

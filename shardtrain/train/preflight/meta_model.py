@@ -20,6 +20,7 @@ from shardtrain.distributed import (
     hf_experts,
     hf_stages,
     pipeline_parallel,
+    qk_clip,
 )
 from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
@@ -74,6 +75,8 @@ def _parameters(config: Config) -> list[ParameterMemory]:
         tensor_parallel.check(model, layout, config)
     if config.training.neftune_noise_alpha is not None:
         embedding_noise.check(model, layout)
+    if config.optimizer.qk_clip_threshold > 0:
+        qk_clip.check(model, layout)
     if config.parallelism.context_parallel_degree > 1 and hasattr(model, "hf"):
         context_parallel.check_network(model, config)
     if expert_parallel.splits_hf_experts(model, config):
