@@ -48,7 +48,8 @@ class ChainNames:
     @property
     def paths(self) -> list[str]:
         """Paths of all modules."""
-        return [*self.first, *(f"{self.layers}.{name}" for name in self.layer_names), *self.last]
+        layers = [f"{self.layers}.{name}" for name in self.layer_names]
+        return [*self.first, *layers, *self.last]
 
     def per_stage(self, parallelism: Parallelism) -> list[list[str]]:
         """Return the paths of the modules of each stage.
@@ -59,9 +60,14 @@ class ChainNames:
             parallelism, self.first, self.layers, self.layer_names, self.last
         )
         known = set(self.paths)
-        return [
-            [f"hf.{name}" if f"hf.{name}" in known else name for name in part] for part in parts
-        ]
+        per_stage = []
+        for part in parts:
+            paths = []
+            for name in part:
+                with_prefix = f"hf.{name}"
+                paths.append(with_prefix if with_prefix in known else name)
+            per_stage.append(paths)
+        return per_stage
 
 
 def names_of(model: nn.Module, layout: Layout) -> ChainNames:
@@ -209,7 +215,10 @@ class _ChainTrace:
     def _check_inputs(self, name: str, x: Any, others: Any) -> None:
         # Compare by identity: any computation in between would create another object.
         if x is not self._x:
-            rule = f"the input of {name} is not {self._origin()} unchanged"
+            origin = self._x_origin
+            if self._num_called > 0:
+                origin = f"the output of {origin}"
+            rule = f"the input of {name} is not {origin} unchanged"
             if name in self._layout.first[1:]:
                 fix = "let one module do both, as self.embed(tokens_BT, positions_BT)"
             elif self._num_called == 0:
@@ -220,11 +229,6 @@ class _ChainTrace:
         if any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(others)):
             rule = f"{name} receives outputs of other modules in addition to x"
             raise self._refusal(rule, "pass only x along the chain")
-
-    def _origin(self) -> str:
-        if self._num_called == 0:
-            return self._x_origin
-        return f"the output of {self._x_origin}"
 
     def _check_output(self, name: str, x: Any, out: Any) -> None:
         if not isinstance(out, Tensor):
@@ -352,8 +356,10 @@ def are_equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
     if len(one) != len(other):
         return False
     for a, b in zip(one, other, strict=True):
-        if isinstance(a, Tensor) or isinstance(b, Tensor):
-            if not (isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)):
+        if isinstance(a, Tensor) != isinstance(b, Tensor):
+            return False
+        if isinstance(a, Tensor):
+            if not torch.equal(a, b):
                 return False
         elif isinstance(a, bool | int | float | str | None) and a != b:
             return False

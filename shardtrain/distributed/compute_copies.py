@@ -134,8 +134,8 @@ class ComputeCopies:
         del gradient  # before the hooks, which may update the parameter
         # No operation needs the copy any more, but the graph keeps it alive until the loss is freed. So free
         # its memory here. With size 0, an unexpected use would fail instead of computing a wrong result.
-        held = _local(copy)
-        held.data = held.new_empty(0)
+        copied_values = _local(copy)
+        copied_values.data = copied_values.new_empty(0)
         module, name = self._places.get(parameter, [(None, "")])[0]
         if module is not None and module._parameters[name] is copy:  # else dropped, or copied again
             self._show(parameter, self._places.pop(parameter))
@@ -146,8 +146,13 @@ class ComputeCopies:
     def held_bytes(self, part: nn.Module) -> int:
         """Return the bytes of the copies that are now in use in ``part``."""
         modules = set(part.modules())
-        held = [places[0] for places in self._places.values() if places[0][0] in modules]
-        return sum(_local(module.get_parameter(name)).nbytes for module, name in held)
+        total = 0
+        for places in self._places.values():
+            # All modules of a tied parameter share one copy, so count its first place only.
+            module, name = places[0]
+            if module in modules:
+                total += _local(module.get_parameter(name)).nbytes
+        return total
 
     def drop(self) -> None:
         """Put all parameters back into their modules."""

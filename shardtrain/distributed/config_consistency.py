@@ -123,28 +123,36 @@ def _differences(
 ) -> Iterator[str]:
     """Yield a sentence for each fact that differs, and one for the first rank whose options differ."""
     for name in facts:
+        # The hash of all options says nothing to a reader. The options themselves follow below.
         if name == _OPTIONS:
             continue
         ranks_by_value: dict[str, list[int]] = {}
         for rank, (rank_facts, _) in sorted(reports.items()):
             ranks_by_value.setdefault(rank_facts.get(name, "none"), []).append(rank)
-        if len(ranks_by_value) > 1:
-            values = ", ".join(
-                f"{value} on rank {_short(ranks, 4)}" for value, ranks in ranks_by_value.items()
-            )
-            yield f"ranks differ in {name}: {values}; start all of them from one environment with one command"
+        if len(ranks_by_value) == 1:
+            continue
+        values = []
+        for value, ranks in ranks_by_value.items():
+            values.append(f"{value} on rank {_short(ranks, 4)}")
+        yield (
+            f"ranks differ in {name}: {', '.join(values)}; "
+            "start all of them from one environment with one command"
+        )
     # Options are many, so name only the first option of the first rank.
     for rank, (_, differing) in sorted(reports.items()):
-        if differing:
-            name = min(differing)
-            more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-            first_value = json.dumps(options.get(name))
-            value = json.dumps(differing[name])
-            yield (
-                f"ranks differ in options: {name}={first_value} on rank 0 and {value} on rank {rank}{more}; "
-                "give every rank the same file and command line"
-            )
-            return
+        if not differing:
+            continue
+        name = min(differing)
+        more = ""
+        if len(differing) > 1:
+            more = f" (and {len(differing) - 1} more)"
+        first_value = json.dumps(options.get(name))
+        value = json.dumps(differing[name])
+        yield (
+            f"ranks differ in options: {name}={first_value} on rank 0 and {value} on rank {rank}{more}; "
+            "give every rank the same file and command line"
+        )
+        return
 
 
 def _short(ranks: list[int], limit: int) -> str:

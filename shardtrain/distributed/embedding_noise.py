@@ -133,9 +133,9 @@ class EmbeddingNoise:
         features = like_BtD.size(2)
         rows = self._rows
         assert rows is not None and len(rows) == like_BtD.size(0)
-        magnitudes_Bt = (
-            self._alpha / (self._lengths_BT[rows.start : rows.stop, columns_t] * features).sqrt()
-        )
+        # NEFTune's magnitude is alpha / sqrt(L * D), with the length L of the token's document.
+        lengths_Bt = self._lengths_BT[rows.start : rows.stop, columns_t]
+        magnitudes_Bt = self._alpha / (lengths_Bt * features).sqrt()
         magnitudes_Bt1 = to_device(magnitudes_Bt.unsqueeze(2), like_BtD.device)
 
         noise_BtD = torch.empty(like_BtD.shape, dtype=like_BtD.dtype, device=like_BtD.device)
@@ -193,12 +193,13 @@ def _blocks(columns_t: Tensor) -> list[tuple[int, slice, slice]]:
     pieces = []
     start = 0
     for end in range(1, len(columns) + 1):
-        is_end = end == len(columns)
-        if not is_end:
+        # A piece ends with the columns, with a gap in them, or at the start of the next block.
+        if end < len(columns):
             follows = columns[end] == columns[end - 1] + 1
             if follows and columns[end] % BLOCK_TOKENS != 0:
                 continue
         block, first = divmod(columns[start], BLOCK_TOKENS)
-        pieces.append((block, slice(first, first + end - start), slice(start, end)))
+        in_block = slice(first, first + end - start)
+        pieces.append((block, in_block, slice(start, end)))
         start = end
     return pieces

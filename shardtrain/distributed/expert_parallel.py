@@ -54,21 +54,22 @@ def mesh_of_experts(mesh: Mesh, config: Config) -> DeviceMesh:
     same object.
     """
     degree = config.parallelism.expert_parallel_degree
-    if degree not in mesh.expert_meshes:
-        sizes = {
-            "pp": mesh.size("pp"),
-            "dp_replicate": mesh.size("dp_replicate"),
-            "efsdp": mesh.size("dp_shard", "cp", "tp") // degree,
-            AXIS: degree,
-        }
-        kept_sizes = {name: size for name, size in sizes.items() if size > 1 or name == "efsdp"}
-        names = tuple(kept_sizes)
-        ranks = torch.arange(mesh.device_mesh.size()).view(*kept_sizes.values())
-        device_type = mesh.device.type
-        mesh.expert_meshes[degree] = gloo_sockets.private(
-            lambda: DeviceMesh(device_type, ranks, mesh_dim_names=names)
-        )
-    return mesh.expert_meshes[degree]
+    if degree in mesh.expert_meshes:
+        return mesh.expert_meshes[degree]
+    sizes = {
+        "pp": mesh.size("pp"),
+        "dp_replicate": mesh.size("dp_replicate"),
+        "efsdp": mesh.size("dp_shard", "cp", "tp") // degree,
+        AXIS: degree,
+    }
+    kept_sizes = {name: size for name, size in sizes.items() if size > 1 or name == "efsdp"}
+    names = tuple(kept_sizes)
+    # The ranks are numbered as in the main mesh, so a group of ep contains neighbouring ranks.
+    ranks = torch.arange(mesh.device_mesh.size()).view(*kept_sizes.values())
+    device_type = mesh.device.type
+    expert_mesh = gloo_sockets.private(lambda: DeviceMesh(device_type, ranks, mesh_dim_names=names))
+    mesh.expert_meshes[degree] = expert_mesh
+    return expert_mesh
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
@@ -226,18 +227,23 @@ def measure(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, float]:
     worst = torch.zeros((), dtype=wide, device=mesh.device)
     if blocks:
         counts = [_counts(moe) for moe in blocks]
-        zero = torch.zeros((), dtype=wide, device=mesh.device)
-        losses = [zero if moe.balance.loss_sum is None else moe.balance.loss_sum for moe in blocks]
+        losses = []
+        for moe in blocks:
+            loss = moe.balance.loss_sum
+            losses.append(torch.zeros_like(worst) if loss is None else loss)
         # Sum counts and losses in one reduction.
         summands = torch.cat([torch.cat(counts).to(wide), torch.stack(losses)])
-        lengths = [*(count.numel() for count in counts), len(blocks)]
-        *summed_counts, losses_L = mesh.sum(summands, over=TOKEN_AXES).split(lengths)
+        lengths = [count.numel() for count in counts]
+        *summed_counts, losses_L = mesh.sum(summands, over=TOKEN_AXES).split(
+            [*lengths, len(blocks)]
+        )
         totals_L = torch.stack([count_E.sum() for count_E in summed_counts]).clamp_min(1.0)
         # The load of the busiest expert relative to the mean load: max / (total / experts).
         most_L = torch.stack([count_E.max() * count_E.numel() for count_E in summed_counts])
         worst = (most_L / totals_L).max()
         # Each token is counted by top_k experts, so the number of tokens is total / top_k.
-        top_k_L = torch.tensor([float(moe.routing.top_k) for moe in blocks], device=mesh.device)
+        top_ks = [float(moe.routing.top_k) for moe in blocks]
+        top_k_L = torch.tensor(top_ks, device=mesh.device)
         mean_losses = (losses_L * top_k_L / totals_L).sum()
         num_blocks_and_losses = torch.stack([losses_L.new_tensor(len(blocks)), mean_losses])
     # Stages without experts take part too, because reductions over stages are collectives.

@@ -152,6 +152,7 @@ class _TracedLayer:
 @contextmanager
 def join(rank: int, size: int) -> Iterator[World]:
     """Context manager: make this process rank ``rank`` of ``size``, with collectives that do nothing."""
+    from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -159,17 +160,9 @@ def join(rank: int, size: int) -> Iterator[World]:
         yield World(rank, size, 0, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
-        _forget_meshes()
-
-
-def _forget_meshes() -> None:
-    """Clear DTensor's cache, whose entries refer to process groups that no longer exist.
-
-    The cache looks up meshes by equality, so an equal mesh of the next simulated run would get these entries.
-    """
-    from torch.distributed.tensor import debug
-
-    debug._clear_sharding_prop_cache()
+        # DTensor caches results by mesh, and compares meshes by equality. An equal mesh of the next
+        # simulated run would get results that refer to the process groups destroyed here.
+        debug._clear_sharding_prop_cache()
 
 
 @contextmanager
@@ -253,8 +246,10 @@ def _trace_stages(
     # The schedule determines how many micro-batches are in flight at the same time.
     kept_by_stage = {index: done.kept for index, done in passes.items()}
     kept, in_flight = _most_kept(kept_by_stage, _actions_of_step(runner, mesh))
+    # Only one pass runs at a time, so add the temporary memory of the largest pass only.
+    temporary = max(done.most - done.kept for done in passes.values())
     return Traced(
-        activations_bytes=kept + max(done.most - done.kept for done in passes.values()),
+        activations_bytes=kept + temporary,
         gathered_bytes=sum(done.gathered for done in passes.values()),
         layers_traced=sum(done.layers_traced for done in passes.values()),
         layers=sum(done.layers for done in passes.values()),

@@ -139,7 +139,7 @@ def _prepare_forward(model: nn.Module, layout: Layout, mesh: Mesh, config: Confi
 
 def _shard_together(modules: list[nn.Module], **options: Any) -> None:
     """Make one unit of all modules that have parameters."""
-    with_parameters = [module for module in modules if any(True for _ in module.parameters())]
+    with_parameters = [module for module in modules if list(module.parameters())]
     if with_parameters:
         fully_shard(with_parameters, **options)
 
@@ -211,11 +211,11 @@ def _check_parameters(model: nn.Module, layout: Layout) -> None:
     # Parameters may be tied only within one FSDP unit. Each layer is a unit, and so are all first and last
     # modules together.
     for names in tied_names(model):
-        in_layers = [name for name in names if name.startswith(f"{layout.layers}.")]
-        layers = {".".join(name.split(".")[:2]) for name in in_layers}
-        is_across_layers = len(layers) > 1
-        is_with_ends = bool(layers) and len(in_layers) < len(names)
-        if is_across_layers or is_with_ends:
+        units = set()
+        for name in names:
+            is_in_layer = name.startswith(f"{layout.layers}.")
+            units.add(".".join(name.split(".")[:2]) if is_in_layer else "")
+        if len(units) > 1:
             rule = f"the same parameter as {names[0]} and {names[-1]}, but each layer is sharded separately"
             raise _refusal(rule, "give each layer its own parameters")
     paths = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -223,10 +223,12 @@ def _check_parameters(model: nn.Module, layout: Layout) -> None:
     for unit in (*all_layers(model, layout).values(), ends):
         trained = [parameter for parameter in unit.parameters() if parameter.requires_grad]
         for parameter in trained[1:]:
-            first = trained[0]
-            if parameter.dtype != first.dtype:
-                rule = f"{_with_dtype(first, paths)} and {_with_dtype(parameter, paths)}, which are sharded together"
-                raise _refusal(rule, "use one dtype for all parameters")
+            if parameter.dtype == trained[0].dtype:
+                continue
+            first = _with_dtype(trained[0], paths)
+            other = _with_dtype(parameter, paths)
+            rule = f"{first} and {other}, which are sharded together"
+            raise _refusal(rule, "use one dtype for all parameters")
 
 
 def _with_dtype(parameter: nn.Parameter, paths: Mapping[int, str]) -> str:

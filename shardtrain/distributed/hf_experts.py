@@ -8,7 +8,7 @@ Shape suffixes: S tokens, D model, K experts per token, R = S K rows, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -49,12 +49,17 @@ def check(model: Any, config: Config) -> None:
             rule = f"does not divide the {count} experts of {path}"
         elif any(is_adapter(parameter) for parameter in parameters):
             rule = f"is not supported with adapters on the experts of {path}"
-        elif any(
-            "." in parameter or stack.shape[0] != count for parameter, stack in parameters.items()
-        ):
+        elif not _has_only_stacks(parameters, count):
             rule = f"requires weights with one row per expert, and {path} has other weights too"
         if rule:
             raise ConfigError(Problem(DEGREE, degree, rule, USE_FSDP))
+
+
+def _has_only_stacks(parameters: Mapping[str, nn.Parameter], num_experts: int) -> bool:
+    """True if every parameter belongs to the module itself and has one row per expert."""
+    if any("." in name for name in parameters):
+        return False
+    return all(parameter.shape[0] == num_experts for parameter in parameters.values())
 
 
 def _separate_experts(model: nn.Module) -> str:
@@ -183,7 +188,8 @@ def _gather(part: Tensor, group: dist.ProcessGroup, num_rows: int) -> Tensor:
     padded[: len(part)] = part
     gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded, group=group)
-    return torch.cat([chunk[:size] for chunk, size in zip(gathered, sizes, strict=True)])
+    rows = [chunk[:size] for chunk, size in zip(gathered, sizes, strict=True)]
+    return torch.cat(rows)
 
 
 class _OwnPart(torch.autograd.Function):

@@ -148,7 +148,9 @@ class _OtherEnd(_Reading, chain.Absent):
                 break
 
         original = self.__dict__["original"]
-        meta_arguments, meta_keywords = tree_map_only(Tensor, _to_meta, (arguments, keywords))
+        meta_arguments, meta_keywords = tree_map_only(
+            Tensor, lambda tensor: tensor.to("meta"), (arguments, keywords)
+        )
         with torch.no_grad():
             out = original(*meta_arguments, **meta_keywords)
 
@@ -159,10 +161,6 @@ class _OtherEnd(_Reading, chain.Absent):
             return torch.zeros(tensor.shape, dtype=dtype, device=device)
 
         return tree_map_only(Tensor, zeros, out)
-
-
-def _to_meta(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -188,10 +186,10 @@ def cut(model: Any, hf_chain: HFChain, keep: set[str]) -> nn.Module:
             model.set_submodule(path, _OtherEnd(copied))
 
     # Replace the layers of other stages.
-    own = []
+    own_indices = []
     for index, path in enumerate(_layer_paths(names)):
         if path in keep:
-            own.append(index)
+            own_indices.append(index)
             continue
         copied = _meta_copy(model.get_submodule(path))
         model.set_submodule(path, _OtherLayer(copied, hf_chain.outputs))
@@ -201,7 +199,7 @@ def cut(model: Any, hf_chain: HFChain, keep: set[str]) -> nn.Module:
     model.stage_paths = [path for path in names.paths if path in keep]
     _keep_own_constants(model)
     layers = [model.get_submodule(path) for path in _layer_paths(names)]
-    _connect(model, layers, own)
+    _connect(model, layers, own_indices)
     return model  # type: ignore[no-any-return]
 
 
@@ -231,15 +229,15 @@ def _keep_own_constants(model: Any) -> None:
     model._constants = kept
 
 
-def _connect(model: Any, layers: Sequence[nn.Module], own: Sequence[int]) -> None:
+def _connect(model: Any, layers: Sequence[nn.Module], own_indices: Sequence[int]) -> None:
     """Let the placeholder before the stage's own layers receive, and the one after them end the pass.
 
-    Also replaces the model's forward. ``own`` contains the indices of the stage's own layers.
+    Also replaces the model's forward. ``own_indices`` are the indices of the stage's own layers.
     """
     before = None
-    if own[0] > 0:
-        before = layers[own[0] - 1]
-    place_after = own[-1] + 1
+    if own_indices[0] > 0:
+        before = layers[own_indices[0] - 1]
+    place_after = own_indices[-1] + 1
     if place_after < len(layers):
         layers[place_after].ends = True  # type: ignore[assignment]
     model.forward = partial(_run_stage, model.forward, before)
@@ -600,8 +598,8 @@ def _recorded(model: Any, hf_chain: HFChain, own_paths: set[str]) -> dict[str, l
     skeleton = _skeleton(model, names, hf_chain.outputs, own_paths)
     layer_paths = _layer_paths(names)
     layers: list[Any] = [skeleton.get_submodule(path) for path in layer_paths]
-    own = [index for index, layer in enumerate(layers) if isinstance(layer, _Recorder)]
-    _connect(skeleton, layers, own)
+    recorded = [index for index, layer in enumerate(layers) if isinstance(layer, _Recorder)]
+    _connect(skeleton, layers, recorded)
 
     # Two documents, whose positions each begin at 0, also show masks and angles that depend on them.
     columns = torch.arange(_TOKENS).unsqueeze(0)
@@ -610,11 +608,11 @@ def _recorded(model: Any, hf_chain: HFChain, own_paths: set[str]) -> dict[str, l
 
     # The first stage receives tokens, all others receive activations.
     x = torch.zeros(1, _TOKENS, hf_chain.features)
-    if own[0] == 0:
+    if recorded[0] == 0:
         x = torch.full_like(columns, _token(model))
     with torch.no_grad():
         skeleton(x, positions, documents_BT=is_second.long())
-    return {layer_paths[index]: layers[index].arguments for index in own}
+    return {layer_paths[index]: layers[index].arguments for index in recorded}
 
 
 def _skeleton(model: Any, names: ChainNames, outputs: int, own_paths: set[str]) -> Any:

@@ -51,9 +51,8 @@ class MultiTokenLoss:
 
     def begin_step(self, batches: Sequence[TokenBatch]) -> None:
         """Count the targets of a step (a collective). Call it before the first forward pass."""
-        counts = torch.zeros(
-            1 + self._num_depths, dtype=self._counts_K.dtype, device=self._mesh.device
-        )
+        # element 0 counts the targets of the main loss, and element k those of depth k
+        counts = self._counts_K.new_zeros(1 + self._num_depths)
         for batch in batches:
             counts[0] += (batch.targets_BT != IGNORE).sum()
             counts[1:] += (self._targets(batch) != IGNORE).sum(dim=(0, 1))
@@ -62,7 +61,8 @@ class MultiTokenLoss:
         # by the number of targets of the depth instead.
         num_main = counts[0].clamp_min(1)
         self._counts_K = counts[1:]
-        ratio_K = self._factor / self._num_depths * num_main / self._counts_K.clamp_min(1)
+        factor_per_depth = self._factor / self._num_depths
+        ratio_K = factor_per_depth * num_main / self._counts_K.clamp_min(1)
         self._ratio_K = ratio_K.float()
         self._sums_K = torch.zeros_like(self._counts_K)
 

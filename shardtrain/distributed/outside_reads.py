@@ -55,7 +55,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     model.ends_are_read = bool(readers)  # type: ignore[assignment]
 
 
-def read_elsewhere(whole: nn.Module, layout: Layout) -> dict[str, str]:
+def read_elsewhere(model: nn.Module, layout: Layout) -> dict[str, str]:
     """Return the parameters that are read while none of the units that hold them is running.
 
     Units are the modules that FSDP gathers: the first and last modules, and each layer. If the forward fails
@@ -64,7 +64,8 @@ def read_elsewhere(whole: nn.Module, layout: Layout) -> dict[str, str]:
     Returns:
         Parameter name -> path of the module that reads it.
     """
-    model = copy.deepcopy(whole)
+    # The trace replaces methods and adds hooks, so run it on a copy.
+    model = copy.deepcopy(model)
     if len(inspect.signature(model.forward).parameters) < 2:
         return {}
     layers = [f"{layout.layers}.{key}" for key in getattr(model, layout.layers)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -115,13 +115,11 @@ def _stages_of(rank: int, mesh: Mesh, config: Config, num_stages: int) -> list[i
 
 def _check_parts(parts: list[list[str]], names: ChainNames) -> None:
     """Raise ConfigError unless the stages contain each module of the model once, in order."""
-    found: list[str] = []
-    for part in parts:
-        found += part
+    modules = [path for part in parts for path in part]
     expected = names.paths
-    if found == expected:
+    if modules == expected:
         return
-    differences = sorted(set(expected) ^ set(found)) or "the order"
+    differences = sorted(set(expected) ^ set(modules)) or "the order"
     option = "parallelism.module_fqns_per_model_part"
     fix = f"name each once, in this order: {', '.join(expected)}"
     raise ConfigError(Problem(option, None, f"does not cover the model: {differences}", fix))
@@ -173,15 +171,19 @@ class _Stage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
-def _no_op() -> None:
-    """Backward pass for the weights, if the backward pass for the inputs has already computed the gradients."""
+def _no_separate_weights() -> Callable[[], None]:
+    """Return the backward pass for the weights of a stage whose weight gradients are not separate.
+
+    It does nothing, because the backward pass for the inputs has already computed these gradients.
+    """
+    return lambda: None
 
 
 class PipelineRunner(Runner):
     """Runner of the stages of this rank, with one of PyTorch's schedules."""
 
     def __init__(
-        self, parts: ModelParts, whole: nn.Module, layout: Layout, vocab_size: int
+        self, parts: ModelParts, unsplit_model: nn.Module, layout: Layout, vocab_size: int
     ) -> None:
         super().__init__(parts)
         self._depths = None
@@ -189,28 +191,28 @@ class PipelineRunner(Runner):
             self._depths = MultiTokenLoss(parts.num_depths, parts.mesh, parts.config)
         config = parts.config
         mesh = parts.mesh
-        names = chain_names(whole, layout)
+        names = chain_names(unsplit_model, layout)
         num_stages = stages.num_stages(config.parallelism, len(names.layer_names))
         self._indices = _own_stages(mesh, config, num_stages)
         self._last = num_stages - 1
         modules = names.per_stage(config.parallelism)
         if parts.num_depths:
-            modules[-1] += mtp_modules(whole, layout)
+            modules[-1] += mtp_modules(unsplit_model, layout)
         # stage -> index of its rank on the axis pp
         ranks: dict[int, int] = {}
         for rank in range(mesh.size(AXIS)):
             ranks |= dict.fromkeys(_stages_of(rank, mesh, config, num_stages), rank)
         self.ranks_of_stages = [ranks[index] for index in range(num_stages)]
-        self._ties = TiedStages(tied_names(whole), modules, self.ranks_of_stages, mesh)
+        self._ties = TiedStages(tied_names(unsplit_model), modules, self.ranks_of_stages, mesh)
         self._weight = torch.ones((), device=mesh.device)
         self._computes_loss = True
         """False during a pass that only counts the experts' tokens."""
-        self._positions_name = _positions_name(whole)
-        hidden = _hidden_size(whole, layout)
+        self._positions_name = _positions_name(unsplit_model)
+        hidden = _hidden_size(unsplit_model, layout)
         self._features = hidden
         # Number of ranks that split sequences between layers. Tensor parallelism splits them, except in
         # transformers networks.
-        self.sequence_ranks = 1 if hf_stages.is_hf(whole) else mesh.size("tp")
+        self.sequence_ranks = 1 if hf_stages.is_hf(unsplit_model) else mesh.size("tp")
         self._vocab_size = vocab_size
         # With recomputation, compute the gradients of weights together with those of the inputs. Otherwise a
         # separate pass would run for each group of weights, and each pass would recompute the layer.
@@ -238,6 +240,9 @@ class PipelineRunner(Runner):
             # PyTorch fails to separate the gradients of weights too if some outputs depend on other inputs
             # than that of the stage, such as the embeddings of multi-token prediction (torch 2.13).
             has_other_inputs = self.model_parts.num_depths > 0 and index == self._last
+            builder = None
+            if self._keeps_together or has_other_inputs:
+                builder = _no_separate_weights
             new_stage = _Stage(
                 part,
                 index,
@@ -248,7 +253,7 @@ class PipelineRunner(Runner):
                 input_args=self._input(index, rows, tokens),
                 output_args=self._output(index, rows, tokens),
                 group=self._mesh.group(AXIS),
-                dw_builder=(lambda: _no_op) if self._keeps_together or has_other_inputs else None,
+                dw_builder=builder,
             )
             new_stage.rows = rows
             if index == 0 and self.embedding_noise is not None:
@@ -370,9 +375,10 @@ class PipelineRunner(Runner):
     def _run(self, method: Any, batches: Sequence[TokenBatch]) -> Tensor:
         # Join this rank's parts of all batches. The schedule divides the rows into micro-batches.
         pieces = [self._cut(batch) for batch in batches]
-        tokens_Bt, targets_Bt, positions_Bt = (
-            torch.cat(column) for column in zip(*pieces, strict=True)
-        )
+        tokens, targets, positions = zip(*pieces, strict=True)
+        tokens_Bt = torch.cat(tokens)
+        targets_Bt = torch.cat(targets)
+        positions_Bt = torch.cat(positions)
         losses: list[Tensor] = []
         keywords: dict[str, Any] = {
             self._positions_name: positions_Bt,
@@ -492,19 +498,19 @@ def _vocabulary_columns(vocab_size: int, mesh: Mesh, config: Config) -> int:
     return min(per_rank, vocab_size - per_rank * mesh.rank("tp"))
 
 
-def _hidden_size(whole: nn.Module, layout: Layout) -> int:
+def _hidden_size(model: nn.Module, layout: Layout) -> int:
     """Return the number of features of the residual stream.
 
     Runs the model on the meta device until its first layer, and reads the shape of that layer's input.
     """
-    if hf_stages.is_hf(whole):
-        return hf_stages.trace(whole).features
-    first_layer = next(iter(getattr(whole, layout.layers).values()))
+    if hf_stages.is_hf(model):
+        return hf_stages.trace(model).features
+    first_layer = next(iter(getattr(model, layout.layers).values()))
     handle = first_layer.register_forward_pre_hook(_stop_at_first_layer)
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     try:
-        with trial(whole), torch.no_grad():
-            whole(token, token)
+        with trial(model), torch.no_grad():
+            model(token, token)
     except _FirstLayerReached as reached:
         return reached.features
     finally:

@@ -46,7 +46,9 @@ class RealIndices(TorchDispatchMode):
         if packet in _INDEXED:
             args = (args[0], _without_masks(args[1]), *args[2:])
         elif packet is _aten.masked_select and not isinstance(args[1], FakeTensor):
-            return args[0].new_empty(_count(args[1].expand(args[0].shape)))
+            with _disable_current_modes():
+                num_selected = int(args[1].expand(args[0].shape).sum())
+            return args[0].new_empty(num_selected)
         elif packet is _aten.masked_scatter_backward:
             return args[0].new_empty(args[2])
         return func(*args, **kwargs)
@@ -54,11 +56,13 @@ class RealIndices(TorchDispatchMode):
 
 def _has_real_result(func: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
     """True for an operation on small real tensors, and for a new tensor of integers or positions."""
+    for tensor in tensors:
+        is_real = type(tensor) is Tensor and not tensor.is_meta
+        if not is_real or tensor.numel() > _MAX_NUMEL:
+            return False
     if tensors:
-        return all(
-            type(tensor) is Tensor and not tensor.is_meta and tensor.numel() <= _MAX_NUMEL
-            for tensor in tensors
-        )
+        return True
+    # The operation creates a tensor.
     dtype = kwargs.get("dtype")
     is_integer = dtype is not None and not dtype.is_floating_point
     return is_integer or func.overloadpacket in _COUNTERS
@@ -74,8 +78,3 @@ def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
         with _disable_current_modes():
             replaced += index.nonzero(as_tuple=True)
     return replaced
-
-
-def _count(mask: Tensor) -> int:
-    with _disable_current_modes():
-        return int(mask.sum())

@@ -39,17 +39,21 @@ class TiedStages:
             mesh: the mesh.
         """
         self._mesh = mesh
-        self._first_name = {name: names[0] for names in ties for name in names}
+        self._first_name: dict[str, str] = {}
         self._holders: dict[str, list[int]] = {}
         """Maps the first name of each shared parameter to the pipeline ranks that hold it, in order."""
+        prefixes_by_stage = []
+        for modules in stage_names:
+            prefixes_by_stage.append(tuple(f"{module}." for module in modules))
         for names in ties:
-            holding_stages = []
-            for index, modules in enumerate(stage_names):
-                prefixes = tuple(f"{module}." for module in modules)
+            self._first_name |= dict.fromkeys(names, names[0])
+            holding_ranks = []
+            for prefixes, rank in zip(prefixes_by_stage, ranks, strict=True):
                 if any(name.startswith(prefixes) for name in names):
-                    holding_stages.append(index)
-            if len(holding_stages) > 1:
-                self._holders[names[0]] = sorted({ranks[index] for index in holding_stages})
+                    holding_ranks.append(rank)
+            # Two stages of one rank share the parameter too, so they count as holders here.
+            if len(holding_ranks) > 1:
+                self._holders[names[0]] = sorted(set(holding_ranks))
 
     def parameters(self, parts: Sequence[nn.Module]) -> dict[str, list[nn.Parameter]]:
         """Map each parameter of this rank to all its copies on this rank.

@@ -64,9 +64,10 @@ class TokenMetrics:
 
     def start(self) -> None:
         """Reset the sums, before a step."""
-        self._sums = torch.zeros(
-            len(self._measures) + 1, dtype=sum_dtype(self._mesh.device), device=self._mesh.device
-        )
+        # the last element counts the target tokens
+        size = len(self._measures) + 1
+        device = self._mesh.device
+        self._sums = torch.zeros(size, dtype=sum_dtype(device), device=device)
 
     def add(self, logits_BTV: Tensor, targets_BT: Tensor, vocabulary: Vocabulary | None) -> None:
         """Measure logits. With a split vocabulary, this gathers all columns (a collective)."""
@@ -99,8 +100,10 @@ class TokenMetrics:
     def means(self) -> dict[str, float]:
         """Return the mean of each metric over the target tokens of all ranks (a collective)."""
         *sums, count = self._mesh.sum(self._sums, over=("pp", *LOSS_AXES)).tolist()
-        names = [f"token_metrics/{Path(path).stem}" for path in self._measures]
-        return {name: value / max(count, 1) for name, value in zip(names, sums, strict=True)}
+        means = {}
+        for path, value in zip(self._measures, sums, strict=True):
+            means[f"token_metrics/{Path(path).stem}"] = value / max(count, 1)
+        return means
 
     def _add_rows(self, logits_nV: Tensor, targets_n: Tensor) -> None:
         # Positions without a target, such as padding, do not count.

@@ -41,11 +41,11 @@ class SplitStates:
         self._replicas = mesh.size(AXIS)
         self._replica = mesh.rank(AXIS)
         self._parameters = parameters
-        self._dims = {
-            name: _free_dim(parameter, self._replicas, block)
-            for name, parameter in parameters.items()
-        }
-        self.slices = {name: self._slice(name, parameter) for name, parameter in parameters.items()}
+        self._dims: dict[str, int | None] = {}
+        self.slices: dict[str, nn.Parameter] = {}
+        for name, parameter in parameters.items():
+            self._dims[name] = _free_dim(parameter, self._replicas, block)
+            self.slices[name] = self._slice(name, parameter)
 
     def copy_weights(self) -> None:
         """Copy each parameter to its slice."""
@@ -99,8 +99,9 @@ class SplitStates:
         # The chunks are views of the parameters, so this updates the parameters.
         offset = 0
         for chunks in chunks_by_name.values():
-            for replica, chunk in enumerate(chunks):
-                chunk.copy_(received[replica][offset : offset + chunk.numel()].view(chunk.shape))
+            for chunk, flat in zip(chunks, received, strict=True):
+                values = flat[offset : offset + chunk.numel()]
+                chunk.copy_(values.view(chunk.shape))
             offset += chunks[0].numel()
 
     def _slice(self, name: str, parameter: nn.Parameter) -> nn.Parameter:

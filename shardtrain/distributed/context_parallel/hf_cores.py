@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,7 +60,9 @@ class RoutedCore:
         """Return the outputs (B, t, N, V) of this rank's queries, which attend to the keys of all ranks."""
         width = q_BNtH.size(-1)
         value_width = v_BKtV.size(-1)
-        scores = Scores(width**-0.5 if scale is None else scale, softcap or 0.0)
+        if scale is None:
+            scale = width**-0.5
+        scores = Scores(scale, softcap or 0.0)
         if value_width != width:
             # The kernels require queries, keys and values of the same width. Padding with zeros changes
             # neither the scores nor the outputs, whose padding is cut off below.
@@ -72,11 +73,14 @@ class RoutedCore:
         q_BtNH, k_BtKH, v_BtKH = (x.transpose(1, 2) for x in (q_BNtH, k_BKtH, v_BKtV))
         rows = q_BtNH.size(0)
         tokens = q_BtNH.size(1) * self._group.size()
-        documents_BT = self.documents_BT
+        # Chunked attention is expressed as documents: a token sees only keys of its own chunk.
         documents_BT = document_mask.chunked(
-            documents_BT, self._attention_call.chunk, (rows, tokens), q_BtNH.device
+            self.documents_BT, self._attention_call.chunk, (rows, tokens), q_BtNH.device
         )
+        # A window that covers the row limits nothing. The functions expect 0 for no window.
         window = self._attention_call.window
+        if window >= tokens:
+            window = 0
         out_BtNH = self._function(
             q_BtNH,
             k_BtKH,
@@ -84,7 +88,7 @@ class RoutedCore:
             self._group,
             self._balanced,
             documents_BT,
-            window if window < tokens else 0,
+            window,
             scores,
             sinks_N,
         )
@@ -183,19 +187,13 @@ def _pass_documents(model: Any) -> None:
 
     model.register_forward_pre_hook(remember, with_kwargs=True)
     for block in model.blocks.values():
-        block.__dict__[_CORES] = list(_cores(block))
+        cores = [module.__dict__.get(attention_interface.CORE) for module in block.modules()]
+        block.__dict__[_CORES] = [core for core in cores if core is not None]
         # Replace the class, as FSDP does. If the instance had its own forward, compile.apply would take
         # the block for a recomputed one.
         block_class: Any = type(block)
         block.__class__ = _class_with_documents(block_class)
         block.register_forward_pre_hook(add, with_kwargs=True)
-
-
-def _cores(block: nn.Module) -> Iterator[Any]:
-    for module in block.modules():
-        core = module.__dict__.get(attention_interface.CORE)
-        if core is not None:
-            yield core
 
 
 @functools.cache

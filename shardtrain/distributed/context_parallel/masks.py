@@ -149,7 +149,10 @@ def _stretches(tokens: int, source: int, rank: int, size: int, balanced: bool) -
     query_chunks = chunks_of(rank, size, balanced)
     key_chunks = chunks_of(source, size, balanced)
     length = tokens // len(query_chunks)
-    places = [slice(index * length, (index + 1) * length) for index in range(len(query_chunks))]
+    # Chunks are stored one after the other, so all ranks have them at the same places.
+    places = []
+    for index in range(len(query_chunks)):
+        places.append(slice(index * length, (index + 1) * length))
     stretches = []
     for rows, query_chunk in zip(places, query_chunks, strict=True):
         for columns, key_chunk in zip(places, key_chunks, strict=True):

@@ -123,7 +123,8 @@ class Merged:
         self._scores = scores
         self.out_BtNH = torch.zeros_like(q_BtNH, dtype=torch.float32)
         B, t, N, _ = q_BtNH.shape
-        self.lse_BNt = torch.full((B, N, t), -torch.inf, dtype=torch.float32, device=q_BtNH.device)
+        # log(0): no key has been seen yet
+        self.lse_BNt = self.out_BtNH.new_full((B, N, t), -torch.inf)
 
     def attend(self, piece: ContextPiece, q_BtNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> None:
         """Merge the attention of a piece's queries to its keys."""
@@ -135,9 +136,10 @@ class Merged:
         old_BNl = self.lse_BNt[batch, :, rows]
         # Rescale the old and the new output to the softmax over all keys so far, then add them.
         new_BNl = torch.logaddexp(old_BNl, lse_BNl)
-        keep = (old_BNl - new_BNl).exp().transpose(1, 2)[..., None]
-        take = (lse_BNl - new_BNl).exp().transpose(1, 2)[..., None]
-        self.out_BtNH[batch, rows] = self.out_BtNH[batch, rows] * keep + out_BlNH.float() * take
+        old_share_BlN1 = (old_BNl - new_BNl).exp().transpose(1, 2).unsqueeze(-1)
+        new_share_BlN1 = (lse_BNl - new_BNl).exp().transpose(1, 2).unsqueeze(-1)
+        rescaled = self.out_BtNH[batch, rows] * old_share_BlN1
+        self.out_BtNH[batch, rows] = rescaled + out_BlNH.float() * new_share_BlN1
         self.lse_BNt[batch, :, rows] = new_BNl
 
     def add_sinks(self, sinks_N: Tensor | None) -> None:

@@ -70,11 +70,13 @@ class SplitRecurrenceCore(nn.Module):
         super().__init__()
         self._core = core
         self._group = group
-        self._chunks = chunks_of(group.rank(), group.size(), balanced)
+        ranks = group.size()
+        self._chunks = chunks_of(group.rank(), ranks, balanced)
         # Map each chunk of the sequence to its rank, and its position on that rank.
-        self._owners: list[tuple[int, int]] = [(0, 0)] * (group.size() * len(self._chunks))
-        for rank in range(group.size()):
-            for place, chunk in enumerate(chunks_of(rank, group.size(), balanced)):
+        num_chunks = ranks * len(self._chunks)
+        self._owners: list[tuple[int, int]] = [(0, 0)] * num_chunks
+        for rank in range(ranks):
+            for place, chunk in enumerate(chunks_of(rank, ranks, balanced)):
                 self._owners[chunk] = (rank, place)
 
     def forward(
@@ -97,19 +99,23 @@ class SplitRecurrenceCore(nn.Module):
         # Prepare the chunks. Their incoming states are not needed yet.
         chunks = []
         for place, number in enumerate(self._chunks):
-            own = slice(place * length, (place + 1) * length)
-            own_starts = None
+            chunk_inputs = tuple(x[:, place * length : (place + 1) * length] for x in inputs)
+            chunk_starts = None
             before = befores[place]
             if documents_BT is not None and starts_BT is not None:
-                own_starts = starts_BT[:, number * length : (number + 1) * length]
-                before = _of_first_document(before, documents_BT, number * length)
-            chunks.append(
-                self._core.chunk(tuple(x[:, own] for x in inputs), weights, before, own_starts)
-            )
+                # Document numbers cover the full row, so index them by the chunk's place in the row.
+                first = number * length
+                chunk_starts = starts_BT[:, first : first + length]
+                before = _of_first_document(before, documents_BT, first)
+            chunks.append(self._core.chunk(chunk_inputs, weights, before, chunk_starts))
         # Exchange the state transitions, then compute the outputs from the incoming states.
-        factors, offsets = zip(*(chunk.transition() for chunk in chunks), strict=True)
+        transitions = [chunk.transition() for chunk in chunks]
+        factors, offsets = zip(*transitions, strict=True)
         states_pBNHV = _IncomingStates.apply(torch.stack(factors), torch.stack(offsets), self)
-        outputs = [chunk.run(states_pBNHV[place])[0] for place, chunk in enumerate(chunks)]
+        outputs = []
+        for chunk, state_BNHV in zip(chunks, states_pBNHV, strict=True):
+            output, _ = chunk.run(state_BNHV)
+            outputs.append(output)
         return torch.cat(outputs, dim=1)
 
     def _before(self, x_BtX: Tensor, length: int, count: int) -> Tensor:
@@ -120,10 +126,7 @@ class SplitRecurrenceCore(nn.Module):
         if count == 0:
             rows, _, *features = x_BtX.shape
             return x_BtX.new_zeros(len(self._chunks), rows, 0, *features)
-        ends = [
-            last_tokens(x_BtX[:, start : start + length], count)
-            for start in range(0, x_BtX.size(1), length)
-        ]
+        ends = [last_tokens(x_BlX, count) for x_BlX in x_BtX.split(length, dim=1)]
         known = min(count, length)
         return _Before.apply(torch.stack(ends), known, self)  # type: ignore[no-any-return]
 
@@ -144,10 +147,12 @@ class SplitRecurrenceCore(nn.Module):
 
 def _of_first_document(before_BwX: Tensor, documents_BT: Tensor, first: int) -> Tensor:
     """Zero the tokens before a chunk that belong to another document than the chunk's first token."""
-    known_Bw = documents_BT[:, max(0, first - before_BwX.size(1)) : first]
+    width = before_BwX.size(1)
+    known_Bw = documents_BT[:, max(0, first - width) : first]
     is_same_Bw = known_Bw == documents_BT[:, first, None]
     # tokens before the start of the row are zero already
-    is_same_Bw = functional.pad(is_same_Bw, (before_BwX.size(1) - known_Bw.size(1), 0))
+    num_outside = width - known_Bw.size(1)
+    is_same_Bw = functional.pad(is_same_Bw, (num_outside, 0))
     return before_BwX * is_same_Bw.unsqueeze(-1)
 
 
@@ -197,10 +202,13 @@ class _Before(torch.autograd.Function):
         count = ends_pBwX.size(2)
         ctx.known = known
         ctx.core = core
-        ends = [end[:, count - known :] for end in core.gather(ends_pBwX)]
+        ends = core.gather(ends_pBwX)
+        # Slide a window of ``count`` tokens over the ends. A short chunk's window thus contains tokens of
+        # several chunks before it.
         before = [torch.zeros_like(ends_pBwX[0])]
         for end in ends[:-1]:
-            before.append(torch.cat((before[-1], end), dim=1)[:, known:])
+            tokens = torch.cat((before[-1], end[:, count - known :]), dim=1)
+            before.append(tokens[:, known:])
         return core.own(before)
 
     @staticmethod

@@ -113,12 +113,13 @@ def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send a tensor to the next rank of the ring. Return the tensor from the previous rank."""
     tensor = tensor.contiguous()
     received = torch.empty_like(tensor)
-    next_rank = dist.get_global_rank(group, (group.rank() + 1) % group.size())
-    previous = dist.get_global_rank(group, (group.rank() - 1) % group.size())
-    operations = [
-        dist.P2POp(dist.isend, tensor, next_rank, group),
-        dist.P2POp(dist.irecv, received, previous, group),
-    ]
-    for work in dist.batch_isend_irecv(operations):
+    rank = group.rank()
+    ranks = group.size()
+    next_rank = dist.get_global_rank(group, (rank + 1) % ranks)
+    previous = dist.get_global_rank(group, (rank - 1) % ranks)
+    # Batch both, because NCCL could deadlock if all ranks of the ring started with their send.
+    send = dist.P2POp(dist.isend, tensor, next_rank, group)
+    receive = dist.P2POp(dist.irecv, received, previous, group)
+    for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
     return received

@@ -68,8 +68,8 @@ class _GatheredBlocks(torch.autograd.Function):
         length = tokens // len(chunks.own)
         keys_values_2BKsH = k_BtKH.new_empty(2, B, K, chunks.seen * length, H)
         # Write this rank's keys and values directly to their position in the gathered tensor.
-        own = chunks.views(keys_values_2BKsH, chunks.rank)
-        for index, own_2BKlH in enumerate(own):
+        own_keys_values = chunks.views(keys_values_2BKsH, chunks.rank)
+        for index, own_2BKlH in enumerate(own_keys_values):
             places = slice(index * length, (index + 1) * length)
             assert own_2BKlH is not None
             blocked_attention.place_heads_first(k_BtKH[:, places], v_BtKH[:, places], own_2BKlH)
@@ -155,9 +155,11 @@ class _Chunks:
         if self._shared is not None:
             self._shared.gather_parts(of_ranks)
             return
-        own = torch.stack([part for part in of_ranks[self.rank] if part is not None])
-        gathered = [torch.empty_like(own) for _ in of_ranks]
-        dist.all_gather(gathered, own, group=self._group)
+        # This filter is only for mypy: a rank stores all of its own chunks.
+        sent_parts = [part for part in of_ranks[self.rank] if part is not None]
+        sent = torch.stack(sent_parts)
+        gathered = [torch.empty_like(sent) for _ in of_ranks]
+        dist.all_gather(gathered, sent, group=self._group)
         # Copy only the chunks that this rank stores.
         for rank, parts in enumerate(of_ranks):
             if rank == self.rank:

@@ -140,22 +140,22 @@ def _sum(addends: list[Tensor], out: Tensor) -> None:
     out.copy_(total)
 
 
-def _sum_into(own: Tensor, addends: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of ``own`` and the addends to ``out``. ``own`` may be overwritten.
+def _sum_into(total: Tensor, addends: Sequence[Tensor], out: Tensor) -> None:
+    """Write the sum of ``total`` and the addends to ``out``. ``total`` may be overwritten.
 
-    ``own`` is in float32 or wider. The addends have the dtype of ``out``.
+    ``total`` is in float32 or wider. The addends have the dtype of ``out``.
     """
-    if own.dtype != out.dtype and len(addends) > 1:
+    if total.dtype != out.dtype and len(addends) > 1:
         for addend in addends:
-            own += addend
+            total += addend
         addends = ()
-    if addends and own.dtype == out.dtype:
-        torch.add(own, addends[0], out=out)
+    if addends and total.dtype == out.dtype:
+        torch.add(total, addends[0], out=out)
         addends = addends[1:]
     else:
-        # Usually ``own`` is the complete sum here, and is rounded once. With exactly one addend, ``own`` is
+        # Usually ``total`` is complete here, and is rounded once. With exactly one addend, ``total`` is
         # rounded to the addend's dtype first, and the sum of both is rounded again.
-        out.copy_(own)
+        out.copy_(total)
     for addend in addends:
         out += addend
 
@@ -393,16 +393,18 @@ class Exchange:
 
     def parts(self, numel: int, dtype: torch.dtype, rows: int = 1) -> Iterator[slice]:
         """Split ``numel`` columns into slices. Half of a buffer has space for ``rows`` rows of a slice."""
-        step = max(1, _HALF_BYTES // (max(1, rows) * dtype.itemsize))
-        return (slice(start, min(start + step, numel)) for start in range(0, numel, step))
+        bytes_per_column = max(1, rows) * dtype.itemsize
+        step = max(1, _HALF_BYTES // bytes_per_column)
+        for start in range(0, numel, step):
+            yield slice(start, min(start + step, numel))
 
-    def all_gather(self, own: Tensor) -> list[Tensor]:
+    def all_gather(self, sent: Tensor) -> list[Tensor]:
         """All-gather: send a tensor to all ranks, and return the tensors of all ranks (a collective).
 
         The results are in shared memory, and valid until the next call.
         """
-        tensors = self.halves(own.dtype, own.shape)
-        tensors[self._rank].copy_(own)
+        tensors = self.halves(sent.dtype, sent.shape)
+        tensors[self._rank].copy_(sent)
         self.wait_for_all()
         return tensors
 

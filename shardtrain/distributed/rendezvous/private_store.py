@@ -116,7 +116,9 @@ def folder_of_step(environment: Mapping[str, str]) -> Path | None:
 
 
 def _folder_named(environment: Mapping[str, str], *names: str) -> Path:
-    folder = _own_folder(environment) / hashlib.sha256("\0".join(names).encode()).hexdigest()[:24]
+    # A hash, because names of clusters and jobs may contain any character, and paths of sockets are short.
+    digest = hashlib.sha256("\0".join(names).encode()).hexdigest()
+    folder = _own_folder(environment) / digest[:24]
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
@@ -140,8 +142,11 @@ def _newest_write(folder: Path) -> float:
 
     If a file disappears during the scan, the folder is in use, so return the current time.
     """
+    paths = [folder]
     try:
-        return max(one.stat().st_mtime for one in (folder, *folder.glob("*"), *folder.glob("*/*")))
+        paths += folder.glob("*")
+        paths += folder.glob("*/*")
+        return max(path.stat().st_mtime for path in paths)
     except FileNotFoundError:
         return time.time()
 
@@ -243,7 +248,12 @@ class FolderStore:
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return the new value."""
-        return int(self._change(key, lambda old: str(int(old or b"0") + amount).encode()))
+
+        def add_amount(old: bytes | None) -> bytes:
+            value = int(old or b"0") + amount
+            return str(value).encode()
+
+        return int(self._change(key, add_amount))
 
     def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
         """Set a key if it has the expected value, and return its value afterwards.

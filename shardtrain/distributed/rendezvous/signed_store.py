@@ -92,8 +92,8 @@ class SignedStore(dist.Store):
         """
         # Signatures are deterministic, so signed values can be compared.
         before = self._seal(key, expected) if expected else b""
-        found: bytes = self._store.compare_set(key, before, self._seal(key, wanted))  # type: ignore[arg-type]
-        return self._opened(key, found)
+        stored: bytes = self._store.compare_set(key, before, self._seal(key, wanted))  # type: ignore[arg-type]
+        return self._opened(key, stored)
 
     def add(self, key: str, amount: int) -> int:
         return self._store.add(key, amount)

@@ -73,21 +73,22 @@ def _attention(block_path: str, block: nn.Module) -> Iterator[tuple[str, str]]:
             continue
         # Reject other weights, such as one norm per head: some of their numbers could belong to heads of
         # other ranks.
-        has_others = any(
-            name.partition(".")[0] not in known for name, _ in module.named_parameters()
-        )
-        if has_others or not isinstance(getattr(module, "num_heads", None), int):
+        owners = {name.partition(".")[0] for name, _ in module.named_parameters()}
+        if owners - known or not isinstance(getattr(module, "num_heads", None), int):
             continue
-        yield from ((f"{path}.{name}", "colwise") for name in sorted(_INPUTS))
+        for name in sorted(_INPUTS):
+            yield f"{path}.{name}", "colwise"
         yield f"{path}.{outputs[0]}", "rowwise"
 
 
 def _feed_forward(block_path: str, block: nn.Module) -> Iterator[tuple[str, str]]:
     for path, module in block.named_modules(prefix=block_path):
         for inputs, output in _FEED_FORWARD:
-            if _linear_children(module) == inputs | {output}:
-                yield from ((f"{path}.{name}", "colwise") for name in sorted(inputs))
-                yield f"{path}.{output}", "rowwise"
+            if _linear_children(module) != inputs | {output}:
+                continue
+            for name in sorted(inputs):
+                yield f"{path}.{name}", "colwise"
+            yield f"{path}.{output}", "rowwise"
 
 
 def _runs_in_parts(model: Any, plan: dict[str, str], ranks: int) -> bool:
@@ -98,25 +99,19 @@ def _runs_in_parts(model: Any, plan: dict[str, str], ranks: int) -> bool:
     copied = copy.deepcopy(model).to("meta")
     for path, style in plan.items():
         linear = copied.get_submodule(path)
-        if style == "colwise":
-            part = nn.Linear(
-                linear.in_features,
-                linear.out_features // ranks,
-                linear.bias is not None,
-                device="meta",
-            )
-        elif style == "rowwise":
-            part = nn.Linear(
-                linear.in_features // ranks,
-                linear.out_features,
-                linear.bias is not None,
-                device="meta",
-            )
-        else:
+        if style not in ("colwise", "rowwise"):
             continue
-        if linear.out_features % ranks or linear.in_features % ranks:
+        inputs = linear.in_features
+        outputs = linear.out_features
+        if inputs % ranks or outputs % ranks:
             return True
-        copied.set_submodule(path, part)
+        # Replace the layer by one rank's part of it.
+        if style == "colwise":
+            outputs //= ranks
+        else:
+            inputs //= ranks
+        has_bias = linear.bias is not None
+        copied.set_submodule(path, nn.Linear(inputs, outputs, has_bias, device="meta"))
     for attention in split_attention(copied, plan):
         divide_heads(attention, ranks)
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")

@@ -284,22 +284,24 @@ def _assign_parameters(
         planned: maps the module's parameters that the plan names to their styles.
         style: the module's own style in the plan, or None.
     """
-    own = dict(module.named_parameters(recurse=False))
+    parameters = dict(module.named_parameters(recurse=False))
 
     # Experts: split them over the ranks if dim 0 of all weights is the number of experts, and no other module
     # takes part in their computation.
     if style == _EXPERTS:
         resolved.experts.add(path)
-        counts = {parameter.size(0) if parameter.ndim > 1 else 0 for parameter in own.values()}
+        counts = set()
+        for parameter in parameters.values():
+            counts.add(parameter.size(0) if parameter.ndim > 1 else 0)
         splits_evenly = len(counts) == 1 and min(counts) > 0 and min(counts) % ranks == 0
-        has_children = any(True for child in module.children() for _ in child.parameters())
+        has_children = any(list(child.parameters()) for child in module.children())
         has_identity = any(isinstance(child, nn.Identity) for child in module.modules())
         if _takes_pairs(module) and splits_evenly and not has_children and not has_identity:
             resolved.names[path] = _EXPERTS
             return
 
     # Parameters with one number per head: each rank uses those of its heads.
-    is_of_heads = style == "local_params" or all(own[name].ndim == 1 for name in planned)
+    is_of_heads = style == "local_params" or all(parameters[name].ndim == 1 for name in planned)
     if is_of_heads and style != _EXPERTS:
         resolved.of_heads[path] = set(planned)
         return
@@ -307,7 +309,7 @@ def _assign_parameters(
     # All other modules: every rank gathers the weights and computes the same. A weight is stored in parts if
     # one of its dimensions can be divided evenly.
     dims = {}
-    for name, parameter in own.items():
+    for name, parameter in parameters.items():
         even = [dim for dim, size in enumerate(parameter.shape) if size % ranks == 0]
         if even and (name in planned or style == _EXPERTS):
             dims[name] = even[0]
@@ -351,9 +353,13 @@ def _owner_path(path: str) -> str:
 
 def _complete(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
     """Find the gradients that are partial sums. Refuse a plan with which some gradient would be wrong."""
-    effects = {path: _EFFECTS[style] for path, style in resolved.names.items() if style in _EFFECTS}
-    effects.update(dict.fromkeys(resolved.gathered, hf_gradients.REPLICATED))
-    split = {f"{path}.{name}" for path, names in resolved.of_heads.items() for name in names}
+    effects = dict.fromkeys(resolved.gathered, hf_gradients.REPLICATED)
+    for path, style in resolved.names.items():
+        if style in _EFFECTS and path not in effects:
+            effects[path] = _EFFECTS[style]
+    split: set[str] = set()
+    for path, names in resolved.of_heads.items():
+        split.update(f"{path}.{name}" for name in names)
     findings = hf_gradients.follow(model, effects, split, resolved.experts)
     if findings.problems:
         rule = f"would compute wrong gradients with the plan of {refuse.class_name}: {findings.problems[0]}"
@@ -362,8 +368,8 @@ def _complete(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
         _check_neighbours(model, resolved, refuse)
     for path, style in resolved.names.items():
         if style == "replicated_with_grad_allreduce":
-            names = dict(model.get_submodule(path).named_parameters(recurse=False))
-            resolved.partial.setdefault(path, set()).update(names)
+            parameters = dict(model.get_submodule(path).named_parameters(recurse=False))
+            resolved.partial.setdefault(path, set()).update(parameters)
     for parameter in findings.partial:
         path, _, name = parameter.rpartition(".")
         resolved.partial.setdefault(path, set()).add(name)

@@ -90,27 +90,27 @@ def find(model: Any, split: Mapping[str, str], experts: set[str]) -> SplitSequen
     if model.kind == "sequence_to_sequence":
         raise Unsplittable("is an encoder with a decoder")
 
-    found = SplitSequences()
+    split_sequences = SplitSequences()
     for path, block in model.blocks.items():
-        found.full.update(_full_children(path, block))
+        split_sequences.full.update(_full_children(path, block))
     # A block calls a child in `full` and expects the child's full output. A linear layer that is split
     # returns only a part of its features.
-    for path in sorted(found.full):
+    for path in sorted(split_sequences.full):
         if split.get(path) in ("colwise", "rowwise"):
             raise Unsplittable(f"has blocks that call {path} directly, and this layer is split")
 
     # All other weights see only the tokens of their rank, so their gradients are partial sums.
     for path, block in model.blocks.items():
         for child_path, child in block.named_modules(prefix=path):
-            if _is_in_full(child_path, found.full):
+            if _is_in_full(child_path, split_sequences.full):
                 continue
             names = {name for name, _ in child.named_parameters(recurse=False)}
             if names:
-                found.partial[child_path] = names
+                split_sequences.partial[child_path] = names
 
     # The structure fits. Now check that the code of the blocks does, too.
-    _Trial(model, found, split, experts).run()
-    return found
+    _Trial(model, split_sequences, split, experts).run()
+    return split_sequences
 
 
 def _is_in_full(path: str, full: set[str]) -> bool:
@@ -142,12 +142,16 @@ class _Trial(MetaPass):
     """
 
     def __init__(
-        self, model: Any, found: SplitSequences, split: Mapping[str, str], experts: set[str]
+        self,
+        model: Any,
+        split_sequences: SplitSequences,
+        split: Mapping[str, str],
+        experts: set[str],
     ) -> None:
         super().__init__()
         # also moves the buffers, which are on the CPU
         self._model = copy.deepcopy(model).to("meta")
-        self._found = found
+        self._found = split_sequences
         self._split = split
         self._blocks = list(model.blocks)
         self._num_finished = 0
@@ -372,7 +376,7 @@ def _replace_output(output: Any, hidden: Tensor) -> Any:
     return hidden
 
 
-def apply(model: Any, found: SplitSequences, mesh: DeviceMesh) -> None:
+def apply(model: Any, split_sequences: SplitSequences, mesh: DeviceMesh) -> None:
     """Run the blocks of a model or a pipeline stage on parts of sequences, in place."""
     parts = _Parts(mesh)
     # The code around the blocks runs on full sequences.
@@ -383,8 +387,8 @@ def apply(model: Any, found: SplitSequences, mesh: DeviceMesh) -> None:
     # A pipeline stage has only some of the modules, and placeholders for the blocks of other stages.
     paths = {path for path, _ in model.named_modules()}
     block_prefixes = tuple(f"{block_path}." for block_path in model.blocks)
-    scattering = set(found.scattered.values())
-    for path in sorted(found.full & paths):
+    scattering = set(split_sequences.scattered.values())
+    for path in sorted(split_sequences.full & paths):
         if not path.startswith(block_prefixes):
             continue
         module = model.get_submodule(path)
@@ -392,7 +396,7 @@ def apply(model: Any, found: SplitSequences, mesh: DeviceMesh) -> None:
         # A module that ends with a reduce-scatter already returns a part.
         if path not in scattering:
             module.register_forward_hook(parts.cut_output)
-    for path in found.scattered:
+    for path in split_sequences.scattered:
         if path in paths:
             linear = model.get_submodule(path)
             linear.register_forward_hook(parts.reduce_scatter)

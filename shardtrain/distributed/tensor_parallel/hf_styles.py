@@ -189,10 +189,10 @@ class SharedRotaryKey(PlannedReplicatedWeights):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def sum_rotary_gradient(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-            latent, rotary = output.split(
-                [output.size(-1) - self._rotary_dim, self._rotary_dim], dim=-1
-            )
-            return torch.cat([latent, sum_gradients(rotary, device_mesh)], dim=-1)
+            latent_dim = output.size(-1) - self._rotary_dim
+            latent, rotary = output.split([latent_dim, self._rotary_dim], dim=-1)
+            rotary = sum_gradients(rotary, device_mesh)
+            return torch.cat([latent, rotary], dim=-1)
 
         super()._apply(module, device_mesh)
         module.register_forward_hook(sum_rotary_gradient)

@@ -247,9 +247,8 @@ def _accept_keyword_input(module: nn.Module) -> None:
     def make_positional(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if inputs or first not in keywords:
             return None
-        return (keywords[first],), {
-            name: value for name, value in keywords.items() if name != first
-        }
+        others = {**keywords}
+        return (others.pop(first),), others
 
     module.register_forward_pre_hook(make_positional, with_kwargs=True)
 
