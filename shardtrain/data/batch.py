@@ -66,14 +66,16 @@ class Batch:
         if self.documents_BT is not None:
             documents_BT = self.documents_BT.reshape(B * parts, length)
             is_first_document = documents_BT == documents_BT[:, :1]
+            # Document numbers of a row begin at 0.
             documents_BT = documents_BT - documents_BT[:, :1]
-        positions_BT = torch.where(
-            is_first_document, positions_BT - positions_BT[:, :1], positions_BT
-        )
+        # Only the first document of a new row may have begun before it.
+        from_start_BT = positions_BT - positions_BT[:, :1]
+        positions_BT = torch.where(is_first_document, from_start_BT, positions_BT)
         lengths_B = None
         if self.lengths_B is not None:
             part_starts = torch.arange(0, T, length)
-            lengths_B = (self.lengths_B[:, None] - part_starts).clamp(0, length).flatten()
+            remaining = self.lengths_B[:, None] - part_starts
+            lengths_B = remaining.clamp(0, length).flatten()
         return Batch(
             tokens_BT=self.tokens_BT.reshape(B * parts, length),
             targets_BT=self.targets_BT.reshape(B * parts, length),

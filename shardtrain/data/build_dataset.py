@@ -128,6 +128,7 @@ def request_for(config: Config, named: NamedDataset) -> Request:
     subset_option = "data.subset"
     if source.subset:
         subset_option = named.path_option.replace("dataset_path", "subset")
+    # A text field such as "0" is the number of a column, so the file has no line with column names.
     text_field = source.text_field or config.data.text_field
     return Request(
         path=source.dataset_path,
@@ -185,11 +186,11 @@ def formats_of(config: Config, section: Training | Validation) -> dict[str, str]
 
 def _format(config: Config, named: NamedDataset) -> str:
     """Return the format of a source's rows. For prepared shards, it is stored in their index."""
-    if named.source.dataset == "tokens" and named.source.dataset_path is not None:
-        return read_index(
-            Path(named.source.dataset_path), named.path_option, checks_files=False
-        ).format
-    return named.source.format or config.data.format
+    source = named.source
+    if source.dataset == "tokens" and source.dataset_path is not None:
+        index = read_index(Path(source.dataset_path), named.path_option, checks_files=False)
+        return index.format
+    return source.format or config.data.format
 
 
 def format_of_rows(config: Config, section: Training | Validation) -> str:
@@ -400,10 +401,11 @@ def _logged(documents: Iterable[Document], name: str, num_rows: int | None) -> I
     logged = time.monotonic()
     for count, document in enumerate(documents):
         yield document
-        if time.monotonic() - logged >= _LOG_SECONDS:
-            logged = time.monotonic()
-            unit = f" of {num_rows:,} rows" if num_rows else " documents"
-            logger.info(f"dataset {name}: tokenized {count + 1:,}{unit}")
+        if time.monotonic() - logged < _LOG_SECONDS:
+            continue
+        logged = time.monotonic()
+        unit = f" of {num_rows:,} rows" if num_rows else " documents"
+        logger.info(f"dataset {name}: tokenized {count + 1:,}{unit}")
 
 
 def check_template(source: Table | Shards, encoder: Encoder, named: NamedDataset) -> None:

@@ -88,18 +88,20 @@ class Contents:
         cached = self._read_cache()
         pending = []
         self._cached = cached
+        num_bytes = 0
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 stamp = _stamp(os.stat(file.path))
                 note = cached.get(os.path.abspath(file.path))
                 if isinstance(note, list) and note[:-1] == stamp and isinstance(note[-1], str):
                     self._store(file, note[-1])
-                else:
-                    pending.append((stamp[0], file))
+                    continue
+                pending.append(file)
+                num_bytes += stamp[0]
 
         # Hash a small dataset before the first step. The first checkpoint then contains its hashes.
-        if 0 < len(pending) <= SMALL_FILES and sum(size for size, _ in pending) <= SMALL_BYTES:
-            for _, file in pending:
+        if 0 < len(pending) <= SMALL_FILES and num_bytes <= SMALL_BYTES:
+            for file in pending:
                 self._best_effort.call(partial(self._hash, file, 1.0), None)
             self._best_effort.call(self._write_cache, None)
         if self.problem is not None:
@@ -306,9 +308,9 @@ def _mark(text: bytes) -> bytes:
     return hashlib.sha256(text).hexdigest().encode()
 
 
-def _stamp(found: os.stat_result) -> list[int]:
+def _stamp(status: os.stat_result) -> list[int]:
     """Return a file's size, its times of modification and of change, its inode and its device.
 
     The time of change is included because users cannot set it.
     """
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]

@@ -74,7 +74,8 @@ def _answer(request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], by
         if request["decodes"]:
             size, pixels = _decode(content, request["max_pixels"])
         else:
-            size, pixels = _size(content, request["max_pixels"]), b""
+            size = _size(content, request["max_pixels"])
+            pixels = b""
     except _Refused as error:
         return {"refused": _one_line(error)}, b""
     except Exception as error:  # a decoder may raise anything

@@ -126,9 +126,8 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
         rows = PackedSequences(count, pipeline.packing)
         sample_ids = np.full(count, -1, dtype=np.int64)
         cursors: dict[tuple[int, int], CursorUpdate] = {}
-        sources, numbers = pipeline.mixture.locate(
-            np.arange(position, position + count, dtype=np.int64)
-        )
+        positions = np.arange(position, position + count, dtype=np.int64)
+        sources, numbers = pipeline.mixture.locate(positions)
         for slot in range(count):
             if pipeline.end is not None and position + slot >= pipeline.end:
                 break
@@ -140,7 +139,9 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
                 # Keep only the last position of each reader in the batch.
                 cursors[source, cursor.reader] = cursor
 
-        documents_BT = None if rows.documents_BT is None else torch.from_numpy(rows.documents_BT)
+        documents_BT = None
+        if rows.documents_BT is not None:
+            documents_BT = torch.from_numpy(rows.documents_BT)
         batch = Batch(
             tokens_BT=torch.from_numpy(rows.tokens_BT),
             targets_BT=torch.from_numpy(rows.targets_BT),
@@ -195,17 +196,20 @@ class DataLoader:
     ) -> None:
         self.tokenizer = opened.tokenizer
         self.vocab = opened.tokenizer.vocab_size
-        self.num_samples = opened.feeds[0].num_rows if len(opened.feeds) == 1 else None
-        self.num_documents = opened.feeds[0].num_documents if len(opened.feeds) == 1 else None
-        self.places_per_epoch: int | None = self.num_samples
+        # A mixture has no number of samples, because its sources repeat at different rates.
+        self.num_samples: int | None = None
+        self.num_documents: int | None = None
+        if len(opened.feeds) == 1:
+            self.num_samples = opened.feeds[0].num_rows
+            self.num_documents = opened.feeds[0].num_documents
+        self.places_per_epoch = self.num_samples
         self.end = opened.end
         self.pad_id = opened.packing.pad_id
         self.masks_documents = opened.packing.needs_documents
         self.num_readers = sum(feed.num_readers for feed in opened.feeds)
         self.has_unknown_end = any(feed.has_unknown_end for feed in opened.feeds)
-        self.fingerprint = digest(
-            [feed.fingerprint for feed in opened.feeds], opened.mixture.fingerprint
-        )
+        fingerprints = [feed.fingerprint for feed in opened.feeds]
+        self.fingerprint = digest(fingerprints, opened.mixture.fingerprint)
         self.files: Mapping[str, str] = opened.feeds[0].files
         if len(opened.feeds) > 1:
             # Add the source's name, because two sources may have files with the same name.

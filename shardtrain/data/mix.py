@@ -61,10 +61,10 @@ class Mixture:
         self._stops = [*self._starts[1:], None]
         self._rows_before_stage = np.zeros((len(stages), self.num_sources), dtype=np.int64)
         for index in range(1, len(stages)):
-            length = self._starts[index] - self._starts[index - 1]
-            self._rows_before_stage[index] = self._rows_before_stage[index - 1] + self._count(
-                index - 1, length
-            )
+            previous = index - 1
+            length = self._starts[index] - self._starts[previous]
+            rows = self._rows_before_stage[previous] + self._count(previous, length)
+            self._rows_before_stage[index] = rows
 
     def locate(self, positions: _Ints) -> tuple[_Ints, _Ints]:
         """Return the source of each position, and the number of the row within its source, from 0."""
@@ -80,10 +80,9 @@ class Mixture:
             sources[in_stage] = source
             # Add up the source's rows in earlier stages, in complete cycles of this stage, and in the current
             # cycle.
-            earlier = (
-                self._rows_before_stage[stage][source] + cycles * self._per_cycle[stage][source]
-            )
-            numbers[in_stage] = earlier + self._before[stage][place]
+            in_earlier_stages = self._rows_before_stage[stage][source]
+            in_earlier_cycles = cycles * self._per_cycle[stage][source]
+            numbers[in_stage] = in_earlier_stages + in_earlier_cycles + self._before[stage][place]
         return sources, numbers
 
     def rows_before(self, position: int) -> _Ints:
@@ -110,9 +109,8 @@ class Mixture:
     def _count(self, stage: int, length: int) -> _Ints:
         """Return how many rows of each source are in the first ``length`` positions of a stage."""
         cycles, rest = divmod(length, CYCLE)
-        return cycles * self._per_cycle[stage] + np.bincount(
-            self._cycles[stage][:rest], minlength=self.num_sources
-        )
+        in_rest = np.bincount(self._cycles[stage][:rest], minlength=self.num_sources)
+        return cycles * self._per_cycle[stage] + in_rest
 
 
 def _rows_before(cycle: npt.NDArray[np.uint16]) -> npt.NDArray[np.int32]:
@@ -121,8 +119,9 @@ def _rows_before(cycle: npt.NDArray[np.uint16]) -> npt.NDArray[np.int32]:
     # place within its source is the number of earlier places.
     order = np.argsort(cycle, kind="stable")
     counts = np.bincount(cycle)
+    first_of_source = np.cumsum(counts) - counts
     before = np.empty(CYCLE, dtype=np.int32)
-    before[order] = np.arange(CYCLE) - np.repeat(np.cumsum(counts) - counts, counts)
+    before[order] = np.arange(CYCLE) - np.repeat(first_of_source, counts)
     return before
 
 
@@ -139,7 +138,10 @@ def _cycle(weights: Sequence[float]) -> npt.NDArray[np.uint16]:
 
     # If a source has n rows, its ideal places are the centers of n equal parts of the cycle. Sort the ideal
     # places of all sources to get the cycle.
-    places = [(np.arange(count) + 0.5) / count * CYCLE for count in counts.tolist() if count]
-    owners = np.repeat(np.arange(len(counts)), counts)
+    places = []
+    for count in counts.tolist():
+        if count:
+            places.append((np.arange(count) + 0.5) / count * CYCLE)
+    sources = np.repeat(np.arange(len(counts)), counts)
     order = np.argsort(np.concatenate(places), kind="stable")
-    return owners[order].astype(np.uint16)
+    return sources[order].astype(np.uint16)

@@ -55,7 +55,7 @@ def open_dataloader(
         DataError: the data cannot be read or have no targets.
     """
     section = section or config.training
-    word = "validation" if isinstance(section, Validation) else "training"
+    section_name = "validation" if isinstance(section, Validation) else "training"
     if not 0 <= batch_rank < num_batch_ranks:
         raise ValueError(f"batch_rank={batch_rank} is not in 0..{num_batch_ranks - 1}")
     if accumulation < 1 or samples_consumed < 0:
@@ -66,7 +66,7 @@ def open_dataloader(
         if getattr(section, key) < 1:
             raise ConfigError(
                 Problem(
-                    f"{word}.{key}",
+                    f"{section_name}.{key}",
                     getattr(section, key),
                     rule="must be at least 1",
                     fix="use 1 or more",
@@ -75,7 +75,9 @@ def open_dataloader(
     pipeline = open_data(config, section, shuffle=shuffle, loop=loop)
     share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation, sizes)
     if section.dataloader.pin_memory and not accelerator.pins_memory():
-        logger.warning("%s.dataloader.pin_memory=true has no effect without an accelerator", word)
+        logger.warning(
+            "%s.dataloader.pin_memory=true has no effect without an accelerator", section_name
+        )
     if any(feed.num_readers for feed in pipeline.feeds):
         _warn_duplicate_tokenization(pipeline, share, max(1, section.dataloader.num_workers))
     return DataLoader(pipeline, share, section.dataloader, samples_consumed)

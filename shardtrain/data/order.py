@@ -11,6 +11,7 @@ library. Never change the order, because checkpoints contain only a position.
 from __future__ import annotations
 
 import hashlib
+import struct
 from functools import lru_cache
 
 import numpy as np
@@ -76,7 +77,8 @@ def _keys(seed: int, epoch: int) -> tuple[int, ...]:
     for part in range(2):
         text = f"shardtrain order {seed} {epoch} {part}"
         pool += hashlib.sha256(text.encode()).digest()
-    return tuple(int.from_bytes(pool[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS))
+    # Each round key is a little-endian number of 8 bytes.
+    return struct.unpack(f"<{_ROUNDS}Q", pool[: 8 * _ROUNDS])
 
 
 def _feistel(values: _UInts, half_bits: int, keys: _UInts) -> _UInts:

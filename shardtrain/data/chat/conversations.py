@@ -114,8 +114,9 @@ def find_content_form(template: ChatTemplate) -> None:
     """
     texts = [f"{_PLACEHOLDER}-{number}-" for number in range(4)]
     parts = [{"type": "text", "text": text} for text in texts]
+    # the contents of a question and its answer: as texts, as one part each, and as two parts each
     forms: list[tuple[Any, Any]] = [
-        ("".join(texts[:2]), "".join(texts[2:])),
+        (texts[0] + texts[1], texts[2] + texts[3]),
         (parts[:1], parts[2:3]),
         (parts[:2], parts[2:]),
     ]
@@ -163,9 +164,10 @@ def check_nothing_is_dropped(
     )
     last = len(chat) - 1
     # A template may drop the reasoning of all turns except the last one.
-    wanted = {
-        name: leaf for name, leaf in leaves.items() if leaf.kind != "reasoning" or leaf.turn == last
-    }
+    wanted = {}
+    for name, leaf in leaves.items():
+        if leaf.kind != "reasoning" or leaf.turn == last:
+            wanted[name] = leaf
     if shape not in template.dropped:
         template.dropped[shape] = _find_dropped(template, replaced, variables, wanted)
     if reason := template.dropped[shape]:
@@ -173,8 +175,11 @@ def check_nothing_is_dropped(
 
     squeezed = _squeeze(text)
     for leaf in wanted.values():
+        # Templates format arguments of tool calls in many ways, so their text is not searched.
+        if leaf.kind == "argument":
+            continue
         is_earlier = chat[leaf.turn]["role"] == "assistant" and leaf.turn < last
-        if leaf.kind != "argument" and not _is_written(leaf.value, squeezed, only_end=is_earlier):
+        if not _is_written(leaf.value, squeezed, only_end=is_earlier):
             raise Unusable(
                 f"the chat template drops a part of {leaf.description}; use a template that writes it"
             )
@@ -372,7 +377,8 @@ class Conversations:
         for start, stop in written.spans:
             # A token without characters, such as a space that the tokenizer has inserted, is learned if the
             # text after it is.
-            inside = (starts < stop) & ((stops > start) | ((stops == start) & (starts == start)))
+            is_empty_at_start = (stops == start) & (starts == start)
+            inside = (starts < stop) & ((stops > start) | is_empty_at_start)
             special_inside = np.flatnonzero(inside & special)
             if not written.exact:
                 # Do not learn whitespace after the end token, because generation stops at the end token.

@@ -8,10 +8,11 @@ that operators, methods and filters create.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -195,7 +196,8 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             if operator == "%" and not numbers:
                 _check_form(str(left), star=True)
                 values = right if isinstance(right, tuple) else (right,)
-                work.plan(_size(left) + sum(map(deep_size, values)))
+                size_of_values = sum(map(deep_size, values))
+                work.plan(_size(left) + size_of_values)
             elif operator == "+" and not numbers:
                 work.plan(_size(left) + _size(right))
             elif operator == "*" and not numbers:
@@ -418,9 +420,9 @@ def deep_size(value: Any, depth: int = 0) -> int:
         return _ITEM_CHARACTERS
     if depth > _MAX_DEPTH:
         raise OverflowError(f"it nests deeper than {_MAX_DEPTH}")
-    items = (
-        value if isinstance(value, Sequence) else [part for item in value.items() for part in item]
-    )
+    items: Iterable[Any] = value
+    if isinstance(value, Mapping):
+        items = itertools.chain.from_iterable(value.items())
     size = _ITEM_CHARACTERS
     for item in items:
         size += deep_size(item, depth + 1)
@@ -519,7 +521,8 @@ def _replaced(work: Work, text: str, old: Any, new: Any, count: int = -1) -> str
 
 def _formatted(work: Work, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     _check_form(text, star=True)
-    work.plan(len(text) + sum(map(deep_size, (*args, *kwargs.values()))))
+    values = (*args, *kwargs.values())
+    work.plan(len(text) + sum(map(deep_size, values)))
     return text % (kwargs or args)
 
 

@@ -173,10 +173,9 @@ class Turns:
         if self._places is None:
             self._replaced, leaves = replace_texts(self._chat)
             self._places = _align(self._rendered(self._replaced), leaves, self._chat, self._text)
-            first = next(
-                i for i, message in enumerate(self._chat) if message["role"] == "assistant"
-            )
-            before_answer = self._replaced[:first]
+            # The header is the text that a generation prompt adds before the first answer.
+            roles = [message["role"] for message in self._chat]
+            before_answer = self._replaced[: roles.index("assistant")]
             with_prompt = self._rendered(before_answer, prompt=True)
             without_prompt = self._rendered(before_answer)
             self._header = with_prompt[_common(with_prompt, without_prompt) :]
@@ -187,7 +186,9 @@ class Turns:
             if place.turn != turn:
                 continue
             # Join neighbouring parts of the same turn to one span.
-            stop = place.stop if after and after.turn == turn else self._stop(place, after)
+            stop = place.stop
+            if not (after and after.turn == turn):
+                stop = self._stop(place, after)
             if before and before.turn == turn:
                 start, _ = spans.pop()
             else:

@@ -150,6 +150,10 @@ def _reach(row: Mapping[str, Any], path: str) -> Any:
 
 def _names(row: Mapping[str, Any]) -> str:
     """List at most 12 columns of a row."""
+    if not row:
+        return "none"
     names = [str(name)[:_MAX_NAME_LENGTH] for name in row]
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more if names else "none"
+    text = ", ".join(names[:MAX_NAMES])
+    if len(names) > MAX_NAMES:
+        text += f" and {len(names) - MAX_NAMES} more"
+    return text

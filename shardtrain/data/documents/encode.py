@@ -76,7 +76,8 @@ class TextEncoder:
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """Tokenize rows. Return one document per row, or the reason why it has none."""
-        return list(around_bad_rows([attempt(self._text, row) for row in rows], self._documents))
+        texts = [attempt(self._text, row) for row in rows]
+        return list(around_bad_rows(texts, self._documents))
 
     def _text(self, row: Mapping[str, Any]) -> str | BadRow:
         return text(row, self._field) or BadRow("the text is empty", harmless=True)
@@ -191,9 +192,8 @@ class ChatEncoder:
         return results
 
     def _write(self, row: Mapping[str, Any]) -> Written:
-        return self._conversations.write(
-            *conversation(row, self._data.messages_field, self._data.tools_field)
-        )
+        chat, variables = conversation(row, self._data.messages_field, self._data.tools_field)
+        return self._conversations.write(chat, variables)
 
 
 class _DocumentEnds:
@@ -216,7 +216,7 @@ class _DocumentEnds:
         if len(prefix) and starts_with(tokens, prefix):
             prefix = prefix[:0]
             notes.append(HAS_BEGINNING)
-        if len(suffix) and len(tokens) >= len(suffix) and (tokens[-len(suffix) :] == suffix).all():
+        if 0 < len(suffix) <= len(tokens) and (tokens[-len(suffix) :] == suffix).all():
             suffix = suffix[:0]
             notes.append(HAS_END)
         full = np.concatenate((prefix, tokens, suffix, self._separator))

@@ -97,11 +97,11 @@ def _messages(
     elif isinstance(prompt, str):
         # The prompt is a text. If the columns contain only answers, the prompt is the user's turn. If they
         # contain entire conversations, the prompt must be one of the messages that both begin with.
+        texts = (joined(message).get("content", "").strip() for message in before)
         if not before and chosen[0]["role"] == rejected[0]["role"] == "assistant":
-            before = [{"role": "user", "content": check_text(prompt, f"column {prompt_field!r}")}]
-        elif not any(
-            joined(message).get("content", "").strip() == prompt.strip() for message in before
-        ):
+            text = check_text(prompt, f"column {prompt_field!r}")
+            before = [{"role": "user", "content": text}]
+        elif prompt.strip() not in texts:
             raise Unusable(
                 f"the text of column {prompt_field!r} is not among the messages that both answers begin with"
             )
@@ -113,9 +113,10 @@ def _messages(
         rule = "chosen and rejected begin with different messages, which leaves no prompt"
         raise Unusable(f"{rule}; add a column {prompt_field!r}")
     for name, side in (("chosen", chosen), ("rejected", rejected)):
-        if side[common]["role"] != "assistant":
+        role = side[common]["role"]
+        if role != "assistant":
             raise Unusable(
-                f"the {name} answer begins with a turn of {side[common]['role']!r}, not of the assistant"
+                f"the {name} answer begins with a turn of {role!r}, not of the assistant"
             )
     return before, chosen[common:], rejected[common:]
 

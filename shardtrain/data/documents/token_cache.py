@@ -16,7 +16,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -166,19 +166,7 @@ def _read(path: Path, vocab_size: int) -> dict[str, Any] | None:
         if mark != _mark(content):
             return None
         result = decode(memoryview(content))
-        tokens, starts, mask = (result["line"][name] for name in ("tokens", "starts", "mask"))
-        # Check that all documents have a token, that ids fit the vocabulary,
-        # and that a mask covers all tokens.
-        is_valid = (
-            tokens.dtype.kind in "iu"
-            and starts.dtype == np.int64
-            and int(tokens.max()) < vocab_size
-            and int(starts[0]) == 0
-            and bool((np.diff(starts) > 0).all())
-            and int(starts[-1]) < len(tokens)
-            and (mask is None or (mask.dtype == np.bool_ and len(mask) == len(tokens)))
-        )
-        if not is_valid:
+        if not _is_valid(result["line"], vocab_size):
             return None
         # Update the time of the file, because the least recently used files are removed first.
         with contextlib.suppress(OSError):
@@ -186,6 +174,21 @@ def _read(path: Path, vocab_size: int) -> dict[str, Any] | None:
         return dict(result)
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return None
+
+
+def _is_valid(line: Mapping[str, Any], vocab_size: int) -> bool:
+    """True if documents have tokens, ids fit the vocabulary, and a mask covers all tokens."""
+    tokens = line["tokens"]
+    starts = line["starts"]
+    mask = line["mask"]
+    if tokens.dtype.kind not in "iu" or int(tokens.max()) >= vocab_size:
+        return False
+    if starts.dtype != np.int64 or int(starts[0]) != 0 or int(starts[-1]) >= len(tokens):
+        return False
+    # Starts ascend strictly, so no document is empty.
+    if not bool((np.diff(starts) > 0).all()):
+        return False
+    return mask is None or (mask.dtype == np.bool_ and len(mask) == len(tokens))
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
@@ -196,7 +199,8 @@ def _write(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     atomic_io.sweep(path.parent)
     cache_files = sorted(path.parent.glob("[0-9a-f]" * 64), key=lambda file: file.stat().st_mtime)
-    free_bytes = MAX_BYTES - len(content) - sum(file.stat().st_size for file in cache_files)
+    used_bytes = sum(file.stat().st_size for file in cache_files)
+    free_bytes = MAX_BYTES - len(content) - used_bytes
     for file in cache_files:
         if free_bytes >= 0:
             break

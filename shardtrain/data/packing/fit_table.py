@@ -119,9 +119,8 @@ class FitTable:
         size = len(content) // count if count else 0
         is_complete = len(content) == entry["bytes"] and size * count == len(content)
         if not is_complete or zlib.crc32(content) != entry["checksum"]:
-            raise damaged(
-                self._path, self._option, f"is damaged in block {block} (the checksum differs)"
-            )
+            rule = f"is damaged in block {block} (the checksum differs)"
+            raise damaged(self._path, self._option, rule)
         if not content:
             return NO_ORDER, NO_ORDER
         numbers = np.frombuffer(content, np.dtype(f"<u{size}"))
@@ -263,16 +262,26 @@ class FitTableWriter:
         num_rows = int(self._blocks[-1]["rows_up_to"]) if len(self._blocks) else 0
         content = self._blocks.tobytes()
         facts = {
-            "format_version": VERSION, "kind": self._packing.kind, "seq_len": self._packing.seq_len,
-            "long_documents": self._packing.long_documents, "fingerprint": self._fingerprint,
-            "block_documents": self._block_documents, "num_blocks": len(self._blocks), "num_rows": num_rows,
-            "num_targets": self._num_targets, "cut": self._cut, "dropped": self._dropped, "single": self._single,
+            "format_version": VERSION,
+            "kind": self._packing.kind,
+            "seq_len": self._packing.seq_len,
+            "long_documents": self._packing.long_documents,
+            "fingerprint": self._fingerprint,
+            "block_documents": self._block_documents,
+            "num_blocks": len(self._blocks),
+            "num_rows": num_rows,
+            "num_targets": self._num_targets,
+            "cut": self._cut,
+            "dropped": self._dropped,
+            "single": self._single,
             "table_sha256": hashlib.sha256(content).hexdigest(),
-        }  # fmt: skip
-        # Rename the file only after everything is on disk, so that an incomplete file never has the final name.
+        }
+        # The header is its own hash, 64 characters, followed by the facts and a newline.
         text = json.dumps(facts).encode().ljust(_HEADER_BYTES - 65) + b"\n"
+        checksum = hashlib.sha256(text).hexdigest().encode()
+        # Rename the file only after everything is on disk, so that an incomplete file never has the final name.
         self._file.seek(0)
-        self._file.write(hashlib.sha256(text).hexdigest().encode() + text + content)
+        self._file.write(checksum + text + content)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -339,7 +339,9 @@ class FittedRows:
         for index in indices:
             start = int(pieces.starts[index])
             stop = int(pieces.stops[index])
-            learned = self._line.learned(start, stop) if self._line.has_mask else None
+            learned = None
+            if self._line.has_mask:
+                learned = self._line.learned(start, stop)
             out.write(slot, column, self._line.tokens(start, stop), learned)
             column += stop - start - 1
             columns.append(column)

@@ -125,9 +125,9 @@ class MemoryTokenBuffer:
         return self._tokens[start:stop].astype(np.int64)
 
     def learned(self, start: int, stop: int) -> Mask:
-        return (
-            np.ones(stop - start, dtype=np.bool_) if self._mask is None else self._mask[start:stop]
-        )
+        if self._mask is None:
+            return np.ones(stop - start, dtype=np.bool_)
+        return self._mask[start:stop]
 
     def starts(self, start: int, stop: int) -> Tokens:
         first, last = np.searchsorted(self._starts, (start, stop))

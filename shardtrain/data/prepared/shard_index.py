@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -272,8 +272,10 @@ def _parse(table: Mapping[str, Any]) -> ShardIndex:
     Raises:
         KeyError, TypeError, ValueError: a key is missing, or a value has a wrong type or is out of range.
     """
+    if not isinstance(table["shards"], list):
+        raise ValueError("shards is not a list")
     shards = []
-    for number, shard in enumerate(_list(table["shards"])):
+    for number, shard in enumerate(table["shards"]):
         num_tokens = _count(shard["num_tokens"], "num_tokens")
         num_documents = _count(shard["num_documents"], "num_documents")
         tokens = _stored(shard["tokens"], tokens_name(number))
@@ -284,6 +286,8 @@ def _parse(table: Mapping[str, Any]) -> ShardIndex:
     if table["dtype"] not in DTYPES:
         raise ValueError(f"dtype {table['dtype']!r} is not one of {', '.join(DTYPES)}")
     source_bytes = table["source_bytes"]
+    if source_bytes is not None:
+        source_bytes = _count(source_bytes, "source_bytes")
     return ShardIndex(
         dtype=table["dtype"],
         vocab_size=_count(table["vocab_size"], "vocab_size"),
@@ -292,7 +296,7 @@ def _parse(table: Mapping[str, Any]) -> ShardIndex:
         num_documents=_count(table["num_documents"], "num_documents"),
         shards=tuple(shards),
         starts=_stored(table["starts"], STARTS),
-        source_bytes=None if source_bytes is None else _count(source_bytes, "source_bytes"),
+        source_bytes=source_bytes,
         tokenizer=str(table["tokenizer"]),
         tokenizer_name=str(table["tokenizer_name"]),
         encoder=str(table["encoder"]),
@@ -362,10 +366,4 @@ def _stored(table: Mapping[str, Any], name: str) -> ShardFile:
 def _count(value: Any, name: str, least: int = 0) -> int:
     if not checked_json.is_count(value, least):
         raise ValueError(f"{name} is {value!r}")
-    return value
-
-
-def _list(value: object) -> Sequence[Mapping[str, Any]]:
-    if not isinstance(value, list):
-        raise ValueError("shards is not a list")
     return value

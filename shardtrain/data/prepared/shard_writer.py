@@ -299,10 +299,8 @@ def beyond_vocabulary(token: int, vocab_size: int) -> ConfigError:
 
 
 def _shard(table: Mapping[str, Any]) -> StoredShard:
-    learned = table["learned"]
-    return StoredShard(
-        table["num_tokens"],
-        table["num_documents"],
-        ShardFile(**table["tokens"]),
-        None if learned is None else ShardFile(**learned),
-    )
+    tokens = ShardFile(**table["tokens"])
+    learned = None
+    if table["learned"] is not None:
+        learned = ShardFile(**table["learned"])
+    return StoredShard(table["num_tokens"], table["num_documents"], tokens, learned)

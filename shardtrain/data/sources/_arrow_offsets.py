@@ -133,9 +133,8 @@ def _is_valid_list(array: Any, dtype: Any, element: Check) -> bool:
 def _bounds(array: Any, buffer: Any, dtype: Any, size: int) -> tuple[int, int] | None:
     """Return the first and the last offset. None if an offset is above ``size``, negative or too small."""
     try:
-        offsets = np.frombuffer(
-            buffer, dtype, len(array) + 1, array.offset * np.dtype(dtype).itemsize
-        )
+        first_byte = array.offset * np.dtype(dtype).itemsize
+        offsets = np.frombuffer(buffer, dtype, len(array) + 1, first_byte)
     except (ValueError, TypeError, AttributeError):
         # the buffer is too short or does not exist
         return None

@@ -102,15 +102,13 @@ def _size(array: Any) -> int:
         return _ENTRY_BYTES * count + sum(map(_size, array.flatten()))
     # Views, unions and runs may reference the same value any number of times.
     if isinstance(array, pyarrow.lib.ListViewArray | pyarrow.lib.LargeListViewArray):
-        named = int(
-            pyarrow.compute.sum(pyarrow.compute.list_value_length(array), min_count=0).as_py()
-        )
-        each = -(-_size(array.values) // max(len(array.values), 1))
-        return _ENTRY_BYTES * count + named * max(_ENTRY_BYTES, each)
+        lengths = pyarrow.compute.list_value_length(array)
+        num_items = int(pyarrow.compute.sum(lengths, min_count=0).as_py())
+        mean_size = -(-_size(array.values) // max(len(array.values), 1))
+        return _ENTRY_BYTES * count + num_items * max(_ENTRY_BYTES, mean_size)
     if isinstance(array, pyarrow.UnionArray):
-        return count * (
-            _ENTRY_BYTES + sum(_size(array.field(number)) for number in range(kind.num_fields))
-        )
+        fields = [array.field(number) for number in range(kind.num_fields)]
+        return count * (_ENTRY_BYTES + sum(map(_size, fields)))
     if isinstance(array, pyarrow.RunEndEncodedArray):
         return count * (_ENTRY_BYTES + _size(array.values))
     return count * max(_ENTRY_BYTES, int(array.nbytes))

@@ -264,13 +264,16 @@ def arrays_of(
     matched a file twice.
     """
     # Python represents file names that are not UTF-8 with surrogateescape.
-    encoded = "".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape")
+    text = "".join(f"{name}\0" for name in names)
+    encoded = text.encode("utf-8", "surrogateescape")
     return {
-        "root": root, "names": np.frombuffer(encoded, np.uint8),
+        "root": root,
+        "names": np.frombuffer(encoded, np.uint8),
         "has_twins": any(name == other for name, other in pairwise(names)),
-        "sizes": np.asarray(sizes, np.int64), "mtimes": np.asarray(mtimes, np.int64),
+        "sizes": np.asarray(sizes, np.int64),
+        "mtimes": np.asarray(mtimes, np.int64),
         "inodes": np.asarray(inodes, np.uint64),
-    }  # fmt: skip
+    }
 
 
 def _text(names: npt.NDArray[np.uint8]) -> str:
@@ -347,7 +350,9 @@ class FileSource:
         if self._fingerprints:
             return self._fingerprints
         has_many = is_many(self.members)
-        step = max(1, -(-len(self.members) // _FILES_SAMPLED)) if has_many else 1
+        step = 1
+        if has_many:
+            step = max(1, -(-len(self.members) // _FILES_SAMPLED))
         numbers = range(0, len(self.members), step)
         samples = dict(zip(numbers, self._sample(numbers), strict=True))
         if isinstance(self.members, FileList) and has_many and not self.members.has_twins:
@@ -539,9 +544,12 @@ def _match(pattern: str) -> tuple[str, list[str]]:
     root = ""
     if fixed:
         root = os.path.join(*parts[:fixed])
-    files = [match for match in glob.glob(pattern, recursive=True) if not os.path.isdir(match)]
     start = root or "."
-    return root, [Path(os.path.relpath(file, start)).as_posix() for file in files]
+    files = []
+    for match in glob.glob(pattern, recursive=True):
+        if not os.path.isdir(match):
+            files.append(Path(os.path.relpath(match, start)).as_posix())
+    return root, files
 
 
 def _status(path: str, option: str, empty: bool) -> os.stat_result:

@@ -52,18 +52,15 @@ def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
     """
     library = _datasets(request)
     streaming = dataset.streaming if request.streaming is None else request.streaming
-    if streaming and "[" in (dataset.split or request.split):
-        raise ConfigError(
-            Problem(
-                "data.streaming",
-                True,
-                rule=f"is not supported for a part of a split ({dataset.split or request.split})",
-                fix="set it to false, or read all of the split",
-            )
-        )
+    split = dataset.split or request.split
+    is_part_of_split = "[" in split
+    if streaming and is_part_of_split:
+        rule = f"is not supported for a part of a split ({split})"
+        fix = "set it to false, or read all of the split"
+        raise ConfigError(Problem("data.streaming", True, rule, fix))
     options: dict[str, Any] = {
         "name": request.subset or dataset.subset,
-        "split": dataset.split or request.split,
+        "split": split,
         "streaming": streaming,
     }
     if dataset.data_files is not None:
@@ -76,7 +73,7 @@ def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
             loaded.append(library.load_dataset(dataset.name, **options))
         except (Exception, SystemExit) as error:
             raise refusal(error, request, dataset.name, options) from error
-        if streaming or "[" in options["split"]:
+        if streaming or is_part_of_split:
             return {"revision": options["revision"], "files": [], "rows": 0}
         files = [entry["filename"] for entry in loaded[0].cache_files]
         return {"revision": options["revision"], "files": files, "rows": len(loaded[0])}
@@ -92,12 +89,11 @@ def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
             opened = library.load_dataset(dataset.name, **options)
         except (Exception, SystemExit) as error:
             raise refusal(error, request, dataset.name, options) from error
-    place = f"{dataset.name}/{options['name'] or 'default'}/{options['split']}"
+    place = f"{dataset.name}/{options['name'] or 'default'}/{split}"
     if not streaming:
         return DatasetTable(opened, place, request)
-    return DatasetShards(
-        opened, place, request, {place: f"{options['revision']}:{dataset.data_files or ''}"}
-    )
+    fingerprint = f"{options['revision']}:{dataset.data_files or ''}"
+    return DatasetShards(opened, place, request, {place: fingerprint})
 
 
 def _cached(library: Any, files: Sequence[str], num_rows: int) -> Any:
@@ -125,20 +121,17 @@ def open_saved(request: Request) -> Table | Shards:
     # Check the files in the sandbox first, once per host: opening a pipe would wait forever, and a
     # malicious file may fill the memory.
     def look() -> list[str]:
-        paths = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
-        kinds = {path: bounded_reads.kind(path) for path in sorted(paths)}
-        files = [path for path, kind in kinds.items() if kind not in ("", "folder")]
-        for path in files:
-            if kinds[path] != "file":
-                name = os.path.basename(path)
-                raise ConfigError(
-                    Problem(
-                        request.option,
-                        request.path,
-                        rule=f"contains {name!r}, which is not a regular file",
-                        fix="remove it from the folder",
-                    )
-                )
+        pattern = os.path.join(glob.escape(folder), "**", "*")
+        files = []
+        for path in sorted(glob.glob(pattern, recursive=True)):
+            kind = bounded_reads.kind(path)
+            if kind in ("", "folder"):
+                continue
+            if kind != "file":
+                rule = f"contains {os.path.basename(path)!r}, which is not a regular file"
+                fix = "remove it from the folder"
+                raise ConfigError(Problem(request.option, request.path, rule, fix))
+            files.append(path)
         _prove({"folder": folder}, files, request)
         return []
 
@@ -146,26 +139,18 @@ def open_saved(request: Request) -> Table | Shards:
     try:
         saved = library.load_from_disk(request.path)
     except Exception as error:
-        raise ConfigError(
-            Problem(
-                request.option,
-                request.path,
-                rule=f"cannot be opened as a saved dataset ({describe_error(error)})",
-                fix="save it again by save_to_disk",
-            )
-        ) from error
+        rule = f"cannot be opened as a saved dataset ({describe_error(error)})"
+        fix = "save it again by save_to_disk"
+        raise ConfigError(Problem(request.option, request.path, rule, fix)) from error
 
     # A dataset that was saved without a DatasetDict may know its split.
-    splits = saved if isinstance(saved, Mapping) else {str(saved.split or request.split): saved}
+    splits = saved
+    if not isinstance(saved, Mapping):
+        splits = {str(saved.split or request.split): saved}
     if request.split not in splits:
-        raise ConfigError(
-            Problem(
-                request.option,
-                request.path,
-                rule=f'has no split "{request.split}"',
-                fix=f"set {request.split_option} to {' or '.join(splits)}",
-            )
-        )
+        rule = f'has no split "{request.split}"'
+        fix = f"set {request.split_option} to {' or '.join(splits)}"
+        raise ConfigError(Problem(request.option, request.path, rule, fix))
     return _opened(splits[request.split], request)
 
 
@@ -369,9 +354,8 @@ class DatasetShards:
         """
         # Use iter() instead of a loop over the dataset. In a PyTorch worker process, a loop may yield
         # nothing, because the library itself divides shards among workers.
-        batches = self._dataset.shard(num_shards=self.num_shards, index=shard).iter(
-            batch_size=_ROWS_AT_ONCE
-        )
+        dataset = self._dataset.shard(num_shards=self.num_shards, index=shard)
+        batches = dataset.iter(batch_size=_ROWS_AT_ONCE)
         passed = 0
         while True:
             try:

@@ -120,8 +120,11 @@ class RecordIndex:
                 first, at, counts = np.unique(before, return_index=True, return_counts=True)
                 gaps.append(np.stack([first, block_starts[blank][at], counts]))
             rows += len(starts[-1])
-        result = {"starts": np.concatenate([*starts, np.array([self.file.size])])}
-        result |= dict(zip(_GAPS, _merge_gaps(*np.concatenate(gaps, axis=1)), strict=True))
+        # The end of the file ends the last row.
+        starts.append(np.array([self.file.size]))
+        result = {"starts": np.concatenate(starts)}
+        merged_gaps = _merge_gaps(*np.concatenate(gaps, axis=1))
+        result |= dict(zip(_GAPS, merged_gaps, strict=True))
         if quoted:
             result["lines"] = np.concatenate(lines)
         return result

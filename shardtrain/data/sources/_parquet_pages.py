@@ -174,14 +174,14 @@ class GroupMemory:
         decoded = sum(column.decoded for column in self.columns)
         if decoded > max(DECODED_BYTES, DECODED_GROWTH * disk):
             return True
-        held = 0
+        num_bytes = 0
         for column in self.columns:
             if column.has_hidden_lengths or column.grows(memory_bytes):
                 return True
-            held += column.held
+            num_bytes += column.held
             if not column.elements:
-                held += column.of_batch(1)
-        return held > max(memory_bytes // 4, GROWS_FROM_BYTES)
+                num_bytes += column.of_batch(1)
+        return num_bytes > max(memory_bytes // 4, GROWS_FROM_BYTES)
 
 
 def memory_of_group(descriptor: int, parquet: Any, group: Any, seconds: float) -> GroupMemory:
@@ -215,12 +215,12 @@ def _column(
     if kind == "FIXED_LEN_BYTE_ARRAY":
         width = _COPIES * max(schema.length, 1)
     dictionary: Page | None = None
-    held = longest_page = plain = num_values = num_chosen = 0
+    buffered_bytes = longest_page = plain = num_values = num_chosen = 0
     has_hidden_lengths = False
     chosen = []
     # Add up the pages. The decoder holds one page at a time, before and after decompression.
     for page in _pages(window, chunk, clock):
-        held = max(held, page.compressed + page.uncompressed)
+        buffered_bytes = max(buffered_bytes, page.compressed + page.uncompressed)
         if page.kind == _DICTIONARY:
             dictionary = page
         elif page.kind in (_DATA, _DATA_V2):
@@ -235,8 +235,8 @@ def _column(
 
     longest_text = chosen_text = 0
     if dictionary is not None:
-        held += dictionary.uncompressed + dictionary.compressed
-        held += _DICTIONARY_ENTRY_BYTES * dictionary.num_values
+        buffered_bytes += dictionary.uncompressed + dictionary.compressed
+        buffered_bytes += _DICTIONARY_ENTRY_BYTES * dictionary.num_values
         if kind == "BYTE_ARRAY" and num_chosen:
             longest_text = dictionary.uncompressed
             chosen_text = num_chosen * longest_text
@@ -252,7 +252,7 @@ def _column(
         elements = num_values * (width + _LEVEL_BYTES) + chosen_text + plain
     return ColumnMemory(
         disk=max(chunk.total_compressed_size, 1),
-        held=held,
+        held=buffered_bytes,
         width=width,
         longest_page=longest_page,
         plain=plain,

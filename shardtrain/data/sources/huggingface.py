@@ -124,17 +124,12 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
 
     def look() -> dict[str, bool]:
         if request.subset is not None and bounded_reads.kind(path) != "folder":
-            raise ConfigError(
-                Problem(
-                    request.option,
-                    request.path,
-                    rule=f"has no folder {request.subset}, the requested subset",
-                    fix=f"remove {request.subset_option}, or correct it",
-                )
-            )
-        saved_files = [os.path.join(path, name) for name in _SAVED]
+            rule = f"has no folder {request.subset}, the requested subset"
+            fix = f"remove {request.subset_option}, or correct it"
+            raise ConfigError(Problem(request.option, request.path, rule, fix))
+        kinds_of_saved = [bounded_reads.kind(os.path.join(path, name)) for name in _SAVED]
         return {
-            "is_saved": any(bounded_reads.kind(file) == "file" for file in saved_files),
+            "is_saved": "file" in kinds_of_saved,
             "is_folder": bounded_reads.kind(path) == "folder",
             "is_file": bounded_reads.kind(os.path.expanduser(request.path or "")) == "file",
         }
@@ -155,9 +150,10 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
             files = files.chosen(data_files)
     files = _of_split(files, request, sole_split, kind["is_file"])
     endings_of_files = {file.kind for file in files}
-    readers = {
-        reader for group, reader in _READERS.items() if not endings_of_files.isdisjoint(group)
-    }
+    readers = set()
+    for group, reader in _READERS.items():
+        if not endings_of_files.isdisjoint(group):
+            readers.add(reader)
     if len(readers) != 1:
         kinds = ", ".join(sorted(f"*{ending}" for ending in endings_of_files))
         rule = f"has no known format ({kinds})"
@@ -175,7 +171,7 @@ def _of_split(files: FileList, request: Request, sole_split: str, is_file: bool)
     If no name contains a split, or the path is a single file, all files belong to one split.
     """
     splits = [_split_of(name) for name in files.names()]
-    known = sorted({split for split in splits if split is not None} or {sole_split})
+    known = sorted(set(filter(None, splits)) or {sole_split})
     wanted = _SPLITS.get(request.split, request.split)
     if wanted == sole_split and (not any(splits) or is_file):
         return files
@@ -206,5 +202,7 @@ def _split_of(name: str) -> str | None:
 
     If the name contains several splits, the last split counts.
     """
-    words = [word for word in re.split(r"[^a-z]+", name.lower()) if word in _SPLITS]
-    return _SPLITS[words[-1]] if words else None
+    for part in reversed(re.split(r"[^a-z]+", name.lower())):
+        if part in _SPLITS:
+            return _SPLITS[part]
+    return None

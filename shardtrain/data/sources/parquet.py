@@ -58,9 +58,11 @@ def open_files(files: Sequence[File], request: Request) -> Shards:
     _library("pyarrow", files[0])
     if is_many(files):
         return ParquetFiles(files, request.max_row_bytes)
-    rows = shared_opening.once(
-        place_listed(files), lambda: [_rows_of_groups(file) for file in files]
-    )
+
+    def look() -> list[list[int]]:
+        return [_rows_of_groups(file) for file in files]
+
+    rows = shared_opening.once(place_listed(files), look)
     source = ParquetShards(files, request.max_row_bytes, rows)
     if not source.num_shards:
         raise files[0].unusable("has no rows, and no other file has", "name files with rows")

@@ -78,13 +78,14 @@ def _rows(library: Library, parts: Container[int]) -> list[list[str]]:
     # Use only lines that occur once, because a line in two packages would have two labels.
     rows = []
     for package, lines in lines_of.items():
-        unique = []
+        number = 0
         for line, place in lines:
-            if len(line) >= MIN_CHARACTERS and count[line] == 1:
-                unique.append((line, place))
-        for number, (line, place) in enumerate(unique[:MAX_LINES]):
+            if len(line) < MIN_CHARACTERS or count[line] > 1 or number == MAX_LINES:
+                continue
+            # The last digit of a line's number decides which split contains it.
             if number % 10 in parts:
                 rows.append([line, package, place])
+            number += 1
     return rows
 
 

@@ -108,9 +108,8 @@ class ConcatPacker:
         # Take documents until there are enough tokens for a row.
         # A row needs at least two tokens for a target.
         wanted = self._packing.seq_len + 1
-        length = (
-            sum(len(document.tokens) for _, document in self._documents_in_memory) - self._offset
-        )
+        num_tokens = sum(len(document.tokens) for _, document in self._documents_in_memory)
+        length = num_tokens - self._offset
         while length < wanted and (next_document := next(self._documents, None)) is not None:
             self._documents_in_memory.append(next_document)
             length += len(next_document[1].tokens)
@@ -137,14 +136,15 @@ class ConcatPacker:
             else:
                 masks.append(document.learned[start:stop])
             column += stop - start
-        masked_tokens = any(
-            document.learned is not None for _, document in self._documents_in_memory
-        )
+        # Without a mask, all tokens are learned.
+        learned = None
+        if any(document.learned is not None for _, document in self._documents_in_memory):
+            learned = np.concatenate(masks)
         write_window(
             out,
             slot,
             tokens=np.concatenate(parts).astype(np.int64),
-            learned=np.concatenate(masks) if masked_tokens else None,
+            learned=learned,
             begins=np.array(begins, np.int64) if self._packing.masked else None,
         )
 
@@ -152,11 +152,13 @@ class ConcatPacker:
         # last token would be lost. So drop a document only if the next row begins after it.
         self.part = self._documents_in_memory[-1][0][0]
         self._offset += length - 1
-        while self._documents_in_memory and self._offset >= len(
-            self._documents_in_memory[0][1].tokens
-        ):
-            self._begin, document = self._documents_in_memory.popleft()
+        while self._documents_in_memory:
+            begin, document = self._documents_in_memory[0]
+            if self._offset < len(document.tokens):
+                break
+            self._begin = begin
             self._offset -= len(document.tokens)
+            self._documents_in_memory.popleft()
         return True
 
 

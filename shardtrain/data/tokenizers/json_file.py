@@ -45,9 +45,8 @@ class JsonTokenizer:
         self.option = option
         self._tokenizer, self.prefix_ids, self.suffix_ids = _load(file, content, option)
         # Ids may have gaps, so the largest id determines the size of the vocabulary.
-        self.vocab_size = (
-            max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        )
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if not 0 < self.vocab_size <= MAX_IDS:
             rule = "has ids of 2**31 and above" if self.vocab_size else "has an empty vocabulary"
             raise ConfigError(Problem(option, str(file), rule=rule, fix="use a trained tokenizer"))
@@ -56,15 +55,12 @@ class JsonTokenizer:
         config = read_beside(file.parent, option)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
-        self.bos_id, self.eos_id, self.pad_id = (
-            config.special_id(name, self._tokenizer.token_to_id, special, self.vocab_size, option)
-            for name in END_TOKENS
-        )
-        ends_by_name = {
-            "bos_token": self.bos_id,
-            "eos_token": self.eos_id,
-            "pad_token": self.pad_id,
-        }
+        ends_by_name = {}
+        for name in END_TOKENS:
+            ends_by_name[name] = config.special_id(
+                name, self._tokenizer.token_to_id, special, self.vocab_size, option
+            )
+        self.bos_id, self.eos_id, self.pad_id = ends_by_name.values()
         known_ends = {name: i for name, i in ends_by_name.items() if i is not None}
         self.special_ids = frozenset(special.values()).union(known_ends.values())
         texts = {name: str(self._tokenizer.id_to_token(i)) for name, i in known_ends.items()}

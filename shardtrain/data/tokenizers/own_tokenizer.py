@@ -40,15 +40,12 @@ class OwnTokenizer:
         if type(self.vocab_size) is not int or not 0 < self.vocab_size < MAX_IDS:
             rule = "has a class Tokenizer whose vocab_size is not a valid number of ids"
             raise self._problem(rule, "set vocab_size to one more than the largest id")
-        self.bos_id, self.eos_id, self.pad_id = (
-            self._end(name) for name in ("bos_id", "eos_id", "pad_id")
-        )
+        end_ids = [self._end(name) for name in ("bos_id", "eos_id", "pad_id")]
+        self.bos_id, self.eos_id, self.pad_id = end_ids
+        self.special_ids = frozenset(i for i in end_ids if i is not None)
         # The interface of a custom tokenizer has no prefix, special tokens or templates.
         self.prefix_ids: tuple[int, ...] = ()
         self.suffix_ids: tuple[int, ...] = ()
-        self.special_ids = frozenset(
-            i for i in (self.bos_id, self.eos_id, self.pad_id) if i is not None
-        )
         self.special_tokens: Mapping[str, str] = {}
         self.chat_template: str | None = None
         self.tool_template: str | None = None
@@ -65,9 +62,14 @@ class OwnTokenizer:
         Raises ConfigError for an id outside 0..vocab_size-1.
         """
         ids = np.asarray(self._tokenizer.encode(text), dtype=np.int64).reshape(-1)
-        if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < self.vocab_size):
-            rule = f"returns ids from {ids.min()} to {ids.max()}, but its vocab_size is {self.vocab_size}"
-            raise self._problem(rule, "correct encode or vocab_size")
+        if ids.size:
+            least = int(ids.min())
+            most = int(ids.max())
+            if least < 0 or most >= self.vocab_size:
+                rule = (
+                    f"returns ids from {least} to {most}, but its vocab_size is {self.vocab_size}"
+                )
+                raise self._problem(rule, "correct encode or vocab_size")
         return ids.astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:

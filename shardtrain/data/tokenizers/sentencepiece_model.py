@@ -42,14 +42,15 @@ class SentencePieceTokenizer:
         config = read_beside(file.parent, option)
         pieces: int = self._model.get_piece_size()
         self._added = self._added_tokens(config, pieces, file)
-        self.vocab_size = max(pieces, *(i + 1 for i in self._added), 1) if self._added else pieces
-        control = {
-            self._model.id_to_piece(i): i for i in range(pieces) if self._model.is_control(i)
-        }
-        added = {text.content: i for i, text in config.added.items()}
-        special = dict(control)
+        self.vocab_size = max(pieces, max(self._added, default=-1) + 1)
+        special: dict[str, int] = {}
+        for i in range(pieces):
+            if self._model.is_control(i):
+                special[self._model.id_to_piece(i)] = i
+        added: dict[str, int] = {}
         always: dict[str, int] = {}
         for i, text in config.added.items():
+            added[text.content] = i
             if text.special:
                 special[text.content] = i
             else:
@@ -66,9 +67,9 @@ class SentencePieceTokenizer:
         ends = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         ids = {name: i for name, i in ends.items() if i is not None}
         self.special_ids = frozenset(special.values()).union(ids.values())
-        texts = {
-            name: self._texts.get(i) or str(self._model.id_to_piece(i)) for name, i in ids.items()
-        }
+        texts = {}
+        for name, i in ids.items():
+            texts[name] = self._texts.get(i) or str(self._model.id_to_piece(i))
         self.special_tokens: Mapping[str, str] = {**texts, **config.named()}
         self.chat_template = config.chat_template
         self.tool_template = config.tool_template

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -82,14 +83,11 @@ class TiktokenTokenizer:
         for i, token in beside.added.items():
             if not num_ranks <= i < num_ranks + _NUM_SPECIAL:
                 last = num_ranks + _NUM_SPECIAL - 1
-                raise ConfigError(
-                    Problem(
-                        option,
-                        str(file),
-                        rule=f"has special tokens {num_ranks}..{last}, but tokenizer_config.json names {i}",
-                        fix="use files that belong together",
-                    )
+                rule = (
+                    f"has special tokens {num_ranks}..{last}, but tokenizer_config.json names {i}"
                 )
+                fix = "use files that belong together"
+                raise ConfigError(Problem(option, str(file), rule, fix))
             names[i] = token.content
         specials = {text: i for i, text in names.items()}
         tiktoken = libraries.load("tiktoken", option, str(file), otherwise="use a tokenizer.json")
@@ -104,14 +102,13 @@ class TiktokenTokenizer:
         self._splitter = Splitter(specials)
         self._texts = {i: text for text, i in specials.items()}
         self.vocab_size = len(ranks) + _NUM_SPECIAL
-        self.bos_id, self.eos_id, self.pad_id = (
-            beside.special_id(name, specials.get, specials, self.vocab_size, option)
-            for name in END_TOKENS
-        )
+        ids = {}
+        for name in END_TOKENS:
+            ids[name] = beside.special_id(name, specials.get, specials, self.vocab_size, option)
+        self.bos_id, self.eos_id, self.pad_id = ids.values()
         self.prefix_ids, self.suffix_ids = beside.ends(self.bos_id, self.eos_id)
         self.special_ids = frozenset(self._texts)
-        ends = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
-        texts = {name: self._texts[i] for name, i in ends.items() if i in self._texts}
+        texts = {name: self._texts[i] for name, i in ids.items() if i in self._texts}
         self.special_tokens: Mapping[str, str] = {**texts, **beside.named()}
         self.chat_template = beside.chat_template
         self.tool_template = beside.tool_template
@@ -131,17 +128,21 @@ class TiktokenTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         """Return the ids of each text."""
-        parts = [list(_parts(text)) for text in texts]
-        flat = [part for text in parts for part in text]
-        if not flat:
-            return [np.array([], dtype=np.int32) for _ in texts]
-        encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=threads()))
+        # Encode the parts of all texts with one call, because the library's threads share the parts.
+        flat: list[str] = []
+        ends = []
+        for text in texts:
+            flat += _parts(text)
+            ends.append(len(flat))
+        encoded: list[list[int]] = []
+        if flat:
+            encoded = self._encoding.encode_ordinary_batch(flat, num_threads=threads())
         results = []
-        for text in parts:
-            ids: list[int] = []
-            for _ in text:
-                ids += next(encoded)
-            results.append(np.array(ids, dtype=np.int32))
+        start = 0
+        for end in ends:
+            ids = itertools.chain.from_iterable(encoded[start:end])
+            results.append(np.fromiter(ids, dtype=np.int32))
+            start = end
         return results
 
     def encode_spans(
