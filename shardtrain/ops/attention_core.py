@@ -224,15 +224,16 @@ def broken_when_heads_are_dealt(core: nn.Module, call: CoreCall | None) -> Broke
     fix = "read the number of heads from shapes; only alibi_slopes, one per query head, may differ between heads"
     for half in (0, 1):
         if slopes:
-            core.alibi_slopes = tuple(slopes[half * heads // 2 : (half + 1) * heads // 2])  # type: ignore[assignment]
-        half_q, half_k, half_v = (x.chunk(2, dim=2)[half] for x in (q, k, v))
+            first = half * heads // 2
+            core.alibi_slopes = tuple(slopes[first : first + heads // 2])  # type: ignore[assignment]
+        half_q = q.chunk(2, dim=2)[half]
+        half_k = k.chunk(2, dim=2)[half]
+        half_v = v.chunk(2, dim=2)[half]
         half_sinks = None if sinks_N is None else sinks_N.chunk(2)[half]
         output = run(core, half_q, half_k, half_v, None, heads_first, half_sinks)
         if isinstance(output, Broken):
-            rule = "fails with half of its heads" + output.rule.removeprefix(
-                "fails on small tensors"
-            )
-            return Broken(rule, fix)
+            reason = output.rule.removeprefix("fails on small tensors")
+            return Broken(f"fails with half of its heads{reason}", fix)
         expected = full_output.chunk(2, dim=2)[half]
         # ``not <=`` is also true for NaN.
         if output.shape != expected.shape or not _error(output, expected) <= CLOSE:
@@ -380,46 +381,42 @@ def _diagnose(
     # Random numbers: two calls differ.
     first = output_of()
     if _error(output_of(), first) > 0:
-        return Broken(
-            "returns different values in each call, as with dropout", "remove dropout from the core"
-        )
+        rule = "returns different values in each call, as with dropout"
+        return Broken(rule, "remove dropout from the core")
 
     # A fixed dtype: rounding the inputs to it first does not change the output.
     for dtype in (torch.bfloat16, torch.float16):
-        rounded = [x.to(dtype).float() for x in (q, k, v)]
-        if (
-            _error(run(core, rounded[0], rounded[1], rounded[2], documents_BT, heads_first), first)
-            == 0
-        ):
-            rule = f"computes in {str(dtype).removeprefix('torch.')} regardless of the dtype of its inputs"
-            return Broken(
-                rule,
-                "remove the cast: training.mixed_precision_param is the compute dtype of a model",
-            )
+        rounded_q, rounded_k, rounded_v = [x.to(dtype).float() for x in (q, k, v)]
+        output = run(core, rounded_q, rounded_k, rounded_v, documents_BT, heads_first)
+        if _error(output, first) == 0:
+            name = str(dtype).removeprefix("torch.")
+            rule = f"computes in {name} regardless of the dtype of its inputs"
+            fix = "remove the cast: training.mixed_precision_param is the compute dtype of a model"
+            return Broken(rule, fix)
 
     # No causal mask: another value of the last token changes earlier outputs.
-    last_token = torch.cat((torch.zeros_like(v[:, :-1]), torch.ones_like(v[:, -1:])), dim=1)
-    if not float(output_of(v=v + last_token)[:, :-1].sub(first[:, :-1]).abs().max()) <= CLOSE:
-        return Broken(
-            "lets tokens attend to later tokens", "use a causal mask; other cores cannot be split"
-        )
+    other_v = v.clone()
+    other_v[:, -1] += 1.0
+    change = output_of(v=other_v)[:, :-1] - first[:, :-1]
+    # ``not <=`` is also true for NaN, here and below.
+    if not float(change.abs().max()) <= CLOSE:
+        rule = "lets tokens attend to later tokens"
+        return Broken(rule, "use a causal mask; other cores cannot be split")
 
     # Check that the weights sum to one. If all values are one, the output is then one, too.
-    if not float(output_of(v=torch.ones_like(v)).sub(1.0).abs().max()) <= CLOSE:
+    sums = output_of(v=torch.ones_like(v))
+    if not float(sums.sub(1.0).abs().max()) <= CLOSE:
         rule = "has weights that do not sum to one, as with an attention sink or dropout"
-        return Broken(
-            rule, "remove it from the core; sinks can be its fifth argument (has_sinks = True)"
-        )
+        fix = "remove it from the core; sinks can be its fifth argument (has_sinks = True)"
+        return Broken(rule, fix)
 
     # Documents without effect: without documents, the core computes the function of its attributes.
     if documents_BT is not None:
-        plain = attention_scores.attention(
-            q, k, v, None, int(getattr(core, "window", 0) or 0), scoring
-        )
+        window = int(getattr(core, "window", 0) or 0)
+        plain = attention_scores.attention(q, k, v, None, window, scoring)
         if _error(output_of(documents_BT=None), plain) <= CLOSE:
-            return Broken(
-                "lets tokens attend to other documents", "use documents_BT, or remove that argument"
-            )
+            rule = "lets tokens attend to other documents"
+            return Broken(rule, "use documents_BT, or remove that argument")
     return _fit(core, output_of, q, k, scoring)
 
 
@@ -438,7 +435,8 @@ def _fit(
 
     def differences(size: float) -> tuple[Tensor, Tensor]:
         p_BN = output_of(k=k * size, v=first)[:, 1, :, 0].double()
-        dots_BN = (q[:, 1].double() * (k[:, 0] - k[:, 1]).double() * size).sum(-1)
+        k_difference = (k[:, 0] - k[:, 1]).double() * size
+        dots_BN = (q[:, 1].double() * k_difference).sum(-1)
         return dots_BN, p_BN.log() - (1.0 - p_BN).log()
 
     # For each head, fit a line to log(p_0 / p_1) over the dot products. A soft cap does not affect small
@@ -446,7 +444,9 @@ def _fit(
     points = [differences(size) for size in (0.01, 0.02, 0.04)]
     x = torch.cat([dots_BN for dots_BN, _ in points])
     y = torch.cat([logs_BN for _, logs_BN in points])
-    scale_N = ((x - x.mean(0)) * (y - y.mean(0))).sum(0) / (x - x.mean(0)).square().sum(0)
+    x_centered = x - x.mean(0)
+    y_centered = y - y.mean(0)
+    scale_N = (x_centered * y_centered).sum(0) / x_centered.square().sum(0)
     slope_N = scale_N * x.mean(0) - y.mean(0)
     residual = float((y - scale_N * x + slope_N).abs().max())
     if not bool(torch.isfinite(scale_N).all()) or residual > 1e-2:
@@ -462,10 +462,8 @@ def _fit(
     if float((slope_N - slopes_N).abs().max()) > max(1e-3, 3.0 * residual):
         state = "has other values" if scoring.slopes else "is not set"
         rule = f"adds a bias that depends on the distance like ALiBi, but its attribute alibi_slopes {state}"
-        return Broken(
-            rule,
-            "set alibi_slopes to a tuple of one number per query head; no other bias is supported",
-        )
+        fix = "set alibi_slopes to a tuple of one number per query head; no other bias is supported"
+        return Broken(rule, fix)
 
     # Skip the tests of chunk and window with slopes. They require equal weights.
     if not scoring.slopes:

@@ -165,24 +165,26 @@ def attend_backward(
     ``out_BlNH`` and ``lse_BNl`` are the output and the log-sum-exp over all keys.
     """
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
-    gradient, out = (x.transpose(1, 2).to(q.dtype) for x in (gradient_BlNH, out_BlNH))
+    gradient = gradient_BlNH.transpose(1, 2).to(q.dtype)
+    out = out_BlNH.transpose(1, 2).to(q.dtype)
     score_BNls, slope_of_cap = _score(q, k, band.last, scores, band)
     weight_BNls = (score_BNls - lse_BNl[..., None]).exp()
     dv = weight_BNls.transpose(-2, -1) @ gradient
     # The derivative of a softmax is ds = p (dp - sum of p dp).
     # The sum over all keys equals the sum of gradient times output.
-    d_score = weight_BNls * (
-        gradient @ v.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True)
-    )
+    d_weight = gradient @ v.transpose(-2, -1)
+    d_score = weight_BNls * (d_weight - (gradient * out).sum(-1, keepdim=True))
     if slope_of_cap is not None:
         d_score = d_score * slope_of_cap
     d_score = d_score * _scale(q, scores)
-    grads = (d_score @ k, d_score.transpose(-2, -1) @ q, dv)
-    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    dq = (d_score @ k).transpose(1, 2)
+    dk = (d_score.transpose(-2, -1) @ q).transpose(1, 2)
+    dv = dv.transpose(1, 2)
     groups = q_BlNH.size(2) // k_BsKH.size(2)
     if groups > 1:
         # Several query heads share each key head.
-        dk, dv = (x.unflatten(2, (-1, groups)).sum(3) for x in (dk, dv))
+        dk = dk.unflatten(2, (-1, groups)).sum(3)
+        dv = dv.unflatten(2, (-1, groups)).sum(3)
     return dq.to(q_BlNH.dtype), dk.to(k_BsKH.dtype), dv.to(v_BsKH.dtype)
 
 
@@ -227,6 +229,10 @@ def _heads_first(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> tuple[Tensor
     """Return queries, keys and values as (B, N, tokens, H) in float32 or wider, with repeated grouped heads."""
     groups = q_BlNH.size(2) // k_BsKH.size(2)
     dtype = torch.promote_types(q_BlNH.dtype, torch.float32)
-    k, v = (x.repeat_interleave(groups, dim=2) if groups > 1 else x for x in (k_BsKH, v_BsKH))
-    q, k, v = (x.transpose(1, 2).to(dtype) for x in (q_BlNH, k, v))
+    if groups > 1:
+        k_BsKH = k_BsKH.repeat_interleave(groups, dim=2)
+        v_BsKH = v_BsKH.repeat_interleave(groups, dim=2)
+    q = q_BlNH.transpose(1, 2).to(dtype)
+    k = k_BsKH.transpose(1, 2).to(dtype)
+    v = v_BsKH.transpose(1, 2).to(dtype)
     return q, k, v

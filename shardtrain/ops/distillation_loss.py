@@ -110,9 +110,9 @@ def _chunk(
     here_n = kept_n & (local_n >= 0) & (local_n < log_nV.size(-1))
     index_n1 = local_n.clamp(0, log_nV.size(-1) - 1).unsqueeze(1)
     losses_n = -vocabulary.sum(log_nV.gather(1, index_n1).squeeze(1) * here_n)
-    gradient_nV = (
-        log_nV.exp().scatter_add_(1, index_n1, -here_n.float().unsqueeze(1)).mul_(1 - mix.ratio)
-    )
+    # The gradient of the cross-entropy is the probabilities minus one-hot targets.
+    gradient_nV = log_nV.exp().scatter_add_(1, index_n1, -here_n.float().unsqueeze(1))
+    gradient_nV.mul_(1 - mix.ratio)
 
     # Compute D over the common columns. At temperature 1, reuse the student's log-probabilities from above.
     both = min(logits_nV.size(-1), teacher_nV.size(-1))
@@ -124,12 +124,10 @@ def _chunk(
     # D is multiplied by T^2 and depends on logits / T, so its gradient with respect to a logit has the
     # factor T.
     gradient_nV[:, :both].add_(slope_nV, alpha=mix.ratio * temperature)
-    sums_2 = torch.stack(
-        [
-            (part_n * kept_n).sum(dtype=sum_dtype(part_n.device))
-            for part_n in (losses_n, divergences_n)
-        ]
-    )
+    wide = sum_dtype(losses_n.device)
+    sum_of_losses = (losses_n * kept_n).sum(dtype=wide)
+    sum_of_divergences = (divergences_n * kept_n).sum(dtype=wide)
+    sums_2 = torch.stack([sum_of_losses, sum_of_divergences])
     return sums_2, gradient_nV.mul_(kept_n.unsqueeze(1))
 
 
@@ -154,7 +152,8 @@ def _divergence(
     log_m_nV = torch.logaddexp(log_p_nV + math.log(beta), log_q_nV + math.log1p(-beta))
     of_teacher_n = _expected(p_nV, log_p_nV - log_m_nV).sum(-1)
     terms_nV = _expected(q_nV, log_q_nV - log_m_nV)
-    teacher_n, student_n = vocabulary.sum(torch.stack((of_teacher_n, terms_nV.sum(-1)))).unbind(0)
+    both_2n = torch.stack((of_teacher_n, terms_nV.sum(-1)))
+    teacher_n, student_n = vocabulary.sum(both_2n).unbind(0)
     gradient_nV = (terms_nV - q_nV * student_n.unsqueeze(1)) * (1 - beta)
     return beta * teacher_n + (1 - beta) * student_n, gradient_nV
 

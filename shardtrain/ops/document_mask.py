@@ -83,26 +83,28 @@ def masked_attention(
     """
     # Repeat the heads. For grouped heads and a mask, PyTorch would store all scores (B, N, T, T).
     k_BTNH, v_BTNH = flash_attention.repeat_heads(q_BTNH, k_BTKH, v_BTKH)
-    q_BNTH, k_BNTH, v_BNTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTNH, v_BTNH))
+    q_BNTH = q_BTNH.transpose(1, 2)
+    k_BNTH = k_BTNH.transpose(1, 2)
+    v_BNTH = v_BTNH.transpose(1, 2)
     tokens = q_BTNH.size(1)
     outputs = []
     # Process blocks of queries with their visible keys, from the start of the window to the last query.
     for start in range(0, tokens, _QUERIES_AT_ONCE):
         stop = min(start + _QUERIES_AT_ONCE, tokens)
         low = max(0, start - window + 1) if window else 0
-        mask_Bls = torch.ones(
-            1, stop - start, stop - low, dtype=torch.bool, device=q_BTNH.device
-        ).tril(start - low)
+        size = (1, stop - start, stop - low)
+        mask_Bls = torch.ones(size, dtype=torch.bool, device=q_BTNH.device)
+        # The first query is at column start - low of the mask.
+        mask_Bls = mask_Bls.tril(start - low)
         if window:
             mask_Bls = mask_Bls.triu(start - low - window + 1)
         if documents_BT is not None:
-            mask_Bls = mask_Bls & (
-                documents_BT[:, start:stop, None] == documents_BT[:, None, low:stop]
-            )
+            query_documents = documents_BT[:, start:stop, None]
+            key_documents = documents_BT[:, None, low:stop]
+            mask_Bls = mask_Bls & (query_documents == key_documents)
         parts = (q_BNTH[:, :, start:stop], k_BNTH[:, :, low:stop], v_BNTH[:, :, low:stop])
-        outputs.append(
-            F.scaled_dot_product_attention(*parts, attn_mask=mask_Bls[:, None], scale=scale)
-        )
+        out_BNlH = F.scaled_dot_product_attention(*parts, attn_mask=mask_Bls[:, None], scale=scale)
+        outputs.append(out_BNlH)
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -179,20 +181,19 @@ def on_host(documents_BT: Tensor) -> Tensor:
     """
     if documents_BT.device.type == "cpu":
         return documents_BT
-    if documents_BT not in _host_copies:
-        base_BT = documents_BT._base
-        if (
-            base_BT is not None
-            and base_BT in _host_copies
-            and _are_consecutive_rows(documents_BT, base_BT)
-        ):
-            first = (documents_BT.storage_offset() - base_BT.storage_offset()) // max(
-                1, base_BT.stride(0)
-            )
-            _host_copies[documents_BT] = _host_copies[base_BT][first : first + documents_BT.size(0)]
-        else:
-            _host_copies[documents_BT] = documents_BT.cpu()
-    return _host_copies[documents_BT]  # type: ignore[no-any-return]
+    if documents_BT in _host_copies:
+        return _host_copies[documents_BT]  # type: ignore[no-any-return]
+    base_BT = documents_BT._base
+    if base_BT is None or base_BT not in _host_copies:
+        copy = documents_BT.cpu()
+    elif _are_consecutive_rows(documents_BT, base_BT):
+        offset = documents_BT.storage_offset() - base_BT.storage_offset()
+        first = offset // max(1, base_BT.stride(0))
+        copy = _host_copies[base_BT][first : first + documents_BT.size(0)]
+    else:
+        copy = documents_BT.cpu()
+    _host_copies[documents_BT] = copy
+    return copy  # type: ignore[no-any-return]
 
 
 def _are_consecutive_rows(part_BT: Tensor, base_BT: Tensor) -> bool:
@@ -320,28 +321,30 @@ def _backward(
     inputs = (q_BTNH, k_BTKH, v_BTKH)
     if is_accelerator(q_BTNH.device):
         starts, longest = _ragged_rows(q_BTNH, documents_BT)
-        gradient, q, k, v, out = (x.flatten(0, 1) for x in (gradient_BTNH, *inputs, out_BTNH))
+        gradient, q, k, v, out = [x.flatten(0, 1) for x in (gradient_BTNH, *inputs, out_BTNH)]
         lse_NS = lse_BNT.transpose(0, 1).flatten(1)
         grads = flash_attention.attend_ragged_backward(
             gradient, q, k, v, out, lse_NS, starts, longest, window, scale
         )
-        dq, dk, dv = (grad.view_as(x) for grad, x in zip(grads, inputs, strict=True))
-        return dq, dk, dv
+        dq, dk, dv = grads
+        return dq.view_as(q_BTNH), dk.view_as(k_BTKH), dv.view_as(v_BTKH)
 
     # With a window, blocks of queries share keys. Sum the gradients of these keys in float32.
     exact = torch.promote_types(q_BTNH.dtype, torch.float32) if window else q_BTNH.dtype
-    dq, dk, dv = (torch.zeros(x.shape, dtype=exact, device=x.device) for x in inputs)
+    dq, dk, dv = [torch.zeros(x.shape, dtype=exact, device=x.device) for x in inputs]
     for row, queries, keys, mask_arguments in _pieces(q_BTNH, documents_BT, window):
-        gradient, q, out = (x[row, queries] for x in (gradient_BTNH, q_BTNH, out_BTNH))
+        gradient = gradient_BTNH[row, queries]
+        out = out_BTNH[row, queries]
+        q = q_BTNH[row, queries]
         k = k_BTKH[row, keys]
         v = v_BTKH[row, keys]
         lse = lse_BNT[row, :, queries]
-        part = flash_attention.attend_backward(
+        dq_part, dk_part, dv_part = flash_attention.attend_backward(
             gradient, q, k, v, out, lse, **mask_arguments, scores=Scores(scale)
         )
-        dq[row, queries] = part[0]
-        dk[row, keys] += part[1]
-        dv[row, keys] += part[2]
+        dq[row, queries] = dq_part
+        dk[row, keys] += dk_part
+        dv[row, keys] += dv_part
     return dq.to(q_BTNH.dtype), dk.to(q_BTNH.dtype), dv.to(q_BTNH.dtype)
 
 

@@ -40,16 +40,10 @@ def attend(
 
     if accelerator.is_accelerator(q_BlNH.device):
         if q_BlNH.dtype not in (torch.float16, torch.bfloat16):
+            dtype = str(q_BlNH.dtype).removeprefix("torch.")
             rule = "has no flash attention kernel on CUDA, which split sequences require"
             fix = 'use bfloat16 or float16, or parallelism.context_parallel_method="ulysses"'
-            raise ConfigError(
-                Problem(
-                    "training.mixed_precision_param",
-                    str(q_BlNH.dtype).removeprefix("torch."),
-                    rule,
-                    fix,
-                )
-            )
+            raise ConfigError(Problem("training.mixed_precision_param", dtype, rule, fix))
         # The kernel takes the rows of a batch one after another, with the start of each row.
         q, k, v = _end_to_end(q_BlNH, k_BsKH, v_BsKH)
         rows = _Rows(q_BlNH, k_BsKH, band)
@@ -116,16 +110,18 @@ def attend_backward(
         )
         return dq.view_as(q_BlNH), dk.view_as(k_BsKH), dv.view_as(v_BsKH)
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
-    gradient, out = (x.transpose(1, 2).contiguous() for x in (gradient_BlNH, out_BlNH))
+    gradient = gradient_BlNH.transpose(1, 2).contiguous()
+    out = out_BlNH.transpose(1, 2).contiguous()
     lse = lse_BNl.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, q, k, v, out, lse, 0.0, causal, attn_mask=_mask(q, k, band), scale=scores.scale
     )
-    dq, dk, dv = (x.transpose(1, 2) for x in grads[:3])
+    dq, dk, dv = [x.transpose(1, 2) for x in grads[:3]]
     groups = q_BlNH.size(2) // k_BsKH.size(2)
     if groups > 1:
         # Several query heads share each key head.
-        dk, dv = (x.unflatten(2, (-1, groups)).float().sum(3).to(x.dtype) for x in (dk, dv))
+        dk = dk.unflatten(2, (-1, groups)).float().sum(3).to(dk.dtype)
+        dv = dv.unflatten(2, (-1, groups)).float().sum(3).to(dv.dtype)
     return dq, dk, dv
 
 
@@ -153,10 +149,11 @@ class _Rows:
 
     def __init__(self, q_BlNH: Tensor, k_BsKH: Tensor, band: Band | None) -> None:
         self.lengths = q_BlNH.size(1), k_BsKH.size(1)
-        self.starts = [
-            torch.arange(0, (q_BlNH.size(0) + 1) * n, n, dtype=torch.int32, device=q_BlNH.device)
-            for n in self.lengths
-        ]
+        self.starts = []
+        for length in self.lengths:
+            end = (q_BlNH.size(0) + 1) * length
+            starts = torch.arange(0, end, length, dtype=torch.int32, device=q_BlNH.device)
+            self.starts.append(starts)
         self.window: dict[str, int] = {}
         if band is None:
             return

@@ -308,10 +308,16 @@ def _grouped_mm(x_RI: Tensor, count_E: Tensor, weight_EOI: Tensor) -> Tensor:
     w8_EOI, w_inverse = to_float8(weight_EOI, -1, E4M3)
     stop_E = count_E.cumsum(0).to(torch.int32)
     w8_EIO = w8_EOI.contiguous().transpose(1, 2)
-    return torch._scaled_grouped_mm(
-        x8_RI.contiguous(), w8_EIO, x_inverse[:, 0], w_inverse[:, :, 0].contiguous(), stop_E,
-        out_dtype=torch.bfloat16, use_fast_accum=True,
-    ).to(x_RI.dtype)  # fmt: skip
+    out_RO = torch._scaled_grouped_mm(
+        x8_RI.contiguous(),
+        w8_EIO,
+        x_inverse[:, 0],
+        w_inverse[:, :, 0].contiguous(),
+        stop_E,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return out_RO.to(x_RI.dtype)
 
 
 def _grouped_outer(gradient_RO: Tensor, x_RI: Tensor, count_E: Tensor, emulate: bool) -> Tensor:
@@ -329,7 +335,8 @@ def _grouped_outer(gradient_RO: Tensor, x_RI: Tensor, count_E: Tensor, emulate: 
     # total number of rows is an upper bound, because the host does not know the counts.
     padded_E = (count_E + FLOAT8_MULTIPLE - 1) // FLOAT8_MULTIPLE * FLOAT8_MULTIPLE
     stop_E = padded_E.cumsum(0)
-    rows = -(-x_RI.size(0) // FLOAT8_MULTIPLE) * FLOAT8_MULTIPLE + FLOAT8_MULTIPLE * count_E.numel()
+    all_rows = -(-x_RI.size(0) // FLOAT8_MULTIPLE) * FLOAT8_MULTIPLE
+    rows = all_rows + FLOAT8_MULTIPLE * count_E.numel()
     padding_before_E = (stop_E - padded_E) - (count_E.cumsum(0) - count_E)
     position_R = torch.arange(x_RI.size(0), device=x_RI.device) + padding_before_E[expert_R]
 

@@ -18,6 +18,8 @@ it looks back.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -153,9 +155,8 @@ class DeltaChunk:
         # reaches only the tokens before the block's first document start.
         is_seen = torch.ones(c, c, dtype=torch.bool, device=q_BTKH.device).tril()
         if starts_BT is not None:
-            count_nB11c = (
-                _blocks(starts_BT[:, :, None, None, None], c).squeeze(-1).long().cumsum(-1)
-            )
+            starts_nB11c = _blocks(starts_BT[:, :, None, None, None], c).squeeze(-1)
+            count_nB11c = starts_nB11c.long().cumsum(-1)
             is_seen = is_seen & (count_nB11c.unsqueeze(-1) == count_nB11c.unsqueeze(-2))
             from_start_nBKGc = from_start_nBKGc * (count_nB11c == 0)
             to_end_nBKGc = to_end_nBKGc * (count_nB11c == count_nB11c[..., -1:])
@@ -163,9 +164,8 @@ class DeltaChunk:
 
         # Solve for the changes of all tokens of a block together. Both parts have the same matrix.
         system_nBKGcc = beta_nBKGc1 * (k_nBK1cH @ k_nBK1cH.mT) * between_nBKGcc
-        right_side = (
-            torch.cat((v_nBKGcV, k_nBK1cH * from_start_nBKGc.unsqueeze(-1)), dim=-1) * beta_nBKGc1
-        )
+        read_keys_nBKGcH = k_nBK1cH * from_start_nBKGc.unsqueeze(-1)
+        right_side = torch.cat((v_nBKGcV, read_keys_nBKGcH), dim=-1) * beta_nBKGc1
         solved = torch.linalg.solve_triangular(
             system_nBKGcc, right_side, upper=False, unitriangular=True
         )
@@ -181,18 +181,20 @@ class DeltaChunk:
         B, T, K, G, H, V = self._sizes
         if state_BNHV is None:
             state_BNHV = self._new_nBKGcV.new_zeros(B, K * G, H, V)
-        state, states, changes = state_BNHV.flatten(0, 1), [], []
-        blocks = zip(*(x.flatten(1, 3).unbind() for x in self._parts()), strict=True)
-        for new_PcV, read_PcH, keys_PHc, keeps_P11 in blocks:
+        # Run through the blocks one after the other, because each needs the state of the one before.
+        state = state_BNHV.flatten(0, 1)
+        states = []
+        changes = []
+        for new_PcV, read_PcH, keys_PHc, keeps_P11 in self._parts_by_block():
             states.append(state)
             change_PcV = torch.baddbmm(new_PcV, read_PcH, state, alpha=-1)
             changes.append(change_PcV)
             state = torch.baddbmm(state * keeps_P11, keys_PHc, change_PcV)
         before = torch.stack(states).unflatten(1, (B, K, G))
         change = torch.stack(changes).unflatten(1, (B, K, G))
-        out_nBKGcV = (
-            self._from_start_nBKGc1 * (self._q_nBK1cH @ before) + self._scores_nBKGcc @ change
-        )
+        # An output reads the state before its block, and the changes within the block.
+        from_state_nBKGcV = self._from_start_nBKGc1 * (self._q_nBK1cH @ before)
+        out_nBKGcV = from_state_nBKGcV + self._scores_nBKGcc @ change
         # Put blocks behind each other: (n, B, K, G, c, V) -> (B, n c, K G, V).
         out_BTNV = out_nBKGcV.permute(1, 0, 4, 2, 3, 5).reshape(B, -1, K * G, V)
         return out_BTNV[:, :T], state.unflatten(0, (B, K * G))
@@ -205,16 +207,18 @@ class DeltaChunk:
         zero = self._new_nBKGcV.new_zeros(B * K * G, H, V)
         identity = torch.eye(H, dtype=zero.dtype, device=zero.device).expand(B * K * G, H, H)
         state = torch.cat((zero, identity), dim=-1)
-        blocks = zip(*(x.flatten(1, 3).unbind() for x in self._parts()), strict=True)
-        for new_PcV, read_PcH, keys_PHc, keeps_P11 in blocks:
+        for new_PcV, read_PcH, keys_PHc, keeps_P11 in self._parts_by_block():
             change = torch.baddbmm(F.pad(new_PcV, (0, H)), read_PcH, state, alpha=-1)
             state = torch.baddbmm(state * keeps_P11, keys_PHc, change)
         offset, factor = state.unflatten(0, (B, K * G)).split((V, H), dim=-1)
         return factor, offset
 
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the inputs of the scan over blocks, each (n, B, K, G, ...)."""
-        return self._new_nBKGcV, self._read_nBKGcH, self._keys_nBKGHc, self._keeps_nBKG11
+    def _parts_by_block(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the inputs of the scan for each block: new values, read keys, written keys and decays."""
+        tensors = (self._new_nBKGcV, self._read_nBKGcH, self._keys_nBKGHc, self._keeps_nBKG11)
+        # Join rows and heads to one dimension P, because baddbmm needs it.
+        by_block = [tensor.flatten(1, 3).unbind() for tensor in tensors]
+        yield from zip(*by_block, strict=True)
 
 
 def _blocks(x_BTKGX: Tensor, c: int) -> Tensor:
@@ -229,14 +233,15 @@ def _blocks(x_BTKGX: Tensor, c: int) -> Tensor:
 
 
 def _sums_between(x: Tensor) -> Tensor:
-    """Return, for tokens i and j of a block, the sum of x over the tokens after j up to i: (...,
-    c) -> (..., c, c).
+    """For tokens i and j of a block, return the sum of x over the tokens after j up to i.
 
-    It is 0 for j >= i. Differences of one cumulative sum would cancel, in forward and in the gradient of x.
+    (..., c) -> (..., c, c). The sum is 0 for j >= i. Differences of one cumulative sum would cancel, in
+    forward and in the gradient of x.
     """
     c = x.size(-1)
     is_later = torch.ones(c, c, dtype=torch.bool, device=x.device).tril(-1)
-    return x.unsqueeze(-1).expand(*x.shape, c).masked_fill(~is_later, 0.0).cumsum(-2)
+    x_of_later = x.unsqueeze(-1).expand(*x.shape, c).masked_fill(~is_later, 0.0)
+    return x_of_later.cumsum(-2)
 
 
 def flops_per_token(num_heads: int, key_dim: int, value_dim: int) -> int:

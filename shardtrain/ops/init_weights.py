@@ -85,12 +85,13 @@ def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
     # Find the blocks that overlap this rank's part. The number of rows per block does not depend on
     # the mesh.
     rows, *rest = parameter.shape
-    rows_per_block = max(1, BLOCK_NUMEL // max(1, math.prod(rest)))
+    numel_per_row = max(1, math.prod(rest))
+    rows_per_block = max(1, BLOCK_NUMEL // numel_per_row)
     first = slices[0].start
     stop = slices[0].stop
     blocks = range(first // rows_per_block, -(-stop // rows_per_block))
     group_numel = GROUP_NUMEL if is_accelerator(local.device) else BLOCK_NUMEL
-    blocks_per_group = max(1, group_numel // max(1, rows_per_block * math.prod(rest)))
+    blocks_per_group = max(1, group_numel // (rows_per_block * numel_per_row))
 
     for index in range(0, len(blocks), blocks_per_group):
         # Draw complete blocks, each with its own generator, because a generator cannot skip to the
@@ -106,9 +107,8 @@ def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
         # Copy this rank's rows, and its part of the other dimensions.
         low = max(first, start)
         high = min(stop, start + size)
-        local[low - first : high - first].copy_(
-            values[(slice(low - start, high - start), *slices[1:])]
-        )
+        rank_slices = (slice(low - start, high - start), *slices[1:])
+        local[low - first : high - first].copy_(values[rank_slices])
 
 
 def _fill_block(block: Tensor, draw: Draw, generator: torch.Generator) -> None:

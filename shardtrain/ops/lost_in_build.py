@@ -216,12 +216,14 @@ def _sharing(model: nn.Module) -> list[tuple[str, str]]:
     seen: dict[int, list[tuple[str, int, int]]] = {}
     pairs = []
     for name, parameter in model.named_parameters():
+        # the range from the first to the last element within the storage
         first = int(parameter.storage_offset())
-        last = first + sum(
-            int(size - 1) * step
-            for size, step in zip(parameter.shape, parameter.stride(), strict=True)
-        )
+        last = first
+        for size, step in zip(parameter.shape, parameter.stride(), strict=True):
+            last += int(size - 1) * step
         others = seen.setdefault(_storage(parameter), [])
-        pairs += [(other, name) for other, start, end in others if first <= end and start <= last]
+        for other, start, end in others:
+            if first <= end and start <= last:
+                pairs.append((other, name))
         others.append((name, first, last))
     return pairs

@@ -102,8 +102,10 @@ def attend_in_pieces(
             # and after.
             p_PXm = weights_PXm.div_(sums_PX1).to(q_BlNH.dtype)
             out_rkGnH = out_BKGlH[block.queries]
-            out_rkGnH.copy_(torch.bmm(p_PXm, _keys(v_BKmH, block)).view(out_rkGnH.shape))
-            lse_BKGl[block.queries] = sums_PX1.log2_().add_(largest_PX1).view(out_rkGnH.shape[:-1])
+            out_PXH = torch.bmm(p_PXm, _keys(v_BKmH, block))
+            out_rkGnH.copy_(out_PXH.view(out_rkGnH.shape))
+            lse_PX1 = sums_PX1.log2_().add_(largest_PX1)
+            lse_BKGl[block.queries] = lse_PX1.view(out_rkGnH.shape[:-1])
     return out_BlNH, lse_BNl
 
 
@@ -157,14 +159,15 @@ def attend_in_pieces_backward(
         for block in _blocks(q_BKGlH, key_tensors[0], band, exact):
             q_PXH = _pairs(q_BKGlH[block.queries])
             gradient_PXH = _pairs(gradient_BKGlH[block.queries])
-            k_PmH, v_PmH, dk_PmH, dv_PmH = (_keys(x, block) for x in key_tensors)
+            k_PmH, v_PmH, dk_PmH, dv_PmH = [_keys(x, block) for x in key_tensors]
             # Compute scores with keys as rows. Then only one of the five products reads a matrix by columns.
             scaled_q_PXH = q_PXH.to(exact) * (scale * math.log2(math.e))
             lse_P1X = lse_BKGl[block.queries].reshape(len(q_PXH), 1, -1)
             scores_PmX = torch.bmm(k_PmH.to(exact), scaled_q_PXH.transpose(1, 2)).sub_(lse_P1X)
             for key_range, mask_nm in block.masks:
                 mask_m1n = mask_nm.t().contiguous()[:, None]
-                scores_PmX[:, key_range].unflatten(2, (-1, len(mask_nm))).add_(mask_m1n)
+                scores_Pmgn = scores_PmX[:, key_range].unflatten(2, (-1, len(mask_nm)))
+                scores_Pmgn.add_(mask_m1n)
             p_PmX = scores_PmX.exp2_()
             _add_product(dv_PmH, p_PmX.to(q_PXH.dtype), gradient_PXH)
             # ds = scale p (dp - sum of p dp over keys). Flash kernels compute the sum as gradient times
@@ -175,7 +178,8 @@ def attend_in_pieces_backward(
             ds_PmX = dp_PmX.sub_(sums_P1X).mul_(p_PmX).to(q_PXH.dtype)
             _add_product(dk_PmH, ds_PmX, q_PXH)
             dq_rkGnH = dq_BKGlH[block.queries]
-            dq_rkGnH.copy_(torch.bmm(ds_PmX.transpose(1, 2), k_PmH).view(dq_rkGnH.shape))
+            dq_PXH = torch.bmm(ds_PmX.transpose(1, 2), k_PmH)
+            dq_rkGnH.copy_(dq_PXH.view(dq_rkGnH.shape))
     return dq_BlNH, sums_2BKsH
 
 

@@ -89,18 +89,19 @@ def measure() -> Kernels:
     # Linear layers in float32, and the gradients of their weights.
     linear = weight_gradient = 0.0
     if onednn_linear.is_available():
-        x_RI, weight_OI, gradient_RO = (
-            torch.randn(*shape, generator=generator)
-            for shape in ((2048, 256), (256, 256), (2048, 256))
-        )
-        linear = _measured(
-            "linear layers by oneDNN",
-            lambda: (F.linear(x_RI, weight_OI), gradient_RO @ weight_OI),
-            lambda: (
-                onednn_linear.product(x_RI, weight_OI),
-                onednn_linear.product(gradient_RO, weight_OI.t()),
-            ),
-        )
+        x_RI = torch.randn(2048, 256, generator=generator)
+        weight_OI = torch.randn(256, 256, generator=generator)
+        gradient_RO = torch.randn(2048, 256, generator=generator)
+
+        def by_pytorch() -> None:
+            F.linear(x_RI, weight_OI)
+            torch.mm(gradient_RO, weight_OI)
+
+        def by_onednn() -> None:
+            onednn_linear.product(x_RI, weight_OI)
+            onednn_linear.product(gradient_RO, weight_OI.t())
+
+        linear = _measured("linear layers by oneDNN", by_pytorch, by_onednn)
         weight_gradient = _measured(
             "gradients of weights by oneDNN",
             lambda: gradient_RO.t() @ x_RI,
@@ -129,20 +130,19 @@ def measure() -> Kernels:
     )
 
     # Packed weights, for generation.
-    packed = {
-        torch.bfloat16: _packed_speed(torch.bfloat16, generator),
-        torch.float32: _packed_speed(torch.float32, generator),
-    }
-    return Kernels(
-        round(linear, 2),
-        round(weight_gradient, 2),
-        round(in_bfloat16, 2),
-        round(narrow, 2),
-        round(wide, 2),
-        round(norm, 2),
-        round(packed[torch.bfloat16], 2),
-        round(packed[torch.float32], 2),
+    packed_bfloat16 = _packed_speed(torch.bfloat16, generator)
+    packed_float32 = _packed_speed(torch.float32, generator)
+    speeds = (
+        linear,
+        weight_gradient,
+        in_bfloat16,
+        narrow,
+        wide,
+        norm,
+        packed_bfloat16,
+        packed_float32,
     )
+    return Kernels(*(round(speed, 2) for speed in speeds))
 
 
 def _attention_speed(

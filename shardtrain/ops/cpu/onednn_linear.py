@@ -35,18 +35,15 @@ def product(x_xI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Te
 
 def can_multiply(x: Tensor, weight_OI: Tensor) -> bool:
     """True if ``product`` supports these factors and they are large enough."""
+    if x.device.type != "cpu" or x.dim() < 2 or torch.is_autocast_enabled("cpu"):
+        return False
+    if x.dtype != torch.float32 or weight_OI.dtype != torch.float32:
+        return False
     # Subclasses of Tensor, such as DTensor, implement their own matrix product.
+    if type(x) not in (Tensor, nn.Parameter) or type(weight_OI) not in (Tensor, nn.Parameter):
+        return False
     rows = x.numel() // max(x.size(-1), 1)
-    return (
-        x.device.type == "cpu"
-        and x.dtype == torch.float32
-        and weight_OI.dtype == torch.float32
-        and type(x) in (Tensor, nn.Parameter)
-        and type(weight_OI) in (Tensor, nn.Parameter)
-        and rows * weight_OI.numel() >= _SMALLEST_PRODUCT
-        and not torch.is_autocast_enabled("cpu")
-        and x.dim() >= 2
-    )
+    return rows * weight_OI.numel() >= _SMALLEST_PRODUCT
 
 
 def weight_gradient(gradient_RO: Tensor, x_RI: Tensor) -> Tensor:
@@ -101,8 +98,9 @@ def _(x_xI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-    ctx.has_bias = inputs[2] is not None
+    x, weight_OI, bias_O = inputs
+    ctx.save_for_backward(x, weight_OI)
+    ctx.has_bias = bias_O is not None
 
 
 def _differentiate(
