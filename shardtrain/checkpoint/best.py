@@ -41,8 +41,9 @@ class Best:
     def observe(self, step: int, values: Mapping[str, float]) -> None:
         """Record a validation's values, which are equal on all ranks. NaN and infinity are never the best."""
         value = values[self.metric.removeprefix("validation.")]
-        sign = 1 if self.mode == "max" else -1
-        if math.isfinite(value) and (self.step < 0 or sign * value > sign * self.value):
+        is_better = value > self.value if self.mode == "max" else value < self.value
+        is_first = self.step < 0
+        if math.isfinite(value) and (is_first or is_better):
             self.step = step
             self.value = value
             self.without_improvement = 0
@@ -140,8 +141,9 @@ def read_pointer(folder: Place) -> dict[str, Any]:
 
 def describe(pointer: Mapping[str, Any]) -> str:
     """Return metric and value of ``best.json``, safe to print."""
-    metric = "".join(char for char in str(pointer["metric"])[:80] if char.isprintable())
-    return f"{metric} {float(pointer['value']):.6g}"
+    # The file may come from someone else, and control characters could change what a terminal shows.
+    characters = [char for char in str(pointer["metric"])[:80] if char.isprintable()]
+    return f"{''.join(characters)} {float(pointer['value']):.6g}"
 
 
 def _is_state(state: Any) -> bool:

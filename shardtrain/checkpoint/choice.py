@@ -148,9 +148,9 @@ def choose(
 def _reason(chosen: int, latest: int, best_step: int | None, pointer: dict[str, object]) -> str:
     if best_step is None:
         return ""
-    if chosen == best_step:
-        other = f"; the latest is step {latest}: --step=latest"
-        if latest == chosen:
-            other = ""
-        return f"best {best.describe(pointer)}{other}"
-    return f"the best is step {best_step}: --step=best"
+    if chosen != best_step:
+        return f"the best is step {best_step}: --step=best"
+    reason = f"best {best.describe(pointer)}"
+    if latest != chosen:
+        reason += f"; the latest is step {latest}: --step=latest"
+    return reason

@@ -75,10 +75,10 @@ def _padded_texts(data: bytearray, longest: int) -> list[bytes]:
     collective).
     """
     # JSON may end with spaces.
-    own = torch.full((longest,), ord(" "), dtype=torch.uint8)
-    own[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    sent = torch.full((longest,), ord(" "), dtype=torch.uint8)
+    sent[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
     # Not a gather to the first rank, which would need a connection to every other rank.
-    texts = host_collectives.all_gather(own)
+    texts = host_collectives.all_gather(sent)
     return [bytes(text) for text in texts.numpy()]
 
 
@@ -91,7 +91,7 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
     """
     if _is_alone():
         return [json.loads(json.dumps(value))], [0]
-    own = json.dumps(value)
+    own_text = json.dumps(value)
     rank = dist.get_rank()
     size = dist.get_world_size()
     texts: list[str] = []
@@ -99,8 +99,8 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
     for _ in range(_MOST_RUNS):
         # A run of ranks starts at ``source`` and ends before the next rank with another value.
         source = len(numbers)
-        text = _broadcast(own, source)
-        is_in_run = own == text or rank <= source
+        text = _broadcast(own_text, source)
+        is_in_run = own_text == text or rank <= source
         end = torch.tensor([size if is_in_run else rank])
         host_collectives.all_reduce(end, dist.ReduceOp.MIN)
         if text not in texts:
@@ -115,8 +115,8 @@ def _gather_by_hash(value: Any) -> tuple[list[Any], list[int]]:
     """Like ``gather_distinct_json``: gather hashes, then broadcast each value from its first rank."""
     text = json.dumps(value).encode()
     own_digest = bytearray(hashlib.sha256(text).digest())
-    own = torch.frombuffer(own_digest, dtype=torch.uint8)
-    digests = host_collectives.all_gather(own)
+    sent_digest = torch.frombuffer(own_digest, dtype=torch.uint8)
+    digests = host_collectives.all_gather(sent_digest)
 
     # The number of each distinct digest, and the first rank that has it.
     number_of: dict[bytes, int] = {}
@@ -156,9 +156,9 @@ def any_ranks(flags: Sequence[bool]) -> list[bool]:
     return [bool(one) for one in totals]
 
 
-def first_word(word: str) -> str:
+def first_word(text: str) -> str:
     """Return the text of the lowest rank whose text is not empty, or "" (a collective)."""
-    return _said(word, _own_rank() if word else _NOBODY) or ""
+    return _said(text, _own_rank() if text else _NOBODY) or ""
 
 
 def all_ranks(action: Callable[[], Any]) -> Any:

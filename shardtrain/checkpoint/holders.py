@@ -179,7 +179,7 @@ def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[s
 
     # Compute the boxes once per shape and splits, because a model has few of them.
     parts: dict[Any, tuple[HeldBoxes, ...]] = {}
-    held = {}
+    holdings = {}
     for name, (dtype, shape) in kinds.items():
         key = (shape, repr(rules[name]))
         if key not in parts:
@@ -187,14 +187,14 @@ def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[s
             for index, rule in rules[name]:
                 rules_of_ranks.append((ranks_of_table[index], rule))
             parts[key] = _parts(shape, rules_of_ranks)
-        held[name] = Held(dtype, shape, parts[key])
-    return held
+        holdings[name] = Held(dtype, shape, parts[key])
+    return holdings
 
 
-def num_replicated(held: Mapping[str, Held]) -> int:
+def num_replicated(holdings: Mapping[str, Held]) -> int:
     """Return the number of boxes that more than one rank holds."""
     count = 0
-    for tensor in held.values():
+    for tensor in holdings.values():
         for part in tensor.parts:
             if part.holders > 1:
                 count += len(part.ranks)

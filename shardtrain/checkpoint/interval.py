@@ -93,8 +93,10 @@ class Interval:
         # Use the median, so one slow save does not change the plan. The interval must be long
         # enough for a save to be complete before the next one.
         stall = statistics.median(self._stalls)
-        least = max(SHORTEST_SECONDS, stall / LARGEST_SHARE, 1.5 * max(self._writes, default=0.0))
-        self._seconds = max(least, min(best_seconds(stall, self._mttf_seconds), LONGEST_SECONDS))
+        slowest_write = max(self._writes, default=0.0)
+        least = max(SHORTEST_SECONDS, stall / LARGEST_SHARE, 1.5 * slowest_write)
+        best = min(best_seconds(stall, self._mttf_seconds), LONGEST_SECONDS)
+        self._seconds = max(least, best)
         change = abs(self._seconds - self._logged_seconds)
         if not self._logged_seconds or change > LOGGED_CHANGE * self._logged_seconds:
             self._logged_seconds = self._seconds

@@ -62,14 +62,14 @@ class Lease:
         atomic_io.make_folder(self._path.parent)
         # Write a separate file, then link it to the lease's name. Readers never see a partial lease, and of
         # two concurrent runs only one can create the link.
-        own = self._path.with_name(f"{LEASE}.{self.nonce}")
+        draft = self._path.with_name(f"{LEASE}.{self.nonce}")
         content = json.dumps(own_fields(self.nonce)) + "\n"
-        files.write_durable(own, content.encode())
+        files.write_durable(draft, content.encode())
         try:
-            while not self._take(own):
-                self._free_or_refuse(own)
+            while not self._take(draft):
+                self._free_or_refuse(draft)
         finally:
-            own.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
         self._hold()
 
     def _hold(self) -> None:
@@ -126,16 +126,16 @@ class Lease:
 
     def _put_back(self) -> None:
         """Write the lease again unless another run has taken it meanwhile. Does not create the folder."""
-        own = self._path.with_name(f"{LEASE}.{self.nonce}")
+        draft = self._path.with_name(f"{LEASE}.{self.nonce}")
         content = json.dumps(own_fields(self.nonce)) + "\n"
-        files.write_durable(own, content.encode())
+        files.write_durable(draft, content.encode())
         try:
-            if self._take(own):
+            if self._take(draft):
                 logger.warning(
                     f"the lease {self._path} had disappeared and was written again; find out what deletes files there",
                 )
         finally:
-            own.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Remove the lease, so the next run can start immediately."""
@@ -148,14 +148,14 @@ class Lease:
                 self._path.unlink()
         self._held = False
 
-    def _take(self, own: Path) -> bool:
+    def _take(self, draft: Path) -> bool:
         try:
-            os.link(own, self._path)  # fails if the name exists, also on network filesystems
+            os.link(draft, self._path)  # fails if the name exists, also on network filesystems
         except FileExistsError:
             return False
         return True
 
-    def _free_or_refuse(self, own: Path) -> None:
+    def _free_or_refuse(self, draft: Path) -> None:
         """Remove the lease of a dead holder.
 
         Raises:
@@ -164,7 +164,7 @@ class Lease:
         holder = read(self._path)
         reason = why_free(holder)
         if not reason and must_be_watched(holder):
-            silence = self._wait_for_a_beat(own)
+            silence = self._wait_for_a_beat(draft)
             if silence is None:
                 # The holder released the lease.
                 return
@@ -180,7 +180,7 @@ class Lease:
 
         # A third run may have taken the lease since it was read. Rename the file instead of
         # removing it, and put it back if it belongs to that run.
-        away = own.with_name(f"{own.name}.old")
+        away = draft.with_name(f"{draft.name}.old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._path, away)
             if read(away).get("nonce") != holder.get("nonce"):
@@ -204,7 +204,7 @@ class Lease:
             "stop that run, or set another job.dump_folder for this one"
         )
 
-    def _wait_for_a_beat(self, own: Path) -> str | None:
+    def _wait_for_a_beat(self, draft: Path) -> str | None:
         """Watch a lease whose process cannot be seen from here.
 
         Returns:
@@ -218,7 +218,7 @@ class Lease:
         while seen is not None:
             # Half the time is enough if the file is also a minute old by the filesystem's clock.
             silent = time.monotonic() - start
-            age = _age_seconds(self._path, own) or 0.0
+            age = _age_seconds(self._path, draft) or 0.0
             is_silent = silent >= STALE_SECONDS
             is_old_and_silent = silent >= STALE_SECONDS / 2 and age >= STALE_SECONDS
             if is_silent or is_old_and_silent:
@@ -286,11 +286,11 @@ def is_seen_from_here(holder: dict[str, Any]) -> bool:
     The host name is not sufficient. Machines made from one image may share it, and their first PID namespaces
     have the same number.
     """
-    own = {"pid_namespace": process_identity.pid_namespace(), "boot": process_identity.boot_id()}
+    here = {"pid_namespace": process_identity.pid_namespace(), "boot": process_identity.boot_id()}
     if holder.get("host") != socket.gethostname():
         return False
     # A field that is missing does not count as different.
-    return all(holder.get(key, value) == value for key, value in own.items())
+    return all(holder.get(key, value) == value for key, value in here.items())
 
 
 def is_held(folder: Path) -> bool:
@@ -364,11 +364,11 @@ def _modified(path: Path) -> int | None:
         return None
 
 
-def _age_seconds(path: Path, own: Path) -> float | None:
+def _age_seconds(path: Path, draft: Path) -> float | None:
     """Return the seconds since a file was modified, by the filesystem's clock, or None if it is gone."""
     # Touch a file of this run to read the filesystem's clock.
-    os.utime(own)
-    now = _modified(own)
+    os.utime(draft)
+    now = _modified(draft)
     then = _modified(path)
     if now is None or then is None:
         return None

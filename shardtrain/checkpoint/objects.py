@@ -12,6 +12,7 @@ import fnmatch
 import hashlib
 import io
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -65,9 +66,8 @@ class ObjectPath:
 
     def __truediv__(self, name: str) -> ObjectPath:
         stem, dot, ending = name.partition(".")
-        return ObjectPath(
-            self.store, f"{self.address.rstrip('/')}/{stem}{self.suffix}{dot}{ending}"
-        )
+        folder = self.address.rstrip("/")
+        return ObjectPath(self.store, f"{folder}/{stem}{self.suffix}{dot}{ending}")
 
     @property
     def name(self) -> str:
@@ -87,7 +87,9 @@ class ObjectPath:
                 keys = self.store.ls(self._key, detail=False)
         except FileNotFoundError:
             return []
-        names = {str(key).rstrip("/").rpartition("/")[2] for key in keys} - {self.name, ""}
+        names = {str(key).rstrip("/").rpartition("/")[2] for key in keys}
+        # Some stores list the folder itself too.
+        names -= {self.name, ""}
         without_suffix = ObjectPath(self.store, self.address)
         return [without_suffix / name for name in sorted(names)]
 
@@ -203,7 +205,8 @@ def unlink_all(paths: Sequence[ObjectPath]) -> None:
         return
     keys = [path._key for path in paths]
     # fsspec treats a name with these characters as a pattern, and would delete all matching objects.
-    if not any(character in key for key in keys for character in "*?["):
+    has_patterns = any(re.search(r"[*?[]", key) for key in keys)
+    if not has_patterns:
         with contextlib.suppress(OSError), _store_errors(paths[0].address):
             paths[0].store.rm(keys)
             return

@@ -174,16 +174,16 @@ class _Machine:
             self._push_name(name, argument)
         elif name in ("REDUCE", "NEWOBJ"):
             arguments = self.pop()
-            made = self.pop()
-            if not isinstance(made, Name) or not isinstance(arguments, tuple):
+            popped = self.pop()
+            if not isinstance(popped, Name) or not isinstance(arguments, tuple):
                 raise _Refused("calls something that is not a name")
-            push(Made(made, arguments))
+            push(Made(popped, arguments))
         elif name == "BUILD":
             state = self.pop()
-            made = self._stack[-1]
-            if not isinstance(made, Made):
+            popped = self._stack[-1]
+            if not isinstance(popped, Made):
                 raise _Refused("sets the state of plain data")
-            made.state = state
+            popped.state = state
         # A storage of a tensor, by its persistent ID.
         elif name == "BINPERSID" and self._persistent is not None:
             push(self._persistent(self.pop()))
@@ -222,8 +222,9 @@ class _Machine:
 def _table(values: list[Any]) -> dict[Any, Any]:
     if len(values) % 2:
         raise ValueError("a table has a key without a value")
+    keys = values[::2]
     # A Made is hashed by identity. Tuples are not allowed, because hashing nested shared ones may
     # take forever.
-    if not all(isinstance(key, str | int | Made) for key in values[::2]):
+    if not all(isinstance(key, str | int | Made) for key in keys):
         raise _Refused("has a table whose keys are not names")
-    return dict(zip(values[::2], values[1::2], strict=True))
+    return dict(zip(keys, values[1::2], strict=True))

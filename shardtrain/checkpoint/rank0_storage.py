@@ -85,18 +85,18 @@ def write(tensors: Mapping[str, Tensor], shares: SavePlan, draft: Place) -> list
     failures: list[OSError] = []
     # One rank after the other: rank 0 receives from one while the others wait for their turn.
     for rank in range(dist.get_world_size()):
-        own = rank == dist.get_rank()
+        is_own = rank == dist.get_rank()
         names = shares.names_of(rank)
         if not names:
             continue
         if dist.get_rank() == 0:
             blocks = (
                 (tensor_files.bytes_of(tensors[name]) for name in names)
-                if own
+                if is_own
                 else _received(shares, rank)
             )
             written += _write(draft / f"rank-{rank:05d}.bin", blocks, failures)
-        elif own:
+        elif is_own:
             # Send the pieces that ``_received`` expects.
             for name in names:
                 block = tensor_files.bytes_of(tensors[name])
@@ -189,8 +189,10 @@ def _take(tensor: Tensor | None, piece: Tensor, box: Box) -> None:
     """Copy the overlap of a box with this rank's shard into the shard."""
     if tensor is None:
         return
-    own = box_of(tensor)
-    shared = overlap(own, box)
-    if shared is not None:
-        into = tensor_files.local_tensor(tensor).detach()
-        tensor_files.part(into, shared, own[0]).copy_(tensor_files.part(piece, shared, box[0]))
+    shard_box = box_of(tensor)
+    shared = overlap(shard_box, box)
+    if shared is None:
+        return
+    shard = tensor_files.local_tensor(tensor).detach()
+    received = tensor_files.part(piece, shared, box[0])
+    tensor_files.part(shard, shared, shard_box[0]).copy_(received)

@@ -29,7 +29,7 @@ _MASK = 2**64 - 1
 
 
 def find_odd(
-    tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: Mapping[str, int]
+    tensors: Mapping[str, Tensor], holdings: Mapping[str, Held], counters: Mapping[str, int]
 ) -> str:
     """Return the first tensors or counters that differ, and the odd ranks, or "" (a collective).
 
@@ -40,7 +40,7 @@ def find_odd(
     changes one of them. Checksums are mixed first, so differences of two boxes do not cancel.
 
     Args:
-        held: The holders of each tensor, equal on all ranks.
+        holdings: The holders of each tensor, equal on all ranks.
     """
     size = dist.get_world_size()
     rank = dist.get_rank()
@@ -55,7 +55,7 @@ def find_odd(
     names = list(values_of_rank)
     checked_names = []
     checksums = []
-    for name, tensor in held.items():
+    for name, tensor in holdings.items():
         replicated = [part for part in tensor.parts if part.holders > 1]
         if not replicated:
             continue

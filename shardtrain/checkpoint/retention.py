@@ -73,14 +73,14 @@ def steps(folder: Path | ObjectPath) -> list[int]:
     return sorted(numbers)
 
 
-def no_such_step(folder: Path | ObjectPath, wanted: int, found: Sequence[int]) -> CheckpointError:
+def no_such_step(folder: Path | ObjectPath, wanted: int, steps: Sequence[int]) -> CheckpointError:
     """Return the error for a checkpoint.load_step that does not exist. ``found`` are the existing steps."""
     rule = f"checkpoint.load_step={wanted}: {folder} has no such step"
-    if not found:
+    if not steps:
         return CheckpointError(
             f"{rule}, nor any other; remove the option to start from step 0, or correct the folder",
         )
-    known = ", ".join(map(str, found))
+    known = ", ".join(map(str, steps))
     return CheckpointError(f"{rule}; use one of {known}, or -1 for the newest")
 
 
@@ -140,20 +140,20 @@ def forget(path: Path | ObjectPath) -> None:
         del _contents[key]
 
 
-def to_delete(own: Sequence[int], keep: int, complete: Collection[int]) -> list[int]:
+def to_delete(steps: Sequence[int], keep: int, complete: Collection[int]) -> list[int]:
     """Return the steps to delete, which are older than the ``keep`` newest complete steps.
 
-    ``own`` are the steps of the run, in ascending order. A damaged checkpoint does not count as one
+    ``steps`` are those of the run, in ascending order. A damaged checkpoint does not count as one
     of the newest, but is not deleted earlier than others, so a user can examine it.
 
     >>> to_delete([1, 2, 3, 4], keep=2, complete={1, 2, 3})
     [1]
     """
-    newest_complete = [step for step in own if step in complete]
+    newest_complete = [step for step in steps if step in complete]
     if not keep or len(newest_complete) < keep:
         return []
     oldest_kept = newest_complete[-keep]
-    return [step for step in own if step < oldest_kept]
+    return [step for step in steps if step < oldest_kept]
 
 
 class Removals:
@@ -202,21 +202,21 @@ def delete_old(
     if not keep:
         return
     # Ignore later steps: the user has resumed from an older step, and they belong to the abandoned history.
-    own = []
+    own_steps = []
     for path in folder.glob("step-*"):
         step = step_of(path)
         if step is not None and step <= saved:
-            own.append(step)
-    own.sort()
+            own_steps.append(step)
+    own_steps.sort()
     # Start with the newest and stop at ``keep`` complete ones. Checking one costs a request to an
     # object store, and there may be thousands that are kept forever.
     complete: list[int] = []
-    for step in reversed(own):
+    for step in reversed(own_steps):
         if len(complete) == keep:
             break
         if is_complete(folder / f"step-{step}", origin):
             complete.append(step)
-    for step in to_delete(own, keep, complete):
+    for step in to_delete(own_steps, keep, complete):
         is_kept_forever = forever and step % forever == 0
         if step == spare or is_kept_forever:
             continue
@@ -329,9 +329,9 @@ def sweep(folder: Path, own_nonce: str, now: float, dead: Collection[str] = ()) 
         draft = _LEFT.fullmatch(path.name)
         if draft:
             holder = draft[1]
-            if holder == own_nonce or (
-                holder not in dead and now - _touched(path) < LEFTOVER_SECONDS
-            ):
+            if holder == own_nonce:
+                continue
+            if holder not in dead and now - _touched(path) < LEFTOVER_SECONDS:
                 continue
         if draft or _TRASH.fullmatch(path.name):
             remove(path)

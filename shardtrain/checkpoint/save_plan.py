@@ -82,16 +82,16 @@ def plan(tensors: Mapping[str, Tensor], earlier: SavePlan | None = None) -> Save
         assert earlier is not None
         return earlier
     tables, table_of_rank = holders.tables_of_ranks(table)
-    held = holders.held_by_all(tables, table_of_rank)
-    stored, load = share_out(held, dist.get_world_size())
+    holdings = holders.held_by_all(tables, table_of_rank)
+    stored, load = share_out(holdings, dist.get_world_size())
     num_bytes = least_bytes(stored)
     if num_bytes > MAX_BYTES:
         raise CheckpointError(too_large(num_bytes))
-    return SavePlan(stored, load, held, table)
+    return SavePlan(stored, load, holdings, table)
 
 
 def share_out(
-    held: Mapping[str, Held], num_ranks: int
+    holdings: Mapping[str, Held], num_ranks: int
 ) -> tuple[dict[str, StoredTensor], list[int]]:
     """Assign the boxes to ranks. Return the stored tensors, and the number of bytes that each rank writes.
 
@@ -100,7 +100,7 @@ def share_out(
     together. Evenly sharded tensors come first in the files. They then begin at the same offset of
     each file, and are one grid.
     """
-    parts = _parts_in_order(held)
+    parts = _parts_in_order(holdings)
 
     # Only ranks that write something have a file. A rank that is the only holder of a box writes
     # it. If that does not apply to all ranks, assign everything once to find the ranks that write.
@@ -118,7 +118,7 @@ def share_out(
     # depends on which boxes have equal offsets, not on the offsets themselves. So compute the grids once
     # per sharding pattern, with indices instead of offsets.
     load = np.zeros(num_ranks, np.int64)
-    grids: dict[str, list[Grid]] = {name: [] for name in held}
+    grids: dict[str, list[Grid]] = {name: [] for name in holdings}
     grids_of_pattern: dict[Any, list[Grid]] = {}
     for one in parts:
         part = one.part
@@ -141,8 +141,8 @@ def share_out(
             begin = int(distinct_begins[grid.begin])
             grids[one.name].append(replace(grid, begin=begin))
     stored = {}
-    for name in sorted(held):
-        tensor = held[name]
+    for name in sorted(holdings):
+        tensor = holdings[name]
         stored[name] = StoredTensor(tensor.dtype, tensor.shape, tuple(grids[name]))
     return stored, load.tolist()
 
@@ -155,13 +155,13 @@ class _Part(NamedTuple):
     item_bytes: int
 
 
-def _parts_in_order(held: Mapping[str, Held]) -> list[_Part]:
+def _parts_in_order(holdings: Mapping[str, Held]) -> list[_Part]:
     """Return the parts of all tensors in the order in which they are assigned to ranks.
 
     The order determines the assignment, so it must be equal on all ranks: by holders, evenness and name.
     """
     parts = []
-    for name, tensor in held.items():
+    for name, tensor in holdings.items():
         item_bytes = ITEM_BYTES[tensor.dtype]
         for part in tensor.parts:
             parts.append(_Part(name, part, item_bytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -48,17 +49,18 @@ def write(
     # Offsets are computed before any tensor is read: one file, in the order of names.
     tensors: dict[str, StoredTensor] = {}
     begin = 0
-    types = dict.fromkeys(shapes, dtype) if isinstance(dtype, str) else dtype
+    dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, str) else dtype
     for name, shape in sorted(shapes.items()):
-        tensors[name] = StoredTensor(
-            types[name], shape, (Grid((0,) * len(shape), shape, 0, begin),)
-        )
-        begin += torch.Size(shape).numel() * ITEM_BYTES[types[name]]
+        no_offsets = (0,) * len(shape)
+        grid = Grid(no_offsets, shape, file=0, begin=begin)
+        tensors[name] = StoredTensor(dtypes[name], shape, (grid,))
+        begin += math.prod(shape) * ITEM_BYTES[dtypes[name]]
 
     def blocks() -> Iterator[memoryview]:
         for name in tensors:
-            tensor = read(name).to(getattr(torch, types[name])).contiguous()
-            yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            tensor = read(name).to(getattr(torch, dtypes[name])).contiguous()
+            content = tensor.reshape(-1).view(torch.uint8)
+            yield memoryview(content.numpy().data)
 
     # Write to a temporary folder and rename it: readers see a complete checkpoint or none.
     with files.new_folder(folder) as temporary:

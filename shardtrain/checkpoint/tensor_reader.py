@@ -159,7 +159,8 @@ class _Cut(NamedTuple):
 
 
 def _slices(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    stops = [start + size for start, size in zip(starts, sizes, strict=True)]
+    return tuple(map(slice, starts, stops))
 
 
 class _Pieces(NamedTuple):

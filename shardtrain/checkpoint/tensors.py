@@ -147,7 +147,8 @@ def read_part(manifest: Manifest, folder: Place, name: str, wanted: Sequence[sli
 
 def cast(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
     """Return the tensors for weights-only saves: floating-point tensors are converted to ``dtype``."""
-    return {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    torch_dtype = getattr(torch, dtype)
+    return {name: tensor.detach().to(torch_dtype) for name, tensor in tensors.items()}
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

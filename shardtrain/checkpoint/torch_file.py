@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import zipfile
 from collections.abc import Iterator, Set
@@ -302,8 +303,8 @@ def _storage(persistent_id: Any) -> TorchStorage:
     """Return the storage of a persistent ID. Raises ValueError if the ID is not that of a storage."""
     if not isinstance(persistent_id, tuple) or len(persistent_id) != 5:
         raise ValueError("a storage is invalid")
-    word, kind, key = persistent_id[:3]
-    if word != "storage" or not isinstance(kind, Name) or not isinstance(key, str):
+    mark, kind, key = persistent_id[:3]
+    if mark != "storage" or not isinstance(kind, Name) or not isinstance(key, str):
         raise ValueError("a storage is invalid")
     class_name = str(kind)
     if class_name == _UNTYPED:
@@ -399,12 +400,10 @@ class _Plain:
             # The dict is filled after its creation or, as in older Pythons, created from a list of pairs.
             keys_and_values = value.items
             if not keys_and_values and value.arguments and isinstance(value.arguments[0], list):
-                keys_and_values = []
-                for pair in value.arguments[0]:
-                    keys_and_values.extend(pair)
-            keys = keys_and_values[::2]
-            values = keys_and_values[1::2]
-            return {self._key(key): self.of(item) for key, item in zip(keys, values, strict=True)}
+                keys_and_values = list(itertools.chain.from_iterable(value.arguments[0]))
+            keys = [self._key(key) for key in keys_and_values[::2]]
+            values = [self.of(item) for item in keys_and_values[1::2]]
+            return dict(zip(keys, values, strict=True))
         if kind == "torch.Size" and len(value.arguments) == 1:
             return self.of(value.arguments[0])
         return Other(kind)

@@ -71,7 +71,9 @@ def block_of(config: Mapping[str, Any], where: str) -> Quantized:
 
 def _check_counts(config: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError if a count of layers or experts is above ``MAX_PARTS``."""
-    for table in (config, *(value for value in config.values() if isinstance(value, dict))):
+    # A model with images has a table for its text model, and another one for its vision model.
+    inner_tables = [value for value in config.values() if isinstance(value, dict)]
+    for table in (config, *inner_tables):
         for key, value in table.items():
             if _COUNTS.fullmatch(str(key)) and type(value) is int and value > MAX_PARTS:
                 raise CheckpointError(
@@ -82,13 +84,16 @@ def _check_counts(config: Mapping[str, Any], path: Path) -> None:
 def in_transformers(model_type: Any) -> bool:
     """True if the installed ``transformers`` has a model_type. Its tables are read as text, without importing it."""
     spec = importlib.util.find_spec("transformers")
-    places = list(spec.submodule_search_locations or ()) if spec is not None else []
-    files = [Path(place, "models", "auto", name) for place in places for name in _TABLES]
+    if spec is None:
+        return False
     entry = re.compile(rf'\(\s*"{re.escape(str(model_type))}",\s*"\w+Config"')
-    return any(
-        file.is_file() and entry.search(file.read_text(encoding="utf-8")) is not None
-        for file in files
-    )
+    # The file of the table differs between versions of the library.
+    for place in spec.submodule_search_locations or ():
+        for name in _TABLES:
+            file = Path(place, "models", "auto", name)
+            if file.is_file() and entry.search(file.read_text(encoding="utf-8")):
+                return True
+    return False
 
 
 def read_json(path: Path, memory_bytes: int = checked_json.MEMORY_BYTES) -> Mapping[str, Any]:
@@ -98,18 +103,14 @@ def read_json(path: Path, memory_bytes: int = checked_json.MEMORY_BYTES) -> Mapp
         CheckpointError: it is missing, is not an object, or takes more than ``memory_bytes``.
     """
     try:
-        content = checked_json.parse(
-            bounded_reads.whole(path, MAX_JSON_BYTES), memory_bytes=memory_bytes
-        )
+        data = bounded_reads.whole(path, MAX_JSON_BYTES)
+        content = checked_json.parse(data, memory_bytes=memory_bytes)
     except (FileNotFoundError, NotADirectoryError):
         fix = "give a folder with config.json and safetensors"
         # A relative name that does not exist may be the ID of a repository on the hub.
         name = path.parent.as_posix()
-        if (
-            path.name == CONFIG
-            and not path.parent.exists()
-            and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
-        ):
+        looks_like_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None
+        if path.name == CONFIG and looks_like_id and not path.parent.exists():
             fix += f"; to download it from the hub, use `shardtrain data download --repo_id {name} --all`"
         raise CheckpointError(f"{path} is missing; {fix}") from None
     except OSError as error:

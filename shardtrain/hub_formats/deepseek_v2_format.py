@@ -23,22 +23,18 @@ def _read(f: Fields) -> dict[str, Any]:
     if method not in ("greedy", "group_limited_greedy"):
         raise f.other(f"topk_method={method!r} is not one of greedy and group_limited_greedy")
     grouped = method == "group_limited_greedy"
-    groups = {"num_groups": f.integer("n_group", 1), "top_groups": f.integer("topk_group", 1)}
-    few = {"num_dense_layers": 0, "num_shared_experts": 0}
-    sizes = {
-        ours: theirs
-        for ours, theirs in deepseek_v3_format.FIELDS.items()
-        if ours not in (*groups, "top_k")
-    }
+    # Read both even without groups. Otherwise they would be reported as unknown keys.
+    num_groups = f.integer("n_group", 1)
+    top_groups = f.integer("topk_group", 1)
+    sizes = dict(deepseek_v3_format.FIELDS)
+    for ours in ("num_groups", "top_groups", "top_k"):
+        del sizes[ours]
     return {
-        **{
-            ours: f.integer(theirs, few.get(ours), few.get(ours, 1))
-            for ours, theirs in sizes.items()
-        },
-        **(groups if grouped else dict.fromkeys(groups, 1)),
-        "top_k": f.integer(
-            "num_experts_per_tok", 6
-        ),  # as in all published models; transformers has no default
+        **deepseek_v3_format.read_sizes(f, sizes),
+        "num_groups": num_groups if grouped else 1,
+        "top_groups": top_groups if grouped else 1,
+        # 6 as in all published models, because transformers has no default
+        "top_k": f.integer("num_experts_per_tok", 6),
         "q_lora_rank": f.integer("q_lora_rank", 0, 0),
         "norm_eps": f.number("rms_norm_eps", 1e-6),
         "score_func": "softmax",

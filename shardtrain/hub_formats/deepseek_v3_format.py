@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardtrain.hub_formats.decoder_names import DECODER, ROTARY, experts, feed_forward
-from shardtrain.hub_formats.format import Fields, HubFormat, Source
+from shardtrain.hub_formats.format import Fields, HubFormat, Source, values_of
 from shardtrain.utils.errors import ConfigError
 
 FIELDS = {
@@ -44,8 +44,12 @@ _NO_YARN = {
 
 
 def _unused(config: Mapping[str, Any]) -> set[str]:
-    groups = set() if config["num_groups"] > 1 else {"top_groups", "group_top_k"}
-    return groups | (set() if config["rope_factor"] != 1.0 else {*_YARN} - {"rope_factor"})
+    unused = set()
+    if config["num_groups"] == 1:
+        unused |= {"top_groups", "group_top_k"}
+    if config["rope_factor"] == 1.0:
+        unused |= {*_YARN} - {"rope_factor"}
+    return unused
 
 
 def _read(f: Fields) -> dict[str, Any]:
@@ -57,12 +61,8 @@ def _read(f: Fields) -> dict[str, Any]:
     f.must_be("moe_layer_freq", 1)
     for key in ("num_key_value_heads", "head_dim", "num_local_experts"):
         f.take(key, int, 0)  # redundant: other keys determine it
-    few = {"num_dense_layers": 0, "num_shared_experts": 0}
     return {
-        **{
-            ours: f.integer(theirs, few.get(ours), few.get(ours, 1))
-            for ours, theirs in FIELDS.items()
-        },
+        **read_sizes(f, FIELDS),
         "q_lora_rank": f.integer("q_lora_rank", 0, 0),
         "norm_eps": f.number("rms_norm_eps", 1e-6),
         "score_func": "sigmoid",
@@ -75,6 +75,17 @@ def _read(f: Fields) -> dict[str, Any]:
         "tied_embeddings": f.flag("tie_word_embeddings", False),
         **read_rope(f),
     }
+
+
+def read_sizes(f: Fields, names: Mapping[str, str]) -> dict[str, int]:
+    """Read integers. ``names`` maps ours to theirs. Only dense layers and shared experts may be missing or 0."""
+    sizes = {}
+    for ours, theirs in names.items():
+        if ours in ("num_dense_layers", "num_shared_experts"):
+            sizes[ours] = f.integer(theirs, default=0, least=0)
+        else:
+            sizes[ours] = f.integer(theirs)
+    return sizes
 
 
 def read_rope(f: Fields) -> dict[str, Any]:
@@ -115,13 +126,9 @@ def _write(c: Any) -> dict[str, Any]:
 
 def write_shared(c: Any) -> dict[str, Any]:
     """Return the keys of config.json that DeepSeek-V2 and V3 share."""
-    yarn = {
-        "type": "yarn",
-        "mscale_all_dim": c.mscale,
-        **{theirs: getattr(c, ours) for ours, theirs in _YARN.items()},
-    }
+    yarn = {"type": "yarn", "mscale_all_dim": c.mscale, **values_of(c, _YARN)}
     return {
-        **{theirs: getattr(c, ours) for ours, theirs in FIELDS.items()},
+        **values_of(c, FIELDS),
         "num_key_value_heads": c.num_heads,
         "q_lora_rank": c.q_lora_rank or None,
         "rms_norm_eps": c.norm_eps,

@@ -222,9 +222,8 @@ def pieces(source: Source, shape: tuple[int, ...], head_dim: int) -> Iterator[Te
     elif isinstance(source, ExpertTensors):
         matrix = _full(shape[1:])
         for expert in range(shape[0]):
-            yield TensorPiece(
-                source.name.replace("#", str(expert)), matrix, (slice(expert, expert + 1), *matrix)
-            )
+            name = source.name.replace("#", str(expert))
+            yield TensorPiece(name, matrix, (slice(expert, expert + 1), *matrix))
     elif isinstance(source, MergedExperts):
         yield from _merged_expert_pieces(source, shape)
     elif isinstance(source, Stacked):
@@ -242,10 +241,12 @@ def _full(shape: tuple[int, ...]) -> tuple[slice, ...]:
 def _merged_expert_pieces(source: MergedExperts, shape: tuple[int, ...]) -> Iterator[TensorPiece]:
     rows = shape[1] // len(source.names)
     columns = _full(shape[2:])
+    theirs = (slice(0, rows), *columns)
     for expert in range(shape[0]):
         for part, name in enumerate(source.names):
-            ours = (slice(expert, expert + 1), slice(part * rows, (part + 1) * rows), *columns)
-            yield TensorPiece(name.replace("#", str(expert)), (slice(0, rows), *columns), ours)
+            part_rows = slice(part * rows, (part + 1) * rows)
+            ours = (slice(expert, expert + 1), part_rows, *columns)
+            yield TensorPiece(name.replace("#", str(expert)), theirs, ours)
 
 
 def _stacked_piece(source: Stacked, shape: tuple[int, ...]) -> TensorPiece:
@@ -327,6 +328,11 @@ _NOT_APPLIED = {
 
 None disables them, too.
 """
+
+
+def values_of(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of a native Config as keys of config.json. ``names`` maps ours to theirs."""
+    return {theirs: getattr(config, ours) for ours, theirs in names.items()}
 
 
 class Fields:

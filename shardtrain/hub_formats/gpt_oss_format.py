@@ -13,7 +13,7 @@ from shardtrain.hub_formats.decoder_names import (
     read_decoder,
     write_decoder,
 )
-from shardtrain.hub_formats.format import Fields, HubFormat, Stacked
+from shardtrain.hub_formats.format import Fields, HubFormat, Stacked, values_of
 from shardtrain.utils.errors import ConfigError
 
 _YARN = {
@@ -100,7 +100,7 @@ def _write(c: Any) -> dict[str, Any]:
         raise ConfigError(
             "GptOssForCausalLM requires score_func=softmax, route_norm=true and router_bias=true"
         )
-    yarn = {"rope_type": "yarn", **{theirs: getattr(c, ours) for ours, theirs in _YARN.items()}}
+    yarn = {"rope_type": "yarn", **values_of(c, _YARN)}
     return {
         **write_decoder(c),
         "rope_scaling": yarn if c.rope_factor != 1.0 else None,
@@ -118,7 +118,9 @@ def _write(c: Any) -> dict[str, Any]:
 
 
 def _unused(config: Mapping[str, Any]) -> set[str]:
-    return set() if config["rope_factor"] != 1.0 else {*_YARN} - {"rope_factor"}
+    if config["rope_factor"] != 1.0:
+        return set()
+    return {*_YARN} - {"rope_factor"}
 
 
 HUB = HubFormat(

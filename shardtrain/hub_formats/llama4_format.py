@@ -45,8 +45,10 @@ def _read(f: Fields) -> dict[str, Any]:
     # Layers with experts: a list, or every Nth layer.
     layers = f.integer("num_hidden_layers")
     step = f.integer("interleave_moe_layer_step", 1)
-    moe_layers = f.take("moe_layers", list, list(range(step - 1, layers, step)))
-    if moe_layers != list(range(step - 1, layers, step)):
+    every_nth = list(range(step - 1, layers, step))
+    moe_layers = f.take("moe_layers", list, every_nth)
+    if moe_layers != every_nth:
+        # The list takes precedence over the step, as in transformers.
         marks = [index in moe_layers for index in range(layers)]
         step = _interval(marks, True)
         if step < 1 or len(moe_layers) != sum(marks):
@@ -107,11 +109,16 @@ def _write(c: Any) -> dict[str, Any]:
         "score_before_experts": True,
         "num_shared_experts": 1,
     }
-    wrong = [name for name, value in only.items() if getattr(c, name) != value]
+    wrong = []
+    required = []
+    for name, value in only.items():
+        if getattr(c, name) != value:
+            wrong.append(name)
+            required.append(f"{name}={value!r}")
     if wrong:
         raise ConfigError(
-            f"this model's {', '.join(wrong)} cannot be written to Llama4ForCausalLM, which requires "
-            f"{', '.join(f'{name}={only[name]!r}' for name in wrong)}"
+            f"this model's {', '.join(wrong)} cannot be written to Llama4ForCausalLM, "
+            f"which requires {', '.join(required)}"
         )
     every = c.no_rope_layer_interval
     has_rope = [not every or (index + 1) % every != 0 for index in range(c.num_layers)]

@@ -14,7 +14,7 @@ from shardtrain.hub_formats.decoder_names import (
     read_decoder,
     write_decoder,
 )
-from shardtrain.hub_formats.format import Fields, HubFormat
+from shardtrain.hub_formats.format import Fields, HubFormat, values_of
 from shardtrain.utils.errors import ConfigError
 
 _SCALED = {
@@ -66,10 +66,7 @@ def write_rope(c: Any) -> dict[str, Any] | None:
     if c.rope_scaling == "linear":
         return {"rope_type": "linear", "factor": c.rope_scaling_factor}
     if c.rope_scaling == "llama3":
-        return {
-            "rope_type": "llama3",
-            **{theirs: getattr(c, ours) for ours, theirs in _SCALED.items()},
-        }
+        return {"rope_type": "llama3", **values_of(c, _SCALED)}
     return None
 
 
