@@ -92,9 +92,8 @@ def _conversions(model_type: str) -> list[_Rule]:
         if not steps:
             is_supported = len(saved) == 1 and "*" not in saved[0]
         else:
-            is_supported = steps in _STACKING and all(
-                pattern.count(".*.") == 1 for pattern in saved
-            )
+            is_one_per_expert = all(pattern.count(".*.") == 1 for pattern in saved)
+            is_supported = steps in _STACKING and is_one_per_expert
         if not is_supported:
             return []
         names = tuple(pattern.replace(".*.", ".#.") for pattern in saved)
@@ -103,7 +102,7 @@ def _conversions(model_type: str) -> list[_Rule]:
 
 
 def _has_regex(pattern: str) -> bool:
-    return any(character in pattern for character in "\\^$()[]+?|")
+    return re.search(r"[\\^$()\[\]+?|]", pattern) is not None
 
 
 def _in_files(name: str, rules: Sequence[_Rule]) -> str | MergedExperts:

@@ -33,17 +33,21 @@ def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
         ConfigError: neither this package nor ``transformers`` supports the model.
         CheckpointError: ``config.json`` cannot be read.
     """
-    found = recognise(folder)
+    hub_model = recognise(folder)
     hf_config = read_json(folder / CONFIG)
-    if found.hub is not None:
-        hf_config = found.hub.text_config(hf_config)
-    for notice in found.notices:
+    if hub_model.hub is not None:
+        hf_config = hub_model.hub.text_config(hf_config)
+    for notice in hub_model.notices:
         logger.info(notice)
     if tokenizer is None:
         tokenizer = ""
         if source.of_folder(folder).has_tokenizer:
             tokenizer = str(folder)
-    model = {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)}
+    model = {
+        "name": hub_model.name,
+        "flavor": hub_model.flavor,
+        "overrides": dict(hub_model.overrides),
+    }
     return loaded_of(model, hf_config, tokenizer)
 
 

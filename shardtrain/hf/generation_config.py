@@ -53,9 +53,9 @@ def read_settings(source: FolderSource) -> dict[str, Any]:
     return dict(settings)
 
 
-def _not_an_object(source: FolderSource, found: Any) -> CheckpointError:
-    """Return the error about a generation_config.json that contains, or fails with, ``found``."""
-    reason = str(found)[:100]
+def _not_an_object(source: FolderSource, content: Any) -> CheckpointError:
+    """Return the error about a generation_config.json that contains, or fails with, ``content``."""
+    reason = str(content)[:100]
     return CheckpointError(
         f"{source.where}: {GENERATION} is not a JSON object ({reason}); copy or download it again"
     )
@@ -108,12 +108,14 @@ def trained_tokens(tokenizer: Tokenizer, config: Config) -> dict[str, list[int]]
         # Prepared shards that were moved cannot be read. Assume that they may contain conversations.
         formats = {"chat"}
     has_conversations = config.task.name not in OF_NEXT_TOKENS or formats != {"text"}
-    tokens: dict[str, list[int | None]] = {
-        "bos_token_id": [tokenizer.bos_id],
+    # An empty list, if the tokenizer has no such token
+    bos_ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    pad_ids = [] if tokenizer.pad_id is None else [tokenizer.pad_id]
+    return {
+        "bos_token_id": bos_ids,
         EOS: [*end_tokens(tokenizer, config.data, has_conversations)],
-        "pad_token_id": [tokenizer.pad_id],
+        "pad_token_id": pad_ids,
     }
-    return {key: [token for token in ids if token is not None] for key, ids in tokens.items()}
 
 
 def with_tokens(

@@ -273,9 +273,8 @@ class Writer:
         # Otherwise combine the rows of each piece that overlap with the box. If our tensor has an additional
         # dimension, it is the first, and its index is the expert.
         rows = box[0]
-        block = torch.empty(
-            [part.stop - part.start for part in box], dtype=self.dtype_of(first_ours)
-        )
+        shape = [part.stop - part.start for part in box]
+        block = torch.empty(shape, dtype=self.dtype_of(first_ours))
         for ours, piece in parts:
             piece_rows = piece.theirs[0]
             begin = max(rows.start, piece_rows.start)
@@ -424,7 +423,10 @@ def _changed(
     without_effect = [key for key in {*FREE, *unused} if hasattr(config, key)]
     same = {key: getattr(config, key) for key in without_effect}
     source_fields = hub.write(dataclasses.replace(described, **same))
-    changes = {key: value for key, value in fields.items() if source_fields.get(key) != value}
+    changes = {}
+    for key, value in fields.items():
+        if source_fields.get(key) != value:
+            changes[key] = value
     # Files of transformers 5 have one table of all rotary options.
     if "rope_parameters" in hf_config and changes.keys() & _ROTARY:
         table = dict(fields.get("rope_scaling") or {"rope_type": "default"})
@@ -559,7 +561,9 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     # Compare as integers, because NaN is not equal to itself as a float.
     one = one.contiguous().reshape(-1).view(torch.uint8)
     other = other.contiguous().reshape(-1).view(torch.uint8)
-    whole = one.numel() // 8 * 8
-    if not torch.equal(one[:whole].view(torch.int64), other[:whole].view(torch.int64)):
+    num_in_words = one.numel() // 8 * 8
+    if not torch.equal(
+        one[:num_in_words].view(torch.int64), other[:num_in_words].view(torch.int64)
+    ):
         return False
-    return torch.equal(one[whole:], other[whole:])
+    return torch.equal(one[num_in_words:], other[num_in_words:])

@@ -80,55 +80,57 @@ def recognise(folder: Path, name: str = "") -> HubModel:
         CheckpointError: the file is missing or not a JSON object.
     """
     try:
-        found = describe(folder, name)
+        hub_model = describe(folder, name)
     except OnlyInTransformers as reason:
         return _as_it_is(folder, reason)
-    config = models.find(found.name).Config(**found.values)
+    config = models.find(hub_model.name).Config(**hub_model.values)
     # Skip DeepSeek's layers for multi-token prediction, which follow the last layer.
     layers = config.num_layers
-    num_extra = found.config.get("num_nextn_predict_layers") or 0
+    num_extra = hub_model.config.get("num_nextn_predict_layers") or 0
     beyond: tuple[str, ...] = ()
     if not isinstance(num_extra, int):
         num_extra = 0
     if num_extra:
         beyond = tuple(rf"model\.layers\.{layers + i}\..*" for i in range(min(num_extra, 8)))
     return HubModel(
-        found.name,
-        found.flavor,
-        found.overrides,
+        hub_model.name,
+        hub_model.flavor,
+        hub_model.overrides,
         config,
-        found.hub,
+        hub_model.hub,
         beyond,
-        found.block,
-        found.notices,
+        hub_model.block,
+        hub_model.notices,
         num_extra,
     )
 
 
-def with_mtp(found: HubModel, folder: Path) -> HubModel:
+def with_mtp(hub_model: HubModel, folder: Path) -> HubModel:
     """Return the model of a folder with all its layers of multi-token prediction.
 
     Raises:
         ConfigError: the folder has no such layers, or the model of this package does not support them.
     """
     name = "num_nextn_predict_layers"
-    if not hasattr(found.config, name) or found.num_mtp_layers == 0:
+    if not hasattr(hub_model.config, name) or hub_model.num_mtp_layers == 0:
         rule = f"has no effect, because {folder} has no layers of multi-token prediction ({name})"
         raise ConfigError(Problem("--keep_mtp", True, rule, "remove it"))
     return dataclasses.replace(
-        found,
-        overrides={**found.overrides, name: found.num_mtp_layers},
-        config=dataclasses.replace(found.config, **{name: found.num_mtp_layers}),
+        hub_model,
+        overrides={**hub_model.overrides, name: hub_model.num_mtp_layers},
+        config=dataclasses.replace(hub_model.config, **{name: hub_model.num_mtp_layers}),
     )
 
 
-def check_mtp(config: Any, found: HubModel, folder: Path) -> None:
+def check_mtp(config: Any, hub_model: HubModel, folder: Path) -> None:
     """Raise ConfigError if a model has more layers of multi-token prediction than a folder."""
     name = "num_nextn_predict_layers"
     wanted = getattr(config, name, 0)
-    if wanted > found.num_mtp_layers:
-        rule = f"exceeds the {found.num_mtp_layers} layers of multi-token prediction in {folder}"
-        fix = f"set it to {found.num_mtp_layers}"
+    if wanted > hub_model.num_mtp_layers:
+        rule = (
+            f"exceeds the {hub_model.num_mtp_layers} layers of multi-token prediction in {folder}"
+        )
+        fix = f"set it to {hub_model.num_mtp_layers}"
         raise ConfigError(Problem(f"model.overrides.{name}", wanted, rule, fix))
 
 
@@ -194,14 +196,14 @@ def translation_of(module: ModuleType, config: Any, where: str, num_labels: int 
 def check_same(
     module: ModuleType,
     config: Any,
-    found: HubModel,
+    hub_model: HubModel,
     folder: Path,
     chosen: Collection[str] = (),
 ) -> None:
     """Raise ConfigError if the model in a folder differs from the configured model. See ``check_fields``."""
-    if found.hub is None or getattr(module, "HUB", None) != found.hub:
-        holds = found.hub.architecture if found.hub else found.config.class_name
-        fix = f'set model.name = "{found.name}" and model.flavor = "from_folder"'
+    if hub_model.hub is None or getattr(module, "HUB", None) != hub_model.hub:
+        holds = hub_model.hub.architecture if hub_model.hub else hub_model.config.class_name
+        fix = f'set model.name = "{hub_model.name}" and model.flavor = "from_folder"'
         name = module.__name__.rpartition(".")[2]
         raise ConfigError(
             Problem(
@@ -211,9 +213,9 @@ def check_same(
                 fix=fix,
             )
         )
-    file = found.hub.text_config(read_json(folder / CONFIG))
-    theirs = found.hub.read(Fields(file, str(folder / CONFIG), found.hub.defaults))
-    check_fields(found.hub, config, theirs, folder, chosen)
+    file = hub_model.hub.text_config(read_json(folder / CONFIG))
+    theirs = hub_model.hub.read(Fields(file, str(folder / CONFIG), hub_model.hub.defaults))
+    check_fields(hub_model.hub, config, theirs, folder, chosen)
 
 
 def check_noted(model: ModelOptions, path: Place) -> None:

@@ -61,30 +61,30 @@ def to_checkpoint(
         StorageError: the checkpoint cannot be written.
     """
     passed_over: Sequence[str]
-    found = recognise(folder)
+    hub_model = recognise(folder)
     if keep_mtp:
-        found = with_mtp(found, folder)
-    module = models.find(found.name)
-    for notice in found.notices:
+        hub_model = with_mtp(hub_model, folder)
+    module = models.find(hub_model.name)
+    for notice in hub_model.notices:
         logger.info(notice)
-    with _opened(folder, legacy_bin, found.hub, found.block) as weights:
+    with _opened(folder, legacy_bin, hub_model.hub, hub_model.block) as weights:
         # A transformers class determines its tensor names with its own code.
-        if found.hub is None:
+        if hub_model.hub is None:
             translation, passed_over = as_is.fit(
-                models.build(module, found.config), found.config, weights
+                models.build(module, hub_model.config), hub_model.config, weights
             )
         else:
-            translation = translation_of(module, found.config, str(folder))
-            passed_over = found.passed_over
+            translation = translation_of(module, hub_model.config, str(folder))
+            passed_over = hub_model.passed_over
         _tell(mapping.check(translation, weights, passed_over))
         types = source.dtypes_in(weights, translation)
         if dtype:
             types = dict.fromkeys(types, dtype)
         # Only the embedding and the head have a row per token.
-        found = _grown(found, vocab_size)
+        hub_model = _grown(hub_model, vocab_size)
         shapes = {name: translation.shapes[name] for name in translation.sources}
         for name in shapes.keys() & {"embed.weight", "head.weight"}:
-            shapes[name] = (found.config.vocab_size, *shapes[name][1:])
+            shapes[name] = (hub_model.config.vocab_size, *shapes[name][1:])
 
         def read(name: str) -> Tensor:
             name = name.removeprefix(WEIGHTS_PREFIX)
@@ -101,14 +101,14 @@ def to_checkpoint(
         facts: dict[str, Any] = {
             "state": TrainState().to_dict(),
             "model": {
-                "name": found.name,
-                "flavor": found.flavor,
-                "overrides": dict(found.overrides),
+                "name": hub_model.name,
+                "flavor": hub_model.flavor,
+                "overrides": dict(hub_model.overrides),
             },
             source.FACT: places,
         }
         # Record the names in the file, because a transformers tensor may have several names.
-        if found.hub is None:
+        if hub_model.hub is None:
             names = {}
             for ours, theirs in translation.sources.items():
                 if isinstance(theirs, str):
@@ -117,7 +117,7 @@ def to_checkpoint(
         prefixed = {WEIGHTS_PREFIX + name: shape for name, shape in shapes.items()}
         kinds = {WEIGHTS_PREFIX + name: types[name] for name in shapes}
         single_process_writer.write(output, prefixed, kinds, read, facts, {source.FILE: beside})
-    return found
+    return hub_model
 
 
 def fill(
@@ -146,16 +146,16 @@ def fill(
     """
     passed_over: Sequence[str]
     # A transformers class uses the names in its folder, so the model need not be recognized.
-    found = None if as_is.is_as_is(module) else recognise(folder)
-    if found is None:
+    hub_model = None if as_is.is_as_is(module) else recognise(folder)
+    if hub_model is None:
         as_is.check_same(config, folder)
     else:
-        own = sized_as(found, config) if resize else config
-        check_same(module, own, found, folder, chosen)
-        check_mtp(own, found, folder)
-        translation = translation_of(module, own, str(folder))
-        passed_over = found.passed_over
-    block = found.block if found else None
+        source_config = sized_as(hub_model, config) if resize else config
+        check_same(module, source_config, hub_model, folder, chosen)
+        check_mtp(source_config, hub_model, folder)
+        translation = translation_of(module, source_config, str(folder))
+        passed_over = hub_model.passed_over
+    block = hub_model.block if hub_model else None
     if quantized is not None and quantized != (block is not None):
         rule = "must be true for quantized weights"
         if quantized:
@@ -169,12 +169,14 @@ def fill(
             )
         )
     hub = None
-    if found:
-        hub = found.hub
+    if hub_model:
+        hub = hub_model.hub
     with _opened(folder, legacy_bin, hub, block) as weights:
-        if found is None:
-            own = as_is.own_sizes(config) if resize else config
-            translation, passed_over = as_is.fit(models.build(module, own), own, weights)
+        if hub_model is None:
+            source_config = as_is.own_sizes(config) if resize else config
+            translation, passed_over = as_is.fit(
+                models.build(module, source_config), source_config, weights
+            )
         _tell(mapping.check(translation, weights, passed_over))
         # Tensors that the folder's format lacks keep their values.
         in_folder = {}
@@ -207,14 +209,14 @@ def fill_as_configured(tensors: Mapping[str, Tensor], folder: Path, config: Conf
     )
 
 
-def sized_as(found: HubModel, config: Any) -> Any:
+def sized_as(hub_model: HubModel, config: Any) -> Any:
     """Return a model's Config with the vocabulary size of a folder.
 
     Raises:
         ConfigError: the folder has a larger vocabulary than the model.
     """
-    as_is.check_rows(config.vocab_size, found.config.vocab_size)
-    return dataclasses.replace(config, vocab_size=found.config.vocab_size)
+    as_is.check_rows(config.vocab_size, hub_model.config.vocab_size)
+    return dataclasses.replace(config, vocab_size=hub_model.config.vocab_size)
 
 
 def fill_rows(
@@ -239,13 +241,13 @@ def fill_rows(
         # Read the rows of this rank that the file contains.
         rows, *rest = translation.shapes[name]
         local = local_tensor(tensor).detach()
-        (own, *others) = local_slices(tensor)
-        old = slice(min(own.start, rows), min(own.stop, rows))
+        (own_rows, *others) = local_slices(tensor)
+        old = slice(min(own_rows.start, rows), min(own_rows.stop, rows))
         if old.start < old.stop:
             part = mapping.read_part(name, (old, *others), translation, weights, tensor.dtype)
-            local[: old.stop - own.start].copy_(part)
+            local[: old.stop - own_rows.start].copy_(part)
         # Each rank with new rows reads the full tensor to compute the mean.
-        if own.stop > rows:
+        if own_rows.stop > rows:
             total = torch.zeros(rest, dtype=torch.float64)
             for box in mapping.row_blocks((rows, *rest)):
                 total += (
@@ -253,24 +255,26 @@ def fill_rows(
                     .double()
                     .sum(0)
                 )
-            local[max(0, rows - own.start) :].copy_((total / rows)[tuple(others)].to(tensor.dtype))
+            local[max(0, rows - own_rows.start) :].copy_(
+                (total / rows)[tuple(others)].to(tensor.dtype)
+            )
 
 
-def _grown(found: HubModel, vocab_size: int) -> HubModel:
-    if not vocab_size or vocab_size == found.config.vocab_size:
-        return found
-    if vocab_size < found.config.vocab_size:
+def _grown(hub_model: HubModel, vocab_size: int) -> HubModel:
+    if not vocab_size or vocab_size == hub_model.config.vocab_size:
+        return hub_model
+    if vocab_size < hub_model.config.vocab_size:
         raise ConfigError(
-            f"--vocab_size={vocab_size} is below the {found.config.vocab_size} rows of the file; use a larger size"
+            f"--vocab_size={vocab_size} is below the {hub_model.config.vocab_size} rows of the file; use a larger size"
         )
-    if found.hub is None:
+    if hub_model.hub is None:
         raise ConfigError(
-            f"--vocab_size={vocab_size} has no effect on {found.config.class_name} of transformers; remove it"
+            f"--vocab_size={vocab_size} has no effect on {hub_model.config.class_name} of transformers; remove it"
         )
     return dataclasses.replace(
-        found,
-        overrides={**found.overrides, "vocab_size": vocab_size},
-        config=dataclasses.replace(found.config, vocab_size=vocab_size),
+        hub_model,
+        overrides={**hub_model.overrides, "vocab_size": vocab_size},
+        config=dataclasses.replace(hub_model.config, vocab_size=vocab_size),
     )
 
 

@@ -50,9 +50,9 @@ def line(folder: Path) -> str:
             wrong.append(INDEX)
     for name, path in sorted(files.items()):
         sizes += path.stat().st_size
-        found = _types_of(path)
-        types.update(found or ())
-        if found is None:
+        dtypes = _types_of(path)
+        types.update(dtypes or ())
+        if dtypes is None:
             wrong.append(name)
 
     counts = [f"{count} {_short(dtype)}" for dtype, count in sorted(types.items())]
@@ -86,18 +86,22 @@ def _few(names: list[str]) -> list[str]:
 
 def _types_of(path: Path) -> list[str] | None:
     """Return the dtype of each tensor, or None if the file is truncated or not a safetensors file."""
-    names = {word: name for name, word in SAFETENSORS_NAMES.items()}
+    names = {stored: name for name, stored in SAFETENSORS_NAMES.items()}
     try:
         header = safetensors_header.read(path)
-        found: dict[str, Any] = checked_json.parse(
-            header, memory_bytes=checked_json.LARGE_MEMORY_BYTES
-        )
-        found.pop("__metadata__", None)
+        memory_bytes = checked_json.LARGE_MEMORY_BYTES
+        tensors: dict[str, Any] = checked_json.parse(header, memory_bytes=memory_bytes)
+        tensors.pop("__metadata__", None)
+        end = 0
+        dtypes = []
+        for tensor in tensors.values():
+            end = max(end, tensor["data_offsets"][1])
+            stored = tensor["dtype"]
+            dtypes.append(names.get(stored, str(stored)))
         # A truncated file is shorter than the offsets in its header require.
-        end = max((tensor["data_offsets"][1] for tensor in found.values()), default=0)
         if path.stat().st_size != safetensors_header.LENGTH_BYTES + len(header) + end:
             return None
-        return [names.get(tensor["dtype"], str(tensor["dtype"])) for tensor in found.values()]
+        return dtypes
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):

@@ -66,19 +66,16 @@ def largest_error(wanted: Export) -> tuple[float, float]:
     if as_is.is_as_is(wanted.module):
         model = wanted.module.Model(wanted.config)
         read = _reader(wanted)
-        names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+        tensors = {}
+        for name, _ in (*model.named_parameters(), *model.named_buffers()):
+            tensors[name] = read(name)
         with _named(wanted.output):
-            ours, theirs = as_is.both_logits(
-                model,
-                {name: read(name) for name in names},
-                wanted.output,
-                tokens_BT,
-            )
+            ours, theirs = as_is.both_logits(model, tensors, wanted.output, tokens_BT)
     else:
-        ours = own_model(wanted)(
-            tokens_BT, torch.arange(tokens_BT.size(1)).expand(tokens_BT.size(0), -1)
-        )
-        ours = ours[:, -1] if wanted.labels else ours
+        positions_BT = torch.arange(tokens_BT.size(1)).expand_as(tokens_BT)
+        ours = own_model(wanted)(tokens_BT, positions_BT)
+        if wanted.labels:
+            ours = ours[:, -1]
         hub = hub_of(wanted.module, str(wanted.checkpoint), len(wanted.labels))
         with _named(wanted.output):
             theirs = _theirs(wanted.output, hub.architecture, tokens_BT)
@@ -117,8 +114,8 @@ def _reader(wanted: Export) -> Callable[[str], Tensor]:
     writer = Writer(wanted)
 
     def read(name: str) -> Tensor:
-        found = tensors.read_whole(writer.stored, wanted.checkpoint, WEIGHTS_PREFIX + name)
-        return found.to(writer.dtype_of(name))
+        tensor = tensors.read_whole(writer.stored, wanted.checkpoint, WEIGHTS_PREFIX + name)
+        return tensor.to(writer.dtype_of(name))
 
     return read
 

@@ -124,9 +124,8 @@ def check(
             (ignored if is_equal else different).append(name)
             continue
         # Some files contain a tied head as a copy of the embedding, which must be equal.
-        is_skipped = hub.is_ignored(name) or any(
-            re.fullmatch(pattern, name) for pattern in passed_over
-        )
+        is_passed_over = any(re.fullmatch(pattern, name) for pattern in passed_over)
+        is_skipped = is_passed_over or hub.is_ignored(name)
         if is_skipped or _repeats(name, translation, weights):
             ignored.append(name)
         else:
@@ -148,9 +147,10 @@ def check(
         "with another shape": wrong_shapes,
         "with an unsupported dtype": wrong_dtypes,
     }
-    problems = [
-        f"{len(names)} {kind}: {_first(names)}" for kind, names in names_by_problem.items() if names
-    ]
+    problems = []
+    for kind, names in names_by_problem.items():
+        if names:
+            problems.append(f"{len(names)} {kind}: {_first(names)}")
     if problems:
         raise CheckpointError(
             f"{weights.folder} does not fit the configured {hub.architecture}: {'; '.join(problems)}; "
@@ -189,14 +189,14 @@ def in_hub_format(
                 continue
             if piece.name not in unfinished:
                 unfinished[piece.name] = tensor.new_empty(shape), math.prod(shape)
-            whole, num_missing = unfinished.pop(piece.name)
-            target = whole[piece.theirs]
+            complete, num_missing = unfinished.pop(piece.name)
+            target = complete[piece.theirs]
             target.copy_(part.reshape(target.shape))
             num_missing -= part.numel()
             if num_missing:
-                unfinished[piece.name] = whole, num_missing
+                unfinished[piece.name] = complete, num_missing
             else:
-                yield piece.name, whole
+                yield piece.name, complete
 
 
 def read_whole(

@@ -92,15 +92,19 @@ def _is_of(folder: Path, module: ModuleType, shape: Any) -> bool:
     if not (folder / "config.json").is_file():
         return False
     try:
-        found = describe(folder)
+        hub_model = describe(folder)
     except ShardtrainError:
         return False
-    if found.hub is not getattr(module, "HUB", None):
+    if hub_model.hub is not getattr(module, "HUB", None):
         return False
     # Some fields may differ without making it another model.
     ours = dataclasses.asdict(shape)
-    ignored = {"vocab_size", *FREE, *(found.hub.unused(found.values) & found.hub.unused(ours))}
-    for key, value in found.values.items():
+    ignored = {
+        "vocab_size",
+        *FREE,
+        *(hub_model.hub.unused(hub_model.values) & hub_model.hub.unused(ours)),
+    }
+    for key, value in hub_model.values.items():
         if key not in ignored and "_coeff" not in key and ours.get(key) != value:
             return False
     return True

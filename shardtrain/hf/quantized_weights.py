@@ -189,9 +189,8 @@ class Mxfp4Weights(HubWeights):
         # Read all groups of 32 inputs that overlap with the box.
         experts, inputs, outputs = box
         groups = slice(inputs.start // _SHARED, math.ceil(inputs.stop / _SHARED))
-        blocks_EOgb = super().read(
-            name + _BLOCKS, (experts, outputs, groups, slice(0, _SHARED // 2))
-        )
+        bytes_of_group = slice(0, _SHARED // 2)
+        blocks_EOgb = super().read(name + _BLOCKS, (experts, outputs, groups, bytes_of_group))
         scales_EOg = super().read(name + _SCALES, (experts, outputs, groups))
 
         # Unpack two 4-bit numbers per byte, low half first, and multiply them by

@@ -64,10 +64,12 @@ class HubSaves:
             )
 
     def is_due(self, step: int, last: bool) -> bool:
+        if step == 0:
+            return False
+        if last and self._options.last_save_in_hf:
+            return True
         interval = self._options.hf_interval
-        return step > 0 and (
-            (last and self._options.last_save_in_hf) or (interval > 0 and step % interval == 0)
-        )
+        return interval > 0 and step % interval == 0
 
     def write_share(
         self,

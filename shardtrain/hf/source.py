@@ -266,9 +266,9 @@ def dtypes_of(path: Path, translation: Translation) -> dict[str, str]:
 
 def dtypes_in(weights: HubWeights, translation: Translation) -> dict[str, str]:
     """Return the dtype of each of our tensors in opened weights."""
-    found = {}
+    dtypes = {}
     for name in translation.sources:
         first = next(iter(translation.pieces_of(name))).name
         if first in weights:
-            found[name] = str(weights.dtype(first)).removeprefix("torch.")
-    return found
+            dtypes[name] = str(weights.dtype(first)).removeprefix("torch.")
+    return dtypes

@@ -46,9 +46,9 @@ def layer_file_reader(folder: Path) -> ModuleType | None:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the weights files of a folder in order: safetensors if there are any, otherwise one file per layer."""
-    found = sorted(folder.glob("*.safetensors"))
-    if found:
-        return found
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
     reader = layer_file_reader(folder)
     if reader is not None:
         return sorted(reader.files_of(reader.step_of(folder)).values())
@@ -84,14 +84,14 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
     try:
         content = bounded_reads.whole(path, MAX_JSON_BYTES)
         table = checked_json.parse(content, memory_bytes=checked_json.LARGE_MEMORY_BYTES)
-        found = table["weight_map"]
+        file_of_tensor = table["weight_map"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} is not an index of weights ({type(error).__name__}: {error}); download it again"
         ) from None
-    if not isinstance(found, dict) or not found:
+    if not isinstance(file_of_tensor, dict) or not file_of_tensor:
         raise CheckpointError(f"{path}: weight_map is not a table of names; download it again")
-    for name, file in found.items():
+    for name, file in file_of_tensor.items():
         # A name with a path separator could point outside the model's folder.
         if (
             not isinstance(file, str)
@@ -105,7 +105,7 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
             raise CheckpointError(
                 f"{folder / file} does not exist, but {path} refers to it; download it"
             )
-    return found
+    return file_of_tensor
 
 
 def _no_weights(folder: Path, index: str) -> CheckpointError:

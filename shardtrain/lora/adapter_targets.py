@@ -121,11 +121,11 @@ def _attention_linears(linears: Sequence[str], layout: Layout) -> list[str]:
     owners = [
         core.rpartition(".")[0] for core in (layout.context, layout.recurrence) if "." in core
     ]
-    found = []
+    paths = []
     for path in linears:
         if any(matches(path.rpartition(".")[0], owner) for owner in owners):
-            found.append(path)
-    if not found:
+            paths.append(path)
+    if not paths:
         raise ConfigError(
             Problem(
                 OPTION,
@@ -134,7 +134,7 @@ def _attention_linears(linears: Sequence[str], layout: Layout) -> list[str]:
                 fix=f"name modules, such as {', '.join(linears[:3])}",
             )
         )
-    return found
+    return paths
 
 
 def linears_of(model: nn.Module) -> list[str]:

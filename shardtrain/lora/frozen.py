@@ -184,11 +184,14 @@ class FrozenWeights:
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill this rank's part of the tensors in place. Keys are names in our model."""
-        for name in self._rounded & tensors.keys():
-            tensor = tensors[name]
-            rounded = self.read(name)
-            local_tensor(tensor).detach().copy_(rounded[local_slices(tensor)])
-        self._fill({name: tensor for name, tensor in tensors.items() if name not in self._rounded})
+        exact = {}
+        for name, tensor in tensors.items():
+            if name in self._rounded:
+                rounded = self.read(name)
+                local_tensor(tensor).detach().copy_(rounded[local_slices(tensor)])
+            else:
+                exact[name] = tensor
+        self._fill(exact)
 
     def _fill(self, tensors: Mapping[str, Tensor]) -> None:
         # A checkpoint of this package.
@@ -301,7 +304,9 @@ def fingerprint(path: Place, in_hub: bool, rank: int = 0, size: int = 1) -> dict
     if not in_hub:
         return {manifest.MANIFEST: hashlib.sha256(manifest.read_bytes(path)).hexdigest()}
     folder = Path(str(path))
-    names = [CONFIG, *(file.relative_to(folder).as_posix() for file in weight_files(folder))]
+    names = [CONFIG]
+    for file in weight_files(folder):
+        names.append(file.relative_to(folder).as_posix())
     try:
         return {name: _sha256(folder / name) for name in names[rank::size]}
     except OSError as error:

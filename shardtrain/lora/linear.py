@@ -248,7 +248,9 @@ def merged(
 
     With ``magnitude_O`` (DoRA), each row is rescaled to this norm.
     """
-    whole = torch.addmm(weight_OI.float(), b_OR.float(), a_RI.float(), alpha=scale)
+    merged_OI = torch.addmm(weight_OI.float(), b_OR.float(), a_RI.float(), alpha=scale)
     if magnitude_O is None:
-        return whole
-    return whole * (magnitude_O.float() / torch.linalg.vector_norm(whole, dim=1)).unsqueeze(1)
+        return merged_OI
+    return merged_OI * (magnitude_O.float() / torch.linalg.vector_norm(merged_OI, dim=1)).unsqueeze(
+        1
+    )

@@ -49,6 +49,11 @@ _EXCHANGED = ("llama4_text",)
 """Model types whose expert weights are (E, I, O) in transformers without an
 ``is_transposed`` that PEFT could read.
 """
+_READ = {
+    "r", "lora_alpha", "use_rslora", "use_dora",
+    "target_modules", "target_parameters", "modules_to_save",
+}  # fmt: skip
+"""Keys of adapter_config.json that describe the adapters."""
 _IGNORED = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type",
     "lora_dropout", "qalora_group_size", "runtime_config", "ensure_weight_tying", "fan_in_fan_out",
@@ -198,7 +203,8 @@ def names_of(
         peft_name = PREFIX + their_name
         draft.tensors[name] = peft_name
         draft.shapes[peft_name] = tuple(model.get_parameter(name).shape)
-    saved_modules = dict.fromkeys(word.rpartition(".")[0] for word in saved.values())
+    # A dict and not a set, to keep the order. A module may have several parameters.
+    saved_modules = dict.fromkeys(their_name.rpartition(".")[0] for their_name in saved.values())
     return Names(
         tensors=draft.tensors,
         modules=theirs,
@@ -403,7 +409,7 @@ class PeftFolder:
         # Find the fully trained modules in the file.
         task_type = CLASSIFIES if num_labels else partial_spec.task_type
         all_names = _saved_names(module, shape, model, task_type == CLASSIFIES)
-        present = {name for name, word in all_names.items() if PREFIX + word in shapes}
+        present = {name for name, their_name in all_names.items() if PREFIX + their_name in shapes}
         for group in tied_names(model):
             peft_names = {}
             for name in group:
@@ -555,9 +561,9 @@ def load(
     labels = tasks.open_task(config).num_labels
 
     def fill() -> None:
-        found = PeftFolder(folder, module, shape, labels)
+        peft_folder = PeftFolder(folder, module, shape, labels)
         differ = []
-        for key, theirs in found.spec.facts().items():
+        for key, theirs in peft_folder.spec.facts().items():
             # Dropout and task type may differ between runs.
             if key in ("dropout", "task_type") or facts[key] == theirs:
                 continue
@@ -570,7 +576,7 @@ def load(
             raise ConfigError(
                 f"lora.initial_load_path={folder}: {'; '.join(differ)}; set [lora] to the values of the folder"
             )
-        found.fill(parameters)
+        peft_folder.fill(parameters)
 
     all_ranks(fill)
     logger.info(f"starting from the adapters of {folder}")
@@ -609,13 +615,10 @@ def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
                 "merge these adapters with PEFT, or train new ones"
             )
     # A key that is not read here may change the output of the adapters, unless it is empty or false.
-    read = {
-        "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save",
-        *_ONLY, *_IGNORED,
-    }  # fmt: skip
+    known = {*_READ, *_ONLY, *_IGNORED}
     unknown = []
     for key, value in sorted(fields.items()):
-        if value and key not in read:
+        if value and key not in known:
             unknown.append(key)
     if unknown:
         examples = [f"{key}={str(fields[key])[:60]!r}" for key in unknown[:5]]
@@ -623,26 +626,32 @@ def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
             f"{path} has {', '.join(examples)}, which is not supported and may change the output of the adapters; "
             "merge them with PEFT, or train new ones"
         )
-    rank = _number(fields, "r", 8, path, lambda v: isinstance(v, int) and 1 <= v <= 2**20)
-    alpha = _number(fields, "lora_alpha", 8, path, lambda v: 0 < v < math.inf)
+    rank = _number(fields, "r", 8, path, _is_rank)
+    alpha = _number(fields, "lora_alpha", 8, path, _is_positive)
     stacked = fields.get("target_parameters") or []
     if not isinstance(stacked, list) or not all(isinstance(name, str) for name in stacked):
         raise ConfigError(
             f"{path}: target_parameters={str(stacked)[:60]!r} is not a list of names; use the file that PEFT wrote"
         )
-    kind = fields.get("task_type")
-    dora = bool(fields.get("use_dora"))
     return Spec(
         rank=int(rank),
         alpha=float(alpha),
         rank_stabilized=bool(fields.get("use_rslora")),
         modules=(),
         dropout=0.0,
-        use_dora=dora,
+        use_dora=bool(fields.get("use_dora")),
         parameters=tuple(stacked),
         saved=(),
-        task_type=kind,
+        task_type=fields.get("task_type"),
     )
+
+
+def _is_rank(value: float) -> bool:
+    return isinstance(value, int) and 1 <= value <= 2**20
+
+
+def _is_positive(value: float) -> bool:
+    return 0 < value < math.inf
 
 
 def _number(

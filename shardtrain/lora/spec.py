@@ -91,10 +91,14 @@ class Spec:
 
     def factors(self) -> list[str]:
         """Return the names of all adapter parameters."""
-        names = NAMES if self.use_dora else NAMES[:2]
-        factors = [f"{path}.{name}" for path in self.modules for name in names]
+        factors = []
+        for path in self.modules:
+            for name in NAMES if self.use_dora else NAMES[:2]:
+                factors.append(f"{path}.{name}")
         # Stacks have no magnitudes.
-        factors += [f"{path}_{name}" for path in self.parameters for name in NAMES[:2]]
+        for path in self.parameters:
+            for name in NAMES[:2]:
+                factors.append(f"{path}_{name}")
         return factors
 
 
@@ -191,14 +195,9 @@ def adapt(
         modules = adapter_targets.find(model, module, shape, options.target_modules, saved)
     for stack in stacked:
         if any(stack.path.startswith(f"{path}.") for path in saved):
-            raise ConfigError(
-                Problem(
-                    adapter_targets.PARAMETERS,
-                    None,
-                    rule=f"names {stack.path}, which lora.modules_to_save trains fully",
-                    fix="remove it from one of the two options",
-                )
-            )
+            rule = f"names {stack.path}, which lora.modules_to_save trains fully"
+            fix = "remove it from one of the two options"
+            raise ConfigError(Problem(adapter_targets.PARAMETERS, None, rule, fix))
     task_type: str | None = CLASSIFIES
     if not new_head:
         task_type = TASK_TYPES.get(getattr(model, "kind", "causal"))
@@ -222,14 +221,9 @@ def adapt(
         smaller_sizes[stack.path] = min(stack.inputs, stack.outputs)
     for path, smaller in smaller_sizes.items():
         if spec.rank > smaller:
-            raise ConfigError(
-                Problem(
-                    "lora.rank",
-                    spec.rank,
-                    rule=f"exceeds {smaller}, the maximum rank of the weight of {path}",
-                    fix=f"use at most {smaller}, or other target_modules",
-                )
-            )
+            rule = f"exceeds {smaller}, the maximum rank of the weight of {path}"
+            fix = f"use at most {smaller}, or other target_modules"
+            raise ConfigError(Problem("lora.rank", spec.rank, rule, fix))
     apply(model, spec)
     _tell(model, spec)
     return spec, draws(model, options.init)
@@ -245,7 +239,7 @@ def head_of(model: nn.Module, module: ModuleType) -> str:
     if network is None:
         return str(module.LAYOUT.last[-1])
     for name, _ in network.named_children():
-        if any(word in name for word in _SCORES):
+        if any(part in name for part in _SCORES):
             return f"hf.{name}"
     raise ConfigError(
         Problem(

@@ -145,13 +145,13 @@ class LowBitsAdam(torch.optim.Optimizer):
         update = self._kernel(weight, states)
         begin = 0
         while begin < weight.size(0):
-            lr_and_decay: tuple[Any, ...] = (lr, 1 - lr * weight_decay)
+            rate: Any = lr
+            decay: Any = 1 - lr * weight_decay
             chunk_elements = _CHUNK
             if update is not update_part:
                 # tensors, because a kernel would be recompiled for each new Python number
-                lr_and_decay = tuple(
-                    weight.new_full((), number, dtype=torch.float64) for number in lr_and_decay
-                )
+                rate = weight.new_full((), rate, dtype=torch.float64)
+                decay = weight.new_full((), decay, dtype=torch.float64)
                 is_8bit = "exp_avg_scale" in states
                 chunk_elements = _COMPILED_CHUNK_8BIT if is_8bit else _COMPILED_CHUNK
             row_elements = max(1, weight[:1].numel())
@@ -160,17 +160,20 @@ class LowBitsAdam(torch.optim.Optimizer):
             first = (row_offset + begin) * strides[0] + column_offset
             key = self._keys[parameter]
             device = weight.device
+            states_of_chunk = {name: tensor[begin:end] for name, tensor in states.items()}
+            tables = {name: self._table(name, device) for name in ("exp_avg", "exp_avg_sq")}
             try:
                 update(
                     weight[begin:end],
                     gradient[begin:end],
-                    {name: tensor[begin:end] for name, tensor in states.items()},
-                    {name: self._table(name, device) for name in ("exp_avg", "exp_avg_sq")},
+                    states_of_chunk,
+                    tables,
                     step,
                     torch.full((), key, dtype=torch.int64, device=device),
                     torch.full((), first, dtype=torch.int64, device=device),
                     strides,
-                    *lr_and_decay,
+                    rate,
+                    decay,
                     l2_penalty,
                     constants,
                 )

@@ -77,21 +77,17 @@ def check_own(
         ConfigError: a step has another rate the second time, or a rate is not a number between 0 and 1.
     """
     checked_steps = _steps_to_check(scheduler, steps)
-    rates = {
-        step: learning_rate(optimizer, scheduler, steps, step, schedule) for step in checked_steps
-    }
+    rates = {}
+    for step in checked_steps:
+        rates[step] = learning_rate(optimizer, scheduler, steps, step, schedule)
     for step in reversed(checked_steps):
         if learning_rate(optimizer, scheduler, steps, step, again) != rates[step]:
-            raise ConfigError(
-                Problem(
-                    "lr_scheduler.name",
-                    scheduler.name,
-                    rule=(
-                        f"returns another value when it is called again for step {step}, so a resumed run would differ"
-                    ),
-                    fix="compute it from the arguments only",
-                )
+            rule = (
+                f"returns another value when it is called again for step {step}, "
+                "so a resumed run would differ"
             )
+            fix = "compute it from the arguments only"
+            raise ConfigError(Problem("lr_scheduler.name", scheduler.name, rule, fix))
 
 
 def _steps_to_check(scheduler: LRScheduler, steps: int) -> list[int]:

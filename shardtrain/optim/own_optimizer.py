@@ -116,7 +116,10 @@ def _build(
 
 
 def _parameters_of(groups: list[dict[str, Any]]) -> list[Parameter]:
-    return [parameter for group in groups for parameter in group["params"]]
+    parameters: list[Parameter] = []
+    for group in groups:
+        parameters += group["params"]
+    return parameters
 
 
 def _check_state(parameter: Tensor, state: dict[Any, Any], config: Optimizer) -> None:

@@ -157,10 +157,11 @@ class PairTask(AnswerTask):
     def read_rows(self, split: str) -> _files.FileRows[Pair]:
         """Read the files of a split. Raises what ``_files.read`` raises."""
         section, _ = _files.section_of(self.config, split)
-        pairs: _files.FileRows[Pair] = _files.read(
-            self.config, split, partial(self.encode, split=split)
-        )
-        sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
+        encode = partial(self.encode, split=split)
+        pairs: _files.FileRows[Pair] = _files.read(self.config, split, encode)
+        sides = []
+        for pair in pairs:
+            sides += [pair.chosen, pair.rejected]
 
         # The fingerprint of the data covers the weights of a reference model. So a run resumes only with the
         # same reference weights.
@@ -168,14 +169,15 @@ class PairTask(AnswerTask):
         pairs.files = {**pairs.files, **start}
 
         # The fingerprint also covers the tokens, and the margins if the rows have any.
-        parts = (part.tobytes() for side in sides for part in (side.tokens, side.targets))
+        parts = []
+        for side in sides:
+            parts += [side.tokens.tobytes(), side.targets.tobytes()]
         content = digest(*parts)
         margins = [pair.margin for pair in pairs]
         if any(margins):
             content = digest(content, *margins)
-        pairs.fingerprint = digest(
-            self.encoder.fingerprint, section.seq_len, *start.values(), content
-        )
+        facts = (self.encoder.fingerprint, section.seq_len, *start.values())
+        pairs.fingerprint = digest(*facts, content)
 
         full_length = section.seq_len - self.reads_last_token
         num_full = sum(len(side.tokens) == full_length for side in sides)
@@ -191,9 +193,10 @@ class PairTask(AnswerTask):
 
     def collate(self, rows: list[Pair]) -> dict[str, Tensor]:
         """Return padded tokens and targets (B, 2, T), the chosen answer first."""
-        tokens_RT, targets_RT = self.padded(
-            [side for row in rows for side in (row.chosen, row.rejected)]
-        )
+        sides = []
+        for row in rows:
+            sides += [row.chosen, row.rejected]
+        tokens_RT, targets_RT = self.padded(sides)
         return {
             "tokens_B2T": tokens_RT.unflatten(0, (-1, 2)),
             "targets_B2T": targets_RT.unflatten(0, (-1, 2)),
@@ -243,18 +246,22 @@ class PairTask(AnswerTask):
     ) -> Iterator[Pair | BadRow]:
         """Tokenize both answers of each row. Yield for each row a Pair, or a BadRow."""
         section, _ = _files.section_of(self.config, split)
-        num_targets = section.seq_len - 1 if self.reads_last_token else section.seq_len
+        # The last token of a text is the target of the one before, unless the model also reads it.
+        num_targets = section.seq_len
+        if self.reads_last_token:
+            num_targets -= 1
 
         def tokenize(
             good_rows: list[tuple[list[dict[str, Any]], float]],
         ) -> Iterator[Pair | BadRow]:
             # Tokenize all answers together: chosen and rejected of the first row, of the second row, ...
-            answers_of_all = [answer for answers, _ in good_rows for answer in answers]
+            answers_of_all: list[dict[str, Any]] = []
+            for answers, _ in good_rows:
+                answers_of_all += answers
             documents = self.encoder.encode(answers_of_all)
             sides = [side_of(document, num_targets) for document in documents]
-            for (_, margin), chosen, rejected in zip(
-                good_rows, sides[::2], sides[1::2], strict=True
-            ):
+            margins = [margin for _, margin in good_rows]
+            for margin, chosen, rejected in zip(margins, sides[::2], sides[1::2], strict=True):
                 if isinstance(chosen, BadRow):
                     yield chosen
                 elif isinstance(rejected, BadRow):
@@ -262,7 +269,8 @@ class PairTask(AnswerTask):
                 else:
                     yield Pair(chosen, rejected, margin)
 
-        return around_bad_rows([attempt(self._split, row) for row in rows], tokenize)
+        split_rows = [attempt(self._split, row) for row in rows]
+        return around_bad_rows(split_rows, tokenize)
 
     def margin(self, row: Mapping[str, Any]) -> float:
         """Return the margin of a row. 0 by default."""

@@ -193,9 +193,8 @@ class ImageText(TextTask):
         section, _ = _files.section_of(self.config, split)
         # Open the processor first, to report its errors before those of rows.
         _ = self.loader
-        rows: _files.FileRows[ImageRow] = _files.read(
-            self.config, split, partial(self.encode, split=split, decodes=False)
-        )
+        encode = partial(self.encode, split=split, decodes=False)
+        rows: _files.FileRows[ImageRow] = _files.read(self.config, split, encode)
 
         # Fingerprint everything that determines the inputs.
         parts: list[Any] = [self.tokenizer.fingerprint, self.processor.fingerprint, section.seq_len]

@@ -86,9 +86,8 @@ class KTO(AnswerTask):
     def read_rows(self, split: str) -> _files.FileRows[Group]:
         """Read the files of a split, and put rows into groups. Raises what ``_files.read`` raises."""
         section, _ = _files.section_of(self.config, split)
-        single_rows: _files.FileRows[Group] = _files.read(
-            self.config, split, partial(self.encode, split=split)
-        )
+        encode = partial(self.encode, split=split)
+        single_rows: _files.FileRows[Group] = _files.read(self.config, split, encode)
         rows = [answer for (answer,) in single_rows]
 
         # KL depends on the composition of the groups, so they are formed here, in an order that depends
@@ -96,9 +95,8 @@ class KTO(AnswerTask):
         order = np.arange(len(rows))
         if split == "train" and len(rows):
             order = sample_at(order, len(rows), self.config.debug.seed)
-        groups: _files.FileRows[Group] = _files.FileRows(
-            _groups([rows[int(i)] for i in order], self._size)
-        )
+        ordered_rows = [rows[int(i)] for i in order]
+        groups: _files.FileRows[Group] = _files.FileRows(_groups(ordered_rows, self._size))
 
         # the initial weights are the reference model, and part of the data's fingerprint
         start = self.start()
@@ -106,14 +104,10 @@ class KTO(AnswerTask):
         content: list[bytes | bool] = []
         for group in groups:
             for answer in group:
-                content += [
-                    answer.side.tokens.tobytes(),
-                    answer.side.targets.tobytes(),
-                    answer.is_good,
-                ]
-        groups.fingerprint = digest(
-            self.encoder.fingerprint, section.seq_len, self._size, *start.values(), digest(*content)
-        )
+                side = answer.side
+                content += [side.tokens.tobytes(), side.targets.tobytes(), answer.is_good]
+        facts = (self.encoder.fingerprint, section.seq_len, self._size, *start.values())
+        groups.fingerprint = digest(*facts, digest(*content))
 
         num_good = sum(answer.is_good for answer in rows)
         num_bad = len(rows) - num_good

@@ -40,7 +40,9 @@ class RewardModel(PairTask):
 
     def collate(self, rows: list[Pair]) -> dict[str, Tensor]:
         """Return padded tokens (B, 2, T), lengths (B, 2), and margins (B,)."""
-        texts = [side.whole for row in rows for side in (row.chosen, row.rejected)]
+        texts = []
+        for row in rows:
+            texts += [row.chosen.whole, row.rejected.whole]
         longest = max(len(text) for text in texts)
         T = -(-longest // self._length_multiple) * self._length_multiple
         tokens_RT = torch.zeros(len(texts), T, dtype=torch.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -65,9 +66,8 @@ class ExampleTask(TextTask):
     def read_rows(self, split: str) -> _files.FileRows[Example]:
         """Read the files of a split. Raises what ``_files.read`` raises."""
         section, _ = _files.section_of(self.config, split)
-        rows: _files.FileRows[Example] = _files.read(
-            self.config, split, partial(self.encode, split=split)
-        )
+        encode = partial(self.encode, split=split)
+        rows: _files.FileRows[Example] = _files.read(self.config, split, encode)
         task = self.config.task
         facts = (
             self.tokenizer.fingerprint,
@@ -76,7 +76,9 @@ class ExampleTask(TextTask):
             task.label_field,
             task.pair_field,
         )
-        content = (part for row in rows for part in (row.tokens.tobytes(), row.label))
+        content: list[Any] = []
+        for row in rows:
+            content += [row.tokens.tobytes(), row.label]
         rows.fingerprint = digest(*facts, digest(*content))
 
         num_tokens = sum(len(row.tokens) for row in rows)
@@ -107,14 +109,17 @@ class ExampleTask(TextTask):
 
         def tokenize(good_rows: list[tuple[list[str], int]]) -> Iterator[Example | BadRow]:
             # tokenize the texts of all rows together
-            all_texts = [text for texts, _ in good_rows for text in texts]
+            all_texts: list[str] = []
+            for texts, _ in good_rows:
+                all_texts += texts
             all_ids = iter(self.tokenizer.encode_batch(all_texts))
             for texts, number in good_rows:
-                ids_of_texts = [next(all_ids) for _ in texts]
+                ids_of_texts = list(itertools.islice(all_ids, len(texts)))
                 yield self._example(ids_of_texts, number, section.seq_len)
 
         read = partial(self._read, labelled)
-        return around_bad_rows([attempt(read, row) for row in rows], tokenize)
+        read_rows = [attempt(read, row) for row in rows]
+        return around_bad_rows(read_rows, tokenize)
 
     def _read(self, labelled: bool, row: Mapping[str, Any]) -> tuple[list[str], int] | BadRow:
         """Return the texts of a row and its number. ``labelled`` is False if the row may lack a label."""

@@ -109,7 +109,8 @@ class Loader:
     ) -> dict[str, Tensor]:
         """Return a batch of sequences with one or more rows. ``packing.ROWS`` has the row number of each token."""
         sequences = packing.first_fit(lengths, self.capacity)
-        longest = max(sum(lengths[number] for number in numbers) for numbers in sequences)
+        used = [sum(lengths[number] for number in numbers) for numbers in sequences]
+        longest = max(used)
         T = -(-longest // self.length_multiple) * self.length_multiple
         targets_BT = torch.full((len(sequences), T), IGNORE, dtype=torch.int64)
         rows_BT = torch.full_like(targets_BT, -1)
@@ -121,10 +122,9 @@ class Loader:
                 targets_BT[place, start : start + len(targets)] = targets
                 rows_BT[place, start : start + lengths[number]] = number
                 start += lengths[number]
-            inputs_of_sequence = [inputs_of_rows[number] for number in numbers]
-            inputs_of_sequences.append(
-                packing.concatenated(inputs_of_sequence, self.processor.row_inputs)
-            )
+            inputs = [inputs_of_rows[number] for number in numbers]
+            joined = packing.concatenated(inputs, self.processor.row_inputs)
+            inputs_of_sequences.append(joined)
         return {
             TARGETS: targets_BT,
             packing.ROWS: rows_BT,
@@ -133,10 +133,14 @@ class Loader:
 
     def joined(self, inputs_of_rows: Sequence[Mapping[str, Tensor]], T: int) -> dict[str, Tensor]:
         """Combine the inputs of rows to tokens (B, T) and the other inputs of the model."""
+        # Rows may have different inputs, because not every row has an image.
+        names: dict[str, None] = {}
+        for inputs in inputs_of_rows:
+            names |= dict.fromkeys(inputs)
         batch = {}
-        names = dict.fromkeys(name for inputs in inputs_of_rows for name in inputs)
         for name in names:
-            batch[TOKENS if name == packing.IDS else name] = self._stacked(name, inputs_of_rows, T)
+            batch_name = TOKENS if name == packing.IDS else name
+            batch[batch_name] = self._stacked(name, inputs_of_rows, T)
         return batch
 
     def _inputs(self, row: ImageRow) -> dict[str, Tensor]:
