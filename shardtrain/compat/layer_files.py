@@ -9,6 +9,7 @@ code.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -246,19 +247,19 @@ class LayerWeights(HubWeights):
 
     def _require_all_files(self, files: Mapping[tuple[int, int], Path], num_layers: int) -> None:
         """Raise CheckpointError unless there is a file for embedding, layers, last norm and head of each rank."""
-        expected = {
-            (number, shard) for number in range(num_layers + 3) for shard in range(self.num_shards)
-        }
-        missing = [
-            f"layer_{n:02d}-model_{s:02d}-model_states.pt"
-            for n, s in sorted(expected - files.keys())
-        ]
+        expected = set(itertools.product(range(num_layers + 3), range(self.num_shards)))
+        missing = []
+        for number, shard in sorted(expected - files.keys()):
+            missing.append(f"layer_{number:02d}-model_{shard:02d}-model_states.pt")
         surplus = [files[key].name for key in sorted(files.keys() - expected)]
         problems = []
         for kind, names in (("missing", missing), ("surplus", surplus)):
-            if names:
-                more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-                problems.append(f"{len(names)} {kind}: {', '.join(names[:8])}{more}")
+            if not names:
+                continue
+            shown = ", ".join(names[:8])
+            if len(names) > 8:
+                shown += f" and {len(names) - 8} more"
+            problems.append(f"{len(names)} {kind}: {shown}")
         if problems:
             raise CheckpointError(
                 f"{self.step} does not fit the {num_layers} layers in config.json: {'; '.join(problems)}"
@@ -276,12 +277,13 @@ class LayerWeights(HubWeights):
                 f"{self.step}: {name} is in {len(parts)} of {self.num_shards} model-parallel files ({files})"
             )
 
-        # Parts may only differ in size along the dimension that ranks split.
+        # A dimension that the tensor does not have cannot be split.
         shapes = [stored.shape for _, stored in parts]
         first = shapes[0]
         dim = self._family.split_dim(name)
         if dim is not None and len(first) <= dim:
             dim = None
+        # Parts may only differ in size along the dimension that ranks split.
         common_shapes = set(shapes)
         if dim is not None:
             common_shapes = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
@@ -320,14 +322,17 @@ class LayerWeights(HubWeights):
         """Join the parts of a split tensor, or compare the copies of a replicated one."""
         parts = self._parts[name]
         dim = self._family.split_dim(name)
-        first = parts[0][0].tensor(parts[0][1])
+        first_file, first_stored = parts[0]
+        first = first_file.tensor(first_stored)
         if len(parts) == 1:
             return first
         if dim is None or len(first.shape) <= dim:
+            # Compare bytes, because NaN is not equal to itself.
+            first_bytes = first.view(torch.uint8)
             for file, stored in parts[1:]:
-                if not torch.equal(file.tensor(stored).view(torch.uint8), first.view(torch.uint8)):
+                if not torch.equal(file.tensor(stored).view(torch.uint8), first_bytes):
                     raise CheckpointError(
-                        f"{self.step}: {name} differs between {parts[0][0].path.name} and {file.path.name}, but is "
+                        f"{self.step}: {name} differs between {first_file.path.name} and {file.path.name}, but is "
                         "replicated over model-parallel ranks; check that both files are from the same run"
                     )
             return first

@@ -72,15 +72,19 @@ def train(
         _tell_others(nodes, error)
         sys.exit(code)
     number = "" if nodes.node_rank is None else f" {nodes.node_rank}"
+    variable, _, num_nodes = nodes.reason.partition("=")
     print(
-        f"shardtrain {__version__}: node{number} of {nodes.reason.partition('=')[2]} ({nodes.reason.partition('=')[0]})"
+        f"shardtrain {__version__}: node{number} of {num_nodes} ({variable})"
         f" with {choice.count} processes ({choice.reason}), meeting at {nodes.endpoint}",
         file=sys.stderr,
         flush=True,
     )
     if nodes.least < nodes.most:
         nodes = count_nodes(nodes, loaded, choice.count)
-    words = ["train", *([arguments.path] if arguments.path else []), *arguments.overrides]
+    words = ["train"]
+    if arguments.path:
+        words.append(arguments.path)
+    words += arguments.overrides
     return run(nodes, choice.count, words, loaded.config.checkpoint.grace_seconds, loaded)
 
 

@@ -87,13 +87,15 @@ def _run(name: str, verb: str) -> int:
     if platform == "ssh":
         return _ssh(int(parts[0]), verb)
     if platform == "slurm":
-        return {"status": slurm_queue.status, "logs": slurm_queue.logs, "stop": slurm_queue.stop}[
-            verb
-        ](
-            parts[0],
-        )
+        by_slurm = {
+            "status": slurm_queue.status,
+            "logs": slurm_queue.logs,
+            "stop": slurm_queue.stop,
+        }
+        return by_slurm[verb](parts[0])
     if platform == "kubernetes":
-        return {"status": kubectl.status, "logs": kubectl.logs, "stop": kubectl.stop}[verb](*parts)
+        by_kubectl = {"status": kubectl.status, "logs": kubectl.logs, "stop": kubectl.stop}
+        return by_kubectl[verb](*parts)
     words = _runai(parts, verb)
     try:
         # Logs are followed without a timeout.

@@ -139,12 +139,13 @@ def _kill(pid: int) -> None:
 def _below(pid: int) -> list[int]:
     """Return the descendants of a process, and orphaned processes of its session."""
     # Use the glob module, because it skips folders that disappear during the search. Path.glob would raise.
-    pids = [
-        int(p)
-        for task in glob.glob(f"/proc/{pid}/task/*/children")
-        for p in _text(Path(task)).split()
-    ]
-    pids += [one for child in pids for one in _below(child)]
+    children: list[int] = []
+    for task in glob.glob(f"/proc/{pid}/task/*/children"):
+        children += map(int, _text(Path(task)).split())
+    pids = list(children)
+    for child in children:
+        pids += _below(child)
+    # A process whose parent has ended is no longer a descendant, but stays in the session.
     for entry in map(Path, glob.glob("/proc/[0-9]*/stat")):
         fields = _text(entry).rpartition(")")[2].split()
         if len(fields) > 3 and fields[3] == str(pid) and int(entry.parent.name) not in (pid, *pids):

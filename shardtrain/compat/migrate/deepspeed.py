@@ -467,7 +467,7 @@ def _rates(migration: FileMigration) -> None:
     """Set the first learning rate and the peak. The peak overrides the optimizer's learning rate."""
     first = _k(f"{_WARMUP}min_lr")
     peak = _k(f"{_WARMUP}max_lr")
-    own = _k("optimizer.params.lr")
+    optimizer_rate = _k("optimizer.params.lr")
     least = migration.get(first, float, 0.0)
     if migration.values.get(peak) == "auto":
         migration.record(
@@ -484,7 +484,7 @@ def _rates(migration: FileMigration) -> None:
         )
         return
     most = migration.get(peak, float, 1e-3)
-    is_overridden = migration.has(own) and migration.get(own, float) != most
+    is_overridden = migration.has(optimizer_rate) and migration.get(optimizer_rate, float) != most
     migration.entries = [e for e in migration.entries if e.key != "optimizer.params.lr"]
     migration.set(peak, "optimizer.lr", most, "the peak")
     text = (
@@ -492,7 +492,7 @@ def _rates(migration: FileMigration) -> None:
         if is_overridden
         else "the schedule sets the same value"
     )
-    migration.record(own, "ignored", text)
+    migration.record(optimizer_rate, "ignored", text)
     share = least / most if most else 0.0
     migration.set(
         first, "lr_scheduler.min_lr_factor", share, "the first rate as a fraction of the peak"

@@ -272,10 +272,10 @@ class _Yaml:
                 table[name] = self._value(loader, value_node, (*key, name), depth + 1)
             return table
         if isinstance(node, yaml.SequenceNode):
-            return [
-                self._value(loader, item, (*key, str(n)), depth + 1)
-                for n, item in enumerate(node.value)
-            ]
+            items = []
+            for number, item in enumerate(node.value):
+                items.append(self._value(loader, item, (*key, str(number)), depth + 1))
+            return items
 
         # Converting a very long number would take long.
         if len(node.value) > 5_000 and node.tag.endswith((":int", ":float")):

@@ -222,15 +222,18 @@ def parse(
     # In "launcher ... program.py flags", flags before the program belong to the launcher, and
     # arguments before the launcher to the shell.
     line = FlagLine(path or Path(where))
-    end = next(
-        (number for number, word in enumerate(words) if word.partition("=")[0] == FLAG), len(words)
-    )
-    programs = [number for number, word in enumerate(words[:end]) if word.endswith(".py")]
-    start = programs[-1] + 1 if programs else 0
-    launchers = [
-        n for n, word in enumerate(words[:start]) if re.search(r"(^|/)(deepspeed|torchrun)$", word)
-    ]
-    launcher = launchers[0] if launchers else start
+    start = 0
+    for number, word in enumerate(words):
+        # The program is before FMEngine's own flag.
+        if word.partition("=")[0] == FLAG:
+            break
+        if word.endswith(".py"):
+            start = number + 1
+    launcher = start
+    for number, word in enumerate(words[:start]):
+        if re.search(r"(^|/)(deepspeed|torchrun)$", word):
+            launcher = number
+            break
     for number, word in enumerate(words):
         if not word.startswith("--") or number < launcher:
             continue
@@ -249,16 +252,9 @@ def parse(
             # Ignore a launcher flag with a shell variable, which the cluster sets when the job starts.
             continue
         if "$" in text:
-            at = f"{where}:{lines[number]}" if lines else where
-            raise ConfigError(
-                Problem(
-                    name,
-                    text,
-                    rule="must not be a shell variable, because the shell is not run",
-                    fix="write the value",
-                    where=at,
-                )
-            )
+            rule = "must not be a shell variable, because the shell is not run"
+            place = f"{where}:{lines[number]}" if lines else where
+            raise ConfigError(Problem(name, text, rule, "write the value", place))
         line.flags[key] = text
         if lines:
             line.lines[tuple(key.split("\0"))] = lines[number]
@@ -410,7 +406,9 @@ def _batches(
     migration.default(
         "parallelism.pipeline_parallel_microbatch_size", micro, "train_micro_batch_size_per_gpu"
     )
-    copies = max(1, (migration.num_processes or stages * tensor) // (stages * tensor))
+    # a copy of the model occupies this many ranks
+    ranks_per_copy = stages * tensor
+    copies = max(1, (migration.num_processes or ranks_per_copy) // ranks_per_copy)
     if total is not None and total % (micro * copies) == 0:
         for part in parts:
             part.settings = [s for s in part.settings if s.option != "training.local_batch_size"]

@@ -128,9 +128,9 @@ def migrate(
     # machine. A file of the universal trainer contains its own number of nodes.
     chosen = [(reader_of(document), document) for document in documents]
     for reader, document in chosen:
-        named_processes = (
-            document.values.get("num_processes") if accelerate.looks(document.values) else None
-        )
+        named_processes = None
+        if accelerate.looks(document.values):
+            named_processes = document.values.get("num_processes")
         if num_processes is None and type(named_processes) is int and named_processes > 0:
             num_processes = named_processes
         if num_processes is None and machine.nproc and reader is not universal_trainer:
@@ -139,20 +139,35 @@ def migrate(
     # Translate each file, and join the settings.
     # The parallelism flags of a command line determine how many of the ranks are data-parallel.
     copies = lines[0].num_copies(num_processes) if lines else num_processes
-    parts: list[FileMigration] = [
-        _read(reader, document, copies, bool(lines), machine) for reader, document in chosen
-    ]
+    parts: list[FileMigration] = []
+    for reader, document in chosen:
+        parts.append(_read(reader, document, copies, bool(lines), machine))
     parts += [line.read(num_processes, parts) for line in lines]
-    problems = list({str(problem): problem for part in parts for problem in part.problems}.values())
+    # Two files may report the same problem.
+    distinct_problems: dict[str, Problem] = {}
+    for part in parts:
+        for problem in part.problems:
+            distinct_problems[str(problem)] = problem
+    problems = list(distinct_problems.values())
     settings = _join(parts, problems)
     if problems:
         raise ConfigError(problems)
-    names = tuple(part.system for part in parts)
-    entries = tuple(entry for part in parts for entry in part.entries)
-    launch = {name: value for part in parts for name, value in part.launch.items()}
-    verb = next((part.verb for part in parts if part.verb != "train"), "train")
-    notes = tuple(f"{part.document.path.name}: {note}" for part in parts for note in part.notes)
-    return Migration(tuple(files), names, tuple(settings), entries, notes, launch, verb)
+
+    entries: list[Entry] = []
+    notes: list[str] = []
+    launch: dict[str, Any] = {}
+    verb = "train"
+    for part in parts:
+        entries += part.entries
+        notes += [f"{part.document.path.name}: {note}" for note in part.notes]
+        launch |= part.launch
+        # Of several verbs, the first one that is not the default applies.
+        if verb == "train":
+            verb = part.verb
+    systems = tuple(part.system for part in parts)
+    return Migration(
+        tuple(files), systems, tuple(settings), tuple(entries), tuple(notes), launch, verb
+    )
 
 
 def load(
@@ -196,14 +211,14 @@ def load_flags(
     Without ``follow``, do not read the model's folder, so the result can be written as a configuration file.
     """
     flags: list[str] = []
-    own: list[str] = []
+    own_flags: list[str] = []
     into = flags
     for word in words:
         if word.startswith("--"):
-            into = own if "." in word.partition("=")[0] else flags
+            into = own_flags if "." in word.partition("=")[0] else flags
         into.append(word)
     fmengine.parse(flags, "command line").refuse_stray(flags)
-    return _followed(migrate([], num_processes, flags), own, None, follow)
+    return _followed(migrate([], num_processes, flags), own_flags, None, follow)
 
 
 def _followed(
@@ -214,18 +229,17 @@ def _followed(
     Raises:
         ConfigError: a key is not supported.
     """
-    problems = [
-        Problem(entry.key, entry.value, f"is not supported: {entry.text}", "remove it", entry.where)
-        for entry in migration.unsupported
-    ]
+    problems = []
+    for entry in migration.unsupported:
+        rule = f"is not supported: {entry.text}"
+        problems.append(Problem(entry.key, entry.value, rule, "remove it", entry.where))
     if problems:
         raise ConfigError(problems)
     loaded = config.load_settings(migration.settings, arguments, path, follow)
-    recognized = (
-        (f"{path.name} was recognized as a file of {' and '.join(migration.systems)}",)
-        if path
-        else ()
-    )
+    recognized: tuple[str, ...] = ()
+    if path:
+        systems = " and ".join(migration.systems)
+        recognized = (f"{path.name} was recognized as a file of {systems}",)
     entries = tuple(map(str, migration.entries))
     notices = (*recognized, *entries, *unnamed(loaded), *migration.notices, *loaded.notices)
     return config.Loaded(

@@ -47,56 +47,28 @@ def main(words: Sequence[str]) -> int:
     output: Path | None = None
     nproc: int | None = None
     while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if name in ("-o", "--output", "--nproc"):
-            text = value if equals else (words.pop(0) if words else "")
-            if name == "--nproc":
-                if not (is_whole_number(text) and 0 < int(text) < 10**7):
-                    raise ConfigError(
-                        Problem(
-                            name,
-                            text,
-                            rule="must be a positive integer",
-                            fix="write it like --nproc 8",
-                            where="command line",
-                        )
-                    )
-                nproc = int(text)
-            elif not text:
-                raise ConfigError(
-                    Problem(
-                        name,
-                        text,
-                        rule="requires the name of a file",
-                        fix="write it like -o new.toml",
-                        where="command line",
-                    )
-                )
-            else:
-                output = output_path(text)
-        elif word.startswith("-"):
-            raise ConfigError(
-                Problem(
-                    word,
-                    None,
-                    rule="does not exist",
-                    fix="run `shardtrain config migrate --help` for a list of options",
-                    where="command line",
-                )
-            )
+        argument = words.pop(0)
+        if not argument.startswith("-"):
+            files.append(Path(argument))
+            continue
+        name, equals, text = argument.partition("=")
+        if name not in ("-o", "--output", "--nproc"):
+            fix = "run `shardtrain config migrate --help` for a list of options"
+            raise _refusal(argument, None, "does not exist", fix)
+        # The value follows "=" or is the next argument.
+        if not equals and words:
+            text = words.pop(0)
+        if name == "--nproc":
+            if not (is_whole_number(text) and 0 < int(text) < 10**7):
+                raise _refusal(name, text, "must be a positive integer", "write it like --nproc 8")
+            nproc = int(text)
+        elif not text:
+            raise _refusal(name, text, "requires the name of a file", "write it like -o new.toml")
         else:
-            files.append(Path(word))
+            output = output_path(text)
     if not files:
-        raise ConfigError(
-            Problem(
-                "shardtrain config migrate",
-                None,
-                rule="requires a file",
-                fix="write it like shardtrain config migrate parameters.yml -o new.toml",
-                where="command line",
-            )
-        )
+        fix = "write it like shardtrain config migrate parameters.yml -o new.toml"
+        raise _refusal("shardtrain config migrate", None, "requires a file", fix)
 
     # Do not read the folders that the files name. They may not exist on this machine.
     migration = migrate(files, nproc, flags)
@@ -109,16 +81,8 @@ def main(words: Sequence[str]) -> int:
         print(text, end="")
         print("\n".join(lines), file=sys.stderr)
         return 0
-    if any(os.path.realpath(output) == os.path.realpath(file) for file in files):
-        raise ConfigError(
-            Problem(
-                "-o",
-                str(output),
-                rule="must not be an input file",
-                fix="choose another file",
-                where="command line",
-            )
-        )
+    if os.path.realpath(output) in map(os.path.realpath, files):
+        raise _refusal("-o", str(output), "must not be an input file", "choose another file")
     with storage_errors.writing(output, "choose another file"):
         atomic_io.write(output, text, create_folder=True)
         json_schema.write_schema_next_to(output)
@@ -126,21 +90,28 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
+def _refusal(option: str, value: str | None, rule: str, fix: str) -> ConfigError:
+    return ConfigError(Problem(option, value, rule, fix, where="command line"))
+
+
 def report(migration: Migration, loaded: config.Loaded) -> list[str]:
     """Return the lines of the report: the system of each file, the result of each key, and remaining problems."""
-    lines = [
-        f"{file} was recognized as a file of {system}"
-        for file, system in zip(migration.files, migration.systems, strict=False)
-    ]
-    lines += [
-        f"also read: a file of {system}" for system in migration.systems[len(migration.files) :]
-    ]
-    order = ("honoured", "renamed", "default", "ignored", "unsupported")
-    by_verdict = {
-        verdict: [entry for entry in migration.entries if entry.verdict == verdict]
-        for verdict in order
-    }
-    lines += [str(entry) for entries in by_verdict.values() for entry in entries]
+    lines = []
+    for file, system in zip(migration.files, migration.systems, strict=False):
+        lines.append(f"{file} was recognized as a file of {system}")
+    # An FMEngine command line names further files.
+    for system in migration.systems[len(migration.files) :]:
+        lines.append(f"also read: a file of {system}")
+    verdicts = ("honoured", "renamed", "default", "ignored", "unsupported")
+    num_keys = 0
+    counts = []
+    for verdict in verdicts:
+        entries = [entry for entry in migration.entries if entry.verdict == verdict]
+        lines += map(str, entries)
+        # Do not count a system's defaults, which belong to no key.
+        if verdict != "default":
+            num_keys += len(entries)
+            counts.append(f"{len(entries)} {verdict}")
     # If a key has an older name, the text of its entry reports that. Do not print the same notice again.
     reported = {(entry.where, entry.text) for entry in migration.entries}
     notices = (*migration.notices, *loaded.notices, *config.notes(loaded))
@@ -149,13 +120,10 @@ def report(migration: Migration, loaded: config.Loaded) -> list[str]:
         if (where, text) not in reported:
             lines.append(f"note: {notice}")
     lines += [f"note: {line}" for line in unnamed(loaded)]
-    # Skip an unknown flavor: `train` determines it from the model's folder.
-    lines += [
-        f"before training: {problem}"
-        for problem in config.check(loaded)
-        if not (problem.option == "model.flavor" and problem.value == "from_folder")
-    ]
-    # Do not count a system's defaults, which belong to no key.
-    del by_verdict["default"]
-    counts = ", ".join(f"{len(entries)} {verdict}" for verdict, entries in by_verdict.items())
-    return [*lines, f"{sum(map(len, by_verdict.values()))} keys: {counts}"]
+    for problem in config.check(loaded):
+        # Skip an unknown flavor: `train` determines it from the model's folder.
+        if problem.option == "model.flavor" and problem.value == "from_folder":
+            continue
+        lines.append(f"before training: {problem}")
+    lines.append(f"{num_keys} keys: {', '.join(counts)}")
+    return lines

@@ -76,10 +76,10 @@ def _key(section: str, name: str) -> str:
 def prepare(migration: FileMigration) -> None:
     """Pass the user's own keys to hooks as task.options. They have no rules."""
     hooks = migration.get(_key(_T, "hooks_file"), str)
-    own = [key for key in migration.values if key.replace("\0", ".") not in KEYS]
+    own_keys = [key for key in migration.values if key.replace("\0", ".") not in KEYS]
     if not hooks:
         return
-    for key in own:
+    for key in own_keys:
         section, _, name = key.rpartition("\0")
         # A key outside the three sections is a typo, which the rules report.
         if section not in (_T[:-1], _D[:-1], _N[:-1]):
@@ -339,37 +339,27 @@ def _hooks(migration: FileMigration) -> bool:
     if not given:
         migration.record(key, "ignored", "it is empty")
         return True
+
+    def refuse(rule: str, fix: str) -> None:
+        where = migration.where(key)
+        migration.problems.append(Problem(f"{_T}hooks_file", given, rule, fix, where))
+
     path = _home(given)
     try:
         names = _classes(Path(path))
         facts = read_task_file(path) if "Task" in names else None
     except ConfigError as error:
-        wrong = [problem for problem in error.problems if isinstance(problem, Problem)]
-        migration.problems += [
-            Problem(f"{_T}hooks_file", given, p.rule, p.fix, migration.where(key)) for p in wrong
-        ]
+        for problem in error.problems:
+            if isinstance(problem, Problem):
+                refuse(problem.rule, problem.fix)
         return True
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        migration.problems.append(
-            Problem(
-                f"{_T}hooks_file",
-                given,
-                rule=f"cannot be read as a Python file ({error.strerror if isinstance(error, OSError) else error})",
-                fix="correct it",
-                where=migration.where(key),
-            )
-        )
+        reason = error.strerror if isinstance(error, OSError) else error
+        refuse(f"cannot be read as a Python file ({reason})", "correct it")
         return True
     if not names & {"Task", "Model"}:
-        migration.problems.append(
-            Problem(
-                f"{_T}hooks_file",
-                given,
-                rule="must define a class Task or a class Model",
-                fix="see docs/migrate/universal_trainer.md",
-                where=migration.where(key),
-            )
-        )
+        rule = "must define a class Task or a class Model"
+        refuse(rule, "see docs/migrate/universal_trainer.md")
     if facts is not None:
         migration.set(key, "task.name", path, "its class Task")
         metric = next((name for name in facts.metrics if name != "loss"), "loss")
@@ -596,9 +586,10 @@ def _rows(file: Path) -> int:
 def _positions(folder: str | None) -> int:
     """Return the maximum sequence length of a folder's model, or 1024 as for BART if it is unknown."""
     most = _facts(folder).get("max_position_embeddings")
-    return (
-        most if isinstance(most, int) and not isinstance(most, bool) and 0 < most <= 8192 else 1024
-    )
+    # type() and not isinstance(), because a bool is an int too
+    if type(most) is int and 0 < most <= 8192:
+        return most
+    return 1024
 
 
 def _facts(folder: str | None) -> dict[str, Any]:

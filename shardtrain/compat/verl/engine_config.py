@@ -92,13 +92,13 @@ def translate(
     problems = _unsupported(model, engine, optimizer)
     if problems:
         raise ConfigError(problems)
-    found = recognise(Path(model.local_path))
-    overrides = dict(found.overrides)
+    hub_model = recognise(Path(model.local_path))
+    overrides = dict(hub_model.overrides)
     # Turn the load-balancing loss of experts off, because verl's losses do not include it.
-    if found.hub is None:
+    if hub_model.hub is None:
         overrides["balance_loss_coeff"] = 0.0
     settings: dict[str, Any] = {
-        "model": {"name": found.name, "flavor": found.flavor, "overrides": overrides},
+        "model": {"name": hub_model.name, "flavor": hub_model.flavor, "overrides": overrides},
         "training": {"device": device, "mixed_precision_param": engine.dtype},
         "parallelism": {
             "data_parallel_replicate_degree": engine.data_parallel_replicate_degree,

@@ -220,9 +220,7 @@ def bins(attempt: Attempt, kept_step: float) -> dict[str, float]:
         return dict.fromkeys(BINS, 0.0)
     last = attempt.points[-1]
     first_step = attempt.start.step
-    spent = {
-        name: last.seconds.get(name, 0.0) for name in ("start", "end", "compile", "step", "data")
-    }
+    spent = dict.fromkeys(("start", "end", "compile", "step", "data"), 0.0) | last.seconds
     steps = last.step - first_step
     # The first step includes the compilation. Subtract the time of a normal step.
     usual = 0.0
@@ -230,20 +228,22 @@ def bins(attempt: Attempt, kept_step: float) -> dict[str, float]:
         usual = min(spent["compile"], spent["step"] / (steps - 1))
     # A later attempt repeated the steps after kept_step.
     kept = _at(attempt, kept_step)
-    keeps_first = kept_step > first_step
+    lost = spent["step"] - kept["step"] + spent["data"] - kept["data"]
+    productive = kept["step"]
+    # The normal part of the first step is in "compile", so add it where the first step counts.
+    if kept_step > first_step:
+        productive += usual
+    else:
+        lost += usual
     return {
-        "productive": kept["step"] + usual * keeps_first,
+        "productive": productive,
         "checkpoint": last.seconds.get("checkpoint", 0.0),
         "data": kept["data"],
         "validation": last.seconds.get("validation", 0.0),
         "compile": spent["compile"] - usual,
         "start": spent["start"] + spent["end"],
         "restart": 0.0,
-        "lost": spent["step"]
-        - kept["step"]
-        + spent["data"]
-        - kept["data"]
-        + usual * (not keeps_first),
+        "lost": lost,
     }
 
 

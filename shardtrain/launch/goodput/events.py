@@ -10,7 +10,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -153,15 +153,20 @@ def append(path: Path, event: Event) -> None:
 
 
 def _check(name: str, kind: str, value: Any) -> None:
-    good = {
-        "str": lambda: isinstance(value, str),
-        "bool": lambda: isinstance(value, bool),
-        "int": lambda: type(value) is int and 0 <= value < 2**62,
-        "float": lambda: _is_seconds(value),
-        "dict[str, float]": lambda: _are_phases(value),
-    }[kind]()
-    if not good:
+    if not _CHECKS[kind](value):
         raise ValueError(f"{name} is not a {kind}")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**62
 
 
 def _is_seconds(value: object) -> bool:
@@ -169,6 +174,16 @@ def _is_seconds(value: object) -> bool:
 
 
 def _are_phases(value: object) -> bool:
-    return isinstance(value, Mapping) and all(
-        name in _PHASES and _is_seconds(value[name]) for name in value
-    )
+    if not isinstance(value, Mapping):
+        return False
+    return all(name in _PHASES and _is_seconds(value[name]) for name in value)
+
+
+_CHECKS: dict[str, Callable[[object], bool]] = {
+    "str": _is_text,
+    "bool": _is_flag,
+    "int": _is_count,
+    "float": _is_seconds,
+    "dict[str, float]": _are_phases,
+}
+"""Check of a field's value, by the field's type as it is written in the class."""

@@ -206,6 +206,7 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 def _joined(batches: list[data.Batch]) -> data.Batch:
     """Concatenate the micro-batches of a step."""
+    # Either all micro-batches of a step have document numbers, or none.
     documents_BT = None
     documents = [batch.documents_BT for batch in batches if batch.documents_BT is not None]
     if documents:

@@ -64,11 +64,12 @@ def refuse_norms(run: WatchedRun, norm: Tensor) -> None:
     # With many ranks, rounding in the sums may have caused the suspicion.
     if not odd:
         return
-    if 2 * len(odd) < len(norms):
-        odd_values = ", ".join(f"{norms[rank]:.6g} on rank {rank}" for rank in odd[:8])
-        values = f"{odd_values} and {median:.6g} on the other {len(norms) - len(odd)}"
-    else:
-        values = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(norms[:8]))
+    # Without a majority, no rank is known to be right, so list them all.
+    has_majority = 2 * len(odd) < len(norms)
+    shown_ranks = odd if has_majority else list(range(len(norms)))
+    values = ", ".join(f"{norms[rank]:.6g} on rank {rank}" for rank in shown_ranks[:8])
+    if has_majority:
+        values += f" and {median:.6g} on the other {len(norms) - len(odd)}"
     raise NumericalError(
         fix_first(
             f"step {step}: the gradient norm is {values}, but must be the same on all ranks",

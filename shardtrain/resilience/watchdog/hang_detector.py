@@ -223,8 +223,12 @@ def _all_wait(signs: Mapping[int, Heartbeat], table: tuple[str, ...]) -> HangRep
         groups.setdefault(sign.waits_in, []).append(rank)
     # Blame the smallest group. Of groups with equal size, blame the one with less progress, then
     # the one with higher ranks.
-    odd = min(groups.values(), key=lambda ranks: (len(ranks), signs[ranks[0]].entered, -ranks[0]))
-    blamed = odd[0]
+
+    def order_of_blame(ranks: list[int]) -> tuple[int, int, int]:
+        lowest = ranks[0]
+        return len(ranks), signs[lowest].entered, -lowest
+
+    blamed = min(groups.values(), key=order_of_blame)[0]
     sign = signs[blamed]
     # If all ranks wait in the same place, no rank is missing, so blame the network.
     if len(groups) == 1:
@@ -270,8 +274,8 @@ def table_of(signs: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[str]
 
 
 def _name(ranks: list[int]) -> str:
-    word = "ranks" if len(ranks) > 1 else "rank"
-    return f"{word} {spans(ranks)}"
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    return f"{noun} {spans(ranks)}"
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -77,18 +77,21 @@ def main_thread(device_type: str = "cpu") -> StackPosition:
 
 def locate(frame: FrameType, device_type: str = "cpu") -> StackPosition:
     """Return the position of the thread with this innermost frame."""
-    names: list[str] = []
     lines: list[str] = []
+    is_compiling = False
+    is_debugging = False
     for outer in _outwards(frame):
         file = outer.f_code.co_filename
-        names.append(file)
+        is_compiling |= file.endswith(_COMPILERS)
+        is_debugging |= file.endswith(_DEBUGGERS)
+        # All collectives on host memory pass through this file, so its line does not show where the rank is.
         if len(lines) < _OWN_LINES and _is_own(file) and file != _HOST_COLLECTIVES:
             lines.append(f"{Path(file).name}:{outer.f_lineno} in {outer.f_code.co_name}")
     return StackPosition(
         _collective(frame, device_type),
         ", from ".join(lines),
-        compiling=any(name.endswith(_COMPILERS) for name in names),
-        debugging=any(name.endswith(_DEBUGGERS) for name in names),
+        compiling=is_compiling,
+        debugging=is_debugging,
     )
 
 
