@@ -154,10 +154,10 @@ def build(module: ModuleType, model_config: Any, num_labels: int = 0) -> nn.Modu
         broken += lost(model, module.LAYOUT, values)
         initializers = module.initial(model_config)
         for name in names:
-            if not any(layouts.matches(name, pattern) for pattern in initializers):
-                broken.append(
-                    f"initial() has no rule for parameter {name}{_pattern_hint(name, initializers)}"
-                )
+            if any(layouts.matches(name, pattern) for pattern in initializers):
+                continue
+            hint = _pattern_hint(name, initializers)
+            broken.append(f"initial() has no rule for parameter {name}{hint}")
     if broken:
         # Name a user's file by its path
         is_user_file = own_file.is_from(module, own_file.MODEL)

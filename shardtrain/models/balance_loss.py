@@ -247,8 +247,10 @@ def find(
 
 
 def _own_coefficient(network: Any) -> float:
-    values = [getattr(network, name) for name in _COEFFICIENTS if hasattr(network, name)]
-    return float(values[0])
+    for name in _COEFFICIENTS:
+        if hasattr(network, name):
+            return float(getattr(network, name))
+    raise AssertionError("_unsupported rejects a network without a coefficient")
 
 
 def _unsupported(network: Any) -> str:
@@ -275,12 +277,12 @@ def _is_same_loss(function: Callable[..., Any], num_experts: int, top_k: int) ->
         layers = tuple(torch.randn(6, num_experts, generator=generator) for _ in range(2))
         documents_BT = torch.zeros(2, 3, dtype=torch.int64)
         documents_BT[1, 2] = FILLER_DOCUMENT
-        own = BalanceLoss(1.0, num_experts, top_k)
-        own.start()
-        own.mark_filler(documents_BT)
+        reference = BalanceLoss(1.0, num_experts, top_k)
+        reference.start()
+        reference.mark_filler(documents_BT)
         for logits_NE in layers:
-            own.attach(logits_NE, 0)
-        value = own.set_totals(own.local_sums(documents_BT.device), torch.ones(()))
+            reference.attach(logits_NE, 0)
+        value = reference.set_totals(reference.local_sums(documents_BT.device), torch.ones(()))
         mask_BT = (documents_BT != FILLER_DOCUMENT).long()
         try:
             expected = function(layers, num_experts, top_k, mask_BT)

@@ -150,9 +150,8 @@ class LatentAttention(nn.Module):
         self.kv_norm = build_norm("rmsnorm", c.kv_lora_rank, _LATENT_NORM_EPS)
         # Returns the rotary key that all heads share. LAYOUT names its style of tensor parallelism.
         self.shared_key = nn.Identity()
-        self.wkv_b = nn.Linear(
-            c.kv_lora_rank, c.num_heads * (self.nope_dim + self.v_dim), bias=False
-        )
+        kv_dim = self.nope_dim + self.v_dim
+        self.wkv_b = nn.Linear(c.kv_lora_rank, c.num_heads * kv_dim, bias=False)
         self.core = AttentionCore()
         self.wo = nn.Linear(c.num_heads * self.v_dim, c.dim, bias=False)
         # The core only divides by sqrt(H). YaRN's scale of queries and keys is applied to the

@@ -53,8 +53,11 @@ def _experts(network: Any) -> Iterator[tuple[str, int, list[nn.Parameter]]]:
         num_experts = stacks[0].shape[0]
         if experts_interface.is_experts(module) or num_experts in counts:
             # Adapters of the stacks belong to submodules. Their dim 0 is the expert, too
-            own = [p for p in module.parameters() if p.ndim and p.shape[0] == num_experts]
-            yield path, num_experts, own
+            expert_weights = []
+            for parameter in module.parameters():
+                if parameter.ndim and parameter.shape[0] == num_experts:
+                    expert_weights.append(parameter)
+            yield path, num_experts, expert_weights
 
 
 def _stacks(module: nn.Module) -> list[nn.Parameter]:
@@ -69,8 +72,9 @@ def _numbers_of_experts(config: Any) -> set[int]:
     for name in _COUNTS:
         # Some networks have another number of experts in each layer
         value = getattr(config, name, None)
-        values = value if isinstance(value, list) else [value]
-        numbers |= {number for number in values if isinstance(number, int) and number > 1}
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and number > 1:
+                numbers.add(number)
     return numbers
 
 

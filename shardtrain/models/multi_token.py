@@ -118,12 +118,13 @@ def with_mtp_layers(layout: Layout) -> Layout:
         if pattern.startswith(f"{_LAYER}."):
             styles[_mtp_path(pattern)] = style
     absent = [_mtp_path(pattern) for pattern in layout.optional if pattern.startswith(_LAYER)]
+    buffers = [_mtp_path(pattern) for pattern in layout.buffers]
     return replace(
         layout,
         tensor={**styles, **_INPUT_STYLES},
         context=f"*{layout.context}",
         expert=layout.expert and f"*{layout.expert}",
-        buffers=(*layout.buffers, *(_mtp_path(pattern) for pattern in layout.buffers)),
+        buffers=(*layout.buffers, *buffers),
         optional=(*layout.optional, *absent, _MTP_LAYER, "mtp_embed"),
         mtp_layers="mtp_layers",
         mtp_embed="mtp_embed",

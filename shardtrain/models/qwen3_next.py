@@ -118,9 +118,9 @@ class ZeroCenteredNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(
-            x.to(dtype), self.weight.shape, 1.0 + self.weight.to(dtype), self.eps
-        ).type_as(x)
+        scale = 1.0 + self.weight.to(dtype)
+        out = F.rms_norm(x.to(dtype), scale.shape, scale, self.eps)
+        return out.type_as(x)
 
 
 class GatedNorm(nn.Module):
@@ -157,13 +157,16 @@ class GatedAttention(nn.Module):
         self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
     ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        q_BTNH, gate_BTNH = self.wq(x_BTD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        # Each head of wq has its query first, and then the gate of its output.
+        q_gate_BTNX = self.wq(x_BTD).unflatten(-1, (-1, 2 * self.head_dim))
+        q_BTNH, gate_BTNH = q_gate_BTNX.chunk(2, dim=-1)
         k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q_BTNH = self._rotate_part(self.q_norm(q_BTNH), angles)
         k_BTKH = self._rotate_part(self.k_norm(k_BTKH), angles)
-        out_BTNH = self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT) * gate_BTNH.sigmoid()
-        return self.wo(out_BTNH.flatten(2))
+        out_BTNH = self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT)
+        gated_BTNH = out_BTNH * gate_BTNH.sigmoid()
+        return self.wo(gated_BTNH.flatten(2))
 
     def qk_clip_powers(self) -> dict[str, list[float]]:
         """Return nothing, because the scale of the weights does not change normalized queries and keys."""
@@ -237,11 +240,13 @@ class GatedDeltaCore(nn.Module):
         num_values = decay_BTN.size(-1) * self.value_dim
         num_key_heads = (mixed_BTC.size(-1) - num_values) // (2 * self.key_dim)
         mixed_BTKX = F.silu(mixed_BTC).unflatten(-1, (num_key_heads, -1))
+        # Each key head has its query, its key, and the values of its group.
         q_BTKH, k_BTKH, v_BTKX = mixed_BTKX.tensor_split((self.key_dim, 2 * self.key_dim), dim=-1)
+        v_BTNV = v_BTKX.unflatten(-1, (-1, self.value_dim)).flatten(2, 3)
         return gated_delta_net.DeltaChunk(
             gated_delta_net.unit_length(q_BTKH) * self.key_dim**-0.5,
             gated_delta_net.unit_length(k_BTKH),
-            v_BTKX.unflatten(-1, (-1, self.value_dim)).flatten(2, 3),
+            v_BTNV,
             decay_BTN.to(dtype),
             beta_BTN.to(dtype),
             starts_BT,

@@ -424,9 +424,10 @@ def _sharing_blocks(hf: nn.Module, blocks: Iterable[str]) -> set[str]:
     """Return the paths of blocks that have a parameter of another block, as in Zamba 2."""
     sharing: set[str] = set()
     for names in tied_names(hf):
-        owners = {
-            block for block in blocks for name in names if f"{PREFIX}{name}".startswith(f"{block}.")
-        }
+        owners = set()
+        for block in blocks:
+            if any(f"{PREFIX}{name}".startswith(f"{block}.") for name in names):
+                owners.add(block)
         if len(owners) > 1:
             sharing |= owners
     return sharing

@@ -114,11 +114,11 @@ def find_changes(run: Run, facts: Mapping[str, Any], excluded: Sequence[str]) ->
     return changes.find(facts.get("config"), run.config, dist.get_world_size(), excluded, run.files)
 
 
-def refuse(run: Run, path: object, found: Sequence[OptionChange], other_data: str) -> None:
+def refuse(run: Run, path: object, changes: Sequence[OptionChange], other_data: str) -> None:
     """Stop a resumed run if its options or data differ in a way that the user has not accepted.
 
     Args:
-        found: options that differ from the checkpoint's.
+        changes: options that differ from the checkpoint's.
         other_data: description of how the data differ. Empty if they do not.
 
     Raises:
@@ -126,7 +126,7 @@ def refuse(run: Run, path: object, found: Sequence[OptionChange], other_data: st
     """
     accepted = run.config.checkpoint.accept_changes
     lines = []
-    for change in found:
+    for change in changes:
         if change.kind != "error" or change.option in accepted or ALL in accepted:
             continue
         # An unset batch size depends on the number of ranks, so "use the old value" would not help.
@@ -144,7 +144,7 @@ def refuse(run: Run, path: object, found: Sequence[OptionChange], other_data: st
             "another job.dump_folder"
         )
     elif other_data:
-        options = "".join(f", {change}" for change in found if change.kind == "data")
+        options = "".join(f", {change}" for change in changes if change.kind == "data")
         lines.append(
             f"checkpoint {path} was trained on other data ({other_data}{options}); use the same data, "
             'or start with the first row of the new data: checkpoint.exclude_from_loading=["dataloader"]'
@@ -167,12 +167,12 @@ def _how_to_keep_batch_size(config: Config, change: OptionChange) -> str:
     return f"{cause}: use a number of ranks that divides {change.old}"
 
 
-def keep_history(run: Run, facts: Mapping[str, Any], found: Sequence[OptionChange]) -> None:
+def keep_history(run: Run, facts: Mapping[str, Any], changes: Sequence[OptionChange]) -> None:
     """Log the changes that were accepted, and record them for later checkpoints."""
     # Keep the changes that were accepted when the run was resumed before.
     earlier = facts.get("accepted_changes")
     run.accepted_changes = [*earlier] if isinstance(earlier, list) else []
-    for change in found:
+    for change in changes:
         if change.kind == "warn":
             logger.warning(
                 f"{change}: the rest of the learning-rate schedule may not fit its beginning"

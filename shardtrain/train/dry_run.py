@@ -105,14 +105,9 @@ def build(config: Config, world: process_group.World) -> DryRun:
         ConfigError: a run would raise it too. Or the task is a user's file, whose batches depend on its data.
     """
     if config.task.name.endswith(".py"):
-        raise ConfigError(
-            Problem(
-                "task.name",
-                config.task.name,
-                rule="builds its batches from the rows of its data, and a dry run reads no data",
-                fix="start the run on one machine instead",
-            )
-        )
+        rule = "builds its batches from the rows of its data, and a dry run reads no data"
+        fix = "start the run on one machine instead"
+        raise ConfigError(Problem("task.name", config.task.name, rule, fix))
     task = tasks.open_task(config)
     config = _without_compiler(config)
 
@@ -148,9 +143,8 @@ def build(config: Config, world: process_group.World) -> DryRun:
         optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
         states = optim.state_tensors(optimizer, runner.optimizer_parameters().items())
         optimizer_bytes = _local_bytes(states.values())
-        trained_numel = sum(
-            local_tensor(parameter).numel() for parameter in parameters if parameter.requires_grad
-        )
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained_numel = sum(local_tensor(parameter).numel() for parameter in trained)
         # Accumulated gradients are unsharded, so they may exceed the sharded ones.
         accumulated_bytes = _accumulated_bytes(runner.parts, mesh, config)
         gradient_bytes = max(_gradient_bytes(runner.parts, layout, mesh, config), accumulated_bytes)
@@ -160,12 +154,10 @@ def build(config: Config, world: process_group.World) -> DryRun:
         if planned_batch is None:
             batch = _micro_batch(config, task.sequences_per_row)
         traced = fake_backend.trace(runner, layout, mesh, config, batch)
-    frozen_configs = reference_models.frozen_configs(task, config)
     batch = _micro_batch(config, task.sequences_per_row)
-    frozen = [
-        _build_frozen(name, frozen_config, mesh, batch)
-        for name, frozen_config in frozen_configs.items()
-    ]
+    frozen = []
+    for name, frozen_config in reference_models.frozen_configs(task, config).items():
+        frozen.append(_build_frozen(name, frozen_config, mesh, batch))
 
     return DryRun(
         sizes=mesh.sizes,
@@ -213,6 +205,9 @@ def report(run: DryRun, config: Config) -> list[str]:
     if config.training.epochs is not None:
         length = f"{config.training.epochs} epochs; the number of steps depends on the data, which are not read"
     flops_per_step = run.flops_per_token * tokens_per_step
+    axes = []
+    for axis, ranks in run.sizes.items():
+        axes.append(f"  {axis:<13}{ranks:>6}{run.place[axis]:>11}")
     return [
         *run.batch,
         f"length: {length}",
@@ -221,7 +216,7 @@ def report(run: DryRun, config: Config) -> list[str]:
         describe_precision(config),
         "",
         f"  {'mesh axis':<13}{'ranks':>6}{'this rank':>11}",
-        *(f"  {axis:<13}{ranks:>6}{run.place[axis]:>11}" for axis, ranks in run.sizes.items()),
+        *axes,
         "",
         *_stage_lines(run, config),
         *_memory_table(run, config),

@@ -245,13 +245,16 @@ class Together:
         members = is_on_this_node.nonzero().flatten().tolist()
         # Without a rank with LOCAL_RANK 0, use the lowest rank.
         source = min(members, key=lambda rank: (int(rows[rank, 1]), rank))
+
+        def new_group() -> dist.ProcessGroup:
+            # Only the members call this, so synchronize only with them.
+            return dist.new_group(
+                members, timeout=self._timeout, backend="gloo", use_local_synchronization=True
+            )
+
         group = None
         if len(members) > 1:
-            group = gloo_sockets.private(
-                lambda: dist.new_group(
-                    members, timeout=self._timeout, backend="gloo", use_local_synchronization=True
-                )
-            )
+            group = gloo_sockets.private(new_group)
         self._node = source, group
         return self._node
 

@@ -61,9 +61,13 @@ def _save(
     # A resumed run starts from the newest checkpoint, so weights that are not finite must never be saved.
     # Buffers are not checked, because a buffer may be a mask of -inf.
     buffers = run.runner.buffers()
-    named = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in model.items()}
-    learned = {name: tensor for name, tensor in named.items() if name not in buffers}
-    nonfinite_tensor.refuse_to_save(run, {**learned, **optimizer_state}, checkpoints)
+    checked = {}
+    for key, tensor in model.items():
+        name = key.removeprefix(WEIGHTS_PREFIX)
+        if name not in buffers:
+            checked[name] = tensor
+    checked |= optimizer_state
+    nonfinite_tensor.refuse_to_save(run, checked, checkpoints)
 
     facts: dict[str, Any] = {
         "state": run.state.to_dict(),
@@ -314,11 +318,11 @@ def held_by(adapters: Spec | None, tensors: dict[str, Tensor]) -> dict[str, Tens
     """
     if adapters is None:
         return tensors
-    held = {}
+    holders = {}
     for name, tensor in tensors.items():
         if adapters.holds(name.removeprefix(WEIGHTS_PREFIX)):
-            held[name] = tensor
-    return held
+            holders[name] = tensor
+    return holders
 
 
 def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:

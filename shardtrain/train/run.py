@@ -142,16 +142,17 @@ class Run:
         computes. This is not possible if only the host can decide: the policies for loss spikes need the
         losses of earlier steps.
         """
-        config = self.config
-        return (
-            accelerator.is_accelerator(self.mesh.device)
-            and config.training.spike_policy in ("off", "log")
-            and not config.training.enable_cpu_offload
-            and not config.optimizer.early_step_in_backward
-            # other dtypes would round the clipping factor, which is a tensor here
-            and config.training.dtype == "float32"
-            and optim.decides_on_device(self.optimizer)
-        )
+        training = self.config.training
+        if not accelerator.is_accelerator(self.mesh.device) or training.enable_cpu_offload:
+            return False
+        if training.spike_policy not in ("off", "log"):
+            return False
+        # Other dtypes would round the clipping factor, which is a tensor here.
+        if training.dtype != "float32":
+            return False
+        if self.config.optimizer.early_step_in_backward:
+            return False
+        return optim.decides_on_device(self.optimizer)
 
     @cached_property
     def schedule(self) -> Schedule:

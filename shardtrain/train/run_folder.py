@@ -169,10 +169,8 @@ def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:
 
     training = config.training
     world_size = mesh.device_mesh.size()
-    axes = (
-        " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1)
-        or "no parallelism"
-    )
+    used_axes = [f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1]
+    axes = " x ".join(used_axes) or "no parallelism"
     batch = derived.global_batch_size(config, world_size)
     accumulation = derived.accumulation_steps(config, world_size)
     tokens = batch * training.seq_len

@@ -271,9 +271,7 @@ def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str,
         raise CheckpointError(f"{path} has no optimizer_state_dict; {fix}")
     state = table["state"]
     groups = table.get("param_groups")
-    if not isinstance(groups, list) or not all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-    ):
+    if not isinstance(groups, list) or not all(map(_is_group, groups)):
         raise CheckpointError(f"{path}: optimizer_state_dict has no param_groups; {fix}")
 
     # Put the names into the order in which the optimizer has numbered its parameters.
@@ -310,15 +308,19 @@ def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str,
                 f"{path}: the optimizer's state {number} does not fit the parameter {name}; {fix}"
             )
         step = parameter_state.get("step")
-        is_scalar = isinstance(step, int | float) or (
-            isinstance(step, Stored) and math.prod(step.shape) == 1
-        )
+        is_scalar = isinstance(step, int | float)
+        if isinstance(step, Stored):
+            is_scalar = math.prod(step.shape) == 1
         if not is_scalar:
             raise CheckpointError(
                 f"{path}: the optimizer's state {number} ({name}) has no step; {fix}"
             )
         states[name] = parameter_state
     return states
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and isinstance(group.get("params"), list)
 
 
 def _parameter_names(weights: FileWeights, used: set[str]) -> list[str]:

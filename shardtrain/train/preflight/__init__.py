@@ -58,7 +58,10 @@ class PreflightResult:
     @property
     def lines(self) -> list[str]:
         """One line per problem, in the order of the checks, without duplicates."""
-        lines = [str(line) for error in self.errors for line in getattr(error, "problems", [error])]
+        lines: list[str] = []
+        for error in self.errors:
+            # A ConfigError has several problems. Other errors are one line.
+            lines += map(str, getattr(error, "problems", [error]))
         return list(dict.fromkeys(lines))
 
     @property
@@ -261,11 +264,13 @@ def judge(loaded: Loaded, machine: Machine | None, checks_files: bool = True) ->
 def _without_secondary(loaded: Loaded, problems: Sequence[Problem | str]) -> list[Problem | str]:
     """Drop problems that only follow from other problems: one wrong option may make other options look wrong."""
     with_option = [problem for problem in problems if isinstance(problem, Problem)]
-    primary = {
-        str(problem)
-        for problem in [*loaded.problems, *secondary.without(loaded.problems, with_option)]
-    }
-    return [problem for problem in problems if isinstance(problem, str) or str(problem) in primary]
+    primary = [*loaded.problems, *secondary.without(loaded.problems, with_option)]
+    primary_texts = set(map(str, primary))
+    kept = []
+    for problem in problems:
+        if isinstance(problem, str) or str(problem) in primary_texts:
+            kept.append(problem)
+    return kept
 
 
 def _too_many_ranks(machine: Machine) -> Problem | None:

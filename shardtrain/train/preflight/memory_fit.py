@@ -44,17 +44,17 @@ class ParameterMemory:
 
 def needs_model_build(loaded: Loaded) -> bool:
     """True if only building the model can find some of its problems. The rules without torch cannot."""
-    c = loaded.config
-    return (
-        c.lora.enable
-        or bool(c.model.overrides)
-        or bool(c.model.converters)
-        or c.model.name.endswith(".py")
-        or c.task.name not in _TASKS_WITH_RULES
-        or bool(c.optimizer.no_weight_decay)
-        or c.optimizer.name not in PYTORCH_ADAMS
-        or (bool(c.compile.enable) and c.compile.backend not in _BUILTIN_BACKENDS)
-    )
+    config = loaded.config
+    model = config.model
+    if model.overrides or model.converters or model.name.endswith(".py"):
+        return True
+    # Patterns of parameter names, and a user's optimizer, need the model's parameters.
+    optimizer = config.optimizer
+    if optimizer.no_weight_decay or optimizer.name not in PYTORCH_ADAMS:
+        return True
+    if config.compile.enable and config.compile.backend not in _BUILTIN_BACKENDS:
+        return True
+    return config.lora.enable or config.task.name not in _TASKS_WITH_RULES
 
 
 def _optimizer_bytes(config: Config) -> float:

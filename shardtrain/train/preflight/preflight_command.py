@@ -73,7 +73,7 @@ def _here(loaded: Loaded, arguments: CommandLine) -> Machine:
     return machine.this_machine(loaded, None, world_size, local_ranks)
 
 
-def _counted(count: int, word: str) -> str:
+def _counted(count: int, noun: str) -> str:
     if count != 1:
-        word = f"{word}s"
-    return f"{count} {word}"
+        noun = f"{noun}s"
+    return f"{count} {noun}"

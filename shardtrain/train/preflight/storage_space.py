@@ -73,9 +73,9 @@ def find_errors(
         # The folder may not exist yet. Its nearest existing parent is on the same filesystem.
         existing = next(path for path in (folder, *folder.parents) if path.is_dir())
         filesystem = os.statvfs(existing)
-        num_existing = (
-            sum(1 for path in folder.glob("step-*") if path.is_dir()) if folder.is_dir() else 0
-        )
+        num_existing = 0
+        if folder.is_dir():
+            num_existing = sum(path.is_dir() for path in folder.glob("step-*"))
     except OSError:
         # The storage does not answer now, but it may do so when the run saves.
         return [], []
