@@ -691,8 +691,11 @@ def _microbatches(
     if not used:
         return
     # The translated count has the name of the size, and the origin of the old setting.
-    sizes = done.of("parallelism.pipeline_parallel_microbatch_size")
-    count = next((s for s in sizes if s.where == used[0].where and isinstance(s.value, int)), None)
+    count = None
+    for setting in done.of("parallelism.pipeline_parallel_microbatch_size"):
+        if setting.where == used[0].where and isinstance(setting.value, int):
+            count = setting
+            break
     if count is None:
         return
     done.settings.remove(count)
@@ -721,13 +724,13 @@ def _one_implementation(done: Rewritten, given: Mapping[str, Setting]) -> None:
     """Keep one of optimizer.fused and optimizer.foreach: fused if it is true, else foreach."""
     if not {"optimizer.fused", "optimizer.foreach"} <= given.keys():
         return
+    # Both were translated to settings of this option.
     both = done.of("optimizer.implementation")
-    fused = next((s for s in both if s.value == "fused"), None)
-    loser_where = given["optimizer.fused" if fused is None else "optimizer.foreach"].where
-    keep = fused or next((s for s in both if s.where != loser_where), both[-1])
-    done.settings = [
-        s for s in done.settings if s.option != "optimizer.implementation" or s is keep
-    ]
+    keep = next((s for s in both if s.value == "fused"), None)
+    if keep is None:
+        of_fused = given["optimizer.fused"].where
+        keep = next((s for s in both if s.where != of_fused), both[-1])
+    done.settings = [s for s in done.settings if s not in both or s is keep]
 
 
 def _experts_of_qwen3(done: Rewritten, new: Mapping[str, Setting]) -> None:

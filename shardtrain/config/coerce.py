@@ -89,7 +89,11 @@ def from_texts(texts: Sequence[str], kind: Kind) -> Value:
     """Convert the one or more command-line values of an option to the type ``kind``. Raises Unfit."""
     if len(texts) == 1:
         return from_text(texts[0], kind)
-    return [item for text in texts for item in from_text(text, kind)]
+    # Only lists take several values, and each of them may be a list too: --x 1,2 3
+    items = []
+    for text in texts:
+        items += from_text(text, kind)
+    return items
 
 
 def plain(text: str) -> Value:

@@ -25,14 +25,17 @@ def _bash(verbs: Sequence[str]) -> str:
         values = _values(option.kind)
         if values:
             cases.append(f"        --{name}) choices={shlex.quote(' '.join(values))} ;;")
-    flags = " ".join(f"--{name}" for name in options())
+    # Quote everything that becomes an argument of compgen, because a shell evaluates the script.
+    flags = shlex.quote(" ".join(f"--{name}" for name in options()))
+    quoted_verbs = shlex.quote(" ".join(verbs))
+    quoted_presets = shlex.quote(" ".join(presets.names()))
     return "\n".join(
         [
             "_shardtrain() {",
             '    local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD - 1]}" choices=""',
             "    COMPREPLY=()",
             "    if ((COMP_CWORD == 1)); then",
-            f'        COMPREPLY=($(compgen -W {shlex.quote(" ".join(verbs))} -- "$current"))',
+            f'        COMPREPLY=($(compgen -W {quoted_verbs} -- "$current"))',
             "        return",
             "    fi",
             # bash splits --a.b=c at "=".
@@ -44,11 +47,11 @@ def _bash(verbs: Sequence[str]) -> str:
             '    if [[ -n "$choices" ]]; then',
             '        COMPREPLY=($(compgen -W "$choices" -- "$current"))',
             '    elif [[ "$current" == -* ]]; then',
-            f'        COMPREPLY=($(compgen -W {shlex.quote(flags)} -- "$current"))',
+            f'        COMPREPLY=($(compgen -W {flags} -- "$current"))',
             "    else",
             '        COMPREPLY=($(compgen -f -- "$current"))',
             "        if ((COMP_CWORD == 2)); then",
-            f'            COMPREPLY+=($(compgen -W {shlex.quote(" ".join(presets.names()))} -- "$current"))',
+            f'            COMPREPLY+=($(compgen -W {quoted_presets} -- "$current"))',
             "        fi",
             "    fi",
             "}",

@@ -149,23 +149,15 @@ def check_sizes_and_mesh(loaded: Loaded, frozen: Loaded, option: str) -> Iterato
         check_context,
         check_transformers,
     ):
-        for found in check(frozen):
-            if found.option.startswith("parallelism."):
-                yield Problem(
-                    found.option,
-                    found.value,
-                    rule=f"{found.rule}, the {_NAMES[option]} of {option}",
-                    fix=found.fix,
-                    where=loaded.where(found.option),
-                )
+        for inner in check(frozen):
+            if inner.option.startswith("parallelism."):
+                rule = f"{inner.rule}, the {_NAMES[option]} of {option}"
+                where = loaded.where(inner.option)
+                yield Problem(inner.option, inner.value, rule, inner.fix, where)
             else:
-                yield Problem(
-                    option,
-                    _folder(loaded.config, option),
-                    rule=f"{found.option}: {found.rule}",
-                    fix=found.fix,
-                    where=loaded.where(option),
-                )
+                rule = f"{inner.option}: {inner.rule}"
+                folder = _folder(loaded.config, option)
+                yield Problem(option, folder, rule, inner.fix, loaded.where(option))
 
 
 def check_vocabulary(loaded: Loaded, frozen: Loaded, option: str) -> Iterator[Problem]:

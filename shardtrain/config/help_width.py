@@ -37,40 +37,51 @@ def fitted(text: str, width: int) -> str:
     """
     if all(len(line) <= width for line in text.splitlines()):
         return text
-    return "\n".join(line for entry in _entries(text) for line in _lines(entry, width)) + "\n"
+    lines: list[str] = []
+    for entry in _entries(text):
+        lines += _lines(entry, width)
+    return "\n".join(lines) + "\n"
 
 
 def _entries(text: str) -> list[_Entry]:
     """Parse the text of a help page into paragraphs, rows of two columns, and single lines."""
-    found: list[_Entry] = []
+    entries: list[_Entry] = []
     for line in text.splitlines():
+        content = line.strip()
         indent = len(line) - len(line.lstrip())
-        before = found[-1] if found and found[-1].first else None
-        # The widest gap within an indented line separates the columns.
+        # A line continues the previous usage, second column or paragraph.
+        before = entries[-1] if entries and entries[-1].first and content else None
+        is_deep = indent >= _DEEP
+        if before and is_deep and before.first.startswith("usage:"):
+            before.first += f" {content}"
+            continue
+        if before and is_deep:
+            before.second = f"{before.second} {content}".strip()
+            before.column = before.column or indent
+            continue
+        if before and before.is_prose and not indent:
+            before.first += f" {content}"
+            continue
+
+        # It starts a row or a single line. The widest gap within an indented line separates the columns.
         gaps = []
         if indent:
             gaps = [gap for gap in re.finditer(r" {2,}(?=\S)", line) if gap.start()]
         gap = max(gaps, key=lambda gap: len(gap[0]), default=None)
-        # A line continues the previous usage, second column or paragraph, or it starts a row or a single
-        # line.
-        if line.strip() and before and indent >= _DEEP and before.first.startswith("usage:"):
-            before.first += f" {line.strip()}"
-        elif line.strip() and before and indent >= _DEEP:
-            before.second = f"{before.second} {line.strip()}".strip()
-            before.column = before.column or indent
-        elif line.strip() and before and before.is_prose and not indent:
-            before.first += f" {line.strip()}"
-        elif gap:
-            found.append(_Entry(line[: gap.start()], line[gap.end() :], gap.end()))
-        else:
-            found.append(
-                _Entry(line.rstrip(), is_prose=not indent and not line.startswith("usage:"))
-            )
-    return found
+        if gap:
+            entries.append(_Entry(line[: gap.start()], line[gap.end() :], gap.end()))
+            continue
+        is_prose = not indent and not line.startswith("usage:")
+        entries.append(_Entry(line.rstrip(), is_prose=is_prose))
+    return entries
 
 
 def _lines(entry: _Entry, width: int) -> list[str]:
-    indent = " " * (len(entry.first) - len(entry.first.lstrip()) + (0 if entry.is_prose else 4))
+    width_of_indent = len(entry.first) - len(entry.first.lstrip())
+    if not entry.is_prose:
+        # Indent continued lines further, to set the rows apart.
+        width_of_indent += 4
+    indent = " " * width_of_indent
     first = _wrap(entry.first, width, "", indent) or [""]
     if not entry.second:
         return first

@@ -163,11 +163,10 @@ def _with_folder_model(loaded: Loaded) -> Loaded:
     if isinstance(described, Problem):
         raise ConfigError(described)
 
-    overrides = {
-        key: value
-        for key, value in loaded.config.model.overrides.items()
-        if f"model.overrides.{key}" in given
-    }
+    overrides = {}
+    for key, value in loaded.config.model.overrides.items():
+        if f"model.overrides.{key}" in given:
+            overrides[key] = value
     model = dataclasses.replace(
         loaded.config.model,
         name=described.config.model.name,
@@ -180,18 +179,16 @@ def _with_folder_model(loaded: Loaded) -> Loaded:
     sections: dict[str, Any] = {"job": loaded.config.job, "metrics": loaded.config.metrics}
     for option in unset:
         section, key = option.split(".")
-        sections[section] = dataclasses.replace(
-            sections[section], **{key: value_of(Config(), option)}
-        )
+        default = value_of(Config(), option)
+        sections[section] = dataclasses.replace(sections[section], **{key: default})
     origins = {
         **loaded.origins,
         **dict.fromkeys(unset, DEFAULT),
         "model.name": COMMAND_LINE,
         **origins,
     }
-    return dataclasses.replace(
-        loaded, config=dataclasses.replace(loaded.config, model=model, **sections), origins=origins
-    )
+    config = dataclasses.replace(loaded.config, model=model, **sections)
+    return dataclasses.replace(loaded, config=config, origins=origins)
 
 
 def _asked(ask: Callable[[str], str]) -> list[str]:

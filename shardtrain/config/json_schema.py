@@ -59,14 +59,15 @@ def _reads(path: Path, text: str) -> bool:
 
 def _table(section: str) -> dict[str, Any]:
     """Return the schema of a section with its options and subsections."""
-    properties = {
-        name.rpartition(".")[2]: _option(option)
-        for name, option in options().items()
-        if name.rpartition(".")[0] == section
-    }
+    properties = {}
+    for name, option in options().items():
+        parent, _, key = name.rpartition(".")
+        if parent == section:
+            properties[key] = _option(option)
     for name in sections():
-        if name and name.rpartition(".")[0] == section:
-            properties[name.rpartition(".")[2]] = _table(name)
+        parent, _, key = name.rpartition(".")
+        if name and parent == section:
+            properties[key] = _table(name)
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 

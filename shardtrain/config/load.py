@@ -176,19 +176,17 @@ def load_settings(
 
 def _schema(*sources: Sequence[Setting]) -> type[Config]:
     """Return ``Config``, or its extension by the file that the last setting of the option names."""
-    named = [
-        setting
-        for settings in sources
-        for setting in settings
-        if setting.option == custom_sections.OPTION
-    ]
-    if not named:
+    last = None
+    for settings in sources:
+        for setting in settings:
+            if setting.option == custom_sections.OPTION:
+                last = setting
+    if last is None:
         return Config
-    setting = named[-1]
-    path = setting.value[0] if setting.is_text else setting.value
+    path = last.value[0] if last.is_text else last.value
     if not path or not isinstance(path, str):
         return Config  # ``_resolve`` reports a value that is no text
-    return custom_sections.config_class(path, setting.where)
+    return custom_sections.config_class(path, last.where)
 
 
 def read_settings(path: Path) -> list[Setting]:
@@ -214,12 +212,12 @@ def _resolve(
     # The command line replaces a value of the file. For a list it replaces all entries.
     given = {setting.option for setting in from_line}
     lists = tuple(f"{name}." for name in given if nested.names_list(name))
-    kept = [s for s in from_file if s.option not in given and not s.option.startswith(lists)]
-    spread = [part for setting in from_line for part in nested.spread_text(setting)]
+    settings = [s for s in from_file if s.option not in given and not s.option.startswith(lists)]
+    for setting in from_line:
+        settings += nested.spread_text(setting)
 
-    # Translate older names.
+    # Translate older names. Options that the user's file has added have none.
     added = options(schema).keys() - options().keys()
-    settings = [*kept, *spread]
     rewritten = rewrite([setting for setting in settings if setting.option not in added])
     rewritten.settings += [setting for setting in settings if setting.option in added]
     problems += rewritten.problems
@@ -398,15 +396,19 @@ def _flatten(
     for key, value in table.items():
         path = (*prefix, key)
         name = ".".join(path)
-        is_section = isinstance(value, dict) and (
-            name in sections(schema)
-            or (name in options(schema) and options(schema)[name].is_table)
-            or any(old.startswith(f"{name}.") for old in ALIASES)  # a section of an older file
-        )
         if nested.holds(path):
             settings += nested.spread(path, value, where)
-        elif is_section:
+        elif isinstance(value, dict) and _is_section(name, schema):
             settings += _flatten(value, path, lines, file, schema)
         else:
             settings.append(Setting(name, value, where(path)))
     return settings
+
+
+def _is_section(name: str, schema: type[Config]) -> bool:
+    """True if the options of a table are set one by one: a section of today's or an older schema."""
+    if name in sections(schema):
+        return True
+    if name in options(schema) and options(schema)[name].is_table:
+        return True
+    return any(old.startswith(f"{name}.") for old in ALIASES)

@@ -66,26 +66,24 @@ def machine_notes(
 
     Rules for an argument that is None are skipped.
     """
+    notes: list[Problem] = []
+    if world_size is not None:
+        notes += mesh_notes(loaded, world_size)
+    unreadable = certificate.problem_of(loaded)
+    certificate_problems = [] if unreadable is None else [unreadable]
     return [
-        *(mesh_notes(loaded, world_size) if world_size is not None else ()),
+        *notes,
         *_device(loaded, device, num_devices),
         *_apple_gpu(loaded, world_size),
         *_compiler(loaded, device),
         *check_pinned(loaded, device),
         *_paths(loaded),
-        *_certificate(loaded),
+        *certificate_problems,
         *_folders(loaded),
         *_entries_of_run_folder(loaded),
         *_tokenizer(loaded),
         *_packages(loaded),
     ]
-
-
-def _certificate(loaded: Loaded) -> Iterator[Problem]:
-    """Yield the problem of a certificate that cannot be read."""
-    problem = certificate.problem_of(loaded)
-    if problem is not None:
-        yield problem
 
 
 def watching_problem(loaded: Loaded, world_size: int, local_ranks: int) -> Problem | None:
@@ -583,35 +581,21 @@ def _count_ids(file: Path) -> int | None:
 
 def _packages(loaded: Loaded) -> Iterator[Problem]:
     """Check that the optional packages of the configured features are installed."""
-    c = loaded.config
-    for option, needed, package, name in (
-        ("metrics.enable_wandb", c.metrics.enable_wandb, "wandb", "wandb"),
-        ("metrics.enable_tensorboard", c.metrics.enable_tensorboard, "tensorboard", "tensorboard"),
-        ("metrics.enable_mlflow", c.metrics.enable_mlflow, "mlflow", "mlflow-skinny"),
-        ("metrics.enable_trackio", c.metrics.enable_trackio, "trackio", "trackio"),
-        (
-            "metrics.prometheus_port",
-            c.metrics.prometheus_port,
-            "prometheus_client",
-            "prometheus_client",
-        ),
-        (
-            "training.flash_attention",
-            c.training.flash_attention == "FA3",
-            "flash_attn_interface",
-            "flash-attn-3",
-        ),
-        (
-            "training.flash_attention",
-            c.training.flash_attention == "FA4",
-            "flash_attn",
-            "flash-attn-4",
-        ),
-    ):
-        if needed and importlib.util.find_spec(package) is None:
-            yield problem(
-                loaded,
-                option,
-                rule=f"needs the package {name}",
-                fix=f"run `pip install {name}`, or turn it off",
-            )
+    # option -> the module to import, and the name that pip installs
+    packages = {
+        "metrics.enable_wandb": ("wandb", "wandb"),
+        "metrics.enable_tensorboard": ("tensorboard", "tensorboard"),
+        "metrics.enable_mlflow": ("mlflow", "mlflow-skinny"),
+        "metrics.enable_trackio": ("trackio", "trackio"),
+        "metrics.prometheus_port": ("prometheus_client", "prometheus_client"),
+    }
+    needed = [(option, *names) for option, names in packages.items() if loaded.value(option)]
+    flash_attention = loaded.config.training.flash_attention
+    if flash_attention == "FA3":
+        needed.append(("training.flash_attention", "flash_attn_interface", "flash-attn-3"))
+    elif flash_attention == "FA4":
+        needed.append(("training.flash_attention", "flash_attn", "flash-attn-4"))
+    for option, module, name in needed:
+        if importlib.util.find_spec(module) is None:
+            rule = f"needs the package {name}"
+            yield problem(loaded, option, rule, f"run `pip install {name}`, or turn it off")

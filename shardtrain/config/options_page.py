@@ -54,15 +54,18 @@ def _section(title: str, cls: type, inside: Sequence[Option]) -> str:
     intro = " ".join((cls.__doc__ or "").split())
     rows = []
     for option in inside:
+        key = option.name.rpartition(".")[2]
+        kind = _cell(kind_text(option.kind))
         default = default_text(option.default)
-        default = default if default == "unset" else f"`{default}`"
-        rows.append(
-            f"| `{option.name.rpartition('.')[2]}` | {_cell(kind_text(option.kind))} "
-            f"| {_cell(default)} | {_cell(option.help)} |"
-        )
+        if default != "unset":
+            default = f"`{default}`"
+        rows.append(f"| `{key}` | {kind} | {_cell(default)} | {_cell(option.help)} |")
     table = ["| Option | Type | Default | Meaning |", "|---|---|---|---|", *rows]
-    text = f"\n{intro}\n" if not intro.startswith(f"{cls.__name__}(") else ""
-    return "\n".join([f"## {title}{chr(10) if text else ''}{text}", *table]) + "\n"
+    heading = f"## {title}"
+    # A dataclass without a docstring has its signature instead.
+    if not intro.startswith(f"{cls.__name__}("):
+        heading += f"\n\n{intro}\n"
+    return "\n".join([heading, *table]) + "\n"
 
 
 def _schedule_row(name: str) -> str:

@@ -17,8 +17,14 @@ def without(unread: Sequence[Problem], found: Iterable[Problem]) -> list[Problem
     >>> [one.option for one in without([typo], [Problem("training.steps", 0, "", ""), Problem("data.mode", 0, "", "")])]
     ['data.mode']
     """
-    names = {name for problem in unread for name in meant(problem)}
-    return [problem for problem in found if not any(_is_about(problem, name) for name in names)]
+    names: set[str] = set()
+    for problem in unread:
+        names.update(meant(problem))
+    kept = []
+    for problem in found:
+        if not any(_is_about(problem, name) for name in names):
+            kept.append(problem)
+    return kept
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:

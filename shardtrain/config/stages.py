@@ -95,16 +95,14 @@ def modules_per_stage(
     """Return the module paths of each stage. Explicit lists may use torchtitan's names of embedding and head."""
     explicit = parallelism.module_fqns_per_model_part
     if explicit is not None:
+        # A user's model may have a module with one of torchtitan's names.
         aliases = {"tok_embeddings": "embed", "output": "head"}
-        known = {*first, *last}
-        return [
-            [name if name in known else aliases.get(name, name) for name in part]
-            for part in explicit
-        ]
-    parts = [
-        [f"{layers}.{layer_names[index]}" for index in indices]
-        for indices in layers_per_stage(parallelism, len(layer_names))
-    ]
+        for name in (*first, *last):
+            aliases.pop(name, None)
+        return [[aliases.get(name, name) for name in part] for part in explicit]
+    parts = []
+    for indices in layers_per_stage(parallelism, len(layer_names)):
+        parts.append([f"{layers}.{layer_names[index]}" for index in indices])
     parts[0] = [*first, *parts[0]]
     parts[-1] = [*parts[-1], *last]
     return parts

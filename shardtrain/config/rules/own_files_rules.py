@@ -25,7 +25,7 @@ SCHEDULE_OPTIONS = tuple(
 
 def named_files(config: Config) -> list[tuple[str, str]]:
     """Return every option that may be the path of a Python file, with its value, path or not."""
-    return [
+    files = [
         ("model.name", config.model.name),
         ("model.tokenizer_path", config.model.tokenizer_path or ""),
         ("task.name", config.task.name),
@@ -33,13 +33,12 @@ def named_files(config: Config) -> list[tuple[str, str]]:
         ("lr_scheduler.name", config.lr_scheduler.name),
         ("training.dataset", config.training.dataset),
         ("validation.dataset", config.validation.dataset),
-        *(
-            (f"data.sources.{name}.dataset", source.dataset)
-            for name, source in config.data.sources.items()
-        ),
-        *(("metrics.sinks", path) for path in config.metrics.sinks),
-        *(("metrics.token_metrics", path) for path in config.metrics.token_metrics),
     ]
+    for name, source in config.data.sources.items():
+        files.append((f"data.sources.{name}.dataset", source.dataset))
+    files += [("metrics.sinks", path) for path in config.metrics.sinks]
+    files += [("metrics.token_metrics", path) for path in config.metrics.token_metrics]
+    return files
 
 
 def check_own_files(loaded: Loaded) -> Iterator[Problem]:

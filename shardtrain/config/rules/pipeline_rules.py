@@ -117,34 +117,21 @@ def _check_stages(loaded: Loaded, schedule: str, count: int) -> Iterator[Problem
         option = _MODULES
     if not loaded.is_set(option):
         option = _SCHEDULE
+    rule = ""
     if count % degree:
-        yield problem(
-            loaded,
-            option,
-            rule=f"makes {count} stages, which {degree} pipeline ranks cannot divide equally",
-            fix=f"make {any_of([n * degree for n in (1, 2, 3)])} stages",
-        )
+        rule = f"which {degree} pipeline ranks cannot divide equally"
+        fix = f"make {any_of([n * degree for n in (1, 2, 3)])} stages"
     elif schedule in stages.SINGLE and count != degree:
-        yield problem(
-            loaded,
-            option,
-            rule=f"makes {count} stages, and {schedule} requires one per rank ({degree})",
-            fix=f"make {degree} stages, or use Interleaved1F1B",
-        )
+        rule = f"and {schedule} requires one per rank ({degree})"
+        fix = f"make {degree} stages, or use Interleaved1F1B"
     elif schedule in stages.V_SHAPED and count != 2 * degree:
-        yield problem(
-            loaded,
-            option,
-            rule=f"makes {count} stages, and {schedule} requires two per rank ({2 * degree})",
-            fix=f"make {2 * degree} stages, or use Interleaved1F1B",
-        )
+        rule = f"and {schedule} requires two per rank ({2 * degree})"
+        fix = f"make {2 * degree} stages, or use Interleaved1F1B"
     elif schedule in stages.LOOPED and count < 2 * degree and not p.pipeline_parallel_schedule_csv:
-        yield problem(
-            loaded,
-            option,
-            rule=f"makes {count} stages, and {schedule} requires at least two per rank ({2 * degree})",
-            fix=f"make {2 * degree} stages or more, or use 1F1B",
-        )
+        rule = f"and {schedule} requires at least two per rank ({2 * degree})"
+        fix = f"make {2 * degree} stages or more, or use 1F1B"
+    if rule:
+        yield problem(loaded, option, f"makes {count} stages, {rule}", fix)
 
 
 def _check_layers(loaded: Loaded, layers: int, count: int) -> Iterator[Problem]:
