@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from shardtrain.layout import Layout, matches
@@ -42,66 +42,68 @@ def count_model(
     """
     # Count the parameters with which a token is multiplied: all except the lookup and the experts that the
     # token does not use.
-    head = {id(p) for name in layout.last for p in model.get_submodule(name).parameters()}
-    looked_up = [
-        p
-        for name in layout.first
-        for p in model.get_submodule(name).parameters()
-        if id(p) not in head
-    ]
-    total = sum(p.numel() for p in model.parameters())
+    head: set[int] = set()
+    for name in layout.last:
+        head.update(map(id, model.get_submodule(name).parameters()))
+    not_per_token: list[nn.Parameter] = []
+    for name in layout.first:
+        for parameter in model.get_submodule(name).parameters():
+            # A tied embedding is multiplied with, as the head.
+            if id(parameter) not in head:
+                not_per_token.append(parameter)
     # Modules that process images run on patches instead of tokens. Their FLOPs depend on the images.
-    of_images = [
-        weight
-        for module in getattr(model, "image_modules", {}).values()
-        for weight in module.parameters()
-    ]
-    not_per_token = [*looked_up, *of_images]
-    used = total - sum(p.numel() for p in not_per_token)
+    for module in getattr(model, "image_modules", {}).values():
+        not_per_token += module.parameters()
+    total = _numel(model.parameters())
+    used = total - _numel(not_per_token)
     used -= _idle_in_experts(model, layout, model_config)
     # Each layer of multi-token prediction also runs the head.
     num_mtp_layers = len(getattr(model, layout.mtp_layers, ()))
     if num_mtp_layers:
-        head_parameters = model.get_submodule(layout.last[-1]).parameters()
-        used += num_mtp_layers * sum(p.numel() for p in head_parameters)
+        used += num_mtp_layers * _numel(model.get_submodule(layout.last[-1]).parameters())
 
     # Count how many of the used parameters are frozen: all used ones minus the trained ones.
     frozen = 0
-    if any(not p.requires_grad for p in model.parameters()):
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained_parameters = [p for p in model.parameters() if p.requires_grad]
+    if len(trained_parameters) < len(list(model.parameters())):
+        trained = _numel(trained_parameters)
         trained -= _idle_in_experts(model, layout, model_config, trained=True)
-        trained -= sum(p.numel() for p in not_per_token if p.requires_grad)
+        trained -= _numel(p for p in not_per_token if p.requires_grad)
         frozen = used - trained
 
     # Determine how many tokens a token attends to in each layer. Without named attention cores this is
     # unlimited.
-    recurrences = [
-        m
-        for path, m in model.named_modules()
-        if layout.recurrence and matches(path, layout.recurrence)
-    ]
+    cores = []
+    recurrences = []
+    for path, module in model.named_modules():
+        if layout.recurrence and matches(path, layout.recurrence):
+            recurrences.append(module)
+        if layout.context and matches(path, layout.context):
+            cores.append(module)
     in_recurrences = sum(int(getattr(core, "flops_per_token", 0)) for core in recurrences)
     num_layers = max(0, int(getattr(model_config, "num_layers", 0)) - len(recurrences))
     num_layers += num_mtp_layers
     num_heads = int(getattr(model_config, "num_heads", 0))
     head_dim = int(getattr(model_config, "head_dim", 0))
-    cores = [
-        core
-        for path, core in model.named_modules()
-        if layout.context and matches(path, layout.context)
-    ]
     reaches = list(getattr(model_config, "attention_reaches", [])) or [math.inf] * num_layers
     if len(cores) == num_layers:
-        limits = [
-            [getattr(core, name, 0) or math.inf for name in ("window", "chunk")] for core in cores
-        ]
-        reaches = list(map(min, limits))
+        reaches = []
+        for core in cores:
+            # 0 is no limit
+            window = getattr(core, "window", 0) or math.inf
+            chunk = getattr(core, "chunk", 0) or math.inf
+            reaches.append(min(window, chunk))
 
     def per_token(seq_len: int) -> int:
         attended = int(sum(min(seq_len, reach) for reach in reaches))
-        return flops_per_token(used, 1, num_heads, head_dim, attended) - 2 * frozen + in_recurrences
+        flops = flops_per_token(used, 1, num_heads, head_dim, attended)
+        return flops - 2 * frozen + in_recurrences
 
     return total, per_token
+
+
+def _numel(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def _idle_in_experts(
@@ -116,9 +118,10 @@ def _idle_in_experts(
         return int(model.idle_expert_numel(model_config.top_k, trained))  # type: ignore[operator]
     if not layout.expert:
         return 0
-    owners = [
-        name for name, _ in model.named_modules() if matches(name, f"{layout.expert}.experts")
-    ]
-    parameters = [p for name in owners for p in model.get_submodule(name).parameters()]
-    in_experts = sum(p.numel() for p in parameters if p.requires_grad or not trained)
-    return in_experts - in_experts * model_config.top_k // model_config.num_experts
+    in_experts = 0
+    for path, module in model.named_modules():
+        if matches(path, f"{layout.expert}.experts"):
+            counted = [p for p in module.parameters() if p.requires_grad or not trained]
+            in_experts += _numel(counted)
+    used = in_experts * model_config.top_k // model_config.num_experts
+    return in_experts - used

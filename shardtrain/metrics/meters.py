@@ -150,9 +150,15 @@ class MeterWindow:
         # Read the clock after the device has finished, so the window includes the work and not only its
         # launch.
         now = self._clock()
+        # A window without any target has no loss.
+        loss = float("nan")
+        if sums.global_tokens:
+            loss = total / sums.global_tokens
+        if largest == -float("inf"):
+            largest = float("nan")
         means = WindowMeans(
-            loss=total / sums.global_tokens if sums.global_tokens else float("nan"),
-            max_loss=float("nan") if largest == -float("inf") else largest,
+            loss=loss,
+            max_loss=largest,
             targets=sums.global_tokens,
             computed_tokens=sums.computed_tokens,
             steps=sums.steps,

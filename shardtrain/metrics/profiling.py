@@ -158,13 +158,13 @@ class _Trace:
         warnings.filterwarnings(
             "ignore", message=".*Profiler clears events at the end of each cycle"
         )
+        idle_steps = options.profile_freq - options.profiler_warmup - options.profiler_active
+        schedule = torch.profiler.schedule(
+            wait=idle_steps, warmup=options.profiler_warmup, active=options.profiler_active
+        )
         self._profile = torch.profiler.profile(
             activities=activities,
-            schedule=torch.profiler.schedule(
-                wait=options.profile_freq - options.profiler_warmup - options.profiler_active,
-                warmup=options.profiler_warmup,
-                active=options.profiler_active,
-            ),
+            schedule=schedule,
             on_trace_ready=self._save,
             record_shapes=True,
             profile_memory=options.profile_memory,
@@ -172,7 +172,7 @@ class _Trace:
         self._profile.step_num = start_step
         # PyTorch's profiler chose its first action for step 0 when it was created. Choose it again for
         # start_step.
-        self._profile.current_action = self._profile.schedule(start_step)  # type: ignore[assignment]
+        self._profile.current_action = schedule(start_step)  # type: ignore[assignment]
         self._profile.start()
 
     def step(self) -> None:

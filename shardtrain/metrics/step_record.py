@@ -100,6 +100,9 @@ class Record:
         Raises:
             ValueError: an extra metric has the name of a standard field.
         """
+        target_share = None
+        if self.tokens_per_second:
+            target_share = self.targets_per_second / self.tokens_per_second
         fields: dict[str, float | int | None] = {
             "step": self.step,
             "loss": self.loss,
@@ -110,9 +113,7 @@ class Record:
             "tps": self.tps,
             "tokens_per_second": self.tokens_per_second,
             "targets_per_second": self.targets_per_second,
-            "target_share": self.targets_per_second / self.tokens_per_second
-            if self.tokens_per_second
-            else None,
+            "target_share": target_share,
             "tflops": self.tflops,
             "mfu": self.mfu,
             "memory_gib": self.memory.peak_gib,

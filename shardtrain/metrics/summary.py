@@ -76,9 +76,8 @@ def log_summary(
         f"{format_count(done.tokens)} tokens, {speed}"
     )
     if len(losses) > 2:
-        curve = sparkline(
-            [step for step, _ in losses], [loss for _, loss in losses], 60, bars_for(sys.stderr)
-        )
+        logged_steps, values = zip(*losses, strict=True)
+        curve = sparkline(logged_steps, values, 60, bars_for(sys.stderr))
         logger.info(f"loss {curve}")
     for note in filter(None, notes):
         logger.info(note)

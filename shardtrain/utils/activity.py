@@ -140,8 +140,11 @@ def begin_step(step: int, facts: Mapping[str, object]) -> None:
     m = _now
     m.step = step
     m.begun += 1
-    for grain in GRAINS if m.mark_steps else ():
+    if not m.mark_steps:
+        return
+    for grain in GRAINS:
+        if m.begun % (grain * m.mark_steps) != 0:
+            continue
+        text = ", ".join(f"{name} {value}" for name, value in facts.items())
         # a mark is one object that replaces the one before: threads that read it never see half of it
-        if m.begun % (grain * m.mark_steps) == 0:
-            text = ", ".join(f"{name} {value}" for name, value in facts.items())
-            m.marks[grain] = Mark(m.begun, text, m.seconds, m.busy_data, m.busy_step, m.samples)
+        m.marks[grain] = Mark(m.begun, text, m.seconds, m.busy_data, m.busy_step, m.samples)

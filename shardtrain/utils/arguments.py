@@ -27,11 +27,11 @@ def help_if_asked(words: Sequence[str], text: str) -> None:
         raise HelpPrinted
 
 
-def truth(word: str) -> bool:
+def truth(text: str) -> bool:
     """Parse "true" or "false" as in TOML, or "True" or "False" as configuration options also accept them."""
-    if word not in ("true", "false", "True", "False"):
-        raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
-    return word.lower() == "true"
+    if text not in ("true", "false", "True", "False"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
 
 
 def option(

@@ -45,8 +45,10 @@ def _absolute(path: str | os.PathLike[str]) -> str:
     parts = Path(path).parts
     if ".." not in parts:
         return os.path.abspath(path)
+    # Resolve the path up to the last "..", and keep the names after it.
     end = len(parts) - parts[::-1].index("..")
-    return os.path.join(os.path.realpath(os.path.join(*parts[:end])), *parts[end:])
+    resolved = os.path.realpath(os.path.join(*parts[:end]))
+    return os.path.join(resolved, *parts[end:])
 
 
 @contextlib.contextmanager

@@ -374,8 +374,8 @@ def own_cgroups(root: Path, controller: str) -> list[Path]:
         controllers, _, path = place.partition(":")
         if controllers in ("", controller):
             mount = root / controllers
-            own = mount / path.lstrip("/")
-            folders.append(own if own.is_dir() else mount)
+            folder = mount / path.lstrip("/")
+            folders.append(folder if folder.is_dir() else mount)
     return folders
 
 

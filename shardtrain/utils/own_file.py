@@ -38,11 +38,11 @@ class FileKind:
 
     def missing_in(self, module: ModuleType) -> list[str]:
         """Return the required names that an imported module lacks."""
-        return [
-            name
-            for name in self.required
-            if not self._is_defined(getattr(module, name, None), name)
-        ]
+        missing = []
+        for name in self.required:
+            if not self._is_defined(getattr(module, name, None), name):
+                missing.append(name)
+        return missing
 
     def _is_defined(self, value: object, name: str) -> bool:
         if name in self.classes:
@@ -114,9 +114,8 @@ def fault(path: str, kind: FileKind) -> tuple[str, str] | None:
         tree = parse(path)
     except (SyntaxError, ValueError, OSError) as error:
         return _unreadable(error)
-    missing = [
-        name for name in kind.required if not any(binds(node, name) for node in ast.walk(tree))
-    ]
+    nodes = list(ast.walk(tree))
+    missing = [name for name in kind.required if not any(binds(node, name) for node in nodes)]
     return kind.lacks(missing) if missing else None
 
 

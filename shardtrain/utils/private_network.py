@@ -178,7 +178,10 @@ def enter_user_namespace() -> None:
 def _capabilities() -> int:
     """Return the bit mask of this process's effective capabilities."""
     with open("/proc/self/status", "rb") as file:
-        return next((int(line.split()[1], 16) for line in file if line.startswith(b"CapEff:")), 0)
+        for line in file:
+            if line.startswith(b"CapEff:"):
+                return int(line.split()[1], 16)
+    return 0
 
 
 def exists() -> bool:

@@ -51,16 +51,12 @@ def python_function(function: F) -> F:
     def call(*arguments: Any, **named: Any) -> Any:
         bound = inspect.signature(function).bind(*arguments, **named)
         hints = typing.get_type_hints(function)
-        problems = [
-            Problem(
-                name,
-                value,
-                f"must be {describe(hints[name])}",
-                f"pass one, not {article(type(value).__name__)}",
-            )
-            for name, value in bound.arguments.items()
-            if name in hints and not fits(value, hints[name])
-        ]
+        problems = []
+        for name, value in bound.arguments.items():
+            if name in hints and not fits(value, hints[name]):
+                rule = f"must be {describe(hints[name])}"
+                fix = f"pass one, not {article(type(value).__name__)}"
+                problems.append(Problem(name, value, rule, fix))
         if problems:
             raise ConfigError(problems)
         try:
@@ -169,9 +165,10 @@ def translated(error: ShardtrainError, arguments: Mapping[str, Any]) -> Shardtra
     if not isinstance(error, ConfigError):
         return type(error)(_parameters(str(error), values))
     # Map option and value to the parameter.
-    parameters = {
-        (OPTIONS[name], str(value)): name for name, value in arguments.items() if name in OPTIONS
-    }
+    parameters = {}
+    for name, value in arguments.items():
+        if name in OPTIONS:
+            parameters[OPTIONS[name], str(value)] = name
     problems: list[Problem | str] = []
     for problem in error.problems:
         if isinstance(problem, str):
@@ -184,7 +181,8 @@ def translated(error: ShardtrainError, arguments: Mapping[str, Any]) -> Shardtra
         name = parameters.get((option, str(problem.value)), option)
         if problem.option.startswith("--"):
             name = PARAMETERS.get(option, option)
-        rule, fix = _parameters(problem.rule, values), _parameters(problem.fix, values)
+        rule = _parameters(problem.rule, values)
+        fix = _parameters(problem.fix, values)
         problems.append(dataclasses.replace(problem, option=name, rule=rule, fix=fix, where=where))
     return type(error)(problems)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import os
 import re
 from typing import Any
@@ -101,9 +102,9 @@ def _written_forms(value: str) -> tuple[str, ...]:
     forms.add(json.dumps(value, ensure_ascii=False)[1:-1])
     forms.update((quote(value), quote(value, safe=""), quote_plus(value)))
     forms.update(line.strip() for line in value.splitlines())
-    return tuple(
-        sorted((form for form in forms if len(form) >= MIN_SECRET_LENGTH), key=len, reverse=True)
-    )
+    # Masking a short form would mask parts of ordinary words.
+    long_forms = [form for form in forms if len(form) >= MIN_SECRET_LENGTH]
+    return tuple(sorted(long_forms, key=len, reverse=True))
 
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -123,9 +124,11 @@ def visible(text: str, colors: bool = False, lines: bool = True) -> str:
     """
     # Cut out the color sequences, escape the text between them, and put them back.
     if colors and "\x1b" in text:
-        kept = zip(_COLOR.split(text), [*_COLOR.findall(text), ""], strict=True)
-        return "".join(visible(part, lines=lines) + color for part, color in kept)
-    text = text if lines else text.replace("\n", "\\n")
+        parts = [visible(part, lines=lines) for part in _COLOR.split(text)]
+        colors_after = [*_COLOR.findall(text), ""]
+        return "".join(map(operator.add, parts, colors_after))
+    if not lines:
+        text = text.replace("\n", "\\n")
     return _OBEYED.sub(_escape, text)
 
 
@@ -198,11 +201,11 @@ def redact_all(value: Any) -> Any:
 def secret_values() -> list[str]:
     """Return the values of this process's secret variables, longest first because one may contain another."""
     # Read the variables each time, because a token may be added after the setup of the log.
-    values = {
-        value.strip()
-        for name, value in os.environ.items()
-        if len(value.strip()) >= MIN_SECRET_LENGTH and _is_secret(name, value.strip())
-    }
+    values = set()
+    for name, text in os.environ.items():
+        value = text.strip()
+        if len(value) >= MIN_SECRET_LENGTH and _is_secret(name, value):
+            values.add(value)
     return sorted(values, key=len, reverse=True)
 
 

@@ -125,10 +125,11 @@ def explain(error: Exception, path: str | os.PathLike[str] = "", otherwise: str 
     cause = CAUSES.get(error.errno, _UNKNOWN)
     if "://" in str(path):
         cause = _OF_OBJECT_STORE
-    if error.errno == errno.ENOSPC and (inodes := _exhausted_inodes(path or error.filename)):
-        cause = Cause(
-            f"{inodes} inodes are free although there is free space", "delete files, small ones too"
-        )
+    if error.errno == errno.ENOSPC:
+        inodes = _exhausted_inodes(path or error.filename)
+        if inodes:
+            rule = f"{inodes} inodes are free although there is free space"
+            cause = Cause(rule, "delete files, small ones too")
     meaning = f", {cause.meaning}" if cause.meaning else ""
     alternative = f", or {otherwise}" if otherwise else ""
     return f"{error.strerror or error} (errno {error.errno}){meaning}; {cause.fix}{alternative}"

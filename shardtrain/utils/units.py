@@ -86,12 +86,14 @@ def parse_seconds(text: str | float) -> float:
         return float(text)
     clock = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d)(?::([0-5]\d))", text.strip())
     if clock:
-        days, hours, minutes, seconds = (int(group or 0) for group in clock.groups())
+        days, hours, minutes, seconds = [int(group or 0) for group in clock.groups()]
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if re.fullmatch(r"\d+(?:\.\d+)?", text.strip()):
         return float(text)
     parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|min|s|m|h|d)\s*", text.strip())
-    if not parts or "".join(n + u for n, u in parts) != re.sub(r"\s+", "", text):
+    # findall skips what it does not know, so compare with all of the text.
+    known = "".join(number + unit for number, unit in parts)
+    if not parts or known != re.sub(r"\s+", "", text):
         raise ValueError(f'{text!r} is not a duration; write it like "90s", "1h30m" or "12:30:00"')
     return sum(float(number) * _SECOND_UNITS[unit] for number, unit in parts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,11 +78,13 @@ class PrometheusSink:
         from prometheus_client import Gauge
 
         for name, value in values.items():
-            legal = "".join(char if char.isascii() and char.isalnum() else "_" for char in name)
+            # Prometheus allows no other characters in a name.
+            legal = re.sub(r"[^A-Za-z0-9]", "_", name)
             if legal not in self._gauges:
                 help_text = f"{name} of the last logged step"
                 self._gauges[legal] = Gauge(
                     f"shardtrain_{legal}", help_text, list(self._labels), registry=self._registry
                 )
+            gauge = self._gauges[legal].labels(**self._labels)
             # A value that is unknown at this step is NaN instead of the value of an earlier step.
-            self._gauges[legal].labels(**self._labels).set(math.nan if value is None else value)
+            gauge.set(math.nan if value is None else value)
