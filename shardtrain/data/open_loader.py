@@ -56,6 +56,7 @@ def open_dataloader(
     """
     section = section or config.training
     section_name = "validation" if isinstance(section, Validation) else "training"
+    # Wrong ranks are a fault of the calling code, but wrong sizes are the user's.
     if not 0 <= batch_rank < num_batch_ranks:
         raise ValueError(f"batch_rank={batch_rank} is not in 0..{num_batch_ranks - 1}")
     if accumulation < 1 or samples_consumed < 0:
@@ -63,15 +64,10 @@ def open_dataloader(
             f"accumulation={accumulation} must be at least 1, samples_consumed={samples_consumed} 0"
         )
     for key in ("local_batch_size", "seq_len"):
-        if getattr(section, key) < 1:
-            raise ConfigError(
-                Problem(
-                    f"{section_name}.{key}",
-                    getattr(section, key),
-                    rule="must be at least 1",
-                    fix="use 1 or more",
-                )
-            )
+        size = getattr(section, key)
+        if size < 1:
+            option = f"{section_name}.{key}"
+            raise ConfigError(Problem(option, size, "must be at least 1", "use 1 or more"))
     pipeline = open_data(config, section, shuffle=shuffle, loop=loop)
     share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation, sizes)
     if section.dataloader.pin_memory and not accelerator.pins_memory():

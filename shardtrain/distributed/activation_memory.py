@@ -94,6 +94,7 @@ class LiveMemory(TorchDispatchMode):
         """
         if not all(issubclass(kind, FakeTensor) or kind in _PLAIN for kind in types):
             return NotImplemented
+        # Fake tensors have no values, so an ``item()`` returns the number that the caller has set.
         if self.scalar is not None and func is torch.ops.aten._local_scalar_dense.default:
             return self.scalar
         kwargs = kwargs or {}

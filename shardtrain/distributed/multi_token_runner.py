@@ -54,6 +54,7 @@ class MultiTokenRunner(PlainRunner):
                 loss, logits_of_depths, targets_BtK, weight, self._plain_loss_of_logits
             )
 
+        # With the fused head, the model passes the hidden states of all depths to ``loss_of``.
         main_chunk = self._chunk_at_head(targets_Bt)
         plain_chunk, _ = self._loss_function()
 

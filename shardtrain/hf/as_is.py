@@ -153,7 +153,9 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
                 if form in in_file:
                     sources[ours] = form
                     break
-            for names in zip(*(_forms(name, prefix) for name in theirs.names), strict=True):
+            # The first forms of all parts belong together, then the second forms, and so on.
+            forms_of_parts = [_forms(name, prefix) for name in theirs.names]
+            for names in zip(*forms_of_parts, strict=True):
                 if names[0].replace("#", "0") in in_file:
                     sources[ours] = MergedExperts(names)
                     break
@@ -181,13 +183,13 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
         skipped += [re.escape(form) for form in _forms(name, prefix)]
 
     # Find missing and additional tensors.
-    found_at = Translation(plain.hub, plain.shapes, config, sources)
+    mapping = Translation(plain.hub, plain.shapes, config, sources)
     missing = []
     for ours in sources:
-        names_in_file = {piece.name for piece in found_at.pieces_of(ours)}
+        names_in_file = {piece.name for piece in mapping.pieces_of(ours)}
         if not names_in_file <= in_file:
             missing.append(ours)
-    surplus = in_file - found_at.their_shapes().keys()
+    surplus = in_file - mapping.their_shapes().keys()
     if missing and any(".experts." in name for name in surplus):
         raise CheckpointError(
             f"{weights.folder} has tensor names of {config.class_name} that only transformers can "

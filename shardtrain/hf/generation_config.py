@@ -108,7 +108,7 @@ def trained_tokens(tokenizer: Tokenizer, config: Config) -> dict[str, list[int]]
         # Prepared shards that were moved cannot be read. Assume that they may contain conversations.
         formats = {"chat"}
     has_conversations = config.task.name not in OF_NEXT_TOKENS or formats != {"text"}
-    # An empty list, if the tokenizer has no such token
+    # Empty if the tokenizer has no such token.
     bos_ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     pad_ids = [] if tokenizer.pad_id is None else [tokenizer.pad_id]
     return {

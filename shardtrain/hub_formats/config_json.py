@@ -42,24 +42,23 @@ def block_of(config: Mapping[str, Any], where: str) -> Quantized:
     if quantization is None:
         return None
     keys = quantization if isinstance(quantization, dict) else {}
-    if keys.get("quant_method") == MXFP4 and not set(keys) - {
-        "quant_method",
-        "modules_to_not_convert",
-    }:
+    method = keys.get("quant_method")
+    # Another key could change how the weights are packed.
+    if method == MXFP4 and keys.keys() <= {"quant_method", "modules_to_not_convert"}:
         return "mxfp4"
+
     block = keys.get("weight_block_size")
-    unknown = sorted(map(str, set(keys) - _FP8_KEYS))
-    is_block = (
-        isinstance(block, list)
-        and len(block) == 2
-        and all(type(n) is int and 1 <= n <= 2**20 for n in block)
-    )
-    if keys.get("quant_method") != "fp8" or keys.get("fmt", "e4m3") != "e4m3" or not is_block:
-        kind = str(keys.get("quant_method") or ("MLX" if "bits" in keys else "an unnamed method"))
+    is_block = False
+    if isinstance(block, list) and len(block) == 2:
+        is_block = all(type(n) is int and 1 <= n <= 2**20 for n in block)
+    if method != "fp8" or keys.get("fmt", "e4m3") != "e4m3" or not is_block:
+        # MLX does not name its method.
+        kind = str(method or ("MLX" if "bits" in keys else "an unnamed method"))
         raise ConfigError(
             f"{where}: quantization_config has weights quantized by {kind}, which is not supported (fp8 e4m3 with a "
             "weight_block_size and mxfp4 are); use the folder of the weights before quantization"
         )
+    unknown = sorted(map(str, keys.keys() - _FP8_KEYS))
     if unknown:
         raise ConfigError(
             f"{where}: quantization_config has {', '.join(unknown)}, which may change fp8 weights and is not "

@@ -455,6 +455,7 @@ class Fields:
             ConfigError: a table is not a table.
             OnlyInTransformers: a parameter is not a number, or there is a rotary fraction and ``share`` is "".
         """
+        # Count keys of both formats as used, even if the other format takes precedence.
         self._used |= {
             base,
             share,
@@ -478,17 +479,16 @@ class Fields:
             rope["partial_rotary_factor"] = 1.0 if fraction is None else fraction
         older_type = rope.pop("type", None)
         rope["rope_type"] = rope.get("rope_type") or older_type or "default"
+        # Both types need the sequence length of the original model.
         if rope["rope_type"] in ("llama3", "yarn"):
-            length = self._values.get("original_max_position_embeddings")
-            length = length or rope.get("original_max_position_embeddings")
-            rope["original_max_position_embeddings"] = length or self._values.get(
-                "max_position_embeddings"
-            )
+            original = "original_max_position_embeddings"
+            length = self._values.get(original) or rope.get(original)
+            rope[original] = length or self._values.get("max_position_embeddings")
 
         for key, value in rope.items():
-            if key not in ("rope_type", "truncate") and (
-                not isinstance(value, int | float) or isinstance(value, bool)
-            ):
+            if key in ("rope_type", "truncate"):
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool):
                 raise self.other(f"rope {key}={value!r} is not a number")
         if not share and rope["partial_rotary_factor"] != 1.0:
             raise self.other("partial_rotary_factor must be 1 for this architecture")

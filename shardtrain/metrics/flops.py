@@ -48,7 +48,7 @@ def count_model(
     not_per_token: list[nn.Parameter] = []
     for name in layout.first:
         for parameter in model.get_submodule(name).parameters():
-            # A tied embedding is multiplied with, as the head.
+            # A tied embedding is also the head, which every token is multiplied with.
             if id(parameter) not in head:
                 not_per_token.append(parameter)
     # Modules that process images run on patches instead of tokens. Their FLOPs depend on the images.

@@ -301,23 +301,20 @@ def _broken_call(core: nn.Module, call: CoreCall | None) -> Broken | None:
         return None
     if call.num_extra or call.has_mask:
         rule = "receives other arguments than queries, keys, values and documents_BT, such as a mask or a bias"
-        return Broken(
-            rule, "use the attributes window and alibi_slopes; no other bias is supported"
-        )
+        fix = "use the attributes window and alibi_slopes; no other bias is supported"
+        return Broken(rule, fix)
     if not call.has_heads:
         rule = f"receives shapes {call.shapes} instead of three tensors (B, T, heads, H)"
         return Broken(rule, "unflatten the heads before the call")
     if _looks_heads_first(call) and not getattr(core, "heads_first", False):
         rule = "receives (B, N, T, H), with heads before tokens"
-        return Broken(
-            rule, "set the attribute heads_first = True of the core, or transpose within it"
-        )
+        fix = "set the attribute heads_first = True of the core, or transpose within it"
+        return Broken(rule, fix)
     widths = [shape[-1] for shape in call.shapes]
     if len(set(widths)) > 1:
         rule = f"receives heads of different widths {widths}"
-        return Broken(
-            rule, "pad values with zeros to the width of queries, and truncate the output"
-        )
+        fix = "pad values with zeros to the width of queries, and truncate the output"
+        return Broken(rule, fix)
     return None
 
 

@@ -62,9 +62,12 @@ def register_attention(
     def differentiate(
         ctx: Any, gradient_BTNH: Tensor, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        sinks = saved[len(saved) - ctx.num_sinks :]
-        saved = saved[: len(saved) - ctx.num_sinks]
+        # The sinks are the last saved tensors, if there are any. No kernel computes their gradient. Read
+        # the saved tensors only once, because recomputation (activation checkpointing) then drops them.
+        tensors = ctx.saved_tensors
+        num_others = len(tensors) - ctx.num_sinks
+        saved = tensors[:num_others]
+        sinks = tensors[num_others:]
         gradients = backward_operation(gradient_BTNH, *saved, ctx.window, ctx.scale)
         sinks_gradients: list[Tensor | None] = []
         for sinks_N in sinks:

@@ -209,9 +209,11 @@ def _score(
             raise ValueError(
                 f"alibi_slopes has {len(scores.slopes)} numbers for {q_BNlH.size(1)} heads"
             )
-        place_l1 = torch.arange(offset, offset + queries, device=q_BNlH.device)[:, None]
-        distance_ls = (place_l1 - torch.arange(keys, device=q_BNlH.device)).to(score_BNls.dtype)
-        slope_N = torch.tensor(scores.slopes, device=q_BNlH.device, dtype=score_BNls.dtype)
+        device = q_BNlH.device
+        query_l = torch.arange(offset, offset + queries, device=device)
+        key_s = torch.arange(keys, device=device)
+        distance_ls = (query_l[:, None] - key_s).to(score_BNls.dtype)
+        slope_N = torch.tensor(scores.slopes, device=device, dtype=score_BNls.dtype)
         score_BNls = score_BNls - slope_N[:, None, None] * distance_ls
     if band is not None:
         seen_ls = torch.ones(queries, keys, dtype=torch.bool, device=q_BNlH.device)

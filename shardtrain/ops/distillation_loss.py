@@ -87,6 +87,7 @@ def distillation_sum(
     if vocabulary is None:
         vocabulary = WholeVocabulary(logits_BTV.size(-1))
     weight = torch.as_tensor(weight, dtype=torch.float32, device=logits_BTV.device)
+    # Process chunks of rows, because float32 copies of all logits would be large.
     rows = max(1, CHUNK_NUMEL // vocabulary.columns)
     logits_NV = logits_BTV.flatten(0, -2)
     teacher_NV = teacher_BTV.flatten(0, -2)

@@ -113,17 +113,12 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     """
     device = tensors[0].device
     if device.type != "cpu":
-        return (
-            torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32))
-            .to(sum_dtype(device))
-            .square()
-            .sum()
-        )
+        norms = torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32))
+        return norms.to(sum_dtype(device)).square().sum()
     # Convert each chunk by copying it to a float64 buffer. The dot product squares and adds.
     total = torch.zeros((), dtype=torch.float64)
-    buffer = torch.empty(
-        min(NORM_CHUNK_NUMEL, max(tensor.numel() for tensor in tensors)), dtype=torch.float64
-    )
+    largest = max(tensor.numel() for tensor in tensors)
+    buffer = torch.empty(min(NORM_CHUNK_NUMEL, largest), dtype=torch.float64)
     for tensor in tensors:
         for chunk in tensor.detach().reshape(-1).split(NORM_CHUNK_NUMEL):
             wide = buffer[: chunk.numel()].copy_(chunk)

@@ -211,7 +211,7 @@ def attend_ragged_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values of ``attend_ragged``."""
-    gradient, q, k, v, out = (x.contiguous() for x in (gradient_SNH, q_SNH, k_SKH, v_SKH, out_SNH))
+    gradient, q, k, v, out = [x.contiguous() for x in (gradient_SNH, q_SNH, k_SKH, v_SKH, out_SNH)]
     lengths = (starts, starts, longest, longest)
     causal = not window
     return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]

@@ -80,7 +80,9 @@ def powers(amax: Tensor, dtype: torch.dtype) -> Tensor:
     fraction, exponent = math.frexp(torch.finfo(dtype).max)
     bits = amax.float().view(torch.int32)
     exceeds = (bits & 0x7FFFFF) > int((2 * fraction - 1) * 2**23)
-    return (exponent - 1 - ((bits >> 23) - 127) - exceeds.int()).clamp(max=_MAX_POWER)
+    exponent_of_amax = (bits >> 23) - 127
+    power = exponent - 1 - exponent_of_amax - exceeds.int()
+    return power.clamp(max=_MAX_POWER)
 
 
 def two_to_the(power: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ def convolve(
     # A token ``back`` tokens earlier belongs to the same document if no document starts in between.
     is_same_BT1 = None
     for back in range(1, width):
-        earlier_BTC = padded_BTC[:, width - 1 - back : width - 1 - back + tokens]
+        first = width - 1 - back
+        earlier_BTC = padded_BTC[:, first : first + tokens]
         if starts_BT is not None:
             later_starts_BT = F.pad(starts_BT, (back - 1, 0))[:, :tokens]
             crosses_BT1 = later_starts_BT.unsqueeze(-1)

@@ -66,16 +66,15 @@ class Values(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        tensors = [
-            *args[:1],
-            *(value for name, value in (kwargs or {}).items() if name == "tensor"),
-        ]
+        kwargs = kwargs or {}
+        # The functions of nn.init call it ``tensor``.
+        target = args[0] if args else kwargs.get("tensor")
         name = getattr(func, "__name__", "")
-        if tensors and isinstance(tensors[0], Tensor) and tensors[0].is_meta:
-            self._note_write(func, name, tensors[0])
+        if isinstance(target, Tensor) and target.is_meta:
+            self._note_write(func, name, target)
             if name in _DRAWS:
-                return tensors[0]
-        result = func(*args, **(kwargs or {}))
+                return target
+        result = func(*args, **kwargs)
         if name in _NOT_ZERO and isinstance(result, Tensor):
             self._note(name, result, sys._getframe())
         if name == "__set__" and _attribute_of(func) == "data":

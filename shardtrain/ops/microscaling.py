@@ -112,9 +112,8 @@ def product(a_MK: Tensor, b_NK: Tensor, rule: str, emulate: bool) -> Tensor:
         return rounded(a_MK, rule) @ rounded(b_NK, rule).t()
     a8_MK, a_scale_MS = to_mx(a_MK, rule)
     b8_NK, b_scale_NS = to_mx(b_NK, rule)
-    a_scale, b_scale = (
-        swizzled(scale).view(torch.float8_e8m0fnu) for scale in (a_scale_MS, b_scale_NS)
-    )
+    a_scale = swizzled(a_scale_MS).view(torch.float8_e8m0fnu)
+    b_scale = swizzled(b_scale_NS).view(torch.float8_e8m0fnu)
     # Devices require (M, K) in row-major and (K, N) in column-major order.
     return torch._scaled_mm(
         a8_MK.contiguous(), b8_NK.contiguous().t(), a_scale, b_scale, out_dtype=a_MK.dtype

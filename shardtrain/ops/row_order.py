@@ -58,7 +58,8 @@ class _Take(torch.autograd.Function):
         if ctx.copies > 1 and type(gradients[0]) is Tensor and gradients[0].device.type == "cpu":
             # Gather and sum in one pass, in a fifth of the time of two operations.
             first_S = torch.arange(0, inverse_R.numel(), ctx.copies)
-            return F.embedding_bag(inverse_R, gradients[0], first_S, mode="sum"), None, None, None
+            gradient_SD = F.embedding_bag(inverse_R, gradients[0], first_S, mode="sum")
+            return gradient_SD, None, None, None
         # After gathering by the inverse, the copies of a row are adjacent and can be summed.
         gradient_RD = gradients[0].index_select(0, inverse_R)
         if ctx.copies > 1:

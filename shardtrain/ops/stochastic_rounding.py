@@ -55,7 +55,8 @@ def chances(key: int | Tensor, step: Tensor, place: Tensor) -> tuple[Tensor, Ten
     """Return three independent int64 tensors of random numbers in [0, 65536) for these positions and step."""
     stream = _mixed(step.to(torch.int64) * _GOLDEN + key)
     bits = _mixed(place * _GOLDEN + stream)
-    return bits & (LEVELS - 1), (bits >> 16) & (LEVELS - 1), (bits >> 32) & (LEVELS - 1)
+    mask = LEVELS - 1
+    return bits & mask, (bits >> 16) & mask, (bits >> 32) & mask
 
 
 def to_bfloat16(x: Tensor, chance: Tensor) -> Tensor:

@@ -107,7 +107,10 @@ class _TokenProbabilities(torch.autograd.Function):
         logits_Nv, index_N1, here_N, temperatures_N, lse_N, entropies_N = ctx.saved_tensors
         gradient_Nv = torch.empty_like(logits_Nv)
         num_tokens, columns = logits_Nv.shape
-        for start in range(0, num_tokens if columns else 0, ctx.rows):
+        # The last ranks of a split vocabulary may have no column.
+        if columns == 0:
+            return gradient_Nv, None, None, None, None
+        for start in range(0, num_tokens, ctx.rows):
             part = slice(start, start + ctx.rows)
             temperature_n1 = temperatures_N[part].unsqueeze(1)
             log_p_nv = logits_Nv[part].float() / temperature_n1 - lse_N[part].unsqueeze(1)

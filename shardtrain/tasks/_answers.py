@@ -216,12 +216,12 @@ class PairTask(AnswerTask):
 
     def step_sums(self, outputs: Tensor, batch: RowBatch) -> Tensor:
         """Return the sums of both rewards and of correct pairs, and the number of pairs, (4,)."""
-        rewards_B2 = self.predictions(outputs, batch)["rewards"].to(sum_dtype(outputs.device))
+        wide = sum_dtype(outputs.device)
+        rewards_B2 = self.predictions(outputs, batch)["rewards"].to(wide)
         is_correct_B = rewards_B2[:, 0] > rewards_B2[:, 1]
-        num_pairs = torch.full_like(rewards_B2[0, :1], len(rewards_B2))
-        return torch.cat(
-            (rewards_B2.sum(0), is_correct_B.sum().to(rewards_B2.dtype)[None], num_pairs)
-        )
+        num_correct = is_correct_B.sum(0, keepdim=True, dtype=wide)
+        num_pairs = torch.full_like(num_correct, len(rewards_B2))
+        return torch.cat((rewards_B2.sum(0), num_correct, num_pairs))
 
     def step_metrics(self, sums: list[float]) -> dict[str, float]:
         """Return the metrics of ``metrics``, and the mean reward of the chosen and of the rejected answers."""

@@ -79,28 +79,20 @@ class ImageText(TextTask):
         """
         network = getattr(model, "hf", None)
         if network is None:
-            raise ConfigError(
-                Problem(
-                    "model.name",
-                    self.config.model.name,
-                    rule="does not read images",
-                    fix='use "transformers" with the folder of a model that does',
-                )
-            )
+            fix = 'use "transformers" with the folder of a model that does'
+            model_name = self.config.model.name
+            raise ConfigError(Problem("model.name", model_name, "does not read images", fix))
         folder = self.folder
         name = type(network).__name__
         if not architecture.reads_images(folder, name):
-            raise ConfigError(
-                Problem(
-                    "model.overrides.path",
-                    folder,
-                    rule=f"contains {name}, which does not generate text from images",
-                    fix="use the folder of a model that does, such as LLaVA, Qwen2.5-VL or Gemma 3",
-                )
-            )
-        if self._packs and (reason := packing.problem_of(network)):
-            rule = f"is not supported by {name}, which {reason}"
-            raise ConfigError(Problem("data.packing", packing.PACKING, rule, "remove it"))
+            rule = f"contains {name}, which does not generate text from images"
+            fix = "use the folder of a model that does, such as LLaVA, Qwen2.5-VL or Gemma 3"
+            raise ConfigError(Problem("model.overrides.path", folder, rule, fix))
+        if self._packs:
+            reason = packing.problem_of(network)
+            if reason:
+                rule = f"is not supported by {name}, which {reason}"
+                raise ConfigError(Problem("data.packing", packing.PACKING, rule, "remove it"))
         self._tests_isolation = self._packs and not packing.computes_positions(network)
         for name in self.config.task.frozen_modules:
             _freeze(model, name)

@@ -186,10 +186,9 @@ class KTO(AnswerTask):
         sign_BN = torch.where(is_good_BN, 1.0, -1.0)
         advantage_BN = outputs[..., 0] - outputs[..., 1]
         losses_BN = 1 - torch.sigmoid(self._beta * sign_BN * advantage_BN)
-        weights_BN = torch.where(is_good_BN, self._weights[1], self._weights[0]) * (
-            labels_BN != _PADDING
-        )
-        return weight * (losses_BN * weights_BN).sum()
+        weights_BN = torch.where(is_good_BN, self._weights[1], self._weights[0])
+        is_row_BN = labels_BN != _PADDING
+        return weight * (losses_BN * (weights_BN * is_row_BN)).sum()
 
     def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
         """Return the rewards and labels of each group, padded to ``task.group_size`` + 1, the largest
@@ -244,9 +243,8 @@ class KTO(AnswerTask):
 
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
         """Return the rewards of a group as text."""
-        return " ".join(
-            f"{value:.6g}" for value in row["rewards"][row["label"] != _PADDING].tolist()
-        )
+        rewards = row["rewards"][row["label"] != _PADDING]
+        return " ".join(f"{value:.6g}" for value in rewards.tolist())
 
     def shown(self, row: Group) -> list[ShownText]:
         """Return each answer of a group, named by its label."""

@@ -149,15 +149,14 @@ def open_table(
     path = folder / table_name(packing)
     num_blocks = -(-num_documents // block_documents)
 
+    # One rank reads the file and sends its content to the others.
     def look() -> dict[str, Any] | None:
         try:
             with open(path, "rb", opener=atomic_io.without_waiting) as file:
                 facts = _facts(file, path, option)
                 # Ignore a table that was written for other tokens. The documents are then fitted again.
-                if (
-                    facts["fingerprint"] != fingerprint
-                    or facts["block_documents"] != block_documents
-                ):
+                is_of_tokens = facts["fingerprint"] == fingerprint
+                if not is_of_tokens or facts["block_documents"] != block_documents:
                     return None
                 if facts["num_blocks"] != num_blocks or num_blocks > _MAX_BLOCKS:
                     rule = f"has {facts['num_blocks']} blocks instead of {num_blocks}"

@@ -215,7 +215,11 @@ def _column(
     if kind == "FIXED_LEN_BYTE_ARRAY":
         width = _COPIES * max(schema.length, 1)
     dictionary: Page | None = None
-    buffered_bytes = longest_page = plain = num_values = num_chosen = 0
+    buffered_bytes = 0
+    longest_page = 0
+    plain = 0
+    num_values = 0
+    num_chosen = 0
     has_hidden_lengths = False
     chosen = []
     # Add up the pages. The decoder holds one page at a time, before and after decompression.
@@ -233,14 +237,18 @@ def _column(
                 plain += page.uncompressed
             has_hidden_lengths = has_hidden_lengths or page.encoding in _PREFIX_ENCODINGS
 
-    longest_text = chosen_text = 0
+    # A short reference may select a long text of the dictionary, so texts can grow on decoding. First
+    # assume the worst case, and read the references only if that would exceed the limit.
+    longest_text = 0
+    chosen_text = 0
     if dictionary is not None:
         buffered_bytes += dictionary.uncompressed + dictionary.compressed
         buffered_bytes += _DICTIONARY_ENTRY_BYTES * dictionary.num_values
         if kind == "BYTE_ARRAY" and num_chosen:
             longest_text = dictionary.uncompressed
             chosen_text = num_chosen * longest_text
-            if chosen_text > (GROWS_FROM_BYTES if is_list else DECODED_BYTES):
+            limit = GROWS_FROM_BYTES if is_list else DECODED_BYTES
+            if chosen_text > limit:
                 reader = _PageReader(descriptor, chunk.compression)
                 chosen_text = reader.chosen_text(dictionary, chosen, schema)
     if kind != "BYTE_ARRAY":

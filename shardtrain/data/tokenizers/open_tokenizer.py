@@ -155,10 +155,10 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
     """
     file = assets.tokenizer_folder(path)
     try:
+        # A folder may contain a tokenizer in several formats. The names are in the order of preference.
         if file.is_dir():
-            file = next(
-                (file / name for name in _NAMES if (file / name).exists()), file / _NAMES[0]
-            )
+            candidates = [file / name for name in _NAMES]
+            file = next((one for one in candidates if one.exists()), candidates[0])
         if not file.exists() and not assets.tokenizer_folder(path).exists():
             raise ConfigError(
                 Problem(

@@ -221,19 +221,14 @@ def _read_ranks(file: Path, content: bytes, option: str) -> dict[bytes, int]:
             token = base64.b64decode(match[1], validate=True) if match else None
         except binascii.Error:
             token = None
+        rule = ""
         if match is None or token is None:
-            raise ConfigError(
-                Problem(
-                    option,
-                    f"{file}:{number}",
-                    rule="is not a base64 token and its rank",
-                    fix="copy or download the file again",
-                )
-            )
-        if token in ranks or int(match[2]) != len(ranks):
+            rule = "is not a base64 token and its rank"
+        elif token in ranks:
+            rule = "has a duplicate token"
+        elif int(match[2]) != len(ranks):
             rule = f"has a rank other than {len(ranks)}"
-            if token in ranks:
-                rule = "has a duplicate token"
+        if rule or token is None:
             fix = "copy or download the file again"
             raise ConfigError(Problem(option, f"{file}:{number}", rule, fix))
         ranks[token] = len(ranks)

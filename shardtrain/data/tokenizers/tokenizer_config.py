@@ -88,7 +88,10 @@ class TokenizerConfig:
         if name not in self.tokens:
             if number is not None:
                 return number
-            return next((special[text] for text in _USUAL_NAMES[name] if text in special), None)
+            for text in _USUAL_NAMES[name]:
+                if text in special:
+                    return special[text]
+            return None
         # If a file sets the token to null, the tokenizer has no such token.
         token = self.tokens[name]
         token_id = None if token is None else find(token)

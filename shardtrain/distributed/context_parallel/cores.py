@@ -108,9 +108,11 @@ class SplitAttentionCore(nn.Module):
             v_BtKH = v_BtKH.transpose(1, 2)
         rows = q_BtNH.size(0)
         tokens = q_BtNH.size(1) * self._group.size()
+        # Chunked attention is expressed as documents: a token sees only keys of its own chunk.
         documents_BT = document_mask.chunked(
             documents_BT, self.chunk, (rows, tokens), q_BtNH.device
         )
+        # A window that covers the row limits nothing. The functions expect 0 for no window.
         window = self.window if self.window < tokens else 0
         inputs = (
             q_BtNH,

@@ -64,6 +64,7 @@ class _Ring(torch.autograd.Function):
         ctx.pieces = ring_pieces(
             q_BtNH.size(1), group.rank(), group.size(), balanced, documents_BT, window_blocks
         )
+        # The queries stay on their rank. The keys and values of all ranks travel around the ring.
         for pieces in ctx.pieces:
             for piece in pieces:
                 merged.attend(piece, q_BtNH, *keys_values)

@@ -445,9 +445,9 @@ def _style(
 ) -> ParallelStyle | None:
     """Return the parallel style of a module. None if it has no direct parameters and needs no style."""
     name = resolved.names.get(path)
-    if not any(True for _ in module.parameters(recurse=False)):
+    if not list(module.parameters(recurse=False)):
         # Without any parameters, this is only a placeholder: the module is on another pipeline stage.
-        is_present = any(True for _ in module.parameters())
+        is_present = bool(list(module.parameters()))
         return SummedOutput() if name == "all_reduce" and is_present else None
     if name == "colwise":
         return ColwiseParallel()
@@ -469,6 +469,7 @@ def _style(
         return GatheredWeights(resolved.gathered[path])
     if path in resolved.of_heads:
         return SplitHeadParameters(resolved.of_heads[path])
+    # All other modules are replicated. Code around the module may read its weights directly.
     owner_path = _owner_path(path)
     readers = []
     if _may_be_read_by_owner(module, owner_path, model):

@@ -152,14 +152,15 @@ def _attention_speed(
 
     ``times`` multiplies rows and heads.
     """
-    # Shapes are (B, T, heads, H), with two query heads per key-value head.
-    q, k, v, gradient = (
-        torch.randn(times, 512, times * heads, width, generator=generator).to(dtype)
-        for heads in (4, 2, 2, 4)
-    )
-    return _measured(
-        name, partial(_flash, q, k, v, gradient), partial(_in_blocks, q, k, v, gradient)
-    )
+
+    def random(heads: int) -> Tensor:
+        """Return (B, T, heads, H)."""
+        numbers = torch.randn(times, 512, times * heads, width, generator=generator)
+        return numbers.to(dtype)
+
+    # two query heads per key-value head
+    tensors = (random(4), random(2), random(2), random(4))
+    return _measured(name, partial(_flash, *tensors), partial(_in_blocks, *tensors))
 
 
 def _packed_speed(dtype: torch.dtype, generator: torch.Generator) -> float:

@@ -44,7 +44,8 @@ class PackedLinear(nn.Linear):
             return x.new_empty(*x.shape[:-1], self.out_features)
         if rows < _FEWEST_ROWS:
             x_RI = F.pad(x_RI, (0, 0, 0, _FEWEST_ROWS - rows))
-        return product(x_RI, self.weight, self.bias)[:rows].view(*x.shape[:-1], -1)
+        out_RO = product(x_RI, self.weight, self.bias)[:rows]
+        return out_RO.view(*x.shape[:-1], -1)
 
 
 def pack(weight_OI: Tensor) -> Tensor:

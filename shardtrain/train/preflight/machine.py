@@ -93,34 +93,26 @@ def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
         ConfigError: the name is unknown, or ``train`` does not run on such a device.
     """
     rows = devices.table()["devices"]
-    supported = [
-        known
-        for known in devices.names()
-        if rows[known].get("torch_device", "cuda") in devices.ACCELERATOR_TYPES
-    ]
+    supported = []
+    for device in devices.names():
+        if rows[device].get("torch_device", "cuda") in devices.ACCELERATOR_TYPES:
+            supported.append(device)
     known = devices.find(name)
     if known is None or known not in supported:
         from shardtrain.config import nearest
 
+        rule = "is not a device that train supports"
+        if known is None:
+            rule = "is not a known machine"
         fix = f"use none, here, or one of {', '.join(supported)}"
         near = nearest(name, supported)
         if near:
             fix = f"did you mean {near}? {fix}"
-        raise ConfigError(
-            Problem(
-                "--for-machine",
-                name,
-                rule="is not a known machine"
-                if known is None
-                else "is not a device that train supports",
-                fix=fix,
-                where="command line",
-            )
-        )
+        raise ConfigError(Problem("--for-machine", name, rule, fix, "command line"))
     config = loaded.config
-    min_ranks = derived.other_degrees(config) * max(
-        1, config.parallelism.data_parallel_shard_degree
-    )
+    # -1 shards over all other ranks, however few they are.
+    shard_degree = max(1, config.parallelism.data_parallel_shard_degree)
+    min_ranks = derived.other_degrees(config) * shard_degree
     count = nproc or max(1, min_ranks)
     row = rows[known]
     memory_bytes = int(row["memory_gib"] * GIB)
