@@ -89,7 +89,7 @@ def from_texts(texts: Sequence[str], kind: Kind) -> Value:
     """Convert the one or more command-line values of an option to the type ``kind``. Raises Unfit."""
     if len(texts) == 1:
         return from_text(texts[0], kind)
-    # Only lists take several values, and each of them may be a list too: --x 1,2 3
+    # Only list options take several values. Each value may itself be a list, as in --x 1,2 3.
     items = []
     for text in texts:
         items += from_text(text, kind)

@@ -30,29 +30,19 @@ DEEP_KEY = re.compile(rf"(?:^|[{{,])[ \t]*\[{{0,2}}{_KEY}(?:\.{_KEY}){{16}}", re
 
 def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str]:
     """Return the tables and the text of a TOML file. If it is invalid, add a problem and return ({}, "")."""
+
+    def refuse(rule: str, fix: str) -> tuple[dict[str, Any], str]:
+        problems.append(Problem(CONFIG_FILE, str(file), rule, fix))
+        return {}, ""
+
     try:
         content = bounded_reads.start(file, MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
-            problems.append(
-                Problem(
-                    CONFIG_FILE,
-                    str(file),
-                    rule=f"has more than {MAX_FILE_BYTES} bytes, which no configuration has",
-                    fix="name a configuration file",
-                )
-            )
-            return {}, ""
+            rule = f"has more than {MAX_FILE_BYTES} bytes, which no configuration has"
+            return refuse(rule, "name a configuration file")
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        problems.append(
-            Problem(
-                CONFIG_FILE,
-                str(file),
-                rule="is not UTF-8 text",
-                fix=_meant(file) or "save it as UTF-8",
-            )
-        )
-        return {}, ""
+        return refuse("is not UTF-8 text", _meant(file) or "save it as UTF-8")
     except OSError as error:
         problems.append(_unreadable(file, error))
         return {}, ""
@@ -63,50 +53,23 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
             raise RecursionError
         table = parse_toml(text)
     except RecursionError:
-        problems.append(
-            Problem(
-                CONFIG_FILE,
-                str(file),
-                rule="nests its values too deeply",
-                fix="write plain tables and lists",
-            )
-        )
-        return {}, ""
+        return refuse("nests its values too deeply", "write plain tables and lists")
     except tomllib.TOMLDecodeError as error:
         match = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
         # without a line it is "at end of document"
         line = match[1] if match else len(text.rstrip().splitlines())
-        problems.append(
-            Problem(
-                "the file",
-                None,
-                rule="is not valid TOML: " + re.sub(r" \(at .*\)$", "", str(error)),
-                fix=_meant(file) or "correct this line",
-                where=f"{file.name}:{line}",
-            )
-        )
+        # The place becomes the problem's origin, so remove it from the text.
+        reason = re.sub(r" \(at .*\)$", "", str(error))
+        rule = f"is not valid TOML: {reason}"
+        fix = _meant(file) or "correct this line"
+        problems.append(Problem("the file", None, rule, fix, f"{file.name}:{line}"))
         return {}, ""
     except ValueError as error:  # an integer with too many digits
-        problems.append(
-            Problem(
-                CONFIG_FILE,
-                str(file),
-                rule=f"cannot be read ({error})",
-                fix="correct the number",
-            )
-        )
-        return {}, ""
+        return refuse(f"cannot be read ({error})", "correct the number")
 
     if num_values(table) > MAX_VALUES:
-        problems.append(
-            Problem(
-                CONFIG_FILE,
-                str(file),
-                rule=f"holds more than {MAX_VALUES} keys and values, which no configuration has",
-                fix="name a configuration file",
-            )
-        )
-        return {}, ""
+        rule = f"holds more than {MAX_VALUES} keys and values, which no configuration has"
+        return refuse(rule, "name a configuration file")
     return table, text
 
 

@@ -59,9 +59,13 @@ def folder(path: str | os.PathLike[str], create: bool = False) -> Iterator[int]:
         OSError: the folder cannot be opened, or a part of its path below a guarded folder is a symlink.
     """
     wanted = _absolute(path)
-    at = next(
-        (root for root in _guarded if wanted == root or wanted.startswith(root + os.sep)), wanted
-    )
+    # Open each folder below a guarded one relative to its parent. A symlink then cannot replace a part of
+    # the path that was checked before.
+    at = wanted
+    for root in _guarded:
+        if wanted == root or wanted.startswith(root + os.sep):
+            at = root
+            break
     names = wanted[len(at) :].split(os.sep)[1:]
     if create:
         os.makedirs(at, exist_ok=True)
@@ -125,11 +129,11 @@ def open_file(
         if fresh:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=at)
+        # O_NOFOLLOW refuses a symlink, and O_NONBLOCK a pipe without a reader, which would block.
+        safe_flags = flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         for _ in range(_ATTEMPTS):
             try:
-                descriptor = os.open(
-                    name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=at
-                )
+                descriptor = os.open(name, safe_flags, mode, dir_fd=at)
             except OSError as error:
                 if error.errno not in _IN_THE_WAY:
                     raise
@@ -213,6 +217,7 @@ def write(
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
+        # The new name is in the folder, so sync the folder too.
         if durable:
             os.fsync(at)
 

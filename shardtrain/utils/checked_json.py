@@ -86,6 +86,7 @@ def parse(data: bytes | str, unique_keys: bool = False, memory_bytes: int = MEMO
     text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
     try:
         content = json.loads(text, object_pairs_hook=checked)
+        # The hook sees only objects, so check a list or number outside of them.
         is_finite = _is_finite(content)
     except RecursionError:
         raise ValueError("it nests too deeply") from None

@@ -36,17 +36,13 @@ def load(
         library = name.partition(".")[0]
         rule = f"needs the {library} library, which is not installed"
         fix = f"pip install {install}"
+        # A library that is installed may fail because one that it needs is missing or too old.
         if not isinstance(error, ModuleNotFoundError) or error.name != library:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             rule = (
                 f"needs the {library} library, which is installed but cannot be imported ({reason})"
             )
             fix = f"repair it, for example with pip install --force-reinstall {install}"
-        raise ConfigError(
-            Problem(
-                option,
-                value,
-                rule=rule,
-                fix=f"{fix}{otherwise and f', or {otherwise}'}",
-            )
-        ) from error
+        if otherwise:
+            fix += f", or {otherwise}"
+        raise ConfigError(Problem(option, value, rule, fix)) from error

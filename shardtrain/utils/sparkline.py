@@ -36,10 +36,15 @@ def sparkline(
     for total, count in zip(sums, counts, strict=True):
         # A range without values repeats the one before. The first range always has a value.
         means.append(total / count if count else means[-1])
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     if high == low:
         return bars[2] * width
-    return "".join(bars[round((mean - low) / (high - low) * (len(bars) - 1))] for mean in means)
+    curve = ""
+    for mean in means:
+        height = (mean - low) / (high - low)
+        curve += bars[round(height * (len(bars) - 1))]
+    return curve
 
 
 def bars_for(stream: TextIO) -> str:

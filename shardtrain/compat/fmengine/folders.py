@@ -245,12 +245,10 @@ def write_adapters(
         opened = TorchFile(path)
         values = opened.value if isinstance(opened.value, dict) else {}
         for name, stored in values.items():
-            kind = name.rpartition(".")[2] if isinstance(name, str) else ""
-            if (
-                not isinstance(stored, Stored)
-                or kind not in ("lora_A", "lora_B")
-                or len(stored.shape) != 2
-            ):
+            if not isinstance(name, str) or not isinstance(stored, Stored):
+                continue
+            kind = name.rpartition(".")[2]
+            if kind not in ("lora_A", "lora_B") or len(stored.shape) != 2:
                 continue
             if shard:
                 raise CheckpointError(
@@ -258,10 +256,10 @@ def write_adapters(
                     "because each rank initialized its own lora_A; train with "
                     "--model_parallel_size 1"
                 )
+            # The rank is the dimension that both factors share.
             ranks.add(stored.shape[0 if kind == "lora_A" else 1])
-            tensors[f"base_model.model.model.layers.{number - 1}.{name}.weight"] = opened.tensor(
-                stored
-            )
+            peft_name = f"base_model.model.model.layers.{number - 1}.{name}.weight"
+            tensors[peft_name] = opened.tensor(stored)
     modules = sorted({name.split(".")[-3] for name in tensors})
     pairs = {name.rpartition(".lora_")[0] for name in tensors}
     if not tensors:

@@ -353,60 +353,46 @@ def _optimizer(migration: FileMigration) -> None:
 
     Do nothing without an optimizer: the trainer that reads the file then has its own.
     """
-    kind = migration.get(_k("optimizer.type"), str)
+    type_key = _k("optimizer.type")
+    mode_key = _k("optimizer.params.adam_w_mode")
+    rate_key = _k("optimizer.params.lr")
+    betas_key = _k("optimizer.params.betas")
+    kind = migration.get(type_key, str)
     if kind is None:
         return
-    decoupled = migration.get(_k("optimizer.params.adam_w_mode"), bool, True)
+    decoupled = migration.get(mode_key, bool, True)
     names = {"adam": "AdamW" if decoupled else "Adam", "adamw": "AdamW"}
-    if kind.lower() in names:
-        why = (
-            "DeepSpeed's Adam uses AdamW's weight decay"
-            if kind.lower() == "adam" and decoupled
-            else ""
-        )
-        migration.set(_k("optimizer.type"), "optimizer.name", names[kind.lower()], why)
-        migration.record(
-            _k("optimizer.params.adam_w_mode"),
-            "honoured",
-            f"optimizer.name = {names[kind.lower()]}",
-        )
+    name = names.get(kind.lower())
+    if name is None:
+        text = "optimizer.name supports AdamW, Adam, AdamW8bit and Muon"
+        migration.record(type_key, "unsupported", text)
     else:
-        migration.record(
-            _k("optimizer.type"),
-            "unsupported",
-            "optimizer.name supports AdamW, Adam, AdamW8bit and Muon",
-        )
-    if migration.has(_k("optimizer.params.lr")):
-        migration.set(
-            _k("optimizer.params.lr"),
-            "optimizer.lr",
-            migration.get(_k("optimizer.params.lr"), float),
-        )
-    elif _k("optimizer.params.lr") not in migration.values:
+        why = ""
+        if kind.lower() == "adam" and decoupled:
+            why = "DeepSpeed's Adam uses AdamW's weight decay"
+        migration.set(type_key, "optimizer.name", name, why)
+        migration.record(mode_key, "honoured", f"optimizer.name = {name}")
+
+    # A value "auto" is neither set nor missing: the trainer that reads the file sets it.
+    if migration.has(rate_key):
+        migration.set(rate_key, "optimizer.lr", migration.get(rate_key, float))
+    elif rate_key not in migration.values:
         migration.default("optimizer.lr", 1e-3)
-    betas = migration.get(_k("optimizer.params.betas"), list)
-    if betas is not None and (
-        len(betas) != 2 or not all(isinstance(beta, int | float) for beta in betas)
-    ):
-        migration.record(
-            _k("optimizer.params.betas"),
-            "unsupported",
-            "it must be two numbers: optimizer.beta1 and optimizer.beta2",
-        )
-    elif betas is not None:
+    betas = migration.get(betas_key, list)
+    if betas is None:
+        if migration.values.get(betas_key) != "auto":
+            migration.default("optimizer.beta2", 0.999)
+    elif len(betas) != 2 or not all(isinstance(beta, int | float) for beta in betas):
+        text = "it must be two numbers: optimizer.beta1 and optimizer.beta2"
+        migration.record(betas_key, "unsupported", text)
+    else:
         migration.default("optimizer.beta1", float(betas[0]), "the first value of betas")
-        migration.set(
-            _k("optimizer.params.betas"),
-            "optimizer.beta2",
-            float(betas[1]),
-            "the second value; the first is optimizer.beta1",
-        )
-    elif migration.values.get(_k("optimizer.params.betas")) != "auto":
-        migration.default("optimizer.beta2", 0.999)
+        why = "the second value; the first is optimizer.beta1"
+        migration.set(betas_key, "optimizer.beta2", float(betas[1]), why)
     if _k("optimizer.params.weight_decay") not in migration.values:
         migration.default("optimizer.weight_decay", 0.0)
-    for name in ("lr", "betas"):
-        migration.record(_k(f"optimizer.params.{name}"), "ignored", _AUTO)
+    for key in (rate_key, betas_key):
+        migration.record(key, "ignored", _AUTO)
 
 
 _SCHEDULES = {

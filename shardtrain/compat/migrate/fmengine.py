@@ -224,7 +224,7 @@ def parse(
     line = FlagLine(path or Path(where))
     start = 0
     for number, word in enumerate(words):
-        # The program is before FMEngine's own flag.
+        # The program comes before FMEngine's own flag.
         if word.partition("=")[0] == FLAG:
             break
         if word.endswith(".py"):
@@ -285,6 +285,7 @@ def before(migration: FileMigration) -> None:
 
 def _finish(migration: FileMigration, parts: Sequence[FileMigration]) -> None:
     """Translate flags that depend on each other or on the DeepSpeed file, and set FMEngine's defaults."""
+    # A flag keeps its first result. So special values come first, and the general case needs no condition.
     get = migration.get
     stages = get("pipe_parallel_size", int, 1)
     tensor = get("model_parallel_size", int, 1)
@@ -384,8 +385,9 @@ def _finish(migration: FileMigration, parts: Sequence[FileMigration]) -> None:
         "training.seq_len": 128,
         "training.steps": 100,
         "checkpoint.interval": 100,
+        "debug.seed": 3407,
     }
-    for option, value in {**defaults, "debug.seed": 3407}.items():
+    for option, value in defaults.items():
         migration.default(option, value)
     migration.record("deepspeed_config", "honoured", "read together with these flags")
     _batches(migration, parts, stages, tensor)

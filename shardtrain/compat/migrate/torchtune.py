@@ -168,6 +168,7 @@ def prepare(migration: FileMigration) -> None:
 
 def finish(migration: FileMigration) -> None:
     """Translate the keys that depend on each other, and set torchtune's defaults."""
+    # A key keeps its first result. So special values come first, and the general case needs no condition.
     get = migration.get
     _model(migration)
     _data(migration)
@@ -175,6 +176,7 @@ def finish(migration: FileMigration) -> None:
     migration.set("batch_size", "training.local_batch_size", rows)
     accumulate(migration, rows)
     limit = get("max_steps_per_epoch", int)
+    # The limit makes the length of the run independent of the data, so replace the epochs by steps.
     if limit:
         epochs = get("epochs", int, 1)
         migration.settings = [s for s in migration.settings if s.option != "training.epochs"]

@@ -230,7 +230,7 @@ def bins(attempt: Attempt, kept_step: float) -> dict[str, float]:
     kept = _at(attempt, kept_step)
     lost = spent["step"] - kept["step"] + spent["data"] - kept["data"]
     productive = kept["step"]
-    # The normal part of the first step is in "compile", so add it where the first step counts.
+    # Without compilation, the first step would take the usual time. Count this time as part of the step.
     if kept_step > first_step:
         productive += usual
     else:
