@@ -52,6 +52,7 @@ def main(words: Sequence[str]) -> int:
     from shardtrain.lora import peft
     from shardtrain.tools.convert.checkpoint_path import step_of
 
+    # Only a run has steps and averages. A PEFT folder has one set of adapters.
     if peft.is_folder(options.adapters):
         reject_step(options.step, options.adapters)
         reject_use_ema(options.use_ema, options.adapters)
@@ -120,9 +121,10 @@ def _merge_checkpoint(options: Any) -> None:
     module, shape = models.configured(config.model)
     facts = _model_facts(config)
     labels = adapters.num_labels(module)
-    with frozen.find(
+    base_weights = frozen.find(
         adapters.stored.facts, path, config, options.base, module, shape, labels
-    ) as weights:
+    )
+    with base_weights as weights:
         source = None
         if weights.path is not None:
             source = origin.of_path(weights.path, module, shape)
@@ -169,7 +171,11 @@ def export_adapter(options: Any, checkpoint: Path, module: Any, shape: Any, base
         checkpoint, options.to, module, shape, base_model, dtype, options.use_ema
     )
     print(f"{options.to}: {', '.join(names)}; read back and equal to the checkpoint")
-    source = origin.of_path(Path(base), module, shape) if base else None
+
+    # Loading the folder uses config.json of the base model, which may have other values than the run.
+    source = None
+    if base:
+        source = origin.of_path(Path(base), module, shape)
     changed = changed_fields(getattr(module, "HUB", None), shape, source)
     if changed:
         fields = ", ".join(changed)

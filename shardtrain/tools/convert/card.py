@@ -105,14 +105,21 @@ class Card:
         fields["tags"] = ["shardtrain"]
         if self.task:
             fields["tags"].append(self.task)
-        lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in fields.items()]
-        return ["---", *lines, "---"]
+        lines = ["---"]
+        for key, value in fields.items():
+            lines.append(f"{key}: {json.dumps(value, ensure_ascii=False)}")
+        lines.append("---")
+        return lines
 
 
 def is_own(text: str) -> bool:
     """True if shardtrain wrote the card and nobody has changed it since."""
+    # The mark at the end contains a hash of the text before it.
     mark = _MARK.search(text)
-    return mark is not None and _digest(text[: mark.start()].removesuffix("\n")) == mark[2]
+    if mark is None:
+        return False
+    body = text[: mark.start()].removesuffix("\n")
+    return _digest(body) == mark[2]
 
 
 def exported(folder: Path) -> str:
@@ -156,6 +163,7 @@ def of_checkpoint(
         with contextlib.suppress(ShardtrainError):
             config = configs.load(run.config).config
 
+    # Without the configuration of the run, the card has only the facts of the checkpoint.
     facts = []
     if config is not None:
         facts += _model_rows(config)
@@ -240,9 +248,11 @@ def _measured(path: Path, step: int, title: str) -> list[tuple[str, str]]:
         "cross_entropy",
         "divergence",
     )
-    texts = [
-        f"{name} {last[name]:.4g}" for name in names if isinstance(last.get(name), int | float)
-    ]
+    texts = []
+    for name in names:
+        # A record has null instead of NaN and infinity.
+        if isinstance(last.get(name), int | float):
+            texts.append(f"{name} {last[name]:.4g}")
     if not texts:
         return []
     return [(title, f"{', '.join(texts)} (step {last['step']:,})")]
@@ -261,9 +271,10 @@ def _mesh(config: Config, world_size: int | None) -> str:
     text = "an unknown number of ranks"
     if world_size:
         text = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    split = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
-    if split:
-        text += f": {split}"
+    # The shard degree may be -1, which means all remaining ranks.
+    axes = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    if axes:
+        text += f": {', '.join(axes)}"
     return text
 
 
@@ -290,8 +301,10 @@ def _hub_datasets(config: Config) -> list[str]:
     """Return the repositories on the Hugging Face Hub among the datasets of the run."""
     repositories = []
     for dataset, path in _sources(config):
-        if dataset == "huggingface" and path and _REPO.fullmatch(path) and not Path(path).exists():
-            repositories.append(path)
+        if dataset == "huggingface" and path and _REPO.fullmatch(path):
+            # A relative path of a local folder looks like a repository.
+            if not Path(path).exists():
+                repositories.append(path)
         elif dataset in _HUB_DATASETS and not path:
             repositories.append(_HUB_DATASETS[dataset])
     return list(dict.fromkeys(repositories))
@@ -319,22 +332,28 @@ def _license(source: FolderSource | None) -> str:
     front = _FRONT.match(text.replace("\r\n", "\n"))
     if front is None:
         return ""
-    found = _LICENSE.search(front[1])
-    return found[1] if found else ""
+    license_line = _LICENSE.search(front[1])
+    if license_line is None:
+        return ""
+    return license_line[1]
 
 
 def _options(config: Config) -> str:
     """Return the changed options that may affect results, as a TOML file for ``shardtrain train``."""
-    defaults: set[tuple[str, str]] = set()
+    # An option is changed if its line differs from that of the default configuration.
+    defaults: dict[str, list[str]] = {}
     for section, lines in _sections(configs.resolved_toml(Config())):
-        defaults.update((section, line) for line in lines)
+        defaults.setdefault(section, []).extend(lines)
+    excluded = tuple(f"{name}." for name in _OF_A_MACHINE)
     text = ""
     for section, lines in _sections(configs.resolved_toml(config)):
-        if any(section == name or section.startswith(f"{name}.") for name in _OF_A_MACHINE):
+        if f"{section}.".startswith(excluded):
             continue
-        changed = [line for line in lines if line.strip() and (section, line) not in defaults]
+        default_lines = defaults.get(section, [])
+        changed = [line for line in lines if line.strip() and line not in default_lines]
         if changed:
             text += f"[{section}]\n" + "\n".join(changed) + "\n\n"
+    # The name of a user belongs to a machine.
     text = text.replace(f'"{Path.home()}/', '"~/')
 
     # If a value has several lines, some of them may be missing. Use the full configuration then.

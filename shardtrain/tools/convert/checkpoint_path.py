@@ -42,6 +42,7 @@ def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
     Raises:
         ConfigError: none of them exists.
     """
+    # A run's checkpoint is RUN/checkpoint/step-N, which may be reached through a link.
     config_of_run = Path(os.path.realpath(checkpoint)).parent.parent / RESOLVED_CONFIG
     if config is None and not config_of_run.is_file():
         from shardtrain.hf import source

@@ -75,6 +75,7 @@ def import_main(words: Sequence[str]) -> int:
     from shardtrain.hf import importing
     from shardtrain.hf.hf_export import Export
 
+    # Check what can be checked before the weights are written, which may take minutes.
     require_new(options.to)
     _check_tokenizer(options.folder, options.vocab_size)
     model = importing.to_checkpoint(
@@ -85,6 +86,7 @@ def import_main(words: Sequence[str]) -> int:
         options.legacy_bin,
         options.keep_mtp,
     )
+    # Comparing logits also finds wrong layouts of weights, which equal bytes do not exclude.
     if options.check != "weights":
         obstacle = ""
         if options.legacy_bin:
@@ -117,9 +119,9 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
         ) from None
     num_ids = max(vocabulary.values(), default=-1) + 1
     if num_ids > num_rows:
-        source = (
-            f"--vocab_size={vocab_size}" if vocab_size else f"vocab_size={num_rows} of {CONFIG}"
-        )
+        source = f"vocab_size={num_rows} of {CONFIG}"
+        if vocab_size:
+            source = f"--vocab_size={vocab_size}"
         raise ConfigError(
             f"{file} has {num_ids} token IDs, but {source} has fewer rows; "
             f"import with --vocab_size {num_ids}, or replace the tokenizer by that of the model"
@@ -176,6 +178,7 @@ def export_main(words: Sequence[str]) -> int:
     )
     overwrite = "with --push, replace the repository's card even if somebody wrote or changed it"
     rarer.add_argument("--overwrite_card", action="store_true", help=overwrite)
+    # A token on the command line would be visible to other users of the machine.
     refuse_token(words, "shardtrain export")
     options = parser.read(words)
     for name in ("private", "overwrite_card"):
@@ -251,10 +254,10 @@ def _to_folder(options: Any, push: Any) -> int:
         if value:
             rule = f"has no effect, because {options.checkpoint} is a Hugging Face folder with its own config.json"
             raise ConfigError(Problem(f"--{name}", str(value), rule=rule, fix="remove it"))
+    # The checkpoint is as large as the model, so create it on the same disk and not in /tmp.
     options.to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=options.to.parent, prefix=f"{options.to.name}.tmp-"
-    ) as folder:
+    prefix = f"{options.to.name}.tmp-"
+    with tempfile.TemporaryDirectory(dir=options.to.parent, prefix=prefix) as folder:
         checkpoint = Path(folder) / "step-0"
         importing.to_checkpoint(options.checkpoint, checkpoint)
         return _export(options, checkpoint)
@@ -348,6 +351,8 @@ def _export(options: Any, path: Path) -> int:
     print(f"{options.to}: {', '.join(files)}; all weights were read back and are equal")
     if notice:
         print(notice)
+
+    # A folder without a tokenizer cannot be used for text, so say where one was expected.
     if not any(folder.has_tokenizer for folder in request.sources()):
         reason = "the import recorded none"
         if request.tokenizer is not None:

@@ -74,8 +74,9 @@ class Push:
         )
         # The permissions of a fine-grained token are unknown here, so the hub may still reject it later.
         account = self._ask(self._api.whoami)
-        role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
-        if role == "read":
+        authentication = account.get("auth") or {}
+        access_token = authentication.get("accessToken") or {}
+        if access_token.get("role") == "read":
             raise self._wrong(
                 "is not writable with the current token, which is read-only", self._write_fix()
             )
@@ -198,10 +199,8 @@ class Push:
             problem = ""
             if name not in files:
                 problem = "is not in"
-            else:
-                expected = expected_hash(files[name])
-                if expected is None or hash_of_file(folder / name, expected[0]) != expected[1]:
-                    problem = "has another hash in"
+            elif not _has_hash(folder / name, files[name]):
+                problem = "has another hash in"
             if problem:
                 raise DataError(
                     f"{name} {problem} {self.repo_id} at {commit}; check its .gitignore, and push again",
@@ -256,6 +255,15 @@ class Push:
                 f"{self._hub.endpoint} rejected the upload to {self.repo_id} ({describe_error(error)})",
             )
         return self._hub.explain(error)
+
+
+def _has_hash(path: Path, facts: Any) -> bool:
+    """True if a file has the hash that the hub reports. False if the hub reports none."""
+    expected = expected_hash(facts)
+    if expected is None:
+        return False
+    kind, value = expected
+    return hash_of_file(path, kind) == value
 
 
 def _is_sent(path: Path, folder: Path) -> bool:

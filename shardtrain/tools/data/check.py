@@ -116,9 +116,8 @@ def examine(config: Config, world_size: int) -> Report:
 
     training = list(surveys(config, config.training, tokenizer))
     packings = _packings(config, config.training, tokenizer)
-    for survey, epoch in zip(
-        training, _epochs(config, training, packings, world_size), strict=True
-    ):
+    epochs = _epochs(config, training, packings, world_size)
+    for survey, epoch in zip(training, epochs, strict=True):
         packing = packings.get(survey.name)
         report.tables[survey.name] = _facts(survey, packing) | epoch
         _judge(survey, vocab_size, packing, BadRows.of(config.data), report)
@@ -169,7 +168,7 @@ def surveys(
         module = sources.find(named.source.dataset, named.dataset_option)
         request = build_dataset.request_for(config, named)
 
-        # Prepared shards have tokens instead of rows.
+        # Prepared shards have tokens instead of rows, so nothing needs to be encoded.
         if hasattr(module, "open_line"):
             line: ShardTokenBuffer = module.open_line(request, tokenizer)
             size = sum(file.bytes for file in line.index.files())
@@ -213,16 +212,18 @@ class _TaskEncoder:
             completed = [attempt(self._template.row, row) for row in rows]
         documents: list[Document | BadRow] = []
         for row in self._task.encode(completed, self._split):
-            documents.append(row if isinstance(row, BadRow) else self._document(row))
+            if isinstance(row, BadRow):
+                documents.append(row)
+                continue
+            tokens = []
+            learned = []
+            for text in self._task.shown(row):
+                tokens.append(text.tokens)
+                # A text without a mask, such as a prompt, is not learned.
+                learned.append(text.learned or np.zeros(len(text.tokens), bool))
+            all_tokens = np.concatenate(tokens).astype(np.int32)
+            documents.append(Document(all_tokens, np.concatenate(learned)))
         return documents
-
-    def _document(self, row: Any) -> Document:
-        tokens = []
-        learned = []
-        for text in self._task.shown(row):
-            tokens.append(text.tokens)
-            learned.append(text.learned or np.zeros(len(text.tokens), bool))
-        return Document(np.concatenate(tokens).astype(np.int32), np.concatenate(learned))
 
 
 class _Ticker:
@@ -301,7 +302,8 @@ def _epochs(
     if len(surveys) > 1 and all(counts):
         feeds = [_Counted(rows.num_targets / rows.num_rows) for rows in packed]
         mixture = Mixture(build_dataset.stages_of(config, feeds))
-        ends = [mixture.first_position_beyond(index, count) for index, count in enumerate(counts)]
+        for index, count in enumerate(counts):
+            ends[index] = mixture.first_position_beyond(index, count)
 
     sizes = derived.step_sizes(config, world_size)
     batch_size = derived.global_batch_size(config, world_size)
@@ -375,9 +377,10 @@ def _judge(
                 f"{title} {rule}; check data.long_documents, and documents of one token"
             )
     if packed:
-        report.warnings.extend(
-            f"{title}: {lost}" for lost in lost_documents(packed, tally.documents)
-        )
+        for lost in lost_documents(packed, tally.documents):
+            report.warnings.append(f"{title}: {lost}")
+
+    # An id beyond the vocabulary would fail in the embedding, in the middle of a run.
     if survey.max_id >= vocab_size:
         report.problems.append(
             f"{title} has the id {survey.max_id}, but the model's vocabulary has {vocab_size} ids; set "

@@ -56,7 +56,8 @@ def main(words: list[str]) -> int:
     """
     refuse_token(words, PROGRAM)
     options = _parser().read(words)
-    options.assets = list(dict.fromkeys(ASSETS if options.all else options.assets))
+    kinds = ASSETS if options.all else options.assets
+    options.assets = list(dict.fromkeys(kinds))  # each once
     if options.tokenizer_path and options.assets != ["tokenizer"]:
         raise ConfigError(
             Problem(
@@ -66,6 +67,7 @@ def main(words: list[str]) -> int:
                 fix="remove it",
             )
         )
+    # All files are downloaded from this commit, even if the repository changes meanwhile.
     hub = Hub(options.repo_id, options.revision)
     with heartbeat(f"asking {hub.endpoint}"):
         commit, files = hub.files()
@@ -76,14 +78,14 @@ def main(words: list[str]) -> int:
     names = _choose(options, list(files))
     print(f"{options.repo_id} at {commit}: {len(names)} files to {folder}", flush=True)
     try:
-        missing = []
+        missing = {}
         for name in names:
             if _is_complete(folder / name, name, files[name]):
                 print(f"{name}: exists already", flush=True)
             else:
-                missing.append(name)
+                missing[name] = files[name]
         if missing:
-            _download(hub, commit, {name: files[name] for name in missing}, folder)
+            _download(hub, commit, missing, folder)
     except OSError as error:
         raise storage_errors.cannot("write", folder, error, "name another --local_dir") from error
     return 0
@@ -193,6 +195,7 @@ def _choose(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the repository has no file of a kind, or a file with an unsafe name.
     """
+    # The names are untrusted: they must not write outside of the target folder.
     for name in names:
         path = PurePosixPath(name)
         is_outside = path.is_absolute() or ".." in path.parts or not path.parts
@@ -205,6 +208,8 @@ def _choose(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
                     fix="do not use this repository",
                 )
             )
+
+    # Find the files of each kind in the folder of the repository.
     prefix = ""
     if options.tokenizer_path:
         prefix = options.tokenizer_path.strip("/") + "/"
@@ -242,9 +247,11 @@ def _no_file(
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     """True if a name matches one of the patterns. A ``*`` does not match a slash."""
-    depth = name.count("/")
-    same_depth = [pattern for pattern in patterns if pattern.count("/") == depth]
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in same_depth)
+    for pattern in patterns:
+        has_same_depth = pattern.count("/") == name.count("/")
+        if has_same_depth and fnmatch.fnmatchcase(name, pattern):
+            return True
+    return False
 
 
 def _parser() -> StrictArgumentParser:

@@ -185,6 +185,7 @@ def _serve(connection: Connection, foreign: list[Connection], work: Work) -> Non
             answer = {"done": work(unit, say)}
             say.flush()
         except ShardtrainError as error:
+            # A ConfigError has several problems. Other errors have only their text.
             problems = [str(problem) for problem in getattr(error, "problems", (error,))]
             answer = {"failed": type(error).__name__, "problems": problems}
         except MemoryError:

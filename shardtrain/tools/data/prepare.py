@@ -86,15 +86,12 @@ class PrepareJob:
 
 def main(words: list[str]) -> int:
     """Run the verb and return its exit status."""
-    taken = take(
-        words,
-        {
-            "--output": VerbOption(output_name, "FOLDER", once=True),
-            "--processes": VerbOption(number_of(), "4", once=True),
-            "--shard_tokens": VerbOption(number_of(), "100_000_000", once=True),
-        },
-        usage=USAGE,
-    )
+    options = {
+        "--output": VerbOption(output_name, "FOLDER", once=True),
+        "--processes": VerbOption(number_of(), "4", once=True),
+        "--shard_tokens": VerbOption(number_of(), "100_000_000", once=True),
+    }
+    taken = take(words, options, usage=USAGE)
     if not taken.own.get("--output"):
         raise ConfigError(
             Problem(
@@ -109,8 +106,10 @@ def main(words: list[str]) -> int:
     problems = list(check(loaded))
     if problems:
         raise ConfigError(problems)
+
     processes = taken.own.get("--processes") or len(os.sched_getaffinity(0))
     folder = Path(taken.own["--output"])
+    # Progress is saved, so Ctrl-C is a normal end.
     try:
         for job in jobs(loaded.config, folder, taken.own.get("--shard_tokens")):
             print(prepare(job, processes), flush=True)
@@ -139,6 +138,7 @@ def jobs(config: Config, folder: Path, shard_tokens: int | None) -> Iterator[Pre
         source = module.open_source(request)
         encoder = open_encoder(tokenizer, config.data, named.source)
         build_dataset.check_template(source, encoder, named)
+        # Everything that the bytes of the shards and of the units depend on.
         facts = {
             "dataset": named.source.dataset,
             "split": request.split,
@@ -151,6 +151,7 @@ def jobs(config: Config, folder: Path, shard_tokens: int | None) -> Iterator[Pre
             "rows_per_unit": work_units.rows_per_unit(source),
             "num_units": len(work_units.Units(source)),
         }
+        # A configuration with [data.sources] has one folder per source.
         target = folder / named.name if config.data.sources else folder
         kind = named.source.format or config.data.format
         packing = build_dataset.packing_of(config, config.training, tokenizer, named)
@@ -220,13 +221,13 @@ def _fit(job: PrepareJob, processes: int) -> list[str]:
     def work(number: int, say: pool.Say) -> dict[str, Any]:
         first = starts[number]
         blocks = range(first, min(first + _BLOCKS_AT_ONCE, num_blocks))
-        fits = [fitted.fit_block(line, block, packing) for block in blocks]
-        say({})  # exits this process if the command has ended
         answers = []
-        for fit in fits:
+        for block in blocks:
+            fit = fitted.fit_block(line, block, packing)
             answer = {name: getattr(fit, name) for name in _COUNTS_OF_FIT}
             answer["order"] = base64.b64encode(fit.to_bytes()).decode()
             answers.append(answer)
+        say({})  # exits this process if the command has ended
         return {"blocks": answers}
 
     # Processes finish in any order, but blocks are written in the order of the documents.
@@ -366,6 +367,8 @@ class _Work:
         job = self.job
         BadRows.of(job.config.data).judge(self.tally, f"dataset {job.name}")
         job.source.check_unchanged()
+        # The index stores the files of the source separately, as ``sources``.
+        prepared_from = {key: fact for key, fact in job.facts.items() if key != "files"}
         return self._writer.finish(
             tokenizer=job.encoder.tokenizer.fingerprint,
             tokenizer_name=job.config.model.tokenizer_path or job.config.model.hf_assets_path,
@@ -374,7 +377,7 @@ class _Work:
             source_bytes=job.source.total_bytes,
             sources=dict(job.source.files()),
             tally=work_units.tally_to_json(self.tally),
-            prepared_from={key: fact for key, fact in job.facts.items() if key != "files"},
+            prepared_from=prepared_from,
         )
 
     def _read_state(self) -> dict[str, Any]:
@@ -388,6 +391,7 @@ class _Work:
         if not path.exists():
             self._write_state(fresh)
             return fresh
+        # The file is written atomically, so a file that cannot be read is not from a kill.
         try:
             state: dict[str, Any] = checked_json.parse(
                 bounded_reads.whole(path, _MOST_STATE_BYTES),
@@ -413,14 +417,14 @@ class _Work:
     def _find_finished(self) -> None:
         """Keep the finished units of an earlier command, and remove its unfinished ones."""
         for path in self.folder.glob("unit-*"):
-            number = path.name[5:13]
+            number = path.name.removeprefix("unit-").partition(".")[0]
             if path.suffix == ".tmp" or not is_whole_number(number) or int(number) < self.merged:
                 path.unlink(missing_ok=True)
             elif path.suffix == ".json" and int(number) < len(self._units):
                 unit = self._units[int(number)]
-                done = work_units.is_done(self.folder, unit)
-                if done is not None:
-                    self._waiting[unit.number] = done
+                content = work_units.content_if_done(self.folder, unit)
+                if content is not None:
+                    self._waiting[unit.number] = content
                 else:
                     work_units.remove_unit(self.folder, unit)
 
@@ -432,6 +436,7 @@ def _same_facts(job: PrepareJob, facts: Mapping[str, Any]) -> None:
     different = [key for key in now if now[key] != facts.get(key)]
     if not different:
         return
+    # One difference suffices to show that the folder is a different one.
     key = different[0]
     before = facts.get(key)
     if key == "files":
@@ -439,7 +444,7 @@ def _same_facts(job: PrepareJob, facts: Mapping[str, Any]) -> None:
     elif isinstance(now[key], str | int) and not key.endswith(("tokenizer", "encoder")):
         origin = f"{key} {before!r}, not {now[key]!r}"
     else:
-        # Fingerprints and nested values say nothing to a user.
+        # Fingerprints and nested values would not help a user.
         origin = f"another {key}"
     raise ConfigError(
         Problem(
@@ -463,6 +468,7 @@ def _changed_file(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def _refuse_foreign(folder: Path) -> None:
     """Raise ConfigError if the folder has content that is not from this command."""
+    # Preparing into a folder with other files could overwrite them.
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
             Problem(
@@ -521,8 +527,6 @@ def _contents(index: ShardIndex) -> str:
     learned = index.tally.get("learned", index.num_tokens)
     if learned != index.num_tokens:
         tokens += f" ({learned:,} learned)"
-    shards = (
-        f"{len(index.shards)} shards" if len(index.shards) > 1 else f"{len(index.shards)} shard"
-    )
+    noun = "shards" if len(index.shards) > 1 else "shard"
     size = format_bytes(sum(file.bytes for file in index.files()))
-    return f"{index.num_documents:,} documents, {tokens} in {shards}, {size}"
+    return f"{index.num_documents:,} documents, {tokens} in {len(index.shards)} {noun}, {size}"

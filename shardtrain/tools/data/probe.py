@@ -134,19 +134,23 @@ def probe(
     distance = (len(stops) - 1) / (MAX_CHANGES - 1)
     picked = {round(number * distance) for number in range(MAX_CHANGES)}
     tokens_BT = batch.tokens_BT[:1]
-    rest = (batch.positions_BT[:1], batch.documents_BT[:1])
+    positions_BT = batch.positions_BT[:1]
+    documents_BT = batch.documents_BT[:1]
     changes = []
     with torch.no_grad():
-        logits_TV = model(tokens_BT, *rest)[0]
+        logits_TV = model(tokens_BT, positions_BT, documents_BT)[0]
         limit = tolerance * logits_TV.abs().max()
+        vocab_size = logits_TV.size(-1)
         for index in sorted(picked):
-            place = stops[index] - int(lengths[index])
+            start = stops[index] - int(lengths[index])
             changed_BT = tokens_BT.clone()
-            changed_BT[0, place] = (changed_BT[0, place] + 1) % logits_TV.size(-1)
-            differences_TV = (model(changed_BT, *rest)[0] - logits_TV).abs()
+            changed_BT[0, start] = (changed_BT[0, start] + 1) % vocab_size
+            changed_logits_TV = model(changed_BT, positions_BT, documents_BT)[0]
+            differences_TV = (changed_logits_TV - logits_TV).abs()
             # Negated, so NaN counts as moved.
             moved_T = ~(differences_TV.amax(-1) <= limit)
-            changes.append(_change(int(numbers[index]), place, stops[index], moved_T, documents_T))
+            document = int(numbers[index])
+            changes.append(_change(document, start, stops[index], moved_T, documents_T))
     wrong = _wrong_targets(batch, learned_BT, ends_are_inputs) + _wrong_positions(batch)
     return ProbeReport(changes, wrong)
 
@@ -160,7 +164,9 @@ def _change(
         other = int(documents_T[moved])
         if other != document:
             leaks.setdefault(other, []).append(moved)
-    has_effect = bool(moved_T[place : min(place + 2, stop)].all())
+    # The next token attends to the changed one, unless the document has only one token.
+    stop_of_next = min(place + 2, stop)
+    has_effect = bool(moved_T[place:stop_of_next].all())
     return TokenChange(document, place, stop, leaks, blind=not has_effect)
 
 
@@ -179,9 +185,11 @@ def _wrong_targets(batch: Batch, learned_BT: Tensor | None, ends_are_inputs: boo
     for t, target in enumerate(targets[:-1]):  # the token after the last is not in the row
         if target == IGNORE:
             continue
-        if documents[t] != documents[t + 1]:
-            if not ends_are_inputs:
-                continue
+        is_last = documents[t] != documents[t + 1]
+        # If the last token of a document is only a target, it is not in the row to compare with.
+        if is_last and not ends_are_inputs:
+            continue
+        if is_last:
             wrong.append(
                 f"loss across a boundary: place {t} of document {documents[t]} is last but has a target",
             )
@@ -237,6 +245,8 @@ def verdicts(report: ProbeReport, most: int = 8) -> list[str]:
             lines.append(f"{start} its own logits moved (places {own_places}), no other: no leak")
         for fault in faults:
             lines.append(f"{start} {fault}")
+
+    # One mistake in the data usually gives many wrong targets, so a few of them suffice.
     lines += report.wrong[:most]
     if len(report.wrong) > most:
         lines.append(f"... and {len(report.wrong) - most} more")
@@ -262,7 +272,7 @@ def show_boundaries(
     targets = batch.targets_BT[0].tolist()
     positions = batch.positions_BT[0].tolist()
     documents = batch.documents_BT[0].tolist()
-    num_losses = sum(target != IGNORE for target in targets)
+    num_losses = len(targets) - targets.count(IGNORE)
     num_documents = len(set(documents))
     lines = [
         f"sequence of {len(tokens)} tokens in {num_documents} documents; {num_losses} targets have a loss",
@@ -270,7 +280,10 @@ def show_boundaries(
     boundaries = [t for t in range(1, len(tokens)) if documents[t] != documents[t - 1]]
     for boundary in boundaries[:most]:
         lines.append(f"boundary of documents {documents[boundary - 1]} and {documents[boundary]}:")
-        for t in range(max(0, boundary - around), min(len(tokens), boundary + around)):
+        first = max(0, boundary - around)
+        stop = min(len(tokens), boundary + around)
+        for t in range(first, stop):
+            # Decode each token separately, including special tokens, to show where targets are shifted.
             target = "no loss"
             if targets[t] != IGNORE:
                 target = f"-> {tokenizer.decode([targets[t]], True)!r}"
@@ -326,6 +339,7 @@ def _model(config: Any) -> tuple[nn.Module, bool]:
                 fix="use a smaller flavor or --model.overrides.num_layers 2; with the same [data] its mask is the same",
             )
         )
+    # The memory of ``to_empty`` is undefined, and may contain NaN.
     to_empty(model)
     for buffer in model.buffers():
         buffer.zero_()

@@ -107,12 +107,14 @@ def main(words: list[str]) -> int:
     taken = take(words, numbers, ["--json"], USAGE)
     world_size = taken.own.get("--world_size") or taken.own.get("--nproc")
     config, world_size = _open(*taken.configuration(), world_size)
+    # Find the first row of the step. Ramps change the number and the length of sequences per step.
     step = taken.own.get("--step", 1)
     sizes = derived.step_sizes(config, world_size)
     first = sizes.after(0, step - 1)
     length = sizes.length_at(first) or config.training.seq_len
     sequences_per_row = config.training.seq_len // length
-    count = min(taken.own.get("--rows", 3), sizes.batch_at(first) * sequences_per_row)
+    sequences_of_step = sizes.batch_at(first) * sequences_per_row
+    count = min(taken.own.get("--rows", 3), sequences_of_step)
 
     as_json = "--json" in taken.own
     color = sys.stdout.isatty() and not config.metrics.disable_color_printing
@@ -124,7 +126,10 @@ def main(words: list[str]) -> int:
         num_shown = 0
         for row, tokenizer in task_rows(config, first, count):
             num_shown += 1
-            print(json.dumps(asdict(row)) if as_json else render_row(row, tokenizer, color))
+            if as_json:
+                print(json.dumps(asdict(row)))
+            else:
+                print(render_row(row, tokenizer, color))
     if not num_shown:
         raise ConfigError(
             Problem(
@@ -151,7 +156,10 @@ def _print_sequences(
     for shown in rows(loader, config, first, count, length):
         num_shown += 1
         num_padding += shown.filler
-        print(json.dumps(asdict(shown)) if as_json else render(shown, loader.tokenizer, color))
+        if as_json:
+            print(json.dumps(asdict(shown)))
+        else:
+            print(render(shown, loader.tokenizer, color))
     if num_shown and not as_json:
         num_tokens = num_shown * length
         print(padding_line(num_padding / num_tokens, loader.padding_by_source()))
@@ -220,9 +228,8 @@ def padding_line(fraction: float, of_sources: Mapping[str, float]) -> str:
     'padding: 25.0 % of these sequences, 3.1 % of all of jsonl'
     """
     shares = [f"{100 * fraction:.1f} % of these sequences"]
-    shares += [
-        f"{100 * of_source:.1f} % of all of {name}" for name, of_source in of_sources.items()
-    ]
+    for name, of_source in of_sources.items():
+        shares.append(f"{100 * of_source:.1f} % of all of {name}")
     return "padding: " + ", ".join(shares)
 
 
@@ -288,8 +295,9 @@ def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: in
     if sample_id >= 0:
         dataset = names[sample_id >> SOURCE_BITS]
         sample = sample_id & ((1 << SOURCE_BITS) - 1)
-    num_targets = sum(target != IGNORE for target in targets)
-    return ShownSequence(position, dataset, sample, num_targets, parts, filler=len(tokens) - length)
+    num_targets = len(targets) - targets.count(IGNORE)
+    filler = len(tokens) - length
+    return ShownSequence(position, dataset, sample, num_targets, parts, filler)
 
 
 def _without_filler(
@@ -358,7 +366,9 @@ def _marked(pieces: list[TokenRun], tokenizer: Tokenizer, color: bool) -> str:
     All tokens are decoded together and the text is cut where pieces end, because a piece decoded by
     itself may lose or gain a space. So the text without the marks is the text that is trained on.
     """
-    tokens = [token for piece in pieces for token in piece.tokens]
+    tokens = []
+    for piece in pieces:
+        tokens += piece.tokens
     text = tokenizer.decode(tokens, keep_special=True)
     marked = []
     num_tokens = 0
@@ -390,7 +400,9 @@ def _mark(text: str, is_learned: bool, color: bool) -> str:
     if color:
         code = _LEARNED if is_learned else _IGNORED
         return f"{code}{text}{_END}"
-    return f"«{text}»" if is_learned else text
+    if is_learned:
+        return f"«{text}»"
+    return text
 
 
 def _safe(text: str) -> str:

@@ -75,7 +75,8 @@ class Survey:
         if others:
             hashes_of_others = np.concatenate([other.hashes for other in others])
         shared = np.flatnonzero(np.isin(self.hashes, hashes_of_others))
-        return len(shared), [self.place(int(document)) for document in shared[:_EXAMPLES]]
+        examples = [self.place(int(document)) for document in shared[:_EXAMPLES]]
+        return len(shared), examples
 
     def rows(self, packing: Packing) -> Rows:
         """Pack the documents as training does in one pass.
@@ -144,6 +145,8 @@ def survey_rows(
 
     ``tick`` is called with the number of rows of each part.
     """
+    # A place for each document would take too much memory. Record only the first row of each chunk, and
+    # the number of documents before it.
     survey = Survey(name)
     collector = _Collector()
     skip_all = BadRows(skip=True, max_fraction=1.0)
@@ -162,12 +165,12 @@ def survey_rows(
         part = bisect_right(documents_before, number) - 1
         shard, first_row = first_keys[part]
         remaining = number - documents_before[part]
-        for row, content in enumerate(
-            islice(rows_of(source, shard, first_row), 4096), start=first_row
-        ):
-            if isinstance(content, BadRow) or not isinstance(
-                encoder.encode([content])[0], Document
-            ):
+        contents = islice(rows_of(source, shard, first_row), 4096)
+        for row, content in enumerate(contents, start=first_row):
+            if isinstance(content, BadRow):
+                continue
+            (document,) = encoder.encode([content])
+            if not isinstance(document, Document):
                 continue
             if remaining == 0:
                 return place_of(source, (shard, row))

@@ -8,6 +8,7 @@ Llama 3.
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,7 @@ class TrainingTexts:
     def __iter__(self) -> Iterator[str]:
         number = 0
         for document in self._documents():
+            # Long documents are split, so a part of a single document can be held out.
             for start in range(0, len(document), _PART_CHARACTERS):
                 part = document[start : start + _PART_CHARACTERS]
                 number += 1
@@ -230,6 +232,7 @@ def _check(options: argparse.Namespace) -> list[str]:
 
     Raise ConfigError for unusable options.
     """
+    # Collect all problems, so the user can correct them together.
     special = [BOS, EOS, PAD, *options.special]
     problems: list[Problem | str] = []
     if len(set(special)) < len(special) or "" in special:
@@ -241,6 +244,7 @@ def _check(options: argparse.Namespace) -> list[str]:
                 fix="name each other token once",
             )
         )
+    # A byte-level vocabulary contains every byte, so any text can be encoded.
     least = 256 + len(special)
     if not least <= options.vocab_size <= 2**24:
         problems.append(
@@ -254,9 +258,10 @@ def _check(options: argparse.Namespace) -> list[str]:
     folder = Path(options.output)
     if folder.is_file():
         problems.append(Problem("--output", options.output, "is a file", "name a folder"))
-    existing = [
-        name for name in ("tokenizer.json", "tokenizer_config.json") if (folder / name).exists()
-    ]
+    existing = []
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            existing.append(name)
     if existing and not options.force:
         problems.append(
             Problem(
@@ -286,8 +291,7 @@ def _guess(path: str | None) -> str:
             )
         )
     file = Path(path)
-    is_pattern = any(sign in path for sign in "*?[")
-    if not is_pattern and not file.exists():
+    if not glob.has_magic(path) and not file.exists():
         raise ConfigError(
             Problem(
                 "--input",
@@ -297,7 +301,8 @@ def _guess(path: str | None) -> str:
             )
         )
     if file.is_dir():
-        file = next((name for name in sorted(file.rglob("*")) if name.is_file()), file)
+        files = [entry for entry in sorted(file.rglob("*")) if entry.is_file()]
+        file = files[0] if files else file
     uncompressed_name = file.name.lower()
     for ending in COMPRESSIONS:
         uncompressed_name = uncompressed_name.removesuffix(ending)
@@ -319,6 +324,7 @@ def _guess(path: str | None) -> str:
 
 def _report(tokenizer: Tokenizer, texts: TrainingTexts, wanted: int, folder: Path) -> None:
     """Print the compression of text that was not trained on, if there is some, and check that it decodes exactly."""
+    # Compression is measured on text that was not trained on, because a tokenizer fits its own text better.
     parts = texts.held_out
     origin = "held-out text"
     if not parts:
@@ -330,7 +336,8 @@ def _report(tokenizer: Tokenizer, texts: TrainingTexts, wanted: int, folder: Pat
     for part, ids in zip(parts, tokenizer.encode_batch(parts), strict=True):
         num_bytes += len(part.encode())
         num_tokens += len(ids)
-        num_equal += tokenizer.decode(ids, keep_special=True) == part
+        if tokenizer.decode(ids, keep_special=True) == part:
+            num_equal += 1
     bytes_per_token = num_bytes / max(num_tokens, 1)
     print(
         f"trained on {texts.bytes} bytes of {texts.documents} texts, {texts.skipped} bad rows skipped"

@@ -53,7 +53,8 @@ def rows_per_unit(source: Table | Shards) -> int | None:
         return None
     if not source.total_bytes:
         return _ROWS_OF_UNKNOWN_SIZE
-    return max(1, min(_MOST_ROWS, UNIT_BYTES * source.num_rows // source.total_bytes))
+    num_rows = UNIT_BYTES * source.num_rows // source.total_bytes
+    return max(1, min(_MOST_ROWS, num_rows))
 
 
 class Units:
@@ -126,12 +127,14 @@ def write_unit(
     """
     tally = RowStats()
     vocab_size = encoder.tokenizer.vocab_size
-    said = RowStats()
+    reported = RowStats()
 
     def tick() -> None:
-        say({"rows": tally.rows - said.rows, "tokens": tally.tokens - said.tokens})
-        said.rows = tally.rows
-        said.tokens = tally.tokens
+        new_rows = tally.rows - reported.rows
+        new_tokens = tally.tokens - reported.tokens
+        say({"rows": new_rows, "tokens": new_tokens})
+        reported.rows = tally.rows
+        reported.tokens = tally.tokens
 
     files = _UnitFiles(folder, unit, vocab_size)
     try:
@@ -139,6 +142,7 @@ def write_unit(
             files.add(document)
         with storing(folder):
             hashes = files.finish()
+        # This file marks the unit as finished, so it is written last.
         done = {"unit": unit.number, "files": hashes, "tally": tally_to_json(tally)}
         with storing(folder):
             atomic_io.write(folder / unit_name(unit, "json"), json.dumps(done))
@@ -152,7 +156,7 @@ def unit_name(unit: Unit, ending: str) -> str:
     return f"unit-{unit.number:08d}.{ending}"
 
 
-def is_done(folder: Path, unit: Unit) -> dict[str, Any] | None:
+def content_if_done(folder: Path, unit: Unit) -> dict[str, Any] | None:
     """Return the content of the ``.json`` file of a unit.
 
     None if it is not finished or one of its files is damaged.
@@ -183,9 +187,8 @@ def append_unit(folder: Path, unit: Unit, done: Mapping[str, Any], writer: Shard
         masks = None
         if "learned" in done["files"]:
             masks = _blocks(folder / unit_name(unit, "learned"), 1, writer.dtype)
-        for content in _blocks(
-            folder / unit_name(unit, "tokens"), writer.dtype.itemsize, writer.dtype
-        ):
+        token_file = folder / unit_name(unit, "tokens")
+        for content in _blocks(token_file, writer.dtype.itemsize, writer.dtype):
             tokens = np.frombuffer(content, dtype=writer.dtype)
             mask = None
             if masks is not None:

@@ -10,14 +10,15 @@ from shardtrain.tools.evaluate import evaluate_request
 
 def main(words: list[str]) -> int:
     """Run the verb with its command-line arguments. Return the exit status."""
-    asked = evaluate_request.read(words)
+    options = evaluate_request.read(words)
     from shardtrain.launch.multirank_cli import Verb, start
     from shardtrain.tools.generate import prompts
 
     def load() -> Callable[[], None]:
         from shardtrain.tools.evaluate import evaluate_rank
 
-        return lambda: evaluate_rank.run(asked)
+        return partial(evaluate_rank.run, options)
 
-    check_output = partial(prompts.check_output, asked.output)
-    return start(Verb("evaluate", words, asked.nproc, asked.device or "auto", load, check_output))
+    check_output = partial(prompts.check_output, options.output)
+    device = options.device or "auto"
+    return start(Verb("evaluate", words, options.nproc, device, load, check_output))

@@ -52,7 +52,8 @@ def run(options: EvaluateOptions) -> None:
             results["sets"] = {}
         for name, section in sections.items():
             progress = sets.RowsRead()
-            with heartbeat(f"measuring {name}", heartbeat_seconds, far=progress.far):
+            with heartbeat(f"measuring {name}", heartbeat_seconds, far=progress.text):
+                # The run's validation set has the run's [data] options. Another dataset may have other columns.
                 opened_for_set = opened
                 if options.data:
                     opened_for_set = sets.row_by_row(opened, section, options.data_options)
@@ -61,9 +62,8 @@ def run(options: EvaluateOptions) -> None:
                     _say(f'{name}: data.format="{row_format}", by its columns')
                 results["sets"][name] = sets.measure(opened_for_set, section, progress)
             if is_first and not options.data:
-                _say(
-                    f"{name}: {progress.far()} (validation.steps={opened.config.validation.steps})"
-                )
+                steps = opened.config.validation.steps
+                _say(f"{name}: {progress.text()} (validation.steps={steps})")
         if options.tasks:
             from shardtrain.tools.evaluate import tasks
 
@@ -93,6 +93,7 @@ def _sections(options: EvaluateOptions, opened: OpenedModel) -> dict[str, Valida
         return sections
     if options.tasks:
         return {}
+    # Only the validation set of the run remains.
     if not config.validation.dataset:
         raise ConfigError(
             Problem(

@@ -97,8 +97,11 @@ def read(words: list[str]) -> EvaluateOptions:
     """
     values = vars(_parser().read(words))
     values["data"], problems = _sets(values["data"])
-    task_names = [name.strip() for name in (values["tasks"] or "").split(",")]
-    values["tasks"] = tuple(filter(None, task_names))
+    task_names = []
+    for name in (values["tasks"] or "").split(","):
+        if name.strip():
+            task_names.append(name.strip())
+    values["tasks"] = tuple(task_names)
     values["data_options"] = _take_data_options(values)
     options = EvaluateOptions(**values)
     problems += _wrong_values(options)
@@ -149,11 +152,14 @@ def data_options(loaded: configs.Loaded) -> dict[str, Any]:
 
     Raise ConfigError if other options are set.
     """
-    names = [name for name in all_options() if loaded.is_set(name)]
-    others = [name for name in names if not name.startswith("data.")]
-    if others:
-        raise ConfigError(Problem("options", others[0], "is not an option of [data]", "remove it"))
-    return {name.removeprefix("data."): loaded.value(name) for name in names}
+    values = {}
+    for name in all_options():
+        if not loaded.is_set(name):
+            continue
+        if not name.startswith("data."):
+            raise ConfigError(Problem("options", name, "is not an option of [data]", "remove it"))
+        values[name.removeprefix("data.")] = loaded.value(name)
+    return values
 
 
 def _parser() -> StrictArgumentParser:
@@ -174,44 +180,36 @@ def _sets(words: list[str]) -> tuple[dict[str, Path], list[Problem]]:
     """Return the datasets of ``--data`` by name, and the problems of wrong values."""
     paths: dict[str, Path] = {}
     problems = []
-    for word in words:
-        name, equals, text = word.partition("=")
+    for argument in words:
+        name, equals, text = argument.partition("=")
         path = Path(text)
+        rule = ""
         if not equals or not name or not text:
-            problems.append(
-                _problem(
-                    "--data", word, "is not NAME=FILE", "write it like --data books=books.jsonl"
-                ),
-            )
+            rule = "is not NAME=FILE"
+            fix = "write it like --data books=books.jsonl"
         elif name in paths:
-            problems.append(
-                _problem("--data", word, "has the name of another dataset", "choose another name"),
-            )
+            rule = "has the name of another dataset"
+            fix = "choose another name"
         elif not path.exists():
-            problems.append(
-                _problem("--data", word, "names a file that does not exist", "correct the path")
-            )
+            rule = "names a file that does not exist"
+            fix = "correct the path"
         elif path.is_file() and dataset_of(text) is None:
+            rule = "has an ending of no known format"
             fix = f"use a file with one of the endings {known_endings()}"
-            problems.append(_problem("--data", word, "has an ending of no known format", fix))
+        if rule:
+            problems.append(_problem("--data", argument, rule, fix))
         paths.setdefault(name, path)
     return paths, problems
 
 
 def _wrong_values(options: EvaluateOptions) -> list[Problem]:
     problems = []
-    for name, least in (
-        ("batch_size", 1),
-        ("nproc", 1),
-        ("seq_len", 1),
-        ("num_fewshot", 0),
-        ("limit", 1),
-    ):
+    minimums = {"batch_size": 1, "nproc": 1, "seq_len": 1, "num_fewshot": 0, "limit": 1}
+    for name, least in minimums.items():
         value = getattr(options, name)
         if value is not None and value < least:
-            problems.append(
-                _problem(f"--{name}", value, f"must be at least {least}", "write it like 8")
-            )
+            rule = f"must be at least {least}"
+            problems.append(_problem(f"--{name}", value, rule, "write it like 8"))
     if options.seq_len is not None and options.seq_len % max(options.nproc, 1):
         rule = f"is not a multiple of --nproc={options.nproc}, because sequences are split over the processes"
         problems.append(_problem("--seq_len", options.seq_len, rule, "use a multiple"))

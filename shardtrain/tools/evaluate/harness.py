@@ -71,7 +71,8 @@ class Engine(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         """Tokenize a text. Special tokens spelled in the text are recognized."""
-        ids: list[int] = self._opened.tokenizer.encode_spans([string])[0][0].tolist()
+        (encoded,) = self._opened.tokenizer.encode_spans([string])
+        ids: list[int] = encoded[0].tolist()
         if add_special_tokens is False:
             return ids
         return self._ends.begin(ids)
@@ -87,18 +88,22 @@ class Engine(TemplateLM):
         owners: list[int] = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            for window in get_rolling_token_windows(
+            overlapping = get_rolling_token_windows(
                 ids,
                 self.prefix_token_id,
                 self.max_length,
                 context_len=1,
-            ):
+            )
+            for window in overlapping:
                 context, continuation = make_disjoint_window(window)
                 windows.append((("", ""), context, continuation))
                 owners.append(number)
+
+        # Add up the windows of each text.
         totals = [0.0] * len(requests)
-        for number, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
-            totals[number] += value
+        scores = self._loglikelihood_tokens(windows)
+        for number, (log_likelihood, _) in zip(owners, scores, strict=True):
+            totals[number] += log_likelihood
         return totals
 
     @torch.inference_mode()
@@ -119,13 +124,15 @@ class Engine(TemplateLM):
         results: list[tuple[float, bool]] = [(0.0, True)] * len(inputs)
         for start in range(0, len(order), self._batch_size):
             numbers = order[start : start + self._batch_size]
+            rows = [inputs[i] for i in numbers]
             # Position of the earliest input token that predicts a token of a continuation.
             first = min(len(inputs[i]) - len(continuations[i]) for i in numbers)
-            logits_BtV = self._logits([inputs[i] for i in numbers], first)
+            logits_BtV = self._logits(rows, first)
             for i, logits_tV in zip(numbers, logits_BtV, strict=True):
+                # The logits of the continuation end at the last input token, before the padding.
                 stop = len(inputs[i]) - first
-                logits_tV = logits_tV[stop - len(continuations[i]) : stop]
-                results[i] = self._score(logits_tV, continuations[i])
+                begin = stop - len(continuations[i])
+                results[i] = self._score(logits_tV[begin:stop], continuations[i])
         return results
 
     def _score(self, logits_tV: Tensor, continuation: list[int]) -> tuple[float, bool]:
@@ -179,10 +186,9 @@ class Engine(TemplateLM):
         for numbers in groups.values():
             options = requests[numbers[0]].args[1]
             contexts = [requests[number].args[0] for number in numbers]
-            for number, text in zip(
-                numbers, self._generate(numbers, contexts, options), strict=True
-            ):
-                texts[number] = text
+            continuations = self._generate(numbers, contexts, options)
+            for number, continuation in zip(numbers, continuations, strict=True):
+                texts[number] = continuation
         return texts
 
     def _generate(
@@ -218,11 +224,13 @@ class Engine(TemplateLM):
             width=opened.width,
         )
         stop_ids = opened.end_ids or frozenset({self.eot_token_id})
-        # If a context is too long, its end is more important than its beginning.
-        prompts = [
-            self.tok_encode(context)[-room:] or [self.prefix_token_id] for context in contexts
-        ]
-        texts = [Text(opened.tokenizer, prompt, stop_ids, stops) for prompt in prompts]
+        prompts = []
+        texts = []
+        for context in contexts:
+            # If a context is too long, its end is more important than its beginning.
+            prompt = self.tok_encode(context)[-room:] or [self.prefix_token_id]
+            prompts.append(prompt)
+            texts.append(Text(opened.tokenizer, prompt, stop_ids, stops))
 
         # Batch prompts of similar length.
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
@@ -248,15 +256,10 @@ class Engine(TemplateLM):
 
 def _read_options(options: dict[str, Any]) -> tuple[Sampling, list[str], int]:
     """Return the sampling, stop texts and maximum of new tokens from a task's generation options."""
+    # Tasks use several names for the limit of new tokens. An option without effect would change results.
     names_of_limit = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-    unknown = set(options) - {
-        "until",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        *names_of_limit,
-    }
+    known = {"until", "do_sample", "temperature", "top_k", "top_p", *names_of_limit}
+    unknown = set(options) - known
     if unknown:
         raise ConfigError(
             Problem(

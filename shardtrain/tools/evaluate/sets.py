@@ -47,10 +47,10 @@ class RowsRead:
     rows: int = 0
     total: int | None = None
 
-    def far(self) -> str:
+    def text(self) -> str:
         """Format the progress. Empty before the first batch.
 
-        >>> RowsRead(1200, 14594).far(), RowsRead(1200).far(), RowsRead().far()
+        >>> RowsRead(1200, 14594).text(), RowsRead(1200).text(), RowsRead().text()
         ('1,200 of 14,594 sequences', '1,200 sequences', '')
         """
         if not self.rows:
@@ -79,7 +79,8 @@ def seq_len_of(opened: OpenedModel, rows: RowOptions) -> int:
     if rows.seq_len is not None:
         return rows.seq_len
     width = opened.width
-    return max(width, min(opened.config.training.seq_len, _MOST_SEQ_LEN) // width * width)
+    limited = min(opened.config.training.seq_len, _MOST_SEQ_LEN)
+    return max(width, limited // width * width)
 
 
 def section_of_run(opened: OpenedModel) -> Validation:
@@ -166,12 +167,18 @@ def measure(
         raise NumericalError(
             f"the loss on {section.dataset_path} is {mean}; compute in another --dtype"
         )
+    perplexity = None
+    if mean < 709:  # exp(710) is infinite in float64
+        perplexity = math.exp(mean)
     num_bytes = text.count()
-    bits = loss_sum / math.log(2)
+    bits_per_byte = None
+    if num_bytes:
+        bits = loss_sum / math.log(2)
+        bits_per_byte = bits / num_bytes
     return {
         "loss": mean,
-        "perplexity": math.exp(mean) if mean < 709 else None,
-        "bits_per_byte": bits / num_bytes if num_bytes else None,
+        "perplexity": perplexity,
+        "bits_per_byte": bits_per_byte,
         "tokens": num_tokens,
         "bytes": num_bytes,
         "rows": stream.num_documents,

@@ -63,14 +63,12 @@ def run(options: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
                 use_ema=options.use_ema,
                 may_read_images=True,
             ).with_data(add_bos=options.add_bos)
+            # Packing the weights takes time, which only pays off for enough passes.
             num_rows = 1 if rows is None else len(rows)
             num_batches = math.ceil(num_rows / options.batch_size)
+            num_passes = num_batches * options.max_new_tokens
             rows_per_batch = min(num_rows, options.batch_size)
-            packed_linear.use_where_it_pays(
-                opened.model,
-                num_batches * options.max_new_tokens,
-                rows_per_batch,
-            )
+            packed_linear.use_where_it_pays(opened.model, num_passes, rows_per_batch)
         if is_first:
             print(f"shardtrain generate: {opened.name}", file=sys.stderr, flush=True)
             unused = unused_settings(opened.settings)
@@ -142,7 +140,8 @@ class Answers:
             stop_ids.add(turn_end)
         stop_texts = []
         for stop in options.stops:
-            ids = tokenizer.encode_spans([stop])[0][0].tolist()
+            (encoded,) = tokenizer.encode_spans([stop])
+            ids = encoded[0].tolist()
             if len(ids) == 1 and ids[0] in tokenizer.special_ids:
                 stop_ids.add(ids[0])
             else:

@@ -87,7 +87,8 @@ class Cache:
         """Keep only these rows."""
         index = torch.tensor(rows, device=self._first_B.device)
         self._first_B = self._first_B[index]
-        self._padded = bool((self._first_B != self._first_B[:1]).any() or self._first_B[:1].any())
+        # A row begins after padding unless its first column is 0.
+        self._padded = bool(self._first_B.any())
         self._masks = {}
         for core in self._cores:
             core.keep(index)
@@ -108,18 +109,22 @@ class Cache:
         if tokens == 1 and not self._padded and not is_limited:
             return None
         column_S = torch.arange(columns, device=self._first_B.device)
-        own_T1 = column_S[self.filled :, None]
-        seen_TS = column_S <= own_T1
+        query_T1 = column_S[self.filled :, None]
+        seen_TS = column_S <= query_T1
         if window:
-            seen_TS &= column_S > own_T1 - window
+            seen_TS &= column_S > query_T1 - window
         if not self._padded:
             if chunk:
-                seen_TS &= column_S // chunk == own_T1 // chunk
+                seen_TS &= column_S // chunk == query_T1 // chunk
             return seen_TS[None, None]
+
+        # Each row has its own first column, so the mask differs between rows.
         first_B11 = self._first_B[:, None, None]
         seen_BTS = seen_TS & (column_S >= first_B11)
         if chunk:  # counted from each row's first token
-            seen_BTS &= (column_S - first_B11) // chunk == (own_T1 - first_B11) // chunk
+            chunk_of_column = (column_S - first_B11) // chunk
+            chunk_of_query = (query_T1 - first_B11) // chunk
+            seen_BTS &= chunk_of_column == chunk_of_query
         return seen_BTS[:, None]
 
 
@@ -200,12 +205,14 @@ class CachedCore(nn.Module):
 
     def keep(self, index: Tensor) -> None:
         """Keep only the keys and values of these rows."""
-        if self.keys_BKSH is not None and self.values_BKSH is not None:
+        if self.keys_BKSH is None or self.values_BKSH is None:
+            return
+        if self._uses_matmuls:
             # Index the transposed keys to keep their memory layout.
-            self.keys_BKSH = (
-                self.keys_BKSH.mT[index].mT if self._uses_matmuls else self.keys_BKSH[index]
-            )
-            self.values_BKSH = self.values_BKSH[index]
+            self.keys_BKSH = self.keys_BKSH.mT[index].mT
+        else:
+            self.keys_BKSH = self.keys_BKSH[index]
+        self.values_BKSH = self.values_BKSH[index]
 
     def _aligned(self, x_BKTH: Tensor, turned: bool = False) -> Tensor:
         """Return a cache with room to grow whose rows end in the same column.
@@ -250,7 +257,9 @@ def _zeros(like_BKSH: Tensor, columns: int, turned: bool) -> Tensor:
     B, K, _, H = like_BKSH.shape
     room = -(-columns // BLOCK) * BLOCK
     # Uninitialized memory may contain NaN, and an attention weight of 0 times NaN is NaN.
-    return like_BKSH.new_zeros(B, K, H, room).mT if turned else like_BKSH.new_zeros(B, K, room, H)
+    if turned:
+        return like_BKSH.new_zeros(B, K, H, room).mT
+    return like_BKSH.new_zeros(B, K, room, H)
 
 
 def _attend(
@@ -289,12 +298,16 @@ def _attend_with_matmuls(
     The products read the full cache, including unused columns. PyTorch would copy a slice, and oneDNN
     generates code for each new size. Keys have the memory layout (B, K, H, S).
     """
+    if scale is None:
+        scale = q_BTNH.size(-1) ** -0.5
     q_BKRH, rows = _grouped(q_BTNH, k_BKSH.size(1), mask)
-    q_BKRH = q_BKRH * (q_BTNH.size(-1) ** -0.5 if scale is None else scale)
+    q_BKRH = q_BKRH * scale
     scores_PRS = torch.bmm(q_BKRH.flatten(0, 1), k_BKSH.mT.flatten(0, 1))
+    # The weight of unused and of masked columns is exactly 0.
     scores_PRS[..., columns:] = -torch.inf
     if rows is not None:
-        scores_PRS.unflatten(0, k_BKSH.shape[:2])[..., :columns].masked_fill_(~rows, -torch.inf)
+        scores_BKRS = scores_PRS.unflatten(0, k_BKSH.shape[:2])
+        scores_BKRS[..., :columns].masked_fill_(~rows, -torch.inf)
     out_PRH = torch.bmm(scores_PRS.softmax(-1), v_BKSH.flatten(0, 1))
     return _ungrouped(out_PRH.unflatten(0, k_BKSH.shape[:2]), q_BTNH)
 
@@ -305,11 +318,9 @@ def _has_fast_matmuls(q_BTNH: Tensor, numel: int) -> bool:
     Speedup in bfloat16 with 1,088 columns: 1.4 for four query heads per key head of size 64, and 3.5 for one
     query head per key head of size 128. In float32 it is 0.7 to 1.3.
     """
-    return (
-        q_BTNH.dtype == torch.bfloat16
-        and numel >= _SMALLEST_FOR_MATMULS
-        and attends_in_blocks(q_BTNH)
-    )
+    if q_BTNH.dtype != torch.bfloat16 or numel < _SMALLEST_FOR_MATMULS:
+        return False
+    return attends_in_blocks(q_BTNH)
 
 
 def _grouped(q_BTNH: Tensor, K: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -361,6 +372,7 @@ def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
             raise ConfigError(
                 Problem("LAYOUT.recurrence", path, rule, "add --no_cache, or add the method")
             )
+    # All cores share one cache object, which knows the lengths of the rows.
     cached_attentions = {path: CachedCore(core) for path, core in attentions.items()}
     cached_recurrences = {path: CachedRecurrence(core) for path, core in recurrences.items()}
     cache = Cache([*cached_attentions.values(), *cached_recurrences.values()])
@@ -368,6 +380,7 @@ def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
         attention.cache = cache
     for recurrence in cached_recurrences.values():
         recurrence.lengths = lambda: cache.lengths
+
     for path, cached in {**cached_attentions, **cached_recurrences}.items():
         model.set_submodule(path, cached)
     try:
@@ -379,9 +392,9 @@ def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
 
 def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """Return the modules that a pattern of the layout matches, by path. None for an empty pattern."""
-    return {
-        path: module for path, module in model.named_modules() if pattern and matches(path, pattern)
-    }
+    if not pattern:
+        return {}
+    return {path: module for path, module in model.named_modules() if matches(path, pattern)}
 
 
 def _check_core(path: str, core: nn.Module) -> None:

@@ -69,12 +69,12 @@ class CachedRecurrence(nn.Module):
         outputs, states, befores = [], [], []
         order: list[int] = []
         for length, rows in rows_by_length.items():
-            own = tuple(x[rows, :length] for x in inputs)
-            before = last_tokens(own[0][:, :0], look_back)
-            out, state = self.core.chunk(own, weights, before, None).run()
+            prompt_inputs = tuple(x[rows, :length] for x in inputs)
+            before = last_tokens(prompt_inputs[0][:, :0], look_back)
+            out, state = self.core.chunk(prompt_inputs, weights, before, None).run()
             outputs.append(_pad_tokens(out, tokens))
             states.append(state)
-            befores.append(last_tokens(own[0], look_back))
+            befores.append(last_tokens(prompt_inputs[0], look_back))
             order += rows
         # back to the order of the batch
         place = torch.tensor(order, device=inputs[0].device).argsort()

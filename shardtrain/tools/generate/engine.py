@@ -86,7 +86,8 @@ class Generator:
             while live:
                 logits_BV = passes.logits(feed, max_new_tokens)[:, : self._vocab_size]
                 if penalty != 1:
-                    penalise_(logits_BV, [[*prompts[row], *new[row]] for row in live], penalty)
+                    earlier_tokens = [[*prompts[row], *new[row]] for row in live]
+                    penalise_(logits_BV, earlier_tokens, penalty)
                 uniforms = draws.next(live) if sampling.temperature else []
                 going = []
                 for place, token in enumerate(choose(logits_BV, sampling, uniforms)):

@@ -105,7 +105,9 @@ class Passes(ABC):
         if isinstance(self._last_B, int):
             last_B1D = x_BTD[:, self._last_B : self._last_B + 1]
             return last_B1D.clone(memory_format=torch.contiguous_format)
-        return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), self._last_B][:, None]
+        row_B = torch.arange(len(x_BTD), device=x_BTD.device)
+        last_BD = x_BTD[row_B, self._last_B]
+        return last_BD[:, None]
 
 
 class Cached(Passes):
@@ -117,18 +119,18 @@ class Cached(Passes):
         return super().__enter__()
 
     def logits(self, rows: Rows, max_new_tokens: int) -> Tensor:
+        # The first call has the prompts. ``_next`` are the positions of the tokens of the next call.
         if not self._next:
             self._next = [len(row) for row in rows]
-            self._cache.begin(
-                self._next, max(self._next) + max_new_tokens + self._width, self._device
-            )
-            found_BV = self._run(rows, [0] * len(rows))
+            limit = max(self._next) + max_new_tokens + self._width
+            self._cache.begin(self._next, limit, self._device)
+            logits_BV = self._run(rows, [0] * len(rows))
             self._cache.prompts_read()
-            return found_BV
-        found_BV = self._run(rows, self._next)
+            return logits_BV
+        logits_BV = self._run(rows, self._next)
         self._cache.advance()
         self._next = [place + 1 for place in self._next]
-        return found_BV
+        return logits_BV
 
     def keep(self, places: Sequence[int]) -> None:
         self._cache.keep(places)

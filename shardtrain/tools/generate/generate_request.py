@@ -137,6 +137,7 @@ def check(options: TextOptions) -> None:
 
 
 def _prompt_problems(o: GenerateOptions) -> Iterator[Problem]:
+    # Exactly one source of prompts. A file of prompts needs a file for the predictions.
     if (o.prompt is None) == (o.input is None):
         yield _problem("--prompt", None, "or --input must be set, but not both", "use one of them")
     elif o.input is not None and o.output is None:
@@ -196,10 +197,13 @@ _BOUNDS: tuple[tuple[str, float, float, str, str], ...] = (
 
 
 def _text_problems(o: TextOptions) -> Iterator[Problem]:
-    for name, is_set in (("top_k", o.top_k != 0), ("top_p", o.top_p != 1), ("seed", o.seed != 0)):
-        if is_set and o.temperature == 0:
+    # Report one option of sampling, because one change corrects all of them.
+    defaults = {"top_k": 0, "top_p": 1, "seed": 0}
+    for name, default in defaults.items():
+        value = getattr(o, name)
+        if value != default and o.temperature == 0:
             rule = "has no effect at --temperature 0, which does not sample"
-            yield _problem(f"--{name}", getattr(o, name), rule, "set a temperature above 0")
+            yield _problem(f"--{name}", value, rule, "set a temperature above 0")
             break
     for name, least, most, rule, fix in _BOUNDS:
         value = getattr(o, name)

@@ -30,7 +30,8 @@ class Text:
         self._context = list(prompt[-_CONTEXT:])
         self._before = tokenizer.decode(self._context)
         # Each token except control tokens decodes to at least one byte.
-        self._window = max((len(stop.encode()) for stop in self._stops), default=0) + 2 * _CONTEXT
+        longest_stop = max((len(stop.encode()) for stop in self._stops), default=0)
+        self._window = longest_stop + 2 * _CONTEXT
 
     def has_ended(self, new: Sequence[int]) -> bool:
         """True if the newest tokens complete a stop text."""

@@ -94,8 +94,8 @@ class ImagePrompts:
             text = self._tokenizer.decode(prefix, keep_special=True) + prompt
         num_places = text.count(placeholder)
         if num_places != len(self._paths):
-            fix = f"write {placeholder} in the prompt for each image"
-            fix += ", or add --chat" if not chat else ", or <image>"
+            alternative = "<image>" if chat else "add --chat"
+            fix = f"write {placeholder} in the prompt for each image, or {alternative}"
             rule = f"has {num_places} places for {len(self._paths)} images"
             raise ConfigError(Problem("--prompt", prompt, rule, fix, "command line"))
         images = self._decoded()

@@ -85,8 +85,9 @@ def _config_of_import(path: Path, tokenizer_path: str | None) -> Loaded | None:
 def _config_of_run(path: Path) -> Loaded:
     """Find the configuration that a run wrote to its folder, in the path and its parents, and load it."""
     real_path = Path(os.path.realpath(path))
-    files = [folder / RESOLVED_CONFIG for folder in (real_path, *real_path.parents)]
-    file = next((file for file in files[:_LEVELS] if file.is_file()), None)
+    folders = [real_path, *real_path.parents][:_LEVELS]
+    files = [folder / RESOLVED_CONFIG for folder in folders]
+    file = next((file for file in files if file.is_file()), None)
     if file is None:
         raise ConfigError(
             Problem(
@@ -100,10 +101,8 @@ def _config_of_run(path: Path) -> Loaded:
     # A downloaded folder may refer to a Python file. Run it only if the user passed the configuration
     # explicitly.
     model = loaded.config.model
-    for option, value in (
-        ("model.name", model.name),
-        ("model.tokenizer_path", model.tokenizer_path),
-    ):
+    code_options = {"model.name": model.name, "model.tokenizer_path": model.tokenizer_path}
+    for option, value in code_options.items():
         if value and value.endswith(".py"):
             raise ConfigError(
                 Problem(

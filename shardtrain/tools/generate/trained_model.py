@@ -99,8 +99,9 @@ class OpenedModel:
 
     def with_data(self, **options: Any) -> OpenedModel:
         """Return the same model with some [data] options replaced. None keeps an option."""
-        given = {name: value for name, value in options.items() if value is not None}
-        return replace(self, config=replace(self.config, data=replace(self.config.data, **given)))
+        changes = {name: value for name, value in options.items() if value is not None}
+        changed_data = replace(self.config.data, **changes)
+        return replace(self, config=replace(self.config, data=changed_data))
 
 
 def open_model(
@@ -237,11 +238,12 @@ def _split(
 
     Use expert parallelism if the number of experts is divisible.
     """
+    splits_experts = num_experts > 0 and num_experts % world.size == 0
     degrees = Parallelism(
         tensor_parallel_degree=world.size,
         data_parallel_shard_degree=1,
         disable_loss_parallel=True,  # every rank needs all logits, to choose the same token
-        expert_parallel_degree=world.size if num_experts and num_experts % world.size == 0 else 1,
+        expert_parallel_degree=world.size if splits_experts else 1,
     )
     # The checks of a run's configuration require a batch.
     training = Training(seq_len=64 * world.size, local_batch_size=1)
