@@ -242,10 +242,10 @@ def open_data(
     is_mixture = len(all_named) > 1
     # Log how documents begin and end. This does not concern chats, whose template writes their special
     # tokens, and prepared tokens, which contain them already.
-    if any(
-        named.source.dataset != "tokens" and formats[named.name] != "chat" for named in all_named
-    ):
-        logger.info(described(tokenizer, config.data))
+    for named in all_named:
+        if named.source.dataset != "tokens" and formats[named.name] != "chat":
+            logger.info(described(tokenizer, config.data))
+            break
 
     packings = []
     all_passes = []
@@ -257,9 +257,8 @@ def open_data(
         if is_mixture:
             # A source's shuffle depends only on the seed and its name, so adding a source to a mixture does
             # not change the order of the others.
-            seed = int.from_bytes(
-                hashlib.sha256(f"{seed} {named.name}".encode()).digest()[:7], "little"
-            )
+            digest = hashlib.sha256(f"{seed} {named.name}".encode()).digest()
+            seed = int.from_bytes(digest[:7], "little")
         seed_of_order = seed if shuffle else None
         feeds.append(_open_feed(config, section, named, tokenizer, packing, seed_of_order, passes))
         packings.append(packing)
@@ -274,12 +273,14 @@ def open_data(
     # The data end when the first source has finished all its passes.
     ends = []
     for index, (feed, passes) in enumerate(zip(feeds, all_passes, strict=True)):
-        if passes is not None and feed.num_rows is not None:
-            ends.append(mixture.first_position_beyond(index, passes * feed.num_rows))
-    end = min((end for end in ends if end is not None), default=None)
-    return DataPipeline(
-        feeds, mixture, packings[0], tokenizer, end, [named.name for named in all_named]
-    )
+        if passes is None or feed.num_rows is None:
+            continue
+        end_of_source = mixture.first_position_beyond(index, passes * feed.num_rows)
+        if end_of_source is not None:
+            ends.append(end_of_source)
+    end = min(ends, default=None)
+    names = [named.name for named in all_named]
+    return DataPipeline(feeds, mixture, packings[0], tokenizer, end, names)
 
 
 def _passes(

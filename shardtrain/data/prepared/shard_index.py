@@ -358,9 +358,8 @@ def _stored(table: Mapping[str, Any], name: str) -> ShardFile:
     # Accept only the name that this format defines. Any other name could be a path out of the folder.
     if table["name"] != name:
         raise ValueError(f"file name {table['name']!r} should be {name}")
-    return ShardFile(
-        name, _count(table["bytes"], "bytes"), str(table["sha256"]), str(table["ends_sha256"])
-    )
+    num_bytes = _count(table["bytes"], "bytes")
+    return ShardFile(name, num_bytes, str(table["sha256"]), str(table["ends_sha256"]))
 
 
 def _count(value: Any, name: str, least: int = 0) -> int:

@@ -229,10 +229,11 @@ class FileList(Sequence[File]):
 
     def witnesses(self) -> list[Witness]:
         """Return some files, evenly spread, that a node compares with its own storage."""
-        files = (self[number] for number in shared_opening.spread(len(self)))
-        return [
-            Witness(self.option, file.path, file.size, file.mtime_ns, file.inode) for file in files
-        ]
+        witnesses = []
+        for number in shared_opening.spread(len(self)):
+            file = self[number]
+            witnesses.append(Witness(self.option, file.path, file.size, file.mtime_ns, file.inode))
+        return witnesses
 
     def difference(self, other: FileList) -> str:
         """Describe how another list of the same place differs, as the end of a sentence. Empty if it is equal."""

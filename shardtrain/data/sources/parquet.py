@@ -251,9 +251,11 @@ def suspicious_groups(meta: Any) -> dict[int, int]:
     suspects = {}
     for number in range(meta.num_row_groups):
         group = meta.row_group(number)
-        pairs = [_sizes(group, column) for column in range(group.num_columns)]
-        if any(large > _BOMB_BYTES and large > _BOMB_RATIO * small for small, large in pairs):
-            suspects[number] = _rows_at_once(group)
+        for column in range(group.num_columns):
+            compressed, decoded = _sizes(group, column)
+            if decoded > max(_BOMB_BYTES, _BOMB_RATIO * compressed):
+                suspects[number] = _rows_at_once(group)
+                break
     return suspects
 
 

@@ -15,9 +15,10 @@ class Splitter:
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = dict(ids)
         longest_first = sorted(self._ids, key=lambda text: (-len(text), text))
-        self._pattern = (
-            re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-        )
+        # An empty pattern would match everywhere.
+        self._pattern = None
+        if longest_first:
+            self._pattern = re.compile("|".join(map(re.escape, longest_first)))
 
     def __bool__(self) -> bool:
         return self._pattern is not None

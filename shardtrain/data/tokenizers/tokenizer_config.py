@@ -198,14 +198,17 @@ def read_text(file: Path, option: str) -> str:
 
 def _read_config(file: Path, config: TokenizerConfig, option: str) -> None:
     """Read one JSON file into the config."""
+
+    def refusal(rule: str) -> ConfigError:
+        return ConfigError(Problem(option, str(file), rule, _FIX))
+
+    text = read_text(file, option)
     try:
-        content: Any = checked_json.parse(
-            read_text(file, option), memory_bytes=checked_json.LARGE_MEMORY_BYTES
-        )
+        content: Any = checked_json.parse(text, memory_bytes=checked_json.LARGE_MEMORY_BYTES)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(Problem(option, str(file), f"is not JSON ({error})", _FIX)) from error
+        raise refusal(f"is not JSON ({error})") from error
     if not isinstance(content, dict):
-        raise ConfigError(Problem(option, str(file), "is not a JSON object", _FIX))
+        raise refusal("is not a JSON object")
 
     # Read named tokens, which are a text, an object with a text, or null. Booleans such as add_bos_token are
     # switches.
@@ -219,34 +222,20 @@ def _read_config(file: Path, config: TokenizerConfig, option: str) -> None:
             elif isinstance(value, bool):
                 config.switches[key] = value
             else:
-                raise ConfigError(Problem(option, str(file), f"has a {key} that is not text", _FIX))
+                raise refusal(f"has a {key} that is not text")
 
     # Read the tokens that were added to the vocabulary, by id.
     added = content.get("added_tokens_decoder")
     if added is not None:
         try:
             for number, token in added.items():
-                config.added[int(number)] = AddedToken(
-                    str(token["content"]), bool(token.get("special", False))
-                )
+                is_special = bool(token.get("special", False))
+                config.added[int(number)] = AddedToken(str(token["content"]), is_special)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                Problem(
-                    option,
-                    str(file),
-                    rule="has an added_tokens_decoder that is not an object of ids and tokens",
-                    fix=_FIX,
-                )
-            ) from error
+            rule = "has an added_tokens_decoder that is not an object of ids and tokens"
+            raise refusal(rule) from error
         if any(number < 0 or not token.content for number, token in config.added.items()):
-            raise ConfigError(
-                Problem(
-                    option,
-                    str(file),
-                    rule="has an added token without text, or with an id below 0",
-                    fix=_FIX,
-                )
-            )
+            raise refusal("has an added token without text, or with an id below 0")
 
     # Read the chat template, or several templates with names.
     template = content.get("chat_template")
@@ -256,13 +245,7 @@ def _read_config(file: Path, config: TokenizerConfig, option: str) -> None:
         try:
             config.templates.update({str(entry["name"]): entry["template"] for entry in template})
         except (KeyError, TypeError) as error:
-            raise ConfigError(
-                Problem(
-                    option,
-                    str(file),
-                    rule="has a chat_template that is neither a text nor a list of names and templates",
-                    fix=_FIX,
-                )
-            ) from error
+            rule = "has a chat_template that is neither a text nor a list of names and templates"
+            raise refusal(rule) from error
     if not all(isinstance(template, str) for template in config.templates.values()):
-        raise ConfigError(Problem(option, str(file), "has a chat_template that is not text", _FIX))
+        raise refusal("has a chat_template that is not text")

@@ -166,7 +166,9 @@ class _IncomingStates(torch.autograd.Function):
         H = factors_pBNHH.size(-1)
         # The state before the first chunk is zero. Apply the maps of all chunks but the last.
         states = [torch.zeros_like(offsets_pBNHV[0])]
-        for both in core.gather(torch.cat((factors_pBNHH, offsets_pBNHV), dim=-1))[:-1]:
+        # one collective for factors and offsets
+        maps = core.gather(torch.cat((factors_pBNHH, offsets_pBNHV), dim=-1))
+        for both in maps[:-1]:
             factor, offset = both.tensor_split((H,), dim=-1)
             states.append(factor @ states[-1] + offset)
         own_states_pBNHV = core.own(states)

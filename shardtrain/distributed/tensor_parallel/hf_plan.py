@@ -260,7 +260,10 @@ def _styles_by_module(
 
 
 def _planned(plan: Mapping[str, str], name: str) -> str | None:
-    return next((style for pattern, style in plan.items() if matches(name, pattern)), None)
+    for pattern, style in plan.items():
+        if matches(name, pattern):
+            return style
+    return None
 
 
 def _takes_pairs(module: nn.Module) -> bool:
@@ -420,7 +423,10 @@ def _check_neighbours(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
 
 def _path(model: nn.Module, wanted: nn.Module | None) -> str:
     """Return the path of a submodule, or an empty string."""
-    return next((path for path, module in model.named_modules() if module is wanted), "")
+    for path, module in model.named_modules():
+        if module is wanted:
+            return path
+    return ""
 
 
 def _check_ties(ties: list[list[str]], style_names: Mapping[str, str], refuse: _Refusal) -> None:

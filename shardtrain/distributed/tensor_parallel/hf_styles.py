@@ -39,13 +39,13 @@ class PlannedReplicatedWeights(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         reads = {}
         for name, parameter in list(module.named_parameters(recurse=False)):
-            replicated = DTensor.from_local(
-                parameter.detach(), device_mesh, (Replicate(),), run_check=False
-            )
-            module.register_parameter(
-                name, nn.Parameter(replicated, requires_grad=parameter.requires_grad)
-            )
-            reads[name] = read_local((Partial() if name in self._partial else Replicate(),))
+            local = parameter.detach()
+            replicated = DTensor.from_local(local, device_mesh, (Replicate(),), run_check=False)
+            new_parameter = nn.Parameter(replicated, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, new_parameter)
+            # the placement of the gradient
+            placement = Partial() if name in self._partial else Replicate()
+            reads[name] = read_local((placement,))
         for reader in (module, *self._readers):
             use_plain_weights(reader, module, reads)
         return module
