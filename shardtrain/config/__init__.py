@@ -70,7 +70,7 @@ _FILE_OF = {
 def __getattr__(name: str) -> Any:
     for file, names in _FILE_OF.items():
         if name in names:
-            found = getattr(importlib.import_module(f"{__name__}.{file}"), name)
-            globals()[name] = found
-            return found
+            value = getattr(importlib.import_module(f"{__name__}.{file}"), name)
+            globals()[name] = value
+            return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

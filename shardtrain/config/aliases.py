@@ -508,12 +508,12 @@ def _respell(setting: Setting, done: Rewritten) -> Setting:
     value = setting.value
     where = setting.where
     # On the command line a value is a list of texts.
-    word = value
+    text = value
     if setting.is_text and len(value) == 1:
-        word = value[0]
-    if isinstance(word, str) and (option, word) in _VALUES:
-        new = _VALUES[option, word]
-        done.notices.append(f'{where}: {option} = "{word}" is "{new}" now')
+        text = value[0]
+    if isinstance(text, str) and (option, text) in _VALUES:
+        new = _VALUES[option, text]
+        done.notices.append(f'{where}: {option} = "{text}" is "{new}" now')
         return Setting(option, new, where)
     if option in _LISTS_OLD and isinstance(value, str):
         value = _names(value)
@@ -751,16 +751,18 @@ def _flavor(done: Rewritten, new: Mapping[str, Setting]) -> None:
     model = Model.name
     if name:
         model = str(name.shown)
-    word = flavor.shown
-    if (model, word) in _FLAVORS:
+    old_flavor = flavor.shown
+    if (model, old_flavor) in _FLAVORS:
         done.settings.remove(flavor)
-        today, why = _FLAVORS[model, word]
+        today, why = _FLAVORS[model, old_flavor]
         _add(done, "model.flavor", today, flavor.where, why)
 
     # The kernel of a masked flavor is chosen here by the document mask.
-    plain = next((word.removesuffix(end) for end in _MASKED_FLAVORS if word.endswith(end)), None)
+    plain = next(
+        (old_flavor.removesuffix(end) for end in _MASKED_FLAVORS if old_flavor.endswith(end)), None
+    )
     flavors = _flavors(model)
-    if plain is None or word in flavors or plain not in flavors:
+    if plain is None or old_flavor in flavors or plain not in flavors:
         return
     done.settings.remove(flavor)
     _add(
@@ -768,10 +770,12 @@ def _flavor(done: Rewritten, new: Mapping[str, Setting]) -> None:
         "model.flavor",
         plain,
         flavor.where,
-        f'"{word}" is this flavor with a mask between documents',
+        f'"{old_flavor}" is this flavor with a mask between documents',
     )
     if "data.document_mask" not in new:
-        why = f'"{word}" let no document attend to another; here positions restart in each, too'
+        why = (
+            f'"{old_flavor}" let no document attend to another; here positions restart in each, too'
+        )
         _add(done, "data.document_mask", "on", flavor.where, why)
         done.changes.append(done.notices[-1])
 

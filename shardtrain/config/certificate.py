@@ -224,8 +224,8 @@ def read(path: str, option: str) -> tuple[dict[str, Any], str]:
 def check(path: str, loaded: Loaded, option: str) -> CertificateState:
     """Compare a certificate with a configuration and this installation. Raises what ``read`` raises."""
     document, sha256 = read(path, option)
-    found = tuple(_changes(document, facts_of(loaded)))
-    return CertificateState(path, sha256, document["holds"], document["date"], found)
+    changes = tuple(_changes(document, facts_of(loaded)))
+    return CertificateState(path, sha256, document["holds"], document["date"], changes)
 
 
 def problem_of(loaded: Loaded) -> Problem | None:

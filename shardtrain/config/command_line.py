@@ -78,7 +78,7 @@ def take(
     >>> take(["run.toml", "--processes", "4", "--training.seq_len", "8"], {"--processes": VerbOption(int)})
     Taken(own={'--processes': 4}, rest=('run.toml', '--training.seq_len', '8'), help=False)
     """
-    own: dict[str, Any] = {}
+    own_options: dict[str, Any] = {}
     rest: list[str] = []
     remaining = list(arguments)
     while remaining:
@@ -89,7 +89,7 @@ def take(
             return Taken(help=True)
         name, equals, value = argument.partition("=")
         if argument in flags:
-            own[argument] = True
+            own_options[argument] = True
             continue
         option = options.get(name)
         if option is None:
@@ -101,7 +101,7 @@ def take(
                 if near and name[2:] not in sections():
                     raise _wrong(name, None, "is not an option", f"did you mean {near[0]}?")
             continue
-        if option.once and name in own:
+        if option.once and name in own_options:
             raise _wrong(name, None, "is given twice", "give it once")
 
         # The value follows "=", or is the next argument, which may begin with one dash like a
@@ -119,8 +119,8 @@ def take(
             raise _wrong(
                 name, texts[0], str(error), f"write it like {name} {option.example}"
             ) from None
-        own[name] = [*own.get(name, []), *values] if option.is_list else values[0]
-    return Taken(own, tuple(rest))
+        own_options[name] = [*own_options.get(name, []), *values] if option.is_list else values[0]
+    return Taken(own_options, tuple(rest))
 
 
 def number_of(what: str = "", least: int = 1) -> Callable[[str], int]:
@@ -209,10 +209,12 @@ def split(arguments: Sequence[str]) -> CommandLine:
     """
     taken = take(arguments, OWN)
     path, overrides = taken.configuration()
-    own = {name[2:]: value for name, value in taken.own.items() if not name.startswith("--job.")}
+    own_options = {
+        name[2:]: value for name, value in taken.own.items() if not name.startswith("--job.")
+    }
     for name in ("--job.config_file", "--job.config-file"):
         named = taken.own.get(name)
         if named is not None and path not in (None, named):
             raise ConfigError(two_files(named, str(path)))
         path = named or path
-    return CommandLine(path, own.pop("nproc", None), overrides, taken.help, **own)
+    return CommandLine(path, own_options.pop("nproc", None), overrides, taken.help, **own_options)

@@ -151,7 +151,7 @@ def _section(path: str, section: str, node: ast.ClassDef, base: type | None) -> 
 
 def _fields(node: ast.ClassDef) -> list[tuple[str, ast.expr, ast.expr | None, str]]:
     """Return name, annotation, default and docstring of each annotated field of a class."""
-    found = []
+    fields = []
     following = [*node.body[1:], ast.Pass()]
     for statement, below in zip(node.body, following, strict=True):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
@@ -162,8 +162,8 @@ def _fields(node: ast.ClassDef) -> list[tuple[str, ast.expr, ast.expr | None, st
         annotation = statement.annotation
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             annotation = _parsed_annotation(annotation)
-        found.append((statement.target.id, annotation, statement.value, text))
-    return found
+        fields.append((statement.target.id, annotation, statement.value, text))
+    return fields
 
 
 def _kind(node: ast.expr, option: str) -> Any:

@@ -87,13 +87,13 @@ def describe(folder: Path, name: str = "") -> Description:
     # A multimodal model describes its text model in a part of the file.
     path = folder / CONFIG
     whole_file = read_json(path)
-    found = whole_file
+    content = whole_file
     for architecture in HUBS.values():
-        found = architecture.text_config(found)
+        content = architecture.text_config(content)
 
     # Find the model files with this model_type.
-    kind = found.get("model_type")
-    architectures = found.get("architectures") or []
+    kind = content.get("model_type")
+    architectures = content.get("architectures") or []
     fitting = [name for name, hub in HUBS.items() if hub.model_type == kind]
     if not fitting:
         known = sorted({hub.model_type for hub in HUBS.values()})
@@ -108,14 +108,14 @@ def describe(folder: Path, name: str = "") -> Description:
         )
 
     # Read every key of the architecture, because ``notices`` reports the keys that were not read.
-    block = block_of(found, str(path))
-    fields = Fields(found, str(path), hub.defaults)
+    block = block_of(content, str(path))
+    fields = Fields(content, str(path), hub.defaults)
     values = hub.read(fields)
     fields.take("num_nextn_predict_layers", int, 0)
     fields.take("quantization_config", dict, {})
     chosen, flavor, overrides = nearest(hub, [name] if name in fitting else fitting, values)
     notices = fields.notices(hub.architecture)
-    if hub.multimodal is not None and found is not whole_file:
+    if hub.multimodal is not None and content is not whole_file:
         skipped_keys = sorted(
             key for key in whole_file if key.endswith("_config") and key != hub.multimodal.key
         )
@@ -126,7 +126,7 @@ def describe(folder: Path, name: str = "") -> Description:
             "and an export contains only the text model"
         )
         notices = (notice, *notices)
-    return Description(chosen, flavor, overrides, values, hub, notices, block, found)
+    return Description(chosen, flavor, overrides, values, hub, notices, block, content)
 
 
 def nearest(

@@ -46,12 +46,12 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
         return origins.get(option, DEFAULT) != DEFAULT
 
     folder = Path(model.hf_assets_path)
-    asked = model.flavor == FROM_FOLDER
-    where = origins.get("model.flavor", "") if asked else ""
+    is_requested = model.flavor == FROM_FOLDER
+    where = origins.get("model.flavor", "") if is_requested else ""
     has = bool(model.hf_assets_path) and (folder / "config.json").is_file()
 
     # Reject "from_folder" if the folder has no config.json.
-    if asked and model.name.endswith(".py"):
+    if is_requested and model.name.endswith(".py"):
         return Problem(
             "model.flavor",
             model.flavor,
@@ -59,7 +59,7 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
             fix="name one of its flavors",
             where=where,
         )
-    if asked and not has and "path" not in model.overrides:
+    if is_requested and not has and "path" not in model.overrides:
         is_there = folder.exists() or is_built_in(model.hf_assets_path)
         what = "has no config.json" if is_there else "does not exist"
         rule = f"takes sizes from model.hf_assets_path={model.hf_assets_path!r}, which {what}"
@@ -71,9 +71,9 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
 
     # A transformers model uses the folder unchanged. Without a folder, the configured model stays.
     if named("model.name") and model.name == NAME:
-        return _as_it_is(config, {}, _FOLDER_FLAVOR if asked else model.flavor)
+        return _as_it_is(config, {}, _FOLDER_FLAVOR if is_requested else model.flavor)
     wanted = not named("model.flavor") and named("model.hf_assets_path") and has
-    if not asked and (not wanted or model.name.endswith(".py")):
+    if not is_requested and (not wanted or model.name.endswith(".py")):
         return FolderModel(config)
 
     # Import late, because most configurations name no folder.
@@ -82,10 +82,10 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
     from shardtrain.hub_formats.format import OnlyInTransformers
 
     is_free = not named("model.name")
-    if not asked and not is_free and model.name not in HUBS:
+    if not is_requested and not is_free and model.name not in HUBS:
         return FolderModel(config)
     try:
-        found = describe(folder, "" if is_free else model.name)
+        described = describe(folder, "" if is_free else model.name)
     except OnlyInTransformers as reason:
         kind = read_json(folder / "config.json").get("model_type")
         if is_free and importlib.util.find_spec(NAME) is not None and not in_transformers(kind):
@@ -115,30 +115,35 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
             fix="use another folder, or set model.flavor if the folder only contains a tokenizer",
             where=where,
         )
-    if not is_free and model.name != found.name:
+    if not is_free and model.name != described.name:
         return Problem(
             "model.name",
             model.name,
-            rule=f"is not what {folder} holds, which is {found.name}",
-            fix=f'set it to "{found.name}", or remove it',
+            rule=f"is not what {folder} holds, which is {described.name}",
+            fix=f'set it to "{described.name}", or remove it',
             where=origins.get("model.name", ""),
         )
 
     # Use the folder's model. The user's overrides take precedence over config.json.
-    overrides = {**found.overrides, **model.overrides}
-    taken = dataclasses.replace(model, name=found.name, flavor=found.flavor, overrides=overrides)
+    overrides = {**described.overrides, **model.overrides}
+    taken = dataclasses.replace(
+        model, name=described.name, flavor=described.flavor, overrides=overrides
+    )
     file = f"{folder / 'config.json'}"
     from_file = {
-        f"model.overrides.{key}": file for key in found.overrides if key not in model.overrides
+        f"model.overrides.{key}": file for key in described.overrides if key not in model.overrides
     }
-    notice = f"model {found.name}/{found.flavor}, as {file} describes it"
+    notice = f"model {described.name}/{described.flavor}, as {file} describes it"
     if overrides:
         fields = ", ".join(f"{key}={value!r}" for key, value in overrides.items())
-        notice = f"model {found.name} with the sizes of {file}: {fields}; all others as in flavor {found.flavor}"
+        notice = (
+            f"model {described.name} with the sizes of {file}: {fields}; "
+            f"all others as in flavor {described.flavor}"
+        )
     return FolderModel(
         dataclasses.replace(config, model=taken),
         {"model.name": file, "model.flavor": file, **from_file},
-        (notice, *found.notices),
+        (notice, *described.notices),
     )
 
 

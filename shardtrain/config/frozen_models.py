@@ -289,10 +289,10 @@ def _token_difference(student_file: Path, teacher_file: Path) -> str:
         return ""
     for id_, token in student_tokens.items():
         if teacher_tokens.get(id_) != token:
-            there = "nothing"
+            other_text = "nothing"
             if id_ in teacher_tokens:
-                there = repr(teacher_tokens[id_])
-            return f"id {id_} is {token!r} here and {there} there"
+                other_text = repr(teacher_tokens[id_])
+            return f"id {id_} is {token!r} here and {other_text} there"
     return ""
 
 

@@ -108,8 +108,8 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
     # Ask questions only in a terminal and only if the command line has no choice. Scripts must not wait.
     if not rest and sys.stdin.isatty() and sys.stdout.isatty():
         rest = _asked(ask)
-    found = split(rest)
-    loaded = _with_folder_model(load(found.path, found.overrides, preset=presets.FIRST))
+    line = split(rest)
+    loaded = _with_folder_model(load(line.path, line.overrides, preset=presets.FIRST))
     name = "the defaults"
     if loaded.path:
         name = presets.name_of(Path(loaded.path))

@@ -72,15 +72,15 @@ def _table(section: str) -> dict[str, Any]:
 
 
 def _option(option: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {**_kind(option.kind), "description": option.help}
+    schema: dict[str, Any] = {**_kind(option.kind), "description": option.help}
     default = option.default
     if (
         default is not None
         and not dataclasses.is_dataclass(default)
         and not isinstance(default, dict)
     ):
-        found["default"] = default
-    return found
+        schema["default"] = default
+    return schema
 
 
 def _kind(kind: Any) -> dict[str, Any]:

@@ -177,19 +177,19 @@ def _fields(module: ast.Module, cls: ast.AST, name: str) -> dict[str, tuple[str,
     """Return the type and default of the annotated fields of a dataclass.
     Fields of base classes come first.
     """
-    found: dict[str, tuple[str, Any]] = {}
+    fields: dict[str, tuple[str, Any]] = {}
     if not isinstance(cls, ast.ClassDef):
-        return found
+        return fields
     for base in cls.bases:
         inherited = None
         if isinstance(base, ast.Name):
             inherited = _definition(module, base.id, name)
         if inherited is not None:
-            found |= _fields(*inherited, name)
+            fields |= _fields(*inherited, name)
     for node in cls.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = (ast.unparse(node.annotation), _literal(node.value))
-    return found
+            fields[node.target.id] = (ast.unparse(node.annotation), _literal(node.value))
+    return fields
 
 
 def _literal(node: ast.expr | None) -> Value:
@@ -219,7 +219,7 @@ _ARITHMETIC: dict[type, Any] = {
 
 def _flavors(node: ast.AST, name: str) -> dict[str, dict[str, Any]]:
     """Read FLAVORS: a dict from names to fields, written as ``{...}``, ``dict(...)`` or ``Config(...)``."""
-    found: dict[str, dict[str, Any]] = {}
+    flavors: dict[str, dict[str, Any]] = {}
     if not isinstance(node, ast.Dict):
         raise _incomplete(
             name,
@@ -239,5 +239,5 @@ def _flavors(node: ast.AST, name: str) -> dict[str, dict[str, Any]]:
                 "has a FLAVORS that is not a literal dict",
                 "write FLAVORS = {name: {field: value}}",
             )
-        found[flavor] = {field: _literal(item) for field, item in pairs}
-    return found
+        flavors[flavor] = {field: _literal(item) for field, item in pairs}
+    return flavors

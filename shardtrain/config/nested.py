@@ -177,10 +177,10 @@ def take(place: NestedOption, setting: Setting, entries: Entries) -> None:
 def build(option: Option, entries: Mapping[str, Mapping[str, Any]]) -> Value:
     """Create the dataclasses of an option: a dict by name, or a list."""
     assert option.entry is not None
-    made = {name: option.entry(**fields) for name, fields in entries.items()}
+    built = {name: option.entry(**fields) for name, fields in entries.items()}
     if get_origin(option.kind) is dict:
-        return made
-    return [made[str(number)] for number in range(len(made))]
+        return built
+    return [built[str(number)] for number in range(len(built))]
 
 
 def underscored(name: str) -> str:

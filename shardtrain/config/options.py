@@ -60,25 +60,25 @@ def options(schema: type[Config] = Config) -> Mapping[str, Option]:
 
 @functools.cache
 def _all_options(schema: Any) -> Mapping[str, Option]:
-    found: dict[str, Option] = {}
+    all_options: dict[str, Option] = {}
     for name, cls in sections(schema).items():
         if name:
-            found |= options_of(name, cls)
-    return types.MappingProxyType(found)
+            all_options |= options_of(name, cls)
+    return types.MappingProxyType(all_options)
 
 
 def options_of(section: str, cls: type) -> dict[str, Option]:
     """Return the options of a dataclass by dotted name, without the options of nested sections."""
-    found: dict[str, Option] = {}
+    options_of_class: dict[str, Option] = {}
     hints = get_type_hints(cls)
-    own = inspect.get_annotations(cls)
+    annotations = inspect.get_annotations(cls)
     texts: dict[str, str] = {}
     for owner in cls.__mro__:
         # A class built from a user's file contains its texts, see ``custom_sections``.
         of_owner = vars(owner).get("option_help")
         texts |= _help_texts().get(owner.__name__, {}) if of_owner is None else of_owner
     # Inherited fields come last.
-    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in own):
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in annotations):
         kind = hints[field.name]
         if dataclasses.is_dataclass(kind):
             continue
@@ -86,8 +86,8 @@ def options_of(section: str, cls: type) -> dict[str, Option]:
         if field.default_factory is not MISSING:
             default = field.default_factory()
         name = f"{section}.{field.name}"
-        found[name] = Option(name, kind, default, texts.get(field.name, ""))
-    return found
+        options_of_class[name] = Option(name, kind, default, texts.get(field.name, ""))
+    return options_of_class
 
 
 def sections(schema: type[Config] = Config) -> Mapping[str, type]:
@@ -99,23 +99,23 @@ def sections(schema: type[Config] = Config) -> Mapping[str, type]:
 
 @functools.cache
 def _all_sections(schema: Any) -> Mapping[str, type]:
-    found: dict[str, type] = {}
+    all_sections: dict[str, type] = {}
 
     def visit(name: str, cls: type) -> None:
-        found[name] = cls
+        all_sections[name] = cls
         hints = get_type_hints(cls)
         for field in dataclasses.fields(cls):
             if dataclasses.is_dataclass(hints[field.name]):
                 visit(f"{name}.{field.name}".lstrip("."), hints[field.name])
 
     visit("", schema)
-    return types.MappingProxyType(found)
+    return types.MappingProxyType(all_sections)
 
 
 @functools.cache
 def _help_texts() -> Mapping[str, Mapping[str, str]]:
     """Return the docstring of each field of the schema's classes, on one line, by class name and field."""
-    found: dict[str, dict[str, str]] = {}
+    help_texts: dict[str, dict[str, str]] = {}
     parts = (
         schema,
         data_options,
@@ -141,8 +141,8 @@ def _help_texts() -> Mapping[str, Mapping[str, str]]:
             if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
                 text = " ".join(str(below.value.value).split())
             texts[field.target.id] = text
-        found[node.name] = texts
-    return found
+        help_texts[node.name] = texts
+    return help_texts
 
 
 def kind_text(kind: Kind) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from shardtrain.utils.errors import Problem
 
 
-def without(unread: Sequence[Problem], found: Iterable[Problem]) -> list[Problem]:
-    """Return the problems of ``found`` except those about an option, section or table in ``unread``.
+def without(unread: Sequence[Problem], problems: Iterable[Problem]) -> list[Problem]:
+    """Return the ``problems`` except those about an option, section or table in ``unread``.
 
     If the fix of an unread problem suggests another name, problems about that name are removed too.
 
@@ -21,7 +21,7 @@ def without(unread: Sequence[Problem], found: Iterable[Problem]) -> list[Problem
     for problem in unread:
         names.update(meant(problem))
     kept = []
-    for problem in found:
+    for problem in problems:
         if not any(_is_about(problem, name) for name in names):
             kept.append(problem)
     return kept
@@ -31,16 +31,16 @@ def distinct(problems: Iterable[Problem]) -> list[Problem]:
     """Remove duplicate problems. Keep only the last problem about the number of
     data-parallel ranks for an option.
     """
-    found: dict[str, Problem] = {}
+    distinct_problems: dict[str, Problem] = {}
     for problem in problems:
         text = str(problem)
         if problem.rule.endswith("data-parallel ranks"):
             # Rules of the file count the ranks in the file. Later rules of the
             # machine count all available ranks.
             text = problem.option
-        found.pop(text, None)
-        found[text] = problem
-    return list(found.values())
+        distinct_problems.pop(text, None)
+        distinct_problems[text] = problem
+    return list(distinct_problems.values())
 
 
 def meant(problem: Problem) -> list[str]:

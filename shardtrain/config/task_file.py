@@ -43,24 +43,24 @@ def task_names() -> list[str]:
 def read_task_file(name: str) -> TaskFacts:
     """Read the facts of a task. Raise ConfigError if its file does not exist or cannot be parsed."""
     module = _parse(name)
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             variable = node.targets[0].id
             if variable in ("METRICS", "DEGREES"):
                 try:
-                    found[variable] = ast.literal_eval(node.value)
+                    variables[variable] = ast.literal_eval(node.value)
                 except ValueError:
-                    found[variable] = None
+                    variables[variable] = None
     # Inherit missing values from the task that the file imports.
     for node in module.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE):
             base = (node.module or "").removeprefix(_PACKAGE)
             if base in task_names() and base != name:
                 facts = read_task_file(base)
-                found = {"METRICS": facts.metrics, "DEGREES": facts.degrees, **found}
-    metrics = found.get("METRICS", {})
-    degrees = found.get("DEGREES", ())
+                variables = {"METRICS": facts.metrics, "DEGREES": facts.degrees, **variables}
+    metrics = variables.get("METRICS", {})
+    degrees = variables.get("DEGREES", ())
     if (
         not isinstance(metrics, dict)
         or not set(metrics.values()) <= {"max", "min"}

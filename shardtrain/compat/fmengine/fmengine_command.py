@@ -320,9 +320,9 @@ def _steps_of_run(folder: Path) -> dict[str, Path]:
     return {f"global_step{number}": path for number, path in sorted(checkpoints)}
 
 
-def _dashed(word: str) -> str:
+def _dashed(argument: str) -> str:
     """Replace underscores with dashes in the flags of FMEngine's script, which accepts both forms."""
-    name, equals, value = word.partition("=")
+    name, equals, value = argument.partition("=")
     if name not in ("--in_model_path", "--out_model_path", "--base_model", "--is_lora_tuned"):
-        return word
+        return argument
     return f"{name.replace('_', '-')}{equals}{value}"

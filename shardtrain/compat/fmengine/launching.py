@@ -176,15 +176,15 @@ def commands(words: list[str]) -> int:
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the launcher's options by name without dashes, and the program's flags."""
     program = next(
-        (index for index, word in enumerate(words) if _PROGRAM.fullmatch(word)), len(words)
+        (index for index, argument in enumerate(words) if _PROGRAM.fullmatch(argument)), len(words)
     )
     parsed = take(
         words[:program], dict.fromkeys((*_OPTIONS, *_ALIASES), VerbOption()), sorted(_IGNORED)
     )
     unknown = ["--help"] if parsed.help else parsed.rest
-    for word in unknown:
-        if word.startswith("-"):
-            name, _, value = word.partition("=")
+    for argument in unknown:
+        if argument.startswith("-"):
+            name, _, value = argument.partition("=")
             supported = ", ".join([*_OPTIONS, *_ALIASES, *sorted(_IGNORED)])
             raise ConfigError(
                 Problem(
@@ -198,7 +198,7 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
         raise ConfigError(
             Problem(
                 "deepspeed",
-                word,
+                argument,
                 rule="must be FMEngine's cli/train.py, the only supported program",
                 fix="start other programs with DeepSpeed itself",
             )

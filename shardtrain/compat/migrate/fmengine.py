@@ -122,9 +122,9 @@ class FlagLine:
         # compared with earlier occurrences.
         values: dict[str, str] = {}
         expects_value = False
-        for word in words:
-            name, equals, value = word.partition("=")
-            if word.startswith("--"):
+        for argument in words:
+            name, equals, value = argument.partition("=")
+            if argument.startswith("--"):
                 key = name[2:].replace("-", "_")
                 expects_value = bool(key) and not equals
                 if key in values and equals and values[key] != value:
@@ -144,7 +144,7 @@ class FlagLine:
                 raise ConfigError(
                     Problem(
                         "the argument",
-                        word,
+                        argument,
                         rule="does not belong to a flag",
                         fix="write --flag value",
                         where="command line",

@@ -48,14 +48,14 @@ def check_without_effect(loaded: Loaded) -> Iterator[Problem]:
     not reported.
     """
     for rule in NO_EFFECT_RULES:
-        for found in rule(loaded):
-            option = found.option
+        for pair_problem in rule(loaded):
+            option = pair_problem.option
             is_written = loaded.is_set(option) and not _is_default(loaded, option)
             # A file's option is not reported if the command line sets the option that replaces it.
             replacement = loaded.origins.get(_REPLACED_BY.get(option, ""))
             is_replaced = replacement == COMMAND_LINE and loaded.origins.get(option) != COMMAND_LINE
             if is_written and not is_replaced:
-                yield found
+                yield pair_problem
 
 
 # The optimizer

@@ -64,18 +64,18 @@ def check_transformers(loaded: Loaded) -> Iterator[Problem]:
     yield from _check_options(loaded)
     option, folder = _folder(c)
     where = loaded.origins.get(option, "")
-    found = _read(folder)
-    if isinstance(found, str):
+    content = _read(folder)
+    if isinstance(content, str):
         yield Problem(
             option,
             folder,
-            rule=found,
+            rule=content,
             fix="name a folder with config.json, weights and tokenizer",
             where=where,
         )
         return
-    kind = found.get("model_type")
-    code = sorted(key for key in found if CODE.search(key))
+    kind = content.get("model_type")
+    code = sorted(key for key in content if CODE.search(key))
     if code and not in_transformers(kind):
         yield Problem(
             option,
@@ -84,8 +84,8 @@ def check_transformers(loaded: Loaded) -> Iterator[Problem]:
             fix="write a model file, or install a version that has it",
             where=where,
         )
-    yield from _check_balance_loss(loaded, found)
-    yield from _check_split(loaded, found)
+    yield from _check_balance_loss(loaded, content)
+    yield from _check_split(loaded, content)
 
 
 def _folder(config: Config) -> tuple[str, str]:
@@ -99,15 +99,15 @@ def _read(folder: str) -> Mapping[str, Any] | str:
     """Return the folder's config.json, or the rule that it violates."""
     path = Path(folder) / "config.json"
     try:
-        found = checked_json.parse(bounded_reads.whole(path, _MAX_BYTES))
+        content = checked_json.parse(bounded_reads.whole(path, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return "has no config.json"
     except OSError as error:
         return f"has a config.json that cannot be read ({error.strerror or error})"
     except (ValueError, RecursionError) as error:
         return f"has a config.json that cannot be read ({type(error).__name__})"
-    if isinstance(found, dict):
-        return found
+    if isinstance(content, dict):
+        return content
     return "has a config.json that is not a JSON object"
 
 
@@ -156,11 +156,11 @@ def _check_options(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
-def _check_balance_loss(loaded: Loaded, found: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_balance_loss(loaded: Loaded, content: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield problems of the balance loss of experts, if config.json or the override switches it on."""
     c = loaded.config
     coefficient = c.model.overrides.get("balance_loss_coeff")
-    is_on = bool(found.get("output_router_logits"))
+    is_on = bool(content.get("output_router_logits"))
     option, value, fix = "model.overrides.balance_loss_coeff", coefficient, "remove it"
     if coefficient is None:
         fix = "set model.overrides.balance_loss_coeff = 0"
@@ -184,12 +184,12 @@ def _check_balance_loss(loaded: Loaded, found: Mapping[str, Any]) -> Iterator[Pr
         )
 
 
-def _check_split(loaded: Loaded, found: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_split(loaded: Loaded, content: Mapping[str, Any]) -> Iterator[Problem]:
     tp = loaded.config.parallelism.tensor_parallel_degree
     # Sizes that config.json lacks are unknown and not checked.
     counts = {}
     for key in (*_HEADS, *_FEATURES):
-        size = found.get(key)
+        size = content.get(key)
         if isinstance(size, int) and size > 0:
             counts[key] = size
     broken = [f"{key}={count}" for key, count in counts.items() if tp > 1 and count % tp]
