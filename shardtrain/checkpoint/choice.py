@@ -112,7 +112,7 @@ def choose(
     if best_step not in steps:
         best_step = None
 
-    # The candidates, the best first.
+    # Order the candidates by preference: a damaged checkpoint is skipped for the next one.
     if step == LATEST:
         candidates = steps[::-1]
     elif step is None:

@@ -74,7 +74,7 @@ def _padded_texts(data: bytearray, longest: int) -> list[bytes]:
     """Gather the JSON text of every rank, padded with blanks to the length of the longest one (a
     collective).
     """
-    # JSON may end with spaces.
+    # Pad the texts to one length with spaces, which JSON ignores.
     sent = torch.full((longest,), ord(" "), dtype=torch.uint8)
     sent[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
     # Not a gather to the first rank, which would need a connection to every other rank.

@@ -123,7 +123,7 @@ class LocalStorage:
             # A run that resumed from an older step replaces its later checkpoints.
             retention.make_room(final, stored.origin)
             files.rename(draft, final)
-        # The folder of checkpoints may be new, too.
+        # The folder of checkpoints may be new. Its name must survive a power loss, too.
         with contextlib.suppress(OSError):
             files.sync_folder(final.parents[1])
         return final

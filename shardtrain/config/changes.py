@@ -67,7 +67,7 @@ OPTIONS: dict[str, Class] = {
     "training.dataset_path": "data",
     "training.on_data_end": "ignore",
     "training.last_batch": "data",
-    # Gradient accumulation compensates for it.
+    # Gradient accumulation keeps the global batch size, which is compared.
     "training.local_batch_size": "ignore",
     "training.global_batch_size": "error",
     "training.batch_ramp": "error",
@@ -155,13 +155,13 @@ OPTIONS: dict[str, Class] = {
     "task.loss_type": "error",
     "task.label_smoothing": "error",
     "task.reference_free": "error",
-    # The reference model has a fingerprint.
+    # The fingerprint of the reference model is compared, so its path may change.
     "task.reference_path": "ignore",
     "task.nll_weight": "error",
     "task.desirable_weight": "error",
     "task.undesirable_weight": "error",
     "task.group_size": "data",
-    # The teacher has a fingerprint.
+    # The fingerprint of the teacher is compared, so its path may change.
     "task.teacher_path": "ignore",
     "task.kd_ratio": "error",
     "task.temperature": "error",

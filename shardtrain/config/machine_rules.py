@@ -46,7 +46,7 @@ BEATS_PER_HANG_TIMEOUT = 10.0
 NODES_PER_SECOND = 700.0
 """Number of node heartbeats per second that a store can receive."""
 _MOST_TOKENIZER_BYTES = 2**28
-# 256 bytes, BOS and EOS.
+# one id for each of 256 bytes, and for BOS and EOS
 BYTE_TOKENIZER_IDS = 258
 
 

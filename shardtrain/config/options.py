@@ -378,7 +378,7 @@ def suggestion(name: str, extra: Iterable[str] = (), schema: type[Config] = Conf
     section, _, key = name.rpartition(".")
     if name.lower() in known_options:
         return f"did you mean {name.lower()}?"
-    # A name from another program.
+    # The option of another program that does the same here under another name.
     if name in _WAYS or (key in _WAYS and section.count(".") == 0):
         return _WAYS.get(name) or _WAYS[key]
 
@@ -410,7 +410,7 @@ def suggestion(name: str, extra: Iterable[str] = (), schema: type[Config] = Conf
     if alike is not None:
         return f"did you mean {same_key[alike]}?"
 
-    # A misspelled section.
+    # Otherwise the section may be misspelled.
     known_sections = {other.rpartition(".")[0] for other in known}
     known_sections.update(filter(None, schema_sections))
     near_section = nearest(section, known_sections)

@@ -153,7 +153,7 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
                 if form in in_file:
                     sources[ours] = form
                     break
-            # The first forms of all parts belong together, then the second forms, and so on.
+            # A file writes all parts of a tensor in the same form, so try form by form.
             forms_of_parts = [_forms(name, prefix) for name in theirs.names]
             for names in zip(*forms_of_parts, strict=True):
                 if names[0].replace("#", "0") in in_file:

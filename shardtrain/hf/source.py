@@ -98,7 +98,7 @@ def of_folder(folder: Path) -> FolderSource:
             first = f"model.layers.{config.get('num_hidden_layers')}."
             if any(name.startswith(first) for name in weights.names()):
                 config["num_nextn_predict_layers"] = 0
-    # Of the other files, only some kinds travel with the model.
+    # Copies of the model get only files of these kinds, such as tokenizers and licenses.
     files = {}
     paths: list[Path] = []
     if folder.is_dir():

@@ -212,7 +212,7 @@ class Meeting(pytorch.DynamicRendezvousHandler):
         self, node: Any, settings: Any, backend_name: str, store: dist.Store, state_holder: Any
     ) -> None:
         node = _NumberedNode(node.addr, node.pid, node.local_id)
-        # The class is frozen.
+        # The class is a frozen dataclass, so set the attribute without its __setattr__.
         vars(node)["number"] = self.number
         steady = _SteadyState(state_holder._backend, settings, node)
         super().__init__(node, settings, backend_name, store, steady)

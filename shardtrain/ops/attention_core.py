@@ -375,7 +375,7 @@ def _diagnose(
     ) -> Tensor:
         return run(core, q, k, v, documents_BT, heads_first)  # type: ignore[no-any-return]
 
-    # Random numbers: two calls differ.
+    # A core with dropout returns different values in two calls with the same inputs.
     first = output_of()
     if _error(output_of(), first) > 0:
         rule = "returns different values in each call, as with dropout"

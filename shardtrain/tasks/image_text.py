@@ -279,7 +279,7 @@ class ImageText(TextTask):
             learned &= ~is_image
             end_of_last_image = int(is_image.nonzero()[0][-1]) + 1
 
-        # Truncate the row.
+        # Only text may be truncated, because the placeholders of an image belong together.
         if end_of_last_image > seq_len:
             return BadRow(_IMAGES_TOO_LONG, harmless=True)
         learned = learned[:seq_len]

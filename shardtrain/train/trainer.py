@@ -283,7 +283,7 @@ def _steps(
         # Early stopping may also end the run here.
         _validate(run, validator, metrics, checkpoints)
     if resilience.stop_flag or run.owes_validation:
-        # This saves and raises.
+        # Save, and leave the run with an exception.
         shutdown.leave(run, checkpoints)
     if state.step < run.total_steps:
         shutdown.data_ended(run, checkpoints)

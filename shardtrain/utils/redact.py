@@ -134,7 +134,7 @@ def visible(text: str, colors: bool = False, lines: bool = True) -> str:
 
 MOST_CHARACTERS = 20_000
 """Maximum length of an error on a terminal. Text from a file in it may have a megabyte."""
-# Longer than any path.
+# longer than any path (PATH_MAX is 4096), so nothing useful is lost
 _LONG_WORD = re.compile(r"\S{4097,}")
 
 

@@ -324,7 +324,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         if is_first:
             manager.ensure_checkpoint_capacity(max_ckpt_to_keep)
 
-        # Collect what verl's configuration selects.
+        # verl's configuration selects the parts of a checkpoint: model, optimizer and other state.
         rest: dict[str, Tensor] = {}
         facts: dict[str, Any] = {
             "state": TrainState().to_dict() | {"step": global_step},

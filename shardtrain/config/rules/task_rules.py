@@ -225,7 +225,7 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
     data = loaded.config.data
     yield from _check_rows(loaded)
 
-    # Weights of the loss.
+    # Factors of the loss, and the columns of the answers, which depend on the task.
     if not 0 < task.beta < math.inf:
         yield problem(loaded, "task.beta", "must be above 0", "use 0.1")
     fields = {"data.prompt_field": data.prompt_field}
@@ -256,7 +256,7 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
     if task.name == PREFERENCE:
         yield from _check_pair_loss(loaded)
 
-    # Names of the three columns.
+    # Each column needs a name, and no two may be the same column.
     for option, column in fields.items():
         if not column:
             yield problem(loaded, option, "must not be empty", "name the column")

@@ -200,7 +200,7 @@ def read_index(
         raise _broken(path, option, f"is damaged ({str(error) or type(error).__name__})") from error
     _check_sums(index, path, option)
 
-    # Check the files.
+    # With many files, each is checked when it is first read instead.
     files = index.files()
     checked_files = files if checks_files and len(files) <= MAX_CHECKED else [index.starts]
 

@@ -219,7 +219,7 @@ class _OpenFiles:
             descriptor = self._descriptor(stored)
             while at < len(buffer):
                 count = os.preadv(descriptor, [view[at:]], start + at)
-                # The file has become shorter.
+                # Nothing was read, so the file has become shorter than the index says.
                 if count == 0:
                     raise _changed(self._folder / stored.name, self._option)
                 at += count

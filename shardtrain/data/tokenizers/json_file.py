@@ -201,7 +201,7 @@ def _check_growth(content: bytes, file: Path, option: str) -> None:
         fix = "use a tokenizer as it was published"
         raise ConfigError(Problem(option, str(file), f"is too large: {error}", fix)) from None
     except ValueError:
-        # The library reports this error.
+        # The tokenizers library also parses the file, and reports the error.
         return
     # Rules apply one after the other, and each may multiply the length of a text. So limit the product.
     growth = 1.0

@@ -275,7 +275,7 @@ def _check_core(
     """Raise ConfigError if a core cannot be split by the mesh."""
     rule = f"needs an attention core that can be split, and {path}"
 
-    # Split by sequence.
+    # Context parallelism splits the core's sequences. Ulysses also splits its heads.
     broken = None
     ranks_over_heads = 1
     if mesh.size(AXIS) > 1:
@@ -287,7 +287,7 @@ def _check_core(
         option = "parallelism.context_parallel_degree"
         raise ConfigError(Problem(option, mesh.size(AXIS), f"{rule} {broken.rule}", broken.fix))
 
-    # Split by heads.
+    # Tensor parallelism splits the core's heads.
     if mesh.size("tp") == 1:
         return
     broken = attention_core.broken_number_of_heads(core, call, mesh.size("tp"))

@@ -193,7 +193,7 @@ class Watchdog:
     def _limit(self, phase: str, place: stack.StackPosition) -> tuple[float, bool]:
         """Return the maximum seconds without progress (0 for no limit), and True if the current phase may be slow."""
         hang = float(self._comm.hang_timeout_seconds)
-        # No limit in a debugger.
+        # In a debugger, a rank may stand still as long as the user likes.
         if not hang or place.debugging:
             return 0.0, False
         if phase in COLD or place.compiling or self._moving.may_be_slow or self._moving.begun < 2:

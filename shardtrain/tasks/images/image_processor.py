@@ -163,7 +163,7 @@ def _open(folder: str) -> Any:
     Raises:
         ConfigError: see ``ImageProcessor``.
     """
-    # Load the libraries.
+    # Import the libraries first, so a missing one is reported by its name.
     with without_torchao_warnings():
         for name in ("transformers.models.auto.processing_auto", "transformers"):
             transformers = libraries.load(name, "task.name", "image_text", INSTALL)
@@ -201,7 +201,7 @@ def _open(folder: str) -> Any:
             fix = f"pip install torchvision, which {cls.__name__} requires"
         raise _refusal(folder, f"has a processor that cannot be opened ({reason})", fix) from error
 
-    # Check the result.
+    # The call may also return its unused arguments.
     if isinstance(processor, tuple):
         processor = processor[0]
     if not isinstance(getattr(processor, "image_token", None), str):

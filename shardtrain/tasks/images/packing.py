@@ -129,7 +129,7 @@ def positions(network: Any, inputs: Mapping[str, Tensor], rows_BT: Tensor) -> Te
         ids_RL, image_grid_thw=inputs.get("image_grid_thw"), attention_mask=mask_RL, **unpacked
     )
 
-    # Pack the positions again.
+    # The network returns positions of separate rows, so put them into the packed order again.
     positions_3BT = positions_3RL[:, row_BT, text_BT]
     return torch.cat((text_BT[None], positions_3BT))
 
