@@ -225,7 +225,7 @@ def new_folder(path: Path, keep: bool = True) -> Iterator[Path]:
     Raises:
         StorageError: the folder cannot be written. It is deleted.
     """
-    # a folder cannot be renamed to it, which would only be noticed at the end
+    # A folder cannot be renamed onto a link. Refuse it now, because the rename comes only after all is written.
     if path.is_symlink():
         rule = f"it is a link to {os.readlink(path)}"
         raise StorageError(f"cannot write {path}: {rule}; remove it, or choose another folder")

@@ -240,9 +240,8 @@ class Writer:
                 for name in names:
                     total_size += self._bytes(name)
                     weight_map[name] = file
-            _write_json(
-                folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-            )
+            index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+            _write_json(folder / INDEX, index)
         _write_json(folder / CONFIG, self._described.config)
         for name, origin in self._files.items():
             (folder / name).parent.mkdir(exist_ok=True)

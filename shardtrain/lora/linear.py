@@ -251,6 +251,5 @@ def merged(
     merged_OI = torch.addmm(weight_OI.float(), b_OR.float(), a_RI.float(), alpha=scale)
     if magnitude_O is None:
         return merged_OI
-    return merged_OI * (magnitude_O.float() / torch.linalg.vector_norm(merged_OI, dim=1)).unsqueeze(
-        1
-    )
+    norm_O = torch.linalg.vector_norm(merged_OI, dim=1)
+    return merged_OI * (magnitude_O.float() / norm_O).unsqueeze(1)

@@ -138,35 +138,22 @@ def commands(words: list[str]) -> int:
     Raises:
         ConfigError: the folder contains other programs with these names.
     """
+    program = "shardtrain.compat.fmengine"
     if len(words) != 1 or words[0].startswith("-"):
-        raise ConfigError(
-            Problem(
-                "shardtrain.compat.fmengine commands",
-                None,
-                rule="requires an output folder",
-                fix='write it like export PATH="$(python -m shardtrain.compat.fmengine commands ~/.fmengine):$PATH"',
-                where="command line",
-            )
-        )
+        rule = "requires an output folder"
+        fix = f'write it like export PATH="$(python -m {program} commands ~/.fmengine):$PATH"'
+        raise ConfigError(Problem(f"{program} commands", None, rule, fix, "command line"))
     folder = Path(words[0]).expanduser().absolute()
     for name in ("deepspeed", "torchrun"):
-        command = shlex.join(python_child.command("shardtrain.compat.fmengine", name))
+        command = shlex.join(python_child.command(program, name))
         text = f'#!/bin/sh\nexec {command} "$@"\n'
         path = folder / name
         with storage_errors.writing(path):
             folder.mkdir(parents=True, exist_ok=True)
-            if (
-                path.exists()
-                and "shardtrain.compat.fmengine" not in path.read_text(errors="replace")[:1000]
-            ):
-                raise ConfigError(
-                    Problem(
-                        str(path),
-                        None,
-                        rule="exists and is another program",
-                        fix="use another folder",
-                    )
-                )
+            # Replace only a file that an earlier call has written, which names this program.
+            if path.exists() and program not in path.read_text(errors="replace")[:1000]:
+                rule = "exists and is another program"
+                raise ConfigError(Problem(str(path), None, rule, "use another folder"))
             path.write_text(text, encoding="utf-8")
             path.chmod(0o755)
     print(folder)

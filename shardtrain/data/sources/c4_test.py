@@ -21,17 +21,17 @@ def open_source(request: Request) -> Table | Shards:
         ConfigError: see ``huggingface.open_preset``. Or no path is set, and the working directory is no
             clone of torchtitan.
     """
-    path = request.path or shared_opening.once(
-        PLACES[0], lambda: next((place for place in PLACES if Path(place).is_dir()), None)
-    )
+
+    def look() -> str | None:
+        for place in PLACES:
+            if Path(place).is_dir():
+                return place
+        return None
+
+    path = request.path or shared_opening.once(PLACES[0], look)
     if not path:
         option = request.option.removesuffix("_path")
-        raise ConfigError(
-            Problem(
-                option,
-                "c4_test",
-                rule=f"is a local dataset, which is not in ./{PLACES[0]}",
-                fix=f'name its folder with {request.option}, or use "python_stdlib", which is on every machine',
-            )
-        )
+        rule = f"is a local dataset, which is not in ./{PLACES[0]}"
+        fix = f'name its folder with {request.option}, or use "python_stdlib", which is on every machine'
+        raise ConfigError(Problem(option, "c4_test", rule, fix))
     return huggingface.open_preset(replace(request, path=path), HubSet("c4_test", split="train"))

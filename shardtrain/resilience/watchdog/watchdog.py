@@ -83,9 +83,8 @@ def beating(config: Config, world: World, phases: Phases) -> Iterator[None]:
 
     A detected hang ends the process, which ends the run.
     """
-    if world.store is None or not (
-        config.comm.hang_timeout_seconds or config.comm.straggler_window_steps
-    ):
+    is_needed = config.comm.hang_timeout_seconds or config.comm.straggler_window_steps
+    if world.store is None or not is_needed:
         yield
         return
     process_group_store: Any = world.store
@@ -358,10 +357,10 @@ class Watchdog:
             # Blame the host of the store, which is the host of rank 0 or of the launcher.
             rank = 0
             host = os.environ.get("MASTER_ADDR", self._host)
-            message = (
+            problem = (
                 f"or its launcher, which serves the store, has not answered for {seconds:.0f} s"
             )
-            message = f"{message}; rank {self._rank} {waits}"
+            message = f"{problem}; rank {self._rank} {waits}"
         num_silent = int(rank != self._rank)
         report = HangReport(
             rank, host, self._phases.name, message, declared_by=self._rank, num_silent=num_silent
