@@ -76,14 +76,13 @@ def open_listener(host: str, port: int) -> socket.socket:
         OSError: the name does not resolve, or the port is taken.
     """
     host = host.strip("[]")
-    resolved = {
-        (family, place)
-        for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    }
+    # A set, because a name may resolve to the same address several times.
+    resolved = set()
+    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        resolved.add((family, place))
     family, place = next(iter(resolved))
-    if len(resolved) == 1 and (
-        _is_ip_address(host) or not ipaddress.ip_address(place[0]).is_loopback
-    ):
+    is_determined = _is_ip_address(host) or not ipaddress.ip_address(place[0]).is_loopback
+    if len(resolved) == 1 and is_determined:
         try:
             return socket.create_server(place, family=family)
         except OSError as error:
@@ -91,9 +90,8 @@ def open_listener(host: str, port: int) -> socket.socket:
                 raise
     # Listen on IPv4 and IPv6, as PyTorch's TCPStore does.
     both = socket.has_dualstack_ipv6()
-    return socket.create_server(
-        ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
-    )
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both)
 
 
 def _is_ip_address(text: str) -> bool:
