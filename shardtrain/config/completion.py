@@ -49,7 +49,11 @@ def _bash(verbs: Sequence[str]) -> str:
             '    elif [[ "$current" == -* ]]; then',
             f'        COMPREPLY=($(compgen -W {flags} -- "$current"))',
             "    else",
-            '        COMPREPLY=($(compgen -f -- "$current"))',
+            # Do not split a name at spaces, and do not expand an asterisk in it. A typed space has a backslash.
+            "        local name",
+            "        while IFS= read -r name; do",
+            '            COMPREPLY+=("$name")',
+            '        done < <(compgen -f -- "${current//\\\\/}")',
             "        if ((COMP_CWORD == 2)); then",
             f'            COMPREPLY+=($(compgen -W {quoted_presets} -- "$current"))',
             "        fi",

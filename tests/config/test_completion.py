@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import patience
 import pytest
@@ -15,8 +16,8 @@ from shardtrain.config.options import options
 VERBS = [name for name in cli.VERBS if not name.startswith("-")]
 
 
-def completed(*arguments: str) -> set[str]:
-    """Return what bash offers for the last argument. Arguments are split at "=", like in readline."""
+def completed(*arguments: str, folder: Path = Path()) -> set[str]:
+    """Return what bash offers for the last argument in a folder. Arguments are split at "=", like in readline."""
     parts = [
         part
         for argument in arguments
@@ -26,13 +27,14 @@ def completed(*arguments: str) -> set[str]:
     text = completion.script("bash", VERBS) + f'\n{setup}; printf "%s\\n" "${{COMPREPLY[@]}}"'
     result = subprocess.run(
         ["bash", "-c", text],
+        cwd=folder,
         capture_output=True,
         text=True,
         check=True,
         timeout=patience.seconds(60),
     )
     assert not result.stderr
-    return set(result.stdout.split())
+    return set(result.stdout.splitlines())
 
 
 def _split(argument: str) -> list[str]:
@@ -51,6 +53,16 @@ def test_bash_offers_verbs_options_presets_and_values() -> None:
     assert completed("shardtrain", "train", "--activation_checkpoint.mode=") == modes
     assert completed("shardtrain", "train", "--activation_checkpoint.mode=f") == {"full"}
     assert completed("shardtrain", "train", "--checkpoint.enable", "t") == {"true"}
+
+
+def test_bash_offers_unusual_file_names_unchanged(tmp_path: Path) -> None:
+    names = {"my run.toml", "my * run.toml", "my$(touch run).toml", "my`touch run`.toml", "myrun"}
+    for name in names:
+        (tmp_path / name).touch()
+    assert completed("shardtrain", "plan", "my", folder=tmp_path) == names
+    with_space = {"my run.toml", "my * run.toml"}
+    assert completed("shardtrain", "config", "check", r"my\ ", folder=tmp_path) == with_space
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 @pytest.mark.parametrize("shell", completion.SHELLS)
