@@ -48,9 +48,12 @@ _CONSTANTS: dict[str, Any] = {
     "NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (),
 }  # fmt: skip
 _VALUES = {
-    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG", "BINFLOAT", "FLOAT", "BINUNICODE",
+    "BININT", "BININT1", "BININT2", "LONG1", "INT", "LONG", "BINFLOAT", "FLOAT", "BINUNICODE",
     "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
 }  # fmt: skip
+"""Opcodes of numbers and texts. LONG4 is not one of them: Python hashes an integer each time that it is a key,
+which takes milliseconds for one of a megabyte. LONG1 has at most 255 bytes, and INT and LONG 4,300 digits.
+"""
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 

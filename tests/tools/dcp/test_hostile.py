@@ -284,3 +284,14 @@ def test_plain_values_of_any_pickle_protocol_are_read() -> None:
             if name.name == "GLOBAL"
         }
         assert not names
+
+
+def test_integer_of_many_bytes_is_refused() -> None:
+    """A table with one such key a thousand times takes a thousand times as long as reading it."""
+    number = b"\x8b" + (10**6).to_bytes(4, "little") + b"\x01" * 10**6 + b"q\x00" + b"0"
+    table = b"}(" + b"h\x00N" * 1000 + b"u."
+    with pytest.raises(
+        CheckpointError, match="has the opcode LONG4, which plain data does not need"
+    ):
+        parse(b"\x80\x04" + number + table, set(), "a.pt")
+    assert parse(pickle.dumps(-(2**2000)), set(), "a.pt") == -(2**2000)
