@@ -91,7 +91,11 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
         ) from None
     if not isinstance(file_of_tensor, dict) or not file_of_tensor:
         raise CheckpointError(f"{path}: weight_map is not a table of names; download it again")
+    existing: set[str] = set()
     for name, file in file_of_tensor.items():
+        # An index may have a million tensors in a thousand files.
+        if isinstance(file, str) and file in existing:
+            continue
         # A name with a path separator could point outside the model's folder.
         if (
             not isinstance(file, str)
@@ -105,6 +109,7 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
             raise CheckpointError(
                 f"{folder / file} does not exist, but {path} refers to it; download it"
             )
+        existing.add(file)
     return file_of_tensor
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_tokenizers import bpe_folder
 
 from shardtrain.cli import main
-from shardtrain.hf import importing
+from shardtrain.hf import importing, weights
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 pytest.importorskip("transformers")
@@ -294,3 +294,18 @@ def test_a_vocabulary_grows_by_the_mean_of_its_rows(folder: Path, tmp_path: Path
         new = read_whole(stored, tmp_path / "checkpoint", ours)
         assert torch.equal(new[:260], old[theirs])
         assert torch.equal(new[260:], old[theirs].mean(0).expand(16, -1))
+
+
+def test_index_checks_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network filesystem each check takes a request, and an index may have a million tensors."""
+    files = [f"model-{number}.safetensors" for number in range(2)]
+    for file in files:
+        (tmp_path / file).touch()
+    weight_map = {f"layers.{number}.weight": files[number % 2] for number in range(1000)}
+    (tmp_path / weights.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    checked: list[str] = []
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: checked.append(path.name) or exists(path))
+    assert weights.read_index(tmp_path, weights.SINGLE, weights.INDEX) == weight_map
+    assert sorted(set(checked) & set(files)) == files
+    assert len(checked) < 10
