@@ -11,7 +11,7 @@ from shardtrain.checkpoint import files, retention
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config import task_file
 from shardtrain.config.schema import Config
-from shardtrain.utils import storage_errors
+from shardtrain.utils import checked_json, storage_errors
 from shardtrain.utils.log import logger
 
 POINTER = "best.json"
@@ -129,8 +129,8 @@ def read_pointer(folder: Place) -> dict[str, Any]:
     depend on it.
     """
     try:
-        pointer = json.loads(files.read_small(folder / POINTER))
-    except (OSError, ValueError, RecursionError):
+        pointer = checked_json.parse(files.read_small(folder / POINTER))
+    except (OSError, ValueError):
         return {}
     if not isinstance(pointer, dict):
         return {}

@@ -46,6 +46,8 @@ FIELD = "crc32"
 _MARK = b', "%s": "' % FIELD.encode()
 _MAY_BE_INFINITE = frozenset({"time_step_limit"})
 """Keys that are infinite in published files: the bounds of Mamba-2's time step in ``config.json``."""
+_MAX_DIGITS = 300
+"""Maximum length of an integer. A float cannot hold one of 309 digits, so code that expects a float would fail."""
 MAX_LINE_BYTES = 2**20
 """Limit for a record of numbers and short texts. Parsing a line may take a hundred times its size in memory."""
 
@@ -64,8 +66,8 @@ def parse(data: bytes | str, unique_keys: bool = False, memory_bytes: int = MEMO
 
     Raises:
         TooLargeError: the objects would take more than ``memory_bytes``.
-        ValueError: the text is not JSON, nests too deeply, or contains NaN or an infinite number
-            (``NaN``, ``Infinity``, ``1e999``).
+        ValueError: the text is not JSON, nests too deeply, or contains NaN, an infinite number
+            (``NaN``, ``Infinity``, ``1e999``) or an integer of more than 300 digits.
 
     >>> parse('{"eps": 1e-5, "theta": [2, 1e999]}')
     Traceback (most recent call last):
@@ -85,7 +87,7 @@ def parse(data: bytes | str, unique_keys: bool = False, memory_bytes: int = MEMO
     check_memory(data, memory_bytes)
     text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
     try:
-        content = json.loads(text, object_pairs_hook=checked)
+        content = json.loads(text, object_pairs_hook=checked, parse_int=_integer)
         # The hook sees only objects, so check a list or number outside of them.
         is_finite = _is_finite(content)
     except RecursionError:
@@ -159,6 +161,13 @@ def is_count(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:
     return type(value) is int and least <= value <= most
 
 
+def _integer(text: str) -> int:
+    """Convert an integer of JSON. Raises ValueError if it is too long."""
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits")
+    return int(text)
+
+
 def _is_finite(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_finite, value))
@@ -191,7 +200,7 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     if len(line) > MAX_LINE_BYTES:
         return None
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_int=_integer)
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict):

@@ -147,6 +147,13 @@ def test_conversation_of_10_000_messages_is_compared_in_each_turn(body: str) -> 
     assert len(ChatTemplate(text, {}).render(messages)) > 10_000 * 200
 
 
+def test_conversation_of_500_messages_is_searched_in_each_turn() -> None:
+    """Published templates find the number of a message with ``index``, which compares it with all before it."""
+    messages = [{"role": ("user", "assistant")[n % 2], "content": f"{n}"} for n in range(500)]
+    text = "{% for m in messages %}{{ messages.index(m) }} {% endfor %}"
+    assert ChatTemplate(text, {}).render(messages).split() == [str(n) for n in range(500)]
+
+
 DOUBLING = {"type": "Replace", "pattern": {"String": "h"}, "content": "hh"}
 PART = {"SpecialToken": {"id": "h", "type_id": 0}}
 TEMPLATE = {

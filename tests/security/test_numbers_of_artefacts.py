@@ -18,6 +18,7 @@ import transformers
 from tiers import cases
 
 from shardtrain import config
+from shardtrain.checkpoint import best
 from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.compat import migrate
 from shardtrain.config.options import options
@@ -27,7 +28,11 @@ from shardtrain.data.tokenizers import tokenizer_config
 from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer
 from shardtrain.hf import generation_config, hub_model, listing, source, weights
 from shardtrain.lora import peft
+from shardtrain.metrics.sinks.metrics_jsonl import JsonlFile
+from shardtrain.metrics.sinks.tensorboard import TensorBoardSink
+from shardtrain.metrics.step_record import tags_of
 from shardtrain.resilience.guards.loss_spikes import Guard
+from shardtrain.tools.runs import run_files
 from shardtrain.utils import checked_json
 from shardtrain.utils.errors import CheckpointError, ConfigError, ShardtrainError
 
@@ -35,6 +40,7 @@ NOT_FINITE = {"NaN", "Infinity", "-Infinity", "1e999"}
 VALUES = [
     *sorted(NOT_FINITE),
     *("-0.0", "-1", "0.5", "1e30", str(10**30), str(2**63), "true", '"123"', "9" * 5000),
+    "9" * 400,  # Python can convert it from text, but not to a float
 ]
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -226,6 +232,48 @@ def test_state_of_a_checkpoint() -> None:
         TrainState().load({**TrainState().to_dict(), "samples_consumed": 10**30})
 
 
+FILES_OF_RUNS: dict[str, dict[str, Any]] = {
+    "metrics.jsonl": {
+        "step": 1, "loss": 2.5, "grad_norm": 1.0, "mfu": 0.5, "memory_gib": 1.0, "step_seconds": 2.0,
+        "data_seconds": 1.0, "tps": 10.0,
+    },
+    "validation.jsonl": {"step": 1, "loss": 2.5},
+    "samples.jsonl": {"step": 1, "prompt": "a", "text": "b"},
+    "planned.json": {"memory_gib": [1.5, 2.5]},
+    "exit.json": {"code": 5, "rank": 0, "last_step": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES_OF_RUNS)
+def test_files_of_a_run(name: str, tmp_path: Path) -> None:
+    """Reports and a resumed run skip an invalid line or value. NaN is never a value of a curve."""
+    for file, fields in FILES_OF_RUNS.items():
+        (tmp_path / file).write_text(json.dumps(fields) + "\n")
+    sink = TensorBoardSink(tmp_path / "tb")
+
+    def read(text: str) -> None:
+        (tmp_path / name).write_text(text + "\n")
+        record = run_files.read(tmp_path)
+        values = [record.metrics, record.validation]
+        assert all(np.isfinite(one.values).all() for curves in values for one in curves.values())
+        assert len(run_files.RunFolder(tmp_path).status().state) < 400
+        for history in ("metrics.jsonl", "validation.jsonl"):
+            for fields in JsonlFile(tmp_path / history, start_step=9).history:
+                sink.scalars(fields["step"], tags_of(fields, "cpu"))
+
+    assert not wrong(FILES_OF_RUNS[name], read, takes_infinity=True)
+
+
+def test_best_checkpoint(tmp_path: Path) -> None:
+    def read(text: str) -> None:
+        (tmp_path / best.POINTER).write_text(text)
+        pointer = best.read_pointer(tmp_path)
+        assert not pointer or len(best.describe(pointer)) < 200
+
+    valid = {"step": 4, "metric": "validation.loss", "mode": "min", "value": 7.5}
+    assert not wrong(valid, read, takes_infinity=True)
+
+
 @pytest.mark.parametrize("name", ["llama.json"])
 def test_configurations_of_other_programs(name: str, tmp_path: Path) -> None:
     def read(text: str) -> None:
@@ -247,6 +295,7 @@ TOML = [
     "true",
     '"123"',
     "9" * 5000,
+    "9" * 400,
 ]
 NUMBERS = [
     name
@@ -255,7 +304,9 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "1.0e+999", "9" * 9000])
+@pytest.mark.parametrize(
+    "value", [".nan", ".inf", "-.inf", "1.0e+999", "9" * 9000, "9" * 400, "0x" + "f" * 400]
+)
 def test_yaml_of_other_programs(value: str, tmp_path: Path) -> None:
     text = foreign_configs.FILES["parameters.yml"]
     assert "learning_rate: 2e-05" in text

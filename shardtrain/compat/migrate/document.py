@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -283,7 +283,8 @@ class _Yaml:
                 self.path, node_line, "must not contain a number of over 5000 digits", "correct it"
             )
         value = loader.construct_object(node)
-        if isinstance(value, float) and not math.isfinite(value):
+        # An integer can be too large for the float that it is compared with or converted to.
+        if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
             raise _wrong(self.path, node_line, "must contain finite numbers", "correct it")
 
         # YAML also reads dates and binary values. Keep their text.

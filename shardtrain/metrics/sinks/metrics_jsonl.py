@@ -33,7 +33,11 @@ class JsonlFile:
         self.history: list[dict[str, Any]] = []
         self._warned = False
         try:
-            self.history = _straighten(path, start_step)
+            for record in _straighten(path, start_step):
+                # Sinks draw the values, and another program may have written text.
+                self.history.append(
+                    {key: value for key, value in record.items() if not isinstance(value, str)}
+                )
         except OSError as error:
             self._warn(error)
 

@@ -7,7 +7,6 @@ logged steps times metrics, whatever the size of a line.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -25,7 +24,7 @@ from shardtrain.config.toml_writer import RESOLVED_CONFIG
 from shardtrain.launch import failure
 from shardtrain.launch.goodput import events
 from shardtrain.launch.goodput.account import Account, account, attempts_of
-from shardtrain.utils import atomic_io, bounded_reads
+from shardtrain.utils import atomic_io, bounded_reads, checked_json
 from shardtrain.utils.checked_json import is_count, record_of
 from shardtrain.utils.errors import COMMAND_LINE, ConfigError, DataError, Problem
 
@@ -89,11 +88,11 @@ class RunStatus:
         Every command that prints a state uses this property.
         """
         if self.end:
-            # The file may contain anything, and a list cannot be looked up.
+            # The file may contain anything, such as a long text.
             code = self.end.get("code")
-            if isinstance(code, int) and code in _STATES:
-                return _STATES[code]
-            return f"failed ({code})"
+            if type(code) is not int:
+                return "failed"
+            return _STATES.get(code, f"failed ({code})")
         if self.age_seconds < _FRESH_SECONDS:
             return "under way"
         return "silent"
@@ -381,8 +380,8 @@ def alerts(log: bytes) -> list[str]:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object of a small file; empty if it is missing or invalid."""
     try:
-        content = json.loads(read_start(path, _LINE_BYTES))
-    except (ValueError, RecursionError):
+        content = checked_json.parse(read_start(path, _LINE_BYTES))
+    except ValueError:
         return {}
     if not isinstance(content, dict):
         return {}
