@@ -70,6 +70,12 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
                 code = 0
         if arguments is None:
             sys.stdout.flush()
+            # A run writes its results to files.
+            if code == 0 and process.wrote_to_closed_output() and words[:1] != ["train"]:
+                return _print_errors(
+                    8,
+                    ["stdout is closed, so the output is lost; redirect it to a file or /dev/null"],
+                )
         return code
     except SystemExit as error:
         # the end of `--help` of a verb that Python's own parser reads

@@ -18,6 +18,9 @@ from shardtrain.utils import process, stop_signals
 def end_at_request() -> None:
     """Handle requests to stop: print one line and exit. There is no run folder yet, and nothing to save."""
     stop_signals.handle_requests(_end)
+    if process.AGENT in os.environ:
+        # The agent has blocked requests for the start of Python, which prints a trace at SIGINT.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals.GRACEFUL)
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

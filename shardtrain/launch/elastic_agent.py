@@ -75,6 +75,7 @@ class TrainingAgent(NodeAgent):
         self._are_running = False
         self._are_done = False
         self._is_first_attempt = True
+        self._is_second_interrupt = False
         self._reports: NodeReports
 
     def explain_stop(self, signal_name: str) -> None:
@@ -105,6 +106,7 @@ class TrainingAgent(NodeAgent):
                 number == death_sig == signal.SIGINT
                 and time.monotonic() - asked_at > ONE_REQUEST_SECONDS
             ):
+                self._is_second_interrupt = True
                 self._watch.send(signal.SIGKILL)
 
         stop_signals.handle_requests(handle)
@@ -140,7 +142,12 @@ class TrainingAgent(NodeAgent):
                 (self._folder / "exit.json").unlink(missing_ok=True)
         self._watch.begin({})
         self._are_running = True
-        pids = super()._start_workers(worker_group)
+        # A SIGINT while Python starts would print a trace. ``early_stop`` unblocks requests.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals.GRACEFUL)
+        try:
+            pids = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._watch.begin(
             {self._first_rank + local_rank: pid for local_rank, pid in pids.items()}, self._reaped
         )
@@ -197,7 +204,8 @@ class TrainingAgent(NodeAgent):
                     )
                 ]
             elif not all_done:
-                failures = [local.stopped(self._training, self._first_rank, signal_name)]
+                reason = "a second SIGINT" if self._is_second_interrupt else signal_name
+                failures = [local.stopped(self._training, self._first_rank, reason)]
         # Ranks of other nodes would wait for ranks that ended during their start, and not hear of the request.
         cause = self._reports.explain(
             failures, all_done and not were_starting, self._folder, were_starting

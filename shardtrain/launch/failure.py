@@ -408,9 +408,7 @@ def _write_exit(run_folder: Path, failure: Failure | None, code: int, step: int)
             record["rank"] = failure.rank
         if failure.phase:
             record["phase"] = failure.phase
-    last = step or last_step(run_folder / "metrics.jsonl")
-    if last is not None:
-        record["last_step"] = last
+    record["last_step"] = step or last_step(run_folder / "metrics.jsonl")
     reserve = run_folder / RESERVED
     try:
         _replace_file(run_folder / "exit.json", record)

@@ -27,6 +27,7 @@ from shardtrain.utils.errors import (
     PeerError,
     Problem,
     ShardtrainError,
+    StorageError,
 )
 from shardtrain.utils.listening import (
     LISTEN_ADDRESS,
@@ -40,6 +41,8 @@ LOOK_SECONDS = 0.1
 QUIET_SECONDS = 5.0
 """Time after which a wait is reported with its cause."""
 CONNECT_SECONDS = 5.0
+MOST_SHOWN_BYTES = 80
+"""Length of the part of a stranger's reply that the error shows."""
 _NAME_AN_ADDRESS = "name an address of this node that every node can reach"
 _IS_IT_UP = "check that the first node is up and its port is open"
 # A TCPStore client first sends VALIDATE with a magic number, then PING with a number that the store sends
@@ -88,7 +91,7 @@ def read_refusal(text: str) -> ShardtrainError:
     code, _, message = text.partition(" ")
     kinds = {
         str(kind.exit_code): kind
-        for kind in (ConfigError, DataError, CheckpointError, OutOfMemoryError)
+        for kind in (ConfigError, DataError, CheckpointError, OutOfMemoryError, StorageError)
     }
     lines = tuple(visible(line) for line in message.splitlines())
     error = kinds.get(code, PeerError)("\n".join(lines))
@@ -290,8 +293,8 @@ def _greet(endpoint: str, greeting: bytes = GREETING) -> None:
     if reply.startswith(_REFUSED):
         raise read_refusal(reply.removeprefix(_REFUSED).decode(errors="replace"))
     if reply != _ECHO:
-        words = visible(reply.decode("latin-1"), lines=False)
-        rule = f"is used by another program, which answers {words!r}"
+        words = visible(reply[:MOST_SHOWN_BYTES].decode("latin-1"), lines=False)
+        rule = f'is used by another program, which answers "{words}"'
         raise ConfigError(
             Problem("rendezvous", endpoint, rule, "choose another port, or end that program")
         )

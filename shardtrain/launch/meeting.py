@@ -7,6 +7,7 @@ not changed for that time by the reader's monotonic clock.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -28,7 +29,13 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from shardtrain.launch.greeting import LOOK_SECONDS, REFUSAL_SECONDS, read_refusal, within
+from shardtrain.launch.greeting import (
+    LOOK_SECONDS,
+    QUIET_SECONDS,
+    REFUSAL_SECONDS,
+    read_refusal,
+    within,
+)
 from shardtrain.launch.node_reports import LOST_SECONDS
 from shardtrain.launch.nodes import CLOCKS_APART_SECONDS, Nodes
 from shardtrain.launch.seal import Seal
@@ -137,7 +144,7 @@ def _compare_node_counts(nodes: Nodes, store: dist.Store, secret: str) -> None:
 
 def failed(error: Exception, nodes: Nodes, meeting: Meeting | None) -> PeerError:
     """Return the error of a failed rendezvous: missing nodes, a lost host, or a state with an invalid signature."""
-    rule = f"has ended, because its host is gone ({type(error).__name__}); check the first node"
+    rule = f"has ended, because its host is gone or does not reply ({type(error).__name__}); check the first node"
     if isinstance(error, RendezvousStateError):
         rule = f"was disturbed: {error}; set the same {SECRET} on all nodes, or find out who else connects to the port"
     elif meeting is not None and isinstance(error, RendezvousTimeoutError):
@@ -171,12 +178,28 @@ class _SteadyState(pytorch._BackendRendezvousStateHolder):
         super().__init__(backend, settings)
         self._own_node = own_node
         self._changes: dict[tuple[Any, datetime], float] = {}
+        self._report_at: float | None = None
+        """Monotonic time at which to report that this node waits for others. None if it does not wait."""
 
     def sync(self) -> bool | None:
         """Read or write the shared state. Until all nodes have joined, also look for a node that cannot run."""
-        if not self._state.complete:
+        if self._state.complete:
+            self._report_at = None
+        else:
             self.raise_refusal()
+            self._report_wait()
         return super().sync()
+
+    def _report_wait(self) -> None:
+        """Print once after ``QUIET_SECONDS`` how many nodes have joined."""
+        now = time.monotonic()
+        joined = len({*self._state.participants, *self._state.wait_list, self._own_node})
+        if self._report_at is None:
+            self._report_at = now + QUIET_SECONDS
+        elif now >= self._report_at and joined < self._settings.min_nodes:
+            self._report_at = math.inf
+            text = f"waiting for other nodes: {joined} of {self._settings.min_nodes} have joined"
+            print(text, file=sys.stderr, flush=True)
 
     def _sanitize(self) -> None:
         """Remove nodes whose heartbeats have stopped."""

@@ -22,7 +22,7 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
 
 from shardtrain.launch import failure
-from shardtrain.launch.failure import NOT_SAVED, PREEMPTED, Failure
+from shardtrain.launch.failure import PREEMPTED, Failure
 from shardtrain.launch.greeting import within
 from shardtrain.launch.seal import Seal
 from shardtrain.utils import atomic_io
@@ -136,8 +136,9 @@ class NodeReports:
         except OSError as error:
             print(f"warning: {path} is not written: {error.strerror}", file=sys.stderr, flush=True)
         reports = {self._number: list(failures)}
-        # If all ranks stopped on request, they ended after the same step, and none of them has failed.
-        all_stopped = all(one.exit_code in (PREEMPTED, NOT_SAVED) for one in failures)
+        # If all ranks saved on request, they ended after the same step, and none of them has failed. Ranks of other
+        # nodes cannot save without ranks that ended without saving.
+        all_stopped = all(one.exit_code == PREEMPTED for one in failures)
         is_failure = ends_others or (not all_done and not (failures and all_stopped))
         if not self._is_store_lost:
             # Ignore a loss of the node that serves the store.

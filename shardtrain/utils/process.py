@@ -88,6 +88,22 @@ class _ErrorRecorder(io.FileIO):
             raise
 
 
+class _ClosedOutput(io.FileIO):
+    """The null device in place of a closed stdout. ``is_used`` is true after the first write."""
+
+    is_used = False
+
+    def write(self, data: Any, /) -> int:
+        """Note the write, and drop the data."""
+        _ClosedOutput.is_used = True
+        return super().write(data)
+
+
+def wrote_to_closed_output() -> bool:
+    """True if stdout was closed when this process started, and something was printed since."""
+    return _ClosedOutput.is_used
+
+
 def lost_output() -> OSError | None:
     """Return the write error of stdout (its reader has exited, or its disk is full), or None."""
     return _ErrorRecorder.error
@@ -102,16 +118,19 @@ def keep_streams() -> None:
     errors of stdout are raised, because most verbs exist for their output. Characters that the stream's
     encoding lacks are written as escapes.
     """
+    stdout: type[io.FileIO] = _ErrorRecorder
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
+            if number == 1:
+                stdout = _ClosedOutput
             # open() returns the lowest free descriptor, which is the one that is closed here.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdin is None:
         sys.stdin = os.fdopen(0, closefd=False)
     if _is_of(1, sys.stdout, sys.__stdout__):
-        sys.stdout = _reopened(sys.stdout, _ErrorRecorder(1, "w", closefd=False))
+        sys.stdout = _reopened(sys.stdout, stdout(1, "w", closefd=False))
     if _is_of(2, sys.stderr, sys.__stderr__):
         sys.stderr = _reopened(sys.stderr, _Lossy(2, "w", closefd=False), is_for_people=True)
 

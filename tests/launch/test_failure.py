@@ -185,6 +185,14 @@ def test_the_exit_file_has_every_documented_field(tmp_path):
     }
 
 
+def test_the_exit_file_of_a_run_without_a_step_has_the_same_fields(tmp_path):
+    failure.write_exit(tmp_path, None, 6)
+    record = json.loads((tmp_path / "exit.json").read_text())
+    assert record["last_step"] is None
+    failure.write_exit(tmp_path, None, 0, step=3)
+    assert record.keys() == json.loads((tmp_path / "exit.json").read_text()).keys()
+
+
 @pytest.mark.parametrize(
     ("code", "retryable"), [(code, code in (6, 8, 75, 76)) for code in (*range(9), 75, 76, 93)]
 )

@@ -16,7 +16,14 @@ from ports import free_port
 
 from shardtrain.launch import agent, greeting, nodes
 from shardtrain.utils import listening
-from shardtrain.utils.errors import ConfigError, OutOfMemoryError, PeerError
+from shardtrain.utils.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    OutOfMemoryError,
+    PeerError,
+    StorageError,
+)
 
 HTTP = b"HTTP/1.0 400 Bad request\r\n\r\n"
 
@@ -40,6 +47,11 @@ def program(behave: Callable[[socket.socket], None]) -> Iterator[int]:
 def answer(connection: socket.socket) -> None:
     connection.recv(64)
     connection.sendall(HTTP)
+
+
+def answer_binary(connection: socket.socket) -> None:
+    connection.recv(64)
+    connection.sendall(b"\x90" * 4000)
 
 
 def stay_silent(connection: socket.socket) -> None:
@@ -81,6 +93,15 @@ def test_a_first_node_that_cannot_run_tells_each_other_node_and_no_stranger():
     assert not server.is_alive(), "both nodes have been told"
 
 
+@pytest.mark.parametrize(
+    "kind", [ConfigError, DataError, CheckpointError, OutOfMemoryError, StorageError]
+)
+def test_the_error_of_another_node_has_its_exit_code_and_its_message(kind):
+    error = greeting.read_refusal(greeting.write_refusal(kind("the disk of this node is bad")))
+    assert type(error) is kind
+    assert "cannot run: the disk of this node is bad" in str(error)
+
+
 def test_a_node_that_cannot_run_ends_in_time_if_nobody_listens(monkeypatch):
     monkeypatch.setattr(greeting, "REFUSAL_SECONDS", 0.3)
     greeting.send_refusal(f"127.0.0.1:{free_port()}", "a key", b"reason")
@@ -92,7 +113,8 @@ def test_a_node_that_cannot_run_ends_in_time_if_nobody_listens(monkeypatch):
 
 # behavior of the program at the endpoint -> error of a node that is not the first, and part of its message
 STRANGERS = {
-    "answers": (answer, ConfigError, "another program, which answers 'HTTP/1.0 400 Bad request"),
+    "answers": (answer, ConfigError, 'another program, which answers "HTTP/1.0 400 Bad request'),
+    "answers with binary data": (answer_binary, ConfigError, r'answers "\x90\x90'),
     "is silent": (stay_silent, PeerError, "accepts the connection but does not reply"),
     "closes": (close, PeerError, "the connection is closed immediately"),
 }
@@ -107,6 +129,7 @@ def test_a_stranger_at_the_endpoint_is_named(kind, monkeypatch):
     assert message in str(raised.value)
     assert f"127.0.0.1:{port}" in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1
+    assert len(str(raised.value)) < 600
 
 
 # endpoint (PORT is a free port) -> part of the message

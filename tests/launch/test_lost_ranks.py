@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tiny import text_file
 
 from shardtrain.config import load
 from shardtrain.launch import failure, local
+from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
 from shardtrain.utils.errors import PeerError
 
 ROOT = Path(__file__).parents[2]
@@ -66,20 +68,24 @@ def factor(step, total_steps, warmup_steps, min_lr_factor):
 """
 
 
-def options(folder: Path) -> list[str]:
+def options(folder: Path, hang_seconds: int) -> list[str]:
     values = {
         "job.dump_folder": folder / "run", "training.dataset": "text", "training.dataset_path": text_file(),
         "training.device": "cpu", "training.seq_len": 32, "training.local_batch_size": 1, "training.steps": 100_000,
         "training.on_data_end": "repeat", "model.overrides.num_layers": 1, "lr_scheduler.warmup_steps": 1,
         "lr_scheduler.name": folder / "faulty.py", "checkpoint.enable": "true", "checkpoint.interval": 2,
-        "metrics.log_freq": 5, "comm.hang_timeout_seconds": HANG_SECONDS,
+        "metrics.log_freq": 5, "comm.hang_timeout_seconds": hang_seconds,
     }  # fmt: skip
     return [f"--{name}={value}" for name, value in values.items()]
 
 
 @contextlib.contextmanager
 def started(
-    how: str, folder: Path, *more: str, limits: Mapping[int, tuple[int, int]] | None = None
+    how: str,
+    folder: Path,
+    *more: str,
+    limits: Mapping[int, tuple[int, int]] | None = None,
+    hang_seconds: int = HANG_SECONDS,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start a run on two loopback hosts: with one agent each, or with one launcher that uses ssh.
 
@@ -125,7 +131,7 @@ def started(
         pipe = subprocess.PIPE
         hosts = [
             forked.Popen(
-                [*command, "--nproc=1", *options(folder), *more],
+                [*command, "--nproc=1", *options(folder, hang_seconds), *more],
                 env=names,
                 cwd=ROOT,
                 stderr=pipe,
@@ -199,6 +205,49 @@ def test_a_node_whose_agent_is_killed_is_named_by_the_other_one(tmp_path, victim
     assert f"logs/rank-{victim}.log" in line
     end = record(tmp_path / "run")
     assert (end["code"], end["rank"], end["retryable"]) == (6, victim, True)
+
+
+@pytest.mark.nightly("two agents that start ranks")
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_second_interrupt_of_one_host_ends_both_with_the_same_reason(tmp_path, host):
+    (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=0, fault="time.sleep(600)"))
+    with started("train --nnodes 2", tmp_path, hang_seconds=600) as hosts:
+        wait_for(
+            lambda: (tmp_path / "pid").exists() or any(one.poll() is not None for one in hosts)
+        )
+        hosts[host].send_signal(signal.SIGINT)
+        time.sleep(2 * ONE_REQUEST_SECONDS)
+        hosts[host].send_signal(signal.SIGINT)
+        outputs = [one.communicate(timeout=patience.seconds(90))[1] for one in hosts]
+    assert [one.returncode for one in hosts] == [76, 76], outputs
+    for text in outputs:
+        assert text.count("stopped[76]: stopped by a second SIGINT without saving") == 1, text
+    assert record(tmp_path / "run")["code"] == 76
+
+
+INTERRUPT_AT_START = """
+import os, signal, time
+if os.environ.get("RANK") == "0" and os.environ.get("SHARDTRAIN_AGENT") == str(os.getppid()):
+    os.kill(os.getppid(), signal.SIGINT)
+    end = time.monotonic() + 600
+    while signal.SIGINT not in signal.sigpending() and time.monotonic() < end:
+        time.sleep(0.01)
+"""
+"""Module that Python imports at its start. Rank 0 interrupts its agent, and waits until the agent interrupts it."""
+
+
+@pytest.mark.nightly("two agents that start ranks")
+def test_an_interrupt_while_python_starts_prints_no_trace(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT_AT_START)
+    (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=0, fault="pass"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with started("train --nnodes 2", tmp_path) as hosts:
+        outputs = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [75, 75], outputs
+    for text in outputs:
+        assert "stopped[75]: stopped by SIGINT before the first step" in text
+        assert "Traceback" not in text
+    assert record(tmp_path / "run")["code"] == 75
 
 
 LIMIT_TOO_SMALL = [(0, "NOFILE", 63), (1, "NOFILE", 63)]

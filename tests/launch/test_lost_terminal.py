@@ -97,6 +97,18 @@ def test_output_that_cannot_be_written_is_reported_unless_its_reader_has_left(ki
         )
 
 
+@pytest.mark.parametrize("verb", ["config show", "--version"])
+def test_output_of_a_command_without_a_stdout_is_reported(verb: str) -> None:
+    result = forked.run(
+        [sys.executable, "-m", "shardtrain", *verb.split()],
+        stderr=subprocess.PIPE, text=True, timeout=patience.seconds(60), preexec_fn=closed(1),
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (
+        8,
+        "error[8]: stdout is closed, so the output is lost; redirect it to a file or /dev/null\n",
+    )
+
+
 def in_a_deleted_folder(tmp_path: Path) -> Callable[[], None]:
     def enter() -> None:
         (tmp_path / "deleted").mkdir()

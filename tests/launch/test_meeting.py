@@ -247,6 +247,19 @@ def test_a_world_with_too_few_nodes_does_not_train(monkeypatch, capsys):
     assert "1 nodes have met, but only 2 can work: this node waits" in capsys.readouterr().err
 
 
+def test_a_node_reports_that_it_waits_for_others(monkeypatch, capsys):
+    """Node 0 has no endpoint to check, and would be silent for RDZV_TIMEOUT."""
+    monkeypatch.setattr(meeting, "QUIET_SECONDS", 0.0)
+    backend = C10dRendezvousBackend(dist.HashStore(), "run")
+    second = datetime.timedelta(seconds=1)
+    timeout = pytorch.RendezvousTimeout(join=3 * second)
+    rendezvous = Meeting.from_backend("run", dist.HashStore(), backend, 2, 2, "127.0.0.1", timeout)
+    rendezvous.counts = [2]
+    with pytest.raises(pytorch.RendezvousTimeoutError):
+        rendezvous.next_rendezvous()
+    assert capsys.readouterr().err.count("waiting for other nodes: 1 of 2 have joined\n") == 1
+
+
 def join_and_follow(rank: int, port: int) -> list[int]:
     """Return the sizes of the worlds in which a node works, up to one of four nodes. The last node starts late."""
     if rank == 3:

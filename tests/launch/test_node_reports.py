@@ -55,6 +55,25 @@ ENDS: dict[str, tuple[list[Failure], list[Failure], tuple[int, int] | None]] = {
 }
 
 
+def test_other_nodes_end_if_the_ranks_of_one_cannot_save(tmp_path):
+    """After a second interrupt on node 0, which hosts the store, node 1 must hear of it before the store ends."""
+    store = dist.HashStore()
+    (tmp_path / "logs").mkdir()
+    interrupted = failure.stopped(0, "a second SIGINT")
+
+    def node(number: int) -> Failure | None:
+        reports = NodeReports(store, "run", number, 2, first_rank=number)
+        if number == 0:
+            return reports.explain([interrupted], False, tmp_path)
+        patience.wait_for(reports.others_have_failed, 30)
+        return reports.explain([PEERS[1]], False, tmp_path)
+
+    with ThreadPoolExecutor(2) as nodes:
+        causes = list(nodes.map(node, range(2)))
+    assert [cause and cause.message for cause in causes] == [interrupted.message] * 2
+    assert {cause and cause.exit_code for cause in causes} == {76}
+
+
 def explain_on_both(folder: Path, end: str) -> list[Failure | None]:
     """Return the causes that two nodes with the same store and run folder report."""
     failures = ENDS[end][:2]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
+import resource
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -87,6 +90,23 @@ def test_unwritable_home_is_not_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     assert kernel_speed.remembered_or_measured() == Kernels(
         onednn_linear=2.0, blocked_attention=3.0
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit changes the clock of Linux")
+def test_speed_is_measured_under_a_limit_of_cpu_time() -> None:
+    """The clock of a process with such a limit is too coarse for a kernel: it would measure no time at all."""
+
+    def measure() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (3600, 3600))
+        torch.set_num_threads(1)
+        numbers = torch.ones(1000)
+        speedup = kernel_speed._times_as_fast(numbers.sum, lambda: [numbers.sum()] * 2)
+        os._exit(0 if speedup > 0 else 1)
+
+    process = multiprocessing.get_context("fork").Process(target=measure)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_kernel_is_used_if_clearly_faster() -> None:
