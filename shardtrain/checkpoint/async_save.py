@@ -198,17 +198,26 @@ class Staging:
         if self._buffer is None or self._buffer.numel() < num_bytes:
             self._buffer = None
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-        begin = 0
-        devices = set()
-        for tensor in tensors:
-            source = local_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
-            self._buffer[begin : begin + source.numel()].copy_(source, non_blocking=self._pinned)
-            begin += source.numel()
-            devices.add(source.device)
-        # Copies to pinned memory are asynchronous. Wait for them before the tensors may change.
-        for device in devices:
-            accelerator.finish_stream(device)
+        begin = copy_bytes(tensors, self._buffer, self._pinned)
         return memoryview(self._buffer.numpy().data)[:begin]
+
+
+def copy_bytes(tensors: Iterable[Tensor], buffer: Tensor, pinned: bool = False) -> int:
+    """Copy this rank's shards of tensors into a buffer of bytes, and return the number of bytes.
+
+    The tensors may change as soon as this returns. ``pinned``: the buffer is pinned memory.
+    """
+    begin = 0
+    devices = set()
+    for tensor in tensors:
+        source = local_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+        buffer[begin : begin + source.numel()].copy_(source, non_blocking=pinned)
+        begin += source.numel()
+        devices.add(source.device)
+    # Copies to pinned memory are asynchronous. Wait for them before the tensors may change.
+    for device in devices:
+        accelerator.finish_stream(device)
+    return begin
 
 
 def pieces(data: memoryview, check_cancelled: Callable[[], None]) -> Iterator[memoryview]:

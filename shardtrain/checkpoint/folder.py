@@ -22,6 +22,7 @@ from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_r
 from shardtrain.checkpoint.lease import LEASE, Lease
 from shardtrain.checkpoint.manifest import Manifest
 from shardtrain.checkpoint.save import Saver
+from shardtrain.checkpoint.snapshots import Found, Snapshots
 from shardtrain.checkpoint.storage import Place
 from shardtrain.checkpoint.verification import verify
 from shardtrain.config.schema import Config
@@ -34,12 +35,24 @@ class Checkpoints(Saver):
     """Find, load and save the checkpoints of a run. All methods except ``steps`` are collectives.
 
     ``save.py`` implements saving.
+
+    Attributes:
+        snapshots: Snapshots in host memory, from which a restart continues. None without them.
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._verified: tuple[Place, Manifest] | None = None
         self._holder = 0  # the rank whose node has the checkpoint that was verified last
+        self.snapshots: Snapshots | None = None
+        self._found: Found | None = None
+        self._newest_on_disk = 0
+        self._is_from_memory = False
+
+    @property
+    def folder(self) -> Place:
+        """The folder or address of the run's checkpoints."""
+        return self._folder
 
     def steps(self) -> list[int]:
         """Return the steps with a checkpoint, in ascending order."""
@@ -80,7 +93,7 @@ class Checkpoints(Saver):
         """Return the verified checkpoint to resume from, or None to start from scratch.
 
         Without ``checkpoint.load_step``, it is the newest undamaged checkpoint. Damaged checkpoints are
-        skipped with a warning.
+        skipped with a warning. A newer snapshot in host memory takes precedence.
 
         Raises:
             CheckpointError: the requested step is missing or damaged, or all checkpoints are damaged.
@@ -105,6 +118,13 @@ class Checkpoints(Saver):
         holders, incomplete, notes = self._survey()
         if self._options.load_step != -1:
             return self._continued(self._requested(holders))
+        self._newest_on_disk = max(holders, default=0)
+        if self.snapshots is not None:
+            saved_steps = [*holders, *(step for step, _ in notes)]
+            self._found = self.snapshots.find(newer_than=max(saved_steps, default=-1))
+        if self._found is not None:
+            self._verified = self._found.path, self._found.stored
+            return self._continued(self._found.path)
         node_disks.refuse_lost(max([*holders, *incomplete], default=-1), notes, self._run_folder)
         damages = list(incomplete.values())
         for step in sorted(holders, reverse=True):
@@ -176,8 +196,39 @@ class Checkpoints(Saver):
             except OSError as error:
                 raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
 
-        all_ranks(read)
+        self._is_from_memory = self._found is not None and path == self._found.path
+        if self._is_from_memory:
+            assert self.snapshots is not None and self._found is not None
+            self.snapshots.load(tensors, self._found)
+            newest = "no checkpoint is on disk"
+            if self._newest_on_disk:
+                newest = f"the newest checkpoint on disk is of step {self._newest_on_disk}"
+            logger.info(f"restored step {stored.step} from snapshots in host memory; {newest}")
+        else:
+            all_ranks(read)
         return dict(stored.facts)
+
+    def saved_step_after(self, step: int) -> int:
+        """Return the newest step on disk, after the state of ``step`` was loaded."""
+        return self._newest_on_disk if self._is_from_memory else step
+
+    def take_snapshot(
+        self,
+        step: int,
+        weights: Mapping[str, Tensor],
+        rest: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Copy the training state to host memory; see ``Snapshots.take``. The arguments are those of ``save``."""
+        assert self.snapshots is not None
+        tensors = {**weights, **rest}
+        facts = {"weights_only": False, **facts}
+        self.snapshots.take(step, tensors, facts, self._lease.nonce, self._origin)
+
+    def close(self) -> None:
+        if self.snapshots is not None:
+            self.snapshots.close()
+        super().close()
 
     def facts(self, path: Place) -> dict[str, Any]:
         """Verify a checkpoint and return its facts. Raises CheckpointError on all ranks if it is damaged."""

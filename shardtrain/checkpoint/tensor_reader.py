@@ -57,6 +57,21 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
                 _read_of_file(reader, pieces, slice(first, last), copied)
 
 
+def needed_ranges(
+    tensors: Mapping[str, Tensor], manifest: Manifest
+) -> Iterator[tuple[int, int, int]]:
+    """Yield number, offset and number of bytes of the parts of files that ``read`` would read."""
+    cuts = _find(tensors, manifest)
+    while pieces := _next_pieces(cuts):
+        is_next_file = pieces.files[1:] != pieces.files[:-1]
+        changes = np.flatnonzero(is_next_file) + 1
+        for first, last in itertools.pairwise([0, *changes.tolist(), len(pieces.files)]):
+            of_file = slice(first, last)
+            sizes = pieces.num_bytes[of_file]
+            for start, stop, position in _runs(pieces.begins[of_file], sizes):
+                yield int(pieces.files[first]), position, int(sizes[start:stop].sum())
+
+
 def shorter() -> CheckpointError:
     """Return the error for a file that ends too early."""
     return CheckpointError("a file of the checkpoint became shorter while it was read; start again")

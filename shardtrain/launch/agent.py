@@ -7,6 +7,7 @@ which Slurm sends to every process of a step, as a request to stop.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -17,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardtrain import __version__
+from shardtrain.checkpoint import snapshot_folder
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.schema import Config
 from shardtrain.launch import addresses, environment, greeting
@@ -165,7 +167,12 @@ def run(
     # Let the ranks use the store of the rendezvous.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"
     agent: Any = None
-    with temporary_folder() as records:
+    with contextlib.ExitStack() as stack:
+        records = stack.enter_context(temporary_folder())
+        if training:
+            os.environ.update(
+                stack.enter_context(snapshot_folder.created(training.config, nodes.max_restarts))
+            )
         rendezvous = None
         try:
             rendezvous = greeting.within(

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardtrain.checkpoint import lease
+from shardtrain.checkpoint import lease, snapshot_folder
 from shardtrain.checkpoint.storage import Place, folder_of
 from shardtrain.launch import environment, exit_report, failure, run_ends, signals
 from shardtrain.launch.child_watch import FINE, NOTHING_TO_SAVE_SECONDS, ChildWatch
@@ -308,8 +308,16 @@ def launch(
     # All attempts belong to one job in the goodput account.
     job = ledger.new_job()
     folder = Path(loaded.config.job.dump_folder)
-    restarts = Restarts(max_restarts, lambda: signals.step_of(_newest_checkpoint(loaded)))
-    with watch.passing_signals_on():
+    with (
+        snapshot_folder.created(config, max_restarts) as snapshots,
+        watch.passing_signals_on(),
+    ):
+
+        def newest_step() -> int:
+            saved_step = signals.step_of(_newest_checkpoint(loaded))
+            return max(saved_step, snapshot_folder.newest_step(snapshots))
+
+        restarts = Restarts(max_restarts, newest_step)
         while True:
             # A restart does not repeat a successful check.
             first = check(watch) if check else None
@@ -320,7 +328,7 @@ def launch(
             else:
                 check = None
                 code, first = _attempt(
-                    loaded, num_processes, main, command, watch, restarts.used, job
+                    loaded, num_processes, main, command, watch, restarts.used, job, snapshots
                 )
                 if first and code != failure.PREEMPTED:
                     # Record the time of death for the goodput account, because a
@@ -365,8 +373,12 @@ def _attempt(
     watch: ChildWatch,
     restarts: int,
     job: str,
+    snapshots: Mapping[str, str],
 ) -> tuple[int, failure.Failure | None]:
-    """Start the ranks and wait for them, with a new store, because keys of an earlier attempt are invalid."""
+    """Start the ranks and wait for them, with a new store, because keys of an earlier attempt are invalid.
+
+    ``snapshots`` is the variable of ``snapshot_folder.created``.
+    """
     run_folder = Path(loaded.config.job.dump_folder)
     with refusals_in_exit_json(loaded):
         prepare(run_folder, not has_live_run(loaded))
@@ -378,7 +390,9 @@ def _attempt(
         if main and count > 1:
             network = stack.enter_context(private_network.create_network_namespace())
         with refusals_in_exit_json(loaded):
-            processes = _start(loaded, count, main, command, records, network, restarts, job)
+            processes = _start(
+                loaded, count, main, command, records, {**network, **snapshots}, restarts, job
+            )
         # multiprocessing reaps ended ranks before each fork, so read their exit statuses from it, too.
         watch.begin(processes.pids(), lambda rank: _reaped(processes, rank))
         try:
@@ -395,7 +409,7 @@ def _start(
     main: Main | None,
     command: Sequence[str],
     records: Path,
-    network: Mapping[str, str],
+    variables_of_ranks: Mapping[str, str],
     restarts: int,
     job: str,
 ) -> PContext:
@@ -415,7 +429,7 @@ def _start(
         envs[rank] |= {
             "TORCHELASTIC_ERROR_FILE": record,
             process.PARENT: str(os.getpid()),
-            **network,
+            **variables_of_ranks,
         }
     # Forks run a function of this process, and new processes run the command.
     entrypoint: Any = _forked if main else command[0]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shardtrain.checkpoint import retention
+from shardtrain.checkpoint import retention, snapshot_folder
 from shardtrain.checkpoint.collectives import all_ranks_gather, first_rank
 from shardtrain.checkpoint.folder import read_facts
-from shardtrain.checkpoint.storage import folder_of, place
+from shardtrain.checkpoint.storage import Place, folder_of, place
 from shardtrain.config import changes, derived, ramps
 from shardtrain.config.changes import ACCEPT, ALL, OptionChange
 from shardtrain.config.load import Loaded
@@ -45,7 +46,7 @@ def keep_batch_size(loaded: Loaded, world: World) -> Loaded:
     # Rank 0 decides, because in a shared folder some ranks may not see the newest checkpoint yet. If nodes do
     # not share disks, the rank with the newest checkpoint decides.
     steps_and_sizes = [first_rank(lambda: _saved_batch_size(loaded, world.size))]
-    if options.storage == "first_node":
+    if options.storage == "first_node" or options.snapshot_interval:
         steps_and_sizes = all_ranks_gather(lambda: _saved_batch_size(loaded, world.size))
     _, saved_size = max(steps_and_sizes)
     if not saved_size:
@@ -74,10 +75,15 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
     folder = folder_of(loaded.config.job.dump_folder, options.folder)
     steps = retention.steps(folder) if options.load_step == -1 else [options.load_step]
     # The newest checkpoint comes first. Without one, the run continues from the configured start.
-    paths = [folder / f"step-{step}" for step in reversed(steps)]
+    paths: list[tuple[int, Place]] = []
+    if options.snapshot_interval:
+        paths += snapshot_folder.manifest_folders(os.environ)
+    paths += [(step, folder / f"step-{step}") for step in steps]
+    paths.sort(key=lambda step_and_path: step_and_path[0], reverse=True)
     if not paths and start and not options.initial_load_model_only:
-        paths = [place(start)]
-    for path in paths:
+        path = place(start)
+        paths = [(retention.step_of(path) or 0, path)]
+    for step, path in paths:
         try:
             size = read_facts(path).get("config", {}).get(BATCH)
         except (CheckpointError, StorageError, OSError, AttributeError):
@@ -89,7 +95,6 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
         )
         # Another number of ranks may not be able to divide the batch.
         is_supported = is_other and not problems_of(_with_batch_size(loaded, size), world_size)
-        step = retention.step_of(path) or 0
         if not is_supported:
             return step, 0
         return step, size

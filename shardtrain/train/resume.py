@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,13 +42,26 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
     Raises:
         NumericalError: a weight or the optimizer's state is not finite. Nothing is written.
     """
+    with _stored_tensors(run) as (model, optimizer_state):
+        _save(run, checkpoints, model, optimizer_state, last, wait)
+
+
+def take_snapshot(run: Run, checkpoints: Checkpoints) -> None:
+    """Copy the run's state to host memory (a collective). It is what a checkpoint of this step would contain."""
+    with _stored_tensors(run) as (model, optimizer_state):
+        facts = _facts(run, checkpoints)
+        checkpoints.take_snapshot(run.state.step, model, optimizer_state, facts)
+
+
+@contextmanager
+def _stored_tensors(run: Run) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Yield the tensors of a checkpoint: those of the model, and those of the optimizer (a collective)."""
     # A checkpoint stores the weights for evaluation and export as the model. If the optimizer trains separate
     # weights, the checkpoint stores the trained weights as part of the optimizer state.
     with run.evaluation_weights() as training_weights:
         model = {**weights(run), **run.averages_state_dict()}
         training_state = named_training_weights(training_weights)
-        optimizer_state = {**run.optimizer_state_dict(), **training_state}
-        _save(run, checkpoints, model, optimizer_state, last, wait)
+        yield model, {**run.optimizer_state_dict(), **training_state}
 
 
 def _save(
@@ -69,6 +83,14 @@ def _save(
     checked |= optimizer_state
     nonfinite_tensor.refuse_to_save(run, checked, checkpoints)
 
+    facts = _facts(run, checkpoints)
+    is_rank_0 = run.mesh.device_mesh.get_rank() == 0
+    with heartbeat(f"saving step {run.state.step}", None if is_rank_0 else 0, logger.info):
+        checkpoints.save(run.state.step, model, optimizer_state, facts, last, wait)
+
+
+def _facts(run: Run, checkpoints: Checkpoints) -> dict[str, Any]:
+    """Return the counters and positions of a checkpoint (a collective)."""
     facts: dict[str, Any] = {
         "state": run.state.to_dict(),
         "guard": run.resilience.guard.to_dict(),
@@ -87,9 +109,7 @@ def _save(
         facts[FACT] = run.lora
     if run.scaler:
         facts["scaler"] = run.scaler.state()
-    is_rank_0 = run.mesh.device_mesh.get_rank() == 0
-    with heartbeat(f"saving step {run.state.step}", None if is_rank_0 else 0, logger.info):
-        checkpoints.save(run.state.step, model, optimizer_state, facts, last, wait)
+    return facts
 
 
 def _gather_cursors(run: Run) -> list[list[int]] | None:
@@ -226,7 +246,7 @@ def load(
 
     if "train_state" not in excluded:
         run.state.load(facts.get("state", {}))
-        folder_of_best = path.parent if own else None
+        folder_of_best = checkpoints.folder if own else None
         checkpoints.best.load(facts.get("best"), folder_of_best)
         run.owes_validation = (
             own and run.config.validation.enable and facts.get("owes_validation") is True

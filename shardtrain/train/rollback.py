@@ -45,6 +45,8 @@ def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, starte
         if run.moving_average is not None and not has_averages:
             run.moving_average.restart()
         checkpoints.forget(range(run.state.step + 1, step), started_at)
+        if checkpoints.snapshots is not None:
+            checkpoints.snapshots.forget()
         rows_before_spike = (training.spike_skip_steps - 1) * run.dataloader.global_batch
         first_row = max(run.state.samples_consumed, first_row - rows_before_spike)
     # Record what was undone and skipped.

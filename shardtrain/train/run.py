@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from shardtrain import data, optim
 from shardtrain.checkpoint.manifest import AVERAGES_PREFIX, WEIGHTS_PREFIX
+from shardtrain.checkpoint.snapshots import Snapshots
 from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
@@ -73,6 +74,8 @@ class Run:
     """
     certificate: dict[str, Any] | None = None
     """Path, SHA-256 and state of ``job.certificate`` when the run started. Checkpoints record them."""
+    snapshots: Snapshots | None = None
+    """Snapshots in host memory. None without ``checkpoint.snapshot_interval``."""
     owes_validation: bool = False
     """True if a request to stop cancelled the validation after this step. The resumed run repeats it."""
 

@@ -58,7 +58,7 @@ def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> 
     )
     # The all-reduce of each step also exchanges the state of a background save.
     run.resilience.saving = checkpoints.saving
-    checkpoints.saved_step = run.state.step
+    checkpoints.saved_step = checkpoints.saved_step_after(run.state.step)
     options = run.config.checkpoint
     exports = options.last_save_in_hf or options.hf_interval > 0
     if options.enable and not options.load_only and exports:

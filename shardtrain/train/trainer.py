@@ -21,12 +21,14 @@ from shardtrain import config as configs
 from shardtrain import data, optim
 from shardtrain.checkpoint.collectives import first_rank
 from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.snapshots import Snapshots
 from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.config import Loaded
 from shardtrain.data.data_budget import check_has_targets
 from shardtrain.data.file_hashes import Contents
 from shardtrain.distributed import BATCH_AXES, compile, config_consistency, grad_clip, process_group
 from shardtrain.distributed.process_group import World
+from shardtrain.distributed.rendezvous import gloo_sockets
 from shardtrain.metrics import Metrics, profiling
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
 from shardtrain.ops import accelerator, device_kernels
@@ -43,7 +45,7 @@ from shardtrain.train import (
     split_sequences,
 )
 from shardtrain.train.build import build, set_numerics
-from shardtrain.train.resume import resume
+from shardtrain.train.resume import resume, take_snapshot
 from shardtrain.train.rollback import roll_back
 from shardtrain.train.run import Outcome, ReduceOverMesh, Run, run_facts
 from shardtrain.train.samples import Samples
@@ -125,11 +127,14 @@ def opened(
     contents = Contents()
     try:
         checkpoints.take_run_folder()
+        if config.checkpoint.snapshot_interval:
+            checkpoints.snapshots = Snapshots(config, gloo_sockets.private)
         # Do this before the model is built, because parallelize() uses the kernels that are chosen here.
         set_numerics(config, world.device)
         with _heartbeat("building the model and opening its data", world):
             run = build(config, world)
         run.resilience = resilience
+        run.snapshots = checkpoints.snapshots
         if world.rank == 0:
             contents = run.contents = Contents(getattr(run.dataloader, "files_to_hash", ()), folder)
         # If data files differ from their recorded hashes, stop the run before a checkpoint is loaded.
@@ -337,6 +342,10 @@ def _finish_step(
         checkpoints.poll()
     if checkpoints.is_due(step, run.total_steps):
         shutdown.save_after_step(run, checkpoints, metrics.pause)
+    # A step that was just saved needs no snapshot.
+    if run.snapshots is not None and run.snapshots.is_due(step) and checkpoints.saved_step < step:
+        with run.resilience.phase("checkpoint"):
+            take_snapshot(run, checkpoints)
 
 
 def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Checkpoints) -> None:
@@ -407,6 +416,11 @@ def step(run: Run) -> Outcome | None:
         noise.end_step()
     if source_losses is not None:
         source_losses.end_step()
+
+    # Once a rank has completed this step, the snapshot before it must be complete on all ranks. So every rank
+    # waits for its part before the next collective.
+    if run.snapshots is not None:
+        run.snapshots.wait()
 
     # All ranks must agree on loss and norm. If they took different branches below, they would deadlock.
     norm = run.runner.gradient_norm() / scale

@@ -1,4 +1,4 @@
-"""Temporary folders in the system's temporary directory. The next start removes those of killed processes.
+"""Temporary folders on disk or in host memory. The next start removes those of killed processes.
 
 A process holds a lock on each of its folders. Its forks share the lock, and the kernel releases it when
 the last of them has ended. A lock is more reliable than a process ID, which may be reused or belong to
@@ -19,6 +19,8 @@ from pathlib import Path
 from shardtrain.utils.process_identity import boot_id
 
 PREFIX = "shardtrain-"
+SHARED_MEMORY = Path("/dev/shm")
+"""Filesystem in host memory, which all processes of a Linux machine share."""
 MARK = ".removed-by-next-start"
 """File in each folder that may be removed once nobody holds its lock.
 
@@ -29,13 +31,18 @@ _held: dict[Path, tuple[int, int]] = {}
 """Folder -> descriptor that holds the lock, and ID of the process that created the folder."""
 
 
-def make(purpose: str = "") -> Path:
-    """Create a folder for this user only. Remove folders of killed processes. See ``remove`` and ``keep``."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(tempfile.gettempdir()):
-            if entry.name.startswith(PREFIX):
-                _remove_if_left(entry.path)
-    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-" if purpose else PREFIX))
+def make(purpose: str = "", in_memory: bool = False) -> Path:
+    """Create a folder for this user only, in ``SHARED_MEMORY`` if ``in_memory`` is set.
+
+    Remove folders of killed processes. See ``remove`` and ``keep``. Raises OSError.
+    """
+    for parent in (tempfile.gettempdir(), SHARED_MEMORY):
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(parent):
+                if entry.name.startswith(PREFIX):
+                    _remove_if_left(entry.path)
+    prefix = f"{PREFIX}{purpose}-" if purpose else PREFIX
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=SHARED_MEMORY if in_memory else None))
     descriptor = os.open(folder, _FOLDER)
     # Lock the folder before marking it: a marked folder without a lock belongs to a process that has ended.
     # without locks the folder stays unmarked, and is never removed by others

@@ -26,6 +26,7 @@ def check_checkpoint(loaded: Loaded) -> Iterator[Problem]:
     """Yield options of checkpoints that contradict others or have no effect."""
     options = loaded.config.checkpoint
     yield from best_metric(loaded)
+    yield from snapshots(loaded)
     if options.create_seed_checkpoint and options.load_only:
         yield problem(
             loaded,
@@ -43,6 +44,35 @@ def check_checkpoint(loaded: Loaded) -> Iterator[Problem]:
             "checkpoint.initial_load_path",
             rule="loads nothing while checkpoints are off",
             fix="set checkpoint.enable = true, or remove it",
+        )
+
+
+def snapshots(loaded: Loaded) -> Iterator[Problem]:
+    """Snapshots complement checkpoints, and a restart must be free to choose the step."""
+    options = loaded.config.checkpoint
+    if options.snapshot_interval < 1:
+        return
+    option = "checkpoint.snapshot_interval"
+    if not options.enable:
+        yield problem(
+            loaded,
+            option,
+            rule="requires checkpoints, which restart a run that has lost its snapshots",
+            fix="set checkpoint.enable = true, or remove it",
+        )
+    if options.load_only:
+        yield problem(
+            loaded,
+            option,
+            rule="stores the training state, and checkpoint.load_only forbids it",
+            fix="remove one of them",
+        )
+    if options.load_step >= 0:
+        yield problem(
+            loaded,
+            option,
+            rule="restarts from the newest step, and checkpoint.load_step names another one",
+            fix="remove one of them",
         )
 
 

@@ -104,6 +104,7 @@ AT_LEAST_0 = (
     "checkpoint.hf_interval",
     "checkpoint.keep_latest_k",
     "checkpoint.keep_every_n_steps",
+    "checkpoint.snapshot_interval",
     "checkpoint.max_stall_seconds",
     "validation.patience",
     "validation.per_epoch",

@@ -33,6 +33,10 @@ class Checkpoint:
     saves into the folder on its own node, and the other ranks send it their data. At startup the
     newest checkpoint on any node is used (shardtrain).
     """
+    snapshot_interval: int = 0
+    """Steps between two snapshots of the training state in host memory, from which --max_restarts continues;
+    each node also holds a copy for another node; 0: none (shardtrain).
+    """
     initial_load_path: str | None = None
     """Checkpoint to start from if folder has none: a folder, or a file of torch.save with a model_state_dict,
     such as pytorch_universal_trainer's checkpoint-396. Opening it runs no code.

@@ -1,0 +1,227 @@
+"""Exchange of snapshots between nodes: copies for the next node of a ring, and reads from other nodes.
+
+The background threads that send copies use a separate process group for each pair of ranks, because
+messages of the trainer's groups must keep their order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardtrain.checkpoint.collectives import any_rank
+from shardtrain.utils import activity
+from shardtrain.utils.units import MIB
+
+MakeGroup = Callable[[Callable[[], Any]], Any]
+"""Calls a function that creates a gloo group, and protects the group's sockets."""
+
+_MOST_MESSAGE_BYTES = 2**27
+"""Largest description of a snapshot that is received. It includes the manifest."""
+_ROUND_BYTES = 128 * MIB
+"""Bytes that a rank sends in one round of ``fetch``, if all ranks ask for the most."""
+_LEAST_BYTES = MIB
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The nodes of a run in the order of their first ranks. The i-th rank of a node sends to the i-th of the next.
+
+    Attributes:
+        node_of: Number of each rank's node.
+    """
+
+    node_of: Sequence[int]
+
+    @cached_property
+    def members(self) -> list[list[int]]:
+        """Ranks of each node, ascending."""
+        members: list[list[int]] = [[] for _ in range(max(self.node_of) + 1)]
+        for rank, node in enumerate(self.node_of):
+            members[node].append(rank)
+        return members
+
+    def target(self, rank: int) -> int | None:
+        """Return the rank that holds a copy for ``rank``. None with a single node."""
+        num_nodes = len(self.members)
+        if num_nodes == 1:
+            return None
+        node = self.node_of[rank]
+        place = self.members[node].index(rank)
+        # The next node may have fewer ranks.
+        next_members = self.members[(node + 1) % num_nodes]
+        return next_members[place % len(next_members)]
+
+    def sources(self, rank: int) -> list[int]:
+        """Return the ranks for which ``rank`` holds copies, ascending."""
+        num_nodes = len(self.members)
+        if num_nodes == 1:
+            return []
+        previous = self.members[self.node_of[rank] - 1]
+        return [source for source in previous if self.target(source) == rank]
+
+    def writer_of(self, rank: int, node: int) -> int | None:
+        """Return the rank of ``node`` that writes files of ``rank`` there, or None."""
+        if self.node_of[rank] == node:
+            return rank
+        target = self.target(rank)
+        return target if target is not None and self.node_of[target] == node else None
+
+
+def make_groups(
+    ring: Ring, make_group: MakeGroup, timeout_seconds: int
+) -> dict[int, dist.ProcessGroup]:
+    """Create a group with each rank that this rank exchanges copies with (a collective), by that rank."""
+    own_rank = dist.get_rank()
+    pairs = set()
+    for rank in range(len(ring.node_of)):
+        target = ring.target(rank)
+        if target is not None:
+            pairs.add((min(rank, target), max(rank, target)))
+    groups: dict[int, dist.ProcessGroup] = {}
+    # Both ranks of a pair wait for each other. All ranks use the same order, so there is no deadlock.
+    for pair in sorted(pairs):
+        if own_rank not in pair:
+            continue
+        other = pair[0] if pair[1] == own_rank else pair[1]
+        groups[other] = make_group(
+            lambda pair=pair: dist.new_group(
+                list(pair),
+                timeout=timedelta(seconds=timeout_seconds),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        )
+    return groups
+
+
+class Copy(NamedTuple):
+    """A copy that this rank receives: its source, its description as JSON, and the buffer of its bytes."""
+
+    source: int
+    description: Any
+    data: Tensor
+
+
+def exchange(
+    groups: Mapping[int, dist.ProcessGroup],
+    target: int,
+    description: Any,
+    data: Tensor,
+    buffers: Mapping[int, Tensor],
+) -> Iterator[Copy]:
+    """Send a description and bytes to ``target``, and yield what each source sends. For a background thread.
+
+    Args:
+        groups: Groups by the other rank.
+        buffers: Buffer for the bytes of each source, of their exact number.
+
+    Raises:
+        RuntimeError: a peer has ended, or did not answer within the group's timeout.
+        ValueError: a peer sent an invalid description.
+    """
+    text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
+    size = torch.tensor([text.numel()])
+    sent = []
+    for message in (size, text, data):
+        if message.numel():
+            sent.append(dist.isend(message, dst=target, group=groups[target]))
+    for source, buffer in buffers.items():
+        group = groups[source]
+        received_size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(received_size, src=source, group=group)
+        num_bytes = int(received_size)
+        if not 0 < num_bytes <= _MOST_MESSAGE_BYTES:
+            raise ValueError(f"rank {source} sent a description of {num_bytes} bytes")
+        received_text = torch.empty(num_bytes, dtype=torch.uint8)
+        dist.recv(received_text, src=source, group=group)
+        if buffer.numel():
+            dist.recv(buffer, src=source, group=group)
+        yield Copy(source, json.loads(bytes(received_text.numpy())), buffer)
+    for work in sent:
+        if work is not None:
+            work.wait()
+
+
+class Range(NamedTuple):
+    """Consecutive bytes of a file of the checkpoint, given by its number, that rank ``holder`` can read."""
+
+    holder: int
+    file: int
+    begin: int
+    num_bytes: int
+
+
+def fetch(
+    needed: Iterable[Range],
+    read: Callable[[int, int, int], Tensor],
+    write: Callable[[int, int, Tensor], None],
+) -> None:
+    """Read the needed ranges from their holders (a collective), in rounds of bounded memory.
+
+    Args:
+        needed: Ranges that this rank needs. Ranks may need different numbers of them.
+        read: Called with a file, an offset and a number of bytes. Returns the bytes.
+        write: Called with a file, an offset and the received bytes.
+    """
+    size = dist.get_world_size()
+    most_bytes = max(_LEAST_BYTES, _ROUND_BYTES // size)
+    waiting = _pieces(needed, most_bytes)
+    piece = next(waiting, None)
+    while any_rank(piece is not None):
+        # Ask each holder for at most ``most_bytes`` in a round.
+        asked: list[list[Range]] = [[] for _ in range(size)]
+        asked_bytes = [0] * size
+        while piece is not None and asked_bytes[piece.holder] + piece.num_bytes <= most_bytes:
+            asked[piece.holder].append(piece)
+            asked_bytes[piece.holder] += piece.num_bytes
+            piece = next(waiting, None)
+        _round(asked, read, write)
+        activity.tick()
+
+
+def _pieces(needed: Iterable[Range], most_bytes: int) -> Iterator[Range]:
+    for one in needed:
+        for start in range(0, one.num_bytes, most_bytes):
+            num_bytes = min(most_bytes, one.num_bytes - start)
+            yield one._replace(begin=one.begin + start, num_bytes=num_bytes)
+
+
+def _round(
+    asked: Sequence[Sequence[Range]],
+    read: Callable[[int, int, int], Tensor],
+    write: Callable[[int, int, Tensor], None],
+) -> None:
+    # Exchange the numbers of requests, the requests, and the bytes.
+    counts = torch.tensor([len(pieces) for pieces in asked])
+    counts_for_us = torch.empty_like(counts)
+    dist.all_to_all_single(counts_for_us, counts)
+    rows = []
+    for pieces in asked:
+        rows += [[piece.file, piece.begin, piece.num_bytes] for piece in pieces]
+    requests = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
+    requests_to_us = torch.empty(int(counts_for_us.sum()), 3, dtype=torch.int64)
+    dist.all_to_all_single(requests_to_us, requests, counts_for_us.tolist(), counts.tolist())
+
+    answers = [read(file, begin, count) for file, begin, count in requests_to_us.tolist()]
+    answer = torch.cat([torch.empty(0, dtype=torch.uint8), *answers])
+    answer_bytes = []
+    for requests_of_rank in requests_to_us.split(counts_for_us.tolist()):
+        answer_bytes.append(int(requests_of_rank[:, 2].sum()))
+    received_bytes = [sum(piece.num_bytes for piece in pieces) for pieces in asked]
+    received = torch.empty(sum(received_bytes), dtype=torch.uint8)
+    dist.all_to_all_single(received, answer, received_bytes, answer_bytes)
+
+    start = 0
+    for pieces in asked:
+        for piece in pieces:
+            write(piece.file, piece.begin, received[start : start + piece.num_bytes])
+            start += piece.num_bytes
