@@ -6,11 +6,12 @@ messages of the trainer's groups must keep their order.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -76,31 +77,50 @@ class Ring:
         return target if target is not None and self.node_of[target] == node else None
 
 
-def make_groups(
-    ring: Ring, make_group: MakeGroup, timeout_seconds: int
-) -> dict[int, dist.ProcessGroup]:
+_numbers = itertools.count()
+"""Numbers for the names of groups in the store. All ranks create the same sets of groups."""
+
+
+class Pair:
+    """A gloo group of this rank and one other rank, with messages in both directions."""
+
+    def __init__(self, group: Any, place: int) -> None:
+        self._group = group
+        self._other = 1 - place
+
+    def send(self, tensor: Tensor) -> dist.Work:
+        """Start to send a tensor."""
+        work: dist.Work = self._group.send([tensor], self._other, 0)
+        return work
+
+    def receive(self, tensor: Tensor) -> None:
+        """Receive a tensor of this size. Raises RuntimeError if the peer has ended or does not answer."""
+        self._group.recv([tensor], self._other, 0).wait()
+
+
+def make_pairs(ring: Ring, make_group: MakeGroup, timeout_seconds: int) -> dict[int, Pair]:
     """Create a group with each rank that this rank exchanges copies with (a collective), by that rank."""
     own_rank = dist.get_rank()
-    pairs = set()
+    members = set()
     for rank in range(len(ring.node_of)):
         target = ring.target(rank)
         if target is not None:
-            pairs.add((min(rank, target), max(rank, target)))
-    groups: dict[int, dist.ProcessGroup] = {}
+            members.add((min(rank, target), max(rank, target)))
+    number = next(_numbers)
+    pairs: dict[int, Pair] = {}
     # Both ranks of a pair wait for each other. All ranks use the same order, so there is no deadlock.
-    for pair in sorted(pairs):
-        if own_rank not in pair:
+    # ``dist.new_group`` would need a barrier of all ranks for each pair.
+    for low, high in sorted(members):
+        if own_rank not in (low, high):
             continue
-        other = pair[0] if pair[1] == own_rank else pair[1]
-        groups[other] = make_group(
-            lambda pair=pair: dist.new_group(
-                list(pair),
-                timeout=timedelta(seconds=timeout_seconds),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
+        store = dist.PrefixStore(
+            f"snapshots-{number}-{low}-{high}", dist.distributed_c10d._get_default_store()
         )
-    return groups
+        place = int(own_rank == high)
+        timeout = timedelta(seconds=timeout_seconds)
+        create = partial(dist.ProcessGroupGloo, store, place, 2, timeout)
+        pairs[low + high - own_rank] = Pair(make_group(create), place)
+    return pairs
 
 
 class Copy(NamedTuple):
@@ -112,7 +132,7 @@ class Copy(NamedTuple):
 
 
 def exchange(
-    groups: Mapping[int, dist.ProcessGroup],
+    pairs: Mapping[int, Pair],
     target: int,
     description: Any,
     data: Tensor,
@@ -121,7 +141,7 @@ def exchange(
     """Send a description and bytes to ``target``, and yield what each source sends. For a background thread.
 
     Args:
-        groups: Groups by the other rank.
+        pairs: Groups by the other rank.
         buffers: Buffer for the bytes of each source, of their exact number.
 
     Raises:
@@ -133,22 +153,21 @@ def exchange(
     sent = []
     for message in (size, text, data):
         if message.numel():
-            sent.append(dist.isend(message, dst=target, group=groups[target]))
+            sent.append(pairs[target].send(message))
     for source, buffer in buffers.items():
-        group = groups[source]
+        pair = pairs[source]
         received_size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(received_size, src=source, group=group)
+        pair.receive(received_size)
         num_bytes = int(received_size)
         if not 0 < num_bytes <= _MOST_MESSAGE_BYTES:
             raise ValueError(f"rank {source} sent a description of {num_bytes} bytes")
         received_text = torch.empty(num_bytes, dtype=torch.uint8)
-        dist.recv(received_text, src=source, group=group)
+        pair.receive(received_text)
         if buffer.numel():
-            dist.recv(buffer, src=source, group=group)
+            pair.receive(buffer)
         yield Copy(source, json.loads(bytes(received_text.numpy())), buffer)
     for work in sent:
-        if work is not None:
-            work.wait()
+        work.wait()
 
 
 class Range(NamedTuple):

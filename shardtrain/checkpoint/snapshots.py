@@ -39,7 +39,7 @@ from shardtrain.checkpoint.snapshot_peers import (
     Ring,
     exchange,
     fetch,
-    make_groups,
+    make_pairs,
 )
 from shardtrain.checkpoint.storage import SPARE
 from shardtrain.config.schema import Config
@@ -92,7 +92,7 @@ class Snapshots:
         self._is_speaker = self._rank == self._members[0]
         self._target = self._ring.target(self._rank)
         self._sources = self._ring.sources(self._rank)
-        self._groups = make_groups(self._ring, make_group, config.comm.init_timeout_seconds)
+        self._pairs = make_pairs(self._ring, make_group, config.comm.init_timeout_seconds)
         self._token = ""
         self._plan: save_plan.SavePlan | None = None
         self._next = 0
@@ -265,7 +265,7 @@ class Snapshots:
         if self._target is None:
             return
         received = {source: buffers[source] for source in self._sources}
-        for copy in exchange(self._groups, self._target, [record, text], own, received):
+        for copy in exchange(self._pairs, self._target, [record, text], own, received):
             fields, text = copy.description
             record = Record(*fields)
             expected = (self._token, step, file_of(copy.source), copy.data.numel())

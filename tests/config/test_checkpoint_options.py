@@ -35,6 +35,9 @@ def written(tmp_path: Path, text: str) -> Path:
         ("max_stall_seconds = -1.0", "must not be negative"),
         ("keep_every_n_steps = -1", "must not be negative"),
         ("hf_interval = -1", "must not be negative"),
+        ("snapshot_interval = -1", "must not be negative"),
+        ("snapshot_interval = 1\nload_step = 5", "checkpoint.load_step names another one"),
+        ("snapshot_interval = 1\nload_only = true", "checkpoint.load_only forbids it"),
         (
             "last_save_in_hf = true\n[lora]\nenable = true\nrandom_base = true",
             "writes the weights of the full model",
@@ -66,6 +69,12 @@ def test_impossible_checkpoint_options_are_rejected(
 ) -> None:
     lines = [str(problem) for problem in check(load(written(tmp_path, ON + text)))]
     assert any(message in line for line in lines), lines
+
+
+def test_snapshots_require_checkpoints(tmp_path: Path) -> None:
+    loaded = load(written(tmp_path, "[checkpoint]\nsnapshot_interval = 1"))
+    lines = [str(problem) for problem in check(loaded)]
+    assert any("snapshot_interval=1 requires checkpoints" in line for line in lines), lines
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardtrain import config as configs
+from shardtrain.checkpoint.snapshot_folder import GENERATIONS
 from shardtrain.config import Loaded, command_line
 from shardtrain.config.command_line import VerbOption
 from shardtrain.config.schema import Checkpoint
 from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.arguments import output_name
 from shardtrain.utils.errors import ConfigError, Problem
-from shardtrain.utils.units import parse_count
+from shardtrain.utils.units import format_bytes, parse_count
 from shardtrain.utils.variables import is_whole_number
 
 if TYPE_CHECKING:
@@ -249,16 +250,31 @@ def _plan(
         facts = plan.as_dict()
         if largest:
             facts["largest"] = largest
+        if loaded.config.checkpoint.snapshot_interval:
+            facts["snapshot_bytes_per_node"] = snapshot_bytes(plan)
         if options.tokens:
             facts["budget"] = _budget(plan, options.tokens, save_seconds)
         print(json.dumps(facts))
     else:
         print("\n".join(picture.lines(plan, options.tokens, options.price, save_seconds, columns)))
+        if loaded.config.checkpoint.snapshot_interval:
+            size = format_bytes(snapshot_bytes(plan))
+            print(f"snapshots: {size} of host memory on each node (checkpoint.snapshot_interval)")
         if largest:
             print("largest values that fit on this layout, if only one is changed:")
             for option, number in largest.items():
                 print(f"  {option}={number}")
     return 0 if plan.fits else DOES_NOT_FIT
+
+
+def snapshot_bytes(plan: Plan) -> int:
+    """Return the host memory that snapshots need on a node: two generations, each with a copy for another node."""
+    devices = min(plan.world_size, plan.device.devices_per_node)
+    copies = 1 if plan.world_size <= plan.device.devices_per_node else 2
+    # Replicas divide what a checkpoint contains.
+    replicas = plan.sizes.get("dp_replicate", 1)
+    share = (plan.fullest.parameters + plan.fullest.optimizer) // replicas
+    return len(GENERATIONS) * copies * devices * share
 
 
 def _budget(plan: Plan, tokens: float, save_seconds: float) -> dict[str, Any]:
