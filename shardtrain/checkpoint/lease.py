@@ -286,11 +286,14 @@ def is_seen_from_here(holder: dict[str, Any]) -> bool:
     The host name is not sufficient. Machines made from one image may share it, and their first PID namespaces
     have the same number.
     """
-    here = {"pid_namespace": process_identity.pid_namespace(), "boot": process_identity.boot_id()}
+    local_identity = {
+        "pid_namespace": process_identity.pid_namespace(),
+        "boot": process_identity.boot_id(),
+    }
     if holder.get("host") != socket.gethostname():
         return False
     # A field that is missing does not count as different.
-    return all(holder.get(key, value) == value for key, value in here.items())
+    return all(holder.get(key, value) == value for key, value in local_identity.items())
 
 
 def is_held(folder: Path) -> bool:

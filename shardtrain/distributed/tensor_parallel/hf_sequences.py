@@ -138,7 +138,7 @@ def _full_children(path: str, module: nn.Module) -> Iterator[str]:
 class _Trial(MetaPass):
     """A test pass on the meta device, which raises ``Unsplittable`` if a block combines tokens.
 
-    It simulates two ranks: blocks run on half of the tokens, and modules in ``found.full`` on all.
+    It simulates two ranks: blocks run on half of the tokens, and modules in ``SplitSequences.full`` on all.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class _Trial(MetaPass):
         super().__init__()
         # also moves the buffers, which are on the CPU
         self._model = copy.deepcopy(model).to("meta")
-        self._found = split_sequences
+        self._split_sequences = split_sequences
         self._split = split
         self._blocks = list(model.blocks)
         self._num_finished = 0
@@ -164,7 +164,7 @@ class _Trial(MetaPass):
             self._model.get_submodule(path).forward = _copy_of_first_input
 
     def run(self) -> None:
-        """Run the pass, and fill ``found.scattered``."""
+        """Run the pass, and fill ``SplitSequences.scattered``."""
         for path, module in self._model.named_modules():
             module.register_forward_pre_hook(self._entry(path), with_kwargs=True)
             module.register_forward_hook(self._exit(path))
@@ -200,7 +200,7 @@ class _Trial(MetaPass):
             if is_on_parts and self._is_unknown(path):
                 raise Unsplittable(f"calls {path} on parts of sequences")
             self._running.append(path)
-            if path in self._found.full:
+            if path in self._split_sequences.full:
                 return self._enter_full(path, inputs, keywords)
             return None
 
@@ -250,7 +250,7 @@ class _Trial(MetaPass):
                 self._last_sum = (path, hidden)
             if path in self._blocks:
                 return self._leave_block(path, hidden, output)
-            if path in self._found.full:
+            if path in self._split_sequences.full:
                 return self._leave_full(path, hidden, output)
             return None
 
@@ -274,7 +274,7 @@ class _Trial(MetaPass):
         if self._last_sum is not None:
             linear, linear_output = self._last_sum
             if linear_output is hidden:
-                self._found.scattered[linear] = path
+                self._split_sequences.scattered[linear] = path
 
         part = hidden.new_empty(1, _PART, hidden.size(-1))
         return _replace_output(output, part)
@@ -287,7 +287,7 @@ class _Trial(MetaPass):
 
     def _is_unknown(self, path: str) -> bool:
         """True if a module has matrices but is not in ``full``, so that it must not run on parts."""
-        if path in self._found.full:
+        if path in self._split_sequences.full:
             return False
         module = self._model.get_submodule(path)
         return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
