@@ -76,12 +76,11 @@ def main(words: Sequence[str]) -> int:
 
         return real.main(request, loaded)
 
+    # Print the plan before the ranks start, because they may take minutes.
     task = plan(loaded, request)
     if not request.json:
-        print(
-            f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process",
-            flush=True,
-        )
+        model = model_name(task.reference)
+        print(f"verify {model}: {request.steps} steps, each mesh against one process", flush=True)
         for note in task.notes:
             print(f"  {note}", flush=True)
     # Import PyTorch only now, so an invalid argument is reported immediately. Import it in this process,
@@ -98,11 +97,8 @@ def main(words: Sequence[str]) -> int:
 
     status = verify_report.exit_code(rows, request)
     if request.json:
-        print(
-            verify_report.document(
-                model_name(task.reference), [*task.notes, *probe_notes], rows, status
-            )
-        )
+        notes = [*task.notes, *probe_notes]
+        print(verify_report.document(model_name(task.reference), notes, rows, status))
     else:
         print(verify_report.table(rows))
     return status
@@ -116,7 +112,7 @@ def _probe_in_float32(task: VerifyTask, folder: Path) -> tuple[VerifyTask, list[
     """
     from shardtrain.tools.verify import casts
 
-    with casts.off() if task.own is not None else nullcontext():
+    with casts.off() if task.own_precision is not None else nullcontext():
         return probe(task, folder)
 
 
@@ -136,11 +132,13 @@ def load(request: VerifyOptions) -> Loaded:
     overrides = list(request.overrides)
     if path is not None and path.endswith(".py"):
         facts = configs.read_model_file(path)
-        if not any(argument.partition("=")[0] == "--model.flavor" for argument in overrides):
+        option_names = [argument.partition("=")[0] for argument in overrides]
+        if "--model.flavor" not in option_names:
             overrides = ["--model.flavor", smallest(facts), *overrides]
         return _require_valid(configs.load(None, ["--model.name", path, *overrides]))
 
-    return meshes.without_ramps(comparable(_require_valid(configs.load(path, overrides))))
+    loaded = _require_valid(configs.load(path, overrides))
+    return meshes.without_ramps(comparable(loaded))
 
 
 def comparable(loaded: Loaded) -> Loaded:
@@ -238,18 +236,12 @@ def plan(loaded: Loaded, request: VerifyOptions) -> VerifyTask:
         from shardtrain.launch import environment
 
         available = environment.count_accelerators(device)
-        needed = max(
-            (mesh_plan.num_ranks for mesh_plan in task.plans if not mesh_plan.problem), default=1
-        )
+        numbers = [mesh_plan.num_ranks for mesh_plan in task.plans if not mesh_plan.problem]
+        needed = max(numbers, default=1)
         if available < needed:
             rule = f"requires {needed} devices, but this machine has {available}"
-            problems.append(
-                str(
-                    Problem(
-                        "training.device", device, rule, 'use "cpu", or smaller meshes with --mesh'
-                    )
-                ),
-            )
+            fix = 'use "cpu", or smaller meshes with --mesh'
+            problems.append(str(Problem("training.device", device, rule, fix)))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return task
@@ -262,8 +254,10 @@ def small_copy(plans: Sequence[MeshPlan], loaded: Loaded) -> dict[str, Any] | No
     """
     from shardtrain.tools.verify import own_sizes
 
+    # The widths of the copy must be divisible by the tp degree of every mesh.
     possible = [mesh_plan for mesh_plan in plans if not mesh_plan.problem]
-    tp = math.lcm(1, *(mesh_plan.degrees.get("tp", 1) for mesh_plan in possible))
+    tp_degrees = [mesh_plan.degrees.get("tp", 1) for mesh_plan in possible]
+    tp = math.lcm(1, *tp_degrees)
     arguments = (loaded.config, shrink.needed_layers(possible), tp)
     with temporary_folder("verify") as folder:
         try:
@@ -302,16 +296,15 @@ def probe(
         # First run the model as two ranks, to detect a model that depends on its rank by the comparison
         # below. A model that cannot be built fails again below, where the error is reported.
         if config.training.device in ("auto", "cpu"):
-            limit = forked_workers.PROBE_TIMEOUT_SECONDS
-            arguments = (config, str(peers))
             try:
                 forked_workers.run(
                     2,
                     probes.run_with_peers,
-                    *arguments,
+                    config,
+                    str(peers),
                     folder=peers,
                     backend="gloo",
-                    limit_seconds=limit,
+                    limit_seconds=forked_workers.PROBE_TIMEOUT_SECONDS,
                 )
             except forked_workers.RankFailed as error:
                 (peers / "error").write_text(str(error), encoding="utf-8")
@@ -333,11 +326,10 @@ def probe(
     # A plan with an axis that the model does not support still has a row in the table.
     plans = []
     for mesh_plan in task.plans:
-        reasons = [
-            reason
-            for axis, reason in answer["impossible"].items()
-            if mesh_plan.degrees.get(axis, 1) > 1
-        ]
+        reasons = []
+        for axis, reason in answer["impossible"].items():
+            if mesh_plan.degrees.get(axis, 1) > 1:
+                reasons.append(reason)
         if reasons and not mesh_plan.problem:
             mesh_plan = dataclasses.replace(mesh_plan, problem="\n".join(reasons))
         plans.append(mesh_plan)
@@ -349,10 +341,11 @@ def verify(task: VerifyTask, trainer: Trainer, folder: Path) -> list[MeshResult]
 
     In the run's own precision, the first row is for one process.
     """
-    if task.own is not None:
+    if task.own_precision is not None:
         from shardtrain.tools.verify import precision
 
         return precision.verify(task, trainer, folder)
+    # If no mesh is possible, there is nothing to compare with one process.
     if not all(mesh_plan.problem for mesh_plan in task.plans):
         reference(task, trainer, folder)
     return [compare_plan(task, mesh_plan, trainer, folder) for mesh_plan in task.plans]
@@ -445,9 +438,8 @@ def compare_plan(task: VerifyTask, one: MeshPlan, trainer: Trainer, folder: Path
     )
     (fields,) = forked_workers.run(1, judge, *arguments, folder=ranks)
     if fields is None:
-        (fields,) = forked_workers.run(
-            1, judge, *arguments, str(shaken(task, trainer, folder)), folder=ranks
-        )
+        shaken_folder = str(shaken(task, trainer, folder))
+        (fields,) = forked_workers.run(1, judge, *arguments, shaken_folder, folder=ranks)
     shutil.rmtree(ranks, ignore_errors=True)
     verdict = "differs" if fields["first"] else "same"
     seconds = time.perf_counter() - started

@@ -58,10 +58,10 @@ def excess_of(path: str, what: str, actual: Tensor, exact: Tensor) -> Iterator[E
         return
     error = distance(actual.double(), exact)
     if actual.element_size() >= 4:
-        found = deviation(actual, exact, 1, is_by_row=False, promised=torch.float32)
-        if not found.is_rounding:
+        compared = deviation(actual, exact, 1, is_by_row=False, promised=torch.float32)
+        if not compared.is_rounding:
             cause = "the backward pass computes in a shorter dtype than float32"
-            yield Excess(path, what, found.error, found.allowed, cause)
+            yield Excess(path, what, compared.error, compared.allowed, cause)
         return
     fraction = promised_precision.fraction_not_rounded_once(actual, exact)
     allowed = max(promised_precision.ROUNDED_ONCE, FEW_NUMBERS / actual.numel())

@@ -82,11 +82,10 @@ class SyntheticStream:
             batch = whole_batch(seed, step, self.global_batch, tokens, vocabulary)
             for start in range(self._first, self._first + self._rows, self._local):
                 rows = slice(start, start + self._local)
-                columns = (
-                    batch.tokens_BT,
-                    batch.targets_BT,
-                    batch.positions_BT,
-                    batch.sample_ids_B,
+                yield Batch(
+                    batch.tokens_BT[rows],
+                    batch.targets_BT[rows],
+                    batch.positions_BT[rows],
+                    batch.sample_ids_B[rows],
                 )
-                yield Batch(*(column[rows] for column in columns))
             step += 1

@@ -115,7 +115,7 @@ def _plan(loaded: Loaded, verdict: VerifyVerdict) -> shrink.VerifyTask | None:
     if small is not None and small["why"]:
         verdict.left_out.append(small["why"])
         return None
-    task = shrink.prepare(plans, loaded, STEPS, full=False, own=small)
+    task = shrink.prepare(plans, loaded, STEPS, full=False, small_copy=small)
     verdict.left_out += [f"{plan.name}: {plan.problem}" for plan in task.plans if plan.problem]
     task = dataclasses.replace(task, plans=[plan for plan in task.plans if not plan.problem])
     return task if task.plans else None

@@ -58,7 +58,8 @@ def scaled(e: Evidence) -> str | None:
     if mine is None:
         return None
     # Fit the factor by least squares. The residual must be rounding.
-    factor = float((mine * theirs).sum() / theirs.square().sum().clamp_min(1e-30))
+    square = theirs.square().sum().clamp_min(1e-30)
+    factor = float((mine * theirs).sum() / square)
     residual = float((mine - factor * theirs).norm())
     if factor == 0 or residual > e.match * abs(factor) * float(theirs.norm()):
         return None
@@ -113,10 +114,9 @@ def _num_targets(e: Evidence, rows: Sequence[int]) -> int:
 
 def own_counts(e: Evidence) -> str | None:
     """Each share is divided by its own number of target tokens instead of the global number."""
-    splits = {
-        "data rank": [e.rows_of_rank(rank) for rank in range(e.data_ranks)],
-        "micro-batch": [e.micro_rows_of(index) for index in range(e.num_micro)],
-    }
+    rows_of_ranks = [e.rows_of_rank(rank) for rank in range(e.data_ranks)]
+    rows_of_micro_batches = [e.micro_rows_of(index) for index in range(e.num_micro)]
+    splits = {"data rank": rows_of_ranks, "micro-batch": rows_of_micro_batches}
     for unit, shares in splits.items():
         if len(shares) < 2:
             continue
@@ -132,12 +132,11 @@ def own_counts(e: Evidence) -> str | None:
             total = total + part * e.batch.num_targets / _num_targets(e, rows)
         if not is_known:
             continue
-        for factor, combination in (
-            (1 / len(shares), "then averaged: a mean of means"),
-            (1.0, "then summed"),
-        ):
-            if e.explains_on_all_ranks(e.suspect, total * factor):
-                return f"each {unit} divided by its own count of target tokens and {combination}"
+        cause = f"each {unit} divided by its own count of target tokens and"
+        if e.explains_on_all_ranks(e.suspect, total / len(shares)):
+            return f"{cause} then averaged: a mean of means"
+        if e.explains_on_all_ranks(e.suspect, total):
+            return f"{cause} then summed"
     return None
 
 
@@ -215,8 +214,8 @@ def swapped_targets(e: Evidence) -> str | None:
         for i, j in itertools.product(range(count), repeat=2):
             table[i][j] += e.shares.loss_of_rows(rows[i], rows[j])
     for order, text in orders.items():
-        loss = sum(table[i][order[i]] for i in range(count)) / e.batch.num_targets
-        if e.explains_loss(loss, 1e-6):
+        loss_sum = sum(table[i][j] for i, j in enumerate(order))
+        if e.explains_loss(loss_sum / e.batch.num_targets, 1e-6):
             return f"targets of micro-batches out of order ({text}): logits meet the targets of another micro-batch"
     return None
 
@@ -226,8 +225,9 @@ def expert_dropped(e: Evidence) -> str | None:
     if not e.layout.expert:
         return None
     for name in e.first.names:
-        modules = [name[:end] for end, letter in enumerate(name) if letter == "."]
-        if not any(matches(module, e.layout.expert) for module in modules):
+        # The layout names the module that contains the experts, which is a parent of their weights.
+        parents = [name[:end] for end, letter in enumerate(name) if letter == "."]
+        if not any(matches(parent, e.layout.expert) for parent in parents):
             continue
         mine = e.mine(name)
         theirs = e.theirs(name)
@@ -280,8 +280,9 @@ def positions(e: Evidence) -> str | None:
     if e.size("cp") == 1 or not e.first.loss_differs:
         return None
     # Try the losses of known wrong positions. If none fits, compare the first attention core.
-    for text, wrong in _wrong_positions(e):
-        if e.explains_loss(e.shares.loss(wrong.expand_as(e.batch.positions_BT)), 2e-6):
+    for text, wrong_T in _wrong_positions(e):
+        wrong_BT = wrong_T.expand_as(e.batch.positions_BT)
+        if e.explains_loss(e.shares.loss(wrong_BT), 2e-6):
             return f"wrong positions under cp: {text}"
     return _core(e)
 
@@ -428,7 +429,8 @@ def clipped_otherwise(e: Evidence) -> str | None:
         factors[record.rank] = factor
     if all(changes_nothing(e, factor) for factor in factors.values()):
         return None
-    factors_text = ", ".join(f"rank {rank}: {factor:.4g}" for rank, factor in factors.items())
+    texts = [f"rank {rank}: {factor:.4g}" for rank, factor in factors.items()]
+    factors_text = ", ".join(texts)
     return f"gradients are clipped by another factor than on one process, times {factors_text}; before, they agree"
 
 

@@ -87,11 +87,14 @@ class Expected:
 
     def __init__(self, record: RankRecord, layout: Layout) -> None:
         self.record = record
-        names = [key.removeprefix("initial/") for key in record.parts if key.startswith("initial/")]
+        names = []
+        self.buffers = []
+        for key in record.parts:
+            if key.startswith("initial/"):
+                names.append(key.removeprefix("initial/"))
+            elif key.startswith("buffers/0/"):
+                self.buffers.append(key.removeprefix("buffers/0/"))
         self.names = forward_order(names, layout)
-        self.buffers = [
-            key.removeprefix("buffers/0/") for key in record.parts if key.startswith("buffers/0/")
-        ]
 
     def whole(self, kind: str, name: str) -> Tensor:
         """Return a full tensor, by kind ("initial", "weights/STEP", ...) and name."""
@@ -153,7 +156,8 @@ def moved_by(expected: Expected, shaken: RankRecord, steps: int) -> list[Errors]
     for step in range(steps):
         # A number that differed once remains uncertain, so use the largest difference so far.
         current = asdict(_StepErrors(expected, [shaken], step).largest)
-        largest = {kind: max(value, largest[kind]) for kind, value in current.items()}
+        for kind, value in current.items():
+            largest[kind] = max(largest[kind], value)
         moved.append(Errors(**largest))
     return moved
 
@@ -190,9 +194,10 @@ def compare(
     # Initial weights must be bitwise equal, because they are drawn block by block on any mesh. Compare "own",
     # the initial weights of training, last, so it replaces "initial" as the first difference.
     for kind in ("initial", "own"):
-        unequal = [
-            name for name in expected.names if not _is_bitwise_equal(expected, records, kind, name)
-        ]
+        unequal = []
+        for name in expected.names:
+            if not _is_bitwise_equal(expected, records, kind, name):
+                unequal.append(name)
         differences.initial = max(differences.initial, len(unequal))
         if unequal:
             differences.first = First(kind, 0, unequal, 0.0)
@@ -212,10 +217,14 @@ def _is_bitwise_equal(
     """True if at least one rank has a part of this tensor, and all parts are bitwise equal to one process's."""
     key = f"{kind}/{name}"
     full = expected.whole(kind, name)
-    holders = [record for record in records if key in record.parts]
-    if not holders:
-        return False
-    return all(same_bits(record.parts[key], full[record.slices[key]]) for record in holders)
+    has_part = False
+    for record in records:
+        if key not in record.parts:
+            continue
+        has_part = True
+        if not same_bits(record.parts[key], full[record.slices[key]]):
+            return False
+    return has_part
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -233,18 +242,20 @@ class _StepErrors:
     """The errors of one step: gradients and weights by name, and the largest of each kind."""
 
     def __init__(self, expected: Expected, records: Sequence[RankRecord], step: int) -> None:
-        theirs = expected.record
-        their_norm = theirs.norms[step]
-        self.gradients = {
-            name: gradient_error(expected, records, step, name) for name in expected.names
-        }
-        self.weights = {
-            name: weight_error(expected, records, step, name) for name in expected.names
-        }
-        loss_errors = [
-            _distance(record.losses[step], theirs.losses[step], 1.0) for record in records
-        ]
-        norm_errors = [_distance(record.norms[step], their_norm, their_norm) for record in records]
+        self.gradients = {}
+        self.weights = {}
+        for name in expected.names:
+            self.gradients[name] = gradient_error(expected, records, step, name)
+            self.weights[name] = weight_error(expected, records, step, name)
+
+        # Every rank reports the loss and the norm of the step.
+        their_loss = expected.record.losses[step]
+        their_norm = expected.record.norms[step]
+        loss_errors = []
+        norm_errors = []
+        for record in records:
+            loss_errors.append(_distance(record.losses[step], their_loss, 1.0))
+            norm_errors.append(_distance(record.norms[step], their_norm, their_norm))
         self.largest = Errors(
             loss=max(loss_errors),
             gradient=max(0.0, *self.gradients.values()),
@@ -347,7 +358,9 @@ def _distance(mine: float, theirs: float, scale: float) -> float:
 
 def _nan_as_infinite(error: float) -> float:
     """Replace NaN by infinity, because comparing NaN with a tolerance would not report an error."""
-    return math.inf if math.isnan(error) else error
+    if math.isnan(error):
+        return math.inf
+    return error
 
 
 def assemble(records: Sequence[RankRecord], key: str, shape: Sequence[int]) -> Tensor | None:

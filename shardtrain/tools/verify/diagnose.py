@@ -132,11 +132,14 @@ def _explain_weights(e: Evidence) -> str:
     after = f"weights/{step}/{name}"
     before = f"initial/{name}" if step == 0 else f"weights/{step - 1}/{name}"
     holders = [record for record in e.records if after in record.parts]
-    is_updated = any(
-        not torch.equal(record.parts[after], record.parts[before]) for record in holders
-    )
+    is_updated = False
+    for record in holders:
+        if not torch.equal(record.parts[after], record.parts[before]):
+            is_updated = True
     if not is_updated:
         return "not updated: the step did not change the parameter, although its gradient agrees"
+
+    # Copies of a part must stay equal. If they do, all ranks made the same wrong update.
     for one, other in itertools.combinations(holders, 2):
         is_same_part = one.slices[after] == other.slices[after]
         if is_same_part and not torch.equal(one.parts[after], other.parts[after]):
@@ -162,21 +165,20 @@ def _explain_norm(e: Evidence) -> str:
     step = e.first.step
     prefix = f"gradient/{step}/"
     # Without the reduction over an axis, a rank has the norm of the ranks with the same index on that axis.
+    vectors = _vectors_of(e.records, prefix)
     for axis in e.axes:
+        # The same fault may affect all tensors, or only tensors of one dimension.
         unreduced_norms = []
-        for record in e.records:
-            peers = [other for other in e.records if other.place[axis] == record.place[axis]]
-            unreduced_norms.append(_norm_of(peers, prefix))
-        if _explains_norms(e, unreduced_norms):
-            return f"norm not reduced over {axis}: each rank counts only its own parts; the gradients agree"
-        # The same fault, but only for tensors of one dimension.
-        vectors = _vectors_of(e.records, prefix)
         vector_norms = []
         for record in e.records:
-            peers = [other for other in e.records if other.place[axis] == record.place[axis]]
+            peers = _with_place(e.records, axis, record.place[axis])
+            norm_of_peers = _norm_of(peers, prefix)
+            unreduced_norms.append(norm_of_peers)
             squares = _norm_of(e.records, prefix, without=vectors) ** 2
-            squares += _norm_of(peers, prefix) ** 2 - _norm_of(peers, prefix, without=vectors) ** 2
+            squares += norm_of_peers**2 - _norm_of(peers, prefix, without=vectors) ** 2
             vector_norms.append(math.sqrt(squares))
+        if _explains_norms(e, unreduced_norms):
+            return f"norm not reduced over {axis}: each rank counts only its own parts; the gradients agree"
         if _explains_norms(e, vector_norms):
             return (
                 f"norm not reduced over {axis} for tensors of one dimension, such as biases and attention sinks: "
@@ -187,7 +189,7 @@ def _explain_norm(e: Evidence) -> str:
     for axis in e.axes:
         squares_of_places = 0.0
         for place in range(e.sizes[axis]):
-            records = [record for record in e.records if record.place[axis] == place]
+            records = _with_place(e.records, axis, place)
             squares_of_places += _norm_of(records, prefix) ** 2
         squares_of_all = e.sizes[axis] * _norm_of(e.records, prefix) ** 2
         for squares in (squares_of_places, squares_of_all):
@@ -198,6 +200,11 @@ def _explain_norm(e: Evidence) -> str:
     return (
         f"only the gradient norm differs: {mine:.7g} instead of {theirs:.7g}; the gradients agree"
     )
+
+
+def _with_place(records: Sequence[RankRecord], axis: str, place: int) -> list[RankRecord]:
+    """Return the records of the ranks with this place on an axis."""
+    return [record for record in records if record.place[axis] == place]
 
 
 def _vectors_of(records: Sequence[RankRecord], prefix: str) -> set[str]:

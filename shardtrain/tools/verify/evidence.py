@@ -127,11 +127,11 @@ class Evidence:
     def holders(self, name: str) -> list[tuple[RankRecord, Tensor, tuple[slice, ...]]]:
         """Return each rank with a part of a gradient, the part, and its place in the full tensor."""
         key = f"gradient/{self.first.step}/{name}"
-        return [
-            (record, record.parts[key], record.slices[key])
-            for record in self.records
-            if key in record.parts
-        ]
+        holders = []
+        for record in self.records:
+            if key in record.parts:
+                holders.append((record, record.parts[key], record.slices[key]))
+        return holders
 
     def explains(self, name: str, candidate: Callable[[RankRecord], Tensor | None]) -> bool:
         """True if each rank's gradient is as a hypothesis predicts, and one process's gradient is not.
@@ -144,9 +144,12 @@ class Evidence:
             if predicted is None or predicted[slices].shape != part.shape:
                 return False
             tolerance = self.match * max(float(predicted.norm()), 1e-30)
-            if float((predicted[slices] - part).norm()) > tolerance:
+            predicted_part = predicted[slices]
+            if float((predicted_part - part).norm()) > tolerance:
                 return False
-            if float((predicted[slices] - self.theirs(name)[slices]).norm()) > tolerance:
+            # A hypothesis that predicts the correct gradient explains no difference.
+            correct_part = self.theirs(name)[slices]
+            if float((predicted_part - correct_part).norm()) > tolerance:
                 has_difference = True
         return has_difference
 
@@ -188,17 +191,17 @@ class Evidence:
         num_replicas = self.size("dp_replicate")
         num_shards = self.size("dp_shard")
         for replica, shard in itertools.product(range(num_replicas), range(num_shards)):
-            is_chosen = (
-                fixed.get("dp_replicate", replica) == replica
-                and fixed.get("dp_shard", shard) == shard
-            )
-            if is_chosen:
+            # An axis that is not fixed matches every place.
+            is_replica = fixed.get("dp_replicate", replica) == replica
+            is_shard = fixed.get("dp_shard", shard) == shard
+            if is_replica and is_shard:
                 chosen += self.rows_of_rank(replica * num_shards + shard)
         return chosen
 
     def rows_of_rank(self, data_rank: int) -> list[int]:
         """Return the rows of one data rank."""
-        return list(range(data_rank * self.rows_per_rank, (data_rank + 1) * self.rows_per_rank))
+        first = data_rank * self.rows_per_rank
+        return list(range(first, first + self.rows_per_rank))
 
     def micro_rows_of(self, index: int) -> list[int]:
         """Return the rows of one micro-batch over all data ranks."""
@@ -235,7 +238,11 @@ class Evidence:
         else:
             length = self.tokens // size
             chunks = [part]
-        return [chunk * length + i for chunk in chunks for i in range(length)]
+        positions: list[int] = []
+        for chunk in chunks:
+            start = chunk * length
+            positions += range(start, start + length)
+        return positions
 
     def share(self, name: str, fixed: Mapping[str, int]) -> Tensor | None:
         """Return the part of a gradient that comes from the ranks at the given places."""

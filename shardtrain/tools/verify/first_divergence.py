@@ -53,22 +53,23 @@ def first_difference(e: Evidence) -> str:
 def _first_from_integers(e: Evidence) -> str:
     """Describe the first module whose output differs and whose inputs are integers, such as tokens, or return ""."""
     for number, path in enumerate(e.expected.record.facts["calls"]):
-        if not path or _has_tensors(e.expected.record, f"trace/{number}/in"):
+        # Only floating-point inputs are recorded.
+        prefix = f"trace/{number}/in/"
+        has_recorded_inputs = any(key.startswith(prefix) for key in e.expected.record.parts)
+        if not path or has_recorded_inputs:
             continue
         for record in e.records:
             calls = record.facts["calls"]
             if path not in calls:
                 continue
-            if _agree(e, record, f"trace/{calls.index(path)}/out", f"trace/{number}/out") is False:
-                place = (
-                    f"the forward pass first differs on rank {record.rank} in {_described(e, path)}"
+            output = f"trace/{calls.index(path)}/out"
+            if _agree(e, record, output, f"trace/{number}/out") is False:
+                module = _described(e, path)
+                return (
+                    f"the forward pass first differs on rank {record.rank} in {module}: "
+                    "check its input, which is not recorded, and its output"
                 )
-                return f"{place}: check its input, which is not recorded, and its output"
     return ""
-
-
-def _has_tensors(record: RankRecord, prefix: str) -> bool:
-    return any(key.startswith(f"{prefix}/") for key in record.parts)
 
 
 def first_backward_difference(e: Evidence) -> str:
@@ -105,12 +106,11 @@ def _module_with_another_input(e: Evidence, outer: str) -> str:
             continue
         agreements = []
         for record in e.records:
-            if path in record.facts["calls"]:
-                call = record.facts["calls"].index(path)
-                for kind, side in (("trace", "in"), ("back", "out")):
-                    agreements.append(
-                        _agree(e, record, f"{kind}/{call}/{side}", f"{kind}/{number}/{side}")
-                    )
+            if path not in record.facts["calls"]:
+                continue
+            call = record.facts["calls"].index(path)
+            agreements.append(_agree(e, record, f"trace/{call}/in", f"trace/{number}/in"))
+            agreements.append(_agree(e, record, f"back/{call}/out", f"back/{number}/out"))
         if agreements and all(agreements):
             return path
     return ""
@@ -181,16 +181,8 @@ def _moved_layer(e: Evidence) -> str | None:
                 continue
             # The input of this layer differs. Look for a layer on one process that has the same input.
             for other in layers:
-                if (
-                    other != path
-                    and _agree(
-                        e,
-                        record,
-                        mine,
-                        f"trace/{expected_calls.index(other)}/in",
-                    )
-                    is True
-                ):
+                theirs = f"trace/{expected_calls.index(other)}/in"
+                if other != path and _agree(e, record, mine, theirs) is True:
                     return f"layers in another order: {path} has the input that {other} has on one process"
     return None
 

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from shardtrain.config import Config, derived
+from shardtrain.config import derived
 from shardtrain.distributed.mesh import AXES
 from shardtrain.layout import matches
 from shardtrain.tools.verify import backward_rounding, casts, promised_precision
@@ -83,8 +83,11 @@ class GatheredModules:
         self, path: str, core: nn.Module, records: Sequence[RankRecord]
     ) -> Iterator[Excess]:
         # Put together the tensors of one process's core from the parts of its ranks.
+        call = records[0].facts["calls"].index(path)
+        prefix = f"trace/{call}/in/"
+        num_inputs = sum(key.startswith(prefix) for key in records[0].parts)
         inputs = []
-        for index in range(self._num_inputs(path, records[0])):
+        for index in range(num_inputs):
             inputs.append(self._gathered(path, records, f"in/{index}", "trace"))
         output = self._gathered(path, records, "out/0", "trace")
         gradient = self._gathered(path, records, "out/0", "back")
@@ -117,11 +120,6 @@ class GatheredModules:
             "log-sum-exp and sums must be float32"
         )
         yield Excess(path, what, error, allowed, cause)
-
-    def _num_inputs(self, path: str, record: RankRecord) -> int:
-        call = record.facts["calls"].index(path)
-        prefix = f"trace/{call}/in/"
-        return sum(key.startswith(prefix) for key in record.parts)
 
     def _gathered(
         self, path: str, records: Sequence[RankRecord], side: str, kind: str
@@ -179,15 +177,16 @@ class GatheredModules:
                 exact = torch.func.functional_call(module, weights, (x.double(),))
             if exact.shape != actual.shape:
                 continue
-            found = deviation(actual, exact, 2, is_by_row=True, promised=promised)
-            if not found.is_rounding:
+            compared = deviation(actual, exact, 2, is_by_row=True, promised=promised)
+            if not compared.is_rounding:
                 cause = promised_precision.cause_of(module, actual)
                 if not cause:
                     cause = "computed in a shorter dtype on this mesh than on one process"
-                yield Excess(
-                    path, f"output on rank {record.rank}", found.error, found.allowed, cause
-                )
+                what = f"output on rank {record.rank}"
+                yield Excess(path, what, compared.error, compared.allowed, cause)
                 return
+
+            # The forward pass agrees. Compare the gradient of the input, on the same inputs.
             of_output = record.parts.get(f"back/{call}/out/0")
             of_input = record.parts.get(f"back/{call}/in/0")
             if of_output is None or of_input is None:
@@ -201,8 +200,9 @@ class GatheredModules:
 
     def _embeddings(self) -> Iterator[Excess]:
         """Compare the gradients of embeddings with the sum over tokens, micro-batches and ranks."""
-        config = self._evidence.config
-        if not _sums_embeddings_in_float32(config):
+        # Gradients that are added in a shorter dtype have no exact expected sum.
+        training = self._evidence.config.training
+        if training.mixed_precision_reduce != "float32" or training.dtype != "float32":
             return
         for name in self._layout.first:
             # The expected sum covers every row, and only the lookups of this module.
@@ -254,7 +254,7 @@ class GatheredModules:
 
 
 def _splits_rows(records: Sequence[RankRecord], key: str) -> bool:
-    """True if each of the ranks has other rows of a table, or there is only one rank.
+    """True if each of the ranks has different rows of a table, or there is only one rank.
 
     A table with fewer rows than ranks is replicated, and each rank rounds the sum of its own lookups.
     """
@@ -289,12 +289,6 @@ def _run_core(
     return [output.detach(), *gradients]
 
 
-def _sums_embeddings_in_float32(config: Config) -> bool:
-    """True if gradients are added over micro-batches and ranks in float32."""
-    training = config.training
-    return training.mixed_precision_reduce == "float32" and training.dtype == "float32"
-
-
 def _num_uses(model: nn.Module, weight: Tensor) -> int:
     """Return the number of modules that share a weight."""
     named = model.named_parameters(remove_duplicate=False)
@@ -303,13 +297,13 @@ def _num_uses(model: nn.Module, weight: Tensor) -> int:
 
 def _compare_sums(name: str, actual: Tensor, rounded: Tensor) -> Iterator[Excess]:
     """Compare a gradient with a sum of exactly rounded parts. A few parts may be near ties."""
+    # Compare each element with the largest element of its row. Rows of tokens that do not occur are zero.
     error = (actual.double() - rounded).abs()
     largest = rounded.abs().amax(-1, keepdim=True)
-    is_wrong = error > LEAST * largest
     has_gradient = largest > 0
-    share = float(
-        (is_wrong & has_gradient).sum() / max(1, int(has_gradient.sum()) * actual.size(-1))
-    )
+    is_wrong = has_gradient & (error > LEAST * largest)
+    num_compared = int(has_gradient.sum()) * actual.size(-1)
+    share = float(is_wrong.sum() / max(1, num_compared))
     if share <= promised_precision.ROUNDED_ONCE:
         return
     cause = (

@@ -49,8 +49,12 @@ def judge(
     layout = models.find(config.model.name).LAYOUT
     expected = Expected(read_record(Path(alone), 0), layout)
     records = [read_record(Path(together), rank) for rank in range(num_ranks)]
-    shaken = read_record(Path(moved), 0) if moved else None
-    moved_at = moved_by(expected, shaken, steps) if shaken else [NONE] * steps
+    # Without the shaken run, use the usual tolerances.
+    shaken = None
+    moved_at = [NONE] * steps
+    if moved:
+        shaken = read_record(Path(moved), 0)
+        moved_at = moved_by(expected, shaken, steps)
     allowed = tolerances(moved_at)
     differences = compare(expected, records, steps, allowed)
 
@@ -89,11 +93,16 @@ def judge(
     # diverge in training.
     if not first:
         first, cause = same_dropout_input(records) or ("", "")
-    errors = {
-        name: getattr(differences, name)
-        for name in ("initial", "loss", "gradient", "norm", "weights")
+    return {
+        "initial": differences.initial,
+        "loss": differences.loss,
+        "gradient": differences.gradient,
+        "norm": differences.norm,
+        "weights": differences.weights,
+        "first": first,
+        "cause": cause,
+        "rounding": rounding,
     }
-    return {**errors, "first": first, "cause": cause, "rounding": rounding}
 
 
 def same_dropout_input(records: Sequence[RankRecord]) -> tuple[str, str] | None:
@@ -111,9 +120,8 @@ def same_dropout_input(records: Sequence[RankRecord]) -> tuple[str, str] | None:
         axes = axes_that_differ(one, other)
         if len(axes) != 1 or axes[0] not in names:
             continue
-        for number, (mine, theirs) in enumerate(
-            zip(one.facts["drops"], other.facts["drops"], strict=False)
-        ):
+        drops = zip(one.facts["drops"], other.facts["drops"], strict=False)
+        for number, (mine, theirs) in enumerate(drops):
             if tuple(mine) != tuple(theirs):
                 continue
             key = f"dropped/{number}"

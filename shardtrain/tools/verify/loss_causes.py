@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tools.verify.evidence import Evidence
@@ -52,12 +51,11 @@ def counts_of_parts(e: Evidence) -> str | None:
     size = e.size("cp")
     if size == 1:
         return None
-    losses_BT = _losses_of_tokens(e)
+    losses_BT = e.shares.losses_BT(e.shares.logits_BTV.detach())
     is_target_BT = e.batch.targets_BT != IGNORE
-    batches = {
-        "of the step": [list(range(e.sequences))],
-        "of each micro-batch": [e.micro_rows_of(index) for index in range(e.num_micro)],
-    }
+    # The fault may divide in each micro-batch, or once for the step.
+    micro_batches = [e.micro_rows_of(index) for index in range(e.num_micro)]
+    batches = {"of the step": [list(range(e.sequences))], "of each micro-batch": micro_batches}
     for unit, groups in batches.items():
         total = 0.0
         for rows in groups:
@@ -66,7 +64,8 @@ def counts_of_parts(e: Evidence) -> str | None:
             for part in range(size):
                 positions = e.context_part(part)
                 count = int(is_target_BT[rows][:, positions].sum())
-                mean += float(losses_BT[rows][:, positions].sum()) / max(1, count) / size
+                loss_sum = float(losses_BT[rows][:, positions].sum())
+                mean += loss_sum / max(1, count) / size
             total += mean * num_targets / e.batch.num_targets
         if e.explains_loss(total, CLOSE):
             return f"each part of the sequence {unit} divided by its own count of target tokens, then averaged over cp"
@@ -86,7 +85,3 @@ def targets_of_other_parts(e: Evidence) -> str | None:
         if e.explains_loss(loss, CLOSE):
             return "targets of another part of the sequence: each rank of cp has the targets of another rank"
     return None
-
-
-def _losses_of_tokens(e: Evidence) -> Tensor:
-    return e.shares.losses_BT(e.shares.logits_BTV.detach())

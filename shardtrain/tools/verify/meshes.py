@@ -79,9 +79,10 @@ class MeshPlan:
         if RESHARD in self.options:
             parts.append(f"reshard {self.options[RESHARD]}")
         if RECOMPUTE in self.options:
-            parts.append(
-                (f"recompute {self.options[RECOMPUTE]} {self.options.get(SELECTIVE, '')}").strip()
-            )
+            text = f"recompute {self.options[RECOMPUTE]}"
+            if self.options.get(SELECTIVE):
+                text += f" {self.options[SELECTIVE]}"
+            parts.append(text)
         return ", ".join(parts)
 
     @property
@@ -161,7 +162,9 @@ def requested(
         ConfigError: a plan is impossible, unless ``allow_impossible``. The message lists every
             problem of every plan.
     """
-    plans = [plan for mesh in meshes for plan in _plans(loaded, mesh, schedules)]
+    plans: list[MeshPlan] = []
+    for mesh in meshes:
+        plans += _plans(loaded, mesh, schedules)
     if schedules and not any(plan.schedule for plan in plans):
         raise ConfigError(
             Problem(
@@ -172,9 +175,12 @@ def requested(
                 where="command line",
             )
         )
-    problems = [line for plan in plans for line in plan.problem.splitlines()]
+    # Plans of one configuration often have the same problems. List each once.
+    problems: dict[str, None] = {}
+    for plan in plans:
+        problems.update(dict.fromkeys(plan.problem.splitlines()))
     if problems and not allow_impossible:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        raise ConfigError(list(problems))
     return plans
 
 
@@ -185,10 +191,12 @@ def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[MeshPlan]:
     names = list(DEFAULT_MESHES)
     if "num_experts" not in (model_shape(loaded) or {}):
         names.remove("ep=2")
-    own = own_axes(loaded)
-    if own and own not in names:
-        names.insert(0, own)
-    plans = [plan for name in names for plan in _plans(loaded, name, schedules)]
+    configured = own_axes(loaded)
+    if configured and configured not in names:
+        names.insert(0, configured)
+    plans: list[MeshPlan] = []
+    for name in names:
+        plans += _plans(loaded, name, schedules)
 
     # Add meshes with other options. If schedules are requested, do not add other pipelines.
     for name, options in DEFAULT_OPTIONS:
@@ -205,8 +213,10 @@ def own_axes(loaded: Loaded) -> str:
     """Return the mesh with the configured axes, each of size 2, or "" without such axes or for more
     than 8 ranks.
     """
-    parallelism = loaded.config.parallelism
-    degrees = {axis: 2 for axis, option in OPTIONS.items() if getattr(parallelism, option) > 1}
+    degrees = {}
+    for axis, option in OPTIONS.items():
+        if getattr(loaded.config.parallelism, option) > 1:
+            degrees[axis] = 2
     if not degrees or _num_ranks(degrees) > MAX_DEFAULT_RANKS:
         return ""
     return _mesh_text(degrees)
@@ -225,11 +235,14 @@ def of_run(loaded: Loaded) -> list[str]:
     """
     parallelism = loaded.config.parallelism
     configured = {}
+    least = {}
     for axis in ("tp", "pp", "cp", "ep"):
         degree = getattr(parallelism, OPTIONS[axis])
         if degree > 1:
             configured[axis] = degree
-    least = {axis: _smallest_divisor(degree) for axis, degree in configured.items()}
+            # The smallest divisor above 1
+            divisors = (number for number in range(2, degree + 1) if degree % number == 0)
+            least[axis] = next(divisors)
 
     tested_tp = least.get("tp", 1)
     if _fits(_mesh_text(configured)):
@@ -250,11 +263,6 @@ def _fits(mesh: str) -> bool:
     return _num_ranks(read(mesh)) <= MAX_DEFAULT_RANKS
 
 
-def _smallest_divisor(degree: int) -> int:
-    """Smallest divisor above 1."""
-    return next(number for number in range(2, degree + 1) if degree % number == 0)
-
-
 def _plans(loaded: Loaded, mesh: str, schedules: tuple[str, ...]) -> list[MeshPlan]:
     """Return the plan of a mesh or, with pipeline stages, one plan for each schedule."""
     degrees = read(mesh)
@@ -272,12 +280,14 @@ def _plan(
     options: Mapping[str, Any] | None = None,
 ) -> MeshPlan:
     """Build the configuration of a mesh and check it."""
-    parallelism: dict[str, Any] = {option: degrees.get(axis, 1) for axis, option in OPTIONS.items()}
-    parallelism |= {
+    parallelism: dict[str, Any] = {
         "pipeline_parallel_microbatch_size": 1,
         "pipeline_parallel_layers_per_stage": None,
         "module_fqns_per_model_part": None,
     }
+    # Axes that the mesh does not name are off, even if the configuration has them.
+    for axis, option in OPTIONS.items():
+        parallelism[option] = degrees.get(axis, 1)
     if schedule:
         parallelism["pipeline_parallel_schedule"] = schedule
     if degrees.get("dp_replicate", 1) == 1:

@@ -58,7 +58,11 @@ def smaller(_rank: int, _num: int, config: Config, layers: int, tp: int) -> dict
     overrides = dict(config.model.overrides)
     shape = _shape(module, config, overrides)
     full = models.build(module, shape)
-    sizes = {name: value for name, value in vars(shape).items() if type(value) is int and value > 0}
+    # Positive integers may be sizes. The type of a flag is bool, which is a subclass of int.
+    sizes = {}
+    for name, value in vars(shape).items():
+        if type(value) is int and value > 0:
+            sizes[name] = value
     notes: list[str] = []
 
     def answer(given: Mapping[str, int], why: str = "") -> dict[str, Any]:
@@ -215,10 +219,10 @@ def _candidates(sizes: Mapping[str, int], tp: int) -> Iterator[dict[str, int]]:
             if name not in heads:
                 change |= _smaller_size(name, value, factor, head_divisor, tp, heads, clamp)
         # Each head keeps at least 4 features.
-        head_widths = [
-            width for name, width in change.items() if "head" in name and name not in heads
-        ]
-        has_narrow_heads = any(width < 4 for width in head_widths)
+        has_narrow_heads = False
+        for name, width in change.items():
+            if "head" in name and name not in heads and width < 4:
+                has_narrow_heads = True
         if change and change not in seen and not has_narrow_heads:
             seen.append(change)
             yield change

@@ -33,7 +33,7 @@ from shardtrain.utils.errors import ConfigError
 
 
 def tolerances(task: VerifyTask, trainer: Trainer, folder: Path) -> Mapping[str, float]:
-    """Measure how much rounding in the precision of ``task.own`` changes each number of a run.
+    """Measure how much rounding in the precision of ``task.own_precision`` changes each number of a run.
 
     Trains on one process in float32, once without and ``NOISY_RUNS`` times with simulated rounding, and
     leaves the records in ``folder``. ``task`` is planned with ``precision="own"``.
@@ -49,7 +49,7 @@ def tolerances(task: VerifyTask, trainer: Trainer, folder: Path) -> Mapping[str,
     """
     _record_references(task, trainer, folder, _check_modules(task, folder))
     (allowed,) = forked_workers.run(
-        1, tolerances_of, task.own, str(folder), task.steps, folder=folder
+        1, tolerances_of, task.own_precision, str(folder), task.steps, folder=folder
     )
     return dict(allowed)
 
@@ -70,10 +70,10 @@ def verify(task: VerifyTask, trainer: Trainer, folder: Path) -> list[MeshResult]
 
 def _check_modules(task: VerifyTask, folder: Path) -> dict[str, Any]:
     """Run ``module_rounding.check_modules`` in a separate process."""
-    assert task.own is not None
+    assert task.own_precision is not None
     folder = folder / "modules"
     folder.mkdir(parents=True)
-    arguments = (task.own, task.own.debug.seed, task.unit_gain)
+    arguments = (task.own_precision, task.own_precision.debug.seed, task.unit_gain)
     try:
         (answer,) = forked_workers.run(
             1, module_rounding.check_modules, *arguments, folder=folder, backend="gloo"
@@ -90,15 +90,15 @@ def _record_references(
 
     ``modules`` is the result of ``module_rounding.check_modules``.
     """
-    assert task.own is not None
+    assert task.own_precision is not None
     # Stochastic rounding has no bias, so the noise contains it.
     # Rounding to nearest may lose all small updates.
     stored = torch.float32
-    if not task.own.optimizer.bf16_stochastic_round:
-        stored = getattr(torch, task.own.training.dtype)
+    if not task.own_precision.optimizer.bf16_stochastic_round:
+        stored = getattr(torch, task.own_precision.training.dtype)
     outputs = {path: ROUNDOFF[dtype] for path, dtype in modules["outputs"].items()}
     products = frozenset(modules["products"])
-    of_weights = ROUNDOFF[compute_dtype(task.own)]
+    of_weights = ROUNDOFF[compute_dtype(task.own_precision)]
     runs = {"reference": RoundingNoise(0.0, {}, frozenset(), stored)}
     for number in range(NOISY_RUNS):
         runs[f"noisy-{number}"] = RoundingNoise(of_weights, outputs, products, stored, number)
@@ -147,8 +147,10 @@ def _on_one_process(
     Also add the differences of single modules from float64.
     Meshes do not, because they would show the same errors.
     """
-    assert task.own is not None
-    row = _compared(MeshResult(ONE_PROCESS, "", "same"), task, task.own, {}, 1, trainer, folder)
+    assert task.own_precision is not None
+    row = _compared(
+        MeshResult(ONE_PROCESS, "", "same"), task, task.own_precision, {}, 1, trainer, folder
+    )
     if modules["skipped"]:
         unproven = "; ".join(text for text in (row.unproven, modules["skipped"]) if text)
         verdict: Verdict = "not proven" if row.verdict == "same" else row.verdict

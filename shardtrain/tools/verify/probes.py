@@ -262,8 +262,12 @@ class Prober:
 
     def _is_core(self, path: str | None) -> bool:
         """True if the module is the core of an attention or a recurrence, or a submodule of one."""
-        cores = [pattern for pattern in (self._layout.context, self._layout.recurrence) if pattern]
-        return any(matches(start, core) for start in _with_parents(path or "") for core in cores)
+        for pattern in (self._layout.context, self._layout.recurrence):
+            if not pattern:
+                continue
+            if any(matches(start, pattern) for start in _with_parents(path or "")):
+                return True
+        return False
 
     def _has_style(self, path: str | None, style: str) -> bool:
         """True if the module or one of its parents has this style in ``LAYOUT.tensor``."""
@@ -274,9 +278,9 @@ class Prober:
     def _check_repeats(self) -> None:
         """Require the same output from repeated passes, and from a second model built by the same file."""
         fill(self._model)  # earlier passes may have changed weights
-        weights = {
-            name: parameter.detach().clone() for name, parameter in self._model.named_parameters()
-        }
+        weights = {}
+        for name, parameter in self._model.named_parameters():
+            weights[name] = parameter.detach().clone()
         tokens_before = self._tokens_BT.clone()
         positions_before = self._positions_BT.clone()
         with trial(self._model) as state:
@@ -386,9 +390,13 @@ class Prober:
 
         # The two runs start from different seeds. A generator with the same state in both was
         # seeded by the model.
-        reseeded = [path for (path, one), (_, other) in zip(*runs, strict=False) if one == other]
+        reseeded = []
+        for (path, state), (_, other_state) in zip(*runs, strict=False):
+            if state == other_state:
+                reseeded.append(path)
         if not reseeded:
             return
+        # The first entries are the final states of the generators, which have no path.
         paths_of_draws = [path for path in reseeded if path]
         where = ""
         if paths_of_draws:
@@ -465,7 +473,8 @@ class Prober:
         for row, token in itertools.product(range(ROWS), range(0, vocabulary, stride)):
             tokens_BT = torch.full_like(self._tokens_BT, token)
             tokens_BT[row] = self._tokens_BT[row]
-            if differs(self._run(tokens_BT, self._positions_BT).out[row], batch.out[row], CLOSE):
+            run = self._run(tokens_BT, self._positions_BT)
+            if differs(run.out[row], batch.out[row], CLOSE):
                 return True
         return False
 
@@ -610,12 +619,12 @@ class Prober:
 
     def _outermost_cores(self) -> list[str]:
         """Return the paths of attention cores that are not submodules of another core."""
-        paths = [path for path, _ in self._model.named_modules()]
-        return [
-            path
-            for path in paths
-            if self._is_core(path) and not self._is_core(path.rpartition(".")[0])
-        ]
+        outermost = []
+        for path, _ in self._model.named_modules():
+            parent = path.rpartition(".")[0]
+            if self._is_core(path) and not self._is_core(parent):
+                outermost.append(path)
+        return outermost
 
     def _mixing_module(self, fixed: Sequence[str]) -> str | None:
         """Return a module in which changing half of the tokens affects the other half, or None.
@@ -632,10 +641,9 @@ class Prober:
             run = self._run(tokens_BT, self._positions_BT, replay=replay, fit=replay_unchanged)
             pick = unchanged_tokens(self._count, kept)
             if differs(run.out[:, kept], original.out[:, kept], CLOSE):
-                return (
-                    blame(original, run, pick, CLOSE, skip=lambda path: _is_within(path, fixed))
-                    or ""
-                )
+                # The path of the model itself is "".
+                path = blame(original, run, pick, CLOSE, skip=partial(_is_within, fixed))
+                return path or ""
             # Mixing directly before a fixed module does not reach the output, so compare the inputs of the
             # fixed modules.
             affected = first_with_other_inputs(original, run, fixed, pick, CLOSE)
@@ -651,11 +659,9 @@ class Prober:
             return None
         fixed = self._outermost_cores()
         if not fixed:
-            fixed = [
-                path
-                for path, _ in self._model.named_modules()
-                if style_of(self._layout, path) == "gather"
-            ]
+            for path, _ in self._model.named_modules():
+                if style_of(self._layout, path) == "gather":
+                    fixed.append(path)
         # Half of a sequence needs the attention outputs of the full sequence. They cannot be replayed if the
         # layout does not locate the attention.
         if not fixed and self._mixing_module([]) is not None:
@@ -709,11 +715,14 @@ class Prober:
         """
         full = self._run_all()
         start = self._count // 2
-        own = self._run_half(full, fixed, start, start)
-        other = self._run_half(full, fixed, start, 0)
-        if differs(own.out, other.out, CLOSE):
+        with_own_positions = self._run_half(full, fixed, start, start)
+        with_first_positions = self._run_half(full, fixed, start, 0)
+        if differs(with_own_positions.out, with_first_positions.out, CLOSE):
             return False
-        return first_with_other_inputs(own, other, fixed, entire, CLOSE) is None
+        affected = first_with_other_inputs(
+            with_own_positions, with_first_positions, fixed, entire, CLOSE
+        )
+        return affected is None
 
     def _difference_of_half(self, fixed: Sequence[str], start: int) -> str | None:
         """Name the first module that differs between half of a sequence and the full sequence, or
@@ -723,8 +732,9 @@ class Prober:
         half = self._run_half(full, fixed, start, start)
         pick = half_of_tokens(self._count, start)
         # Position embeddings that are added to activations change the output.
-        if differs(half.out, full.out[:, start : start + self._count // 2], CLOSE):
-            path = blame(full, half, pick, CLOSE, skip=lambda path: _is_within(path, fixed))
+        stop = start + self._count // 2
+        if differs(half.out, full.out[:, start:stop], CLOSE):
+            path = blame(full, half, pick, CLOSE, skip=partial(_is_within, fixed))
             return f"first in {self._describe(path)}"
         # Rotary embeddings of queries and keys change only the inputs of attention, because its
         # outputs are replayed.
@@ -755,9 +765,13 @@ class Prober:
 
 def _with_parents(path: str) -> list[str]:
     """Return a path followed by the paths of its parents: a.b.c, a.b, a."""
-    pieces = path.split(".")
-    return [".".join(pieces[:count]) for count in range(len(pieces), 0, -1)]
+    paths = [path]
+    while "." in path:
+        path = path.rpartition(".")[0]
+        paths.append(path)
+    return paths
 
 
-def _is_within(path: str, modules: Sequence[str]) -> bool:
+def _is_within(modules: Sequence[str], path: str) -> bool:
+    """True if a module is one of ``modules``, or a submodule of one."""
     return any(start in modules for start in _with_parents(path))

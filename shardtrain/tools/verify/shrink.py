@@ -62,7 +62,8 @@ class VerifyTask:
         steps: Number of optimizer steps.
         unit_gain: True to draw each matrix with a standard deviation of 1/sqrt(columns), and no parameter as
             zero, so every part of a small model affects its loss.
-        own: Configuration of one process in the run's own precision. None if all meshes compute in float32.
+        own_precision: Configuration of one process in the run's own precision. None if all meshes compute
+            in float32.
     """
 
     plans: Sequence[MeshPlan]
@@ -70,7 +71,7 @@ class VerifyTask:
     notes: Sequence[str]
     steps: int
     unit_gain: bool
-    own: Config | None = None
+    own_precision: Config | None = None
 
 
 def prepare(
@@ -78,7 +79,7 @@ def prepare(
     loaded: Loaded,
     steps: int,
     full: bool,
-    own: Mapping[str, Any] | None = None,
+    small_copy: Mapping[str, Any] | None = None,
     precision: str = "float32",
 ) -> VerifyTask:
     """Choose sizes, batch and precision for all possible plans. A plan that becomes impossible gets
@@ -89,7 +90,7 @@ def prepare(
         loaded: The user's configuration.
         steps: Number of optimizer steps.
         full: Keep the size of the model and its sequences.
-        own: Result of ``own_sizes.smaller`` for a user's model file.
+        small_copy: Result of ``own_sizes.smaller`` for a user's model file.
         precision: "float32", or "own" for meshes in the precision of the configuration.
     """
     possible = [plan for plan in plans if not plan.problem]
@@ -97,7 +98,7 @@ def prepare(
     sections: dict[str, dict[str, Any]] = {"parallelism": {}, "training": {}}
     if not full:
         tokens = OWN_TOKENS if precision == "own" else MIN_TOKENS
-        sections = _small(possible, loaded, notes, own, tokens)
+        sections = _small(possible, loaded, notes, small_copy, tokens)
     keeps_precision = precision == "own"
     own_sections = _own_precision(loaded.config, notes) if keeps_precision else {}
     _reduce_rounding(sections, loaded.config, notes, steps, keeps_precision)
@@ -106,10 +107,10 @@ def prepare(
         mesh_sections[name] = {**sections.get(name, {}), **values}
 
     # All meshes divide the same global batch, so one record of one process serves all comparisons.
-    sequences = math.lcm(
-        2,
-        *(rows_per_data_rank(plan.degrees) * _data_ranks(plan.degrees) for plan in possible),
-    )
+    sequences = 2
+    for plan in possible:
+        sequences_of_mesh = rows_per_data_rank(plan.degrees) * _data_ranks(plan.degrees)
+        sequences = math.lcm(sequences, sequences_of_mesh)
     seq_len = sections["training"].get("seq_len", loaded.config.training.seq_len)
     notes.append(f"batch: {sequences} sequences of {seq_len} synthetic tokens, some without loss")
     fitted_plans = []
@@ -127,17 +128,13 @@ def prepare(
     no_recomputation = {"mode": "none", "cpu_offload": False}
 
     def one_process(sections: Mapping[str, dict[str, Any]], rows: int) -> Config:
-        return changed(
-            loaded,
-            {
-                **sections,
-                "parallelism": {**sections["parallelism"], **no_mesh},
-                "training": {**sections["training"], **batch, "local_batch_size": rows},
-                "activation_checkpoint": no_recomputation,
-            },
-            set(),
-            "",
-        ).config
+        sections_of_process = {
+            **sections,
+            "parallelism": {**sections["parallelism"], **no_mesh},
+            "training": {**sections["training"], **batch, "local_batch_size": rows},
+            "activation_checkpoint": no_recomputation,
+        }
+        return changed(loaded, sections_of_process, set(), "").config
 
     reference = one_process(sections, sequences)
     own_config = None
@@ -166,16 +163,13 @@ def _fitted(plan: MeshPlan, sections: Mapping[str, dict[str, Any]], sequences: i
     loaded = changed(plan.loaded, fitted, set(), "")
     # The rules reject an option that the user set without effect. They must not reject options that verify
     # has turned off, so only the options of the mesh count as set.
-    origins = {
-        option: where
-        for option, where in loaded.origins.items()
-        if option.startswith("parallelism.")
-    }
+    origins = {}
+    for option, where in loaded.origins.items():
+        if option.startswith("parallelism."):
+            origins[option] = where
     loaded = dataclasses.replace(loaded, origins=origins)
     problems = configs.check(loaded)
-    return dataclasses.replace(
-        plan, loaded=loaded, problem="\n".join(str(problem) for problem in problems)
-    )
+    return dataclasses.replace(plan, loaded=loaded, problem="\n".join(map(str, problems)))
 
 
 def needed_layers(plans: Sequence[MeshPlan]) -> int:
@@ -191,7 +185,7 @@ def _small(
     plans: Sequence[MeshPlan],
     loaded: Loaded,
     notes: list[str],
-    own: Mapping[str, Any] | None,
+    small_copy: Mapping[str, Any] | None,
     tokens: int,
 ) -> dict[str, dict[str, Any]]:
     """Return configuration sections for a small model with short sequences. Add the changes to ``notes``."""
@@ -201,15 +195,15 @@ def _small(
     is_file = model.name.endswith(".py")
     overrides: dict[str, Any] = dict(model.overrides)
     # Sizes of the small model: found by ``own_sizes`` for a user's file, else at most ``CAPS``.
-    if own is not None:
-        sizes = {**sizes, **own["sizes"]}
-        overrides = overrides | own["given"]
-        notes += own["notes"]
+    if small_copy is not None:
+        sizes = {**sizes, **small_copy["sizes"]}
+        overrides = overrides | small_copy["given"]
+        notes += small_copy["notes"]
     elif not is_file:
         overrides |= _small_sizes(sizes, plans, loaded.config)
     # A model file that has no more layers than needed keeps its number of layers.
     is_deep = sizes.get("num_layers", 0) > layers or not is_file
-    if own is None and "num_layers" in sizes and is_deep:
+    if small_copy is None and "num_layers" in sizes and is_deep:
         overrides["num_layers"] = max(layers, overrides.get("num_dense_layers", 0) + 1)
     changes = []
     for name, value in overrides.items():
@@ -219,9 +213,15 @@ def _small(
         notes.append("model: " + ", ".join(changes))
 
     # The shortest sequence of at least ``tokens`` that tp and cp can split.
-    parts = math.lcm(1, *(_sequence_parts(plan.degrees) for plan in plans))
-    tokens = min(tokens, max(MIN_TOKENS, _longest_sequence({**sizes, **overrides})))
-    seq_len = -(-tokens // parts) * parts
+    parts = 1
+    for plan in plans:
+        # Each rank of cp has two parts, which are from both ends of the sequence.
+        cp = plan.degrees.get("cp", 1)
+        cp_parts = 2 * cp if cp > 1 else 1
+        parts = math.lcm(parts, plan.degrees.get("tp", 1) * cp_parts)
+    longest = _longest_sequence({**sizes, **overrides})
+    tokens = min(tokens, max(MIN_TOKENS, longest))
+    seq_len = -(-tokens // parts) * parts  # rounded up to a multiple
     notes.append(
         "weights: the initialization of training is compared; steps start from other weights, at unit gain and not zero"
     )
@@ -239,8 +239,11 @@ def _small_sizes(
     sizes: Mapping[str, Any], plans: Sequence[MeshPlan], config: Config
 ) -> dict[str, int]:
     """Return sizes of at most ``CAPS``, rounded up to multiples of the degrees of all plans."""
-    tensor = math.lcm(1, *(plan.degrees.get("tp", 1) for plan in plans))
-    experts = math.lcm(1, *(plan.degrees.get("ep", 1) for plan in plans))
+    tensor = 1
+    experts = 1
+    for plan in plans:
+        tensor = math.lcm(tensor, plan.degrees.get("tp", 1))
+        experts = math.lcm(experts, plan.degrees.get("ep", 1))
     small = {}
     for name, cap in CAPS.items():
         if isinstance(sizes.get(name), int):
@@ -271,24 +274,12 @@ def _small_sizes(
 def _longest_sequence(sizes: Mapping[str, Any]) -> int:
     """Return the smallest limit of the sequence length among the sizes of a model, judged by their names."""
     limits = [OWN_TOKENS]
+    names_of_limits = ("block_size", "num_positions", "n_ctx", "n_positions")
     for name, value in sizes.items():
-        is_limit = name.startswith("max_") or name in (
-            "block_size",
-            "num_positions",
-            "n_ctx",
-            "n_positions",
-        )
+        is_limit = name.startswith("max_") or name in names_of_limits
         if is_limit and isinstance(value, int) and value > 0:
             limits.append(value)
     return min(limits)
-
-
-def _sequence_parts(degrees: Mapping[str, int]) -> int:
-    """Return the number of parts into which a mesh splits a sequence."""
-    # Each rank of cp has two parts, which are from both ends of the sequence.
-    cp = degrees.get("cp", 1)
-    cp_parts = 2 * cp if cp > 1 else 1
-    return degrees.get("tp", 1) * cp_parts
 
 
 def _reduce_rounding(
@@ -400,13 +391,9 @@ def _own_precision(config: Config, notes: list[str]) -> dict[str, dict[str, Any]
 def _emulated(config: Config) -> dict[str, Any]:
     """Return the quantize section with products that a CPU can compute."""
     quantize = config.quantize
-    linear = dataclasses.replace(
-        quantize.linear,
-        float8=dataclasses.replace(quantize.linear.float8, emulate=True),
-        mx=dataclasses.replace(quantize.linear.mx, recipe_name="mxfp8_emulated"),
-    )
-    grouped = dataclasses.replace(quantize.grouped_mm.float8, emulate=True)
-    return {
-        "linear": linear,
-        "grouped_mm": dataclasses.replace(quantize.grouped_mm, float8=grouped),
-    }
+    float8 = dataclasses.replace(quantize.linear.float8, emulate=True)
+    mx = dataclasses.replace(quantize.linear.mx, recipe_name="mxfp8_emulated")
+    linear = dataclasses.replace(quantize.linear, float8=float8, mx=mx)
+    grouped_float8 = dataclasses.replace(quantize.grouped_mm.float8, emulate=True)
+    grouped = dataclasses.replace(quantize.grouped_mm, float8=grouped_float8)
+    return {"linear": linear, "grouped_mm": grouped}

@@ -188,7 +188,7 @@ def _run_steps(
     if task.unit_gain:
         for name, parameter in runner.parameters().items():
             init_weights.draw_(parameter, name, draws[name], config.debug.seed)
-    if task.own is not None and task.own.model.converters:
+    if task.own_precision is not None and task.own_precision.model.converters:
         make_rows_uneven(runner.parameters())
     if shaken:
         shake(runner.parameters(), config.debug.seed)

@@ -172,10 +172,10 @@ def _small_model(
     plans = meshes.requested(
         loaded, requested_meshes or meshes.DEFAULT_MESHES, (), allow_impossible=True
     )
-    own = None
+    sizes_of_copy = None
     if loaded.config.model.name.endswith(".py"):
-        own = small_copy(plans, loaded)
-    task = shrink.prepare(plans, loaded, STEPS, full=False, own=own)
+        sizes_of_copy = small_copy(plans, loaded)
+    task = shrink.prepare(plans, loaded, STEPS, full=False, small_copy=sizes_of_copy)
     overrides = dict(task.reference.model.overrides)
     overrides.pop("vocab_size", None)
     if "vocab_size" in loaded.config.model.overrides:
