@@ -432,7 +432,7 @@ def _entries_of_run_folder(loaded: Loaded) -> Iterator[Problem]:
                 rule = f"leads through {folder}, a link to {os.readlink(folder)}, which a run does not follow"
                 elsewhere = "use another folder"
                 if option in ALSO_ELSEWHERE:
-                    elsewhere = f"set {option} to {folder.resolve()}"
+                    elsewhere = f"set {option} to {os.path.realpath(folder)}"
                 yield problem(loaded, option, rule, f"remove the link, or {elsewhere}")
             elif is_certain and os.path.exists(folder) and not os.path.isdir(folder):
                 rule = f"leads through {folder}, which is not a folder"

@@ -171,11 +171,13 @@ def log_best_step(run: Run, checkpoints: Checkpoints) -> None:
     """Log which best step the run has kept, and which commands use it."""
     if not run.config.checkpoint.keep_best or checkpoints.best.kept < 0:
         return
-    result = best.describe(
-        best.read_pointer(folder_of(run.config.job.dump_folder, run.config.checkpoint.folder))
-    )
+    folder = folder_of(run.config.job.dump_folder, run.config.checkpoint.folder)
+    pointer = best.read_pointer(folder)
+    # A warning has reported a best.json that could not be written.
+    if pointer.get("step") != checkpoints.best.kept:
+        return
     logger.info(
-        f"best step: {checkpoints.best.kept} ({result}), last step: {run.state.step}; "
+        f"best step: {checkpoints.best.kept} ({best.describe(pointer)}), last step: {run.state.step}; "
         f"{choice.COMMANDS} use the best step of this folder, or the last one with --step=latest"
     )
 

@@ -6,7 +6,8 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +21,11 @@ from shardtrain.checkpoint.best import Best, read_pointer
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Checkpoint, Config, Job, Validation
 from shardtrain.tools import checkpoint_command
+from shardtrain.train import shutdown
+from shardtrain.train.run import Run
 from shardtrain.train.validation import Evaluation, Validator
 from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.log import logger
 
 NAN = math.nan
 INF = math.inf
@@ -151,6 +155,22 @@ def test_stale_or_broken_pointer_is_rewritten(
     save(manager, 4, 2.5)
     assert read_pointer(folder)["step"] == 2
     assert not list(folder.glob("best.json.*"))
+    manager.close()
+
+
+def test_run_whose_pointer_could_not_be_written_ends_without_an_error(
+    tmp_path: Path, group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = Checkpoints(config(tmp_path))
+    save(manager, 1, 3.0)
+    run = cast("Run", SimpleNamespace(config=config(tmp_path), state=SimpleNamespace(step=1)))
+    with caplog.at_level("INFO", logger=logger.name):
+        shutdown.log_best_step(run, manager)
+        assert "best step: 1 (validation.loss 3)" in caplog.text
+        caplog.clear()
+        (tmp_path / "checkpoint/best.json").unlink()
+        shutdown.log_best_step(run, manager)
+    assert not caplog.text
     manager.close()
 
 

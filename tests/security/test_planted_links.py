@@ -278,6 +278,14 @@ def test_linked_folder_is_refused_at_start_with_its_target(folder: str, tmp_path
     assert not list(elsewhere.iterdir())
 
 
+@pytest.mark.parametrize("folder", ["checkpoint", "logs"])
+def test_folder_that_is_a_link_to_itself_is_refused_at_start(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / folder).symlink_to(folder)
+    rules = [problem.rule for problem in machine_notes(Loaded(config_of(tmp_path / "run")))]
+    assert any(f"a link to {folder}, which a run does not follow" in rule for rule in rules)
+
+
 ENABLED_BY = {
     "tb": ("metrics", "enable_tensorboard"),
     "profile_traces": ("profiling", "enable_profiling"),

@@ -278,7 +278,7 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
     """Return the filesystem type of a path, or "" if the system does not list its mount."""
     # The longest mount point that contains the path counts. A later mount on the same folder hides an
     # earlier one.
-    resolved = str(path.resolve())
+    resolved = os.path.realpath(path)
     longest = 0
     filesystem = ""
     for line in kernel_text(mounts).splitlines():
