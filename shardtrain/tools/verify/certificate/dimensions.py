@@ -13,6 +13,7 @@ from typing import Any
 from shardtrain.config import Loaded, derived
 from shardtrain.config.schema.data_options import DataLoaderOptions
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
+from shardtrain.tools.verify.certificate import small_run
 from shardtrain.tools.verify.certificate.small_run import ROWS, STEPS, SmallRun
 from shardtrain.tools.verify.certificate.trial import Trial
 from shardtrain.tools.verify.meshes import changed, own_axes
@@ -190,10 +191,17 @@ def packing_variants(request: VariantRequest) -> Iterator[Variant]:
     it has its own reference.
     """
     # The cache would return the tokens of complete documents.
-    no_cache = {"data": {"cache_tokens": False}}
+    run = request.run
+    sections: dict[str, dict[str, Any]] = {"data": {"cache_tokens": False}}
+    row_dependent = small_run.row_dependent(run.user)
+    if small_run.NOISE in row_dependent:
+        sections["training"] = {"neftune_noise_alpha": None}
+    if small_run.BALANCE_LOSS in row_dependent:
+        overrides = {**run.config.model.overrides, "balance_loss_coeff": 0.0}
+        sections["model"] = {"overrides": overrides}
     packed = Trial(
         "packed",
-        request.run.varied("packed", no_cache),
+        run.varied("packed", sections),
         num_ranks=1,
         steps=(),
         is_reference=True,
@@ -201,7 +209,7 @@ def packing_variants(request: VariantRequest) -> Iterator[Variant]:
     )
     separate = Trial(
         "separate",
-        request.run.varied("separate", no_cache),
+        run.varied("separate", sections),
         num_ranks=1,
         steps=ALL_STEPS,
         compared_with=packed.name,

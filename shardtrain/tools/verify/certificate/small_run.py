@@ -13,7 +13,11 @@ from typing import Any
 
 from shardtrain import config as configs
 from shardtrain.config import Config, Loaded, ramps
+from shardtrain.config.changes import class_of, show_value
 from shardtrain.config.derived import compute_dtype
+from shardtrain.config.load import value_of
+from shardtrain.config.options import options
+from shardtrain.config.rules.model_rules import model_shape
 from shardtrain.config.schema import (
     ActivationCheckpoint,
     Checkpoint,
@@ -42,6 +46,26 @@ _MAX_TOKENS = {True: 64, False: 256}
 ROUNDING_EPS = 1e-3
 """AdamW with a small eps turns a rounding error of 1e-8 in a gradient into 1e-4 in a weight."""
 
+EMA_DECAY = 0.5
+"""With a usual decay, averages of three steps would differ from the initial weights by less than a tolerance."""
+
+NOISE = "training.neftune_noise_alpha"
+BALANCE_LOSS = "model.overrides.balance_loss_coeff"
+_NOTED = (
+    "model.check",
+    "model.converters",
+    "model.overrides",
+    "lora.",
+    "lr_scheduler.",
+    "optimizer.eps",
+    "optimizer.lr",
+    "task.group_size",
+    "training.batch_ramp",
+    "training.sequence_ramp",
+    "training.global_batch_size",
+    "training.mixed_precision_param",
+)
+"""Options whose changes have their own notes, or that are about something else than numbers."""
 
 SmallCopy = Callable[[Sequence[MeshPlan], Loaded], dict[str, Any] | None]
 
@@ -91,8 +115,13 @@ class SmallRun:
         local = ROWS // data_ranks
         if not plan.schedule:
             local = max(self.rows_per_pass, local // 2)
-        batch = {"local_batch_size": local, "global_batch_size": ROWS}
-        return self.checked(name, changed(plan.loaded, {"training": batch}, set(), "")), plan
+        sections: dict[str, dict[str, Any]] = {
+            "training": {"local_batch_size": local, "global_batch_size": ROWS}
+        }
+        if plan.degrees.get("dp_replicate", 1) > 1:
+            is_sharded = self.user.config.parallelism.shard_optimizer_states
+            sections["parallelism"] = {"shard_optimizer_states": is_sharded}
+        return self.checked(name, changed(plan.loaded, sections, set(), "")), plan
 
     def validating(self, name: str, local_batch_size: int, mesh: str = "") -> tuple[Loaded, int]:
         """Return the configuration that validates after the last step, and its number of ranks.
@@ -160,6 +189,9 @@ def prepare(
     sections["training"] |= {"seq_len": seq_len}
     notes += _notes_on_numbers(config)
     loaded = dataclasses.replace(changed(loaded, sections, set(), ""), origins={})
+    notes += _notes_on_options(user.config, loaded.config)
+    for option in row_dependent(user):
+        notes.append(f"packing: {option} off, because its effect on a token depends on the row")
     run = SmallRun(user, complete, loaded, rows_per_pass, notes, folder)
     return dataclasses.replace(run, loaded=run.checked("reference", loaded))
 
@@ -188,7 +220,9 @@ def _one_process(config: Config) -> dict[str, dict[str, Any]]:
     """Return the options of one process that computes all rows of a step in one pass, in float32."""
     sections: dict[str, dict[str, Any]] = {
         "job": _defaults(Job()),
-        "metrics": _defaults(Metrics(log_freq=1000)),
+        "metrics": _defaults(
+            Metrics(log_freq=1000, per_source_loss=config.metrics.per_source_loss)
+        ),
         "profiling": _defaults(Profiling()),
         "launch": _defaults(Launch()),
         "comm": _defaults(Comm()),
@@ -202,7 +236,6 @@ def _one_process(config: Config) -> dict[str, dict[str, Any]]:
             "lr": 1e-2,
             "eps": ROUNDING_EPS,
             "early_step_in_backward": False,
-            "no_weight_decay": [],
             "state_dtype": "default",
             "bf16_stochastic_round": False,
         },
@@ -236,6 +269,10 @@ def _one_process(config: Config) -> dict[str, dict[str, Any]]:
         "context_parallel_rotate_method": config.parallelism.context_parallel_rotate_method,
     }
     sections["parallelism"] |= context
+    # A schedule file describes the configuration's own number of ranks and micro-batches.
+    if not config.parallelism.pipeline_parallel_schedule_csv:
+        schedule = config.parallelism.pipeline_parallel_schedule
+        sections["parallelism"]["pipeline_parallel_schedule"] = schedule
     # Tasks other than next-token losses require full logits, so they do not shard the vocabulary.
     sections["parallelism"]["disable_loss_parallel"] = config.task.name not in OF_NEXT_TOKENS
     if config.lora.enable:
@@ -246,12 +283,45 @@ def _one_process(config: Config) -> dict[str, dict[str, Any]]:
             "initial_load_path": None,
             "random_base": True,
         }
+    if config.training.ema_decay is not None:
+        sections["training"]["ema_decay"] = EMA_DECAY
+        # Averages require a checkpoint or a validation that uses them. This saves only the last step.
+        sections["checkpoint"] = _defaults(Checkpoint(enable=True, interval=STEPS))
     return sections
 
 
 def _defaults(section: Any) -> dict[str, Any]:
     """Return the fields of a section."""
     return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+
+
+def row_dependent(loaded: Loaded) -> list[str]:
+    """Return options whose effect on a token depends on its row, by definition. The dimension packing does without.
+
+    NEFTune draws noise for each place of a row. The balance loss of experts is a sum over sequences.
+    """
+    names = []
+    if loaded.config.training.neftune_noise_alpha is not None:
+        names.append(NOISE)
+    sizes = model_shape(loaded) or {}
+    if sizes.get("balance_loss_coeff"):
+        names.append(BALANCE_LOSS)
+    return names
+
+
+def _notes_on_options(user: Config, small: Config) -> list[str]:
+    """Return a note for each option that the user has set, changes numbers, and has another value in the small run."""
+    notes = []
+    defaults = Config()
+    for name in options(Config):
+        is_about_numbers = class_of(name) == "error" or name == "training.device"
+        if not is_about_numbers or name.startswith(_NOTED):
+            continue
+        value = value_of(user, name)
+        small_value = value_of(small, name)
+        if value not in (small_value, value_of(defaults, name)):
+            notes.append(f"{name}: {show_value(value)} -> {show_value(small_value)}")
+    return notes
 
 
 def _notes_on_numbers(config: Config) -> list[str]:

@@ -15,6 +15,9 @@ REFERENCE = "reference"
 SHAKEN = "shaken"
 """Name of the trial that measures the effect of rounding: see ``Trial.is_shaken``."""
 
+AVERAGE = "average"
+"""Kind of the weights that are evaluated instead of the trained weights, such as moving averages."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -54,7 +57,7 @@ class NumberError:
     """Distance of a number of a trial from the same number of the reference.
 
     Attributes:
-        kind: "initial", "gradient", "loss", "norm", "weights", or "validation".
+        kind: "initial", "gradient", "loss", "norm", "weights", "average", or "validation".
         step: Step, from 1. Initial weights have step 0.
         tensor: Name of the tensor or of the validation metric. Empty for the loss and the norm.
         error: Relative for gradients and the norm, absolute for others.

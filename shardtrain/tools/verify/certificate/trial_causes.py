@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardtrain.tools.verify.certificate.trial import NumberError, TrialFacts
+from shardtrain.tools.verify.certificate.trial import AVERAGE, NumberError, TrialFacts
 
 SAME_FACTOR = 1e-3
 """Relative distance of two factors that are equal except for rounding."""
@@ -164,6 +164,13 @@ def _of_numbers(one: Differing) -> str:
     if one.first.kind == "norm":
         return "the gradients agree, their norm does not: check its sum over ranks and its tensors"
     module = _module(one.first)
+    if one.first.kind == AVERAGE:
+        cause = f"the weights agree, the average of {module} does not"
+        if one.dimension == "resume":
+            return f"{cause}: the averages of the checkpoint are not loaded, or start again"
+        return (
+            f"{cause}: check the decay and the shards of training.ema_decay or evaluation_weights"
+        )
     if one.dimension == "resume":
         return (
             f"the gradients agree, the update of {module} does not: "

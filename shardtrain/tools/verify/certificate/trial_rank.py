@@ -27,6 +27,7 @@ from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import to_full
 from shardtrain.tools.verify import dropout
 from shardtrain.tools.verify.certificate.trial import (
+    AVERAGE,
     SHAKEN,
     Trial,
     TrialFacts,
@@ -104,6 +105,7 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
     original_step = trainer.step
     original_validation = Validator.run
     started: list[trainer.Run] = []
+    averages: list[Averages] = []
     outputs = OutputSizes()
     targets: dict[str, int] = {}
 
@@ -112,6 +114,8 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
             raise _Stopped
         if not started:
             started.append(run)
+            if run.moving_average is not None:
+                averages.append(Averages(run, trial.is_reference))
             _begin(run, numbers, trial)
             outputs.begin(run, trial)
         # If one gradient differs, clipping scales all of them. It also hides a common factor of all
@@ -125,7 +129,7 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
         run.config = of_run
         outputs.end()
         if outcome is not None:
-            _keep_step(run, outcome, numbers)
+            _keep_step(run, outcome, numbers, averages[0] if averages else None)
             targets[str(run.state.step)] = int(outcome.global_tokens)
         return outcome
 
@@ -227,13 +231,53 @@ def _draw_at_unit_gain(parameters: Mapping[str, Tensor], seed: int) -> None:
         init_weights.draw_(parameter, name, Draw("normal", std=std), seed)
 
 
-def _keep_step(run: trainer.Run, outcome: trainer.Outcome, numbers: TrialNumbers) -> None:
-    """Record loss, norm, weights and buffers after a step (a collective)."""
+class Averages:
+    """The moving averages of a trial.
+
+    For the reference, they are computed again from the recorded weights, so a fault of all runs is detected, too.
+    """
+
+    def __init__(self, run: trainer.Run, is_reference: bool) -> None:
+        """Start with the weights of the run before its first step."""
+        self._decay = run.config.training.ema_decay or 0.0
+        self._expected: dict[str, Tensor] = {}
+        if is_reference:
+            for name, parameter in run.runner.parameters().items():
+                if parameter.requires_grad:
+                    self._expected[name] = to_full(parameter.detach()).double()
+
+    def keep(self, run: trainer.Run, numbers: TrialNumbers) -> None:
+        """Record the averages after a step (a collective)."""
+        assert run.moving_average is not None
+        averages = run.moving_average.averages
+        parameters = run.runner.parameters()
+        for name, expected in self._expected.items():
+            weight = to_full(parameters[name].detach()).double()
+            expected.mul_(self._decay).add_(weight, alpha=1 - self._decay)
+        if self._expected:
+            averages = {name: expected.float() for name, expected in self._expected.items()}
+        _keep(numbers, AVERAGE, run.state.step, averages)
+
+
+def _keep_step(
+    run: trainer.Run, outcome: trainer.Outcome, numbers: TrialNumbers, averages: Averages | None
+) -> None:
+    """Record loss, norm, weights, their averages and buffers after a step (a collective)."""
     step = run.state.step
     total = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
     numbers.scalars["loss", step, ""] = total / max(1, outcome.global_tokens)
     numbers.scalars["norm", step, ""] = outcome.grad_norm
+    if outcome.source_sums is not None:
+        sums, counts = run.mesh.sum(outcome.source_sums.clone(), over=("pp", *LOSS_AXES))
+        for source, mean in enumerate((sums / counts.clamp_min(1)).tolist()):
+            numbers.scalars["loss", step, f"data source {source}"] = mean
     _keep(numbers, "weights", step, {**run.runner.parameters(), **run.runner.buffers()})
+    if averages is not None:
+        averages.keep(run, numbers)
+    if run.has_evaluation_weights:
+        # These are weights that an optimizer file computes for validation, such as Schedule-Free AdamW.
+        with run.evaluation_weights():
+            _keep(numbers, AVERAGE, step, run.runner.parameters())
 
 
 def _keep(numbers: TrialNumbers, kind: str, step: int, tensors: Mapping[str, Tensor]) -> None:

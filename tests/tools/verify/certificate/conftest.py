@@ -32,9 +32,13 @@ def check(tmp_path: Path) -> Check:
     """Return a function that checks one dimension of a configuration, given by its options."""
 
     def result_of(
-        dimension: str, *options: str, meshes: tuple[str, ...] = (), quick: bool = True
+        dimension: str,
+        *options: str,
+        meshes: tuple[str, ...] = (),
+        quick: bool = True,
+        data: tuple[str, ...] = DOCUMENTS,
     ) -> DimensionResult:
-        loaded = config.load(None, [*DOCUMENTS, *options])
+        loaded = config.load(None, [*data, *options])
         run = small_run.prepare(
             loaded, meshes, Path(tempfile.mkdtemp(dir=tmp_path)), verify.small_copy
         )
