@@ -7,6 +7,7 @@ Here, the tensors of the ranks are put together, and these results are computed 
 - attention cores under cp: output, and gradients of queries, keys and values
 - router logits and norms: outputs, and gradients of inputs
 - embeddings: the gradient of the first step
+- losses: each micro-batch of the first step
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from torch import Tensor, nn
 from shardtrain.config import derived
 from shardtrain.distributed.mesh import AXES
 from shardtrain.layout import matches
-from shardtrain.tools.verify import backward_rounding, casts, promised_precision
+from shardtrain.tools.verify import (
+    backward_rounding,
+    casts,
+    gathered_losses,
+    promised_precision,
+)
 from shardtrain.tools.verify.compare import assemble
 from shardtrain.tools.verify.evidence import Evidence
 from shardtrain.tools.verify.module_rounding import sentence
@@ -62,6 +68,7 @@ class GatheredModules:
             elif isinstance(module, promised_precision.ON_EACH_TOKEN):
                 yield from self._on_each_token(path, module)
         yield from self._embeddings()
+        yield from gathered_losses.excess(self._evidence.config, self._evidence.records)
 
     def _submodule(self, path: str) -> nn.Module | None:
         try:

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardtrain import distributed
@@ -39,6 +38,7 @@ from shardtrain.layout import Layout, matches
 from shardtrain.models.moe import Balance
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.float8 import Float8Linear
+from shardtrain.ops.loss_terms import LossTerms
 from shardtrain.ops.microscaling import MXLinear
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tools.verify import backward_rounding, casts, dropout, promised_precision
@@ -60,8 +60,6 @@ from shardtrain.tools.verify.verify_rank import (
     plain_model,
 )
 
-CORE_ROUNDINGS = 4
-"""Number of roundings of an attention core, whose softmax rounds more often than a product."""
 LOSS_MARGIN = 1e-5
 """Allowed relative error of the loss for given logits, which is computed in float32 and added in float64."""
 
@@ -200,11 +198,11 @@ def _record(runner: Runner, batch: Batch, config: Config) -> tuple[list[Excess],
     runner.zero_grad()
     for handle in handles:
         handle.remove()
-    # The check below computes the plain cross-entropy only.
-    has_terms = config.training.label_smoothing or config.training.z_loss_weight
-    if not logits or has_terms:
+    if not logits:
         return [], recorded
-    return list(_check_loss(logits[0], gradients, batch, float(weight), float(loss))), recorded
+    terms = LossTerms(config.training.label_smoothing, config.training.z_loss_weight)
+    of_loss = check_loss(logits[0], gradients, batch.targets_BT, float(weight), float(loss), terms)
+    return list(of_loss), recorded
 
 
 def _copies(value: Any) -> list[Tensor]:
@@ -228,16 +226,22 @@ def _keep_gradients(recorded: Recorded, key: tuple[str, str, int], value: Any) -
             leaf.register_hook(partial(keep, index))
 
 
-def _check_loss(
-    logits_BTV: Tensor, gradients: Sequence[Tensor], batch: Batch, weight: float, loss: float
+def check_loss(
+    logits_BTV: Tensor,
+    gradients: Sequence[Tensor],
+    targets_BT: Tensor,
+    weight: float,
+    loss: float,
+    terms: LossTerms,
 ) -> Iterator[Excess]:
-    """Compare the loss and its gradient with float64, for the logits of the run."""
+    """Compare ``weight`` times the sum of losses, and its gradients, with float64 for the logits of the run."""
     exact_BTV = logits_BTV.double().requires_grad_()
-    targets_N = batch.targets_BT.flatten()
-    exact = (
-        F.cross_entropy(exact_BTV.flatten(0, 1), targets_N, ignore_index=IGNORE, reduction="sum")
-        * weight
+    kept_BT = targets_BT != IGNORE
+    targets_BT1 = targets_BT.clamp_min(0).unsqueeze(-1)
+    losses_BT = terms.losses(
+        exact_BTV.logsumexp(-1), exact_BTV.gather(-1, targets_BT1).squeeze(-1), exact_BTV.mean(-1)
     )
+    exact = (losses_BT * kept_BT).sum() * weight
     exact.backward()  # type: ignore[no-untyped-call]
     error = abs(loss - float(exact)) / abs(float(exact))
     if not error <= LOSS_MARGIN:
@@ -479,7 +483,7 @@ class Replay:
         matrices = sum(parameter.ndim > 1 for parameter in module.parameters())
         roundings = 2 * max(1, matrices)
         if is_core:
-            roundings = CORE_ROUNDINGS
+            roundings = promised_precision.core_roundings(module)
         for index, (exact, actual) in enumerate(zip(computed, recorded, strict=True)):
             if exact.shape != actual.shape or not exact.is_floating_point():
                 continue

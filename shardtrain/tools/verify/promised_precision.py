@@ -20,6 +20,10 @@ OWN_CODE_ROUNDINGS = 4
 """Roundings of the code between two submodules of a user's model: residual sums, rotary angles, activations."""
 NATIVE_ROUNDINGS = 2
 """Roundings of that code in a model of this package, such as an activation and a product."""
+CORE_ROUNDINGS = 4
+"""Roundings of the attention core of a user's model: scores, probabilities and output."""
+NATIVE_CORE_ROUNDINGS = 2
+"""Roundings of an attention core of this package: probabilities and output. Scores and sums are float32."""
 ROUNDED_ONCE = 0.01
 """Allowed fraction of elements that are not the exact result, rounded once. Near ties may be rounded either way."""
 
@@ -113,6 +117,13 @@ def own_code_roundings(module: nn.Module) -> int:
     if type(module).__module__.startswith(NATIVE_MODELS):
         return NATIVE_ROUNDINGS
     return OWN_CODE_ROUNDINGS
+
+
+def core_roundings(core: nn.Module) -> int:
+    """Return how often an attention core may round."""
+    if isinstance(core, LOG_SUM_EXP.modules):
+        return NATIVE_CORE_ROUNDINGS
+    return CORE_ROUNDINGS
 
 
 def is_rotated_once(module: nn.Module) -> bool:

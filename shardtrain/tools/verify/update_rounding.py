@@ -19,7 +19,7 @@ from shardtrain.tools.verify.compare import Expected, assemble, same_bits
 from shardtrain.tools.verify.rounding_noise import ROUNDOFF, unit_roundoff
 from shardtrain.tools.verify.verify_rank import RankRecord, is_clipped
 
-LEAST_NUMEL = 64
+LEAST_NUMEL = 16
 """Smaller tensors may have a value of a shorter dtype in every element by chance."""
 NORM_MARGIN = 1e-5
 """Allowed relative error of the gradient norm, for the recorded gradients."""
@@ -30,11 +30,13 @@ ROUNDINGS = 2.0
 stochastic rounding takes either neighbor.
 """
 SIGMAS = 6.0
-"""Allowed bias of stochastic rounding, in standard deviations.
-
-The bias is the sum of the products of weights and their errors. Random errors cancel in it, and lost weight
-decay, whose errors are proportional to the weights, does not.
-"""
+"""Allowed bias of stochastic rounding, in standard deviations of the sum of rounding errors."""
+BITS_OF_BFLOAT16 = 8
+"""Binary digits of a bfloat16, with the leading one."""
+MOST_CANCELLED = 4.0
+"""Largest quotient of a weight before its update, or of the update, and the weight after it."""
+FLOAT32_BIAS = 2.0**-13
+"""Allowed bias of an element in units in the last place of bfloat16, because updates are computed in float32."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,76 @@ class _Moments:
 
 
 @dataclass
+class _RoundingBias:
+    """Sums over all weights of the errors of stochastic rounding, in units in the last place.
+
+    An exact value at fraction f between two bfloat16 numbers is rounded up with probability f. So its error
+    has mean 0 and variance f (1 - f), and a sum over n weights has an error of about sqrt(n / 6). A constant
+    bias grows with n. The bias of a single weight is smaller than its rounding error.
+
+    Attributes:
+        outward: Sum of the errors, positive if away from zero.
+        forward: Sum of the errors, positive if in the direction of the update.
+        of_decay: The part of ``outward`` if weight decay were lost.
+        variance: Variance of the sums.
+        count: Number of weights.
+    """
+
+    outward: float = 0.0
+    forward: float = 0.0
+    of_decay: float = 0.0
+    variance: float = 0.0
+    count: int = 0
+
+    def add(self, update: _Update, new: Tensor, decay: float, of_states: float) -> None:
+        """Add the weights of a tensor after an update.
+
+        Args:
+            update: The exact update.
+            new: Weights after the update.
+            decay: Fraction that weight decay removes.
+            of_states: Relative error of an update by the rounding of the optimizer's states.
+        """
+        # If a weight almost cancels, the rounding of its update is many units of the small result.
+        largest = torch.maximum(update.old.abs(), update.size)
+        is_kept = update.exact.abs() > largest / MOST_CANCELLED
+        exact = update.exact[is_kept]
+        old = update.old[is_kept]
+        _, exponent = torch.frexp(exact)
+        unit = torch.exp2((exponent - BITS_OF_BFLOAT16).double())
+        size = exact.abs() / unit
+        fraction = size - size.floor()
+        error = (new.double()[is_kept] - exact) / unit
+        self.outward += float((error * exact.sign()).sum())
+        self.forward += float((error * (exact - old).sign()).sum())
+        self.of_decay += float((decay * old.abs() / unit).sum())
+        state_error = of_states * update.size[is_kept] / unit
+        self.variance += float((fraction * (1 - fraction) + state_error.square()).sum())
+        self.count += exact.numel()
+
+    def cause(self) -> str:
+        """Return the cause of a bias, or "" if chance explains the sums."""
+        allowed = SIGMAS * math.sqrt(self.variance) + FLOAT32_BIAS * self.count
+        mean = self.outward / max(1, self.count)
+        if abs(self.outward) > allowed:
+            if abs(self.outward - self.of_decay) < 0.2 * self.of_decay:
+                return "weight decay is lost"
+            if mean < 0:
+                return (
+                    f"weights are rounded toward zero by {-mean:.2g} units in the last place on average: "
+                    "truncated before or instead of stochastic rounding"
+                )
+            return f"weights are rounded away from zero by {mean:.2g} units in the last place on average"
+        if self.forward < -allowed:
+            return (
+                "small updates are lost: weights are rounded to nearest instead of stochastically"
+            )
+        if self.forward > allowed:
+            return "updates are too large on average"
+        return ""
+
+
+@dataclass
 class _AdamW:
     """AdamW in float64 on the gradients of one rank. Each update starts from the weights that the rank had."""
 
@@ -214,8 +286,8 @@ class _AdamW:
         """Yield the weights of a rank that AdamW would not have after this step."""
         wrong: list[WrongNumber] = []
         worst = 0.0
-        along_weights = 0.0
-        variance = 0.0
+        bias = _RoundingBias()
+        decay = self._rate(step) * self.config.optimizer.weight_decay
         prefix = f"gradient/{step}/"
         before = "initial" if step == 0 else f"weights/{step - 1}"
         for key, part in record.parts.items():
@@ -233,20 +305,20 @@ class _AdamW:
             if not excess <= 1.0:
                 cause = self._cause(update, new.double(), excess)
                 wrong.append(WrongNumber(step, _after_update(name, step), cause))
-            # Sum over all weights, because the bias of one weight may be as small as its rounding.
-            error = new.double() - update.exact
-            along_weights += float((error * update.exact).sum())
-            deviation = unit_roundoff(new.dtype) * update.exact.square()
-            variance += float(deviation.square().sum())
+            if self.config.optimizer.bf16_stochastic_round and new.dtype == torch.bfloat16:
+                bias.add(update, new, decay, step * ROUNDOFF[self._state_dtype])
 
         # Rounding to nearest in bfloat16 loses small updates by design, but stochastic rounding must not.
-        is_rounding = worst < 2.0
-        is_biased = abs(along_weights) > SIGMAS * math.sqrt(variance)
-        if self.config.optimizer.bf16_stochastic_round and is_rounding and is_biased:
-            lost = f"{self._rate(step):g} x {self.config.optimizer.weight_decay:g}"
-            cause = f"all weights are off by a multiple of themselves: weight decay of lr {lost} is lost"
+        cause = bias.cause()
+        if cause and worst < 2.0:
             yield WrongNumber(step, f"step {step + 1}: all weights after the update", cause)
         yield from wrong
+
+    @property
+    def _state_dtype(self) -> str:
+        """Name of the dtype of the optimizer's states."""
+        state_dtype: str = self.config.optimizer.state_dtype
+        return self.config.training.dtype if state_dtype == "default" else state_dtype
 
     def _rate(self, step: int) -> float:
         return learning_rate(self.config.optimizer, self.config.lr_scheduler, self.steps, step)
@@ -276,11 +348,8 @@ class _AdamW:
 
     def _excess(self, update: _Update, new: Tensor, step: int) -> float:
         """Return the largest error of an element, divided by what rounding of weight and states explains."""
-        state_dtype: str = self.config.optimizer.state_dtype
-        if state_dtype == "default":
-            state_dtype = self.config.training.dtype
         # Each step rounds the states again. Float32 operations lose a few digits.
-        of_states = 4.0 * (step + 1) * max(ROUNDOFF[state_dtype], 2.0**-20)
+        of_states = 4.0 * (step + 1) * max(ROUNDOFF[self._state_dtype], 2.0**-20)
         of_weight = ROUNDINGS * unit_roundoff(new.dtype)
         new = new.double()
         largest = torch.maximum(update.exact.abs(), new.abs())

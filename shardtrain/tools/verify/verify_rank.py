@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +33,7 @@ from shardtrain.lora.linear import is_adapter
 from shardtrain.ops import accelerator, init_weights
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.ops.tied import to_empty
-from shardtrain.tools.verify import dropout
+from shardtrain.tools.verify import dropout, loss_watch
 from shardtrain.tools.verify.batches import SyntheticStream
 from shardtrain.tools.verify.module_watch import ModuleWatch, local_copy
 from shardtrain.tools.verify.rounding_noise import RoundingNoise
@@ -237,7 +238,11 @@ def _run_steps(
         recorder.begin_step()
         if is_clipped(recorder.step, task.steps):
             run.config = replace(config, training=replace(config.training, max_norm=MAX_NORM))
-        outcome = trainer.step(run)
+        # Losses are compared with float64 only in the run's own precision.
+        with ExitStack() as first_step:
+            if recorder.step == 0 and task.own is not None and noise is None and task.unit_gain:
+                first_step.enter_context(loss_watch.recorded(watch.tensors))
+            outcome = trainer.step(run)
         watch.end()
         if noise is not None:
             noise.store(runner)

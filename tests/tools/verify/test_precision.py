@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from shardtrain import cli, config
 from shardtrain.distributed import compute_copies, float8_modules, fsdp, grad_clip, runner
 from shardtrain.distributed.context_parallel import merged_attention, ring
+from shardtrain.distributed.tensor_parallel.split_vocabulary import SplitVocabulary
 from shardtrain.models import layers, llama, moe
 from shardtrain.ops import cross_entropy, float8
 from shardtrain.ops.dtensor import local_tensor
@@ -287,6 +288,27 @@ def the_softmax_of_the_loss_in_bfloat16(monkeypatch):
     wrap(monkeypatch, cross_entropy, "chunk_loss", chunk_loss)
 
 
+@fault(
+    "step 1: loss",
+    "over the ranks of tp",
+    on="tp=2",
+    mesh="tp=2",
+)
+def log_sum_exp_of_a_split_vocabulary_in_bfloat16(monkeypatch):
+    """Round the log-sum-exp of each token. Gradients stay exact."""
+
+    def gather(gathered, self, values):
+        # The sum of exponentials of each rank is relative to its own largest logit.
+        parts = gathered(self, values)
+        lse = (parts[:, 0].double() + parts[:, 1].double().log()).logsumexp(0)
+        change = (lse.bfloat16().double() - lse).float()
+        # The loss is the log-sum-exp minus the logit of the target, which is zero on all ranks but one.
+        parts[0, 2] -= change
+        return parts
+
+    wrap(monkeypatch, SplitVocabulary, "gather", gather)
+
+
 # gradients
 
 
@@ -545,6 +567,36 @@ def stochastic_rounding_without_weight_decay(monkeypatch):
         low_bits.LowBitsAdam,
         "_update",
         lambda f, self, p, state, lr, decay: f(self, p, state, lr, 0.0),
+    )
+
+
+def truncated(bits: int) -> Any:
+    """Return a function that clears all but ``bits`` of the digits that bfloat16 lacks, before rounding."""
+
+    def to_bfloat16(original, x, chance):
+        kept = x.view(torch.int32) & -(1 << (16 - bits))
+        return original(kept.view(torch.float32), chance)
+
+    return to_bfloat16
+
+
+@fault("rounded toward zero", "truncated before or instead of", options=STOCHASTIC)
+def weights_truncated_instead_of_rounded(monkeypatch):
+    wrap(monkeypatch, low_bits.stochastic_rounding, "to_bfloat16", truncated(0))
+
+
+@fault("rounded toward zero", "truncated before or instead of", options=STOCHASTIC)
+def weights_truncated_to_four_more_bits_before_rounding(monkeypatch):
+    wrap(monkeypatch, low_bits.stochastic_rounding, "to_bfloat16", truncated(4))
+
+
+@fault("small updates are lost", options=(*STOCHASTIC, "--optimizer.weight_decay=0"))
+def weights_rounded_to_nearest_instead_of_stochastically(monkeypatch):
+    wrap(
+        monkeypatch,
+        low_bits.stochastic_rounding,
+        "to_bfloat16",
+        lambda original, x, chance: x.to(torch.bfloat16),
     )
 
 
