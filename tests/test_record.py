@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from shardtrain.record import NUM_PROJECTIONS, Recorder, summary, trainer_callback
-from shardtrain.tools.verify import recorded_differences, recordings
+from shardtrain.tools.verify import compare_recordings, recorded_differences, recordings
 from shardtrain.tools.verify.recorded_differences import Comparison
 from shardtrain.utils.errors import ConfigError, DataError
 
@@ -343,6 +343,27 @@ def test_recordings_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='precision="half" must be one of float64'):
         Recorder(tmp_path, model, precision="half")
     assert len(a.steps[0].weights["weight"].projections) == NUM_PROJECTIONS
+
+
+def test_steps_that_only_one_recording_has_are_named(tmp_path: Path) -> None:
+    """A killed run has fewer steps, and its last line may be incomplete."""
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    for name in "ab":
+        recorder = Recorder(tmp_path / name, model)
+        for step in range(3):
+            recorder.write(step)
+    path = tmp_path / "b" / "rank-0.jsonl"
+    path.write_text(path.read_text()[:-20])
+    a, b = (recordings.read(tmp_path / name) for name in "ab")
+    texts = compare_recordings.lines(a, b, recorded_differences.compare(a, b))
+    assert "2 common steps" in texts[0]
+    expected = f"not compared: 1 step that only {tmp_path / 'a'} has, from step 2 on"
+    assert texts[1] == expected
+    assert not any(
+        "not compared" in text
+        for text in compare_recordings.lines(a, a, recorded_differences.compare(a, a))
+    )
 
 
 def test_a_third_recording_sets_the_tolerance(tmp_path: Path) -> None:

@@ -42,6 +42,14 @@ def main(folders: tuple[str, ...], rounding: str | None, as_json: bool) -> int:
 def lines(a: Recording, b: Recording, comparison: Comparison) -> list[str]:
     """Return the lines for the terminal."""
     texts = [f"{_described(a)} and {_described(b)}: {comparison.num_steps} common steps"]
+    for mine, other in ((a, b), (b, a)):
+        numbers = {step.number for step in other.steps}
+        extra = [step.number for step in mine.steps if step.number not in numbers]
+        if extra:
+            count = f"{len(extra)} step{'s' if len(extra) > 1 else ''}"
+            texts.append(
+                f"not compared: {count} that only {mine.folder} has, from step {extra[0]} on"
+            )
     worst = ", ".join(f"{kind} {error:.1e}" for kind, error in comparison.largest.items())
     texts.append(f"largest relative differences: {worst}")
     texts += comparison.missing
