@@ -239,8 +239,9 @@ def _run_steps(
         if is_clipped(recorder.step, task.steps):
             run.config = replace(config, training=replace(config.training, max_norm=MAX_NORM))
         # Losses are compared with float64 only in the run's own precision.
+        has_losses = task.own_precision is not None and noise is None and task.unit_gain
         with ExitStack() as first_step:
-            if recorder.step == 0 and task.own is not None and noise is None and task.unit_gain:
+            if recorder.step == 0 and has_losses:
                 first_step.enter_context(loss_watch.recorded(watch.tensors))
             outcome = trainer.step(run)
         watch.end()
