@@ -31,4 +31,5 @@ def _end(number: int, _frame: FrameType | None) -> None:
     if not is_later_rank and not process.is_left_to_parent():
         line = end.line.format(reason=signal.Signals(number).name)
         print(f"stopped[{end.code}]: {line}", file=sys.stderr, flush=True)
+    process.stop_agent()
     os._exit(end.code)

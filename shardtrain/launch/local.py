@@ -184,6 +184,7 @@ def end_at_request(loaded: Loaded) -> None:
             if _reports_before_ranks():
                 print(*failure.lines(report, "", 1), sep="\n", file=sys.stderr, flush=True)
             write_exit_before_ranks(loaded, report)
+        process.stop_agent()
         temporary.remove_all()
         exit_report.end(failure.stop_status(loaded.config))
 

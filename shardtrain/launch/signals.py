@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from shardtrain.checkpoint import retention
 from shardtrain.checkpoint.storage import Place
 from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS, StopRequest
+from shardtrain.utils import process
 from shardtrain.utils.stop_signals import GRACEFUL, die_with_parent, handle_requests
 from shardtrain.utils.variables import is_whole_number
 
@@ -60,6 +61,8 @@ def listen(
     def notify_launcher() -> None:
         if parent and os.getppid() == parent:
             os.kill(parent, signal.SIGTERM)
+        elif stop.was_starting:
+            process.stop_agent()
 
     threading.Thread(
         target=_watch,

@@ -11,6 +11,7 @@ import contextlib
 import io
 import math
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -44,6 +45,15 @@ def is_left_to_parent() -> bool:
     own = str(os.getpid())
     # The agent of a node has its own process ID in AGENT, for its ranks.
     return any(os.environ.get(name, own) != own for name in (PARENT, AGENT))
+
+
+def stop_agent() -> None:
+    """Ask the agent of this node to stop, because other ranks would wait for this rank, which ends during its start.
+
+    No-op if no agent started this process.
+    """
+    if os.environ.get(AGENT) == str(os.getppid()):
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def meeting_folder(environment: Mapping[str, str]) -> str:

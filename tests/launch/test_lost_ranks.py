@@ -225,27 +225,36 @@ def test_a_second_interrupt_of_one_host_ends_both_with_the_same_reason(tmp_path,
     assert record(tmp_path / "run")["code"] == 76
 
 
-INTERRUPT_AT_START = """
+SIGNALS_AT_START = {
+    "SIGINT": """
 import os, signal, time
 if os.environ.get("RANK") == "0" and os.environ.get("SHARDTRAIN_AGENT") == str(os.getppid()):
     os.kill(os.getppid(), signal.SIGINT)
     end = time.monotonic() + 600
     while signal.SIGINT not in signal.sigpending() and time.monotonic() < end:
         time.sleep(0.01)
-"""
-"""Module that Python imports at its start. Rank 0 interrupts its agent, and waits until the agent interrupts it."""
+""",
+    "SIGTERM": """
+import os, signal
+if os.environ.get("RANK") == "1" and os.environ.get("SHARDTRAIN_AGENT") == str(os.getppid()):
+    os.kill(os.getpid(), signal.SIGTERM)
+""",
+}
+"""Module that Python imports at its start. Rank 0 interrupts its agent, and waits until the agent interrupts it, or
+rank 1 signals itself."""
 
 
 @pytest.mark.nightly("two agents that start ranks")
-def test_an_interrupt_while_python_starts_prints_no_trace(tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text(INTERRUPT_AT_START)
+@pytest.mark.parametrize("name", SIGNALS_AT_START)
+def test_a_signal_while_python_starts_ends_both_hosts_without_a_trace(tmp_path, monkeypatch, name):
+    (tmp_path / "sitecustomize.py").write_text(SIGNALS_AT_START[name])
     (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=0, fault="pass"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with started("train --nnodes 2", tmp_path) as hosts:
         outputs = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
     assert [host.returncode for host in hosts] == [75, 75], outputs
     for text in outputs:
-        assert "stopped[75]: stopped by SIGINT before the first step" in text
+        assert f"stopped[75]: stopped by {name} before the first step" in text
         assert "Traceback" not in text
     assert record(tmp_path / "run")["code"] == 75
 
