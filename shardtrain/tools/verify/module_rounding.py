@@ -380,10 +380,11 @@ class Replay:
                     cause = f"integers differ from the float64 result, because they are cast to {_name(actual)}"
                     self.excess.append(Excess(path, what, 1.0, 0.0, cause))
                 continue
-            found = deviation(actual, exact, roundings, is_by_row=False, promised=promised)
-            if is_rotated and found.is_rounding and actual.element_size() < 4:
+            compared = deviation(actual, exact, roundings, is_by_row=False, promised=promised)
+            # A stricter test for rotations: each number must be rounded only once.
+            if is_rotated and compared.is_rounding and actual.element_size() < 4:
                 self._compare_rotated(path, what, actual, exact)
-            self._note(path, what, found, actual, exact, judged)
+            self._note(path, what, compared, actual, exact, judged)
 
     def _compare_rotated(self, path: str, what: str, actual: Tensor, exact: Tensor) -> None:
         """Compare queries, keys or values, which are exact or rounded once."""
@@ -411,10 +412,12 @@ class Replay:
                 results.append(index)
         if call or not results:
             return
+        rotated = [computed[index] for index in results]
+        gradients_of_rotated = [gradients[index].double() for index in results]
         exact = torch.autograd.grad(
-            [computed[index] for index in results],
+            rotated,
             list(self._before_rotation.values()),
-            [gradients[index].double() for index in results],
+            gradients_of_rotated,
             allow_unused=True,
         )
         for child, gradient in zip(self._before_rotation, exact, strict=True):
@@ -489,27 +492,27 @@ class Replay:
                 continue
             in_8_bits = path in self._products
             is_by_row = not is_core and not in_8_bits and matrices <= 1
-            found = deviation(actual, exact, roundings, is_by_row, promised)
+            compared = deviation(actual, exact, roundings, is_by_row, promised)
             if in_8_bits:
                 of_operands = _error_of_8_bits(module, inputs, index, exact)
-                found = Deviation(found.error, found.allowed + of_operands)
-            self._note(path, "output", found, actual, exact, module)
+                compared = Deviation(compared.error, compared.allowed + of_operands)
+            self._note(path, "output", compared, actual, exact, module)
 
     def _note(
         self,
         path: str,
         what: str,
-        found: Deviation,
+        compared: Deviation,
         actual: Tensor,
         exact: Tensor,
         module: nn.Module,
     ) -> None:
-        if found.is_rounding:
+        if compared.is_rounding:
             return
         cause = promised_precision.cause_of(module, actual)
         if not cause:
             cause = _cause_of(distance(actual.double(), exact.double()), actual)
-        self.excess.append(Excess(path, what, found.error, found.allowed, cause))
+        self.excess.append(Excess(path, what, compared.error, compared.allowed, cause))
 
 
 def _tensors(structure: Any) -> list[Tensor]:
@@ -557,13 +560,14 @@ def _cause_of(error: float, actual: Tensor) -> str:
     """Describe the dtype whose rounding has an error of this size."""
     if not math.isfinite(error):
         return "the result is not finite: it overflows, or divides by a number that underflows"
-    own = unit_roundoff(actual.dtype)
+    roundoff_of_result = unit_roundoff(actual.dtype)
     # The root mean square of one rounding is 0.4 unit roundoffs.
     for name in ("bfloat16", "float16"):
         roundoff = ROUNDOFF[name]
-        if roundoff > 4 * own and roundoff / 6 < error < 4 * roundoff:
+        is_shorter = roundoff > 4 * roundoff_of_result
+        if is_shorter and roundoff / 6 < error < 4 * roundoff:
             return f"computed in {name}, or rounded to it, although the result is {_name(actual)}"
-    if error < 4 * own:
+    if error < 4 * roundoff_of_result:
         return f"rounded to {_name(actual)} before the result: compute inside in float32"
     return (
         "no rounding to 16 bits has an error of this size: check what it computes, and its casts of positions, "

@@ -152,9 +152,10 @@ def _on_one_process(
         MeshResult(ONE_PROCESS, "", "same"), task, task.own_precision, {}, 1, trainer, folder
     )
     if modules["skipped"]:
-        unproven = "; ".join(text for text in (row.unproven, modules["skipped"]) if text)
+        # Modules that were not compared leave the result open, unless it is already a difference.
+        reasons = [text for text in (row.unproven, modules["skipped"]) if text]
         verdict: Verdict = "not proven" if row.verdict == "same" else row.verdict
-        row = dataclasses.replace(row, verdict=verdict, unproven=unproven)
+        row = dataclasses.replace(row, verdict=verdict, unproven="; ".join(reasons))
     excess = modules["excess"]
     if not excess or row.verdict not in ("same", "differs", "not proven"):
         return row

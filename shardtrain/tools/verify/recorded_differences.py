@@ -142,10 +142,13 @@ def _with_same_names(step_a: Step, step_b: Step, names: Sequence[str]) -> tuple[
     has_gradient = step_a.gradients.keys() | step_b.gradients.keys()
     limited = []
     for step in (step_a, step_b):
-        gradients = {
-            name: step.gradients.get(name, NO_GRADIENT) for name in names if name in has_gradient
-        }
-        weights = {name: step.weights[name] for name in names if name in step.weights}
+        gradients = {}
+        weights = {}
+        for name in names:
+            if name in has_gradient:
+                gradients[name] = step.gradients.get(name, NO_GRADIENT)
+            if name in step.weights:
+                weights[name] = step.weights[name]
         limited.append(replace(step, gradients=gradients, weights=weights))
     return limited[0], limited[1]
 
@@ -168,9 +171,11 @@ def _only_rounding(
 
 
 def _total_norm(vectors: Mapping[str, Vector]) -> float:
-    return math.sqrt(
-        sum(vector.norm**2 for vector in vectors.values() if not math.isnan(vector.norm))
-    )
+    squares = 0.0
+    for vector in vectors.values():
+        if not math.isnan(vector.norm):
+            squares += vector.norm**2
+    return math.sqrt(squares)
 
 
 def errors_of(one: Mapping[str, Vector], other: Mapping[str, Vector]) -> dict[str, float]:

@@ -81,14 +81,14 @@ def read(words: Sequence[str]) -> VerifyOptions:
     Raises:
         ConfigError: an option lacks its value or has no effect, or ``--steps`` is not a positive integer.
     """
-    taken = take(
-        words, OPTIONS, ("--full", "--json", "--real", "--allow-impossible", "--quick"), USAGE
-    )
-    own = taken.own
-    if "--compare" in own or "--rounding" in own:
-        return _comparison(own, taken.rest)
-    _require_certificate(own)
-    if "--memory" in own and "--real" not in own:
+    flags = ("--full", "--json", "--real", "--allow-impossible", "--quick")
+    taken = take(words, OPTIONS, flags, USAGE)
+    given = taken.own
+    # Each mode ignores some options. An option without effect is an error.
+    if "--compare" in given or "--rounding" in given:
+        return _comparison(given, taken.rest)
+    _require_certificate(given)
+    if "--memory" in given and "--real" not in given:
         raise ConfigError(
             Problem(
                 "--memory",
@@ -98,9 +98,9 @@ def read(words: Sequence[str]) -> VerifyOptions:
                 where="command line",
             )
         )
-    if "--real" in own:
+    if "--real" in given:
         useless = {"--mesh", "--schedule", "--steps", "--precision", "--full", "--allow-impossible"}
-        for option in sorted(useless & own.keys()):
+        for option in sorted(useless & given.keys()):
             raise ConfigError(
                 Problem(
                     option,
@@ -110,7 +110,7 @@ def read(words: Sequence[str]) -> VerifyOptions:
                     where="command line",
                 )
             )
-    elif "--allow-impossible" in own and "--mesh" not in own:
+    elif "--allow-impossible" in given and "--mesh" not in given:
         raise ConfigError(
             Problem(
                 "--allow-impossible",
@@ -123,59 +123,52 @@ def read(words: Sequence[str]) -> VerifyOptions:
     path, overrides = taken.configuration()
     return VerifyOptions(
         path,
-        tuple(own.get("--mesh", ())),
-        tuple(own.get("--schedule", ())),
-        own.get("--steps", 3),
-        precision=own.get("--precision", "float32"),
-        full="--full" in own,
-        json="--json" in own,
-        allow_impossible="--allow-impossible" in own,
-        real="--real" in own,
-        memory_gib=own.get("--memory", 0.0),
-        certificate=own.get("--certificate"),
-        check=own.get("--check"),
-        quick="--quick" in own,
-        dimensions=tuple(own.get("--dimension", ())),
+        tuple(given.get("--mesh", ())),
+        tuple(given.get("--schedule", ())),
+        given.get("--steps", 3),
+        precision=given.get("--precision", "float32"),
+        full="--full" in given,
+        json="--json" in given,
+        allow_impossible="--allow-impossible" in given,
+        real="--real" in given,
+        memory_gib=given.get("--memory", 0.0),
+        certificate=given.get("--certificate"),
+        check=given.get("--check"),
+        quick="--quick" in given,
+        dimensions=tuple(given.get("--dimension", ())),
         overrides=overrides,
     )
 
 
-def _require_certificate(own: Mapping[str, Any]) -> None:
+def _require_certificate(given: Mapping[str, Any]) -> None:
     """Raise ConfigError for an option that has no effect with, or without, a certificate."""
-    without_effect: set[str] = set()
-    rule = "has no effect without --certificate"
-    if "--check" in own:
+    if "--check" in given:
         rule = "has no effect with --check, which trains nothing"
-        without_effect = own.keys() - {"--check", "--json"}
-    elif "--certificate" in own:
+        without_effect = given.keys() - {"--check", "--json"}
+    elif "--certificate" in given:
         rule = "has no effect with --certificate, which has its own steps and sizes"
-        without_effect = own.keys() & {
-            "--steps",
-            "--full",
-            "--precision",
-            "--real",
-            "--memory",
-            "--schedule",
-        }
+        useless = {"--steps", "--full", "--precision", "--real", "--memory", "--schedule"}
+        without_effect = given.keys() & useless
     else:
-        without_effect = own.keys() & {"--quick", "--dimension"}
+        rule = "has no effect without --certificate"
+        without_effect = given.keys() & {"--quick", "--dimension"}
     for option in sorted(without_effect):
         raise ConfigError(Problem(option, None, rule, "remove it", "command line"))
 
 
-def _comparison(own: Mapping[str, Any], rest: Sequence[str]) -> VerifyOptions:
+def _comparison(given: Mapping[str, Any], rest: Sequence[str]) -> VerifyOptions:
     """Return the options of a comparison of two recordings, which has no configuration."""
-    folders = tuple(own.get("--compare", ()))
+    folders = tuple(given.get("--compare", ()))
     if len(folders) != 2:
         rule = f"takes the folders of two recordings, and {len(folders)} were given"
         raise ConfigError(
             Problem("--compare", " ".join(folders) or None, rule, "name two", "command line")
         )
-    others = [*sorted(own.keys() - {"--compare", "--rounding", "--json"}), *rest]
+    others = [*sorted(given.keys() - {"--compare", "--rounding", "--json"}), *rest]
     if others:
         rule = "has no effect with --compare, which trains nothing"
         raise ConfigError(Problem(others[0], None, rule, "remove it", "command line"))
-    return VerifyOptions(compare=folders, rounding=own.get("--rounding"), json="--json" in own)
+    return VerifyOptions(compare=folders, rounding=given.get("--rounding"), json="--json" in given)
 
 
 def _precision(text: str) -> str:

@@ -14,6 +14,7 @@ The file itself belongs to ``config.certificate``, because ``train`` reads it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -156,9 +157,11 @@ def check_all(
 
 def _has_own_mesh(run: SmallRun, comparisons: Sequence[VariantResult]) -> bool:
     """True if the configuration's own axes were compared together. Meshes of more than 8 ranks are not tried."""
-    own = mesh_plans.own_axes(run.user)
+    configured = mesh_plans.own_axes(run.user)
+    if not configured:
+        return True
     same = [comparison.compared for comparison in comparisons if comparison.verdict == "same"]
-    return not own or any(compared.startswith(own) for compared in same)
+    return any(compared.startswith(configured) for compared in same)
 
 
 def _run_variants(
@@ -219,17 +222,14 @@ def _judge(
             first="no sequence has two documents with targets, so no border was compared; raise training.seq_len",
         )
     # A number that was not compared must not count as equal.
-    found = {(error.kind, error.step) for error in errors}
-    missing = [
-        f"{kind} of step {step}"
-        for step in last.steps
-        for kind in verify_report.USUAL
-        if (kind, step) not in found
-    ]
+    compared = {(error.kind, error.step) for error in errors}
+    missing = []
+    for step, kind in itertools.product(last.steps, verify_report.USUAL):
+        if (kind, step) not in compared:
+            missing.append(f"{kind} of step {step}")
     if missing:
-        return VariantResult(
-            variant.label, "failed", first=f"was not compared: {', '.join(missing)}"
-        )
+        first = f"was not compared: {', '.join(missing)}"
+        return VariantResult(variant.label, "failed", first=first)
 
     def explain(beyond: Sequence[NumberError], first: NumberError) -> str:
         expected = answers[last.compared_with].facts
@@ -252,9 +252,9 @@ def _compare_meshes(
     names = request.meshes
     if request.quick and not names:
         names = QUICK_MESHES
-        own = mesh_plans.own_axes(run.user)
-        if own and own not in names:
-            names = (own, *names)
+        configured = mesh_plans.own_axes(run.user)
+        if configured and configured not in names:
+            names = (configured, *names)
     options = dataclasses.replace(request, meshes=tuple(names), precision="float32")
     return _compare_synthetic(run.with_substitutes, options, trainer, engine, run.folder / "mesh")
 
@@ -289,16 +289,16 @@ def _compare_synthetic(
     loaded: Loaded, request: VerifyOptions, trainer: Any, engine: MeshEngine, folder: Path
 ) -> list[VariantResult]:
     """Compare meshes with synthetic data, as ``verify`` does without a certificate."""
-    task = engine.plan(
-        engine.comparable(loaded), dataclasses.replace(request, allow_impossible=True)
-    )
+    # An impossible mesh is a row of the certificate, not an error.
+    request = dataclasses.replace(request, allow_impossible=True)
+    task = engine.plan(engine.comparable(loaded), request)
     folder.mkdir()
     task, _ = engine.probe(task, folder)
     has_measured_tolerances = request.precision == "own"
-    return [
-        comparison.of_mesh(row, has_measured_tolerances)
-        for row in engine.verify(task, trainer, folder)
-    ]
+    results = []
+    for row in engine.verify(task, trainer, folder):
+        results.append(comparison.of_mesh(row, has_measured_tolerances))
+    return results
 
 
 def document_of(
@@ -312,11 +312,13 @@ def document_of(
     axes: set[str] = set()
     for result in results:
         axes |= result.compared_axes
+    # Dimensions that do not apply hold, but at least one dimension must have been compared.
+    all_hold = all(result.holds for result in results)
+    is_any_compared = any(result.verdict == "holds" for result in results)
     return {
         "format": certificate.FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "holds": all(result.holds for result in results)
-        and any(result.verdict == "holds" for result in results),
+        "holds": all_hold and is_any_compared,
         "quick": request.quick,
         **certificate.facts_of(loaded),
         "commit": certificate.commit(),

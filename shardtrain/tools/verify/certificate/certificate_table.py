@@ -46,8 +46,9 @@ class DimensionResult:
         axes = set()
         for comparison in self.comparisons:
             if comparison.verdict == "same":
-                degrees = re.findall(r"(\w+)=(\d+)", comparison.compared)
-                axes |= {axis for axis, degree in degrees if axis in AXES and int(degree) > 1}
+                for axis, degree in re.findall(r"(\w+)=(\d+)", comparison.compared):
+                    if axis in AXES and int(degree) > 1:
+                        axes.add(axis)
         return axes
 
     def to_json(self) -> dict[str, Any]:
@@ -87,8 +88,13 @@ def table(results: Sequence[DimensionResult]) -> str:
 def _cells(result: DimensionResult) -> tuple[str, ...]:
     if not result.comparisons:
         return result.name, result.verdict, "-", result.reason
-    made = [comparison for comparison in result.comparisons if comparison.verdict != "not possible"]
-    compared = f"{len(made)} of {len(result.comparisons)} variants"
-    if len(made) == len(result.comparisons):
-        compared = f"{len(made)} variant{'s' if len(made) > 1 else ''}"
+    num_variants = len(result.comparisons)
+    num_compared = 0
+    for comparison in result.comparisons:
+        if comparison.verdict != "not possible":
+            num_compared += 1
+    compared = f"{num_compared} of {num_variants} variants"
+    if num_compared == num_variants:
+        noun = "variants" if num_compared > 1 else "variant"
+        compared = f"{num_compared} {noun}"
     return result.name, result.verdict, compared, str(result.worst or "-")

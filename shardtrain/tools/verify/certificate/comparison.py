@@ -148,7 +148,9 @@ def _tolerance(kind: str, effect: float) -> float:
 
 def of_mesh(row: MeshResult, has_measured_tolerances: bool = False) -> VariantResult:
     """Convert a row of ``verify``'s table. With measured tolerances, the tolerance of the largest error is unknown."""
-    compared = ", ".join(text for text in (row.mesh, row.schedule, row.options) if text)
+    # Only pipelines have a schedule, and only some meshes have options.
+    parts = [text for text in (row.mesh, row.schedule, row.options) if text]
+    compared = ", ".join(parts)
     worst = None
     if row.gradient is not None:
         worst = _largest_of(row)

@@ -85,9 +85,9 @@ def task_variants(request: VariantRequest) -> Iterator[Variant]:
     names = list(request.meshes) or ["dp_shard=2", "tp=2"]
     if not request.meshes and not request.is_quick:
         names += ["pp=2", "cp=2", "dp_replicate=2"]
-        own = own_axes(request.run.user)
-        if own and own not in names:
-            names.append(own)
+        configured = own_axes(request.run.user)
+        if configured and configured not in names:
+            names.append(configured)
     for mesh in names:
         name = f"task-{mesh}"
         try:

@@ -223,8 +223,9 @@ def general(sizes: Sizes) -> Iterator[Check]:
 
     columns = 4096
     rows = sizes.numbers // columns
+    # A tensor with more elements than a 32-bit index can address.
     far_columns = beyond.COLUMNS
-    far = sizes.far_rows * far_columns
+    far_numel = sizes.far_rows * far_columns
 
     # Each kind of check has a function that creates one from its sizes. The loops below yield the checks.
     def norm(
@@ -234,8 +235,8 @@ def general(sizes: Sizes) -> Iterator[Check]:
         numel = shape[0] * shape[1]
 
         def measure(folder: Path) -> tuple[float, str]:
-            found = _on_ranks(folder, ranks, sums.gradient_norm, degrees, *shape, values, dtype)
-            return sums.norm_error(found), sums.VALUES[values]
+            answers = _on_ranks(folder, ranks, sums.gradient_norm, degrees, *shape, values, dtype)
+            return sums.norm_error(answers), sums.VALUES[values]
 
         bytes_per_number = 2 if dtype == "bfloat16" else 4
         needed_bytes = numel * bytes_per_number * degrees.get("dp_replicate", 1)
@@ -246,12 +247,10 @@ def general(sizes: Sizes) -> Iterator[Check]:
         yield norm(mesh, (rows, columns), "normal", "float32")
     for values in ("offset", "tiny", "one large"):
         yield norm(MESHES[0], (rows, columns), values, "float32")
-    for mesh, values in zip(
-        (MESHES[0], MESHES[1], MESHES[3]),
-        ("one large", "normal", "offset"),
-        strict=True,
-    ):
-        yield norm(mesh, (sizes.far_rows, far_columns), values, "bfloat16")
+    far_shape = (sizes.far_rows, far_columns)
+    yield norm(MESHES[0], far_shape, "one large", "bfloat16")
+    yield norm(MESHES[1], far_shape, "normal", "bfloat16")
+    yield norm(MESHES[3], far_shape, "offset", "bfloat16")
 
     def loss(
         mesh: tuple[str, int, dict[str, int]], vocabulary: int, tokens: int, batches: int
@@ -259,8 +258,8 @@ def general(sizes: Sizes) -> Iterator[Check]:
         name, ranks, degrees = mesh
 
         def measure(folder: Path) -> tuple[float, str]:
-            found = _on_ranks(folder, ranks, sums.loss_sum, degrees, vocabulary, tokens, batches)
-            return sums.loss_error(found), ""
+            answers = _on_ranks(folder, ranks, sums.loss_sum, degrees, vocabulary, tokens, batches)
+            return sums.loss_error(answers), ""
 
         # Logits, their gradient, and two chunks in float32.
         tokens_per_batch = tokens // batches
@@ -271,7 +270,9 @@ def general(sizes: Sizes) -> Iterator[Check]:
         return Check("loss sum", size, name, ranks, needed_bytes, SUM_LIMIT, measure)
 
     for mesh in MESHES:
-        yield from (loss(mesh, vocabulary, sizes.tokens, 64) for vocabulary in sizes.vocabularies)
+        for vocabulary in sizes.vocabularies:
+            yield loss(mesh, vocabulary, sizes.tokens, 64)
+        # A small vocabulary leaves room for many more tokens, and so for a longer sum.
         yield loss(mesh, 2, sizes.losses, 256)
 
     def exact(
@@ -284,15 +285,15 @@ def general(sizes: Sizes) -> Iterator[Check]:
             values = []
             for argument in arguments:
                 values.append(str(folder) if argument is Path else argument)
-            (found,) = _on_ranks(folder, 1, function, *values, alone=True)
-            return found["wrong"], "numbers that are wrong"
+            (answer,) = _on_ranks(folder, 1, function, *values, alone=True)
+            return answer["wrong"], "numbers that are wrong"
 
         return Check(name, size, "1", 1, needs, 0, measure)
 
-    size = f"{far:,} bfloat16"
-    far_bytes = 2 * far
+    size = f"{far_numel:,} bfloat16"
+    far_bytes = 2 * far_numel
     small = 1 << 28
-    yield exact("initial draws", f"{far:,} float32", small, beyond.drawn, sizes.far_rows)
+    yield exact("initial draws", f"{far_numel:,} float32", small, beyond.drawn, sizes.far_rows)
     yield exact(
         "order of samples",
         f"{sizes.far_samples:,} samples",
@@ -306,11 +307,11 @@ def general(sizes: Sizes) -> Iterator[Check]:
     yield exact("embedding rows", size, far_bytes, beyond.looked_up, sizes.far_rows)
     yield exact("AdamW update", size, 4 * far_bytes, beyond.updated, sizes.far_rows)
     vocabulary = sizes.vocabularies[0]
-    tokens = -(-far // vocabulary)
+    tokens = -(-far_numel // vocabulary)  # rounded up
 
     def scored(folder: Path) -> tuple[float, str]:
-        (found,) = _on_ranks(folder, 1, beyond.scored, vocabulary, tokens, alone=True)
-        return found["error"], ""
+        (answer,) = _on_ranks(folder, 1, beyond.scored, vocabulary, tokens, alone=True)
+        return answer["error"], ""
 
     size = f"{tokens:,} tokens x {vocabulary:,} bfloat16"
     yield Check("cross entropy", size, "1", 1, far_bytes + (1 << 29), SUM_LIMIT, scored)
@@ -324,10 +325,10 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
     for length in angles.lengths(loaded.config):
         # The check runs later, so bind the length of this iteration.
         def measure(folder: Path, length: int = length) -> tuple[float, str]:
-            (found,) = _on_ranks(folder, 1, angles.error, loaded.config, length, alone=True)
-            if found["error"] is None:
+            (answer,) = _on_ranks(folder, 1, angles.error, loaded.config, length, alone=True)
+            if answer["error"] is None:
                 raise _NotPossible("the model has no rotary angles of this package")
-            return found["error"], found["note"]
+            return answer["error"], answer["note"]
 
         size = f"position {length - 1:,}"
         yield Check("rotary angles", size, "1", 1, 1 << 28, angles.limit(length), measure)
@@ -335,7 +336,7 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
     with temporary_folder("real") as folder:
         # Count in a separate process, which returns the memory of the model when it ends.
         def count(piece: real_layers.PartialModel) -> real_layers.PartialModel:
-            (found,) = _on_ranks(
+            (counts,) = _on_ranks(
                 folder,
                 1,
                 real_layers.count,
@@ -343,13 +344,14 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
                 piece.cut_embedding,
                 alone=True,
             )
-            return replace(piece, numel=found[0], largest_unit=found[1], widest=found[2])
+            numel, largest_unit, widest = counts
+            return replace(piece, numel=numel, largest_unit=largest_unit, widest=widest)
 
         if loaded.config.model.name == "transformers":
-            found = real_layers.network_pieces(loaded, folder, budget, count)
+            pieces = real_layers.network_pieces(loaded, folder, budget, count)
         else:
-            found = real_layers.pieces(loaded, budget, count)
-        for piece in found:
+            pieces = real_layers.pieces(loaded, budget, count)
+        for piece in pieces:
             yield from _of_piece(model, piece, folder / "gradients.safetensors")
 
 
@@ -369,9 +371,8 @@ def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
         step.clear()
         if not expected:
             path.unlink(missing_ok=True)
-            expected.update(
-                _on_ranks(folder, 1, real_layers.reference, piece, str(path), alone=True)[0]
-            )
+            (answer,) = _on_ranks(folder, 1, real_layers.reference, piece, str(path), alone=True)
+            expected.update(answer)
         config = real_layers.on_mesh(piece, degrees)
         problems: Sequence[object] = configs.check(config)
         if not problems and degrees.get("tp", 1) > 1 and config.config.model.name == "transformers":
@@ -379,9 +380,8 @@ def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
         if problems:
             raise _NotPossible("; ".join(str(problem) for problem in problems))
         arguments = (trainer, config.config, piece, str(path))
-        step.update(
-            real_layers.errors(_on_ranks(folder, ranks, real_layers.step, *arguments), expected)
-        )
+        answers = _on_ranks(folder, ranks, real_layers.step, *arguments)
+        step.update(real_layers.errors(answers, expected))
         return step[kind], piece.size_text
 
     def later(kind: str, _: Path) -> tuple[float, str]:
@@ -427,7 +427,8 @@ _WIDTHS = (32, 38, 15, 8, 8, 8, 7)
 
 
 def _line(cells: Iterable[str]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
+    padded = [cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)]
+    return "  ".join(padded).rstrip()
 
 
 def _cells(row: CheckResult) -> tuple[str, ...]:

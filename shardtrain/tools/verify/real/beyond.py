@@ -86,21 +86,23 @@ def looked_up(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
     for row in ids.tolist():
         table[row] = (row % 251) + torch.arange(COLUMNS) % 4
     table.requires_grad_()
-    found = F.embedding(ids, table)
+    looked_up_rows = F.embedding(ids, table)
     # Numbers up to 254 are exact in bfloat16.
     columns = torch.arange(COLUMNS)[None] % 4
     expected = ((ids % 251)[:, None] + columns).to(torch.bfloat16)
-    wrong = int((found.detach() != expected).sum())
+    wrong = int((looked_up_rows.detach() != expected).sum())
 
     # The gradient is 1, 2, 3 and so on in the rows that were looked up, and zero in all other rows.
     numbers = torch.arange(1, len(ids) + 1, dtype=torch.bfloat16)
-    gradient_of_rows = torch.ones_like(found) * numbers[:, None]
-    found.backward(gradient_of_rows)  # type: ignore[no-untyped-call]
+    gradient_of_rows = torch.ones_like(looked_up_rows) * numbers[:, None]
+    looked_up_rows.backward(gradient_of_rows)  # type: ignore[no-untyped-call]
     gradient = table.grad
     assert gradient is not None
     for place, row in enumerate(ids.tolist(), 1):
         wrong += int((gradient[row] != place).sum())
-    total = math.fsum(float(part.sum(dtype=torch.float64)) for part in gradient.split(1 << 14))
+    # If the total is right, too, all other rows are zero.
+    sums_of_parts = [float(part.sum(dtype=torch.float64)) for part in gradient.split(1 << 14)]
+    total = math.fsum(sums_of_parts)
     expected_total = COLUMNS * sum(range(1, len(ids) + 1))
     wrong += int(total != expected_total)
     return {"wrong": wrong}
@@ -162,9 +164,11 @@ def ordered(rank: int, num_ranks: int, samples: int) -> dict[str, Any]:
     Python integers.
     """
     positions = [0, 1, 2**31 - 1, 2**31, 2**32 + 1, samples - 1, samples, 3 * samples + 2**31]
-    found = sample_at(positions, samples, seed=3).tolist()
-    expected = [_sample(position, samples, 3) for position in positions]
-    num_wrong = sum(a != b for a, b in zip(found, expected, strict=True))
+    computed = sample_at(positions, samples, seed=3).tolist()
+    num_wrong = 0
+    for position, sample in zip(positions, computed, strict=True):
+        if sample != _sample(position, samples, 3):
+            num_wrong += 1
     # A permutation has no duplicates and no values out of range.
     near = sample_at(range(samples - 4096, samples), samples, seed=3)
     num_duplicates = 4096 - len(set(near.tolist()))
@@ -181,7 +185,10 @@ def _sample(position: int, samples: int, seed: int) -> int:
     for part in range(2):
         text = f"shardtrain order {seed} {epoch} {part}"
         pool += hashlib.sha256(text.encode()).digest()
-    keys = [int.from_bytes(pool[8 * i : 8 * i + 8], "little") for i in range(8)]
+    # Eight keys of 64 bits
+    keys = []
+    for start in range(0, 64, 8):
+        keys.append(int.from_bytes(pool[start : start + 8], "little"))
     half = (max(6, (samples - 1).bit_length()) + 1) // 2
     mask = 2**half - 1
     while True:
@@ -219,9 +226,9 @@ def stored_far(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, A
     stored_file = TensorFile(path.name, rows * row_bytes, "0" * 64)
     manifest = Manifest(0, 1, "", "", (stored_file,), {"weight": stored})
     wanted = (slice(rows - TAIL, rows), slice(0, COLUMNS))
-    found = tensors.read_part(manifest, path.parent, "weight", wanted)
+    read_rows = tensors.read_part(manifest, path.parent, "weight", wanted)
     path.unlink()
-    return {"wrong": int((found != expected).sum())}
+    return {"wrong": int((read_rows != expected).sum())}
 
 
 def written(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, Any]:
@@ -241,7 +248,7 @@ def written(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, Any]
     for start in range(0, rows, step):
         stop = min(rows, start + step)
         block = (slice(start, stop), slice(0, COLUMNS))
-        found = tensors.read_part(manifest, path, "weight", block)
-        wrong += int((found != tensor[start:stop]).sum())
+        read_rows = tensors.read_part(manifest, path, "weight", block)
+        wrong += int((read_rows != tensor[start:stop]).sum())
     (path / file.name).unlink()
     return {"wrong": wrong}

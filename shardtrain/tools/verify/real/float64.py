@@ -50,12 +50,12 @@ class Gradients:
         if name in self.whole:
             matrix = self.whole[name]
             return matrix.reshape(-1, matrix.shape[-1])[first:stop, columns]
-        found = torch.zeros(stop - first, columns.stop - columns.start, dtype=torch.float64)
+        block = torch.zeros(stop - first, columns.stop - columns.start, dtype=torch.float64)
         for use in self.factors[name]:
             # A lookup adds its gradient to the rows of its ids, so only the ids in this block count.
             if use.ids is not None:
                 in_block = (use.ids >= first) & (use.ids < stop)
-                found.index_add_(0, use.ids[in_block] - first, use.left[in_block, columns])
+                block.index_add_(0, use.ids[in_block] - first, use.left[in_block, columns])
                 continue
             assert use.right is not None
             # A matrix may be used in parts, for example for queries, keys and values. Take the rows of this
@@ -64,8 +64,9 @@ class Gradients:
             high = min(stop, use.first + use.left.size(1))
             if low < high:
                 part = use.left[:, low - use.first : high - use.first]
-                found[low - first : high - first].addmm_(part.T, use.right[:, columns])
-        return found
+                rows_of_block = block[low - first : high - first]
+                rows_of_block.addmm_(part.T, use.right[:, columns])
+        return block
 
 
 class _WideLinear(torch.autograd.Function):
@@ -285,14 +286,15 @@ def read(path: str) -> Gradients:
     from safetensors.torch import load_file
 
     parts = load_file(path)
-    found = Gradients()
+    gradients = Gradients()
     for key, tensor in parts.items():
         kind, _, rest = key.partition("/")
         if kind == "whole":
-            found.whole[rest] = tensor
+            gradients.whole[rest] = tensor
         elif kind == "left":
             name, _, first = rest.rsplit("/", 2)
             right = parts.get(f"right/{rest}")
             ids = parts.get(f"ids/{rest}")
-            found.factors.setdefault(name, []).append(Use(int(first), tensor, right, ids))
-    return found
+            uses = gradients.factors.setdefault(name, [])
+            uses.append(Use(int(first), tensor, right, ids))
+    return gradients

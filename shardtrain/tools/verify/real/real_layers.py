@@ -129,9 +129,9 @@ def pieces(
         shallow.pop("dropout")
 
     # Everything together, if it fits, or if the size of the vocabulary is unknown.
-    whole = count(_piece("layer and vocabulary", loaded, shallow, layers, False))
-    if whole.bytes_on({}, 1) <= budget or "vocab_size" not in sizes:
-        yield whole
+    everything = count(_piece("layer and vocabulary", loaded, shallow, layers, False))
+    if everything.bytes_on({}, 1) <= budget or "vocab_size" not in sizes:
+        yield everything
         return
 
     # The layer with a small vocabulary. A model with both dense layers and layers of experts has a
@@ -140,15 +140,8 @@ def pieces(
     size_text = f"{layers}, vocabulary {sizes['vocab_size']} -> {few['vocab_size']}"
     if dense_layers({**sizes, **shallow}):
         inner = {**few, **_inner(sizes, ("moe_ffn_dim", "num_experts"))}
-        yield count(
-            _piece(
-                "dense layer",
-                loaded,
-                inner,
-                f"{size_text}, experts {sizes['num_experts']} -> 16",
-                False,
-            ),
-        )
+        text_of_dense = f"{size_text}, experts {sizes['num_experts']} -> 16"
+        yield count(_piece("dense layer", loaded, inner, text_of_dense, False))
         few |= _inner(sizes, ("ffn_dim",))
         size_text += f", ffn_dim {sizes['ffn_dim']} -> {few['ffn_dim']}"
     yield _layer(sizes, loaded, few, size_text, budget, count)
@@ -182,10 +175,10 @@ def network_pieces(
     if config.overrides.get("vocab_size"):
         fields["vocab_size"] = config.overrides["vocab_size"]
     layers = _one_layer_of_each_kind(fields, folder)
-    whole = count(_network(loaded, folder / "layers", fields, "layers", layers, False))
+    everything = count(_network(loaded, folder / "layers", fields, "layers", layers, False))
     vocabulary = fields.get("vocab_size")
-    if whole.bytes_on({}, 1) <= budget or not isinstance(vocabulary, int):
-        yield whole
+    if everything.bytes_on({}, 1) <= budget or not isinstance(vocabulary, int):
+        yield everything
         return
 
     # The layers with a small vocabulary and as many experts as fit
@@ -230,11 +223,11 @@ def _one_layer_of_each_kind(fields: dict[str, Any], folder: Path) -> str:
 
     dense = int(fields.get("first_k_dense_replace") or 0)
     attention_layers = fields.get("attn_layer_indices")
-    lists = {
-        key: value
-        for key, value in fields.items()
-        if isinstance(value, list) and len(value) == num_layers
-    }
+    lists = {}
+    for key, value in fields.items():
+        if isinstance(value, list) and len(value) == num_layers:
+            lists[key] = value
+    # The first layer of each kind
     kept: dict[tuple[object, ...], int] = {}
     for index in range(num_layers):
         kinds = [json.dumps(value[index]) for value in lists.values()]
@@ -246,9 +239,11 @@ def _one_layer_of_each_kind(fields: dict[str, Any], folder: Path) -> str:
         fields["first_k_dense_replace"] = min(dense, 1)
     if attention_layers:
         # Bamba lists the layers with attention. All others are recurrent
-        fields["attn_layer_indices"] = [
-            place for place, index in enumerate(indices) if index in attention_layers
-        ]
+        kept_attention_layers = []
+        for place, index in enumerate(indices):
+            if index in attention_layers:
+                kept_attention_layers.append(place)
+        fields["attn_layer_indices"] = kept_attention_layers
     for key, value in lists.items():
         fields[key] = [value[index] for index in indices]
     return f"{name} {num_layers} -> {len(indices)}"
@@ -517,26 +512,24 @@ def reference(rank: int, num_ranks: int, piece: PartialModel, path: str) -> dict
     for _, buffer in model.named_buffers():
         buffer.zero_()
     fill(dict(model.named_parameters()), module, shape, len(getattr(model, module.LAYOUT.layers)))
-    whole = whole_batch(config.debug.seed, 0, SEQUENCES, TOKENS, shape.vocab_size)
-    tokens_BT = whole.tokens_BT % _rows(piece, shape.vocab_size)
+    batch = whole_batch(config.debug.seed, 0, SEQUENCES, TOKENS, shape.vocab_size)
+    tokens_BT = batch.tokens_BT % _rows(piece, shape.vocab_size)
 
     # The trainer divides in float32. Gradients have the rounding error of that divisor, but the
     # loss sum does not.
-    weight = torch.tensor(1.0 / whole.num_targets, dtype=torch.float32)
+    weight = torch.tensor(1.0 / batch.num_targets, dtype=torch.float32)
     expert_parallel.before_step([model], weight)
 
     def loss_of(model: nn.Module) -> Tensor:
-        logits_BTV = model(tokens_BT, whole.positions_BT)
-        return (
-            nn.functional.cross_entropy(
-                logits_BTV.flatten(0, 1), whole.targets_BT.flatten(), reduction="sum"
-            )
-            * weight.double()
+        logits_BTV = model(tokens_BT, batch.positions_BT)
+        loss_sum = nn.functional.cross_entropy(
+            logits_BTV.flatten(0, 1), batch.targets_BT.flatten(), reduction="sum"
         )
+        return loss_sum * weight.double()
 
     loss, gradients = float64.loss_and_gradients(model, loss_of)
     float64.write(gradients, path)
-    return {"loss": loss / float(weight), "targets": whole.num_targets}
+    return {"loss": loss / float(weight), "targets": batch.num_targets}
 
 
 class _Compared(torch.optim.Optimizer):
@@ -655,31 +648,36 @@ def step(
     }
 
 
-def errors(found: list[dict[str, Any]], expected: Mapping[str, float]) -> dict[str, Any]:
+def errors(answers: list[dict[str, Any]], expected: Mapping[str, float]) -> dict[str, Any]:
     """Return the relative errors of the loss, of the norm and of the worst gradient,
     from the results of all ranks.
 
     The norm is compared with the float64 norm of the same gradients. The error of an almost zero gradient,
     such as the gradient of a key bias, is relative to a thousandth of the norm of all gradients.
     """
-    loss = math.fsum(one["loss"] for one in found)
-    norm = math.sqrt(math.fsum(one["squares"] for one in found))
-    names = {name for one in found for name in one["errors"]}
+    loss = math.fsum(answer["loss"] for answer in answers)
+    norm = math.sqrt(math.fsum(answer["squares"] for answer in answers))
+    # Each rank has compared its shares of some parameters: squared differences and squared sizes.
+    differences: dict[str, list[float]] = {}
+    sizes: dict[str, list[float]] = {}
+    for answer in answers:
+        for name, (difference, size) in answer["errors"].items():
+            differences.setdefault(name, []).append(difference)
+            sizes.setdefault(name, []).append(size)
+
     floor = 1e-6 * norm**2
     worst = 0.0
     where = ""
-    for name in sorted(names):
-        shares = [one["errors"][name] for one in found if name in one["errors"]]
-        difference = math.fsum(share[0] for share in shares)
-        size = math.fsum(share[1] for share in shares)
-        error = math.sqrt(difference / max(size, floor))
+    for name in sorted(differences):
+        squared_size = max(math.fsum(sizes[name]), floor)
+        error = math.sqrt(math.fsum(differences[name]) / squared_size)
         # Negate the comparison, so NaN counts as the worst error.
         if not error <= worst:
             worst = error
             where = name
     return {
         "loss": abs(loss / expected["loss"] - 1),
-        "norm": max(abs(one["norm"] / norm - 1) for one in found),
+        "norm": max(abs(answer["norm"] / norm - 1) for answer in answers),
         "gradient": worst,
         "where": where,
     }

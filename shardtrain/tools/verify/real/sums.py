@@ -54,10 +54,10 @@ def float64_squares(tensor: Tensor) -> float:
 
     Each block is summed in float64, and the blocks are added exactly.
     """
-    return math.fsum(
-        float(block.double().square().sum())
-        for block in tensor.detach().reshape(-1).split(BLOCK_NUMEL)
-    )
+    squares = []
+    for block in tensor.detach().reshape(-1).split(BLOCK_NUMEL):
+        squares.append(float(block.double().square().sum()))
+    return math.fsum(squares)
 
 
 def copies_of(tensor: Tensor, num_ranks: int) -> int:
@@ -77,7 +77,7 @@ def gradient(
     """Return a sharded parameter that is its own gradient, so only the gradient needs memory."""
     device_mesh = mesh.submesh(*(mesh.device_mesh.mesh_dim_names or ()))
     with torch.device("meta"):
-        whole = torch.empty(shape, dtype=dtype)
+        full = torch.empty(shape, dtype=dtype)
     local_shape = list(shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -85,16 +85,16 @@ def gradient(
             # shorter or empty.
             size = device_mesh.size(axis)
             place = device_mesh.get_local_rank(axis)
-            chunk = -(-local_shape[placement.dim] // size)
-            local_shape[placement.dim] = max(
-                0, min(chunk, local_shape[placement.dim] - chunk * place)
-            )
+            length = local_shape[placement.dim]
+            chunk = -(-length // size)
+            remaining = length - chunk * place
+            local_shape[placement.dim] = max(0, min(chunk, remaining))
     local = torch.empty(local_shape, dtype=dtype)
-    found = DTensor.from_local(
-        local, device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    sharded = DTensor.from_local(
+        local, device_mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )
-    parameter = nn.Parameter(found)
-    parameter.grad = found
+    parameter = nn.Parameter(sharded)
+    parameter.grad = sharded
     return parameter
 
 
@@ -139,8 +139,8 @@ def gradient_norm(
 
 def norm_error(answers: list[dict[str, Any]]) -> float:
     """Return the relative error of the worst rank's norm."""
-    whole = math.sqrt(math.fsum(answer["squares"] for answer in answers))
-    return max(abs(answer["norm"] / whole - 1) for answer in answers)
+    exact_norm = math.sqrt(math.fsum(answer["squares"] for answer in answers))
+    return max(abs(answer["norm"] / exact_norm - 1) for answer in answers)
 
 
 class _Bigrams(nn.Module):
@@ -219,5 +219,5 @@ def loss_sum(
 
 def loss_error(answers: list[dict[str, Any]]) -> float:
     """Return the relative error of the worst rank's loss sum."""
-    whole = math.fsum(answer["sum"] for answer in answers)
-    return max(abs(answer["loss"] / whole - 1) for answer in answers)
+    exact_sum = math.fsum(answer["sum"] for answer in answers)
+    return max(abs(answer["loss"] / exact_sum - 1) for answer in answers)
