@@ -19,6 +19,8 @@ from shardtrain.tools.verify.compare import Expected, assemble, same_bits
 from shardtrain.tools.verify.rounding_noise import ROUNDOFF, unit_roundoff
 from shardtrain.tools.verify.verify_rank import RankRecord, is_clipped
 
+FEW_NUMEL = 64
+"""Sums of a few bfloat16 fit into the longer float16, so smaller tensors are only compared with bfloat16."""
 LEAST_NUMEL = 16
 """Smaller tensors may have a value of a shorter dtype in every element by chance."""
 NORM_MARGIN = 1e-5
@@ -70,7 +72,10 @@ def _short_dtype(values: Tensor) -> str:
         return ""
     if not values.count_nonzero():
         return ""
-    for dtype in (torch.bfloat16, torch.float16):
+    dtypes = [torch.bfloat16, torch.float16]
+    if values.numel() < FEW_NUMEL:
+        dtypes.remove(torch.float16)
+    for dtype in dtypes:
         if torch.equal(values.to(dtype).float(), values):
             return str(dtype).removeprefix("torch.")
     return ""
