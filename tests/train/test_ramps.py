@@ -243,6 +243,37 @@ def test_metrics_count_the_tokens_and_flops_of_each_step(tmp_path: Path) -> None
     assert growth == pytest.approx(wanted, rel=1e-2, abs=per_token)
 
 
+@pytest.mark.parametrize("mesh", cases(["pp"], nightly=["fsdp", "tp", "cp"]))
+def test_validation_within_a_ramp_changes_no_number(tmp_path: Path, mesh: str) -> None:
+    """Validation batches keep their shape while those of training grow."""
+    path = texts(tmp_path)
+    validation = {
+        "enable": True,
+        "dataset": "jsonl",
+        "dataset_path": path,
+        "freq": 2,
+        "seq_len": SEQ_LEN,
+    }
+    ended = {}
+    for name in ("one process, accumulation", mesh):
+        folder = tmp_path / name
+        this = config(path, name, job={"dump_folder": str(folder)}, validation=validation)
+        ended[name] = run_ranks(MESHES[name][0], train_whole, this)[0]
+        assert ended[name].error is None
+    found = {}
+    for name in ended:
+        lines = (tmp_path / name / "validation.jsonl").read_text().splitlines()
+        found[name] = [json.loads(line)["loss"] for line in lines]
+        # after steps 2 and 4, and after the last step
+        assert len(found[name]) == 3
+    expected = ended.pop("one process, accumulation")
+    without = config(path, mesh, job={"dump_folder": str(tmp_path / "without")})
+    unvalidated = run_ranks(MESHES[mesh][0], train_whole, without)[0]
+    assert ended[mesh].losses == unvalidated.losses
+    assert ended[mesh].losses == pytest.approx(expected.losses, abs=SAME_LOSS)
+    assert found[mesh] == pytest.approx(found["one process, accumulation"], abs=SAME_LOSS)
+
+
 def test_epochs_end_after_the_steps_of_the_ramp(tmp_path: Path) -> None:
     this = config(texts(tmp_path), "one process, accumulation")
     training = dataclasses.replace(this.training, epochs=1)
