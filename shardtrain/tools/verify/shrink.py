@@ -310,6 +310,7 @@ def _reduce_rounding(
         "implementation": "for-loop",
         "state_dtype": "default",
         "bf16_stochastic_round": False,
+        "qk_clip_threshold": 0.0,
     }
     sections["lr_scheduler"] = {
         "name": "warmup_stable_decay",
@@ -332,6 +333,10 @@ def _reduce_rounding(
         notes.append(f"precision: {compute_dtype(config)} -> float32")
     if config.optimizer.name != "AdamW":
         notes.append(f"optimizer: {config.optimizer.name} -> AdamW")
+    if config.optimizer.qk_clip_threshold:
+        notes.append(
+            "optimizer.qk_clip_threshold: off; it scales weights after the compared update"
+        )
     if config.compile.enable:
         notes.append("compile: off")
     if config.lora.enable:

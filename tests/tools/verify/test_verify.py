@@ -146,6 +146,7 @@ def test_options_that_verify_disables_are_noted_and_not_rejected():
     options = {
         "optimizer.name": "Muon",
         "optimizer.muon_steps": 3,
+        "optimizer.qk_clip_threshold": 100.0,
         "training.mixed_precision_param": "float16",
         "training.initial_loss_scale": 1024,
         "training.enable_cpu_offload": "true",
@@ -159,6 +160,7 @@ def test_options_that_verify_disables_are_noted_and_not_rejected():
     task = verify.plan(loaded, verify_request.VerifyOptions(meshes=("dp_shard=2",)))
     notes = "\n".join(task.notes)
     assert "optimizer: Muon -> AdamW" in notes
+    assert "optimizer.qk_clip_threshold: off" in notes
     assert "precision: float16 -> float32" in notes
     assert "compile: off" in notes
     assert "memory_budget" in notes

@@ -382,7 +382,12 @@ def _piece(
             "spike_policy": "off",
             "device": "cpu",
         },
-        "optimizer": {"name": "AdamW", "no_weight_decay": [], "implementation": "for-loop"},
+        "optimizer": {
+            "name": "AdamW",
+            "no_weight_decay": [],
+            "implementation": "for-loop",
+            "qk_clip_threshold": 0.0,
+        },
         "lr_scheduler": {"warmup_steps": 0, "total_steps": None},
         "activation_checkpoint": {"mode": "none", "cpu_offload": False},
         "compile": {"enable": False},
