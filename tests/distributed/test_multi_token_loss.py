@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from shardtrain import data, models
 from shardtrain.config import Loaded
 from shardtrain.config.rules import check
-from shardtrain.config.schema import Config
+from shardtrain.config.schema import Config, Float8Linear, QuantizeLinear
 from shardtrain.distributed import BATCH_AXES, LOSS_AXES
 from shardtrain.metrics.flops import count_model
 from shardtrain.ops.dtensor import to_full
@@ -277,6 +277,33 @@ def test_recomputation_changes_no_number(kind: str, num_ranks: int) -> None:
     options = {"mode": kind, "selective_ac_option": "op"}
     settings = config(2, activation_checkpoint=options)
     assert_equals_loop(run_ranks(num_ranks, step, settings, True), True)
+
+
+@pytest.mark.nightly("compiles each kind of layer")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("num_ranks", "parallelism"), [(1, {}), (2, TP)], ids=["one", "tp"])
+def test_the_compiler_changes_no_number(num_ranks: int, parallelism: dict[str, Any]) -> None:
+    settings = config(2, compile={"enable": True, "backend": "aot_eager"}, parallelism=parallelism)
+    assert_equals_loop(run_ranks(num_ranks, step, settings, True), True)
+
+
+@pytest.mark.nightly("two more models")
+@pytest.mark.timeout(300)
+def test_float8_rounds_alike_on_every_mesh() -> None:
+    """Sizes are multiples of 16, which float8 products require, so layers of both kinds are converted."""
+    overrides = {"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8, "qk_rope_head_dim": 8}
+    sections: dict[str, Any] = {
+        "model": {"converters": ["quantize.linear.float8"]},
+        "quantize": {"linear": QuantizeLinear(float8=Float8Linear(emulate=True))},
+    }
+    (plain,) = run_ranks(1, step, config(2, overrides), True)
+    (rounded,) = run_ranks(1, step, config(2, overrides, **sections), True)
+    assert rounded["losses"] != plain["losses"]
+    assert rounded["losses"] == pytest.approx(plain["losses"], rel=0.02)
+    name = "mtp_layers.2.attn.wo.weight"
+    assert not torch.equal(rounded["gradients"][name], plain["gradients"][name])
+    for result in run_ranks(2, step, config(2, overrides, **sections), True):
+        assert result["losses"] == pytest.approx(rounded["losses"], rel=1e-3)
 
 
 def test_targets_stay_in_their_document_and_row() -> None:
