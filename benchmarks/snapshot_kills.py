@@ -30,6 +30,8 @@ ROOT = Path(__file__).parents[1]
 TIMEOUT_SECONDS = 180
 STEPS_BETWEEN = 4
 """Largest number of new steps between two kills."""
+STEPS_PER_KILL = 12
+"""Steps of the run for each kill, which include those until the kill takes effect."""
 OPTIONS = {
     "training.dataset": "text", "training.device": "cpu", "training.seq_len": 32, "training.local_batch_size": 1,
     "training.on_data_end": "repeat", "model.overrides.num_layers": 1, "lr_scheduler.warmup_steps": 1,
@@ -170,7 +172,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    steps = options.kills * STEPS_BETWEEN + 10
+    steps = options.kills * STEPS_PER_KILL + 10
 
     with tempfile.TemporaryDirectory() as folder:
         output = (Path(folder) / "output.txt").open("w")

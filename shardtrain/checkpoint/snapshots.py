@@ -422,7 +422,7 @@ class Snapshots:
         stored = found.stored
         generation = self._folder / folders.GENERATIONS[found.generation]
         names = [file.name for file in stored.files]
-        is_here = [self._node in found.nodes_of[name] for name in names]
+        is_local = [self._node in found.nodes_of[name] for name in names]
         created: list[Path] = []
 
         # Link the files of this node into a folder of this rank. Files of other nodes are sparse there,
@@ -430,8 +430,8 @@ class Snapshots:
         def link() -> None:
             loading = folders.loading_folder(self._folder, self._rank)
             created.append(loading)
-            for file, here in zip(stored.files, is_here, strict=True):
-                if here:
+            for file, is_on_this_node in zip(stored.files, is_local, strict=True):
+                if is_on_this_node:
                     os.link(generation / file.name, loading / file.name)
 
         all_ranks(link)
@@ -439,7 +439,7 @@ class Snapshots:
         read_files = _Files(generation, names)
         written_files = _Files(loading, names)
         try:
-            fetch(self._missing(tensors, found, is_here), read_files.read, written_files.write)
+            fetch(self._missing(tensors, found, is_local), read_files.read, written_files.write)
 
             def read() -> None:
                 try:
@@ -456,12 +456,12 @@ class Snapshots:
             shutil.rmtree(loading, ignore_errors=True)
 
     def _missing(
-        self, tensors: Mapping[str, Tensor], found: Found, is_here: Sequence[bool]
+        self, tensors: Mapping[str, Tensor], found: Found, is_local: Sequence[bool]
     ) -> Iterator[Range]:
         """Yield the ranges that this rank needs and its node does not hold."""
         names = [file.name for file in found.stored.files]
         for file, begin, num_bytes in tensor_reader.needed_ranges(tensors, found.stored):
-            if is_here[file]:
+            if is_local[file]:
                 continue
             nodes = found.nodes_of[names[file]]
             # Divide the work among the nodes that hold the file, and among the ranks of the node.

@@ -5,6 +5,7 @@ Each rank is a node with its own folder, which stands for the memory of the node
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -198,6 +199,23 @@ def test_newest_complete_snapshot_is_restored(
     newest = {record.step for _, record in snapshot_folder.records(tmp_path / "memory" / nodes[0])}
     # step 6 is saved to disk, and the last step too
     assert newest <= {NEWEST - 1, NEWEST}
+
+
+def start_with_default_batch(rank: int, place: Path, nodes: str, stop: int | None) -> Ended:
+    os.environ[snapshot_folder.VARIABLE] = str(place / "memory" / nodes[rank])
+    run_config = config(place / "run", interval=100)
+    training = dataclasses.replace(run_config.training, global_batch_size=-1)
+    return train_whole(rank, dataclasses.replace(run_config, training=training), stop)
+
+
+def test_batch_size_of_a_snapshot_is_kept_on_fewer_ranks(tmp_path: Path) -> None:
+    make_nodes(tmp_path, "ab")
+    run_ranks(2, start_with_default_batch, tmp_path, "ab", 3)
+    shutil.rmtree(tmp_path / "memory/b")
+    (ended,) = run_ranks(1, start_with_default_batch, tmp_path, "a", None)
+    assert ended.error is None and len(ended.losses) == STEPS - 3
+    log = (tmp_path / "run/logs/rank-0.log").read_text()
+    assert "training.global_batch_size=4 is taken from the checkpoint" in log
 
 
 def test_snapshots_stop_with_one_warning_if_memory_is_short(tmp_path: Path) -> None:

@@ -79,6 +79,21 @@ def test_json_is_one_object_with_bytes_and_seconds(capsys):
     assert sum(plan["costs_seconds"].values()) == pytest.approx(plan["step_seconds"])
 
 
+def test_snapshots_count_as_host_memory(capsys):
+    """Float32 weights and two moments of all 8 B parameters: twice on one node, four times its share on several."""
+    words = ["llama3_8b", "--checkpoint.enable", "--checkpoint.snapshot_interval", "1"]
+    sizes = {}
+    for nodes in (1, 2):
+        _, out, _ = answer(capsys, *words, "--nodes", str(nodes), "--device", "h200", "--json")
+        sizes[nodes] = json.loads(out)["snapshot_bytes_per_node"]
+    assert sizes[1] == pytest.approx(2 * 12 * 8.03e9, rel=0.01)
+    assert sizes[2] == pytest.approx(sizes[1], rel=0.01)
+    _, out, _ = answer(capsys, *words, "--nodes", "2", "--device", "h200")
+    assert "of host memory on each node (checkpoint.snapshot_interval)" in out
+    _, out, _ = answer(capsys, "llama3_8b", "--nodes", "2", "--device", "h200")
+    assert "snapshot" not in out
+
+
 def test_an_oversized_plan_reports_the_excess_and_a_fix(capsys):
     code, out, _ = answer(capsys, "llama3_70b", "--gpus", "8", "--device", "a100-40")
     assert code == 2
