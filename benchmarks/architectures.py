@@ -4,12 +4,13 @@ and that process with ``transformers``.
     nice -n 5 python benchmarks/architectures.py [--only llama,gpt2] [--meshes tp,ep] [--workers 2]
         [--out benchmarks/results/architectures_cpu.json]
 
-The architectures are the tiny random folders of tests/hf_architectures.py, with four layers. A cell is
-``same`` if the loss and each gradient of the first step agree to 1e-5 in float32, and the initial weights
-are bitwise equal. Otherwise it is ``refused``, with the error that comes before ranks start, or a fault:
-``differs`` or ``fails``. The ranks are forks of a process that has imported PyTorch, with one thread each.
-With ``--only`` or ``--meshes``, the other cells of the file stay. ``docs/figures.py`` writes the table of
-docs/models.md from the file.
+The architectures are the tiny random folders of tests/hf_architectures.py, including TABLE_ONLY, with four
+layers. A cell is ``same`` if the loss and each gradient of the first step agree to 1e-5 in float32, and the
+initial weights are bitwise equal. Otherwise it is ``refused``, with the error that comes before ranks start,
+or a fault: ``differs`` or ``fails``. The ranks are forks of a process that has imported PyTorch, with one thread each.
+The file is written after each architecture. With ``--only`` or ``--meshes``, its other cells stay. For each
+architecture it has the date and the versions of the last measurement. ``docs/figures.py`` writes the table
+of docs/models.md from the file.
 """
 
 # ruff: noqa: E402
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
+import datetime
 import json
 import os
 import resource
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch
 import transformers
-from hf_architectures import ARCHITECTURES, EXPERTS, installed
+from hf_architectures import ARCHITECTURES, EXPERTS, TABLE_ONLY
 from hf_meshes import FirstStep, deep_folder, difference, first_step, hf_tiny, piped
 from ranks import run_ranks
 from tiny import make_run, whole
@@ -50,6 +51,7 @@ from shardtrain.train.preflight import meta_model
 from shardtrain.train.resume import resume
 from shardtrain.utils.errors import ConfigError
 
+ALL = {**ARCHITECTURES, **TABLE_ONLY}
 TOLERANCE = 1e-5
 ROWS = 4
 """Rows per step, divided among the data-parallel ranks."""
@@ -243,7 +245,7 @@ def _cells(name: str, meshes: Sequence[str], output: Path) -> Iterator[Cell]:
     config = hf_tiny(
         path, output / name / "one", training={"local_batch_size": ROWS, "global_batch_size": ROWS}
     )
-    ours, theirs = run_ranks(1, both_steps, config, ARCHITECTURES[name][0])[0]
+    ours, theirs = run_ranks(1, both_steps, config, ALL[name][0])[0]
     distance = difference([ours], theirs)
     yield Cell(name, "one process", "same" if distance <= TOLERANCE else "differs", distance)
     yield from measure(name, meshes, path, output / name, ours)
@@ -261,25 +263,39 @@ def columns() -> list[str]:
     return names
 
 
-def merged(cells: list[Cell], file: Path) -> list[dict[str, Any]]:
-    """Return the cells in the order of the table. Cells that were not measured come from the file."""
-    known: dict[tuple[str, str], dict[str, Any]] = {}
+def write(file: Path, new_cells: list[Cell]) -> list[dict[str, Any]]:
+    """Replace measured cells in the file, and return all cells in the order of the table."""
+    cells: dict[tuple[str, str], dict[str, Any]] = {}
+    measured: dict[str, dict[str, str]] = {}
     if file.exists():
-        for cell in json.loads(file.read_text())["cells"]:
-            known[cell["architecture"], cell["mesh"]] = cell
-    for new in cells:
-        known[new.architecture, new.mesh] = asdict(new)
-    names = list(ARCHITECTURES)
+        previous = json.loads(file.read_text())
+        measured = previous.get("measured", {})
+        for cell in previous["cells"]:
+            cells[cell["architecture"], cell["mesh"]] = cell
+    for new in new_cells:
+        cells[new.architecture, new.mesh] = asdict(new)
+        measured[new.architecture] = {
+            "date": datetime.date.today().isoformat(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+
+    names = list(ALL)
     meshes = columns()
-    wanted = [key for key in known if key[0] in names and key[1] in meshes]
-    wanted.sort(key=lambda key: (names.index(key[0]), meshes.index(key[1])))
-    return [known[key] for key in wanted]
+    keys = [key for key in cells if key[0] in names and key[1] in meshes]
+    keys.sort(key=lambda key: (names.index(key[0]), meshes.index(key[1])))
+    rows = [cells[key] for key in keys]
+    dates = {name: measured[name] for name in names if name in measured}
+    content = {"tolerance": TOLERANCE, "measured": dates, "cells": rows}
+    file.write_text(json.dumps(content, indent=1) + "\n")
+    return rows
 
 
 def main() -> int:
     """Measure, write the file and print the share of equal cells; return 1 if a cell differs or fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(installed()), help="architectures")
+    installed = [name for name, entry in ALL.items() if hasattr(transformers, entry[0])]
+    parser.add_argument("--only", default=",".join(installed), help="architectures")
     parser.add_argument("--meshes", default=",".join(MESHES))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
@@ -287,19 +303,14 @@ def main() -> int:
     )
     options = parser.parse_args()
     start = time.monotonic()
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         names = options.only.split(",")
         meshes = options.meshes.split(",")
         with ProcessPoolExecutor(options.workers) as pool:
             rows_of_one = partial(rows_of, meshes=meshes, output=Path(folder))
-            cells = list(itertools.chain.from_iterable(pool.map(rows_of_one, names)))
-    rows = merged(cells, options.out)
-    facts = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tolerance": TOLERANCE,
-    }
-    options.out.write_text(json.dumps({**facts, "cells": rows}, indent=1) + "\n")
+            for future in as_completed([pool.submit(rows_of_one, name) for name in names]):
+                rows = write(options.out, future.result())
     verdicts = [row["verdict"] for row in rows if row["verdict"] != "no experts"]
     faults = sum(verdict in ("differs", "fails") for verdict in verdicts)
     same = verdicts.count("same")

@@ -270,6 +270,14 @@ def architectures_percent() -> str:
     return f"{100 * same / (len(_architecture_cells()) - architectures_count('no experts')):.0f}"
 
 
+def architectures_measured() -> str:
+    """Return the versions of ``transformers`` of all rows, and the dates, such as ``with `transformers` 5.24.0``."""
+    rows = read("architectures_cpu")["measured"].values()
+    versions = sorted({row["transformers"] for row in rows})
+    dates = sorted({row["date"] for row in rows})
+    return f"with `transformers` {' and '.join(versions)} on {' to '.join(dates)}"
+
+
 # The native and the transformers route: benchmarks/transformers_route.py
 
 
@@ -309,6 +317,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         len(_architecture_cells()) - architectures_count("no experts")
     ),
     "architectures.percent": architectures_percent,
+    "architectures.measured": architectures_measured,
     "gpu.table": gpu_table,
     "gpu.8b.tokens": lambda: gpu_tokens("8B of five rows"),
     "gpu.8b.mfu": lambda: gpu_mfu("8B of five rows"),

@@ -244,6 +244,111 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name -> class of ``transformers`` and its tiny config. The names are those of model types, or shorter."""
+TABLE_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
+    "ministral": ("MinistralForCausalLM", {**_HEAD_8, **_SLIDING}),
+    "arcee": ("ArceeForCausalLM", _GROUPED),
+    "dots1": (
+        "Dots1ForCausalLM",
+        {
+            **_HEAD_8,
+            **_EXPERTS,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 16,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2ForCausalLM",
+        {**_HEAD_8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "flex_olmo": (
+        "FlexOlmoForCausalLM",
+        {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "exaone_moe": (
+        "ExaoneMoeForCausalLM",
+        {
+            **_HEAD_8,
+            **_EXPERTS,
+            **_SLIDING,
+            "num_experts": 4,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeForCausalLM",
+        {
+            **_GROUPED,
+            **_EXPERTS,
+            "num_experts": 4,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention"],
+        },
+    ),
+    "jamba": (
+        "JambaForCausalLM",
+        {
+            **_GROUPED,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_GROUPED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 16,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+            "layer_types": ["mamba", "attention"],
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1ForCausalLM",
+        {
+            **_GROUPED,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_ssm": 64,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        {
+            "vocab_size": 512,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 8,
+            "n_groups": 2,
+            "state_size": 8,
+            "chunk_size": 16,
+            **BYTES,
+        },
+    ),
+}
+"""Further architectures of benchmarks/architectures.py, which no test trains."""
 
 
 EXPERTS = (
@@ -262,6 +367,13 @@ EXPERTS = (
     "kimi_linear",
     "minimax",
     "nemotron_h",
+    "dots1",
+    "minimax_m2",
+    "flex_olmo",
+    "exaone_moe",
+    "lfm2_moe",
+    "jamba",
+    "granitemoehybrid",
 )
 """Architectures with stacked experts."""
 WHOLE_SEQUENCES = (
@@ -285,13 +397,13 @@ _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_
 
 def layers_of(name: str) -> int:
     """Return the number of layers of an entry."""
-    fields = ARCHITECTURES[name][1]
+    fields = _entry(name)[1]
     return int(fields.get("n_layer", fields.get("num_hidden_layers")))
 
 
 def layered(name: str, num_layers: int) -> dict[str, Any]:
     """Return the changes of fields that give an architecture more layers of the same kinds."""
-    fields = ARCHITECTURES[name][1]
+    fields = _entry(name)[1]
     changes: dict[str, Any] = {
         "n_layer" if "n_layer" in fields else "num_hidden_layers": num_layers
     }
@@ -299,6 +411,11 @@ def layered(name: str, num_layers: int) -> dict[str, Any]:
         if key in fields:
             changes[key] = list(fields[key]) * (num_layers // len(fields[key]))
     return changes
+
+
+def _entry(name: str) -> tuple[str, dict[str, Any]]:
+    """Return the class and the tiny config of an architecture."""
+    return TABLE_ONLY[name] if name in TABLE_ONLY else ARCHITECTURES[name]
 
 
 def installed() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -312,7 +429,7 @@ def hf_config(name: str, **changes: Any) -> Any:
     """Return the tiny ``transformers`` config of an architecture, with some fields changed."""
     import transformers
 
-    class_name, fields = ARCHITECTURES[name]
+    class_name, fields = _entry(name)
     return getattr(transformers, class_name).config_class(**{**fields, **changes})
 
 
@@ -320,7 +437,7 @@ def hf_config(name: str, **changes: Any) -> Any:
 def _folder(name: str, changes: tuple[tuple[str, Any], ...]) -> Path:
     import transformers
 
-    cls = getattr(transformers, ARCHITECTURES[name][0])
+    cls = getattr(transformers, _entry(name)[0])
     torch.manual_seed(0)
     # configs of transformers reject tuples in the place of lists
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in changes}

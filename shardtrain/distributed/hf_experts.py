@@ -8,7 +8,7 @@ Shape suffixes: S tokens, D model, K experts per token, R = S K rows, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,30 +36,32 @@ def check(model: Any, config: Config) -> None:
     degree = config.parallelism.expert_parallel_degree
     name = model.config_name
     if not model.experts:
-        separate = _separate_experts(model)
         rule = f"requires a network with experts, and {name} has none"
+        separate = _separate_experts(model)
         if separate:
             rule = f"requires experts that use the experts interface of transformers, and {separate} of {name} does not"
         raise ConfigError(Problem(DEGREE, degree, rule, USE_FSDP))
     for path, experts in model.experts.items():
-        parameters = dict(experts.named_parameters())
-        count = next(iter(parameters.values())).shape[0]
-        rule = ""
-        if count % degree:
-            rule = f"does not divide the {count} experts of {path}"
-        elif any(is_adapter(parameter) for parameter in parameters):
-            rule = f"is not supported with adapters on the experts of {path}"
-        elif not _has_only_stacks(parameters, count):
-            rule = f"requires weights with one row per expert, and {path} has other weights too"
+        rule = _broken_rule(path, experts, degree)
         if rule:
             raise ConfigError(Problem(DEGREE, degree, rule, USE_FSDP))
 
 
-def _has_only_stacks(parameters: Mapping[str, nn.Parameter], num_experts: int) -> bool:
-    """True if every parameter belongs to the module itself and has one row per expert."""
-    if any("." in name for name in parameters):
-        return False
-    return all(parameter.shape[0] == num_experts for parameter in parameters.values())
+def _broken_rule(path: str, experts: nn.Module, degree: int) -> str:
+    """Return the rule that stacked experts violate, or "" if expert parallelism can divide them."""
+    parameters = dict(experts.named_parameters())
+    first_stack = next(iter(parameters.values()))
+    num_experts = first_stack.shape[0]
+    if num_experts % degree:
+        return f"does not divide the {num_experts} experts of {path}"
+    for name in parameters:
+        if is_adapter(name):
+            return f"is not supported with adapters on the experts of {path}"
+    for name, stack in parameters.items():
+        is_in_child = "." in name
+        if is_in_child or stack.shape[0] != num_experts:
+            return f"requires weights with one row per expert, and {path} has other weights too"
+    return ""
 
 
 def _separate_experts(model: nn.Module) -> str:
@@ -92,20 +94,30 @@ def has_lists(part: nn.Module) -> bool:
 def _lists_of_experts(part: nn.Module) -> list[str]:
     paths = []
     for path, module in part.named_modules():
-        has_weights = any(True for _ in module.parameters())
-        if isinstance(module, nn.ModuleList) and has_weights and path.endswith(".experts"):
+        if not isinstance(module, nn.ModuleList) or not path.endswith(".experts"):
+            continue
+        first_weight = next(module.parameters(), None)
+        if first_weight is not None:
             paths.append(path)
     return paths
 
 
 def _touch_experts(block: Any, _: Any, output: Any) -> Any:
     """Forward hook of a block with a list of experts. Its first output is that of the experts."""
-    hidden, *others = output if isinstance(output, tuple) else (output,)
-    if not (torch.is_grad_enabled() and hidden.requires_grad):
+    is_tuple = isinstance(output, tuple)
+    hidden = output[0] if is_tuple else output
+    needs_gradients = torch.is_grad_enabled() and hidden.requires_grad
+    if not needs_gradients:
         return output
-    weights = [weight for weight in block.experts.parameters() if weight.requires_grad]
-    hidden = _ZeroGradients.apply(hidden, *weights)
-    return (hidden, *others) if isinstance(output, tuple) else hidden
+
+    trained_weights = []
+    for weight in block.experts.parameters():
+        if weight.requires_grad:
+            trained_weights.append(weight)
+    hidden = _ZeroGradients.apply(hidden, *trained_weights)
+    if is_tuple:
+        return (hidden, *output[1:])
+    return hidden
 
 
 class _ZeroGradients(torch.autograd.Function):
@@ -113,7 +125,9 @@ class _ZeroGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
-        ctx.weights = [(weight.shape, weight.dtype, weight.device) for weight in weights]
+        ctx.weights = []
+        for weight in weights:
+            ctx.weights.append((weight.shape, weight.dtype, weight.device))
         return hidden.view_as(hidden)
 
     @staticmethod
@@ -121,7 +135,8 @@ class _ZeroGradients(torch.autograd.Function):
         zeros = []
         for shape, dtype, device in ctx.weights:
             # one number in memory, which autograd adds to the gradient of the expert
-            zeros.append(torch.zeros((), dtype=dtype, device=device).expand(shape))
+            zero = torch.zeros((), dtype=dtype, device=device)
+            zeros.append(zero.expand(shape))
         return gradients[0], *zeros
 
 
@@ -156,19 +171,28 @@ def _forward(
 ) -> Tensor:
     """Return for each token the weighted sum of its experts' outputs, (S, D) (a collective)."""
     num_tokens = hidden_states.size(0)
-    x_SD, expert_SK, weights_SK = hidden_states, top_k_index, top_k_weights
+    x_SD = hidden_states
+    expert_SK = top_k_index
+    weights_SK = top_k_weights
     if group is not None:
-        x_SD, weights_SK = _OwnPart.apply(x_SD, group), _OwnPart.apply(weights_SK, group)
+        x_SD = _OwnPart.apply(x_SD, group)
+        weights_SK = _OwnPart.apply(weights_SK, group)
         expert_SK = _own_part(expert_SK, group)
+
+    # Sort rows by expert. The sort is stable, to have the same order on every device
     top_k = expert_SK.size(-1)
     expert_R = expert_SK.flatten()
-    # stable, so that the order is the same on every device
     order_R = expert_R.argsort(stable=True)
     inverse_R = inverse_of(order_R)
     x_RD = repeat_and_permute(x_SD, top_k, order_R, inverse_R)
-    count_E = expert_R.new_zeros(num_experts).scatter_add_(0, expert_R, torch.ones_like(expert_R))
-    out_RD = permute(dispatch(rows, x_RD, count_E), inverse_R, order_R)
-    weighted_SKD = out_RD.unflatten(0, (-1, top_k)) * weights_SK.unsqueeze(-1)
+    count_E = expert_R.new_zeros(num_experts)
+    count_E.scatter_add_(0, expert_R, torch.ones_like(expert_R))
+
+    # Compute the rows on the ranks of their experts, and put the outputs back into the order of tokens
+    sorted_RD = dispatch(rows, x_RD, count_E)
+    out_RD = permute(sorted_RD, inverse_R, order_R)
+    out_SKD = out_RD.unflatten(0, (-1, top_k))
+    weighted_SKD = out_SKD * weights_SK.unsqueeze(-1)
     out_SD = weighted_SKD.sum(1).to(hidden_states.dtype)
     if group is not None:
         out_SD = _Gathered.apply(out_SD, group, num_tokens)
@@ -177,19 +201,29 @@ def _forward(
 
 def _own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's rows. Ranks may have different numbers of rows."""
-    return x.tensor_split(group.size())[group.rank()].contiguous()
+    parts = x.tensor_split(group.size())
+    return parts[group.rank()].contiguous()
 
 
 def _gather(part: Tensor, group: dist.ProcessGroup, num_rows: int) -> Tensor:
     """All-gather the rows that ``_own_part`` divided among ranks."""
-    sizes = [len(chunk) for chunk in torch.empty(num_rows, 0).tensor_split(group.size())]
-    # pad, because gloo only gathers tensors of equal size
-    padded = part.new_zeros(sizes[0], *part.shape[1:])
+    # tensor_split gives one row more to each of the first ranks
+    rows_per_rank, num_longer = divmod(num_rows, group.size())
+    largest = rows_per_rank + bool(num_longer)
+
+    # Pad, because gloo only gathers tensors of equal size
+    padded = part.new_zeros(largest, *part.shape[1:])
     padded[: len(part)] = part
-    gathered = [torch.empty_like(padded) for _ in sizes]
+    gathered = []
+    for _ in range(group.size()):
+        gathered.append(torch.empty_like(padded))
     dist.all_gather(gathered, padded, group=group)
-    rows = [chunk[:size] for chunk, size in zip(gathered, sizes, strict=True)]
-    return torch.cat(rows)
+
+    chunks = []
+    for rank, chunk in enumerate(gathered):
+        num_rows_of_rank = rows_per_rank + (rank < num_longer)
+        chunks.append(chunk[:num_rows_of_rank])
+    return torch.cat(chunks)
 
 
 class _OwnPart(torch.autograd.Function):
@@ -203,7 +237,8 @@ class _OwnPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _gather(gradients[0], ctx.group, ctx.num_rows), None
+        gathered = _gather(gradients[0], ctx.group, ctx.num_rows)
+        return gathered, None
 
 
 class _Gathered(torch.autograd.Function):
@@ -216,4 +251,5 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _own_part(gradients[0], ctx.group), None, None
+        own_rows = _own_part(gradients[0], ctx.group)
+        return own_rows, None, None

@@ -15,6 +15,8 @@ CONFIG = "config.json"
 MAX_JSON_BYTES = 2**28
 MAX_PARTS = 4096
 """Maximum number of layers, and of experts per layer. Building a model takes time and memory for each."""
+MAX_EXPERT_ROWS = 2**14
+"""Maximum number of experts in a config.json: the default of Doge, whose experts are rows of a table."""
 _COUNTS = re.compile(
     r"(num_)?(hidden|encoder|decoder)_layers|num_(decoder_|nextn_predict_)?layers|n_layers?|(num|n)_(\w+_)?experts"
 )
@@ -69,14 +71,17 @@ def block_of(config: Mapping[str, Any], where: str) -> Quantized:
 
 
 def _check_counts(config: Mapping[str, Any], path: Path) -> None:
-    """Raise CheckpointError if a count of layers or experts is above ``MAX_PARTS``."""
+    """Raise CheckpointError if a count of layers is above ``MAX_PARTS``, or of experts above ``MAX_EXPERT_ROWS``."""
     # A model with images has a table for its text model, and another one for its vision model.
     inner_tables = [value for value in config.values() if isinstance(value, dict)]
     for table in (config, *inner_tables):
         for key, value in table.items():
-            if _COUNTS.fullmatch(str(key)) and type(value) is int and value > MAX_PARTS:
+            if not _COUNTS.fullmatch(str(key)) or type(value) is not int:
+                continue
+            maximum = MAX_EXPERT_ROWS if str(key).endswith("experts") else MAX_PARTS
+            if value > maximum:
                 raise CheckpointError(
-                    f"{path}: {key}={value} is above {MAX_PARTS}, which no model has"
+                    f"{path}: {key}={value} is above {maximum}, which no model has"
                 )
 
 

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 _OF_EVERY_MODULE = set(vars(nn.Module())) - {"_buffers"}
 _PACKAGE = Path(__file__).parents[1]
+_LIBRARIES = ("torch", "transformers")
+"""Installed libraries, also if they are installed outside of site-packages, as with ``pip install --editable``."""
 
 
 class UserState:
@@ -94,8 +96,14 @@ class UserState:
         if isinstance(value, Tensor):
             self._tensors.append((label, value, value.detach().clone()))
         elif isinstance(value, dict | list | set):
-            self._contents.append((label, value, copy.copy(value)))
-            items = value.items() if isinstance(value, dict) else enumerate(value)
+            # A dictionary may overwrite its methods to compute or import values, so read the stored ones
+            if isinstance(value, dict):
+                copied: Any = dict(dict.items(value))
+                items = list(copied.items())
+            else:
+                copied = copy.copy(value)
+                items = list(enumerate(value))
+            self._contents.append((label, value, copied))
             for key, item in items:
                 self._visit(f"{label}.{key}", item)
         elif isinstance(value, functools._lru_cache_wrapper):
@@ -132,8 +140,10 @@ class UserState:
         if package in sys.stdlib_module_names or file is None or _PACKAGE in Path(file).parents:
             return False
         # An installed package belongs to the user only if it contains the model.
+        if package == self._installed:
+            return True
         is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
-        return package == self._installed or not is_installed
+        return not is_installed and package not in _LIBRARIES
 
 
 @contextmanager
@@ -164,7 +174,6 @@ def _is_overwritten(tensor: Tensor, before: Tensor) -> bool:
 def _same_items(one: Any, other: Any) -> bool:
     """True if two containers have identical objects in the same order."""
     if isinstance(one, dict):
-        return _same_items(list(one), list(other)) and _same_items(
-            list(one.values()), list(other.values())
-        )
+        has_same_keys = _same_items(list(dict.keys(one)), list(dict.keys(other)))
+        return has_same_keys and _same_items(list(dict.values(one)), list(dict.values(other)))
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

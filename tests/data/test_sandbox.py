@@ -328,7 +328,7 @@ def test_row_counts_its_memory_in_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_local_experts", "n_routed_experts"])
 def test_config_with_too_many_layers_or_heads_is_rejected(key: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {key: 2**31 - 1}}))
-    with pytest.raises(CheckpointError, match=f"{key}=2147483647 is above 4096"):
+    with pytest.raises(CheckpointError, match=f"{key}=2147483647 is above"):
         read_json(tmp_path / "config.json")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,41 @@ def test_state_from_before_a_trial_is_kept(tmp_path: Path) -> None:
         raise RuntimeError
     assert list(model.table) == [2]
     assert torch.equal(model.mask, torch.ones(2))
+
+
+LAZY = """
+
+
+class Lazy(dict):
+    def items(self):
+        raise ValueError("imports every model")
+
+
+LAZY = Lazy(one=1)
+"""
+
+
+def test_items_that_a_dictionary_computes_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "lazy.py"
+    path.write_text(TEXT.replace("PLACE", "pass") + LAZY)
+    model = own_file.run(path, own_file.MODEL, "model.name").Model()
+    with trial(model) as state:
+        model(4)
+        assert state.changed() == []
+
+
+def test_globals_of_transformers_outside_of_site_packages_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "transformers.py"
+    library.write_text("import torch\nTABLE = {}\n\nclass Layer(torch.nn.Module): pass\n")
+    path = tmp_path / "kept.py"
+    path.write_text(TEXT.replace("PLACE", "pass"))
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    layer = importlib.import_module("transformers").Layer()
+    model = own_file.run(path, own_file.MODEL, "model.name").Model()
+    model.layer = layer
+    before = UserState(model)
+    sys.modules["transformers"].TABLE["mask"] = torch.ones(1)
+    assert before.changed() == []

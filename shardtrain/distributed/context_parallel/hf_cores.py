@@ -109,7 +109,7 @@ def check(model: Any, seq_len: int, ranks_over_heads: int) -> Broken | None:
     """
     if "position_ids" not in inspect.signature(model.hf.forward).parameters:
         return Broken(
-            f"is {model.config_name}, which takes no position_ids",
+            "takes no position_ids",
             "use a model file of this package",
         )
     broken = _broken_angles(model, seq_len)

@@ -66,6 +66,8 @@ STYLES = {
 HEADS = ("colwise_gather_output", "colwise_rep")
 _SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
 _SPLIT_BY_ROWS = {"colwise", *HEADS, "embedding_rowwise"}
+_SPLIT_BY_COLUMNS = {"rowwise", "embedding_colwise", *_SPLIT_INPUT}
+_REPLICATED = ("replicate", "replicated_with_grad_allreduce")
 _LINEAR = {"colwise", "rowwise", *HEADS, *_SPLIT_INPUT, "mla_kv_a_proj"}
 _EMBEDDING = {"embedding_rowwise", "embedding_colwise"}
 _EXPERTS = "moe_tp_experts"
@@ -115,36 +117,47 @@ def resolve(model: Any, config: Config) -> Resolved:
     """
     ranks = config.parallelism.tensor_parallel_degree
     refuse = _Refusal(ranks, model.config_name)
+
+    # Read the plan of the architecture, or derive one.
     plan: Mapping[str, str] = model.tensor_plan
-    derived = {} if plan else hf_derived_plan.derive(model, ranks)
-    plan = plan or derived
+    derived: dict[str, str] = {}
+    if not plan:
+        derived = hf_derived_plan.derive(model, ranks)
+        plan = derived
     if not plan:
         raise refuse.error(f"needs the plan of {model.config_name}, which does not exist")
     unknown = sorted(set(plan.values()) - STYLES.keys())
     if unknown:
-        rule = f"does not support styles in the plan of {model.config_name} ({', '.join(unknown)})"
-        raise refuse.error(rule)
+        names = ", ".join(unknown)
+        raise refuse.error(f"does not support styles in the plan of {model.config_name} ({names})")
 
+    # Assign its styles to modules, except to experts that expert parallelism splits.
     ties = tied_names(model)
     resolved = _styles_by_module(model, plan, ties, ranks)
-    # Leave out experts that expert parallelism splits.
+    resolved.derived = derived
     for path in _expert_parallel(model, config):
         resolved.names.pop(path, None)
         resolved.gathered.pop(path, None)
         resolved.of_heads.pop(path, None)
+
     _check_sizes(model, resolved, refuse)
     _complete(model, resolved, refuse)
-    has_loss_parallel = not config.parallelism.disable_loss_parallel
-    head = _path(model, model.hf.get_output_embeddings())
-    if has_loss_parallel and resolved.names.get(head) not in HEADS:
-        rule = f"splits the loss over the vocabulary, but the plan of {model.config_name} does not split its head"
-        raise ConfigError(
-            Problem("parallelism.disable_loss_parallel", False, rule, "set it to true")
-        )
+    _check_head(model, resolved, config)
     _check_ties(ties, resolved.names, refuse)
     _split_sequences(model, resolved, config)
-    resolved.derived = derived
     return resolved
+
+
+def _check_head(model: Any, resolved: Resolved, config: Config) -> None:
+    """Check that the head is split if the loss is."""
+    if config.parallelism.disable_loss_parallel:
+        return
+    head = _path(model, model.hf.get_output_embeddings())
+    if resolved.names.get(head) in HEADS:
+        return
+    rule = f"splits the loss over the vocabulary, but the plan of {model.config_name} does not split its head"
+    problem = Problem("parallelism.disable_loss_parallel", False, rule, "set it to true")
+    raise ConfigError(problem)
 
 
 def apply(model: Any, mesh: Mesh, config: Config) -> None:
@@ -153,6 +166,7 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
     Every parameter becomes a DTensor.
     """
     resolved: Resolved = model.resolved_plan
+    tensor_mesh = mesh.submesh(AXIS)
     ties = tied_names(model)
     head = _path(model, model.hf.get_output_embeddings())
     keeps_logits_split = not config.parallelism.disable_loss_parallel
@@ -163,33 +177,46 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
     for path, module in model.named_modules():
         if path in other_experts or isinstance(module, Absent):
             continue
-        style = _style(path, module, model, resolved, keeps_logits_split and path == head)
+        is_split_head = keeps_logits_split and path == head
+        style = _style(path, module, model, resolved, is_split_head)
         if style is not None:
             styles[path] = style
+
     # Adapters are split separately, because the styles would split their factors like the layer's weight.
-    factors = adapter_styles.set_aside(model, resolved.names.get)
-    parallelize_module(model, mesh.submesh(AXIS), styles)
-    # Some networks change the output of an embedding or a shared expert in place. This output is a view, and
-    # FSDP would lose the hooks on it. So return a copy.
-    blocks_of_experts = tuple(f"{_owner_path(path)}." for path in resolved.experts)
-    for path, module in model.named_modules():
-        is_shared_expert = resolved.names.get(path) == "rowwise" and path.startswith(
-            blocks_of_experts
-        )
-        is_embedding = resolved.names.get(path) in _EMBEDDING and isinstance(module, nn.Embedding)
-        if is_embedding or is_shared_expert:
-            module.register_forward_hook(_copy_output)
+    style_of = resolved.names.get
+    factors = adapter_styles.set_aside(model, style_of)
+    parallelize_module(model, tensor_mesh, styles)
+    _copy_changed_outputs(model, resolved)
     tie(model, ties)  # parallelize_module has created a separate parameter for each module
-    adapter_styles.put_back(model, resolved.names.get, mesh.submesh(AXIS), factors)
+    adapter_styles.put_back(model, style_of, tensor_mesh, factors)
+
     for attention in hf_derived_plan.split_attention(model, resolved.derived):
         hf_derived_plan.divide_heads(attention, mesh.size(AXIS))
     if resolved.sequences is not None:
-        hf_sequences.apply(model, resolved.sequences, mesh.submesh(AXIS))
+        hf_sequences.apply(model, resolved.sequences, tensor_mesh)
+
+
+def _copy_changed_outputs(model: nn.Module, resolved: Resolved) -> None:
+    """Let embeddings and shared experts return a copy.
+
+    Some networks change their output in place. This output is a view, and FSDP would lose the hooks on it.
+    """
+    blocks_of_experts = []
+    for path in resolved.experts:
+        blocks_of_experts.append(f"{_owner_path(path)}.")
+    for path, module in model.named_modules():
+        style = resolved.names.get(path)
+        is_embedding = style in _EMBEDDING and isinstance(module, nn.Embedding)
+        is_shared_expert = style == "rowwise" and path.startswith(tuple(blocks_of_experts))
+        if is_embedding or is_shared_expert:
+            module.register_forward_hook(_copy_output)
 
 
 def _expert_parallel(model: Any, config: Config) -> set[str]:
     """Return the paths of experts that expert parallelism splits. Tensor parallelism must not split them too."""
-    return set(model.experts) if config.parallelism.expert_parallel_degree > 1 else set()
+    if config.parallelism.expert_parallel_degree == 1:
+        return set()
+    return set(model.experts)
 
 
 def _copy_output(_: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
@@ -215,11 +242,8 @@ class _Refusal:
 
     def uneven(self, size: int, things: str) -> ConfigError:
         """Return the error that ``size`` is not a multiple of the degree."""
-        return ConfigError(
-            Problem(
-                OPTION, self.ranks, f"does not divide the {size} {things}", "set it to a divisor"
-            )
-        )
+        rule = f"does not divide the {size} {things}"
+        return ConfigError(Problem(OPTION, self.ranks, rule, "set it to a divisor"))
 
 
 def _styles_by_module(
@@ -228,38 +252,61 @@ def _styles_by_module(
     """Assign the plan's styles to modules. The plan itself may name modules or parameters."""
     resolved = Resolved()
     for path, module in model.named_modules():
+        own_parameters = dict(module.named_parameters(recurse=False))
         style = _planned(plan, path)
-        planned_own = {}
-        for name, _ in module.named_parameters(recurse=False):
+        planned_own: dict[str, str] = {}
+        for name in own_parameters:
             style_of_parameter = _planned(plan, f"{path}.{name}")
             if style_of_parameter:
                 planned_own[name] = style_of_parameter
-        is_stacked = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
-        if is_stacked and not isinstance(module, nn.Conv1d):
+
+        has_stacks = any(parameter.ndim == 3 for parameter in own_parameters.values())
+        if has_stacks and not isinstance(module, nn.Conv1d):
             resolved.experts.add(path)
 
         if isinstance(module, nn.Linear | nn.Embedding):
-            style = style or next(iter(planned_own.values()), None)
-            fitting = _LINEAR if isinstance(module, nn.Linear) else _EMBEDDING
-            if style in fitting or style in ("replicate", "replicated_with_grad_allreduce"):
-                resolved.names[path] = style
+            # The plan may name the weight instead of the module.
+            if style is None and planned_own:
+                style = next(iter(planned_own.values()))
+            if _fits(style, module):
+                resolved.names[path] = str(style)
         elif style == _EXPERTS or planned_own:
             _assign_parameters(path, module, planned_own, style, ranks, resolved)
-        elif style in ("all_reduce", "replicate", "replicated_with_grad_allreduce"):
-            resolved.names[path] = style
+        elif style in ("all_reduce", *_REPLICATED):
+            resolved.names[path] = str(style)
 
-    # Older plans name only the head and not the embedding, even if both are the same tensor.
-    embedding = _path(model, model.hf.get_input_embeddings())
-    for names in ties:
-        if embedding not in resolved.names and f"{embedding}.weight" in names:
-            styles = [resolved.names.get(name.rpartition(".")[0]) for name in names]
-            if any(style in HEADS for style in styles):
-                resolved.names[embedding] = "embedding_rowwise"
-            break
+    _split_tied_embedding(model, ties, resolved)
     return resolved
 
 
+def _fits(style: str | None, module: nn.Module) -> bool:
+    """True if a linear layer or an embedding can have a style."""
+    if style in _REPLICATED:
+        return True
+    if isinstance(module, nn.Linear):
+        return style in _LINEAR
+    return style in _EMBEDDING
+
+
+def _split_tied_embedding(model: Any, ties: list[list[str]], resolved: Resolved) -> None:
+    """Split the embedding like the head if both are the same tensor.
+
+    Older plans name only the head.
+    """
+    embedding = _path(model, model.hf.get_input_embeddings())
+    if embedding in resolved.names:
+        return
+    for names in ties:
+        if f"{embedding}.weight" not in names:
+            continue
+        for name in names:
+            if resolved.names.get(_owner_path(name)) in HEADS:
+                resolved.names[embedding] = "embedding_rowwise"
+        return
+
+
 def _planned(plan: Mapping[str, str], name: str) -> str | None:
+    """Return the style of the first pattern of a plan that matches a name."""
     for pattern, style in plan.items():
         if matches(name, pattern):
             return style
@@ -269,8 +316,14 @@ def _planned(plan: Mapping[str, str], name: str) -> str | None:
 def _takes_pairs(module: nn.Module) -> bool:
     """True for an experts module whose arguments are tokens, and for each token its experts and weights."""
     # Inspect the class, because adapters replace the forward of the instance.
-    _, *inputs = inspect.signature(type(module).forward).parameters
-    return tuple(inputs) == EXPERT_INPUTS and any(True for _ in module.parameters(recurse=False))
+    signature = inspect.signature(type(module).forward)
+    _, *inputs = signature.parameters
+    return tuple(inputs) == EXPERT_INPUTS and _has_own_parameters(module)
+
+
+def _has_own_parameters(module: nn.Module) -> bool:
+    """True if a module has parameters that belong to no child."""
+    return next(module.parameters(recurse=False), None) is not None
 
 
 def _assign_parameters(
@@ -287,24 +340,18 @@ def _assign_parameters(
         planned: maps the module's parameters that the plan names to their styles.
         style: the module's own style in the plan, or None.
     """
-    parameters = dict(module.named_parameters(recurse=False))
+    own = dict(module.named_parameters(recurse=False))
 
-    # Experts: split them over the ranks if dim 0 of all weights is the number of experts, and no other module
-    # takes part in their computation.
+    # Experts are split over the ranks if possible.
     if style == _EXPERTS:
         resolved.experts.add(path)
-        counts = set()
-        for parameter in parameters.values():
-            counts.add(parameter.size(0) if parameter.ndim > 1 else 0)
-        splits_evenly = len(counts) == 1 and min(counts) > 0 and min(counts) % ranks == 0
-        has_children = any(list(child.parameters()) for child in module.children())
-        has_identity = any(isinstance(child, nn.Identity) for child in module.modules())
-        if _takes_pairs(module) and splits_evenly and not has_children and not has_identity:
+        if _is_split_by_expert(module, ranks):
             resolved.names[path] = _EXPERTS
             return
 
     # Parameters with one number per head: each rank uses those of its heads.
-    is_of_heads = style == "local_params" or all(parameters[name].ndim == 1 for name in planned)
+    has_only_vectors = all(own[name].ndim == 1 for name in planned)
+    is_of_heads = style == "local_params" or has_only_vectors
     if is_of_heads and style != _EXPERTS:
         resolved.of_heads[path] = set(planned)
         return
@@ -312,11 +359,35 @@ def _assign_parameters(
     # All other modules: every rank gathers the weights and computes the same. A weight is stored in parts if
     # one of its dimensions can be divided evenly.
     dims = {}
-    for name, parameter in parameters.items():
-        even = [dim for dim, size in enumerate(parameter.shape) if size % ranks == 0]
-        if even and (name in planned or style == _EXPERTS):
-            dims[name] = even[0]
+    for name, parameter in own.items():
+        if name not in planned and style != _EXPERTS:
+            continue
+        for dim, size in enumerate(parameter.shape):
+            if size % ranks == 0:
+                dims[name] = dim
+                break
     resolved.gathered[path] = dims
+
+
+def _is_split_by_expert(module: nn.Module, ranks: int) -> bool:
+    """True if each rank can compute a part of the experts.
+
+    Dim 0 of all weights must be the number of experts, and no other module may take part in their computation.
+    """
+    if not _takes_pairs(module):
+        return False
+    counts = set()
+    for parameter in module.parameters(recurse=False):
+        if parameter.ndim < 2:
+            return False
+        counts.add(parameter.size(0))
+    num_experts = min(counts)
+    if len(counts) > 1 or num_experts == 0 or num_experts % ranks:
+        return False
+    for child in module.children():
+        if next(child.parameters(), None) is not None:
+            return False
+    return not any(isinstance(child, nn.Identity) for child in module.modules())
 
 
 def _check_sizes(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
@@ -328,16 +399,20 @@ def _check_sizes(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
             raise refuse.uneven(module.in_features, f"input features of {path}")
         if style != "colwise":
             continue
-        heads = _num_heads(model.get_submodule(_owner_path(path)), module)
+        owner = model.get_submodule(_owner_path(path))
+        heads = _num_heads(owner, module)
         if heads % ranks:
             raise refuse.uneven(heads, f"heads of {path}")
         if module.out_features % ranks:
             raise refuse.uneven(module.out_features, f"output features of {path}")
+
     for path, names in resolved.of_heads.items():
+        module = model.get_submodule(path)
         for name in names:
-            size = model.get_submodule(path).get_parameter(name).size(0)
-            if size % ranks:
-                raise refuse.uneven(size, f"heads of {path}.{name}")
+            parameter = module.get_parameter(name)
+            heads = parameter.size(0)
+            if heads % ranks:
+                raise refuse.uneven(heads, f"heads of {path}.{name}")
 
 
 def _num_heads(owner: nn.Module, linear: nn.Linear) -> int:
@@ -346,7 +421,9 @@ def _num_heads(owner: nn.Module, linear: nn.Linear) -> int:
     if isinstance(head_dim, int) and linear.out_features % head_dim == 0:
         return linear.out_features // head_dim
     heads = getattr(owner, "num_heads", 0)
-    return heads if isinstance(heads, int) else 0
+    if isinstance(heads, int):
+        return heads
+    return 0
 
 
 def _owner_path(path: str) -> str:
@@ -356,24 +433,34 @@ def _owner_path(path: str) -> str:
 
 def _complete(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
     """Find the gradients that are partial sums. Refuse a plan with which some gradient would be wrong."""
-    effects = dict.fromkeys(resolved.gathered, hf_gradients.REPLICATED)
+    # Follow the activations that differ between ranks.
+    effects = {}
     for path, style in resolved.names.items():
-        if style in _EFFECTS and path not in effects:
+        if style in _EFFECTS:
             effects[path] = _EFFECTS[style]
-    split: set[str] = set()
+    for path in resolved.gathered:
+        effects[path] = hf_gradients.REPLICATED
+    split_parameters = set()
     for path, names in resolved.of_heads.items():
-        split.update(f"{path}.{name}" for name in names)
-    findings = hf_gradients.follow(model, effects, split, resolved.experts)
+        for name in names:
+            split_parameters.add(f"{path}.{name}")
+    findings = hf_gradients.follow(model, effects, split_parameters, resolved.experts)
     if findings.problems:
-        rule = f"would compute wrong gradients with the plan of {refuse.class_name}: {findings.problems[0]}"
+        problem = findings.problems[0]
+        rule = f"would compute wrong gradients with the plan of {refuse.class_name}: {problem}"
         raise refuse.error(rule)
     if not findings.is_complete:
         _check_neighbours(model, resolved, refuse)
+
+    # Gradients are partial sums if the plan says so, or if the pass found it.
+    partial_parameters = set(findings.partial)
     for path, style in resolved.names.items():
-        if style == "replicated_with_grad_allreduce":
-            parameters = dict(model.get_submodule(path).named_parameters(recurse=False))
-            resolved.partial.setdefault(path, set()).update(parameters)
-    for parameter in findings.partial:
+        if style != "replicated_with_grad_allreduce":
+            continue
+        module = model.get_submodule(path)
+        for name, _ in module.named_parameters(recurse=False):
+            partial_parameters.add(f"{path}.{name}")
+    for parameter in partial_parameters:
         path, _, name = parameter.rpartition(".")
         resolved.partial.setdefault(path, set()).add(name)
 
@@ -382,18 +469,20 @@ def _split_sequences(model: Any, resolved: Resolved, config: Config) -> None:
     """Let the blocks run on parts of sequences, if they support it and the sequence length can be split."""
     ranks = config.parallelism.tensor_parallel_degree
     tokens = config.training.seq_len // config.parallelism.context_parallel_degree
+    if config.task.name != "language_model" or tokens % ranks:
+        reason = f"has rows whose length is not a multiple of {ranks} ranks"
+        resolved.unsplit_sequences = reason
+        return
     try:
-        if config.task.name != "language_model" or tokens % ranks:
-            raise hf_sequences.Unsplittable(
-                f"has rows whose length is not a multiple of {ranks} ranks"
-            )
         sequences = hf_sequences.find(model, resolved.names, resolved.experts)
-        for path in sequences.partial:
-            if path in resolved.gathered or path in resolved.of_heads:
-                raise hf_sequences.Unsplittable(f"splits {path} between the layers")
     except hf_sequences.Unsplittable as error:
         resolved.unsplit_sequences = str(error)
         return
+    for path in sequences.partial:
+        if path in resolved.gathered or path in resolved.of_heads:
+            resolved.unsplit_sequences = f"splits {path} between the layers"
+            return
+
     resolved.sequences = sequences
     for path, names in sequences.partial.items():
         resolved.partial.setdefault(path, set()).update(names)
@@ -404,21 +493,23 @@ def _check_neighbours(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
 
     Without one, its gradient would be wrong if each rank applies it only to its own heads.
     """
-    owners = {
-        _owner_path(path)
-        for path, style in resolved.names.items()
-        if style in ("colwise", "rowwise")
-    }
+    owners = set()
+    for path, style in resolved.names.items():
+        if style in ("colwise", "rowwise"):
+            owners.add(_owner_path(path))
     # Exclude the model and its layers: their norms next to split modules are applied to replicated activations.
     owners -= {"", *model.blocks}
     planned = {*resolved.names, *resolved.gathered, *resolved.of_heads}
     for path, module in model.named_modules():
-        if path in planned or not any(True for _ in module.parameters(recurse=False)):
+        if path in planned or not _has_own_parameters(module):
             continue
-        if any(path == owner or path.startswith(f"{owner}.") for owner in owners):
-            raise refuse.error(
-                f"needs a style for {path}, which the plan of {refuse.class_name} does not name"
-            )
+        for owner in owners:
+            is_in_owner = f"{path}.".startswith(f"{owner}.")
+            if is_in_owner:
+                rule = (
+                    f"needs a style for {path}, which the plan of {refuse.class_name} does not name"
+                )
+                raise refuse.error(rule)
 
 
 def _path(model: nn.Module, wanted: nn.Module | None) -> str:
@@ -433,12 +524,16 @@ def _check_ties(ties: list[list[str]], style_names: Mapping[str, str], refuse: _
     """Check that a tied parameter is split by rows under all of its names, or under none."""
     for names in ties:
         # A tied parameter is one tensor, so it can have only one placement.
-        modules = [_owner_path(parameter) for parameter in names]
-        styles = [style_names.get(module, "replicate") for module in modules]
-        is_by_rows = [style in _SPLIT_BY_ROWS for style in styles]
-        has_both = any(is_by_rows) and not all(is_by_rows)
-        is_by_columns = {"rowwise", "embedding_colwise", *_SPLIT_INPUT} & set(styles)
-        if has_both or is_by_columns:
+        num_by_rows = 0
+        is_by_columns = False
+        for name in names:
+            style = style_names.get(_owner_path(name), "replicate")
+            if style in _SPLIT_BY_ROWS:
+                num_by_rows += 1
+            if style in _SPLIT_BY_COLUMNS:
+                is_by_columns = True
+        has_one_placement = num_by_rows in (0, len(names))
+        if is_by_columns or not has_one_placement:
             rule = (
                 f"splits {names[0]} and {names[-1]} of {refuse.class_name} differently, but they are one "
                 "tied parameter"
@@ -447,22 +542,26 @@ def _check_ties(ties: list[list[str]], style_names: Mapping[str, str], refuse: _
 
 
 def _style(
-    path: str, module: nn.Module, model: nn.Module, resolved: Resolved, keeps_output_split: bool
+    path: str, module: nn.Module, model: Any, resolved: Resolved, keeps_output_split: bool
 ) -> ParallelStyle | None:
     """Return the parallel style of a module. None if it has no direct parameters and needs no style."""
     name = resolved.names.get(path)
-    if not list(module.parameters(recurse=False)):
+    if not _has_own_parameters(module):
         # Without any parameters, this is only a placeholder: the module is on another pipeline stage.
-        is_present = bool(list(module.parameters()))
-        return SummedOutput() if name == "all_reduce" and is_present else None
+        is_present = next(module.parameters(), None) is not None
+        if name == "all_reduce" and is_present:
+            return SummedOutput()
+        return None
     if name == "colwise":
         return ColwiseParallel()
     if name in HEADS:
-        output_layout = Shard(-1) if keeps_output_split else Replicate()
-        return ColwiseParallel(output_layouts=output_layout)
+        if keeps_output_split:
+            return ColwiseParallel(output_layouts=Shard(-1))
+        return ColwiseParallel(output_layouts=Replicate())
     if name == "rowwise":
-        is_scattered = resolved.sequences is not None and path in resolved.sequences.scattered
-        return UnreducedRowwise() if is_scattered else RowwiseParallel()
+        if resolved.sequences is not None and path in resolved.sequences.scattered:
+            return UnreducedRowwise()
+        return RowwiseParallel()
     if name in _SPLIT_INPUT or name == "embedding_rowwise":
         return RowwiseParallel(input_layouts=Replicate())
     if name == "embedding_colwise":
@@ -470,17 +569,20 @@ def _style(
     if name == _EXPERTS:
         return SplitExperts()
     if name == "mla_kv_a_proj":
-        return SharedRotaryKey(model.hf.config.get_text_config().qk_rope_head_dim)  # type: ignore[union-attr, operator]
+        text_config = model.hf.config.get_text_config()
+        return SharedRotaryKey(text_config.qk_rope_head_dim)
     if path in resolved.gathered:
         return GatheredWeights(resolved.gathered[path])
     if path in resolved.of_heads:
         return SplitHeadParameters(resolved.of_heads[path])
-    # All other modules are replicated. Code around the module may read its weights directly.
+
+    # All other weights are replicated.
     owner_path = _owner_path(path)
     readers = []
     if _may_be_read_by_owner(module, owner_path, model):
         readers.append(model.get_submodule(owner_path))
-    return PlannedReplicatedWeights(resolved.partial.get(path, ()), readers)
+    partial = resolved.partial.get(path, ())
+    return PlannedReplicatedWeights(partial, readers)
 
 
 def _may_be_read_by_owner(module: nn.Module, owner_path: str, model: Any) -> bool:
@@ -494,6 +596,6 @@ def _may_be_read_by_owner(module: nn.Module, owner_path: str, model: Any) -> boo
     is_in_module_of_block = any(owner_path.startswith(f"{block}.") for block in model.blocks)
     if isinstance(model.get_submodule(owner_path), nn.MultiheadAttention):
         return True
-    return isinstance(module, nn.Conv1d) or (
-        isinstance(module, nn.Linear) and is_in_module_of_block
-    )
+    if isinstance(module, nn.Conv1d):
+        return True
+    return isinstance(module, nn.Linear) and is_in_module_of_block

@@ -9,6 +9,7 @@ from typing import Literal
 from shardtrain.ops.cpu import expert_mix, rms_norm
 from shardtrain.ops.gated_delta_net import BLOCK
 from shardtrain.tools.plan.job_sizes import PlannedJob
+from shardtrain.tools.plan.network_memory import SavedBytes
 from shardtrain.tools.plan.parameter_shards import trained, unsharded
 from shardtrain.tools.plan.shapes import ExpertShape, Layer, Linear, RecurrenceShape
 
@@ -145,6 +146,8 @@ def _attention_bytes(
     """Count attention: its norm, queries, keys, values, output, and the log-sum-exp of the scores
     in float32.
     """
+    if layer.saved is not None and not job.fused:
+        return _traced_attention_bytes(layer, layer.saved, job, dim, gathered, kernels)
     if layer.recurrence:
         return _recurrence_bytes(layer, layer.recurrence, job, norm, gathered, kernels)
     # Without split projections, every tensor-parallel rank computes all heads. Its projections do not gather their
@@ -205,6 +208,62 @@ def _attention_bytes(
         saved += norm_bytes(numel, tokens, job, kernels, False)
         saved += numel * width
     return _AttentionBytes(saved, q + k + v, out, log_sum_exp, score_matrices)
+
+
+def _traced_attention_bytes(
+    layer: Layer, saved: SavedBytes, job: PlannedJob, dim: int, gathered: int, kernels: Kernels
+) -> _AttentionBytes:
+    """Count attention of a ``transformers`` network.
+
+    The traced bytes include queries, keys, values and output. What else its attention function saves is added.
+    """
+    styles = {linear.style for linear in layer.inside("attn")}
+    has_split_linears = bool(styles & {"colwise", "rowwise"})
+    ranks = job.tp if has_split_linears else 1
+    width = job.compute_width
+    tokens = job.local_tokens
+    heads = -(-layer.heads // ranks)
+    kv_heads = -(-layer.kv_heads // ranks)
+    q = tokens * heads * layer.qk_dim * width
+    k = tokens * kv_heads * layer.qk_dim * width
+    v = tokens * kv_heads * layer.v_dim * width
+    out = tokens * heads * layer.v_dim * width
+    log_sum_exp = tokens * heads * 4
+
+    total = _on_tensor_rank(saved.attention, job, gathered, _has_trained_inputs(layer), ranks)
+    if ranks > 1:
+        # Every rank has the full latents
+        for features in _latent_features(layer, dim, has_split_linears):
+            latents = tokens * features * width
+            norm = norm_bytes(tokens * features, tokens, job, kernels, False)
+            total += (latents + norm) * (ranks - 1) // ranks
+
+    score_matrices = 0
+    if _stores_scores(layer, job, kernels):
+        # Keys and values are repeated for all heads
+        score_matrices = tokens * job.seq_len * heads * _bytes_per_score(layer, width)
+        total += tokens * (heads - kv_heads) * (layer.qk_dim + layer.v_dim) * width
+    if job.cp > 1 and job.cp_method == "allgather":
+        # Keys and values of all ranks, and the output of each part
+        total += (job.cp - 1) * (k + v) + out
+    elif job.cp > 1 and job.cp_method == "ulysses":
+        # The output before and after its exchange
+        total += out
+    total += log_sum_exp + score_matrices
+    return _AttentionBytes(total, q + k + v, out, log_sum_exp, score_matrices)
+
+
+def _on_tensor_rank(
+    bytes_per_token: float, job: PlannedJob, gathered: int, saves_input: bool, ranks: int
+) -> int:
+    """Return the traced bytes of a part of a layer on one of ``ranks`` tensor-parallel ranks.
+
+    ``gathered`` is the input of its first linears, which every rank has in full. The rest is divided.
+    """
+    total = int(bytes_per_token * job.local_tokens)
+    if ranks == 1 or not saves_input:
+        return total // ranks
+    return (total - gathered) // ranks + gathered
 
 
 def _stores_scores(layer: Layer, job: PlannedJob, kernels: Kernels) -> bool:
@@ -314,7 +373,23 @@ def _feed_forward_bytes(
     for linear in inner_linears:
         hidden += tokens * _local_features(linear, job) * width
     saved = norm + 2 * hidden
-    if any(linear.trained for linear in inner_linears):
+    has_trained_inputs = any(linear.trained for linear in inner_linears)
+    if layer.saved is not None and not job.fused:
+        saved = _on_tensor_rank(
+            layer.saved.feed_forward,
+            job,
+            gathered,
+            has_trained_inputs or bool(layer.experts),
+            job.tp,
+        )
+        gradients = hidden
+        if layer.experts:
+            experts_tokens = _tokens_of_experts(layer, layer.experts, job)
+            mixture = _network_expert_bytes(layer.experts, experts_tokens, dim, job)
+            saved += mixture.saved
+            gradients += mixture.gradients
+        return _FeedForwardBytes(saved, gradients)
+    if has_trained_inputs:
         saved += gathered
     # A frozen output linear does not save its input, which is as large as the output of one inner linear.
     has_trained_output = any(linear.trained for linear in output_linears)
@@ -401,6 +476,27 @@ def _expert_bytes(
     # and three int64 and three float32 numbers for each routed row.
     saved += tokens * experts.count * 4 + rows * (8 * 3 + 4 * 3)
     # Gradients of the matmul outputs, and of the rows before and after sorting, and after the exchange of ep.
+    copies_of_rows = 3 if job.ep > 1 else 2
+    return _FeedForwardBytes(saved, 2 * hidden_bytes + copies_of_rows * input_bytes)
+
+
+def _network_expert_bytes(
+    experts: ExpertShape, tokens: int, dim: int, job: PlannedJob
+) -> _FeedForwardBytes:
+    """Return the bytes of the activations of stacked experts of a ``transformers`` network.
+
+    Their activation was traced. Without a trace, such as for lists of experts, formulas count them.
+    """
+    if not experts.gate_bytes:
+        return _expert_bytes(experts, tokens, dim, job)
+    width = job.compute_width
+    rows = tokens * experts.top_k
+    input_bytes = rows * dim * width
+    hidden_bytes = rows * experts.ffn * width
+    # Rows sorted by expert, the activation, the input of the last product, and its output, which the router weighs.
+    saved = 2 * input_bytes + rows * experts.gate_bytes + hidden_bytes
+    # Three int64 indices and the router's weight of each row.
+    saved += rows * (8 * 3 + width)
     copies_of_rows = 3 if job.ep > 1 else 2
     return _FeedForwardBytes(saved, 2 * hidden_bytes + copies_of_rows * input_bytes)
 

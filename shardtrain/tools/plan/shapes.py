@@ -17,13 +17,16 @@ from torch import nn
 from shardtrain import models, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
+from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.layout import SPLIT_ON_DIM_0, Layout, all_layers, matches, style_of
 from shardtrain.metrics.flops import count_model
+from shardtrain.models.experts_interface import is_experts
 from shardtrain.ops.tied import tied_names
 from shardtrain.tasks.image_text import ImageText
 from shardtrain.tasks.images.image_work import VisionTower
 from shardtrain.tools.plan import network_layout
 from shardtrain.tools.plan.job_sizes import PlannedJob
+from shardtrain.tools.plan.network_memory import SavedBytes, saved_by_gate, saved_per_token
 from shardtrain.utils.errors import ConfigError, Problem
 
 
@@ -88,6 +91,8 @@ class ExpertShape:
         weighs_inputs: Router weights multiply the inputs of experts instead of their outputs.
         gated: An expert multiplies two products.
         listed: Experts are the modules of a list, which run one after the other. Otherwise their weights are stacks.
+        gate_bytes: Bytes that the activation of an expert of a ``transformers`` network saves for each row, if it
+            was traced. Otherwise 0.
     """
 
     count: int
@@ -97,6 +102,7 @@ class ExpertShape:
     weighs_inputs: bool = False
     gated: bool = True
     listed: bool = False
+    gate_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,7 @@ class Layer:
             values, and ``kv_heads`` those of keys.
         attention: Attention function of a ``transformers`` network, such as "sdpa" or "eager". "" if the layer
             has an attention core of this package.
+        saved: Traced bytes per token of a layer of such a network. None if only formulas describe the layer.
         low_bits_bytes: Bytes of frozen weights in the dtype lora.base_dtype.
         tower: The sequences of a layer of a vision tower. None for a layer that processes the tokens.
         restored_numel: Elements of the largest of these weights, which is restored to the compute dtype.
@@ -176,6 +183,7 @@ class Layer:
     experts: ExpertShape | None = None
     recurrence: RecurrenceShape | None = None
     attention: str = ""
+    saved: SavedBytes | None = None
     low_bits_bytes: int = 0
     restored_numel: int = 0
     tower: TowerShape | None = None
@@ -252,7 +260,10 @@ def read(config: Config) -> ModelShape:
     num_params, flops = count_model(model, layout, shape)
     flops_per_row = task.planned_flops_per_row(model)
     is_network = hasattr(model, "tensor_plan")
+    compute_width = ITEM_BYTES[derived.compute_dtype(config)]
+    saved_by_path: dict[str, SavedBytes] = {}
     if is_network:
+        saved_by_path = saved_per_token(model, config.training.seq_len, compute_width)
         p = config.parallelism
         tensor_ranks, expert_ranks = p.tensor_parallel_degree, p.expert_parallel_degree
         layout = network_layout.of(model, layout, tensor_ranks, expert_ranks)
@@ -274,7 +285,12 @@ def read(config: Config) -> ModelShape:
             layer_shape = _layer(layer, layer_path, layout, shape)
             if is_network:
                 attention = network_layout.attention_function(model)
-                layer_shape = replace(layer_shape, attention=attention)
+                layer_shape = replace(
+                    layer_shape,
+                    attention=attention,
+                    saved=saved_by_path.get(name),
+                    experts=_with_traced_gate(layer_shape.experts, layer, compute_width),
+                )
             if base_dtype != "training":
                 # Frozen weights are restored to the compute dtype one at a time.
                 largest_numel = 0
@@ -322,6 +338,18 @@ def read(config: Config) -> ModelShape:
         num_params=num_params,
         flops_per_token=flops(seq_len) + flops_per_row / seq_len,
     )
+
+
+def _with_traced_gate(
+    experts: ExpertShape | None, layer: nn.Module, width: int
+) -> ExpertShape | None:
+    """Return a mixture of experts with the bytes that its activation saves for each row."""
+    if experts is None:
+        return None
+    for module in layer.modules():
+        if is_experts(module):
+            return replace(experts, gate_bytes=saved_by_gate(module, experts.ffn, width))
+    return experts
 
 
 def _of_tower(layer: Layer, task: ImageText) -> Layer:

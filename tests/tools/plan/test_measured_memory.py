@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hf_architectures import hf_folder
+from hf_meshes import hf_tiny
 from ranks import run_ranks
 from tiers import cases
 from tiny import make_run, tiny_config
@@ -323,3 +325,58 @@ def test_experts_in_a_list_are_recognized():
     assert not any("experts" in linear.path for linear in layer.linears)
     # FSDP shards them with the rest of the layer, and expert parallelism does not split them
     assert not model.has_experts
+
+
+NETWORKS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "intermediate_size": 384,
+        "sliding_window": 64,
+        "layer_types": ("sliding_attention", "full_attention") * 2,
+    },
+    "qwen3_moe": {"moe_intermediate_size": 96, "num_experts": 8},
+    "gpt_oss": {
+        "intermediate_size": 96,
+        "num_local_experts": 8,
+        "layer_types": ("sliding_attention", "full_attention") * 2,
+    },
+}
+"""Networks of ``transformers`` whose layers save more than those of this package: changed fields of config.json."""
+
+
+@pytest.mark.parametrize(
+    ("size", "sections", "name"),
+    cases(
+        [(1, {}, "gemma3")],
+        nightly=[
+            (1, {}, "qwen3_moe"),
+            (1, {}, "gpt_oss"),
+            (1, FULL, "gemma3"),
+            (1, {"training": {"mixed_precision_param": "float32"}}, "gemma3"),
+            (2, {}, "qwen3_moe"),
+            (2, mesh(tensor_parallel_degree=2), "gemma3"),
+            (2, mesh(tensor_parallel_degree=2), "qwen3_moe"),
+            (2, mesh(expert_parallel_degree=2), "qwen3_moe"),
+        ],
+    ),
+    ids=str,
+)
+def test_a_real_step_of_a_transformers_network_holds_the_planned_bytes(
+    size, sections, name, tmp_path
+):
+    pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+    }
+    training = {
+        "seq_len": 512, "mixed_precision_param": "bfloat16", "local_batch_size": 2, "global_batch_size": -1
+    } | sections.get("training", {})  # fmt: skip
+    folder = hf_folder(name, **sizes, **NETWORKS[name])
+    config = hf_tiny(folder, tmp_path, **{**sections, "training": training})
+    measured = max(run_ranks(size, measured_bytes, config))
+    (planned,) = planned_bytes(config, size)
+    assert planned == pytest.approx(measured, rel=0.1)
