@@ -4,12 +4,18 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from shardtrain.utils import log
 from shardtrain.utils.stop_signals import GRACEFUL
 
 pytest_plugins = ("tiers", "readability")
+
+# On a host without a GPU, fake tensors make a CUDA build of PyTorch report one device. A later backward pass would
+# start a thread for it, and autograd would refuse to run in forked ranks of the tests that follow.
+if not torch.cuda.is_available():
+    torch._C._ensureCUDADeviceGuardSet = lambda: None  # type: ignore[attr-defined]
 
 # no test asserts times, because the machine may be busy
 settings.register_profile("untimed", deadline=None)

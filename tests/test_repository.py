@@ -113,6 +113,7 @@ def test_tests_that_a_plain_run_skips_are_listed_with_their_last_pass() -> None:
     }
     # variables of the package, and of the test runner
     variables -= {
+        "SHARDTRAIN_AGENT",
         "SHARDTRAIN_PARENT",
         "SHARDTRAIN_TEST_COSTS",
         "SHARDTRAIN_TEST_FAILURES",

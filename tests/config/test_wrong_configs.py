@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from shardtrain.config import ConfigError, Loaded, check, load, options
 from shardtrain.config.rules.model_rules import model_shape
+from shardtrain.models import deepseek_v3
 
 # (name, lines of the file, arguments, fragments of the one expected problem)
 READING = [
@@ -812,6 +814,7 @@ def test_hints_for_foreign_options_name_existing_options() -> None:
     known = {
         *options.options(),
         *(f"model.overrides.{size}" for size in model_shape(load("debug")) or ()),
+        *(f"model.overrides.{field.name}" for field in dataclasses.fields(deepseek_v3.Config)),
     }
     for foreign, fix in options._WAYS.items():
         assert foreign not in options.options(), "this is an option now, and needs no hint"

@@ -23,13 +23,15 @@ import torch.distributed as dist
 from pretended_accelerator import NAME, in_a_fork, pretending
 from tiers import cases
 from tiny import tiny_config
+from torch._subclasses import fake_tensor
 from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardtrain.config import problems_of
 from shardtrain.config.load import Loaded
 from shardtrain.config.schema import Config
-from shardtrain.distributed import expert_parallel, fake_backend
+from shardtrain.distributed import expert_parallel
 from shardtrain.distributed.process_group import World
 from shardtrain.models import moe
 from shardtrain.ops import accelerator, device_kernels
@@ -72,6 +74,14 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep": (4, {"expert_parallel_degree": 2}),
     "pp x tp x fsdp": (8, {**PIPELINE, "tensor_parallel_degree": 2}),
 }
+# Without a real exchange, stages learn their shapes by a hook that PyTorch has since 2.12.
+KNOWS_SHAPES = hasattr(schedules._PipelineSchedule, "_warmup_p2p")
+if not KNOWS_SHAPES:
+    MESHES = {
+        name: (ranks, degrees)
+        for name, (ranks, degrees) in MESHES.items()
+        if "pipeline_parallel_degree" not in degrees
+    }
 PACKING: dict[str, dict[str, Any]] = {
     "end to end": {"packing": "concat", "document_mask": "off"},
     "documents": {"packing": "concat", "document_mask": "on"},
@@ -197,7 +207,8 @@ def waits_of_a_step(case: Case) -> tuple[dict[str, int], list[str], int]:
         patch.setattr(device_kernels, "has_flash_attention", accelerator.is_accelerator)
         # like Hopper
         patch.setattr(moe, "has_grouped_matmul", lambda _, dtype: dtype == torch.bfloat16)
-        patch.setattr(schedules._PipelineSchedule, "_warmup_p2p", stages_know_their_shapes)
+        if KNOWS_SHAPES:
+            patch.setattr(schedules._PipelineSchedule, "_warmup_p2p", stages_know_their_shapes)
         with pretending({EXCHANGE: experts.exchanged, ROWS: experts.of_each}) as device:
             run = trainer.build(config, World(0, ranks, 0, torch.device(NAME, 0)))
             device.waits.clear()
@@ -205,7 +216,7 @@ def waits_of_a_step(case: Case) -> tuple[dict[str, int], list[str], int]:
         assert outcome is not None
         assert outcome.loss_sum.device.type == NAME
     dist.destroy_process_group()
-    fake_backend._forget_meshes()
+    debug._clear_sharding_prop_cache()
     reads = dict(Counter(wait.read for wait in device.waits if wait.read))
     return (
         reads,
@@ -296,6 +307,7 @@ def reports() -> dict[str, str]:
 
 
 def test_forbidden_operations_are_reported():
+    has_own_error = hasattr(fake_tensor, "FakeTensorDeviceMismatchError")
     assert in_a_fork(reports) == {
         **dict.fromkeys(("item", "bool", "tolist"), "_local_scalar_dense"),
         "cpu": "copy to the host",
@@ -303,7 +315,7 @@ def test_forbidden_operations_are_reported():
         "tensor": "copy to the device",
         "pageable": "copy to the device from memory that is not page-locked",
         **dict.fromkeys(("nonzero", "mask"), "DynamicOutputShapeException"),
-        "two devices": "FakeTensorDeviceMismatchError",
+        "two devices": "FakeTensorDeviceMismatchError" if has_own_error else "RuntimeError",
         **dict.fromkeys(("pinned", "filled", "one number of the host"), "nothing"),
     }
 

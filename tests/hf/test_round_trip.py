@@ -52,6 +52,8 @@ def published(folder: Path, extra: dict[str, Any] | None = None) -> Path:
     fields = {
         key: value for key, value in {**fields, **OWN, **(extra or {})}.items() if key != "dtype"
     }
+    # transformers saves no layers of multi-token prediction; a number of layers without weights is corrected
+    fields.pop("num_nextn_predict_layers", None)
     (folder / "config.json").write_text(json.dumps(fields, indent=1))
     tensors = load_file(folder / "model.safetensors")
     converted = {
