@@ -37,7 +37,7 @@ NEWEST = 5
 def config(folder: Path, **checkpoint: Any) -> Config:
     return shallow_config(
         job={"dump_folder": str(folder)},
-        training={"steps": STEPS, "global_batch_size": 12},
+        training={"steps": STEPS, "local_batch_size": 1, "global_batch_size": 12},
         checkpoint={"enable": True, "interval": SAVED, "snapshot_interval": 1, **checkpoint},
     )
 
@@ -215,7 +215,7 @@ def test_batch_size_of_a_snapshot_is_kept_on_fewer_ranks(tmp_path: Path) -> None
     (ended,) = run_ranks(1, start_with_default_batch, tmp_path, "a", None)
     assert ended.error is None and len(ended.losses) == STEPS - 3
     log = (tmp_path / "run/logs/rank-0.log").read_text()
-    assert "training.global_batch_size=4 is taken from the checkpoint" in log
+    assert "training.global_batch_size=2 is taken from the checkpoint" in log
 
 
 def test_snapshots_stop_with_one_warning_if_memory_is_short(tmp_path: Path) -> None:
