@@ -24,7 +24,6 @@ from shardtrain.ops.meta_autocast import meta_autocast
 from shardtrain.ops.no_token_chosen import NoTokenChosen
 from shardtrain.ops.user_state import trial
 
-HIDDEN_STATES = "hidden_states"
 _TOKENS = 512
 """Largest length of the traced row. Chunked recurrences need several chunks."""
 _FUNCTION = "shardtrain_planned"
@@ -159,7 +158,7 @@ class _Recorder:
         # Layers share position embeddings and masks. Do not count them for the first layer
         shared = [*inputs[1:]]
         for name, value in keywords.items():
-            if name != HIDDEN_STATES:
+            if name != "hidden_states":
                 shared.append(value)
         for leaf in tree_leaves(shared):
             if isinstance(leaf, Tensor):
