@@ -765,6 +765,9 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
     "times of saves by the clock; saves themselves are drawn": (
         "checkpoint.interval_type", "checkpoint.mean_time_to_failure_hours",
     ),
+    "copies for restarts of a launcher: tests/checkpoint/test_snapshots.py": (
+        "checkpoint.snapshot_interval",
+    ),
     "selects the checkpoint to resume from; resuming itself is drawn": (
         "checkpoint.load_step", "checkpoint.load_only", "checkpoint.create_seed_checkpoint",
         "checkpoint.accept_changes", "checkpoint.initial_load_model_only",

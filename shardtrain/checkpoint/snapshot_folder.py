@@ -34,7 +34,7 @@ _LOADING = "loading-"
 _MOST_RECORDS = 100_000
 
 
-class Record(NamedTuple):
+class FileRecord(NamedTuple):
     """Description of a complete file of a snapshot.
 
     Attributes:
@@ -111,7 +111,7 @@ def of_rank(environment: Mapping[str, str]) -> Path | None:
     return Path(path)
 
 
-def write_record(generation: Path, record: Record) -> None:
+def write_record(generation: Path, record: FileRecord) -> None:
     """Mark a file as complete. Raises OSError."""
     atomic_io.write(_record_path(generation, record.name), json.dumps(record), mode=0o600)
 
@@ -137,7 +137,7 @@ def forget_all(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def records(folder: Path) -> list[tuple[int, Record]]:
+def records(folder: Path) -> list[tuple[int, FileRecord]]:
     """Return the records of a node's snapshots, each with the number of its generation."""
     found = []
     for number, generation in enumerate(GENERATIONS):
@@ -169,7 +169,7 @@ def manifest_folders(environment: Mapping[str, str]) -> list[tuple[int, Path]]:
     return found
 
 
-def find_damage(generation: Path, record: Record) -> str:
+def find_damage(generation: Path, record: FileRecord) -> str:
     """Read a file completely and compare its hash. Return a description of the damage, or ""."""
     stored = files.TensorFile(record.name, record.bytes, record.sha256)
     return files.find_damage(generation, stored)
@@ -216,7 +216,7 @@ def _record_path(generation: Path, name: str) -> Path:
     return generation / f"{name}{_RECORD}"
 
 
-def _read_record(path: Path) -> Record | None:
+def _read_record(path: Path) -> FileRecord | None:
     """Return a record, or None if it cannot be read or does not fit its name."""
     try:
         token, step, name, num_bytes, sha256 = json.loads(files.read_small(path))
@@ -233,4 +233,4 @@ def _read_record(path: Path) -> Record | None:
     )
     if not is_valid:
         return None
-    return Record(token, step, name, num_bytes, sha256)
+    return FileRecord(token, step, name, num_bytes, sha256)

@@ -81,7 +81,7 @@ _numbers = itertools.count()
 """Numbers for the names of groups in the store. All ranks create the same sets of groups."""
 
 
-class Pair:
+class PeerGroup:
     """A gloo group of this rank and one other rank, with messages in both directions."""
 
     def __init__(self, group: Any, place: int) -> None:
@@ -98,7 +98,7 @@ class Pair:
         self._group.recv([tensor], self._other, 0).wait()
 
 
-def make_pairs(ring: Ring, make_group: MakeGroup, timeout_seconds: int) -> dict[int, Pair]:
+def make_pairs(ring: Ring, make_group: MakeGroup, timeout_seconds: int) -> dict[int, PeerGroup]:
     """Create a group with each rank that this rank exchanges copies with (a collective), by that rank."""
     own_rank = dist.get_rank()
     members = set()
@@ -107,7 +107,7 @@ def make_pairs(ring: Ring, make_group: MakeGroup, timeout_seconds: int) -> dict[
         if target is not None:
             members.add((min(rank, target), max(rank, target)))
     number = next(_numbers)
-    pairs: dict[int, Pair] = {}
+    pairs: dict[int, PeerGroup] = {}
     # Both ranks of a pair wait for each other. All ranks use the same order, so there is no deadlock.
     # ``dist.new_group`` would need a barrier of all ranks for each pair.
     for low, high in sorted(members):
@@ -119,7 +119,7 @@ def make_pairs(ring: Ring, make_group: MakeGroup, timeout_seconds: int) -> dict[
         place = int(own_rank == high)
         timeout = timedelta(seconds=timeout_seconds)
         create = partial(dist.ProcessGroupGloo, store, place, 2, timeout)
-        pairs[low + high - own_rank] = Pair(make_group(create), place)
+        pairs[low + high - own_rank] = PeerGroup(make_group(create), place)
     return pairs
 
 
@@ -132,7 +132,7 @@ class Copy(NamedTuple):
 
 
 def exchange(
-    pairs: Mapping[int, Pair],
+    pairs: Mapping[int, PeerGroup],
     target: int,
     description: Any,
     data: Tensor,

@@ -32,7 +32,7 @@ from shardtrain.checkpoint.collectives import (
     gather_distinct_json,
 )
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest, TensorFile
-from shardtrain.checkpoint.snapshot_folder import Record, file_of
+from shardtrain.checkpoint.snapshot_folder import FileRecord, file_of
 from shardtrain.checkpoint.snapshot_peers import (
     MakeGroup,
     Range,
@@ -259,7 +259,7 @@ class Snapshots:
         folder = self._folder / folders.GENERATIONS[generation]
         buffers = self._buffers[generation]
         own = buffers[self._rank]
-        record = Record(self._token, step, file_of(self._rank), own.numel(), _sha256(own))
+        record = FileRecord(self._token, step, file_of(self._rank), own.numel(), _sha256(own))
         text = snapshot.to_bytes().decode() if self._rank == 0 else ""
         self._store(folder, record, text)
         if self._target is None:
@@ -267,13 +267,13 @@ class Snapshots:
         received = {source: buffers[source] for source in self._sources}
         for copy in exchange(self._pairs, self._target, [record, text], own, received):
             fields, text = copy.description
-            record = Record(*fields)
+            record = FileRecord(*fields)
             expected = (self._token, step, file_of(copy.source), copy.data.numel())
             if record[:4] != expected:
                 raise ValueError(f"rank {copy.source} sent {record[:4]} instead of {expected}")
             self._store(folder, record, text)
 
-    def _store(self, folder: Path, record: Record, text: str) -> None:
+    def _store(self, folder: Path, record: FileRecord, text: str) -> None:
         """Write the record of a file, and before it rank 0's manifest."""
         if text:
             data = text.encode()
@@ -316,7 +316,7 @@ class Snapshots:
             folders.remove_loading_folders(self._folder)
 
     def _gather(
-        self, records: Sequence[tuple[int, Record]]
+        self, records: Sequence[tuple[int, FileRecord]]
     ) -> dict[tuple[str, int], dict[str, list[int]]]:
         """Return the nodes that hold each file of each snapshot, by its token and step (a collective)."""
         # Only one rank of each node lists its files.
@@ -340,7 +340,7 @@ class Snapshots:
         token: str,
         nodes_of: Mapping[str, Sequence[int]],
         generation: int,
-        records: Mapping[str, Record],
+        records: Mapping[str, FileRecord],
     ) -> Found | None:
         """Return a snapshot if each of its files has an intact copy, else None (a collective).
 
@@ -399,7 +399,7 @@ class Snapshots:
     def _gather_hashes(
         self,
         stored: Manifest,
-        records: Mapping[str, Record],
+        records: Mapping[str, FileRecord],
         intact: Mapping[str, Sequence[int]],
     ) -> dict[str, str]:
         """Return the hash of each file, from the first node that holds it (a collective)."""

@@ -21,7 +21,7 @@ from tiers import cases
 from tiny import Ended, assert_bitwise, shallow_config, train_whole
 
 from shardtrain.checkpoint import snapshot_folder, snapshots
-from shardtrain.checkpoint.snapshot_folder import Record
+from shardtrain.checkpoint.snapshot_folder import FileRecord
 from shardtrain.checkpoint.snapshot_peers import Range, Ring, fetch
 from shardtrain.config.schema import Config
 from shardtrain.utils import temporary
@@ -332,7 +332,7 @@ def test_folder_of_others_is_rejected(tmp_path: Path, planted: str) -> None:
 
 
 def test_record_is_valid_only_for_its_file(tmp_path: Path) -> None:
-    record = Record("token", 3, "rank-00000.bin", 5, "0" * 64)
+    record = FileRecord("token", 3, "rank-00000.bin", 5, "0" * 64)
     for generation in snapshot_folder.GENERATIONS:
         (tmp_path / generation).mkdir()
     snapshot_folder.write_record(tmp_path / "0", record)
