@@ -150,7 +150,7 @@ def records(folder: Path) -> list[tuple[int, FileRecord]]:
 
 
 def newest_step(environment: Mapping[str, str]) -> int:
-    """Return the newest step of which this node has a file, or -1. It may not be complete on other nodes."""
+    """Return the newest step that has a file on this node, or -1. Its snapshot may be incomplete on other nodes."""
     path = environment.get(VARIABLE)
     if not path:
         return -1
@@ -158,7 +158,7 @@ def newest_step(environment: Mapping[str, str]) -> int:
 
 
 def manifest_folders(environment: Mapping[str, str]) -> list[tuple[int, Path]]:
-    """Return the steps of which this node has the manifest, each with the folder that contains it."""
+    """Return the steps whose manifest this node has, each with the folder that contains it."""
     path = environment.get(VARIABLE)
     if not path:
         return []

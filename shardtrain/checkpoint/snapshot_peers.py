@@ -28,7 +28,7 @@ MakeGroup = Callable[[Callable[[], Any]], Any]
 _MOST_MESSAGE_BYTES = 2**27
 """Largest description of a snapshot that is received. It includes the manifest."""
 _ROUND_BYTES = 128 * MIB
-"""Bytes that a rank sends in one round of ``fetch``, if all ranks ask for the most."""
+"""Bytes that a rank sends in one round of ``fetch`` if every rank requests the maximum from it."""
 _LEAST_BYTES = MIB
 
 
@@ -99,7 +99,7 @@ class PeerGroup:
 
 
 def make_pairs(ring: Ring, make_group: MakeGroup, timeout_seconds: int) -> dict[int, PeerGroup]:
-    """Create a group with each rank that this rank exchanges copies with (a collective), by that rank."""
+    """Create a group with each rank that exchanges copies with this rank (a collective). Keys are those ranks."""
     own_rank = dist.get_rank()
     members = set()
     for rank in range(len(ring.node_of)):
@@ -138,11 +138,11 @@ def exchange(
     data: Tensor,
     buffers: Mapping[int, Tensor],
 ) -> Iterator[Copy]:
-    """Send a description and bytes to ``target``, and yield what each source sends. For a background thread.
+    """Send a description and bytes to ``target``, and yield what each source sends. Runs in a background thread.
 
     Args:
         pairs: Groups by the other rank.
-        buffers: Buffer for the bytes of each source, of their exact number.
+        buffers: Buffer for the bytes of each source, of exactly their size.
 
     Raises:
         RuntimeError: a peer has ended, or did not answer within the group's timeout.
@@ -171,7 +171,7 @@ def exchange(
 
 
 class Range(NamedTuple):
-    """Consecutive bytes of a file of the checkpoint, given by its number, that rank ``holder`` can read."""
+    """Consecutive bytes of a file, and the rank that reads them. ``file`` is its number in the manifest."""
 
     holder: int
     file: int

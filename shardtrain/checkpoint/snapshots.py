@@ -3,7 +3,7 @@
 A snapshot is a checkpoint in the usual format whose files are spread over the nodes of the run. Each rank
 copies its share into the folder of its node (``snapshot_folder.py``), and a thread sends a second copy to the
 next node. There are two generations: a rank overwrites the older one only when the newer one is complete on
-all ranks. At a restart, the ranks choose the newest step of which every file exists with the right hash.
+all ranks. At a restart, the ranks choose the newest step whose files all exist with the right hash.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ class Snapshots:
                 logger.warning(f"snapshot of step {step}: {problem}: skipped")
             return None
 
-        # Nodes without files of this snapshot learn its generation. Any of them agrees.
+        # Nodes without files of this snapshot do not know its generation. The other nodes agree on it.
         numbers = [number for number in all_gather_json(generation) if number >= 0]
         hashes = self._gather_hashes(stored, records, intact)
         stored_files = tuple(replace(file, sha256=hashes[file.name]) for file in stored.files)

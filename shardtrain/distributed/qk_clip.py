@@ -1,8 +1,8 @@
 """QK-clip (MuonClip; Kimi K2 technical report, arXiv 2507.20534): bound the attention logits.
 
-If the largest logit S of a head in a step exceeds the threshold, the update of the step is followed by a
-scaling of the head's rows of the query and key weights, after which the same activations would have the
-largest logit ``threshold``. With f = threshold / S, rows are multiplied by f ** power. The method
+If the largest logit S of a head in a step exceeds the threshold, the head's rows of the query and key weights
+are scaled after the update. The same activations would then have the largest logit ``threshold``. With
+f = threshold / S, rows are multiplied by f ** power. The method
 ``qk_clip_powers`` of an attention module returns the power of each row of a head: 1/2 for queries and keys,
 and 1 for rotary queries whose keys all heads share. Query heads that share a key head also share S.
 
@@ -132,7 +132,7 @@ class QKClip:
         forward = core.forward
 
         def measured(q: Tensor, k: Tensor, v: Tensor, *others: Any, **keywords: Any) -> Tensor:
-            # Validation does not count.
+            # Validation runs without gradients, and is not measured.
             if torch.is_grad_enabled():
                 documents_BT = others[0] if others else keywords.get("documents_BT")
                 with torch.no_grad():
@@ -160,8 +160,8 @@ class QKClip:
         if size > 1:
             k = gathered_keys(k, self._mesh.group("cp"), self._is_balanced)
             chunks = chunks_of(self._mesh.rank("cp"), size, self._is_balanced)
-        # Selective recomputation requires all operations of recomputation in the first forward pass too. So
-        # compute a maximum also for the first call of a step.
+        # Selective recomputation must find the same operations in both forward passes. So the first call of
+        # a step also computes a maximum, with -inf.
         if path not in self._largest_n:
             dtype = torch.promote_types(q.dtype, torch.float32)
             self._largest_n[path] = q.new_full((q.size(2),), -torch.inf, dtype=dtype)

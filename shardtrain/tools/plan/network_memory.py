@@ -35,8 +35,8 @@ class SavedBytes:
     """Bytes per token that a layer saves for backward on one rank.
 
     Attributes:
-        attention: by the norm before attention, and attention or recurrence.
-        feed_forward: by everything after that.
+        attention: saved by the norm before attention, and by attention or recurrence.
+        feed_forward: saved by everything after that.
     """
 
     attention: float
@@ -155,7 +155,7 @@ class _Recorder:
             yield
 
     def _enter(self, _: nn.Module, inputs: Any, keywords: Any) -> None:
-        # Layers share position embeddings and masks. Do not count them for the first layer
+        # Layers share position embeddings and masks. Without this, the first layer would count them.
         shared = [*inputs[1:]]
         for name, value in keywords.items():
             if name != "hidden_states":
