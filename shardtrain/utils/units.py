@@ -91,7 +91,7 @@ def parse_seconds(text: str | float) -> float:
     if re.fullmatch(r"\d+(?:\.\d+)?", text.strip()):
         return float(text)
     parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|min|s|m|h|d)\s*", text.strip())
-    # findall skips what it does not know, so compare with all of the text.
+    # findall skips text that does not match, so compare with the entire text.
     known = "".join(number + unit for number, unit in parts)
     if not parts or known != re.sub(r"\s+", "", text):
         raise ValueError(f'{text!r} is not a duration; write it like "90s", "1h30m" or "12:30:00"')
