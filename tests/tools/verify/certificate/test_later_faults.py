@@ -1,4 +1,4 @@
-"""Ten faults that were chosen from public reports before reading ``verify``, five of them in low precision.
+"""Ten faults from public reports, five of them in low precision. Six were chosen before reading ``verify``.
 
 Each is planted before anything runs, like a real one, so the reference has it too where one process runs its code.
 """
