@@ -724,7 +724,7 @@ def _one_implementation(done: Rewritten, given: Mapping[str, Setting]) -> None:
     """Keep one of optimizer.fused and optimizer.foreach: fused if it is true, else foreach."""
     if not {"optimizer.fused", "optimizer.foreach"} <= given.keys():
         return
-    # Both were translated to settings of this option.
+    # Both options were translated to settings of optimizer.implementation.
     both = done.of("optimizer.implementation")
     keep = next((s for s in both if s.value == "fused"), None)
     if keep is None:

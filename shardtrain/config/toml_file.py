@@ -58,7 +58,7 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
         match = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
         # without a line it is "at end of document"
         line = match[1] if match else len(text.rstrip().splitlines())
-        # The place becomes the problem's origin, so remove it from the text.
+        # The line number becomes the problem's origin, so remove it from the text.
         reason = re.sub(r" \(at .*\)$", "", str(error))
         rule = f"is not valid TOML: {reason}"
         fix = _meant(file) or "correct this line"

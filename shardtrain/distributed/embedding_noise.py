@@ -27,7 +27,6 @@ from shardtrain.ops.accelerator import to_device
 from shardtrain.ops.seeding import seed_of
 from shardtrain.utils.errors import ConfigError, Problem
 
-OPTION = "training.neftune_noise_alpha"
 BLOCK_TOKENS = 256
 """Tokens per generator. It must never change, because it determines the noise."""
 _STREAM = -1
@@ -60,7 +59,7 @@ def check(model: Any, layout: Layout) -> None:
     if hasattr(model, "hf"):
         reason = f"and {model.config_name} starts with a {type(embedding).__name__}"
     rule = f"requires a model that starts with a single nn.Embedding, {reason}"
-    raise ConfigError(Problem(OPTION, None, rule, "remove it"))
+    raise ConfigError(Problem("training.neftune_noise_alpha", None, rule, "remove it"))
 
 
 def of_stage(stage: Any, layout: Layout, mesh: Mesh, config: Config) -> EmbeddingNoise | None:

@@ -19,7 +19,7 @@ def end_at_request() -> None:
     """Handle requests to stop: print one line and exit. There is no run folder yet, and nothing to save."""
     stop_signals.handle_requests(_end)
     if process.AGENT in os.environ:
-        # The agent has blocked requests for the start of Python, which prints a trace at SIGINT.
+        # The agent blocked the stop signals while Python started, because a SIGINT then prints a traceback.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals.GRACEFUL)
 
 

@@ -142,7 +142,7 @@ class TrainingAgent(NodeAgent):
                 (self._folder / "exit.json").unlink(missing_ok=True)
         self._watch.begin({})
         self._are_running = True
-        # A SIGINT while Python starts would print a trace. ``early_stop`` unblocks requests.
+        # A SIGINT while Python starts would print a traceback. ``early_stop`` unblocks the stop signals.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals.GRACEFUL)
         try:
             pids = super()._start_workers(worker_group)

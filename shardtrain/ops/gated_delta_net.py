@@ -182,7 +182,7 @@ class DeltaChunk:
         B, T, K, G, H, V = self._sizes
         if state_BNHV is None:
             state_BNHV = self._new_nBKGcV.new_zeros(B, K * G, H, V)
-        # Run through the blocks one after the other, because each needs the state of the one before.
+        # Run through the blocks one after the other, because each needs the state of the previous block.
         state = state_BNHV.flatten(0, 1)
         states = []
         changes = []

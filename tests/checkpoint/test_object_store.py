@@ -325,10 +325,8 @@ class FaultyFile:
 def stored_through(store: Any, **options: Any) -> Checkpoints:
     """Return Checkpoints of one process whose calls all go through ``store``."""
     manager = stored(**options)
-    for holder in (manager._storage, manager):
-        for name in ("folder", "_folder"):
-            if hasattr(holder, name):
-                setattr(holder, name, ObjectPath(store, FOLDER))
+    manager._storage.folder = ObjectPath(store, FOLDER)
+    manager._folder = ObjectPath(store, FOLDER)
     manager._lease._object = manager._lease._path = ObjectPath(store, f"{FOLDER}/{lease.LEASE}")
     return manager
 

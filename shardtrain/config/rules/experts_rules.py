@@ -148,7 +148,7 @@ def _check_choice(loaded: Loaded, sizes: dict[str, Any], experts: int) -> Iterat
     top_groups = _count(sizes, "top_groups")
     group_top_k = _count(sizes, "group_top_k")
     option = "model.overrides.top_k"
-    # Report only the first problem of the counts, because each rule assumes that the ones before hold.
+    # Report only the first problem of the counts, because each rule assumes that the previous rules hold.
     if not 1 <= top_k <= experts:
         yield problem_of(
             loaded,

@@ -34,7 +34,7 @@ def run_folder(
         ({"code": 5}, 0, "failed (5)"),
         ({"code": 75}, 0, "stopped (75)"),
         ({"code": 76}, 0, "stopped (76)"),
-        ({"code": [0]}, 0, "failed ([0])"),
+        ({"code": [0]}, 0, "failed"),
     ],
 )
 def test_the_state_of_a_run_is_that_of_its_newest_attempt(

@@ -32,7 +32,6 @@ from shardtrain.config.schema import (
 )
 from shardtrain.config.schema.data_options import DataLoaderOptions
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
-from shardtrain.distributed import embedding_noise
 from shardtrain.tools.verify import meshes, shrink
 from shardtrain.tools.verify.certificate.substitutes import with_substitutes
 from shardtrain.tools.verify.meshes import MeshPlan, changed
@@ -50,7 +49,7 @@ ROUNDING_EPS = 1e-3
 EMA_DECAY = 0.5
 """With a usual decay, averages of three steps would differ from the initial weights by less than a tolerance."""
 
-NOISE = embedding_noise.OPTION
+NOISE = "training.neftune_noise_alpha"
 BALANCE_LOSS = "model.overrides.balance_loss_coeff"
 _NOTED = (
     "model.check",
