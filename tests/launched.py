@@ -165,7 +165,7 @@ def patch(folder: Path, phase: str) -> None:
     elif phase == "done":
         done = folder / f"done-{os.environ['RANK']}"
         before(Checkpoints, "close", in_step(1), lambda: (done.touch(), hold(folder)))
-    elif phase == "ask itself":
+    elif phase == "signals itself":
         before(
             train.optim,
             "set_learning_rate",
@@ -174,3 +174,5 @@ def patch(folder: Path, phase: str) -> None:
         )
     elif phase == "slow steps":
         before(train.optim, "set_learning_rate", lambda _: True, lambda: time.sleep(0.2))
+    else:
+        raise ValueError(f"unknown phase {phase!r}")

@@ -205,7 +205,7 @@ def test_a_host_whose_ssh_session_is_killed_is_reported_within_10_s(network, tmp
         ),
         (
             f"host-a,{machines.HOLE}",
-            [f'host="{machines.HOLE}" cannot be reached', "timed out", "is it up"],
+            [f'host="{machines.HOLE}" cannot be reached', "timed out", "check that it is up"],
         ),
         (
             "host-a,host-b:1",
