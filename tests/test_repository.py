@@ -28,7 +28,7 @@ def tracked_files() -> list[Path]:
 
 
 def test_the_root_has_at_most_22_entries() -> None:
-    """docs/decisions/root_entries.md says where other files go."""
+    """docs/decisions/root_entries.md lists the places of other files."""
     entries = {path.relative_to(ROOT).parts[0] for path in tracked_files()}
     assert len(entries) <= 22, sorted(entries)
 

@@ -88,7 +88,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
 
 
 def _compare(store: Any, config: Config, facts: Mapping[str, str], world_size: int) -> str:
-    """Wait for the facts of all ranks. Return a description of the differences, empty if there are none.
+    """Wait for the facts of all ranks. Return a description of the differences, or an empty string.
 
     Returns early when a rank differs.
     """
@@ -123,7 +123,7 @@ def _differences(
 ) -> Iterator[str]:
     """Yield a sentence for each fact that differs, and one for the first rank whose options differ."""
     for name in facts:
-        # The hash of all options says nothing to a reader. The options themselves follow below.
+        # The hash of all options does not help a reader. The options themselves follow below.
         if name == _OPTIONS:
             continue
         ranks_by_value: dict[str, list[int]] = {}

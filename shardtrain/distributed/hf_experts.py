@@ -65,7 +65,7 @@ def _broken_rule(path: str, experts: nn.Module, degree: int) -> str:
 
 
 def _separate_experts(model: nn.Module) -> str:
-    """Return the path of the first module whose name or class contains "expert", or "" if there is none."""
+    """Return the path of the first module whose name or class contains "expert", or "" without such a module."""
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
         if "expert" in f"{name} {type(module).__name__}".lower():
@@ -74,7 +74,7 @@ def _separate_experts(model: nn.Module) -> str:
 
 
 def give_gradients(part: nn.Module) -> None:
-    """Give each expert of a ModuleList a gradient in every backward pass, zero if no token chose it.
+    """Add a gradient for each expert of a ModuleList in every backward pass, zero if no token chose it.
 
     ``transformers`` 4 only computes the experts that have tokens. Which these are differs between ranks, but FSDP
     must reduce the gradients of the same weights on all ranks. Stacked experts always have a gradient.
@@ -121,7 +121,7 @@ def _touch_experts(block: Any, _: Any, output: Any) -> Any:
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Identity. Its backward gives zeros to the weights."""
+    """Identity. Its backward returns zeros for the weights."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def use_dispatch(
             outputs for these rows.
         group: the tensor-parallel ranks, which hold the same tokens. None without tensor parallelism.
     """
-    # Register it as a submodule, so that a dry run finds it and assumes an even load.
+    # Register it as a submodule, because a dry run looks for submodules to assume an even load.
     experts.add_module("shardtrain_dispatch", dispatch)
     rows = partial(compute, experts)
     num_experts = next(experts.parameters()).shape[0]
@@ -179,7 +179,7 @@ def _forward(
         weights_SK = _OwnPart.apply(weights_SK, group)
         expert_SK = _own_part(expert_SK, group)
 
-    # Sort rows by expert. The sort is stable, to have the same order on every device
+    # Sort rows by expert. The sort is stable, to have the same order on every device.
     top_k = expert_SK.size(-1)
     expert_R = expert_SK.flatten()
     order_R = expert_R.argsort(stable=True)
@@ -188,7 +188,7 @@ def _forward(
     count_E = expert_R.new_zeros(num_experts)
     count_E.scatter_add_(0, expert_R, torch.ones_like(expert_R))
 
-    # Compute the rows on the ranks of their experts, and put the outputs back into the order of tokens
+    # Compute the rows on the ranks of their experts, and put the outputs back into the order of tokens.
     sorted_RD = dispatch(rows, x_RD, count_E)
     out_RD = permute(sorted_RD, inverse_R, order_R)
     out_SKD = out_RD.unflatten(0, (-1, top_k))
@@ -207,7 +207,7 @@ def _own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _gather(part: Tensor, group: dist.ProcessGroup, num_rows: int) -> Tensor:
     """All-gather the rows that ``_own_part`` divided among ranks."""
-    # tensor_split gives one row more to each of the first ranks
+    # Each of the first ranks has one row more, because tensor_split divides rows in this way.
     rows_per_rank, num_longer = divmod(num_rows, group.size())
     largest = rows_per_rank + bool(num_longer)
 

@@ -208,7 +208,8 @@ def startable_threads(count: int) -> int:
             thread.start()
             threads.append(thread)
     except RuntimeError:
-        pass  # the limit is reached
+        # The limit is reached. The threads that started are the result.
+        pass
     finally:
         threading.stack_size(previous_stack)
         end.set()

@@ -1,7 +1,7 @@
 """Masking of secrets in text. A secret is recognized by the name of its environment variable or by its form.
 
 ``redact`` is applied to each log line, traceback, ``exit.json`` and resolved configuration, and to all
-data for W&B. This module imports only the standard library, so that every other module may import it.
+data for W&B. This module imports only the standard library, because every other module may import it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def redact(text: str) -> str:
 
     - values of at least 8 characters of environment variables with names like ``HF_TOKEN``, ``DB_PASSWORD``,
       ``WANDB_API_KEY`` or ``MY_SECRET_THING``,
-    - values of 40 hexadecimal digits of other environment variables, unless the name says commit or hash,
+    - values of 40 hexadecimal digits of other environment variables, unless the name contains commit or hash,
     - tokens of known services, recognized by their form,
     - passwords and signatures in addresses.
 

@@ -1,6 +1,6 @@
 """Restarts continue from the newest snapshot that the memory of the remaining nodes holds, or from a checkpoint.
 
-Each rank is a node with its own folder, which stands for the memory of the node.
+Each rank is a node with its own folder, which represents the memory of the node.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks and nodes of a run of two agents are killed: the run goes on from the memory of the nodes."""
+"""A run of two agents continues from the memory of its nodes after its ranks or a node were killed."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Splitter:
         return self._pattern is not None
 
     def pieces(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """Yield the non-empty pieces of a text in order, each with its id. The id of ordinary text is None.
+        """Yield the non-empty pieces of a text in order, each with its id. Ordinary text has the id None.
 
         >>> list(Splitter({"<e>": 7}).pieces("hi<e>"))
         [('hi', None), ('<e>', 7)]

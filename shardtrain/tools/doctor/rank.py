@@ -66,7 +66,7 @@ def examine(context: RankContext, areas: Iterable[Area] = AREAS) -> dict[str, Fa
     for area in areas:
         facts = _limited(context, area)
         collected[area.name] = facts
-        # Send each area immediately, so that rank 0 has it even if a later area ends this process.
+        # Send each area immediately: rank 0 then has it even if a later area ends this process.
         context.line.send(f"facts-{context.rank}-{area.name}", facts)
     context.line.send(f"done-{context.rank}", True)
     return collected
@@ -101,7 +101,7 @@ def _limited(context: RankContext, area: Area) -> Facts:
     if thread.is_alive():
         facts = {STOPPED: channel.where, "place": channel.place}
 
-    # If this rank failed, cancel its remaining barriers so that other ranks do not wait. A rank that timed
+    # If this rank failed, cancel its remaining barriers, because other ranks would wait. A rank that timed
     # out waiting for another rank has not failed itself.
     if (STOPPED in facts or ERROR in facts) and not facts.get("is_peer"):
         channel.cancel()
