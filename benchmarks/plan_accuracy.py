@@ -509,7 +509,7 @@ def main() -> None:
     options = parser.parse_args()
     planned: tuple[Path, ...] = ()
     if options.rows == parser.get_default("rows"):
-        planned = (TORCHTITAN, OTHERS)
+        planned = (TORCHTITAN, OTHERS, BRIDGE)
     elif options.rows.name == BRIDGE.name:
         planned = (options.rows,)
     scores = []
