@@ -38,7 +38,14 @@ from shardtrain.utils import (
     variables,
 )
 from shardtrain.utils.arguments import help_if_asked
-from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem, ShardtrainError, print_error
+from shardtrain.utils.errors import (
+    ConfigError,
+    HelpPrinted,
+    Preempted,
+    Problem,
+    ShardtrainError,
+    print_error,
+)
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.variables import is_whole_number
 from shardtrain.utils.verbs import Command, CommandVerb, import_part
@@ -291,8 +298,12 @@ def _train(words: list[str]) -> int:
                     loaded, preflight.this_machine(loaded, None, world_size, local_ranks)
                 )
 
-        with local.lost_peers_in_exit_json(loaded):
-            code = agent.train(loaded, arguments, several, require)
+        try:
+            with local.lost_peers_in_exit_json(loaded):
+                code = agent.train(loaded, arguments, several, require)
+        except Preempted as error:
+            # Another node was asked to stop before the ranks ran.
+            code = print_error(error)
     else:
         code = _train_here(loaded, arguments, words)
     return stop_status if code == failure.PREEMPTED else code

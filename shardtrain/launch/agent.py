@@ -12,22 +12,28 @@ import inspect
 import logging
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from shardtrain import __version__
 from shardtrain.checkpoint import snapshot_folder
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.schema import Config
-from shardtrain.launch import addresses, environment, greeting
+from shardtrain.launch import addresses, environment, greeting, local
 from shardtrain.launch.child_watch import POLL_SECONDS
 from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED, SUPERVISED
 from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes_here, count_nodes
 from shardtrain.launch.nodes import find as nodes_of_platform
+from shardtrain.launch.run_ends import BEFORE_FIRST_STEP
 from shardtrain.launch.seal import Seal
+from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
 from shardtrain.utils import python_child, stop_signals
 from shardtrain.utils.errors import ShardtrainError, print_error
 from shardtrain.utils.process import AGENT, SECRET
@@ -56,6 +62,7 @@ def train(
         SystemExit: this node cannot run. The error was printed.
     """
     environment.set_allocator_default(os.environ)
+    _end_at_request(nodes, None, loaded)
     choice = choose_processes_here(loaded.config, arguments.nproc, nodes)
     # The number of nodes of an elastic run is not known at this point.
     world_size = choice.count * nodes.most if nodes.least == nodes.most else None
@@ -105,6 +112,66 @@ def _tell_others(nodes: Nodes, error: ShardtrainError) -> None:
         greeting.send_refusal(nodes.endpoint, nodes.refusal_key, sealed_reason)
 
 
+def _end_at_request(nodes: Nodes, listener: socket.socket | None, training: Loaded | None) -> None:
+    """End this process at a request to stop before its ranks run, and tell the other nodes, which wait for it.
+
+    There is nothing to save. ``listener`` is the socket of the rendezvous if this node serves it.
+    """
+    if training:
+        grace_seconds = training.config.checkpoint.grace_seconds
+        tell = partial(
+            _tell_of_stop, nodes, listener, min(greeting.STOP_SECONDS, grace_seconds / 2)
+        )
+        local.end_at_request(training, tell)
+        return
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        _tell_of_stop(
+            nodes, listener, greeting.STOP_SECONDS, signal.Signals(number).name, NOT_SAVED
+        )
+        os._exit(NOT_SAVED)
+
+    stop_signals.handle_requests(end)
+
+
+def _tell_of_stop(
+    nodes: Nodes, listener: socket.socket | None, seconds: float, signal_name: str, code: int
+) -> None:
+    """Tell the other nodes that this one was asked to stop, for at most ``seconds``. A second SIGINT ends it earlier.
+
+    An elastic run goes on without this node, unless it serves the rendezvous.
+    """
+    is_fixed = nodes.least == nodes.most
+    if not is_fixed and not nodes.hosts_meeting and listener is None:
+        return
+    begun = time.monotonic()
+
+    def end_at_second_interrupt(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and time.monotonic() - begun > ONE_REQUEST_SECONDS:
+            os._exit(code)
+
+    stop_signals.handle_requests(end_at_second_interrupt)
+    print(
+        f"telling the other nodes that this one stops, at most {seconds:g} s; Ctrl-C ends it now",
+        file=sys.stderr,
+        flush=True,
+    )
+    end = BEFORE_FIRST_STEP.line.format(reason=f"{signal_name} on host {socket.gethostname()}")
+    reason = f"{code} {end}"
+    # Until the store is open, reply to the other nodes instead of it. Afterwards use it like every other node.
+    is_store_open = listener is not None and listener.fileno() < 0
+    if (
+        not is_store_open
+        and nodes.hosts_meeting is not False
+        and greeting.serve_refusal(nodes.endpoint, reason, nodes.most - 1, seconds, listener)
+    ):
+        return
+    greeting.is_telling.set()
+    sealed_reason = Seal(os.environ.get(SECRET, ""), nodes.run_id).close(reason.encode())
+    hears_all = nodes.most if is_store_open else 0
+    greeting.send_refusal(nodes.endpoint, nodes.refusal_key, sealed_reason, seconds, hears_all)
+
+
 def run_verb(
     verb: str,
     words: Sequence[str],
@@ -135,10 +202,7 @@ def run(
 
     With ``training``, this process reports why the run ended. Ranks of other verbs report their failures themselves.
     """
-    # Until ranks run, exit immediately on a request to stop, because there is nothing to save. Training has
-    # set its own handlers already.
-    if training is None:
-        stop_signals.handle_requests(lambda *_: os._exit(NOT_SAVED))
+    _end_at_request(nodes, None, training)
     heard = [
         number.name
         for number in stop_signals.GRACEFUL
@@ -150,6 +214,8 @@ def run(
         listener = greeting.claim(nodes.endpoint, nodes.join_seconds)
     elif nodes.hosts_meeting is None:
         listener = greeting.find_place(nodes.endpoint, nodes.join_seconds)
+    if listener is not None:
+        _end_at_request(nodes, listener, training)
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous.api import RendezvousError

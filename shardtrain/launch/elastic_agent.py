@@ -96,6 +96,8 @@ class TrainingAgent(NodeAgent):
         ranks have restarted, which may take as long as the rendezvous.
         """
         super()._shutdown()
+        if self._are_running:
+            self._reports.leave()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Pass a request to stop on to the ranks, and wait for them. Only a second SIGINT ends this wait early."""
@@ -131,6 +133,7 @@ class TrainingAgent(NodeAgent):
                 count,
                 self._first_rank,
                 self._nodes.node_rank,
+                self._meeting.missing_members,
             )
         except ConfigError as error:
             # The folder is prepared. Without an exit.json, the next start would assume that this run was killed.

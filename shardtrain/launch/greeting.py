@@ -23,8 +23,10 @@ from shardtrain.utils.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    NotSaved,
     OutOfMemoryError,
     PeerError,
+    Preempted,
     Problem,
     ShardtrainError,
     StorageError,
@@ -51,11 +53,17 @@ _ECHO = b"\r\n\r\n"
 _VALIDATE = struct.pack("<BI", 0, 0x3C85F7CE)
 _PING = b"\x0d" + _ECHO
 GREETING = _VALIDATE + _PING
+_COUNTER = struct.Struct("<q")
+"""Value of a counter in a reply of the store."""
 _REFUSED = b"shardtrain refused: "
 """Start of the reply of a first node that cannot run. The reason follows."""
 REFUSAL_SECONDS = 120.0
 """Time in which a node that cannot run tries to tell the other nodes, which may still import PyTorch."""
+STOP_SECONDS = 10.0
+"""Time in which a node that was asked to stop before its ranks ran tries to tell the other nodes."""
 
+is_telling = threading.Event()
+"""Set while this process tells the other nodes that it stops. Its rendezvous then ignores the reason in the store."""
 Result = TypeVar("Result")
 
 
@@ -65,6 +73,11 @@ def within(seconds: float | None, action: Callable[[], Result]) -> Result:
     Raises:
         TimeoutError: the action takes longer than ``seconds``. Its thread continues in the background.
     """
+    return in_background(action).result(seconds)
+
+
+def in_background(action: Callable[[], Result]) -> Future[Result]:
+    """Run ``action`` in another thread, and return its future result."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -74,7 +87,7 @@ def within(seconds: float | None, action: Callable[[], Result]) -> Result:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return future.result(seconds)
+    return future
 
 
 def write_refusal(error: ShardtrainError) -> str:
@@ -91,7 +104,15 @@ def read_refusal(text: str) -> ShardtrainError:
     code, _, message = text.partition(" ")
     kinds = {
         str(kind.exit_code): kind
-        for kind in (ConfigError, DataError, CheckpointError, OutOfMemoryError, StorageError)
+        for kind in (
+            ConfigError,
+            DataError,
+            CheckpointError,
+            OutOfMemoryError,
+            StorageError,
+            Preempted,
+            NotSaved,
+        )
     }
     lines = tuple(visible(line) for line in message.splitlines())
     error = kinds.get(code, PeerError)("\n".join(lines))
@@ -135,19 +156,28 @@ def await_store(endpoint: str, seconds: float) -> None:
     _await(endpoint, seconds, partial(_greet, endpoint), "the nodes cannot meet at", _IS_IT_UP)
 
 
-def serve_refusal(endpoint: str, reason: str, other_nodes: int) -> bool:
+def serve_refusal(
+    endpoint: str,
+    reason: str,
+    other_nodes: int,
+    seconds: float | None = None,
+    listener: socket.socket | None = None,
+) -> bool:
     """Reply to the greetings of the other nodes with the reason why this first node cannot run.
 
     Starts no thread, because the limit on threads may be the reason. Returns when all nodes have the reply, or after
-    ``REFUSAL_SECONDS``; False immediately if this host cannot listen at ``endpoint``.
+    ``seconds`` (``REFUSAL_SECONDS`` by default); False immediately if this host cannot listen at ``endpoint``.
+
+    Args:
+        listener: A socket that listens at ``endpoint``. This function closes it.
     """
     host, _, port = endpoint.rpartition(":")
-    end = time.monotonic() + REFUSAL_SECONDS
+    end = time.monotonic() + (REFUSAL_SECONDS if seconds is None else seconds)
     listens = False
     # UnicodeError: a host name with an empty or a very long label
     with (
         contextlib.suppress(OSError, UnicodeError, ConfigError),
-        rendezvous_listener(host, int(port)) as server,
+        listener or rendezvous_listener(host, int(port)) as server,
     ):
         listens = True
         while other_nodes and (remaining := end - time.monotonic()) > 0:
@@ -160,23 +190,64 @@ def serve_refusal(endpoint: str, reason: str, other_nodes: int) -> bool:
     return listens
 
 
-def send_refusal(endpoint: str, key: str, reason: bytes) -> None:
+def send_refusal(
+    endpoint: str, key: str, reason: bytes, seconds: float | None = None, hears_all: int = 0
+) -> None:
     """Set ``key`` in the store of the first node to the reason why this node cannot run.
 
     Starts no thread and does not import PyTorch. Returns without an error if the first node does not reply within
-    ``REFUSAL_SECONDS``, or cannot run either.
+    ``seconds`` (``REFUSAL_SECONDS`` by default), or cannot run either.
+
+    Args:
+        hears_all: Number of nodes that must know a reason before this returns. 0 does not wait for them.
     """
-    # The message SET of PyTorch's store, which adds a slash to the keys of its clients.
-    texts = (b"/" + key.encode(), reason)
-    message = b"\x01" + b"".join(struct.pack("<Q", len(text)) + text for text in texts)
-    end = time.monotonic() + REFUSAL_SECONDS
+    # The message SET of PyTorch's store
+    message = b"\x01" + _store_text(_store_key(key)) + _store_text(reason)
+    end = time.monotonic() + (REFUSAL_SECONDS if seconds is None else seconds)
+    is_written = False
     while time.monotonic() < end:
         with contextlib.suppress(OSError, UnicodeError):
             try:
-                return _greet(endpoint, _VALIDATE + message + _PING)
+                if not is_written:
+                    _greet(endpoint, _VALIDATE + message + _PING)
+                    is_written = True
+                    _add(endpoint, readers_key(key), 1)
+                if not hears_all or _add(endpoint, readers_key(key), 0) >= hears_all:
+                    return
             except ShardtrainError:
                 return
         time.sleep(LOOK_SECONDS)
+
+
+def readers_key(key: str) -> str:
+    """Return the key of the counter of nodes that know the reason at ``key``."""
+    return f"{key}/read"
+
+
+def _store_key(key: str) -> bytes:
+    """Return a key as PyTorch's store writes the keys of its clients."""
+    return b"/" + key.encode()
+
+
+def _store_text(text: bytes) -> bytes:
+    """Return a key or a value as in a message to PyTorch's store."""
+    return struct.pack("<Q", len(text)) + text
+
+
+def _add(endpoint: str, key: str, amount: int) -> int:
+    """Add to a counter of the store at ``endpoint`` without PyTorch, and return its new value.
+
+    Raise OSError without a reply.
+    """
+    message = b"\x04" + _store_text(_store_key(key)) + struct.pack("<q", amount)
+    host, _, port = endpoint.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
+        connection.sendall(_VALIDATE + message)
+        reply = connection.recv(_COUNTER.size, socket.MSG_WAITALL)
+    if len(reply) != _COUNTER.size:
+        raise OSError("the connection is closed immediately")
+    value: int = _COUNTER.unpack(reply)[0]
+    return value
 
 
 def find_place(endpoint: str, seconds: float) -> socket.socket | None:

@@ -169,10 +169,13 @@ def _reports_before_ranks() -> bool:
     return os.environ.get("RANK", "0") == "0" or not environment.is_rank(os.environ)
 
 
-def end_at_request(loaded: Loaded) -> None:
+def end_at_request(loaded: Loaded, tell_others: Callable[[str, int], None] | None = None) -> None:
     """End this process at the first request to stop, until ranks run and handle requests themselves.
 
     ``early_stop`` handles requests before the configuration is read.
+
+    Args:
+        tell_others: Called with the name of the signal and the exit code, to tell nodes that wait for this one.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
@@ -186,6 +189,8 @@ def end_at_request(loaded: Loaded) -> None:
             write_exit_before_ranks(loaded, report)
         process.stop_agent()
         temporary.remove_all()
+        if tell_others:
+            tell_others(reason, report.exit_code)
         exit_report.end(failure.stop_status(loaded.config))
 
     stop_signals.handle_requests(end)

@@ -7,6 +7,7 @@ not changed for that time by the reader's monotonic clock.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -23,6 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as pytorch
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
@@ -33,19 +35,26 @@ from shardtrain.launch.greeting import (
     LOOK_SECONDS,
     QUIET_SECONDS,
     REFUSAL_SECONDS,
+    STOP_SECONDS,
+    is_telling,
     read_refusal,
+    readers_key,
     within,
 )
 from shardtrain.launch.node_reports import LOST_SECONDS
 from shardtrain.launch.nodes import CLOCKS_APART_SECONDS, Nodes
 from shardtrain.launch.seal import Seal
 from shardtrain.launch.signed_meeting import SignedBackend
-from shardtrain.utils.errors import ConfigError, PeerError, Problem
+from shardtrain.utils.errors import ConfigError, PeerError, Preempted, Problem
 from shardtrain.utils.process import SECRET
 
 _NO_NUMBER = 2**31
 """Sort key of a node without --node_rank. It is larger than every --node_rank."""
 _TIMEOUTS = ("join", "last_call", "close", "heartbeat")
+LONGEST_LOOKS = 2
+"""Number of heartbeat intervals without a look at the shared state after which this process was suspended."""
+RETURN_SECONDS = 10.0
+"""Time in which a node that was removed from the rendezvous joins it again, unless it is lost."""
 
 
 def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
@@ -95,28 +104,28 @@ def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
     seal = Seal(secret, nodes.run_id)
 
     def raise_refusal() -> None:
-        if not store.check([nodes.refusal_key]):
+        if is_telling.is_set() or not store.check([nodes.refusal_key]):
             return
         reason = seal.open(store.get(nodes.refusal_key)).decode(errors="replace")
-        num_read = store.add(f"{nodes.refusal_key}/read", 1)
-        if listener is not None and num_read < nodes.most - 1:
+        num_read = store.add(readers_key(nodes.refusal_key), 1)
+        error = read_refusal(reason)
+        if listener is not None and num_read < nodes.most:
             # The store ends with this process, and the other nodes may not have read the reason yet.
-            print(
-                "another node cannot run: waiting until all nodes know it",
-                file=sys.stderr,
-                flush=True,
-            )
-            _await_readers(store, nodes)
-        raise read_refusal(reason)
+            event = "is asked to stop" if isinstance(error, Preempted) else "cannot run"
+            text = f"another node {event}: waiting until all nodes know it"
+            print(text, file=sys.stderr, flush=True)
+            _await_readers(store, nodes, STOP_SECONDS if isinstance(error, Preempted) else None)
+        raise error
 
     meeting._state_holder.raise_refusal = raise_refusal  # type: ignore[attr-defined]
     return meeting
 
 
-def _await_readers(store: dist.Store, nodes: Nodes) -> None:
-    """Wait until all nodes except the one that cannot run have read its reason, at most ``REFUSAL_SECONDS``."""
-    end = time.monotonic() + REFUSAL_SECONDS
-    while store.add(f"{nodes.refusal_key}/read", 0) < nodes.most - 1 and time.monotonic() < end:
+def _await_readers(store: dist.Store, nodes: Nodes, seconds: float | None) -> None:
+    """Wait until all nodes know the reason of the one that cannot run, at most ``seconds`` or ``REFUSAL_SECONDS``."""
+    end = time.monotonic() + (REFUSAL_SECONDS if seconds is None else seconds)
+    counter = readers_key(nodes.refusal_key)
+    while store.add(counter, 0) < nodes.most and time.monotonic() < end:
         time.sleep(LOOK_SECONDS)
 
 
@@ -178,6 +187,9 @@ class _SteadyState(pytorch._BackendRendezvousStateHolder):
         super().__init__(backend, settings)
         self._own_node = own_node
         self._changes: dict[tuple[Any, datetime], float] = {}
+        self._looked_at = 0.0
+        self._joined: dict[Any, float] = {}
+        """Nodes that have joined the incomplete round, and the monotonic time at which each was last part of it."""
         self._report_at: float | None = None
         """Monotonic time at which to report that this node waits for others. None if it does not wait."""
 
@@ -188,7 +200,27 @@ class _SteadyState(pytorch._BackendRendezvousStateHolder):
         else:
             self.raise_refusal()
             self._report_wait()
-        return super().sync()
+        has_set = super().sync()
+        self._raise_lost()
+        return has_set
+
+    def _raise_lost(self) -> None:
+        """Raise PeerError if a node has joined and was lost before all have joined. Elastic runs go on without it."""
+        state = self._state
+        if state.complete or self._settings.min_nodes < self._settings.max_nodes:
+            self._joined = {}
+            return
+        now = time.monotonic()
+        present = {*state.participants, *state.wait_list} - {self._own_node}
+        self._joined.update(dict.fromkeys(present, now))
+        for node, seen_at in self._joined.items():
+            # A live node that was removed joins again within seconds.
+            if now - seen_at > RETURN_SECONDS:
+                rank = "" if node.number == _NO_NUMBER else f"{node.number} "
+                raise PeerError(
+                    f"node {rank}({node.addr}, process {node.pid}) joined the rendezvous and was lost before all "
+                    "nodes had joined; check the machine and its network"
+                )
 
     def _report_wait(self) -> None:
         """Print once after ``QUIET_SECONDS`` how many nodes have joined."""
@@ -205,6 +237,11 @@ class _SteadyState(pytorch._BackendRendezvousStateHolder):
         """Remove nodes whose heartbeats have stopped."""
         told = self._state.last_heartbeats
         now = time.monotonic()
+        # If this process was suspended, the pause must not count against the other nodes.
+        paused = now - self._looked_at if self._looked_at else 0.0
+        if paused > LONGEST_LOOKS * self._settings.keep_alive_interval.total_seconds():
+            self._changes = {one: changed + paused for one, changed in self._changes.items()}
+        self._looked_at = now
         # Map (node, heartbeat) to the monotonic time at which this node first saw the heartbeat.
         changes = self._changes = {one: self._changes.get(one, now) for one in told.items()}
         # PyTorch compares heartbeats with this node's wall clock, so convert them to it, and restore the
@@ -241,11 +278,48 @@ class Meeting(pytorch.DynamicRendezvousHandler):
         super().__init__(node, settings, backend_name, store, steady)
         self.own_node = node
         self._is_store_lost = False
+        self._members: dict[Any, int] = {}
+        """Nodes of the current round, and their numbers."""
+        self._missing_since: dict[Any, float] = {}
+        """Nodes that are no longer part of the round, and the monotonic time since then."""
+        self._round = 0
 
     @property
     def state(self) -> Any:
         """The shared state as of the last read."""
         return self._state_holder.state
+
+    def missing_members(self) -> list[int]:
+        """Return the numbers of the nodes that met in this round and have not been part of it for ``RETURN_SECONDS``.
+
+        A node leaves to join again, or is removed because its heartbeat has stopped.
+        """
+        now = time.monotonic()
+        present = self.state.participants
+        missing = []
+        for node, number in self._members.items():
+            if node in present:
+                self._missing_since.pop(node, None)
+            elif now - self._missing_since.setdefault(node, now) > RETURN_SECONDS:
+                missing.append(number)
+        return missing
+
+    def _keep_alive(self) -> None:
+        """Send a heartbeat. Return to the round first if this node was removed because its heartbeats were late."""
+        own_number = self._members.get(self.own_node)
+        if own_number is not None:
+            with self._heartbeat_lock, contextlib.suppress(RendezvousError):
+                self._return_to_round(own_number)
+        super()._keep_alive()
+
+    def _return_to_round(self, own_number: int) -> None:
+        state = self.state
+        if not state.complete or state.round != self._round or self.own_node in state.participants:
+            return
+        state.participants[self.own_node] = own_number
+        state.last_heartbeats[self.own_node] = datetime.now(UTC)
+        self._state_holder.mark_dirty()
+        self._state_holder.sync()
 
     def largest(self, nodes: int) -> int:
         """Return the largest node count that can work, at most ``nodes``; 0 if none can."""
@@ -258,6 +332,8 @@ class Meeting(pytorch.DynamicRendezvousHandler):
             RendezvousTimeoutError: too few nodes joined, and no active run exists that this node could wait for.
         """
         self._is_store_lost = False
+        self._members = {}
+        self._missing_since = {}
         return within(None, self._meet)
 
     def _meet(self) -> RendezvousInfo:
@@ -277,6 +353,9 @@ class Meeting(pytorch.DynamicRendezvousHandler):
                 self.counts = [count for count in self.counts if first_size % count == 0]
             size = self.largest(info.world_size)
             if info.rank < size:
+                self._round = self.state.round
+                members = self.state.participants.items()
+                self._members = {node: number for node, number in members if number < size}
                 self._compare_clocks(info.store, info.rank, size)
                 return RendezvousInfo(info.store, info.rank, size, info.bootstrap_store_info)  # type: ignore[arg-type]
             text = f"{info.world_size} nodes have met, but only {' or '.join(map(str, self.counts))} can work"

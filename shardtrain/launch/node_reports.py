@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 
 from shardtrain.launch import failure
 from shardtrain.launch.failure import PREEMPTED, Failure
-from shardtrain.launch.greeting import within
+from shardtrain.launch.greeting import in_background, within
 from shardtrain.launch.seal import Seal
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
@@ -46,6 +46,7 @@ _ENDED = f"{_KEY}/ended"
 _FAILED = f"{_KEY}/failed"
 _MET = f"{_KEY}/met"
 _READ = f"{_KEY}/read"
+_LEFT = f"{_KEY}/left"
 
 
 def _described_node(fields: Any) -> tuple[int, str, int | None]:
@@ -57,7 +58,11 @@ def _described_node(fields: Any) -> tuple[int, str, int | None]:
 
 
 class NodeReports:
-    """Reports of all nodes about one attempt. ``number`` is the position of this node among them.
+    """Reports of all nodes about one attempt.
+
+    Args:
+        number: Position of this node among them.
+        missing: Returns the numbers of nodes that are no longer part of the rendezvous.
 
     Raises:
         ConfigError: two nodes were started with the same ``--node_rank``.
@@ -73,8 +78,10 @@ class NodeReports:
         count: int,
         first_rank: int,
         node_rank: int | None = None,
+        missing: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         self._store = store
+        self._missing = missing
         self._seal = Seal(os.environ.get(SECRET, ""), run_id)
         self._number = number
         self._looked_at = 0.0
@@ -92,7 +99,10 @@ class NodeReports:
                 # All nodes report this error. The node that serves the store must stay until the
                 # other nodes have read it.
                 with contextlib.suppress(DistError, TimeoutError):
-                    within(WAIT_SECONDS + LOST_SECONDS, lambda: self._await(_MET, len(self._nodes)))
+                    within(
+                        WAIT_SECONDS + LOST_SECONDS,
+                        lambda: self._await(_MET, lambda: len(self._nodes)),
+                    )
                 rule = f"is set on {len(same)} nodes ({', '.join(same)})"
                 raise ConfigError(
                     Problem(
@@ -101,17 +111,35 @@ class NodeReports:
                 )
 
     def others_have_failed(self) -> bool:
-        """True if a rank of another node has failed, or if the store was lost together with its node."""
+        """True if a rank of another node has failed, or if a node is lost."""
         if self._is_store_lost:
             return True
         if time.monotonic() - self._looked_at < LOOK_SECONDS:
             return False
         self._looked_at = time.monotonic()
         try:
-            return within(LOST_SECONDS, lambda: self._store.add(_FAILED, 0)) > 0
+            return within(LOST_SECONDS, self._is_attempt_over)
         except (DistError, TimeoutError):
             self._is_store_lost = True
             return True
+
+    def leave(self) -> None:
+        """Note that this node leaves the attempt without a report, because its ranks restart with more nodes."""
+        with contextlib.suppress(DistError, TimeoutError):
+            within(LOST_SECONDS, lambda: self._store.set(f"{_LEFT}/{self._number}", ""))
+
+    def _is_attempt_over(self) -> bool:
+        return self._store.add(_FAILED, 0) > 0 or bool(self._lost_nodes())
+
+    def _lost_nodes(self) -> list[int]:
+        """Return the nodes that are no longer part of the rendezvous, and neither reported nor left."""
+        return [
+            number
+            for number in self._missing()
+            if number != self._number
+            and not self._store.check([f"{_KEY}/end/{number}"])
+            and not self._store.check([f"{_LEFT}/{number}"])
+        ]
 
     def explain(
         self,
@@ -168,7 +196,7 @@ class NodeReports:
             # This node ends without reading reports. A node that fails later need not wait for it.
             self._store.add(_READ, 1)
             return
-        self._await(_ENDED, len(self._nodes))
+        self._await(_ENDED, lambda: len(self._nodes) - len(self._lost_nodes()))
         for number in range(len(self._nodes)):
             if number == self._number or not self._store.check([f"{_KEY}/end/{number}"]):
                 continue
@@ -180,7 +208,7 @@ class NodeReports:
                 ]
         # The node that serves the store stays until all that have reported have read the reports.
         self._store.add(_READ, 1)
-        self._await(_READ, len(reports))
+        self._await(_READ, lambda: len(reports))
 
     def _read_nodes(self, count: int) -> list[tuple[int, str, int | None]]:
         """Return first rank, host and ``--node_rank`` of each node. Wait until all nodes have written them."""
@@ -191,21 +219,25 @@ class NodeReports:
                 nodes.append(_described_node(self._read("node", len(nodes))))
             self._store.add(_MET, 1)
 
-        try:
-            within(MEET_SECONDS, read)
-        except (TimeoutError, DistStoreError):
+        reading = in_background(read)
+        until = time.monotonic() + MEET_SECONDS
+        while not self._missing() and time.monotonic() < until:
             # The store reports its own timeout as DistStoreError.
-            rule = f"joined the rendezvous but did not report its host within {MEET_SECONDS:g} s"
-            fix = "check the node and its network"
-            raise PeerError(
-                f"node {len(nodes)} of {count}, counted from 0, {rule}; {fix}"
-            ) from None
-        return nodes
+            with contextlib.suppress(TimeoutError, DistStoreError):
+                reading.result(min(LOOK_SECONDS, MEET_SECONDS))
+                return nodes
+            if reading.done():
+                break
+        rule = f"joined the rendezvous but did not report its host within {MEET_SECONDS:g} s"
+        if self._missing():
+            rule = "joined the rendezvous and was lost"
+        fix = "check the node and its network"
+        raise PeerError(f"node {len(nodes)} of {count}, counted from 0, {rule}; {fix}")
 
-    def _await(self, counter: str, count: int) -> None:
-        """Wait at most ``WAIT_SECONDS`` until ``count`` nodes have added 1 to ``counter``."""
+    def _await(self, counter: str, count: Callable[[], int]) -> None:
+        """Wait at most ``WAIT_SECONDS`` until ``count()`` nodes have added 1 to ``counter``."""
         until = time.monotonic() + WAIT_SECONDS
-        while self._store.add(counter, 0) < count and time.monotonic() < until:
+        while self._store.add(counter, 0) < count() and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
 
     def _write(self, kind: str, value: object) -> None:

@@ -170,8 +170,9 @@ class HelpPrinted(Exception):
 
 def print_error(error: ShardtrainError) -> int:
     """Print an error to stderr, one line for each of its problems, and return its exit status."""
+    kind = "stopped" if isinstance(error, Preempted | NotSaved) else "error"
     for problem in getattr(error, "problems", (error,)):
-        print(f"error[{error.exit_code}]: {one_line(str(problem))}", file=sys.stderr, flush=True)
+        print(f"{kind}[{error.exit_code}]: {one_line(str(problem))}", file=sys.stderr, flush=True)
     return error.exit_code
 
 

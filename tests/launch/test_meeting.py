@@ -27,7 +27,7 @@ from shardtrain.launch import greeting, meeting, nodes
 from shardtrain.launch.greeting import within
 from shardtrain.launch.meeting import Meeting, open_meeting
 from shardtrain.launch.seal import Seal
-from shardtrain.utils.errors import ConfigError, OutOfMemoryError
+from shardtrain.utils.errors import ConfigError, OutOfMemoryError, PeerError
 from shardtrain.utils.listening import open_listener
 from shardtrain.utils.process import SECRET
 
@@ -209,6 +209,66 @@ def test_a_node_is_lost_when_its_heartbeat_has_not_changed_for_fifteen_seconds(m
         assert sees_other(), "a heartbeat must count from the time of its arrival"
     passed[0] = 36
     assert not sees_other()
+
+
+def test_a_node_that_was_removed_before_all_have_joined_may_return_for_some_seconds(monkeypatch):
+    """A node whose heartbeats were late joins again. One that does not is lost, and the others need not wait for it."""
+    passed = [0.0]
+    monkeypatch.setattr(meeting.time, "monotonic", lambda: 1000.0 + passed[0])
+    backend = C10dRendezvousBackend(dist.HashStore(), "run")
+    rendezvous = Meeting.from_backend("run", dist.HashStore(), backend, 3, 3, "127.0.0.1")
+    holder = rendezvous._state_holder
+    other = meeting._NumberedNode("node-b", 7, 0)
+    vars(other)["number"] = 1
+
+    def see(present: bool, at: float) -> None:
+        passed[0] = at
+        holder.state.participants = {other: 0} if present else {}
+        holder._raise_lost()
+
+    for present, at in ((True, 0), (False, 9), (True, 12), (False, 21)):
+        see(present, at)
+    with pytest.raises(PeerError, match=r"^node 1 \(node-b, process 7\) joined .* and was lost"):
+        see(False, 23)
+
+
+def test_a_removed_node_returns_to_its_round_and_is_missing_only_without_it(monkeypatch):
+    passed = [0.0]
+    monkeypatch.setattr(meeting.time, "monotonic", lambda: 1000.0 + passed[0])
+    backend = C10dRendezvousBackend(dist.HashStore(), "run")
+    rendezvous = Meeting.from_backend("run", dist.HashStore(), backend, 2, 2, "127.0.0.1")
+    rendezvous._members = {rendezvous.own_node: 1}
+    rendezvous.state.complete = True
+    assert rendezvous.missing_members() == []
+    passed[0] = 9
+    assert rendezvous.missing_members() == [], "it may return"
+    passed[0] = 11
+    assert rendezvous.missing_members() == [1]
+    rendezvous._keep_alive()
+    assert rendezvous.state.participants == {rendezvous.own_node: 1}
+    assert rendezvous.missing_members() == []
+
+    # The others have begun another round.
+    rendezvous.state.participants.clear()
+    rendezvous.state.round = 1
+    rendezvous._keep_alive()
+    assert not rendezvous.state.participants
+
+
+def test_a_pause_of_this_process_does_not_count_against_other_nodes(monkeypatch):
+    passed = [0.0]
+    monkeypatch.setattr(meeting.time, "monotonic", lambda: 1000.0 + passed[0])
+    store = dist.HashStore()
+    own_node, reader = state_of(store, "reader")
+    other, holder = state_of(store, "other")
+    now = datetime.datetime.now(datetime.UTC)
+    beat(other, holder, now)
+    for passed[0] in (0, 4, 40, 48):
+        beat(own_node, reader, now + datetime.timedelta(seconds=passed[0]))
+        assert other in reader.state.participants
+    passed[0] = 56
+    beat(own_node, reader, now + datetime.timedelta(seconds=passed[0]))
+    assert other not in reader.state.participants
 
 
 @pytest.mark.parametrize("jump", [-3600, 3600])
