@@ -214,10 +214,10 @@ def _open(
         world = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS", "")
         world_size = int(world) if is_whole_number(world) else None
         return migrate.open_file(path, overrides, world_size, verb=verb)[0], arguments
-    asked = environment.asked_processes(arguments.nproc, os.environ)
+    requested = environment.requested_processes(arguments.nproc, os.environ)
     nodes = arguments.nnodes or ""
     machine = migrate.ThisMachine(
-        nproc=asked.count if asked else None,
+        nproc=requested.count if requested else None,
         nodes=int(nodes) if is_whole_number(nodes) else None,
         devices=environment.count_accelerators(),
     )

@@ -53,6 +53,7 @@ class Family:
 
     def prefix(self, number: int, num_layers: int) -> str:
         """Return the Hugging Face prefix of the tensors in file ``number``."""
+        # Files follow the order of the pipeline: embedding, layers, norm, head.
         if number == 0:
             return self.embed
         if number <= num_layers:
@@ -69,6 +70,7 @@ class Family:
             number, _, rest = name.removeprefix(self.layers).partition(".")
             if is_whole_number(number) and int(number) < num_layers:
                 return int(number) + 1, rest
+        # All other tensors are outside of the layers.
         for file, prefix in (
             (0, self.embed),
             (num_layers + 1, self.norm),
@@ -83,6 +85,7 @@ class Family:
 
         None for a replicated tensor.
         """
+        # The embedding and the head are split over the vocabulary.
         module, _, kind = name.rpartition(".")
         if f"{module}." in (self.embed, self.head) or module.endswith(self.output_split):
             return 0
@@ -132,6 +135,7 @@ def family_of(folder: Path) -> tuple[Family, int]:
 def steps_of(folder: Path) -> list[Path]:
     """Return the step folders in order, or ``folder`` itself if it is a step folder. [] if there is none."""
     try:
+        # A step folder without files cannot be loaded.
         candidates = [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
     except OSError:
         return []
@@ -154,9 +158,11 @@ def step_of(folder: Path) -> Path:
     """
     steps = steps_of(folder)
     try:
+        # The file is not trusted: it only contains the name of a folder.
         name = bounded_reads.start(folder / LATEST, 200).decode("ascii", "replace").strip()
     except OSError:
         name = ""
+    # Without ``latest``, or for a step folder itself, use the last step.
     if name and steps != [folder]:
         named = next((step for step in steps if step.name == name), None)
         if named is None:
@@ -189,6 +195,7 @@ def files_of(step: Path) -> dict[tuple[int, int], Path]:
             match = FILE.fullmatch(path.name)
             if match is None or not path.is_file():
                 continue
+            # Numbers may have leading zeros, which differ between writers.
             key = int(match[1]), int(match[2])
             if key in files:
                 raise CheckpointError(
@@ -218,11 +225,13 @@ class LayerWeights(HubWeights):
 
         # Parts of each tensor, in the order of model-parallel ranks.
         self._parts: dict[str, list[tuple[TorchFile, Stored]]] = {}
+        # Files are sorted by number and rank, so parts are appended in rank order.
         for (number, _), path in sorted(files.items()):
             opened = TorchFile(path)
             if not isinstance(opened.value, dict):
                 raise CheckpointError(f"{path} contains no state dict; use another checkpoint")
             prefix = self._family.prefix(number, num_layers)
+            # Names come from a pickle, so they may be of any type.
             for name, stored in opened.value.items():
                 full_name = f"{prefix}{name}"
                 if (
@@ -234,6 +243,7 @@ class LayerWeights(HubWeights):
                         f"{path}: {_printable(name)} is not a tensor; use another checkpoint"
                     )
                 self._parts.setdefault(full_name, []).append((opened, stored))
+        # Adapters have names that no Hugging Face folder of a model has.
         adapter = next((name for name in self._parts if "lora_" in name), None)
         if adapter:
             raise CheckpointError(

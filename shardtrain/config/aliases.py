@@ -110,6 +110,7 @@ def _same(prefix: str, new_prefix: str, kinds: Mapping[str, Any]) -> dict[str, A
     return {f"{prefix}.{key}": Alias(f"{new_prefix}.{key}", kind) for key, kind in kinds.items()}
 
 
+# Degrees that torchtitan had in [training] or [experimental] first.
 _DEGREES = {
     "tensor_parallel_degree": int,
     "pipeline_parallel_degree": int,
@@ -127,6 +128,7 @@ _MOVED = {
     "pipeline_parallel_schedule_csv": str,
     "pipeline_parallel_microbatch_size": int,
 }
+# Keys of [float8], [mx] and [profiler], which were renamed as sections.
 _FLOAT8 = {
     "enable_fsdp_float8_all_gather": bool,
     "precompute_float8_dynamic_scale_for_fsdp": bool,
@@ -154,6 +156,7 @@ _MX = {"recipe_name": str, "mxfp8_dim1_cast_kernel_choice": str, "filter_fqns": 
 
 ALIASES: Mapping[str, Alias] = MappingProxyType(
     {
+        # [job], [metrics] and [profiling].
         "global.dump_folder": Alias("job.dump_folder", str),
         "job.print_args": Alias("job.print_config", bool),
         "job.use_for_integration_test": Alias(
@@ -170,6 +173,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "profiling.profile_every_x_iter": Alias("profiling.profile_freq", int),
         "metrics.enable_color_printing": Alias("metrics.disable_color_printing", bool, _inverted),
         "metrics.rank_0_only": Alias("metrics.save_for_all_ranks", bool, _inverted),
+        # [optimizer] and [lr_scheduler].
         "optimizer.fused": Alias(
             "optimizer.implementation", bool, {True: "fused", False: "foreach"}.get
         ),
@@ -179,6 +183,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
             {True: "foreach", False: "for-loop"}.get,
         ),
         "lr_scheduler.lr_min": Alias("lr_scheduler.min_lr_factor", float),
+        # [training] of 2024.
         "training.batch_size": Alias("training.local_batch_size", int),
         "training.warmup_steps": Alias("lr_scheduler.warmup_steps", int),
         "training.warmup_pct": Alias(
@@ -189,6 +194,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "training.compile": Alias("compile.enable", bool),
         "training.seed": Alias("debug.seed", int),
         "training.deterministic": Alias("debug.deterministic", bool),
+        # Switches for float8, each of which becomes a converter.
         "training.fp8_linear": Alias("model.converters", bool | str, _converter_list),
         "training.enable_fp8_linear": Alias("model.converters", bool, _converter_list),
         "training.enable_float8_linear": Alias("model.converters", bool, _converter_list),
@@ -209,6 +215,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
             for start in ("float8.", "training.float8_")
             for part in ("input", "weight", "grad_output")
         },
+        # Recomputation, masks and debugging.
         "training.enable_selective_ac": Alias(
             "activation_checkpoint.mode",
             bool,
@@ -218,6 +225,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "training.debug_moe_force_load_balance": Alias("debug.moe_force_load_balance", bool),
         "model.use_flex_attn": Alias(None, bool, why="the mask determines the attention kernel"),
         "model.attn_mask_type": Alias("data.document_mask", str, _mask),
+        # The mesh.
         "training.data_parallel_degree": Alias("parallelism.data_parallel_shard_degree", int),
         "training.data_parallel_type": Alias(
             None,
@@ -229,6 +237,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "training.enable_loss_parallel": Alias(
             "parallelism.disable_loss_parallel", bool, _inverted
         ),
+        # [checkpoint], [comm] and others.
         "training.checkpoint_interval": Alias("checkpoint.interval", int),
         "training.checkpoint_interval_type": Alias("checkpoint.interval_type", str),
         "training.checkpoint_folder": Alias("checkpoint.folder", str),
@@ -282,6 +291,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "debug.spmd_typechecking": Alias(
             None, bool, why="DTensors are sharded by the model's LAYOUT"
         ),
+        # Debugging options without a counterpart.
         "debug.detect_anomaly": Alias(
             None,
             bool,
@@ -291,6 +301,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "experimental.torch_spmd": Alias(
             None, bool, why="DTensors are sharded by the model's LAYOUT"
         ),
+        # Keys that moved to [parallelism].
         **_same("training", "parallelism", _MOVED),
         **_same("experimental", "parallelism", _MOVED),
         "experimental.enable_loss_parallel": Alias(
@@ -312,6 +323,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
             )
             for s in ("experimental", "parallelism")
         },
+        # [checkpoint], and switches that ended in "enabled".
         "checkpoint.enable_checkpoint": Alias("checkpoint.enable", bool),
         "checkpoint.model_weights_only": Alias("checkpoint.last_save_model_only", bool),
         "checkpoint.last_save_model_weights_only": Alias("checkpoint.last_save_model_only", bool),
@@ -321,6 +333,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "checkpoint.last_save_in_safetensors_format": Alias("checkpoint.last_save_in_hf", bool),
         "memory_estimation.enabled": Alias("memory_estimation.enable", bool),
         "validation.enabled": Alias("validation.enable", bool),
+        # Quantization.
         **_same("float8", "quantize.linear.float8", _FLOAT8),
         "float8.filter_fqns": Alias("quantize.linear.float8.filter_fqns", list[str]),
         "hf_transformers.model": Alias(
@@ -373,6 +386,7 @@ _VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
         },
     }
 )
+# Renamed entries of model.converters.
 _CONVERTERS: Mapping[str, str] = MappingProxyType(
     {
         "float8": LINEAR,
@@ -440,6 +454,7 @@ def rewrite(settings: list[Setting]) -> Rewritten:
     for setting in settings:
         alias = ALIASES.get(setting.option)
         if alias is None:
+            # An option with a current name may still have an old value.
             done.settings.append(_respell(setting, done))
             continue
         new = _rename(setting, alias, done)
@@ -461,6 +476,7 @@ def rewrite(settings: list[Setting]) -> Rewritten:
 def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
     """Return the setting under its current name, or None if it has no counterpart or cannot be translated."""
     old = setting.option
+    # The notices state the file and line of the old option.
     where = setting.where
     # Convert the value to its old type, then to the current one.
     try:
@@ -477,6 +493,7 @@ def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
     except Unfit as unfit:
         done.problems.append(Problem(old, setting.shown, unfit.rule, unfit.fix, where))
         return None
+    # No counterpart: the result does not depend on it.
     if alias.new is None:
         done.notices.append(f"{where}: {old} is ignored: {alias.why}")
         return None
@@ -538,6 +555,7 @@ def _merge_converters(done: Rewritten, added: list[Setting]) -> None:
     if not added:
         return
     # The last list counts. A list of the command line has replaced the list of the file.
+    # Only the last setting of an option has an effect.
     lists = done.of("model.converters")
     given = []
     if lists and not lists[-1].is_text:
@@ -545,6 +563,7 @@ def _merge_converters(done: Rewritten, added: list[Setting]) -> None:
     names = list(given)
     for setting in added:
         names += [name for name in setting.value if name not in names]
+    # A switch may repeat a converter of the list.
     if len(names) > len(given):
         done.settings = [
             setting for setting in done.settings if setting.option != "model.converters"
@@ -585,6 +604,7 @@ def _finish(done: Rewritten, old: list[Setting]) -> None:
 
 
 def _add(done: Rewritten, option: str, value: Value, where: str, why: str) -> None:
+    # The notice shows values as TOML writes them.
     done.settings.append(Setting(option, value, where))
     shown = value
     if isinstance(value, bool):
@@ -604,6 +624,7 @@ def _warmup(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Set
         _add(done, "lr_scheduler.name", "linear_linear", used.where, why)
     if "training.warmup_pct" not in given:
         return
+    # torchtrain computed the warmup from the number of steps.
     used = given["training.warmup_pct"]
     steps = new.get("training.steps")
     # The translated warmup_pct is a share of the steps, which is not a valid number of steps.
@@ -640,6 +661,7 @@ def _folder(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Set
     if folder is None:
         return
     is_explicit = "checkpoint.enable" in new
+    # An empty folder meant no checkpoints, unless the file has a switch for them.
     if folder.value in ("", ("",)):
         done.settings.remove(folder)
         if is_explicit:
@@ -726,6 +748,7 @@ def _one_implementation(done: Rewritten, given: Mapping[str, Setting]) -> None:
         return
     # Both options were translated to settings of optimizer.implementation.
     both = done.of("optimizer.implementation")
+    # torchtitan used the fused kernel if both were true.
     keep = next((s for s in both if s.value == "fused"), None)
     if keep is None:
         of_fused = given["optimizer.fused"].where
@@ -748,6 +771,7 @@ def _flavor(done: Rewritten, new: Mapping[str, Setting]) -> None:
     flavor = new.get("model.flavor")
     if flavor is None or not isinstance(flavor.shown, str):
         return
+    # Without a name, the default model has the flavor.
     model = Model.name
     if name:
         model = str(name.shown)
@@ -794,6 +818,7 @@ def _cuts(done: Rewritten) -> None:
     for setting in done.of(option):
         if not isinstance(setting.value, _Cuts):
             continue
+        # Without points there is a single stage.
         points = list(setting.value)
         done.settings.remove(setting)
         if not points:
@@ -868,15 +893,15 @@ def _validation_set(
     done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]
 ) -> None:
     """Set torchtitan's validation set if a torchtitan file enables validation without naming a set."""
+    # torchtitan validated on c4 when training on it.
     switch = new.get("validation.enable")
     training = new.get("training.dataset")
     if switch is None or {"validation.dataset", "validation.dataset_path"} & new.keys():
         return
     if switch.shown not in (True, "true", "True"):
         return
-    if "validation.enabled" in given or (
-        training is not None and training.shown in TORCHTITAN_DATASETS
-    ):
+    trains_on_c4 = training is not None and training.shown in TORCHTITAN_DATASETS
+    if "validation.enabled" in given or trains_on_c4:
         _add(
             done,
             "validation.dataset",

@@ -74,6 +74,7 @@ def config_class(path: str, where: str = "") -> type[Config]:
 def _build(path: str, digest: str) -> type[Config]:
     """Build the class of a file. ``digest`` makes the cache forget a file that has changed."""
     tree = own_file.read(Path(path), OPTION, path)
+    # Only definitions at module level can be types of sections.
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if ROOT not in classes:
         raise _Invalid(
@@ -81,6 +82,7 @@ def _build(path: str, digest: str) -> type[Config]:
             f"define a dataclass {ROOT} whose fields are sections",
         )
     # A section with the name of an existing section extends it.
+    # The type of a field must be one of these classes.
     existing = get_type_hints(Config)
     sections = []
     for name, annotation, _, _ in _fields(classes[ROOT]):
@@ -130,6 +132,7 @@ def _section(path: str, section: str, node: ast.ClassDef, base: type | None) -> 
         raise _Invalid(
             f"defines the section [{section}] without options", "add fields with types and defaults"
         )
+    # The help text of the section.
     summary = ast.get_docstring(node)
     if not summary and base is not None:
         summary = base.__doc__
@@ -152,6 +155,7 @@ def _section(path: str, section: str, node: ast.ClassDef, base: type | None) -> 
 def _fields(node: ast.ClassDef) -> list[tuple[str, ast.expr, ast.expr | None, str]]:
     """Return name, annotation, default and docstring of each annotated field of a class."""
     fields = []
+    # The docstring of a field is the statement below it. The last statement has none.
     following = [*node.body[1:], ast.Pass()]
     for statement, below in zip(node.body, following, strict=True):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
@@ -159,6 +163,7 @@ def _fields(node: ast.ClassDef) -> list[tuple[str, ast.expr, ast.expr | None, st
         text = ""
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             text = " ".join(str(below.value.value).split())
+        # Annotations may be strings, as with a forward reference.
         annotation = statement.annotation
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             annotation = _parsed_annotation(annotation)
@@ -181,12 +186,10 @@ def _kind(node: ast.expr, option: str) -> Any:
             return Literal[ast.literal_eval(node.slice)]
         if generic == "list" and isinstance(node.slice, ast.Name):
             return list[_kind(node.slice, option)]  # type: ignore[misc]
-        if (
-            generic == "dict"
-            and isinstance(node.slice, ast.Tuple)
-            and isinstance(node.slice.elts[-1], ast.Name)
-        ):
-            return dict[str, _kind(node.slice.elts[-1], option)]  # type: ignore[misc]
+        if generic == "dict" and isinstance(node.slice, ast.Tuple):
+            value_type = node.slice.elts[-1]
+            if isinstance(value_type, ast.Name):
+                return dict[str, _kind(value_type, option)]  # type: ignore[misc]
     raise _Invalid(
         f"declares {option} as {ast.unparse(node)}, which is not supported",
         "use bool, int, float, str, list[...], dict[str, ...], Literal[...], or one of these | None",

@@ -19,6 +19,7 @@ def model_label(model: Model, num_params: int | None = None) -> str:
     With overrides the flavor's name may not match the size. The label then contains the parameter count
     instead, if it is known.
     """
+    # Without overrides, the flavor's name is the size that users know.
     if not model.overrides:
         return f"{model.name} {model.flavor}"
     if num_params is None:
@@ -47,6 +48,7 @@ def other_degrees(config: Config) -> int:
 
 def packing_kind(data: Data, formats: Iterable[str]) -> str:
     """Return data.packing. "auto" resolves to "concat" if all sources are text, else to "first_fit"."""
+    # Packing by concatenation may cut a prompt from its answer.
     if data.packing != "auto":
         return data.packing
     return "concat" if set(formats) <= {"text"} else "first_fit"
@@ -54,6 +56,7 @@ def packing_kind(data: Data, formats: Iterable[str]) -> str:
 
 def long_documents(data: Data, form: str) -> str:
     """Return data.long_documents for a row format. "auto" resolves to "split" for text, else to "cut"."""
+    # Half a conversation is of no use, but half a text is.
     if data.long_documents != "auto":
         return data.long_documents
     return "split" if form == "text" else "cut"
@@ -89,11 +92,14 @@ def notes_on_rows(config: Config) -> list[str]:
     They read no data, and describe the last step of a ramp. Empty if all steps have the same sizes.
     """
     notes = []
+    # A ramp grows, so its last steps need the most memory.
     for line in ramps.describe(config.training):
         notes.append(f"{line}; memory and time are those of the last steps, which are the largest")
+    # Documents are packed, so their rows have no padding.
     if config.task.name in OF_NEXT_TOKENS:
         return notes
     length = f"training.seq_len={config.training.seq_len}"
+    # Each batch is padded to its longest row, which is unknown without reading the data.
     return [
         *notes,
         f'every sequence of task.name="{config.task.name}" is counted as {length} tokens, the maximum; '
@@ -103,6 +109,7 @@ def notes_on_rows(config: Config) -> list[str]:
 
 def compute_dtype(config: Config) -> str:
     """Name of the dtype of forward and backward."""
+    # Parameters in bfloat16 are used as they are.
     if config.training.dtype == "bfloat16":
         return "bfloat16"
     return config.training.mixed_precision_param
@@ -133,6 +140,7 @@ def computes_with_copies(config: Config, world_size: int, has_experts: bool) -> 
 
 def state_item_bytes(config: Config) -> int:
     """Return the number of bytes per element of optimizer state."""
+    # 8-bit states have a fixed size. Others have the dtype of the option.
     facts = OPTIMIZERS.get(config.optimizer.name)
     if facts is not None and facts.state_bytes is not None:
         return facts.state_bytes

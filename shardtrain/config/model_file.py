@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ def model_path(name: str) -> Path:
     """Return the file of ``model.name``: the user's file if the name ends in .py, else a file of this package."""
     if name.endswith(".py"):
         return Path(name)
+    # Models of this package are names, and files of the user's are paths.
     return MODELS_FOLDER / f"{name}.py"
 
 
@@ -86,6 +87,7 @@ def shape(facts: ModelFacts, flavor: str, overrides: Mapping[str, Any]) -> dict[
     Raises:
         KeyError: the flavor does not exist.
     """
+    # The flavor and the overrides change the defaults in this order.
     defaults = {name: default for name, (_, default) in facts.fields.items()}
     sizes = {**defaults, **facts.flavors[flavor], **overrides}
     for name, value in overrides.items():
@@ -98,6 +100,7 @@ def shape(facts: ModelFacts, flavor: str, overrides: Mapping[str, Any]) -> dict[
 
 def _no_file(name: str) -> Problem:
     """Return the problem of an unknown model name, with a fix for the name that the user probably meant."""
+    # Try the likely meanings of the name, the most specific first.
     if name.endswith(".py"):
         return Problem("model.name", name, "is not a file", "give the path of a model file")
     if name in _ELSEWHERE:
@@ -115,6 +118,7 @@ def _no_file(name: str) -> Problem:
             fix=f"get one of the hub with `shardtrain data download --repo_id {name} --all`, and name its folder",
         )
     names = model_names()
+    # A misspelled name.
     near = nearest(name, names)
     known = "the models folder is empty"
     if names:
@@ -156,20 +160,23 @@ def _definition(
         # shardtrain.models.X import FLAVORS.
         if isinstance(node, ast.ClassDef) and node.name == wanted:
             return module, node
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            if any(isinstance(target, ast.Name) and target.id == wanted for target in targets):
-                return module, node.value
-        elif (
-            isinstance(node, ast.ImportFrom)
-            and follow
-            and (node.module or "").startswith(NATIVE_MODELS)
-        ):
-            for alias in node.names:
-                if (alias.asname or alias.name) == wanted:
-                    path = MODELS_FOLDER / f"{(node.module or '')[len(NATIVE_MODELS) :]}.py"
-                    if path.is_file():
-                        return _definition(_parse(path, name), alias.name, name, follow=False)
+        targets: Sequence[ast.expr | None] = [getattr(node, "target", None)]
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        is_assigned = any(isinstance(item, ast.Name) and item.id == wanted for item in targets)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and is_assigned:
+            return module, node.value
+        if not follow or not isinstance(node, ast.ImportFrom):
+            continue
+        # Only files of this package are followed: any other module might be anywhere.
+        imported_module = node.module or ""
+        if not imported_module.startswith(NATIVE_MODELS):
+            continue
+        for alias in node.names:
+            if (alias.asname or alias.name) == wanted:
+                path = MODELS_FOLDER / f"{imported_module.removeprefix(NATIVE_MODELS)}.py"
+                if path.is_file():
+                    return _definition(_parse(path, name), alias.name, name, follow=False)
     return None
 
 
@@ -180,6 +187,7 @@ def _fields(module: ast.Module, cls: ast.AST, name: str) -> dict[str, tuple[str,
     fields: dict[str, tuple[str, Any]] = {}
     if not isinstance(cls, ast.ClassDef):
         return fields
+    # Fields of a subclass replace those of its bases.
     for base in cls.bases:
         inherited = None
         if isinstance(base, ast.Name):
@@ -200,6 +208,7 @@ def _literal(node: ast.expr | None) -> Value:
         return None
     try:
         return ast.literal_eval(node)
+    # ``literal_eval`` does not evaluate arithmetic such as 4 * 1024.
     except ValueError:
         pass
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
@@ -228,6 +237,7 @@ def _flavors(node: ast.AST, name: str) -> dict[str, dict[str, Any]]:
         )
     for key, value in zip(node.keys, node.values, strict=True):
         flavor = _literal(key)
+        # The value is a dict literal, or a call with keywords.
         pairs: list[tuple[Any, ast.expr]] = []
         if isinstance(value, ast.Dict):
             pairs = [(_literal(k), v) for k, v in zip(value.keys, value.values, strict=True)]

@@ -80,6 +80,7 @@ def options_of(section: str, cls: type) -> dict[str, Option]:
     # Inherited fields come last.
     for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in annotations):
         kind = hints[field.name]
+        # Nested sections have their own entry in ``sections``.
         if dataclasses.is_dataclass(kind):
             continue
         default = field.default
@@ -104,6 +105,7 @@ def _all_sections(schema: Any) -> Mapping[str, type]:
     def visit(name: str, cls: type) -> None:
         all_sections[name] = cls
         hints = get_type_hints(cls)
+        # Nested sections follow their parent.
         for field in dataclasses.fields(cls):
             if dataclasses.is_dataclass(hints[field.name]):
                 visit(f"{name}.{field.name}".lstrip("."), hints[field.name])
@@ -173,11 +175,13 @@ def kind_text(kind: Kind) -> str:
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the most similar of ``names``, ignoring case. None if no name is similar enough."""
+    # Names are compared without case, and returned as they are written.
     by_lower_case = {other.lower(): other for other in names}
     matches = difflib.get_close_matches(name.lower(), by_lower_case, 1, cutoff)
     return by_lower_case[matches[0]] if matches else None
 
 
+# Option -> its names in other programs.
 _OTHER_WORDS = {
     "activation_checkpoint.mode": ("gradient_checkpointing", "activation_checkpointing", "recompute"),
     "checkpoint.folder": ("checkpoint_dir", "ckpt_dir", "checkpoint.dir", "checkpoint.path"),
@@ -235,6 +239,7 @@ _OTHER_WORDS = {
 _ENVIRONMENT = (
     "set WANDB_PROJECT, WANDB_TEAM, WANDB_RUN_NAME and WANDB_RUN_GROUP in the environment"
 )
+# Fixes for names that correspond to no single option, or that have none.
 _WAYS = {
     **{word: f"did you mean {option}?" for option, words in _OTHER_WORDS.items() for word in words},
     **dict.fromkeys(
@@ -376,6 +381,7 @@ def suggestion(name: str, extra: Iterable[str] = (), schema: type[Config] = Conf
     schema_sections = sections(schema)
     known = [*known_options, *extra]
     section, _, key = name.rpartition(".")
+    # TOML keys are case-sensitive.
     if name.lower() in known_options:
         return f"did you mean {name.lower()}?"
     # The option of another program that does the same here under another name.
@@ -436,6 +442,7 @@ def help_text(name: str = "", schema: type[Config] = Config) -> str:
     Raises:
         ConfigError: no section or option has that name.
     """
+    # An option with entries is described together with the options of each entry.
     if name in options(schema):
         option = options(schema)[name]
         below = {}
@@ -469,12 +476,14 @@ def help_text(name: str = "", schema: type[Config] = Config) -> str:
                 fix=f"did you mean {section}?" if section else suggestion(name, schema=schema),
             )
         )
+    # The list of sections.
     if not name:
         lines = ["Sections:"]
         for section, cls in sections(schema).items():
             if section:
                 lines.append(f"  [{section}]  {_first_line(cls)}")
         return "\n".join(lines)
+    # A section with all its options.
     lines = [f"[{name}]  {_first_line(sections(schema)[name])}"]
     lines += [help_text(other, schema) for other in options(schema) if other.startswith(f"{name}.")]
     return "\n".join(lines)

@@ -75,6 +75,7 @@ def _check_counts(config: Mapping[str, Any], path: Path) -> None:
     # A model with images has a table for its text model, and another one for its vision model.
     inner_tables = [value for value in config.values() if isinstance(value, dict)]
     for table in (config, *inner_tables):
+        # Only counts matter here: each layer or expert costs time and memory when the model is built.
         for key, value in table.items():
             if not _COUNTS.fullmatch(str(key)) or type(value) is not int:
                 continue
@@ -90,6 +91,7 @@ def in_transformers(model_type: Any) -> bool:
     spec = importlib.util.find_spec("transformers")
     if spec is None:
         return False
+    # An entry of the library's table of configurations, such as ("llama", "LlamaConfig").
     entry = re.compile(rf'\(\s*"{re.escape(str(model_type))}",\s*"\w+Config"')
     # The file of the table differs between versions of the library.
     for place in spec.submodule_search_locations or ():

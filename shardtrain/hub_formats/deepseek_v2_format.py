@@ -26,6 +26,7 @@ def _read(f: Fields) -> dict[str, Any]:
     # Read both even without groups. Otherwise they would be reported as unknown keys.
     num_groups = f.integer("n_group", 1)
     top_groups = f.integer("topk_group", 1)
+    # These three have other defaults than in V3, and are read below.
     sizes = dict(deepseek_v3_format.FIELDS)
     for ours in ("num_groups", "top_groups", "top_k"):
         del sizes[ours]
@@ -50,6 +51,7 @@ def _read(f: Fields) -> dict[str, Any]:
 
 
 def _write(c: Any) -> dict[str, Any]:
+    # The architecture has no keys for these fields.
     if c.score_func != "softmax" or c.route_norm or (c.num_groups > 1 and c.group_top_k != 1):
         raise ConfigError(
             "score_func, route_norm or group_top_k of this model cannot be written to DeepseekV2ForCausalLM, which has "

@@ -9,6 +9,7 @@ from shardtrain.hub_formats.decoder_names import DECODER, ROTARY, experts, feed_
 from shardtrain.hub_formats.format import Fields, HubFormat, Source, values_of
 from shardtrain.utils.errors import ConfigError
 
+# Sizes: field of our Config -> key of config.json.
 FIELDS = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
@@ -27,6 +28,7 @@ FIELDS = {
     "num_groups": "n_group",
     "top_groups": "topk_group",
 }
+# RoPE with YaRN: field of our Config -> key of the rope_scaling table.
 _YARN = {
     "rope_factor": "factor",
     "rope_original_seq_len": "original_max_position_embeddings",
@@ -34,6 +36,7 @@ _YARN = {
     "rope_beta_slow": "beta_slow",
     "mscale": "mscale",
 }
+# Values of these fields without YaRN: a factor of 1 disables it, and the others then have no effect.
 _NO_YARN = {
     "rope_factor": 1.0,
     "rope_original_seq_len": 4096,
@@ -45,6 +48,7 @@ _NO_YARN = {
 
 def _unused(config: Mapping[str, Any]) -> set[str]:
     unused = set()
+    # The choice of groups has no effect with a single group.
     if config["num_groups"] == 1:
         unused |= {"top_groups", "group_top_k"}
     if config["rope_factor"] == 1.0:
@@ -53,9 +57,11 @@ def _unused(config: Mapping[str, Any]) -> set[str]:
 
 
 def _read(f: Fields) -> dict[str, Any]:
+    # These keys change the computation in ways that the native model does not implement.
     f.only("hidden_act", "silu")
     f.only("attention_bias", False)
     f.only("rope_interleave", True)
+    # The class in transformers has these values fixed, so another value would be ignored there.
     f.must_be("scoring_func", "sigmoid")
     f.must_be("topk_method", "noaux_tc")
     f.must_be("moe_layer_freq", 1)
@@ -96,18 +102,21 @@ def read_rope(f: Fields) -> dict[str, Any]:
         return {**base, **_NO_YARN}
     if rope["rope_type"] != "yarn":
         raise f.other(f"rope type {rope['rope_type']!r} is not known for a DeepSeek")
+    # With equal values, YaRN does not rescale the attention scores, which the native model relies on.
     if rope.get("mscale") is None or rope["mscale"] != rope.get("mscale_all_dim"):
         raise f.other(
             "mscale and mscale_all_dim of rope_scaling must be equal, which the native model requires"
         )
     if rope.get("truncate") is False or "attention_factor" in rope:
         raise f.other("truncate and attention_factor of rope_scaling are not known for ours")
+    # YaRN's standard bounds, for files that do not have them.
     rope = {"beta_fast": 32.0, "beta_slow": 1.0, **rope}
     yarn: dict[str, Any] = {ours: f.rope_number(rope, theirs) for ours, theirs in _YARN.items()}
     return {**base, **yarn, "rope_original_seq_len": int(yarn["rope_original_seq_len"])}
 
 
 def _write(c: Any) -> dict[str, Any]:
+    # The architecture has no keys for these fields, so an export could not be read back as the same model.
     if c.score_func != "sigmoid" or not c.load_balance_coeff or c.group_top_k != 2:
         raise ConfigError(
             "DeepseekV3ForCausalLM requires score_func=sigmoid, a load_balance_coeff above 0 and group_top_k=2"
@@ -119,6 +128,7 @@ def _write(c: Any) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     }
+    # Without such layers, published files of other sizes do not have the key.
     if c.num_nextn_predict_layers:
         fields["num_nextn_predict_layers"] = c.num_nextn_predict_layers
     return fields
@@ -126,6 +136,7 @@ def _write(c: Any) -> dict[str, Any]:
 
 def write_shared(c: Any) -> dict[str, Any]:
     """Return the keys of config.json that DeepSeek-V2 and V3 share."""
+    # mscale_all_dim is equal to mscale in every model that ``read_rope`` accepts.
     yarn = {"type": "yarn", "mscale_all_dim": c.mscale, **values_of(c, _YARN)}
     return {
         **values_of(c, FIELDS),
@@ -156,6 +167,7 @@ _NAMES: dict[str, Source] = {
     **feed_forward("layers.*.moe.shared", "model.layers.*.mlp.shared_experts"),
     **feed_forward("layers.*.ffn", "model.layers.*.mlp"),
 }
+# A layer for multi-token prediction has all tensors of a normal layer, and some for joining its two inputs.
 _MTP_NAMES: dict[str, Source] = {
     "mtp_layers.*.join.enorm.weight": "model.layers.*.enorm.weight",
     "mtp_layers.*.join.hnorm.weight": "model.layers.*.hnorm.weight",

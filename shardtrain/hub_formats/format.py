@@ -125,10 +125,12 @@ class MultimodalModel(NamedTuple):
             for key in ("dtype", "torch_dtype", "quantization_config")
             if key in config
         }
+        # A null in the text model's table must not hide the value of the top level.
         specific = {
             key: value for key, value in text.items() if value is not None or key not in shared
         }
         return {
+            # The text model is read as if its folder contained nothing else.
             **shared,
             **specific,
             "architectures": [hub.architecture],
@@ -173,10 +175,12 @@ class HubFormat:
         >>> hub.source("layers.3.w"), hub.source("head")
         ('model.layers.3.u', None)
         """
+        # Locations that depend on the Config replace those of the same name.
         for pattern, source in {**self.names, **self.renamed(config)}.items():
             match = re.fullmatch(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
             if match is None:
                 continue
+            # Only patterns with a layer have a group.
             layer = match[1] if match.groups() else ""
             if isinstance(source, str):
                 return source.replace("*", layer)
@@ -241,6 +245,7 @@ def _full(shape: tuple[int, ...]) -> tuple[slice, ...]:
 def _merged_expert_pieces(source: MergedExperts, shape: tuple[int, ...]) -> Iterator[TensorPiece]:
     rows = shape[1] // len(source.names)
     columns = _full(shape[2:])
+    # All parts have the same number of rows, so each has its share of ours.
     theirs = (slice(0, rows), *columns)
     for expert in range(shape[0]):
         for part, name in enumerate(source.names):
@@ -251,6 +256,7 @@ def _merged_expert_pieces(source: MergedExperts, shape: tuple[int, ...]) -> Iter
 
 def _stacked_piece(source: Stacked, shape: tuple[int, ...]) -> TensorPiece:
     full = _full(shape)
+    # The hub tensor packs the parts along the outputs, which are last in it, but not always in ours.
     if source.transposed:
         num_outputs = shape[1]
         leading = (full[0], *full[2:])
@@ -258,6 +264,7 @@ def _stacked_piece(source: Stacked, shape: tuple[int, ...]) -> TensorPiece:
         num_outputs = shape[-1]
         leading = full[:-1]
     if source.interleaved:
+        # Interleaved parts alternate: output i of this part is number i * parts + part.
         packed = slice(source.part, num_outputs * source.parts, source.parts)
     else:
         packed = slice(source.part * num_outputs, (source.part + 1) * num_outputs)
@@ -267,23 +274,26 @@ def _stacked_piece(source: Stacked, shape: tuple[int, ...]) -> TensorPiece:
 def _head_group_pieces(source: HeadGroups, shape: tuple[int, ...]) -> Iterator[TensorPiece]:
     rest = _full(shape[1:])
     num_groups = shape[0] // sum(source.widths)
+    # In the hub tensor, the parts follow each other. In ours, the groups do.
     for group in range(num_groups):
-        ours = group * sum(source.widths)
+        our_start = group * sum(source.widths)
         part_start = 0
         for width in source.widths:
-            theirs = part_start + group * width
+            their_start = part_start + group * width
             yield TensorPiece(
                 source.name,
-                (slice(theirs, theirs + width), *rest),
-                (slice(ours, ours + width), *rest),
+                (slice(their_start, their_start + width), *rest),
+                (slice(our_start, our_start + width), *rest),
             )
-            ours += width
+            our_start += width
             part_start += num_groups * width
 
 
 def _head_pieces(source: Heads, shape: tuple[int, ...], head_dim: int) -> Iterator[TensorPiece]:
     rest = _full(shape[1:])
-    for head in range(shape[0] // head_dim):
+    num_heads = shape[0] // head_dim
+    for head in range(num_heads):
+        # Each head of the hub tensor contains the rows of all parts.
         begin = (head * source.parts + source.part) * head_dim
         theirs = slice(begin, begin + head_dim)
         ours = slice(head * head_dim, (head + 1) * head_dim)
@@ -344,8 +354,9 @@ class Fields:
         """``defaults`` are the values of missing keys. A null is not a missing key."""
         self._values = {**(defaults or {}), **values}
         self._where = where
-        self._used = set(_HARMLESS)
-        self._used |= set(defaults or {}) - set(values)
+        # A default is not a key of the file, so ``notices`` does not report it as unknown.
+        missing_keys = set(defaults or {}) - set(values)
+        self._used = set(_HARMLESS) | missing_keys
 
     def take(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """Return the value of a key, or ``default`` if it is missing or null.
@@ -358,6 +369,7 @@ class Fields:
         if value is None:
             value = default
         kinds = kind if isinstance(kind, tuple) else (kind,)
+        # JSON writes 1.0 as 1 in some files. Python counts a bool as an int, but no key means it so.
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -420,18 +432,17 @@ class Fields:
         """
         layer_types = set(self.take("layer_types", list, []))
         self._used |= {"use_sliding_window", "sliding_window", "max_window_layers"}
-        has_window = (
-            bool(self._values.get("use_sliding_window"))
-            and self._values.get("sliding_window") is not None
-        )
+        is_enabled = bool(self._values.get("use_sliding_window"))
+        has_window = is_enabled and self._values.get("sliding_window") is not None
+        # Newer files list the type of each layer. The list takes precedence over the older keys.
+        if layer_types == {"full_attention"}:
+            has_window = False
         if not layer_types:
             # Layers from max_window_layers on have the window, so there is none if the model has fewer layers.
             first_layer = self._values.get("max_window_layers")
             num_layers = self.take("num_hidden_layers", int, 0)
             if isinstance(first_layer, int) and first_layer >= num_layers:
                 has_window = False
-        elif layer_types == {"full_attention"}:
-            has_window = False
         if has_window or layer_types - {"full_attention"}:
             raise self.other(
                 "use_sliding_window or layer_types give some layers a window, which is not supported"
@@ -485,6 +496,7 @@ class Fields:
             length = self._values.get(original) or rope.get(original)
             rope[original] = length or self._values.get("max_position_embeddings")
 
+        # The arithmetic of RoPE must not fail on a text or a list from a damaged file.
         for key, value in rope.items():
             if key in ("rope_type", "truncate"):
                 continue
@@ -514,6 +526,7 @@ class Fields:
 
     def notices(self, architecture: str) -> tuple[str, ...]:
         """Return lines about keys without an effect that a user may expect to have one."""
+        # Keys of code are reported first: a user may believe that the folder's own code runs.
         lines = []
         code_keys = sorted(key for key in self._values if CODE.search(key) and key not in _HARMLESS)
         if code_keys:
@@ -522,6 +535,7 @@ class Fields:
                 f"the model is shardtrain's {architecture}"
             )
 
+        # Dropout changes training, so a value that has no effect here must be visible.
         not_applied = []
         for key, disabled in _NOT_APPLIED.items():
             if self._values.get(key) not in (None, disabled):
@@ -531,6 +545,7 @@ class Fields:
                 f"{self._where}: {', '.join(not_applied)} is not supported and not applied in training"
             )
 
+        # The remaining keys are unknown to the class in transformers, too.
         unknown = sorted(set(self._values) - self._used - set(code_keys) - set(_NOT_APPLIED))
         if unknown:
             lines.append(

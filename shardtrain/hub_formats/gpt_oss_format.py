@@ -16,6 +16,7 @@ from shardtrain.hub_formats.decoder_names import (
 from shardtrain.hub_formats.format import Fields, HubFormat, Stacked, values_of
 from shardtrain.utils.errors import ConfigError
 
+# RoPE with YaRN: field of our Config -> key of the rope_scaling table.
 _YARN = {
     "rope_factor": "factor",
     "rope_original_seq_len": "original_max_position_embeddings",
@@ -23,6 +24,7 @@ _YARN = {
     "rope_beta_slow": "beta_slow",
     "rope_truncate": "truncate",
 }
+# Values of these fields without YaRN.
 _NO_YARN = {
     "rope_factor": 1.0,
     "rope_original_seq_len": 4096,
@@ -33,21 +35,23 @@ _NO_YARN = {
 _STACK = "model.layers.*.mlp.experts"
 
 
-def _kinds(layers: int, window: int) -> list[str]:
-    return [
-        "full_attention" if index % 2 or not window else "sliding_attention"
-        for index in range(layers)
-    ]
+def _layer_kinds(num_layers: int, window: int) -> list[str]:
+    """Return the type of each layer: windowed layers alternate with full ones, starting with a window."""
+    if not window:
+        return ["full_attention"] * num_layers
+    pair = ("sliding_attention", "full_attention")
+    return [pair[index % 2] for index in range(num_layers)]
 
 
 def _read(f: Fields) -> dict[str, Any]:
     f.only("attention_bias", True)
     layers = f.integer("num_hidden_layers")
     window = f.integer("sliding_window", 0, 0)
-    kinds = f.take("layer_types", list, _kinds(layers, window))
+    kinds = f.take("layer_types", list, _layer_kinds(layers, window))
+    # A list without windows overrides the size of the window, which published files keep.
     if "sliding_attention" not in kinds:
         window = 0
-    if kinds != _kinds(layers, window):
+    if kinds != _layer_kinds(layers, window):
         raise f.other(
             "layer_types do not alternate between sliding_attention and full_attention, which the native model requires"
         )
@@ -80,22 +84,26 @@ def _read_rope(f: Fields) -> dict[str, Any]:
         return {**base, **_NO_YARN}
     if rope["rope_type"] != "yarn":
         raise f.other(f"rope type {rope['rope_type']!r} is not known for a gpt-oss")
-    if any(rope.get(key) is not None for key in ("mscale", "mscale_all_dim", "attention_factor")):
-        raise f.other("mscale and attention_factor of rope_scaling are not known for ours")
+    for key in ("mscale", "mscale_all_dim", "attention_factor"):
+        if rope.get(key) is not None:
+            raise f.other("mscale and attention_factor of rope_scaling are not known for ours")
+    # YaRN's standard bounds, for files that do not have them.
     rope = {"beta_fast": 32.0, "beta_slow": 1.0, **rope}
-    truncate = bool(rope.get("truncate", True))
-    yarn: dict[str, Any] = {
-        ours: f.rope_number(rope, theirs) for ours, theirs in _YARN.items() if theirs != "truncate"
-    }
+    yarn: dict[str, Any] = {}
+    for ours, theirs in _YARN.items():
+        # The only value that is not a number.
+        if theirs != "truncate":
+            yarn[ours] = f.rope_number(rope, theirs)
     return {
         **base,
         **yarn,
         "rope_original_seq_len": int(yarn["rope_original_seq_len"]),
-        "rope_truncate": truncate,
+        "rope_truncate": bool(rope.get("truncate", True)),
     }
 
 
 def _write(c: Any) -> dict[str, Any]:
+    # The architecture has no keys for these fields.
     if c.score_func != "softmax" or not c.route_norm or not c.router_bias:
         raise ConfigError(
             "GptOssForCausalLM requires score_func=softmax, route_norm=true and router_bias=true"
@@ -112,7 +120,7 @@ def _write(c: Any) -> dict[str, Any]:
         "swiglu_alpha": c.swiglu_alpha,
         "swiglu_limit": c.swiglu_limit,
         "sliding_window": c.sliding_window or None,
-        "layer_types": _kinds(c.num_layers, c.sliding_window),
+        "layer_types": _layer_kinds(c.num_layers, c.sliding_window),
         "attention_bias": True,
     }
 
@@ -129,6 +137,7 @@ HUB = HubFormat(
     names={
         **DECODER,
         **ATTENTION,
+        # Each projection has a bias with the name of its weight.
         **{
             ours.replace(".weight", ".bias"): str(name).replace(".weight", ".bias")
             for ours, name in ATTENTION.items()
@@ -137,6 +146,7 @@ HUB = HubFormat(
         "layers.*.attn.sinks.weight": "model.layers.*.self_attn.sinks",
         "layers.*.moe.router.gate.weight": "model.layers.*.mlp.router.weight",
         "layers.*.moe.router.gate.bias": "model.layers.*.mlp.router.bias",
+        # One tensor per layer contains the gate (w1) and the up projection (w3) of all experts.
         "layers.*.moe.experts.w1": Stacked(f"{_STACK}.gate_up_proj", 0, 2, interleaved=True),
         "layers.*.moe.experts.w2": Stacked(f"{_STACK}.down_proj"),
         "layers.*.moe.experts.w3": Stacked(f"{_STACK}.gate_up_proj", 1, 2, interleaved=True),

@@ -36,7 +36,7 @@ def _interval(layers: list[bool], wanted: bool) -> int:
     return step if is_wanted == is_multiple else -1
 
 
-def _kinds(has_rope: list[bool], chunk: int) -> list[str]:
+def _layer_kinds(has_rope: list[bool], chunk: int) -> list[str]:
     return ["chunked_attention" if flag and chunk else "full_attention" for flag in has_rope]
 
 
@@ -62,6 +62,7 @@ def _read(f: Fields) -> dict[str, Any]:
         interval = _interval(has_rope, False)
     if interval < 0 or len(has_rope) not in (0, layers):
         raise f.other("no_rope_layers are not every Nth layer, which the native model requires")
+    # No layer reaches such an interval, so all have rotary positions. Our Config writes this as 0.
     if interval > layers:
         interval = 0
 
@@ -69,13 +70,14 @@ def _read(f: Fields) -> dict[str, Any]:
     chunk = f.integer("attention_chunk_size", 0, 0)
     if not has_rope:
         has_rope = [not interval or (index + 1) % interval != 0 for index in range(layers)]
-    kinds = f.take("layer_types", list, _kinds(has_rope, chunk))
+    kinds = f.take("layer_types", list, _layer_kinds(has_rope, chunk))
     if "chunked_attention" not in kinds:
         chunk = 0
-    if kinds != _kinds(has_rope, chunk):
+    if kinds != _layer_kinds(has_rope, chunk):
         raise f.other(
             "layer_types must be chunked_attention for exactly the layers with rotary positions"
         )
+    # Published files contain this key, which does not change the model.
     f.take("for_llm_compressor", bool, False)
     return {
         **read_decoder(f),
@@ -103,6 +105,7 @@ def _read(f: Fields) -> dict[str, Any]:
 
 
 def _write(c: Any) -> dict[str, Any]:
+    # The architecture has no keys for these fields, and its class computes these values.
     only = {
         "score_func": "sigmoid",
         "route_norm": False,
@@ -120,6 +123,7 @@ def _write(c: Any) -> dict[str, Any]:
             f"this model's {', '.join(wrong)} cannot be written to Llama4ForCausalLM, "
             f"which requires {', '.join(required)}"
         )
+    # The interval is 0 if all layers have rotary positions.
     every = c.no_rope_layer_interval
     has_rope = [not every or (index + 1) % every != 0 for index in range(c.num_layers)]
     step = c.interleave_moe_layer_step
@@ -136,7 +140,7 @@ def _write(c: Any) -> dict[str, Any]:
         "no_rope_layers": [int(flag) for flag in has_rope],
         "no_rope_layer_interval": c.no_rope_layer_interval or c.num_layers + 1,
         "attention_chunk_size": c.attention_chunk_size or None,
-        "layer_types": _kinds(has_rope, c.attention_chunk_size),
+        "layer_types": _layer_kinds(has_rope, c.attention_chunk_size),
         "use_qk_norm": c.use_qk_norm,
         "attn_temperature_tuning": c.attn_temperature_tuning,
         "floor_scale": c.floor_scale,
@@ -146,15 +150,17 @@ def _write(c: Any) -> dict[str, Any]:
 
 
 def _unused(config: Mapping[str, Any]) -> set[str]:
-    dense = config["interleave_moe_layer_step"] > 1
-    tuned = config["attn_temperature_tuning"] and config["no_rope_layer_interval"]
-    never = not 0 < config["no_rope_layer_interval"] <= config["num_layers"]
-    return {
-        *unused_of_rope(config),
-        *(("no_rope_layer_interval",) if never else ()),
-        *(() if dense else ("ffn_dim",)),
-        *(() if tuned else ("floor_scale", "attn_scale")),
-    }
+    unused = unused_of_rope(config)
+    interval = config["no_rope_layer_interval"]
+    if not 0 < interval <= config["num_layers"]:
+        unused.add("no_rope_layer_interval")
+    # With experts in every layer, no layer has a dense network.
+    if config["interleave_moe_layer_step"] <= 1:
+        unused.add("ffn_dim")
+    # Only layers without rotary positions tune the temperature of the attention.
+    if not (config["attn_temperature_tuning"] and interval):
+        unused |= {"floor_scale", "attn_scale"}
+    return unused
 
 
 HUB = HubFormat(

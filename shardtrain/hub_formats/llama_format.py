@@ -17,18 +17,21 @@ from shardtrain.hub_formats.decoder_names import (
 from shardtrain.hub_formats.format import Fields, HubFormat, values_of
 from shardtrain.utils.errors import ConfigError
 
+# Scaled RoPE: field of our Config -> key of the rope_scaling table.
 _SCALED = {
     "rope_scaling_factor": "factor",
     "rope_low_freq_factor": "low_freq_factor",
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_seq_len": "original_max_position_embeddings",
 }
+# Values of these fields without scaling. They have no effect then.
 _UNSCALED = {
     "rope_scaling_factor": 8.0,
     "rope_low_freq_factor": 1.0,
     "rope_high_freq_factor": 4.0,
     "rope_original_seq_len": 8192,
 }
+# Fields that each RoPE type requires.
 _NEEDED = {"none": [], "linear": ["rope_scaling_factor"], "llama3": [*_SCALED]}
 
 
@@ -50,6 +53,7 @@ def read_rope(f: Fields) -> dict[str, Any]:
         raise f.other(
             f"rope type {kind!r} is not known for a Llama, which has default, linear or llama3"
         )
+    # Read only the keys of this type: another type's keys may be present and have no effect.
     scaled: dict[str, Any] = {ours: f.rope_number(rope, _SCALED[ours]) for ours in _NEEDED[kind]}
     if "rope_original_seq_len" in scaled:
         scaled["rope_original_seq_len"] = int(scaled["rope_original_seq_len"])

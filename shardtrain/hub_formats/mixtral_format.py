@@ -34,6 +34,7 @@ def _read(f: Fields) -> dict[str, Any]:
 
 
 def _write(c: Any) -> dict[str, Any]:
+    # The architecture has no keys for these fields.
     if c.score_func != "softmax" or not c.route_norm:
         raise ConfigError(
             "score_func and route_norm other than softmax and true cannot be written to MixtralForCausalLM"

@@ -8,12 +8,14 @@ from shardtrain.hub_formats.decoder_names import ROTARY
 from shardtrain.hub_formats.format import Fields, Heads, HubFormat, Source
 from shardtrain.utils.errors import ConfigError
 
+# Activation in config.json -> ours. Three names denote the tanh approximation.
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+# Our modules -> theirs. Each has a weight and a bias.
 _MODULES = {
     "layers.*.attn_norm": "gpt_neox.layers.*.input_layernorm",
     "layers.*.ffn_norm": "gpt_neox.layers.*.post_attention_layernorm",
@@ -30,11 +32,12 @@ _NAMES: dict[str, Source] = {
         for ours, theirs in _MODULES.items()
         for leaf in ("weight", "bias")
     },
+    # One tensor contains the queries, keys and values of each head.
     **{
-        f"layers.*.attn.w{word}.{leaf}": Heads(
+        f"layers.*.attn.w{letter}.{leaf}": Heads(
             f"gpt_neox.layers.*.attention.query_key_value.{leaf}", part, 3
         )
-        for part, word in enumerate("qkv")
+        for part, letter in enumerate("qkv")
         for leaf in ("weight", "bias")
     },
 }
@@ -64,6 +67,7 @@ def _read(f: Fields) -> dict[str, Any]:
 
 
 def _write(c: Any) -> dict[str, Any]:
+    # The architecture has no key for the size of a head.
     if c.num_heads * c.head_dim != c.dim:
         raise ConfigError(
             f"GPTNeoXForCausalLM has heads of dim / num_heads = {c.dim / c.num_heads:g}, not {c.head_dim}"

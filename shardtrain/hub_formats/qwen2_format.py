@@ -21,6 +21,7 @@ def _read(f: Fields) -> dict[str, Any]:
 
 
 def _write(c: Any) -> dict[str, Any]:
+    # The class in transformers always has these biases, and the native model has no window.
     if not c.qkv_bias or c.sliding_window:
         raise ConfigError(
             "Qwen2ForCausalLM has biases and no window; use model.name llama3 or mistral"

@@ -1,4 +1,4 @@
-"""Hugging Face format of Qwen3, dense,. The model is in ``models/qwen3.py``."""
+"""Hugging Face format of dense Qwen3 models. The model is in ``models/qwen3.py``."""
 
 from __future__ import annotations
 

@@ -57,6 +57,7 @@ def write_experts(c: Any, architecture: str) -> dict[str, Any]:
 
 
 def _read(f: Fields) -> dict[str, Any]:
+    # transformers stores the number under num_local_experts, and older files have num_experts.
     count = "num_local_experts" if f.take("num_local_experts", int, 0) else "num_experts"
     return {**read_qwen3(f), **read_experts(f, count, norm_topk_prob=False), "ffn_dim": 0}
 

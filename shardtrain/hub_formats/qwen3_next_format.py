@@ -34,6 +34,7 @@ def _interval(f: Fields, num_layers: int) -> int:
     listed = f.take("layer_types", list, [])
     if not listed:
         return interval
+    # The native model needs one number, so only a regular list can be converted.
     first = listed.index("full_attention") + 1 if "full_attention" in listed else num_layers + 1
     if listed != layer_types(num_layers, first):
         raise f.other(

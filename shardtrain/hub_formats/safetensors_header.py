@@ -29,6 +29,7 @@ def read(path: Path) -> bytes:
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         file_bytes = os.fstat(file.fileno()).st_size
+        # A damaged length must not cause a large allocation.
         if length > min(MAX_BYTES, file_bytes - LENGTH_BYTES):
             raise ValueError("its header is cut, or larger than 100 MB")
         header = file.read(length)

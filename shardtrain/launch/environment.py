@@ -28,6 +28,7 @@ from shardtrain.utils.process import STORE, meeting_folder
 from shardtrain.utils.variables import is_whole_number
 
 LOCAL_ADDRESS = "127.0.0.1"
+# Number of ports that rendezvous ports of Slurm jobs are chosen from.
 PORTS_FROM_JOB_ID = 10_000
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -67,6 +68,7 @@ def is_slurm_rank(environment: Mapping[str, str]) -> bool:
     >>> is_slurm_rank({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"})
     True
     """
+    # `shardtrain launch` starts one task per node, and sets SHARDTRAIN_NNODES in it.
     if environment.get("SHARDTRAIN_NNODES") or is_slurm_node(environment):
         return False
     return (
@@ -109,6 +111,7 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
             "MASTER_ADDR": first_host(nodes) or LOCAL_ADDRESS,
             "MASTER_PORT": str(slurm_port(environment)),
         }
+        # A variable that the user has set must agree with srun's.
         environment.update(
             {name: value for name, value in names.items() if not environment.get(name)}
         )
@@ -123,6 +126,7 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
                         where="environment",
                     )
                 )
+    # An empty variable counts as unset, and PyTorch would fail to read it.
     if not environment.get("LOCAL_WORLD_SIZE"):
         environment.pop("LOCAL_WORLD_SIZE", None)
     _require_rank(environment)
@@ -152,15 +156,17 @@ def _require_rank(environment: Mapping[str, str]) -> None:
                 where="environment",
             )
         )
+    # Ranks of one machine may meet in a folder instead of at an address.
     if size > 1 and not meeting_folder(environment):
         port = variables.number(environment, "MASTER_PORT", "", least=1)
-        if port > 65_535 or not environment.get("MASTER_ADDR"):
-            name = "MASTER_PORT" if port > 65_535 else "MASTER_ADDR"
+        is_port = port <= 65_535
+        if not is_port or not environment.get("MASTER_ADDR"):
+            name = "MASTER_ADDR" if is_port else "MASTER_PORT"
             raise ConfigError(
                 Problem(
                     name,
                     environment.get(name) or None,
-                    rule="is not a port" if port > 65_535 else "is not set",
+                    rule="is not set" if is_port else "is not a port",
                     fix="set MASTER_ADDR and MASTER_PORT to the address and port of the first rank, like torchrun",
                     where="environment",
                 )
@@ -188,6 +194,7 @@ def simulated_rank(environment: Mapping[str, str], world_size: int) -> int:
                 fix="start it without torchrun or srun, with --nproc",
             )
         )
+    # RANK selects the rank whose memory and layers are shown.
     text = environment.get("RANK") or "0"
     if not is_whole_number(text) or int(text) >= world_size:
         raise ConfigError(
@@ -208,6 +215,7 @@ def first_host(nodes: str) -> str:
     >>> first_host("gpu[07-09,12],login"), first_host("a1,a2"), first_host("rack[1-2]n[01-04]")
     ('gpu07', 'a1', 'rack1n01')
     """
+    # Commas inside brackets separate numbers of one host name.
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     if first:
         return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group(0))
@@ -219,22 +227,24 @@ def count_accelerators(device: str = "auto") -> int:
 
     Imports torch, which takes a second or more, only if a device file exists.
     """
+    # Apple's GPU has no device file.
     is_mac = device == "mps" and sys.platform == "darwin"
     if device == "cpu" or not (is_mac or has_device_files()):
         return 0
     from shardtrain.ops import accelerator
 
-    found = accelerator.found()
+    found_type = accelerator.found()
     wanted = ACCELERATOR_TYPES if device == "auto" else (device,)
-    if found not in wanted:
+    if found_type not in wanted:
         return 0
-    return accelerator.module(found).device_count()  # type: ignore[no-any-return]
+    return accelerator.module(found_type).device_count()  # type: ignore[no-any-return]
 
 
 def device_type(wanted: str, accelerators: int) -> str:
     """Return the device type that ``training.device`` selects, given the result of ``count_accelerators``."""
     if wanted != "auto":
         return wanted
+    # Import torch only if a device was counted.
     if not accelerators:
         return "cpu"
     from shardtrain.ops import accelerator
@@ -277,15 +287,17 @@ def choose_processes(
     """Choose the number of ranks on this machine: as requested, one per accelerator, or two on a CPU.
 
     If the shard degree is automatic, the number is a multiple of the product of the other degrees. If it is
-    fixed, the number is the product of all degrees. ``requested`` is ``--nproc``. ``asked_processes`` lists
+    fixed, the number is the product of all degrees. ``requested`` is ``--nproc``. ``requested_processes`` lists
     the variables.
 
     Raises:
         ConfigError: ``--nproc`` or a variable is not a positive integer.
     """
-    asked = asked_processes(requested, environment)
-    if asked:
-        return asked
+    # A request takes precedence over everything that is found.
+    requested_count = requested_processes(requested, environment)
+    if requested_count:
+        return requested_count
+    # A fixed mesh has a fixed number of ranks.
     fixed_size = mesh_size(config)
     if fixed_size:
         return ProcessCount(fixed_size, "the product of the parallelism degrees")
@@ -297,6 +309,7 @@ def choose_processes(
             _fit_batch(config, count, multiple),
             f"{accelerators} accelerator{'s' * (accelerators != 1)} found",
         )
+    # Slurm may have assigned devices that this process cannot see.
     given = unseen_devices(environment)
     if given:
         return given
@@ -318,7 +331,9 @@ def choose_processes_here(config: Config, requested: int | None) -> ProcessCount
     )
 
 
-def asked_processes(requested: int | None, environment: Mapping[str, str]) -> ProcessCount | None:
+def requested_processes(
+    requested: int | None, environment: Mapping[str, str]
+) -> ProcessCount | None:
     """Return the number of ranks that ``--nproc`` or a variable requests, or None.
 
     The variables are NGPU, PET_NPROC_PER_NODE if it is a number, and RUNAI_NUM_OF_GPUS, in this order. A
@@ -327,13 +342,14 @@ def asked_processes(requested: int | None, environment: Mapping[str, str]) -> Pr
     Raises:
         ConfigError: the first variable that is set is not a positive integer.
 
-    >>> asked_processes(None, {"PET_NPROC_PER_NODE": "auto", "RUNAI_NUM_OF_GPUS": "0.5"})
+    >>> requested_processes(None, {"PET_NPROC_PER_NODE": "auto", "RUNAI_NUM_OF_GPUS": "0.5"})
     ProcessCount(count=1, reason='from RUNAI_NUM_OF_GPUS')
     """
     if requested is not None:
         return ProcessCount(_at_least_one("--nproc", requested, "command line"), "from --nproc")
     for name in ("NGPU", "PET_NPROC_PER_NODE", "RUNAI_NUM_OF_GPUS"):
         text = environment.get(name, "")
+        # Run:ai assigns fractions of a GPU.
         if name == "RUNAI_NUM_OF_GPUS" and re.fullmatch(r"0?\.\d*[1-9]\d*|\d+\.0+", text):
             text = str(max(1, int(float(text))))
         # torchrun's variable may name a kind of device, and a platform may assign no device.
@@ -393,6 +409,7 @@ def rank_environment(
     begun = job.partition(":")[2]
     if restarts:
         begun = str(time.time())
+    # Ranks of one machine meet in a private folder, and others at a port.
     place = {STORE: str(meeting)}
     if isinstance(meeting, int):
         place = {"MASTER_ADDR": LOCAL_ADDRESS, "MASTER_PORT": str(meeting)}
@@ -420,6 +437,7 @@ def set_allocator_default(environment: MutableMapping[str, str]) -> None:
 
     Must be called before torch is imported.
     """
+    # PyTorch reads both names, and the older one may be the user's.
     if has_device_files() and "PYTORCH_CUDA_ALLOC_CONF" not in environment:
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -430,6 +448,7 @@ def compute_threads(environment: Mapping[str, str], local_ranks: int, cores: int
     >>> compute_threads({"OMP_NUM_THREADS": "3"}, 2, 8), compute_threads({}, 2, 8), compute_threads({}, 9, 8)
     (3, 4, 1)
     """
+    # A value that is not a number is left to PyTorch.
     chosen = environment.get("OMP_NUM_THREADS", "")
     if is_whole_number(chosen) and int(chosen) > 0:
         return int(chosen)
@@ -472,22 +491,19 @@ def set_process_defaults(
         environment.setdefault(name, value)
     # A verb may have imported torch before it knew the number of ranks.
     threads = environment["OMP_NUM_THREADS"]
-    if (
-        environment is os.environ
-        and "torch" in sys.modules
-        and is_whole_number(threads)
-        and int(threads)
-    ):
+    is_for_this_process = environment is os.environ and "torch" in sys.modules
+    if is_for_this_process and is_whole_number(threads) and int(threads):
         sys.modules["torch"].set_num_threads(int(threads))
-    named = environment.get("GLOO_SOCKET_IFNAME", "")
-    own = [name for _, name in socket.if_nameindex()]
-    if any(name and name not in own for name in named.split(",")):
+    # Report an unknown interface by the name of its variable, before gloo fails to use it.
+    interfaces_named = environment.get("GLOO_SOCKET_IFNAME", "")
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if any(name and name not in interfaces for name in interfaces_named.split(",")):
         raise ConfigError(
             Problem(
                 "GLOO_SOCKET_IFNAME",
-                named,
+                interfaces_named,
                 rule="is not a network interface of this machine",
-                fix=f"use {' or '.join(own)}, or unset it",
+                fix=f"use {' or '.join(interfaces)}, or unset it",
             )
         )
 
@@ -512,6 +528,7 @@ def _fit_batch(config: Config, count: int, multiple: int) -> int:
     sizes = ramps.batch_sizes(config.training)
     # Ranks of one model replica read the same rows.
     model_ranks = multiple // config.parallelism.data_parallel_replicate_degree
+    # More ranks than the batch allows would make the default number of ranks an error.
     for candidate in range(count, 0, -multiple):
         rows_per_pass = config.training.local_batch_size * (candidate // model_ranks)
         if all(size % rows_per_pass == 0 for size in sizes):

@@ -33,8 +33,8 @@ class Host:
         return f"{self.name}:{self.port}" if self.port else self.name
 
 
-def chosen(launch: Launch, asked_nodes: int | None) -> list[Host]:
-    """Return the hosts of a launch in order, at most the first ``asked_nodes``.
+def chosen(launch: Launch, requested_nodes: int | None) -> list[Host]:
+    """Return the hosts of a launch in order, at most the first ``requested_nodes``.
 
     Raises:
         ConfigError: there are no hosts or too few, the hostfile cannot be read, or the hosts have different
@@ -55,6 +55,7 @@ def chosen(launch: Launch, asked_nodes: int | None) -> list[Host]:
             )
         )
     names = [host.label for host in hosts]
+    # Each host runs one agent, which starts all its ranks.
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise ConfigError(
@@ -65,16 +66,19 @@ def chosen(launch: Launch, asked_nodes: int | None) -> list[Host]:
                 fix="name each host once, and set slots for more ranks",
             )
         )
-    if asked_nodes is not None and asked_nodes > len(hosts):
+    if requested_nodes is not None and requested_nodes > len(hosts):
         raise ConfigError(
             Problem(
                 "launch.nodes",
-                asked_nodes,
+                requested_nodes,
                 rule=f"exceeds the number of hosts, {len(hosts)}",
                 fix="name more hosts",
             )
         )
-    hosts = hosts[:asked_nodes] if asked_nodes else hosts
+    # A hostfile may list more hosts than the run needs.
+    if requested_nodes:
+        hosts = hosts[:requested_nodes]
+    # The world size is the number of hosts times their common number of ranks.
     if len({host.slots for host in hosts}) > 1:
         counts = ", ".join(f"{host.name} has {host.slots or 'no slots=N'}" for host in hosts)
         raise ConfigError(
@@ -121,10 +125,12 @@ def read_hostfile(path: Path) -> list[Host]:
         words = line.partition("#")[0].split()
         if not words:
             continue
+        # "slots=N" is optional.
         match = None
         if len(words) == 2:
             match = re.fullmatch(r"slots=([1-9][0-9]{0,3})", words[1])
         if not re.fullmatch(HOST, words[0]) or len(words) > 2 or (len(words) == 2 and not match):
+            # The file may contain control characters, which could rewrite the terminal.
             printable = "".join(c if c.isprintable() else "?" for c in line)
             raise ConfigError(
                 Problem(
@@ -192,6 +198,7 @@ def _filter(option: str, text: str, hosts: list[Host]) -> dict[str, tuple[int, .
     by_name = {host.name: host for host in hosts}
     named: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
+        # Each part names a host, and optionally devices of it.
         name, colon, numbers = part.partition(":")
         if name not in by_name:
             raise _wrong(
@@ -206,6 +213,7 @@ def _filter(option: str, text: str, hosts: list[Host]) -> dict[str, tuple[int, .
         if not re.fullmatch(r"\d+(,\d+)*", numbers):
             raise _wrong(option, text, f"has no devices after {name}:", "write them like node1:0,2")
         devices = tuple(sorted(set(map(int, numbers.split(",")))))
+        # Without slots, the number of devices of a host is unknown.
         slots = by_name[name].slots
         if slots is None or devices[-1] >= slots:
             raise _wrong(

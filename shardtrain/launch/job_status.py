@@ -69,6 +69,7 @@ def parts_of(name: str) -> tuple[str, list[str]]:
     ('runai', ['v2', 'pytorch', '-', 'my-run'])
     """
     platform, *parts = name.split("/")
+    # The parts become arguments of commands, so each must match its pattern.
     forms = _FORMS.get(platform, ())
     if not forms or len(parts) != len(forms) or not all(map(re.fullmatch, forms, parts)):
         raise ConfigError(
@@ -116,6 +117,7 @@ def _run(name: str, verb: str) -> int:
 
 def _runai(parts: list[str], verb: str) -> list[str]:
     cli, kind, project, name = parts
+    # Without a project, the command uses the current one of this machine.
     where = [] if project == "-" else ["-p", project]
     if cli == "v2":
         word = {"status": "describe", "logs": "logs", "stop": "delete"}[verb]
@@ -137,6 +139,7 @@ def open_folder(pid: int) -> Path:
     """
     folder = folder_of(pid)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # The folder is named by a process ID, which the system may reuse.
     for old in [*folder.glob("*.log"), *folder.glob("ended")]:
         old.unlink()
     (folder / "started").write_text(_started(pid), encoding="utf-8")
@@ -145,6 +148,7 @@ def open_folder(pid: int) -> Path:
 
 def ended(folder: Path, run: Callable[[], int]) -> int:
     """Run a launcher and write its exit status to the folder. Exceptions of ``run`` are raised."""
+    # An exception other than ours is reported as a general failure.
     code = ShardtrainError.exit_code
     try:
         code = run()
@@ -167,6 +171,7 @@ def _started(pid: int) -> str:
         if stat.has_ended:
             return ""
         return f"{process_identity.boot_id()} {stat.start_ticks}"
+    # On Linux a process without the file has ended.
     if process_identity.read_stat() is not None:
         return ""
     words = ["ps", "-o", "lstart=", "-p", str(pid)]

@@ -72,6 +72,7 @@ _DRY_RUN = frozenset({"--dry-run", "--dry_run"})
 _DOCTOR = "--doctor"
 IMAGE_WORKDIR = "/workspace"
 """Working directory of the images in scripts/containers/."""
+# Options of [launch] that only containers use.
 _OF_CONTAINERS = ("image", "mounts", "shared_memory_gib", "device_resource")
 
 
@@ -117,6 +118,7 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
         return 0
     # Actions on an earlier launch, which is named by its ID.
     if action in FOLLOW:
+        # A platform of the user's own needs its file in addition to the ID.
         if len(rest) == 2 and rest[0].endswith(".py"):
             return _follow_own(action, *rest)
         if action == "status" and not rest:
@@ -133,6 +135,7 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
             )
         return FOLLOW[action](rest[0])
     if action not in PLATFORMS and not action.endswith(".py"):
+        # Suggest the nearest name, or the one that other tools use for this action.
         near = None
         if action:
             near = config.nearest(action, [*PLATFORMS, *FOLLOW])
@@ -157,23 +160,27 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
             )
         )
     # A new launch: run all checks that do not need the cluster, render the text, then submit it.
-    loaded, overrides = _load([word for word in rest if word not in _DRY_RUN and word != _DOCTOR])
+    words_of_run = [word for word in rest if word not in _DRY_RUN and word != _DOCTOR]
+    loaded, overrides = _load(words_of_run)
     _note_unused(action, loaded)
     launch = loaded.config.launch
     if launch.device and refuse_unfit and _DOCTOR not in rest:
-        refuse_unfit(loaded, launch.nodes * (launch.nproc_per_node or launch.devices_per_node or 1))
+        ranks_per_node = launch.nproc_per_node or launch.devices_per_node or 1
+        refuse_unfit(loaded, launch.nodes * ranks_per_node)
     verb = "doctor" if _DOCTOR in rest else "train"
-    asked = PlatformRequest(loaded, overrides, verb)
-    plan = _own(action, asked) if action.endswith(".py") else PLATFORMS[action](asked)
+    request = PlatformRequest(loaded, overrides, verb)
+    submission = _own(action, request) if action.endswith(".py") else PLATFORMS[action](request)
     if verb == "train":
         for notice in loaded.notices:
             print(f"note: {notice}", file=sys.stderr)
+    # Notes appear before the submission, so a user can still cancel it.
     _note_unmounted(action, loaded)
     _note_local_paths(action, loaded)
     if not _DRY_RUN.isdisjoint(rest):
-        print(plan.text, end="")
+        print(submission.text, end="")
         return 0
-    code = plan.submit()
+    code = submission.submit()
+    # A local run that was stopped has its own exit code, which the scheduler reads.
     if code == failure.PREEMPTED:
         return failure.stop_status(loaded.config)
     return code
@@ -206,7 +213,7 @@ def _note_unused(platform: str, loaded: config.Loaded) -> None:
         print(f"note: {', '.join(named)}: no effect on {platform}", file=sys.stderr)
 
 
-def _note_unasked(loaded: config.Loaded, platform: str) -> None:
+def _note_resources(loaded: config.Loaded, platform: str) -> None:
     """Print notes on resources that the run needs but does not request, or requests but does not use.
 
     Raises:
@@ -216,6 +223,7 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
     ranks = launch.nproc_per_node
     devices = launch.devices_per_node
     on_cpu = loaded.config.training.device == "cpu"
+    # More devices than ranks waste money, and fewer cannot work.
     if devices and on_cpu:
         waste = f'{devices} GPUs are requested on each node, but training.device = "cpu" uses none'
         print(f"note: {waste}; remove launch.devices_per_node", file=sys.stderr)
@@ -233,6 +241,7 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
         print(
             f"note: {waste}; remove launch.nproc_per_node to run one rank per GPU", file=sys.stderr
         )
+    # Without a device request, a cluster starts the job on a node's CPU.
     if not devices and not on_cpu:
         many = "the run trains on the CPU"
         if ranks:
@@ -242,6 +251,7 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
             'training.device = "cpu" if this is intended'
         )
         print(f"note: {note}", file=sys.stderr)
+    # Two defaults of clusters that make a run slow or make it fail.
     if platform == "slurm" and launch.cpus_per_node is None and (ranks or devices or 1) > 1:
         note = f"launch.cpus_per_node is not set: many clusters then assign one core to all {ranks or devices} ranks"
         print(f"note: {note} of a node; set it to about 8 per device", file=sys.stderr)
@@ -255,11 +265,8 @@ def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
     job = loaded.config.job
     checkpoint = loaded.config.checkpoint
     launch = loaded.config.launch
-    if (
-        platform not in ("kubernetes", "runai")
-        or not checkpoint.enable
-        or "://" in checkpoint.folder
-    ):
+    is_in_pod = platform in ("kubernetes", "runai")
+    if not is_in_pod or not checkpoint.enable or "://" in checkpoint.folder:
         return
     folder = PurePosixPath(launch.workdir or IMAGE_WORKDIR, job.dump_folder, checkpoint.folder)
     if not any(folder.is_relative_to(to_mount(mount).path) for mount in launch.mounts):
@@ -280,10 +287,12 @@ def _note_local_paths(platform: str, loaded: config.Loaded) -> None:
         "checkpoint.initial_load_path": loaded.config.checkpoint.initial_load_path,
         "data.chat_template": loaded.config.data.chat_template,
     }
+    # Run:ai passes the path of the TOML file, which the image must contain.
     if platform == "runai" and loaded.path and loaded.path.parent != presets.FOLDER:
         paths = {"the configuration": str(loaded.path), **paths}
     mounts = [to_mount(mount).path for mount in loaded.config.launch.mounts]
     local = []
+    # A path may exist on both machines, but only a mount makes them the same file.
     for option, path in paths.items():
         in_container = PurePosixPath(loaded.config.launch.workdir or IMAGE_WORKDIR, str(path or ""))
         is_mounted = any(in_container.is_relative_to(mount) for mount in mounts)
@@ -300,6 +309,7 @@ def _note_local_paths(platform: str, loaded: config.Loaded) -> None:
 def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     """Load the configuration with expanded short options, and run all checks that do not need the cluster."""
     line = split(_spelt_out(words))
+    # launch sets these on each node, with different values.
     if line.nnodes or line.node_rank is not None or line.rdzv_endpoint:
         raise ConfigError(
             Problem(
@@ -341,9 +351,10 @@ def _spelt_out(words: list[str]) -> list[str]:
     >>> _spelt_out(["--nodes", "1:4", "run.toml", "--hosts=a,b"])
     ['run.toml', '--launch.min_nodes', '1', '--launch.nodes', '4', '--launch.ssh.hosts', 'a', 'b']
     """
-    taken = take(words, {name: VerbOption(once=True) for name in SHORT})
-    spelt: list[str] = []
-    for name, text in taken.own.items():
+    short_options = take(words, {name: VerbOption(once=True) for name in SHORT})
+    expanded: list[str] = []
+    for name, text in short_options.own.items():
+        # "--nodes 1:4" sets two options.
         least, colon, most = text.partition(":")
         if name == "--nodes" and colon:
             if not (least and most):
@@ -356,11 +367,12 @@ def _spelt_out(words: list[str]) -> list[str]:
                         where="command line",
                     )
                 )
-            spelt += ["--launch.min_nodes", least]
+            expanded += ["--launch.min_nodes", least]
             text = most
-        spelt.append(f"--{SHORT[name]}")
-        spelt += text.split(",") if name == "--hosts" else [text]
-    return [*taken.rest, *spelt]
+        expanded.append(f"--{SHORT[name]}")
+        # Only hosts are a list.
+        expanded += text.split(",") if name == "--hosts" else [text]
+    return [*short_options.rest, *expanded]
 
 
 def _check_forwarded(job: ClusterJob) -> None:
@@ -386,17 +398,17 @@ def _follow_own(action: str, path: str, name: str) -> int:
     return 0
 
 
-def _report_submission(job_id: str, asked: PlatformRequest, shown: str | None = None) -> None:
+def _report_submission(job_id: str, request: PlatformRequest, shown: str | None = None) -> None:
     """Print the ID of a submitted job, and store it for ``launch status``."""
     print(shown or job_id, flush=True)
-    launched.note(job_id, asked.loaded.config.job.dump_folder)
+    launched.note(job_id, request.loaded.config.job.dump_folder)
 
 
-def _own(path: str, asked: PlatformRequest) -> Submission:
+def _own(path: str, request: PlatformRequest) -> Submission:
     """Load the platform from a user's file and return its submission."""
     module = own_file.load(path, own_file.PLATFORM, "shardtrain launch")
-    job = asked.job()
-    launch = asked.launch
+    job = request.job()
+    launch = request.launch
     text = module.render(job, launch)
     if not isinstance(text, str):
         raise ConfigError(
@@ -407,19 +419,20 @@ def _own(path: str, asked: PlatformRequest) -> Submission:
                 fix="return the text to submit from render",
             )
         )
+    # Render first: the text shows which variables the job needs.
     _check_forwarded(job)
 
     def submit() -> int:
         answer = module.submit(text, job, launch)
         if answer is not None:
-            _report_submission(f"{path} {answer}", asked, shown=str(answer))
+            _report_submission(f"{path} {answer}", request, shown=str(answer))
         return 0
 
     return Submission(text if text.endswith("\n") else f"{text}\n", submit)
 
 
-def _local(asked: PlatformRequest) -> Submission:
-    job = asked.job()
+def _local(request: PlatformRequest) -> Submission:
+    job = request.job()
     if job.nodes > 1:
         raise ConfigError(
             Problem(
@@ -444,23 +457,26 @@ def _local(asked: PlatformRequest) -> Submission:
                     fix="pip install torch, or launch elsewhere",
                 )
             )
+        # ``execve`` replaces this process, so buffered output would be lost.
         sys.stdout.flush()
         os.execve(sys.executable, command, {**os.environ, **job.environment})
 
     return Submission("\n".join([*exports, shlex.join(command), ""]), submit)
 
 
-def _ssh(asked: PlatformRequest) -> Submission:
-    job = asked.job()
-    launch = asked.launch
-    chosen = hostfile.chosen(launch, launch.nodes if asked.loaded.is_set("launch.nodes") else None)
+def _ssh(request: PlatformRequest) -> Submission:
+    job = request.job()
+    launch = request.launch
+    # The default number of nodes is 1, but by default all hosts are used.
+    requested_nodes = launch.nodes if request.loaded.is_set("launch.nodes") else None
+    hosts = hostfile.chosen(launch, requested_nodes)
     _check_forwarded(job)
-    rendezvous_host = launch.ssh.rendezvous_host or ssh.address_of(chosen[0], launch)
-    plans = ssh.render(job, launch, chosen, rendezvous_host, ssh.new_run_id())
+    rendezvous_host = launch.ssh.rendezvous_host or ssh.address_of(hosts[0], launch)
+    plans = ssh.render(job, launch, hosts, rendezvous_host, ssh.new_run_id())
 
     def submit() -> int:
         folder = job_status.open_folder(os.getpid())
-        _report_submission(f"ssh/{os.getpid()}", asked)
+        _report_submission(f"ssh/{os.getpid()}", request)
         # Import here, because only this platform needs the module, and the import would slow down --help.
         from shardtrain.launch.platforms import ssh_connections
 
@@ -469,44 +485,44 @@ def _ssh(asked: PlatformRequest) -> Submission:
     return Submission(ssh.text(plans), submit)
 
 
-def _slurm(asked: PlatformRequest) -> Submission:
-    job = asked.job()
-    text = slurm.render(job, asked.launch)
+def _slurm(request: PlatformRequest) -> Submission:
+    job = request.job()
+    text = slurm.render(job, request.launch)
     _check_forwarded(job)
-    _note_unasked(asked.loaded, "slurm")
+    _note_resources(request.loaded, "slurm")
 
     def submit() -> int:
-        slurm.note_missing(job, asked.launch)
-        _report_submission(f"slurm/{slurm_queue.submit(text)}", asked)
+        slurm.note_missing(job, request.launch)
+        _report_submission(f"slurm/{slurm_queue.submit(text)}", request)
         return 0
 
     return Submission(text, submit)
 
 
-def _kubernetes(asked: PlatformRequest) -> Submission:
-    launch = asked.launch
-    path = kubernetes.CONFIG_PATH if asked.loaded.path else None
-    job = asked.job(path)
+def _kubernetes(request: PlatformRequest) -> Submission:
+    launch = request.launch
+    path = kubernetes.CONFIG_PATH if request.loaded.path else None
+    job = request.job(path)
     text = kubernetes.render(job, launch)
-    _note_unasked(asked.loaded, "kubernetes")
+    _note_resources(request.loaded, "kubernetes")
 
     def submit() -> int:
         kubectl.create(text)
-        _report_submission(job_status.kubernetes_id(job, launch), asked)
+        _report_submission(job_status.kubernetes_id(job, launch), request)
         return 0
 
     return Submission(text, submit)
 
 
-def _runai(asked: PlatformRequest) -> Submission:
-    job = asked.job()
-    launch = asked.launch
+def _runai(request: PlatformRequest) -> Submission:
+    job = request.job()
+    launch = request.launch
     words = runai.render(job, launch)
-    _note_unasked(asked.loaded, "runai")
+    _note_resources(request.loaded, "runai")
 
     def submit() -> int:
         runai.submit(words)
-        _report_submission(job_status.runai_id(job, launch), asked)
+        _report_submission(job_status.runai_id(job, launch), request)
         return 0
 
     return Submission(f"{shlex.join(words)}\n", submit)

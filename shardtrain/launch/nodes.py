@@ -32,6 +32,7 @@ torchrun's rendezvous sends a heartbeat every 5 s, and drops a node whose last h
 reader's wall clock. With such a difference it may drop a live node.
 """
 
+# Variables of each setting, the first that is set counts.
 NNODES = ("SHARDTRAIN_NNODES", "OVERRIDE_PET_NNODES", "PET_NNODES")
 NODE_RANK = (
     "SHARDTRAIN_NODE_RANK",
@@ -43,7 +44,9 @@ NODE_RANK = (
 )
 RUN_ID = ("SHARDTRAIN_RDZV_ID", "PET_RDZV_ID", "RUNAI_JOB_UUID", "SLURM_JOB_ID", "RUNAI_JOB_NAME")
 RESTARTS = ("MAX_RESTARTS", "PET_MAX_RESTARTS")
+# Variables that count mpirun's processes.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
+# Variables that identify a Run:ai job.
 _RUNAI = ("RUNAI_JOB_NAME", "RUNAI_JOB_UUID", "RUNAI_PROJECT", "RUNAI_NUM_OF_GPUS")
 
 
@@ -90,6 +93,7 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
     Raises:
         ConfigError: a variable is not a number, or the rendezvous endpoint is unknown.
     """
+    # A rank of torchrun cannot start other ranks.
     if arguments.nnodes and "TORCHELASTIC_RUN_ID" in names:
         raise ConfigError(
             Problem(
@@ -102,6 +106,7 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         )
     # Determine the number of nodes, and this node's rank.
     name, text = _count(arguments, names)
+    # Without a number of nodes, the run has one node, unless something names another node.
     if not text:
         _refuse_half(arguments, names)
         return None
@@ -136,6 +141,7 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
     _refuse_several_tasks(name, text, names)
     if most == 1:
         return None
+    # The address at which the nodes meet.
     endpoint = _endpoint(arguments, names, name, text)
     where = re.fullmatch(r"[^\s/]+:([0-9]{1,5})", endpoint)
     if not where or not 0 < int(where[1]) < 65_536:
@@ -151,15 +157,16 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
     is_rank_chosen = "SHARDTRAIN_NODE_RANK" in names or arguments.node_rank is not None
     if least != most and not is_rank_chosen:
         rank = None
+    local_address = names.get("SHARDTRAIN_LOCAL_ADDR") or names.get("PET_LOCAL_ADDR")
+    if not local_address:
+        local_address = _by_suffix(names)
     return Nodes(
         least=least,
         most=most,
         endpoint=endpoint,
         node_rank=rank,
-        run_id=next((names[one] for one in RUN_ID if names.get(one)), "shardtrain"),
-        local_address=names.get("SHARDTRAIN_LOCAL_ADDR")
-        or names.get("PET_LOCAL_ADDR")
-        or _by_suffix(names),
+        run_id=next((names[name] for name in RUN_ID if names.get(name)), "shardtrain"),
+        local_address=local_address,
         max_restarts=_number("--max_restarts", arguments.max_restarts, RESTARTS, names, least=0)
         or 0,
         join_seconds=_number("", None, ("RDZV_TIMEOUT",), names, least=1) or JOIN_SECONDS,
@@ -192,6 +199,7 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
     """Return name and value of the variable with the number of nodes, or two
     empty strings for a single node.
     """
+    # The order of sources is that of the module's docstring.
     if arguments.nnodes:
         return "--nnodes", arguments.nnodes
     for name in NNODES:
@@ -203,7 +211,7 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
     if world not in ("", "1") and not environment.is_rank(names):
         if any(name in names for name in _RUNAI):
             return "WORLD_SIZE", world
-        missing = " and ".join(one for one in ("RANK", "LOCAL_RANK") if not names.get(one))
+        missing = " and ".join(name for name in ("RANK", "LOCAL_RANK") if not names.get(name))
         raise ConfigError(
             Problem(
                 "WORLD_SIZE",
@@ -270,12 +278,10 @@ def _refuse_several_tasks(name: str, text: str, names: Mapping[str, str]) -> Non
     """
     tasks = names.get("SLURM_STEP_NUM_TASKS", "")
     hosts = names.get("SLURM_STEP_NUM_NODES", "")
-    if (
-        name == "SHARDTRAIN_NNODES"
-        and is_whole_number(tasks)
-        and is_whole_number(hosts)
-        and int(tasks) > int(hosts)
-    ):
+    # Outside of srun the counts are not set.
+    if name != "SHARDTRAIN_NNODES" or not is_whole_number(tasks) or not is_whole_number(hosts):
+        return
+    if int(tasks) > int(hosts):
         raise ConfigError(
             Problem(
                 name,
@@ -294,6 +300,7 @@ def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: 
         names.get("SHARDTRAIN_RDZV_ENDPOINT"),
         names.get("PET_RDZV_ENDPOINT"),
     ):
+        # The port is optional.
         if endpoint:
             if ":" in endpoint:
                 return endpoint
@@ -301,6 +308,7 @@ def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: 
     for address, port in (("PET_MASTER_ADDR", "PET_MASTER_PORT"), ("MASTER_ADDR", "MASTER_PORT")):
         if names.get(address):
             return f"{names[address]}:{names.get(port) or RENDEZVOUS_PORT}"
+    # Slurm and SkyPilot list the nodes in order. The first one hosts the rendezvous.
     first = environment.first_host(
         names.get("SLURM_STEP_NODELIST") or names.get("SLURM_JOB_NODELIST", "")
     )
@@ -353,10 +361,12 @@ def count_nodes(nodes: Nodes, loaded: Loaded, local_ranks: int) -> Nodes:
     Raises:
         ConfigError: no node count can work.
     """
+    # Try every count that the range allows.
     problems = {}
     for count in range(nodes.least, nodes.most + 1):
         problems[count] = next(mesh_notes(loaded, count * local_ranks), None)
     counts = [count for count in problems if problems[count] is None]
+    # Name the largest count that cannot work, and why.
     name, _, text = nodes.reason.partition("=")
     for count in sorted({*problems} - {*counts})[-1:]:
         reason = f"with {count}, {problems[count]}"
@@ -403,16 +413,16 @@ def choose_processes(
     Raises:
         ConfigError: a variable is not a number.
     """
-    asked = environment.asked_processes(requested, names)
-    if asked:
-        return asked
+    requested_count = environment.requested_processes(requested, names)
+    if requested_count:
+        return requested_count
     if accelerators:
         return ProcessCount(
             accelerators, f"{accelerators} accelerator{'s' * (accelerators != 1)} found"
         )
-    whole = environment.mesh_size(config)
-    if whole and whole % nodes.most == 0:
-        return ProcessCount(whole // nodes.most, "its share of the parallelism degrees")
+    num_mesh_ranks = environment.mesh_size(config)
+    if num_mesh_ranks and num_mesh_ranks % nodes.most == 0:
+        return ProcessCount(num_mesh_ranks // nodes.most, "its share of the parallelism degrees")
     given = environment.unseen_devices(names)
     if given:
         return given

@@ -43,6 +43,7 @@ def from_fmengine(words: Sequence[str]) -> int:
     options = parser.read(words)
     output = options.output
     require_new(output)
+    # Adapters do not need the model's weights.
     if options.adapter or options.lora_alpha is not None:
         return _adapters(
             options.folder,
@@ -52,6 +53,7 @@ def from_fmengine(words: Sequence[str]) -> int:
             options.adapter,
             options.base_model,
         )
+    # These import torch, which parsing and help do not need.
     from shardtrain.compat.fmengine import folders
     from shardtrain.hf import importing
 
@@ -89,6 +91,7 @@ def to_fmengine(words: Sequence[str]) -> int:
     require_new(output)
     from shardtrain.compat.fmengine import folders
 
+    # Options of the export to a Hugging Face folder.
     folder_options = {"tokenizer": options.tokenizer, "config": options.config}
     given = {name: value for name, value in folder_options.items() if value}
     with contextlib.ExitStack() as stack:
@@ -109,6 +112,7 @@ def to_fmengine(words: Sequence[str]) -> int:
                     [str(options.checkpoint), f"--to={folder}", "--check=weights", *arguments]
                 )
         else:
+            # A Hugging Face folder has no steps, and is copied without an export.
             choice.reject_step(options.step, folder)
             for name, value in given.items():
                 raise ConfigError(
@@ -162,6 +166,7 @@ def to_hf_format(words: Sequence[str]) -> int:
         help="lora_alpha of the training JSON, for adapters from FMEngine",
     )
     options = parser.read([_dashed(word) for word in words])
+    # FMEngine's script accepts several spellings of a boolean.
     switch = str(options.is_lora_tuned).lower()
     if switch not in ("true", "false", "yes", "no", "1", "0"):
         raise ConfigError(
@@ -174,6 +179,7 @@ def to_hf_format(words: Sequence[str]) -> int:
             )
         )
     only_adapters = switch in ("true", "yes", "1")
+    # FMEngine's script would download the model.
     if options.base_model and not Path(options.base_model).is_dir():
         raise ConfigError(
             Problem(
@@ -193,6 +199,7 @@ def to_hf_format(words: Sequence[str]) -> int:
     checkpoints = _steps_of_run(source)
     names = list(checkpoints) if checkpoints else folders.steps(source)
     chosen = [options.step]
+    # "latest" and a step's name select one folder, and "all" writes a folder per step.
     if options.step == "all":
         chosen = names
     elif checkpoints and options.step == "latest":
@@ -237,6 +244,7 @@ def from_hf(words: Sequence[str]) -> int:
     parser.add_argument("--mp_world_size", default="1", metavar="N", help="model-parallel ranks")
     options = parser.read(words)
     folder = options.model_name_or_path
+    # FMEngine's script would download the model.
     if not is_hub_folder(Path(folder)):
         raise ConfigError(
             Problem(
@@ -271,6 +279,7 @@ def _adapters(
                 where="command line",
             )
         )
+    # The scale of an adapter is alpha / rank.
     if alpha is None:
         raise ConfigError(
             Problem(
@@ -293,6 +302,7 @@ def _export(checkpoint: Path, output: Path, base: Path | None, adapters: bool) -
     """
     from shardtrain.tools.convert.convert_command import export_main
 
+    # An adapter needs the name of its base model, and a full model a tokenizer.
     words = [str(checkpoint), f"--to={output}"]
     if adapters:
         words.append("--adapter")
@@ -303,17 +313,16 @@ def _export(checkpoint: Path, output: Path, base: Path | None, adapters: bool) -
 
 def _steps_of_run(folder: Path) -> dict[str, Path]:
     """Return the checkpoints of a shardtrain run in order, by FMEngine's step names. {} if ``folder`` is no run."""
+    # A run contains its checkpoints in a folder.
     if (folder / "checkpoint").is_dir():
         folder = folder / "checkpoint"
     checkpoints: list[tuple[int, Path]] = []
     try:
         for path in folder.iterdir():
             number = path.name.removeprefix("step-")
-            if (
-                number != path.name
-                and is_whole_number(number)
-                and (path / manifest.MANIFEST).is_file()
-            ):
+            is_step = number != path.name and is_whole_number(number)
+            # Without a manifest the checkpoint is not complete.
+            if is_step and (path / manifest.MANIFEST).is_file():
                 checkpoints.append((int(number), path))
     except OSError:
         return {}

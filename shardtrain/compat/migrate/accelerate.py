@@ -26,6 +26,7 @@ _SHARDS = Idle(
 )
 _TPU = Cannot("TPUs are not supported")
 
+# Options of fsdp_config. Older files prefix each with fsdp_.
 _FSDP: Mapping[str, Rule] = {
     "sharding_strategy": JOINED,
     "reshard_after_forward": JOINED,
@@ -34,6 +35,7 @@ _FSDP: Mapping[str, Rule] = {
     "activation_checkpointing": JOINED,
     "mixed_precision": JOINED,
     "state_dict_type": Idle("checkpoints load on any number of ranks"),
+    # How FSDP splits the model into units, and when it transfers them.
     **{
         name: _SHARDS
         for name in [
@@ -50,6 +52,7 @@ _FSDP: Mapping[str, Rule] = {
         ]
     },
 }
+# Options of deepspeed_config, flat or nested as in a DeepSpeed file.
 _DEEPSPEED: Mapping[str, Rule] = {
     "zero_stage": JOINED,
     "gradient_accumulation_steps": Idle(
@@ -82,6 +85,7 @@ _DEEPSPEED: Mapping[str, Rule] = {
 }
 
 KEYS: Mapping[str, Rule] = {
+    # Where and how many processes start.
     "compute_environment": Cannot(
         "SageMaker is not supported; see `shardtrain launch` for supported platforms",
         off=("LOCAL_MACHINE", None),
@@ -99,6 +103,7 @@ KEYS: Mapping[str, Rule] = {
     "gradient_accumulation_steps": Idle(
         "the launched program sets it itself; use training.global_batch_size"
     ),
+    # TPUs.
     "downcast_bf16": _TPU,
     "tpu_env": _TPU,
     "tpu_name": _TPU,
@@ -119,6 +124,7 @@ KEYS: Mapping[str, Rule] = {
     "deepspeed_config": Idle("it is empty"),
     "megatron_lm_config": Idle("it is empty"),
     "megatron_lm_config.*": Cannot("set the degrees in [parallelism]"),
+    # Both spellings of the FSDP options have the same rule.
     **{
         f"fsdp_config.{start}{name}": rule
         for name, rule in _FSDP.items()
@@ -141,6 +147,7 @@ def _fsdp(migration: FileMigration, name: str) -> str:
 
 def finish(migration: FileMigration) -> None:
     """Translate the keys that depend on each other."""
+    # accelerate counts the processes of all nodes, and the option those of one node.
     machines = migration.get("num_machines", int, 1)
     count = migration.get("num_processes", int)
     if count is not None:
@@ -181,6 +188,7 @@ def finish(migration: FileMigration) -> None:
         "honoured",
         "one process" if kind == "NO" else "num_processes is the number of ranks",
     )
+    # Any compiler backend enables ours: the backends do not change numbers.
     backend = migration.get("dynamo_backend", str, "NO")
     if backend.upper() not in ("NO", "FALSE"):
         migration.set("dynamo_backend", "compile.enable", True)
@@ -190,6 +198,7 @@ def finish(migration: FileMigration) -> None:
 def _precision(migration: FileMigration) -> None:
     """Set the compute dtype. YAML reads an unquoted ``no`` as false."""
     dtypes = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "False": "float32"}
+    # The value may be a boolean, so ``get`` with a type does not work here.
     value = migration.values.get("mixed_precision")
     inner = _fsdp(migration, "mixed_precision")
     if isinstance(value, str | bool) and str(value) in dtypes:
@@ -203,6 +212,7 @@ def _precision(migration: FileMigration) -> None:
     elif value is not None:
         migration.record("mixed_precision", "unsupported", "it must be no, fp16, bf16 or fp8")
     migration.record(inner, "ignored", "the top-level mixed_precision takes precedence")
+    # A nested DeepSpeed table may set the precision, too.
     for name, kind in (("bf16", "bfloat16"), ("fp16", "float16")):
         key = f"deepspeed_config\0{name}\0enabled"
         if migration.get(key, bool, False):
@@ -220,6 +230,7 @@ def _strategy(migration: FileMigration) -> None:
         "4": "HYBRID_SHARD",
         "5": "HYBRID_SHARD_ZERO2",
     }
+    # Older files contain the number of the strategy.
     given = str(migration.get(key, str, "FULL_SHARD"))
     strategy = names.get(given, given)
     machines = migration.get("num_machines", int, 1)
@@ -232,6 +243,7 @@ def _strategy(migration: FileMigration) -> None:
     }
     if strategy in reshard:
         migration.set(key, "parallelism.fsdp_reshard_after_forward", reshard[strategy], strategy)
+        # Hybrid strategies shard inside a node, and replicate over nodes.
         if strategy.startswith("HYBRID") and machines > 1:
             migration.default(
                 "parallelism.data_parallel_replicate_degree",
@@ -246,6 +258,7 @@ def _strategy(migration: FileMigration) -> None:
             "each process has a full copy of the model",
         )
         migration.default("parallelism.data_parallel_shard_degree", 1)
+    # One process does not shard either, so NO_SHARD is then correct as it is.
     else:
         text = (
             "supported are FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD and HYBRID_SHARD_ZERO2"
@@ -275,6 +288,7 @@ def _strategy(migration: FileMigration) -> None:
 
 def _zero(migration: FileMigration, count: int | None) -> None:
     """Translate ZeRO stages to FSDP. Keys are flat, or nested as in a DeepSpeed file."""
+    # The flat key takes precedence.
     key = "deepspeed_config\0zero_stage"
     key = key if key in migration.values else "deepspeed_config\0zero_optimization\0stage"
     stage = migration.get(key, int, 2)
@@ -283,6 +297,7 @@ def _zero(migration: FileMigration, count: int | None) -> None:
         migration.set(key, "parallelism.fsdp_reshard_after_forward", "always")
     elif stage == 2:
         migration.set(key, "parallelism.fsdp_reshard_after_forward", "never")
+    # Stages 0 and 1 keep full parameters on each rank, which are replicas here.
     elif stage in (0, 1) and has_replicas:
         migration.set(
             key,

@@ -17,6 +17,7 @@ from shardtrain.compat.migrate.training_arguments import (
 
 SYSTEM = "axolotl"
 OPEN = ""
+# Tables that are values of one key.
 LEAVES = frozenset(
     [
         "special_tokens",
@@ -57,6 +58,7 @@ def looks(values: Mapping[str, Any]) -> bool:
 
 
 KEYS: Mapping[str, Rule] = {
+    # The model.
     "base_model": JOINED,
     "base_model_config": _FOLDER,
     "base_model_ignore_patterns": _FOLDER,
@@ -80,6 +82,7 @@ KEYS: Mapping[str, Rule] = {
         "tokens come from the folder's tokenizer; `shardtrain import --vocab_size N` adds rows for new tokens"
     ),
     "added_tokens_overrides": Cannot("tokens come from the folder's tokenizer"),
+    # Tables with fields of the model, and quantization.
     "model_config": JOINED,
     "overrides_of_model_config": JOINED,
     "bnb_config_kwargs": Idle("lora.base_dtype uses nf4 without double quantization"),
@@ -88,6 +91,7 @@ KEYS: Mapping[str, Rule] = {
     "gptq_model_v1": Idle("only read with gptq"),
     "load_in_8bit": JOINED,
     "load_in_4bit": JOINED,
+    # Precision and devices.
     "bf16": JOINED,
     "fp16": JOINED,
     "tf32": Idle("PyTorch's setting for float32 matmuls applies"),
@@ -98,6 +102,7 @@ KEYS: Mapping[str, Rule] = {
     "max_memory": Idle("a run may use all memory of its device"),
     "device_map": Idle("[parallelism] distributes the model"),
     "strict": Idle("every key is reported"),
+    # Data.
     "datasets": JOINED,
     "test_datasets": JOINED,
     "pretraining_dataset": Cannot(
@@ -114,12 +119,14 @@ KEYS: Mapping[str, Rule] = {
     "hub_strategy": _HUB,
     "hf_use_auth_token": Idle("the token comes from HF_TOKEN"),
     "val_set_size": JOINED,
+    # Preference tasks and templates.
     "rl": JOINED,
     "rl_beta": To("task.beta", float),
     "dpo_beta": To("task.beta", float),
     "chat_template": JOINED,
     "chat_template_jinja": Idle("see chat_template"),
     "default_system_message": Cannot("the chat template contains the system message"),
+    # Length of rows, and packing.
     "sequence_len": To("training.seq_len", int),
     "pad_to_sequence_len": Idle(
         "padding has no loss; data.packing determines which rows share a sequence"
@@ -129,6 +136,7 @@ KEYS: Mapping[str, Rule] = {
     "sample_packing_eff_est": Idle("no estimate is needed"),
     "total_num_tokens": Idle("no estimate is needed"),
     "excess_length_strategy": JOINED,
+    # Adapters.
     "adapter": JOINED,
     "lora_model_dir": To("lora.initial_load_path", str),
     "lora_r": To("lora.rank", int),
@@ -147,6 +155,7 @@ KEYS: Mapping[str, Rule] = {
     "relora_anneal_steps": _RELORA,
     "relora_prune_ratio": _RELORA,
     "relora_cpu_offload": _RELORA,
+    # Batches, length and schedule.
     "gradient_accumulation_steps": JOINED,
     "micro_batch_size": JOINED,
     "batch_size": Cannot("set training.global_batch_size to the rows of a step"),
@@ -166,6 +175,7 @@ KEYS: Mapping[str, Rule] = {
     "lr_quadratic_warmup": Cannot("the warmup is always linear"),
     "log_sweep_min_lr": Cannot("searching for a learning rate is not supported"),
     "log_sweep_max_lr": Cannot("searching for a learning rate is not supported"),
+    # The optimizer.
     "optimizer": JOINED,
     "optim_args": JOINED,
     "optim_target_modules": Cannot("GaLore is not supported"),
@@ -175,6 +185,7 @@ KEYS: Mapping[str, Rule] = {
     "weight_decay": To("optimizer.weight_decay", float),
     "max_grad_norm": JOINED,
     "neftune_noise_alpha": To("training.neftune_noise_alpha", float),
+    # Loss and gradients.
     "train_on_inputs": JOINED,
     "group_by_length": Cannot(
         "rows are shuffled over the full data set; data.packing avoids padding instead"
@@ -189,6 +200,7 @@ KEYS: Mapping[str, Rule] = {
         "a run resumes automatically from the newest checkpoint in its folder"
     ),
     "local_rank": Idle("the launcher sets the local rank"),
+    # Files, validation and checkpoints.
     "output_dir": To("job.dump_folder", str),
     "logging_steps": To("metrics.log_freq", int, lambda steps: max(1, steps)),
     "eval_steps": JOINED,
@@ -206,6 +218,7 @@ KEYS: Mapping[str, Rule] = {
     "loss_watchdog_threshold": Idle("training.spike_policy watches the loss"),
     "loss_watchdog_patience": Idle("training.spike_policy watches the loss"),
     "seed": To("debug.seed", int),
+    # Trackers.
     "debug": Idle("`shardtrain data show` prints samples"),
     "use_tensorboard": To("metrics.enable_tensorboard", bool),
     "wandb_project": JOINED,
@@ -215,6 +228,7 @@ KEYS: Mapping[str, Rule] = {
     },
     "mlflow_experiment_name": Idle("metrics.jsonl is always written"),
     "mlflow_tracking_uri": Idle("metrics.jsonl is always written"),
+    # Kernels and the compiler.
     "torch_compile": To("compile.enable", bool),
     "torch_compile_backend": To("compile.backend", str),
     **{
@@ -234,6 +248,7 @@ KEYS: Mapping[str, Rule] = {
         ]
     },
     "noisy_embedding_alpha": Cannot("noise on embeddings is not supported"),
+    # Distributed training.
     "torchdistx_path": Idle("torchdistx is not used"),
     "ddp_find_unused_parameters": Idle("every parameter receives a gradient"),
     "ddp_timeout": To("comm.train_timeout_seconds", int),
@@ -251,6 +266,7 @@ KEYS: Mapping[str, Rule] = {
     "llmcompressor": Cannot("pruning is not supported"),
 }
 
+# Type of a dataset -> our dataset, and the format of its rows.
 _FORMATS = {
     "alpaca": ("alpaca", "prompt_completion"),
     "alpaca_chat": ("alpaca", "prompt_completion"),
@@ -297,11 +313,13 @@ def finish(migration: FileMigration) -> None:
 
     # The optimizer with its schedule, and precision.
     schedule(migration, str(get("lr_scheduler", str, "cosine")), "lr_scheduler")
+    # axolotl names the last rate of the cosine separately.
     least = get("cosine_min_lr_ratio", float)
     if least is not None:
         migration.set("cosine_min_lr_ratio", "lr_scheduler.min_lr_factor", least)
     optimizer(migration, str(get("optimizer", str, "adamw_torch")), "optimizer")
     _optimizer_args(migration)
+    # axolotl uses the Trainer's defaults.
     migration.default("optimizer.beta2", 0.999)
     migration.default("optimizer.weight_decay", 0.0)
     if get("bfloat16", bool, False):
@@ -360,6 +378,7 @@ def _optimizer_args(migration: FileMigration) -> None:
     """Set the optimizer's options from optim_args if all of them have a counterpart."""
     value = migration.values.get("optim_args")
     known = {"eps": "optimizer.eps", "weight_decay": "optimizer.weight_decay"}
+    # A report entry has one option, so the first entry has the key, and the others are defaults.
     if isinstance(value, dict) and value and set(value) <= known.keys():
         for number, (name, item) in enumerate(value.items()):
             try:
@@ -382,6 +401,7 @@ def _adapter(migration: FileMigration) -> None:
     kind = migration.get("adapter", str)
     if kind in ("lora", "qlora"):
         migration.set("adapter", "lora.enable", True)
+        # All linear layers include those that a list would name.
         if migration.get("lora_target_linear", bool, False):
             names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
             migration.set("lora_target_linear", "lora.target_modules", names, "all linear layers")
@@ -396,6 +416,7 @@ def _adapter(migration: FileMigration) -> None:
     elif kind is not None:
         migration.record("adapter", "unsupported", "it must be lora or qlora")
     else:
+        # Without an adapter, axolotl does not read these keys. Rules may have set options from them before.
         options = (
             "r",
             "alpha",
@@ -441,15 +462,18 @@ def _dataset(migration: FileMigration) -> None:
         # The path is a local file or folder, or a repository of the Hub.
         source, form = _FORMATS[base_kind]
         path = str(first["path"])
-        local = path.startswith((".", "/", "~")) or "." in path.rpartition("/")[2]
+        is_path = path.startswith((".", "/", "~"))
+        has_ending = "." in path.rpartition("/")[2]
+        local = is_path or has_ending
         files = first.get("data_files")
         if files and path in ("json", "csv", "parquet", "text"):
             path = str(files[0] if isinstance(files, list) else files)
             local = True
         migration.set("datasets", "training.dataset_path", path, f"type {kind}")
-        migration.default(
-            "training.dataset", source if source == "alpaca" or local else "huggingface"
-        )
+        reader = "huggingface"
+        if source == "alpaca" or local:
+            reader = source
+        migration.default("training.dataset", reader)
 
         # The split and the columns.
         migration.default("data.format", form)
@@ -478,12 +502,15 @@ def _dataset(migration: FileMigration) -> None:
             "ds_type",
         }
         known |= {"roles_to_train", "shards", "conversation"}
-        fields = sorted(
-            key for key, value in first.items() if key not in known and value not in (None, "", [])
-        )
+        fields = []
+        for key, value in first.items():
+            if key not in known and value not in (None, "", []):
+                fields.append(key)
+        fields.sort()
         roles = first.get("roles_to_train")
         if roles not in (None, ["assistant"], ["gpt"], ["model"], ["assistant", "gpt"]):
             fields.append("roles_to_train")
+        # The result replaces the one that was recorded above.
         if fields:
             migration.entries = [e for e in migration.entries if e.key != "datasets"]
             migration.record(
@@ -546,6 +573,7 @@ def _data(migration: FileMigration) -> None:
         "simpo": "simpo",
     }
     rl = migration.get("rl", str)
+    # Preference tasks have their own columns, and do not pack rows.
     if rl is not None and tasks.get(rl):
         migration.set("rl", "task.name", tasks[rl])
         if rl == "ipo":

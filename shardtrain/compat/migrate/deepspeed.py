@@ -33,16 +33,19 @@ def looks(values: Mapping[str, Any]) -> bool:
         "zero_optimization",
         "train_batch_size",
         "steps_per_print",
+        # An accelerate file may contain a DeepSpeed table, and accelerate has its own reader.
     }
     return bool(marks & values.keys()) and "distributed_type" not in values
 
 
 KEYS: Mapping[str, Rule] = {
+    # DeepSpeed derives one of these three from the other two.
     "train_batch_size": JOINED,
     "train_micro_batch_size_per_gpu": JOINED,
     "gradient_accumulation_steps": JOINED,
     "steps_per_print": To("metrics.log_freq", int),
     "gradient_clipping": JOINED,
+    # The order of division and sum affects rounding, but not which numbers training computes.
     "prescale_gradients": Idle("gradients are summed first, and divided once"),
     "gradient_predivide_factor": Idle("gradients are summed first, and divided once"),
     "sparse_gradients": Cannot("gradients of embeddings are always dense"),
@@ -58,6 +61,7 @@ KEYS: Mapping[str, Rule] = {
     "fp16.loss_scale": JOINED,
     "fp16.loss_scale_window": JOINED,
     "fp16.initial_scale_power": JOINED,
+    # Overflows until the loss scale halves, and its minimum. The scale here halves at once and has no minimum.
     "fp16.hysteresis": Idle(
         "the loss scale halves at the first overflow, and the step is skipped as in DeepSpeed"
     ),
@@ -87,6 +91,7 @@ KEYS: Mapping[str, Rule] = {
     "scheduler.params.warmup_min_ratio": JOINED,
     "scheduler.params.cos_min_ratio": JOINED,
     "zero_optimization.stage": JOINED,
+    # Parameters, gradients and optimizer state are offloaded together, so either table enables it.
     "zero_optimization.offload_optimizer.device": JOINED,
     "zero_optimization.offload_param.device": JOINED,
     "zero_optimization.offload_optimizer.*": Idle("offloading has no further options"),
@@ -105,6 +110,7 @@ KEYS: Mapping[str, Rule] = {
     "zero_optimization.zero_quantized_gradients": Cannot(
         "gradients are reduced in the dtype of training.mixed_precision_reduce"
     ),
+    # How ZeRO packs and schedules its transfers.
     **{
         f"zero_optimization.{name}": _BUFFER
         for name in [
@@ -134,6 +140,7 @@ KEYS: Mapping[str, Rule] = {
         "tensor-parallel ranks always partition activations (sequence parallelism)"
     ),
     "activation_checkpointing.cpu_checkpointing": JOINED,
+    # How activations are stored for recomputation.
     **{
         f"activation_checkpointing.{name}": Idle(
             "only affects how layers are recomputed, not numbers"
@@ -151,6 +158,7 @@ KEYS: Mapping[str, Rule] = {
     "lora.r": To("lora.rank", int),
     "lora.lora_alpha": To("lora.alpha", float),
     "lora.lora_dropout": To("lora.dropout", float),
+    # Keys of FMEngine's example files that its code never reads.
     "lr-decay-style": _FMENGINE_DEAD,
     "warmup": _FMENGINE_DEAD,
     "min_lr": _FMENGINE_DEAD,
@@ -184,6 +192,7 @@ def finish(migration: FileMigration) -> None:
     _zero(migration)
     _clipping(migration)
     _recompute(migration)
+    # FMEngine builds adapters from this table without a switch, and fixes their modules.
     if any(key.startswith("lora\0") for key in migration.values):
         migration.default("lora.enable", True, "the lora table enables adapters")
         names = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -221,6 +230,7 @@ def _batches(migration: FileMigration) -> None:
         if migration.values.get(key) == "auto":
             migration.record(key, "ignored", _AUTO)
     world = migration.num_processes
+    # DeepSpeed computes the micro-batch from the total. Unknown counts are 1.
     if micro is None and total is not None and (accumulated or world):
         micro = max(1, total // ((accumulated or 1) * (world or 1)))
         migration.default(
@@ -239,9 +249,8 @@ def _batches(migration: FileMigration) -> None:
         )
         # If the file has all three options, DeepSpeed also requires that train_batch_size is the product of
         # the micro-batch size, the accumulation steps and the number of processes.
-        per_process = (migration.get("train_micro_batch_size_per_gpu", int) or 0) * (
-            accumulated or 0
-        )
+        micro_in_file = migration.get("train_micro_batch_size_per_gpu", int) or 0
+        per_process = micro_in_file * (accumulated or 0)
         disagrees = False
         if per_process and world:
             disagrees = total != per_process * world
@@ -263,6 +272,7 @@ def _batches(migration: FileMigration) -> None:
             "gradient_accumulation_steps", "honoured", "the two batch sizes determine it"
         )
         return
+    # Without a total, the global batch depends on the number of processes, which the file does not contain.
     if accumulated is not None and accumulated > 1 and micro is not None:
         step = micro * accumulated * (world or 1)
         why = f"for {world} processes" if world else "for 1 process: for several, add --nproc N"
@@ -278,26 +288,25 @@ def _batches(migration: FileMigration) -> None:
 
 def _precision(migration: FileMigration) -> None:
     """Set the compute dtype, the loss scale of fp16, and the dtype of gradient reductions."""
-    bf16 = migration.get(
-        _k("bf16.enabled"), bool, migration.get(_k("bfloat16.enabled"), bool, False)
-    )
+    older_bf16 = migration.get(_k("bfloat16.enabled"), bool, False)
+    bf16 = migration.get(_k("bf16.enabled"), bool, older_bf16)
     fp16 = migration.get(_k("fp16.enabled"), bool, False)
-    switches = [
-        migration.values.get(_k(name))
-        for name in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
-    ]
+    switch_names = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
+    switches = [migration.values.get(_k(name)) for name in switch_names]
     is_auto = "auto" in switches and not (bf16 or fp16)
+    # bf16 takes precedence if both are on.
     precision = "float32"
     if bf16:
         precision = "bfloat16"
     elif fp16:
         precision = "float16"
+    # Report the option at the switch that determines it.
     key = _k("bf16.enabled") if migration.has(_k("bf16.enabled")) else _k("bfloat16.enabled")
     if fp16 and not bf16:
         key = _k("fp16.enabled")
     if not is_auto:
         migration.set(key, "training.mixed_precision_param", precision)
-    for name in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled"):
+    for name in switch_names:
         if is_auto:
             migration.record(_k(name), "ignored", _AUTO)
         else:
@@ -314,6 +323,7 @@ def _precision(migration: FileMigration) -> None:
                 "unsupported",
                 "the loss scale is always dynamic; training.initial_loss_scale sets its first value",
             )
+        # DeepSpeed stores the exponent of the first loss scale.
         power = migration.get(_k("fp16.initial_scale_power"), int, 16)
         if not 0 <= power <= 32:
             migration.record(
@@ -333,6 +343,7 @@ def _precision(migration: FileMigration) -> None:
         text = _AUTO if is_auto else "the loss scale is only used with fp16"
         migration.record(_k(name), "ignored", text)
 
+    # The option has no float16. float32 sums are more precise.
     key = _k("data_types.grad_accum_dtype")
     dtypes = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
     dtypes |= dict.fromkeys(("fp16", "float16"), "float32")
@@ -360,6 +371,7 @@ def _optimizer(migration: FileMigration) -> None:
     kind = migration.get(type_key, str)
     if kind is None:
         return
+    # DeepSpeed's "Adam" decays weights like AdamW unless the file turns this off.
     decoupled = migration.get(mode_key, bool, True)
     names = {"adam": "AdamW" if decoupled else "Adam", "adamw": "AdamW"}
     name = names.get(kind.lower())
@@ -389,6 +401,7 @@ def _optimizer(migration: FileMigration) -> None:
         migration.default("optimizer.beta1", float(betas[0]), "the first value of betas")
         why = "the second value; the first is optimizer.beta1"
         migration.set(betas_key, "optimizer.beta2", float(betas[1]), why)
+    # This and the other defaults are those of DeepSpeed's optimizer, which differ from ours.
     if _k("optimizer.params.weight_decay") not in migration.values:
         migration.default("optimizer.weight_decay", 0.0)
     for key in (rate_key, betas_key):
@@ -415,7 +428,7 @@ def _schedule(migration: FileMigration) -> None:
             _rates(migration)
         if kind != "WarmupLR":
             _length(migration)
-        # Any other parameter makes DeepSpeed stop with an error.
+        # Every known parameter has a result now. DeepSpeed stops with an error for any other one.
         for key in migration.values:
             if key.startswith(_k("scheduler.params.")):
                 migration.record(
@@ -454,6 +467,7 @@ def _rates(migration: FileMigration) -> None:
     first = _k(f"{_WARMUP}min_lr")
     peak = _k(f"{_WARMUP}max_lr")
     optimizer_rate = _k("optimizer.params.lr")
+    # With "auto" the peak is unknown here, so a first rate other than 0 cannot become a fraction of it.
     least = migration.get(first, float, 0.0)
     if migration.values.get(peak) == "auto":
         migration.record(
@@ -470,19 +484,20 @@ def _rates(migration: FileMigration) -> None:
         )
         return
     most = migration.get(peak, float, 1e-3)
-    is_overridden = migration.has(optimizer_rate) and migration.get(optimizer_rate, float) != most
+    rate = migration.get(optimizer_rate, float)
+    is_overridden = migration.has(optimizer_rate) and rate != most
+    # The optimizer's rate has a result already. Replace it, because the schedule wins.
     migration.entries = [e for e in migration.entries if e.key != "optimizer.params.lr"]
     migration.set(peak, "optimizer.lr", most, "the peak")
-    text = (
-        f"the schedule overrides it with {most}"
-        if is_overridden
-        else "the schedule sets the same value"
-    )
+    text = "the schedule sets the same value"
+    if is_overridden:
+        text = f"the schedule overrides it with {most}"
     migration.record(optimizer_rate, "ignored", text)
     share = least / most if most else 0.0
     migration.set(
         first, "lr_scheduler.min_lr_factor", share, "the first rate as a fraction of the peak"
     )
+    # A warmup that starts above its peak is a mistake in the file.
     if not 0 <= share <= 1:
         migration.problems.append(
             Problem(
@@ -524,6 +539,7 @@ def _length(migration: FileMigration) -> None:
     steps = migration.get(key, int)
     if migration.values.get(key) == "auto":
         migration.record(key, "honoured", "the schedule ends with the run: training.steps")
+    # Without a length, DeepSpeed's schedule fails when it is built.
     elif steps is None or steps < 1:
         rule = "must be a positive number of steps for this schedule"
         place = migration.where(key if key in migration.values else _k("scheduler.type"))
@@ -551,6 +567,7 @@ def _zero(migration: FileMigration) -> None:
     elif stage == 2:
         why = "parameters stay gathered from the forward pass to the backward pass"
         migration.set(key, "parallelism.fsdp_reshard_after_forward", "never", why)
+    # Stages 0 and 1 keep full parameters on each rank, which are replicas here.
     elif stage in (0, 1) and world and world > 1:
         why = f"each of {world} processes has a full copy of the model"
         migration.default("parallelism.data_parallel_replicate_degree", world, why)
@@ -561,6 +578,7 @@ def _zero(migration: FileMigration) -> None:
             migration.set(key, "parallelism.shard_optimizer_states", True)
         else:
             migration.set(key, "parallelism.data_parallel_shard_degree", 1)
+    # The number of processes is unknown, and sharding returns the same numbers as replicas.
     elif stage in (0, 1):
         text = "data-parallel ranks shard the model, with the same numbers; --nproc N gives each rank a full copy"
         migration.record(key, "honoured", text)
@@ -575,6 +593,7 @@ def _zero(migration: FileMigration) -> None:
 
 def _recompute(migration: FileMigration) -> None:
     """Enable full activation recomputation if the file has a table of options for it."""
+    # The file has no switch: DeepSpeed recomputes if the model calls its function, which reads this table.
     if not any(key.startswith("activation_checkpointing") for key in migration.values):
         return
     migration.default(

@@ -25,6 +25,7 @@ Verdict = Literal["honoured", "renamed", "ignored", "unsupported", "default"]
 - default: not a key of the file, but a default of the foreign system that sets an option.
 """
 
+# Spellings of a missing value in JSON, YAML and command lines.
 _EMPTY = (None, "", "null", "none", "None")
 OFF = (*_EMPTY, False, 0, 0.0, "no", "false", "False", "NO")
 
@@ -44,6 +45,7 @@ class Entry:
         source = self.where
         if self.key:
             source += f": {self.key}"
+        # The value of a secret must not appear in a report.
         if self.key and self.value is not None:
             source += f" = {_short(shown(self.key, self.value))}"
         separator = " -> " if self.option else ": "
@@ -115,6 +117,7 @@ def of_kind(value: Any, kind: type) -> Any:
         if text not in (*_TRUE, *_FALSE):
             raise Unfit("must be true or false", "correct it")
         return text in _TRUE
+    # bool is a subclass of int, so it must be rejected explicitly.
     if kind in (int, float):
         number = value
         if isinstance(value, str):
@@ -130,6 +133,7 @@ def of_kind(value: Any, kind: type) -> Any:
             raise Unfit("must be a number", "correct it")
         if kind is float:
             return float(number)
+        # YAML and JSON may write an integer as 2.0, but 2.5 must not be cut to 2.
         if number != int(number):
             raise Unfit("must be a whole number", "correct it")
         return int(number)
@@ -137,6 +141,7 @@ def of_kind(value: Any, kind: type) -> Any:
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             return str(value)
         raise Unfit("must be text", "correct it")
+    # Lists are used as they are. Their user checks the elements.
     if kind is list:
         if isinstance(value, list):
             return value
@@ -198,6 +203,7 @@ class FileMigration:
         An invalid value also returns ``otherwise``, and is added to ``problems``.
         """
         value = self.values.get(key)
+        # "auto" leaves the value to another program, so it is not a value of this file.
         if value is None or value == "auto" or value == "":
             return otherwise
         try:
@@ -247,6 +253,7 @@ class FileMigration:
             name = _dotted(key)
             given = self.values[key]
             where = self.where(key)
+            # A key that only moved to another section kept its name.
             has_same_name = name.rpartition(".")[2] == option.rpartition(".")[2]
             verdict = "honoured" if has_same_name else "renamed"
         text = f"{option} = {_short(shown(option, value))}"
@@ -316,6 +323,7 @@ def apply(migration: FileMigration, rules: Mapping[str, Rule], unknown_reason: s
         rules: Rule of each dotted key.
         unknown_reason: Reason why a key without a rule is unsupported. If "", such a key is a problem.
     """
+    # Keys with the rule JOINED have no result here. The reader's ``finish`` translates them.
     for key, value in migration.values.items():
         rule = _rule(_dotted(key), rules)
         if rule is None:
@@ -368,11 +376,13 @@ def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
     """True if a value is an empty table or list, or one of ``off``. 0 and False are different values."""
     if value in ([], {}):
         return True
+    # Python considers 0 and False equal.
     return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in off)
 
 
 def _rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
     """Return the rule of a dotted key, or of the nearest table around it (``"autotuning.*"``)."""
+    # Look for a rule of the key itself, then of each table around it, from the inside out.
     while key not in rules and not f"{key}.*".startswith("."):
         table = key.rpartition(".")[0]
         if f"{table}.*" in rules:
@@ -380,6 +390,7 @@ def _rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
         if not table:
             return rules.get(key)
         key = table
+        # The rule of a value does not apply to keys inside a table of this name.
         if key in rules:
             return None
     return rules.get(key)
@@ -387,6 +398,7 @@ def _rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
 
 def _to(migration: FileMigration, key: str, value: Any, rule: To) -> None:
     """Set the option of a key."""
+    # These two are not values: do not try to convert them.
     if value == "auto":
         migration.record(key, "ignored", '"auto": another file or the default determines it')
         return

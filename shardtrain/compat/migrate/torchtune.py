@@ -30,6 +30,7 @@ KEYS: Mapping[str, Rule] = {
     "log_dir": Idle("files are written below job.dump_folder"),
     "profiling_dir": Idle("files are written below job.dump_folder"),
     "checkpoint_dir": Idle("only used in references"),
+    # The folder's config.json determines the model. These only matter for adapters.
     "model._component_": JOINED,
     "model.lora_attn_modules": JOINED,
     "model.apply_lora_to_mlp": JOINED,
@@ -39,6 +40,7 @@ KEYS: Mapping[str, Rule] = {
     "model.lora_dropout": To("lora.dropout", float),
     "model.use_dora": To("lora.use_dora", bool),
     "model.quantize_base": JOINED,
+    # A Hugging Face folder contains its tokenizer.
     "tokenizer._component_": Idle("the tokenizer comes from model.hf_assets_path"),
     "tokenizer.path": Idle("the tokenizer comes from model.hf_assets_path"),
     "tokenizer.merges_file": Idle("the tokenizer comes from model.hf_assets_path"),
@@ -60,6 +62,7 @@ KEYS: Mapping[str, Rule] = {
         "a run resumes automatically from the newest checkpoint in its folder"
     ),
     "save_adapter_weights_only": Idle("checkpoints of adapter training contain only adapters"),
+    # Each builder has its own arguments, which map to one dataset here.
     "dataset._component_": JOINED,
     "dataset.source": JOINED,
     "dataset.path": JOINED,
@@ -125,6 +128,7 @@ KEYS: Mapping[str, Rule] = {
     "log_peak_memory_stats": Idle("memory is always logged"),
     "log_level": Idle("only affects output, not numbers"),
     "profiler.enabled": To("profiling.enable_profiling", bool),
+    # Here the interval between profiles includes these three.
     "profiler.warmup_steps": JOINED,
     "profiler.active_steps": JOINED,
     "profiler.wait_steps": JOINED,
@@ -141,6 +145,7 @@ KEYS: Mapping[str, Rule] = {
 
 def looks(values: Mapping[str, Any]) -> bool:
     """True if any top-level table names a component."""
+    # Only torchtune names components this way.
     return any(isinstance(part, dict) and "_component_" in part for part in values.values())
 
 
@@ -162,6 +167,7 @@ def prepare(migration: FileMigration) -> None:
             if isinstance(value, str) and "${" in value and len(value) < 4096:
                 migration.values[key] = _REFERENCE.sub(value_of, value)
     for key in used:
+        # A key with a rule gets its result from the rule.
         if key.replace("\0", ".") not in KEYS:
             migration.record(key, "honoured", "its value replaces the references to it")
 
@@ -198,12 +204,14 @@ def finish(migration: FileMigration) -> None:
     )
     _optimizer(migration)
     clip = get("clip_grad_norm", float)
+    # torchtune does not clip without this key.
     if clip:
         migration.set("clip_grad_norm", "training.max_norm", clip)
     else:
         migration.set(
             "clip_grad_norm", "training.max_norm", float("inf"), "gradients are not clipped"
         )
+    # torchtune computes in the dtype of its parameters, so both options get the same value.
     kinds = {"bf16": "bfloat16", "fp32": "float32"}
     kind = get("dtype", str, "fp32")
     if kind in kinds:
@@ -216,6 +224,7 @@ def finish(migration: FileMigration) -> None:
         migration.default("training.mixed_precision_param", kinds[kind])
     else:
         migration.record("dtype", "unsupported", "training.dtype must be float32 or bfloat16")
+    # torchtune rejects offloading without recomputation.
     if get("enable_activation_offloading", bool, False):
         if get("enable_activation_checkpointing", bool, False):
             migration.set("enable_activation_offloading", "activation_checkpoint.cpu_offload", True)
@@ -225,6 +234,7 @@ def finish(migration: FileMigration) -> None:
             "offloading requires enable_activation_checkpointing",
         )
     migration.record("enable_activation_offloading", "ignored", "it is off")
+    # Our "auto" selects CUDA if it is available. An index such as cuda:0 depends on the launcher.
     device = get("device", str, "cuda").partition(":")[0]
     if device in ("cuda", "cpu"):
         migration.set("device", "training.device", "auto" if device == "cuda" else "cpu")
@@ -237,11 +247,13 @@ def finish(migration: FileMigration) -> None:
     if logger in options:
         migration.set("metric_logger\0_component_", options[logger], True)
     migration.record("metric_logger\0_component_", "ignored", "metrics.jsonl is always written")
+    # All of torchtune's cross-entropy variants compute the same number.
     loss = get("loss\0_component_", str, "").rpartition(".")[2]
     is_cross_entropy = "CrossEntropy" in loss or loss.startswith("CE") or not loss
     if is_cross_entropy:
         migration.record("loss\0_component_", "honoured", "cross-entropy over the tokens with loss")
     migration.record("loss\0_component_", "unsupported", "the task determines the loss: task.name")
+    # Checkpoints are off by default, but torchtune always saves.
     why = "torchtune saves after each epoch; the last step is always saved"
     migration.default("checkpoint.enable", True, why)
     if get("profiler\0enabled", bool, False):
@@ -276,6 +288,7 @@ def _model(migration: FileMigration) -> None:
         migration.default(
             "checkpoint.initial_load_in_hf", True, "training starts from the folder's weights"
         )
+    # The builder's name is the only place where torchtune files enable adapters.
     builder = component.rpartition(".")[2]
     if builder.startswith(("lora_", "qlora_")):
         migration.set(
@@ -283,6 +296,7 @@ def _model(migration: FileMigration) -> None:
         )
     migration.record(key, "honoured", "the folder's config.json determines the model")
     modules = migration.get("model\0lora_attn_modules", list)
+    # torchtune has its own name for the output projection.
     if modules is not None:
         names = ["o_proj" if name == "output_proj" else str(name) for name in modules]
         if migration.get("model\0apply_lora_to_mlp", bool, False):
@@ -303,6 +317,7 @@ def _data(migration: FileMigration) -> None:
     """Set the dataset: local files, a dataset of the Hub, or the dataset that the builder's name implies."""
     key = "dataset\0_component_"
     builder = migration.get(key, str, "").rpartition(".")[2]
+    # Builder -> our dataset, the format of its rows, and its default dataset of the Hub.
     forms = {
         "alpaca_dataset": ("alpaca", "prompt_completion", "tatsu-lab/alpaca"),
         "alpaca_cleaned_dataset": ("alpaca", "prompt_completion", "yahma/alpaca-cleaned"),
@@ -316,6 +331,7 @@ def _data(migration: FileMigration) -> None:
     if builder in forms:
         dataset, form, hub = forms[builder]
         path = source or hub
+        # Local files take precedence: the builder's "source" is then the name of a file format.
         if files:
             path = str(files[0] if isinstance(files, list) else files)
         if files or source in ("json", "parquet", "csv", "text"):
@@ -326,6 +342,7 @@ def _data(migration: FileMigration) -> None:
         migration.set(key, "training.dataset", dataset, builder)
         migration.set("dataset\0data_files" if files else place, "training.dataset_path", path)
         migration.default("data.format", form)
+        # torchtune's instruct_dataset expects these columns.
         if form == "prompt_completion" and dataset != "alpaca":
             migration.default("data.prompt_field", "input", "torchtune's column name")
             migration.default("data.completion_field", "output", "torchtune's column name")
@@ -349,6 +366,7 @@ def _data(migration: FileMigration) -> None:
     for name in (place, "dataset\0data_files"):
         migration.record(name, "honoured", "part of training.dataset")
 
+    # The library for datasets supports slices such as train[:10%], which only it can evaluate.
     split = migration.get("dataset\0split", str)
     if split and re.fullmatch(r"[\w-]+", split):
         migration.set("dataset\0split", "data.split", split)
@@ -358,6 +376,7 @@ def _data(migration: FileMigration) -> None:
             "unsupported",
             "slices of a split are not supported; write the slice to a file",
         )
+    # torchtune accepts rows of any length, and a fixed length is required here.
     length = migration.get("tokenizer\0max_seq_len", int)
     if length:
         migration.set("tokenizer\0max_seq_len", "training.seq_len", length)
@@ -385,6 +404,7 @@ def _optimizer(migration: FileMigration) -> None:
         migration.record(
             key, "unsupported", "optimizer.name supports AdamW, Adam, AdamW8bit and Muon"
         )
+    # torchtune's optimizers are PyTorch's, whose defaults differ from ours.
     betas = migration.get("optimizer\0betas", list, [])
     if len(betas) == 2 and all(isinstance(beta, int | float) for beta in betas):
         migration.default("optimizer.beta1", float(betas[0]), "the first value of betas")
@@ -396,6 +416,7 @@ def _optimizer(migration: FileMigration) -> None:
         migration.default("optimizer.beta2", 0.999)
     if "optimizer\0weight_decay" not in migration.values:
         migration.default("optimizer.weight_decay", 0.01 if kind == "AdamW" else 0.0)
+    # torchtune's own schedule. Others are classes of PyTorch.
     name = migration.get("lr_scheduler\0_component_", str)
     if name is not None and name.endswith("get_cosine_schedule_with_warmup"):
         migration.set("lr_scheduler\0_component_", "lr_scheduler.name", "transformers")

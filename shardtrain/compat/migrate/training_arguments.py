@@ -12,6 +12,7 @@ from shardtrain.facts.file_kinds import dataset_of
 
 SYSTEM = "Hugging Face TrainingArguments"
 OPEN = "it is not in TrainingArguments, but defined by the program that reads this file"
+# Tables that are values of one key.
 LEAVES = frozenset(
     {
         "dataset_mixture",
@@ -49,6 +50,7 @@ def model_folder(name: str) -> tuple[str, str]:
     For a Hub repository, the note is the download command.
     """
     path = Path(name).expanduser()
+    # A Hub repository is OWNER/NAME. Other names, and paths, are local.
     if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         return str(path), "a local folder"
     local = f"./assets/hf/{name.rpartition('/')[2]}"
@@ -59,6 +61,7 @@ def model_folder(name: str) -> tuple[str, str]:
 
 
 KEYS: Mapping[str, Rule] = {
+    # The run, and what it does.
     "output_dir": To("job.dump_folder", str),
     "run_name": To("job.description", str),
     "overwrite_output_dir": Cannot(
@@ -72,6 +75,7 @@ KEYS: Mapping[str, Rule] = {
     "evaluation_strategy": JOINED,
     "eval_steps": JOINED,
     "eval_on_start": Idle("the first validation is after validation.freq steps"),
+    # Batches and the optimizer.
     "per_device_train_batch_size": JOINED,
     "per_device_eval_batch_size": To("validation.local_batch_size", int),
     "gradient_accumulation_steps": JOINED,
@@ -82,12 +86,14 @@ KEYS: Mapping[str, Rule] = {
     "adam_epsilon": To("optimizer.eps", float),
     "adam_eps": To("optimizer.eps", float),
     "max_grad_norm": JOINED,
+    # Length and schedule.
     "num_train_epochs": JOINED,
     "max_steps": JOINED,
     "lr_scheduler_type": JOINED,
     "lr_scheduler_kwargs": Cannot("use the options of [lr_scheduler]"),
     "warmup_ratio": JOINED,
     "warmup_steps": JOINED,
+    # Precision.
     "bf16": JOINED,
     "fp16": JOINED,
     "tf32": Idle("PyTorch's setting for float32 matmuls applies"),
@@ -99,6 +105,7 @@ KEYS: Mapping[str, Rule] = {
     "data_seed": Idle("debug.seed determines the order of the data"),
     "gradient_checkpointing": JOINED,
     "gradient_checkpointing_kwargs": Idle("recomputation never re-enters autograd"),
+    # The kind of optimizer, and terms of the loss.
     "optim": JOINED,
     "adafactor": Cannot("optimizer.name supports AdamW, Adam, AdamW8bit and Muon"),
     "optim_args": Cannot("use the options of [optimizer]"),
@@ -107,6 +114,7 @@ KEYS: Mapping[str, Rule] = {
     "torch_compile": To("compile.enable", bool),
     "torch_compile_backend": To("compile.backend", str),
     "torch_compile_mode": Idle("each layer is compiled separately"),
+    # Checkpoints and logging.
     "save_strategy": JOINED,
     "save_steps": JOINED,
     "save_total_limit": JOINED,
@@ -129,6 +137,7 @@ KEYS: Mapping[str, Rule] = {
     "log_level_replica": _WATCH,
     "disable_tqdm": _WATCH,
     "report_to": JOINED,
+    # Data loading.
     "dataloader_num_workers": To("training.dataloader.num_workers", int),
     "dataloader_prefetch_factor": JOINED,
     "dataloader_pin_memory": To("training.dataloader.pin_memory", bool),
@@ -140,6 +149,7 @@ KEYS: Mapping[str, Rule] = {
     "group_by_length": Cannot(
         "rows are shuffled over the full data set; data.packing avoids padding instead"
     ),
+    # Distributed training.
     "ddp_find_unused_parameters": Idle("every parameter receives a gradient"),
     "ddp_timeout": To("comm.train_timeout_seconds", int),
     "ddp_backend": Idle("the backend is nccl on CUDA and gloo on CPUs"),
@@ -187,6 +197,7 @@ KEYS: Mapping[str, Rule] = {
     "max_seq_length": To("training.seq_len", int),
     "max_length": To("training.seq_len", int),
     "max_prompt_length": Idle("prompt and answer together are cut at training.seq_len"),
+    # TRL: packing and preference losses.
     "packing": JOINED,
     "chat_template": Cannot("save it to a file, and set data.chat_template to its path"),
     "beta": JOINED,
@@ -196,6 +207,7 @@ KEYS: Mapping[str, Rule] = {
     "rpo_alpha": JOINED,
     "cpo_alpha": JOINED,
     "packing_strategy": JOINED,
+    # PEFT.
     "use_peft": To("lora.enable", bool),
     "lora_r": To("lora.rank", int),
     "lora_alpha": To("lora.alpha", float),
@@ -228,6 +240,7 @@ def finish(migration: FileMigration) -> None:
     precision(migration)
     migration.default("optimizer.lr", 5e-5)
     migration.default("optimizer.beta2", 0.999)
+    # The Trainer disables weight decay by default, which ours enables.
     migration.default("optimizer.weight_decay", 0.0)
     optimizer(migration, migration.get("optim", str, "adamw_torch"), "optim")
     if migration.get("weight_decay", float, 0.0):
@@ -239,12 +252,14 @@ def finish(migration: FileMigration) -> None:
     _saving(migration)
     _validation(migration)
     _model_and_data(migration)
+    # 0 disables clipping in the Trainer.
     clip = migration.get("max_grad_norm", float, 1.0)
     migration.set("max_grad_norm", "training.max_norm", clip or float("inf"))
     recomputes = migration.get("gradient_checkpointing", bool, False)
     migration.set(
         "gradient_checkpointing", "activation_checkpoint.mode", "full" if recomputes else "none"
     )
+    # A value below 1 is a fraction of the run in the Trainer.
     steps = migration.get("logging_steps", float, 500.0)
     if steps >= 1:
         migration.set("logging_steps", "metrics.log_freq", int(steps))
@@ -297,8 +312,11 @@ def accumulate(migration: FileMigration, rows: int) -> None:
     """Set the global batch: the batch per device times accumulation steps and devices."""
     accumulated = migration.get("gradient_accumulation_steps", int, 1)
     world = migration.num_processes
+    # Without accumulation, the default of the option is the same batch.
     if accumulated > 1:
-        why = f"for {world} processes" if world else "for 1 process: for several, add --nproc N"
+        why = "for 1 process: for several, add --nproc N"
+        if world:
+            why = f"for {world} processes"
         total = rows * accumulated * (world or 1)
         migration.set("gradient_accumulation_steps", "training.global_batch_size", total, why)
     migration.record("gradient_accumulation_steps", "honoured", "no gradients are accumulated")
@@ -339,11 +357,13 @@ def schedule(migration: FileMigration, kind: str, key: str) -> None:
     migration.default("lr_scheduler.name", "transformers")
     if least:
         migration.default("lr_scheduler.min_lr_factor", least)
+    # The name determines that there is no warmup, whatever the other keys are.
     if warmup == 0:
         steps = ratio = 0.0
         for name in ("warmup_steps", "warmup_ratio"):
             migration.record(name, "ignored", "a constant schedule has no warmup")
     migration.set("warmup_steps", "lr_scheduler.warmup_steps", int(steps))
+    # transformers ignores the ratio if there is a number of steps.
     if steps >= 1:
         migration.record("warmup_ratio", "ignored", "warmup_steps takes precedence")
         migration.set("", "lr_scheduler.warmup_proportion", 0.0)
@@ -354,6 +374,7 @@ def schedule(migration: FileMigration, kind: str, key: str) -> None:
 def precision(migration: FileMigration) -> None:
     """Set the compute dtype from bf16 and fp16. Parameters stay float32 unless a key sets their dtype."""
     bf16 = migration.values.get("bf16") == "auto" or migration.get("bf16", bool, False)
+    # "auto" counts as bf16.
     fp16 = migration.get("fp16", bool, False)
     if bf16 and fp16 and migration.values.get("bf16") != "auto":
         migration.record("fp16", "unsupported", "bf16 is set too; keep only one of them")
@@ -374,6 +395,7 @@ def precision(migration: FileMigration) -> None:
         migration.record(
             other, "ignored", "it is off" if is_off else f"the compute dtype is {dtype}"
         )
+    # dtype of the stored weights, which older versions of transformers call torch_dtype.
     for name in ("torch_dtype", "dtype"):
         kind = migration.get(name, str)
         if kind in ("bfloat16", "bf16") and migration.system == SYSTEM:
@@ -390,13 +412,14 @@ def precision(migration: FileMigration) -> None:
 
 def optimizer(migration: FileMigration, kind: str, key: str) -> None:
     """Set the optimizer from the Trainer's names for AdamW, including variants with 8-bit states."""
-    if kind.startswith(("adamw_torch", "adamw_hf", "adamw_apex")) and not kind.endswith(
-        ("8bit", "4bit", "fp8")
-    ):
+    is_plain_adamw = kind.startswith(("adamw_torch", "adamw_hf", "adamw_apex"))
+    has_few_bits = kind.endswith(("8bit", "4bit", "fp8"))
+    if is_plain_adamw and not has_few_bits:
         migration.set(key, "optimizer.name", "AdamW")
     elif "adamw" in kind and kind.endswith("8bit"):  # from bitsandbytes or torchao, paged or not
         migration.set(key, "optimizer.name", "AdamW8bit")
     elif "adamw" in kind:
+        # The update is AdamW's, so use it, but report that its states need more memory.
         migration.set(key, "optimizer.name", "AdamW")
         migration.entries = [e for e in migration.entries if e.key != key]
         migration.record(
@@ -461,6 +484,7 @@ def _validation(migration: FileMigration) -> None:
 
     ``migration.record`` has no effect on a key that has a result already.
     """
+    # Older versions of transformers have the second name.
     key = "eval_strategy" if migration.has("eval_strategy") else "evaluation_strategy"
     strategy = "no"
     if migration.values.get(key) is not False:
@@ -469,6 +493,7 @@ def _validation(migration: FileMigration) -> None:
     split = migration.get("dataset_test_split", str)
     has_data = bool(file or split)
     on = strategy in ("steps", "epoch") and has_data
+    # Without data there is nothing to validate on.
     if strategy in ("steps", "epoch") and not has_data:
         text = "the file names no validation data; set validation.enable, validation.dataset and its path"
         migration.record(key, "ignored", text)
@@ -496,8 +521,9 @@ def _best_checkpoint(migration: FileMigration, is_validated: bool) -> None:
     """Set the metric of the best checkpoint, if validation reports it."""
     best = migration.get("load_best_model_at_end", bool, False)
     metric = str(migration.get("metric_for_best_model", str, "loss"))
-    if is_validated and best and metric.removeprefix("eval_") in ("loss", "accuracy"):
-        name = f"validation.{metric.removeprefix('eval_')}"
+    metric = metric.removeprefix("eval_")
+    if is_validated and best and metric in ("loss", "accuracy"):
+        name = f"validation.{metric}"
         migration.set(
             "load_best_model_at_end",
             "checkpoint.keep_best",
@@ -530,6 +556,7 @@ def _model_and_data(migration: FileMigration) -> None:
     for other in ("model_name_or_path", "model_name"):
         migration.record(other, "ignored", "it is empty")
 
+    # A dataset of the Hub takes precedence over a local file.
     data = migration.get("dataset_name", str)
     if data:
         migration.set("dataset_name", "training.dataset_path", data)
@@ -538,6 +565,7 @@ def _model_and_data(migration: FileMigration) -> None:
         migration.default(
             "training.dataset", dataset_of(str(migration.values["train_file"])) or "text"
         )
+    # The validation set has the same format as the training set.
     values = {setting.option: setting.value for setting in migration.settings}
     if "validation.enable" in values:
         file = values.get("validation.dataset_path")
@@ -552,6 +580,7 @@ def _model_and_data(migration: FileMigration) -> None:
 
     modules(migration, "lora_target_modules", "lora.target_modules")
     modules(migration, "lora_modules_to_save", "lora.modules_to_save")
+    # PEFT's arguments have no switch of their own.
     if migration.has("lora_r"):
         migration.default("lora.enable", True, "lora_r is set")
     base_dtypes = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}
@@ -559,6 +588,7 @@ def _model_and_data(migration: FileMigration) -> None:
         if migration.get(name, bool, False):
             migration.set(name, "lora.base_dtype", kind)
         migration.record(name, "ignored", "it is off")
+    # Only preference training has a beta.
     if migration.has("beta"):
         migration.set("beta", "task.beta", migration.get("beta", float))
         migration.default("task.name", "preference", "beta is an argument of DPO")
@@ -578,6 +608,7 @@ def _model_and_data(migration: FileMigration) -> None:
 def _preference_loss(migration: FileMigration) -> None:
     """Set the loss of DPO. TRL accepts one name or a list, and a list with one name has the same meaning."""
     given = migration.values.get("loss_type")
+    # Types of the option list the supported losses.
     names = given if isinstance(given, list) else [given]
     losses = get_args(get_type_hints(Task)["loss_type"])
     if len(names) == 1 and names[0] in losses:
@@ -592,6 +623,7 @@ def _preference_loss(migration: FileMigration) -> None:
     if migration.get("reference_free", bool, False):
         migration.set("reference_free", "task.reference_free", True)
     migration.record("reference_free", "ignored", "it is off")
+    # Two names of the weight of the likelihood term, in DPO and CPO.
     for name in ("rpo_alpha", "cpo_alpha"):
         if migration.has(name):
             migration.set(name, "task.nll_weight", migration.get(name, float, 0.0))
@@ -599,6 +631,7 @@ def _preference_loss(migration: FileMigration) -> None:
 
 def _reports(migration: FileMigration) -> None:
     """Enable the metric sinks named by report_to: one name or a list."""
+    # "none" and "all" are not names of sinks.
     given = migration.values.get("report_to")
     names = []
     if isinstance(given, list):

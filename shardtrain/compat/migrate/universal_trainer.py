@@ -18,6 +18,7 @@ SYSTEM = "pytorch_universal_trainer"
 OPEN = "only hooks can read it, as self.config.task.options: set hooks_file to their file"
 LEAVES: frozenset[str] = frozenset()
 MAX_COUNTED_BYTES = 2**31
+# Sections of the file, as the prefix of dotted keys.
 _T = "transformers-params."
 _D = "data-params."
 _N = "dist-params."
@@ -76,14 +77,16 @@ def _key(section: str, name: str) -> str:
 def prepare(migration: FileMigration) -> None:
     """Pass the user's own keys to hooks as task.options. They have no rules."""
     hooks = migration.get(_key(_T, "hooks_file"), str)
-    own_keys = [key for key in migration.values if key.replace("\0", ".") not in KEYS]
+    # Only hooks can read further keys.
     if not hooks:
         return
+    own_keys = [key for key in migration.values if key.replace("\0", ".") not in KEYS]
     for key in own_keys:
         section, _, name = key.rpartition("\0")
         # A key outside the three sections is a typo, which the rules report.
         if section not in (_T[:-1], _D[:-1], _N[:-1]):
             continue
+        # Options of a task are plain values.
         value = migration.values[key]
         if value is not None and not isinstance(value, int | float | bool | str):
             migration.problems.append(
@@ -106,6 +109,7 @@ def prepare(migration: FileMigration) -> None:
 def finish(migration: FileMigration) -> None:
     """Translate the keys that depend on each other, and set options that are constants in the program."""
     get = migration.get
+    # Later steps depend on the number of processes and on what the hooks define.
     world = _processes(migration)
     has_text_rows = _hooks(migration)
     rows = _batch(migration, world)
@@ -128,6 +132,7 @@ def finish(migration: FileMigration) -> None:
         f"shardtrain.compat.main runs `shardtrain {mode}` with this file",
     )
     folder = get(_key(_T, "pretrained_model_dir"), str)
+    # A model file of hooks has its own weights. Then the folder only contains the tokenizer.
     has_own_model = any(setting.option == "model.name" for setting in migration.settings)
     if folder and not has_own_model:
         migration.set(_key(_T, "pretrained_model_dir"), "model.hf_assets_path", _home(folder))
@@ -137,6 +142,7 @@ def finish(migration: FileMigration) -> None:
         migration.default(
             "checkpoint.initial_load_in_hf", True, "training starts from the folder's weights"
         )
+        # Without safetensors, the weights are a pickle, which requires an option.
         base = Path(_home(folder))
         if (base / "pytorch_model.bin").is_file() and not any(base.glob("model*.safetensors*")):
             migration.default(
@@ -144,6 +150,7 @@ def finish(migration: FileMigration) -> None:
                 True,
                 "weights are in pytorch_model.bin, which is read without running code",
             )
+        # Architectures without a native implementation use the classes of the library.
         architecture = _CLASSIFIERS.get(str(_facts(folder).get("model_type")))
         if architecture:
             labels = get(_key(_T, "num_labels"), int, 2)
@@ -178,6 +185,7 @@ def finish(migration: FileMigration) -> None:
     migration.default("task.name", "classification")
     _sharding(migration, world)
     cuts_rows = get(_key(_T, "use_max_length"), bool, False)
+    # The program's default.
     limit = get(_key(_T, "max_length"), int, 200)
     if cuts_rows:
         migration.set(_key(_T, "max_length"), "training.seq_len", limit)
@@ -185,6 +193,7 @@ def finish(migration: FileMigration) -> None:
             _key(_T, "use_max_length"), "honoured", f"rows are cut after {limit} tokens"
         )
     else:
+        # A batch is padded to its longest row, so a high limit costs nothing.
         most = _positions(folder)
         migration.default(
             "training.seq_len",
@@ -197,6 +206,7 @@ def finish(migration: FileMigration) -> None:
             f"rows may have {most} tokens; a batch is padded to its longest row",
         )
         migration.record(_key(_T, "max_length"), "ignored", "only used with use_max_length")
+    # Constants in the program's code.
     for option, value in (
         ("checkpoint.enable", True),
         ("checkpoint.keep_latest_k", 0),
@@ -223,6 +233,7 @@ def finish(migration: FileMigration) -> None:
         migration.default(
             "optimizer.no_weight_decay", patterns, "names with `bias` or `LayerNorm.weight`"
         )
+    # This may remove the initial weights that were set above.
     _continue(migration)
     if get(_key(_D, "is_dev_file"), bool, True) and has_text_rows:
         migration.default(
@@ -261,6 +272,7 @@ def _processes(migration: FileMigration) -> int:
                 migration, "master_port", port, "must be a port between 1 and 65535", "correct it"
             )
         )
+    # Wrong numbers make the rest meaningless.
     if migration.problems:
         return 1
     machine = migration.machine
@@ -274,6 +286,7 @@ def _processes(migration: FileMigration) -> int:
         migration.record(_key(_T, "is_distributed"), "honoured", text)
         for name in ("nodes", "gpus", "current_node", "master_addr", "master_port"):
             migration.record(_key(_N, name), "ignored", "only used with is_distributed")
+        # The batch of a step is divided by the accumulation steps, as in the program.
         batch = migration.get(_key(_T, "batch_size"), int, 8)
         batch = max(
             1, batch // max(1, migration.get(_key(_T, "gradient_accumulation_steps"), int, 1))
@@ -360,6 +373,7 @@ def _hooks(migration: FileMigration) -> bool:
     if not names & {"Task", "Model"}:
         rule = "must define a class Task or a class Model"
         refuse(rule, "see docs/migrate/universal_trainer.md")
+    # The task's metrics are known from its file. The first one besides the loss selects the best checkpoint.
     if facts is not None:
         migration.set(key, "task.name", path, "its class Task")
         metric = next((name for name in facts.metrics if name != "loss"), "loss")
@@ -373,6 +387,7 @@ def _hooks(migration: FileMigration) -> bool:
 
 def _classes(file: Path) -> set[str]:
     """Return the names assigned at module level of a Python file, found by parsing it."""
+    # Any assignment or import may define a class, because the file is not run.
     module = own_file.parse(file)
     names: set[str] = set()
     for node in module.body:
@@ -391,6 +406,7 @@ def _continue(migration: FileMigration) -> None:
     place = _key(_T, "continue_training_path")
     path = migration.get(place, str)
     if not migration.get(key, bool, False):
+        # The program starts anew without this key, and our runs always resume.
         migration.record(
             key,
             "ignored",
@@ -413,6 +429,7 @@ def _continue(migration: FileMigration) -> None:
             "unless model_dir contains a newer checkpoint",
         )
         migration.default("checkpoint.initial_load_model_only", False)
+        # The checkpoint replaces the weights of the folder.
         migration.settings = [s for s in migration.settings if s.option not in _OF_FOLDER]
         migration.entries = [entry for entry in migration.entries if entry.option not in _OF_FOLDER]
 
@@ -425,6 +442,7 @@ def _batch(migration: FileMigration, world: int) -> int:
     batch = migration.get(_key(_T, "batch_size"), int, 8)
     accumulated = migration.get(_key(_T, "gradient_accumulation_steps"), int, 1)
     distributed = migration.get(_key(_T, "is_distributed"), bool, True)
+    # A batch below 1 makes the other sizes meaningless.
     for name, value in (("batch_size", batch), ("gradient_accumulation_steps", accumulated)):
         if value < 1:
             key = _key(_T, name)
@@ -437,8 +455,11 @@ def _batch(migration: FileMigration, world: int) -> int:
             )
             migration.problems.append(problem)
             return 1
-    why = "rows per process" if distributed else "batch_size is the sum over all devices"
-    rows = batch if distributed else max(1, batch // accumulated // world)
+    rows = batch
+    why = "rows per process"
+    if not distributed:
+        rows = max(1, batch // accumulated // world)
+        why = "batch_size is the sum over all devices"
     migration.set(_key(_T, "batch_size"), "training.local_batch_size", rows, why)
     if accumulated > 1 or not distributed:
         key = _key(_T, "gradient_accumulation_steps")
@@ -464,6 +485,7 @@ def _sharding(migration: FileMigration, world: int) -> None:
     names = ("optimizer_sharding", "model_sharding", "autowrap", "reshard_forward")
     place = {name: _key(_T, f"use_fairscale_{name}") for name in names}
     is_on = {name: migration.get(place[name], bool, False) for name in names}
+    # Sharding the model includes its optimizer state.
     if is_on["model_sharding"]:
         migration.set(place["model_sharding"], "parallelism.data_parallel_shard_degree", -1)
         value = "always" if is_on["reshard_forward"] else "never"
@@ -500,6 +522,7 @@ def _data(migration: FileMigration, step_rows: int) -> None:
     folder = migration.get(_key(_D, "data_dir"), str)
     key = _key(_D, "is_dev_file")
     evaluates = migration.get(key, bool, True)
+    # A task of hooks reads its own rows unless a folder is set.
     hooks_read_rows = any(s.option == "task.name" for s in migration.settings) and not folder
     if hooks_read_rows:
         migration.record(_key(_D, "data_dir"), "ignored", "it is empty: the hooks read the rows")
@@ -521,6 +544,7 @@ def _data(migration: FileMigration, step_rows: int) -> None:
         migration.default("training.dataset", "tsv")
         migration.default("data.text_field", "0", "the first column")
         migration.default("task.label_field", "1", "the second column")
+        # Without a training file, the folder may be for ``test`` only.
         if _file(base, "test").is_file() or not _file(base, "train").is_file():
             migration.default("task.test_dataset_path", str(_file(base, "test")))
         migration.default("validation.dataset", "tsv")
@@ -542,6 +566,7 @@ def _data(migration: FileMigration, step_rows: int) -> None:
 
     # Fractions of an epoch become steps if the rows of the file can be counted.
     rows = 0 if hooks_read_rows else _rows(_file(base, "train"))
+    # The last step of an epoch may be smaller, so round up.
     steps = -(-rows // max(1, step_rows))
     for name, option in (
         ("log_steps_ratio", "metrics.log_freq"),
@@ -569,6 +594,7 @@ def _file(base: Path, part: str) -> Path:
 def _rows(file: Path) -> int:
     """Return the number of lines of a file. 0 if it cannot be read or is larger than ``MAX_COUNTED_BYTES``."""
     try:
+        # Counting a very large file would delay the command.
         if file.stat().st_size > MAX_COUNTED_BYTES:
             return 0
         with open(file, "rb", opener=atomic_io.without_waiting) as opened:

@@ -61,6 +61,7 @@ from shardtrain.config.schema import Config
 from shardtrain.facts.quantization import CONVERTERS
 from shardtrain.utils.errors import Problem
 
+# The order of the messages: single options first, then sections, then combinations.
 CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_steps,
     check_ranges,
@@ -112,6 +113,7 @@ def check(loaded: Loaded) -> list[Problem]:
 
 def _problems(loaded: Loaded) -> Iterator[Problem]:
     for rule in CHECKS:
+        # An option of a preset that an override disables gets a note. See _NO_EFFECT_CHECKS.
         for problem in rule(loaded):
             if rule not in _NO_EFFECT_CHECKS or not loaded.is_from_preset(problem.option):
                 yield problem
@@ -147,6 +149,7 @@ def _disabled_options(loaded: Loaded) -> Iterator[str]:
     """Yield a note for each feature that is off although the user has set its options."""
     for prefix, switch in _disabled_features(loaded.config):
         waiting = []
+        # An option of the feature with its default value has nothing to lose.
         for name, option in options(type(loaded.config)).items():
             is_affected = name.startswith(prefix) and name != switch
             if is_affected and loaded.is_set(name) and loaded.value(name) != option.default:
@@ -157,6 +160,7 @@ def _disabled_options(loaded: Loaded) -> Iterator[str]:
 
 def _disabled_features(c: Config) -> Iterator[tuple[str, str]]:
     """Yield, for each feature that is off, the prefix of its options and the setting that turns it on."""
+    # Features with their own switch.
     if not c.checkpoint.enable:
         yield "checkpoint.", "checkpoint.enable"
     if not c.validation.enable:
@@ -204,6 +208,7 @@ def _disabled_features(c: Config) -> Iterator[tuple[str, str]]:
         yield "parallelism.context_parallel_load", 'context_parallel_method = "ring"'
 
 
+# Rules about options without effect.
 def _preset_options_without_effect(loaded: Loaded) -> Iterator[str]:
     for rule in _NO_EFFECT_CHECKS:
         for problem in rule(loaded):
@@ -215,8 +220,10 @@ def _schedule_lengths(loaded: Loaded) -> Iterator[str]:
     """Learning-rate schedules that do not fit into the number of steps."""
     schedule = loaded.config.lr_scheduler
     steps = loaded.config.training.steps
+    # With epochs, the number of steps is not known here.
     if loaded.config.training.epochs is not None:
         return
+    # Only schedules that read warmup_steps can have too many of them.
     if steps >= 1 and "warmup_steps" in (schedule_options(schedule.name) or ()):
         decay_steps = (schedule.decay_ratio or 0) * steps
         if schedule.warmup_steps > steps:
@@ -248,6 +255,7 @@ def _repeated_recomputation(loaded: Loaded) -> Iterator[str]:
     p = loaded.config.parallelism
     schedule = stages.schedule_name(p.pipeline_parallel_schedule)
     mode = loaded.config.activation_checkpoint.mode
+    # Only these two modes recompute layers.
     is_recomputed = mode in ("full", "selective")
     if p.pipeline_parallel_degree > 1 and schedule in stages.SPLIT_BACKWARD and is_recomputed:
         yield (
@@ -258,6 +266,7 @@ def _repeated_recomputation(loaded: Loaded) -> Iterator[str]:
 
 def _unsupported_options(loaded: Loaded) -> Iterator[str]:
     """Options that exist so configurations of torchtitan can be read, and that have no effect here."""
+    # Users may expect an effect of an option that they wrote.
     overlap = "parallelism.pipeline_parallel_expert_parallel_overlap"
     if loaded.is_set(overlap):
         yield f"{overlap}: without effect, the exchanges of experts are not overlapped with compute"

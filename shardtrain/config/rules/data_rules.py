@@ -23,10 +23,12 @@ SOURCES_FOLDER = Path(__file__).parents[2] / "data" / "sources"
 FILE_DATASETS = (*ENDINGS, "tokens")
 """Datasets that read the user's files: they have a path, and neither splits nor configurations."""
 NEED_A_PATH = (*FILE_DATASETS, "huggingface")
+# Datasets that have neither splits nor subsets.
 _WITHOUT_SPLITS = (*FILE_DATASETS, "python_stdlib", "c4_test")
 _MAX_READERS = 65536
 _MIN_ROW_BYTES = 1024
 _MIN_ARTEFACT_BYTES = 2**28
+# Options of [data] that only affect reading rows and their templates.
 _TO_READ_ROWS = ("mode", "readers", "bad_rows", "bad_rows_max_fraction", "max_row_bytes")
 _OF_TEMPLATES = ("tools_field", "chat_template", "learn_turn_separator", "turn_end")
 _FIELDS = {
@@ -43,6 +45,7 @@ _FIELDS_OF_TASKS = {
     "image_text": ("messages_field", *_OF_TEMPLATES),
 }
 """Columns and templates that each task of rows reads, regardless of data.format."""
+# All of them once, in the order of the formats.
 _ALL_FIELDS = tuple(dict.fromkeys(field for fields in _FIELDS.values() for field in fields))
 
 
@@ -80,16 +83,15 @@ def formats(loaded: Loaded) -> set[str]:
 
 def is_changed(loaded: Loaded, option: str) -> bool:
     """True if a user set an option to a value other than its default."""
-    return (
-        loaded.is_set(option)
-        and loaded.value(option) != options(type(loaded.config))[option].default
-    )
+    default = options(type(loaded.config))[option].default
+    return loaded.is_set(option) and loaded.value(option) != default
 
 
 def check_dataset(loaded: Loaded) -> Iterator[Problem]:
     """Yield unknown datasets, and datasets without a path that they require."""
     names = source_names()
     for option, source in datasets(loaded).items():
+        # The order of the cases matters: a path may look like the name of a dataset.
         name = source.dataset
         if not name and loaded.config.task.name.endswith(".py"):
             # A user's task file may read its own data.
@@ -172,6 +174,7 @@ def check_data_ranges(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "data.artefact_seconds", "must be at least 1", "use for example 30")
     if data.separator == "":
         yield problem(loaded, "data.separator", "must not be empty", "remove it")
+    # An empty name would select no column, and each row would fail.
     for field in _ALL_FIELDS:
         if loaded.value(f"data.{field}") == "":
             yield problem(
@@ -277,6 +280,7 @@ def check_stages(loaded: Loaded) -> Iterator[Problem]:
             where=loaded.where("data.stages"),
         )
         return
+    # Ends count from the start of the run, so they must rise.
     previous_end = 0
     for number, stage in enumerate(stages):
         option = f"data.stages.{number}"
@@ -297,6 +301,7 @@ def check_stages(loaded: Loaded) -> Iterator[Problem]:
                 fix="count from the start of the run, in rising order",
             )
         previous_end = max(previous_end, stage.until_tokens)
+        # A misspelled source would silently keep its previous weight.
         for name, weight in stage.weights.items():
             if name not in names:
                 near = nearest(name, names)
@@ -391,6 +396,7 @@ def stream_options(loaded: Loaded) -> Iterator[Problem]:
     if data.mode != "stream" or is_prepared:
         return
     fix = 'prepare the data first ("shardtrain data prepare"), or set data.mode = "memory"'
+    # Prepared shards store the number of their rows, so only these options of a stream are affected.
     rule = "requires the number of rows, which is unknown for a stream"
     if training.epochs is not None:
         yield problem(loaded, "training.epochs", rule, f'{fix}; or training.on_data_end = "stop"')
@@ -417,6 +423,7 @@ def unread_fields(loaded: Loaded, used_formats: set[str]) -> Iterator[Problem]:
     else:
         reader = f"task.name = {task}"
         fields_read = set(_FIELDS_OF_TASKS[task])
+    # Only report an option that the user has changed.
     for field in _ALL_FIELDS:
         if field in fields_read or not is_changed(loaded, f"data.{field}"):
             continue
@@ -446,6 +453,7 @@ def _check_template(
         return
     data = loaded.config.data
     where = loaded.where(option)
+    # Check the syntax before the first row is read.
     yield from _check_jinja(option, entries, where)
     # Other tasks choose the columns themselves.
     if loaded.config.task.name not in OF_NEXT_TOKENS:
@@ -492,6 +500,7 @@ def _check_jinja(option: str, entries: dict[str, str], where: str) -> Iterator[P
             where=where,
         )
         return
+    # jinja2 is optional, so it is imported only here.
     import jinja2
 
     for name, text in entries.items():
@@ -530,6 +539,7 @@ def check_validation(loaded: Loaded) -> Iterator[Problem]:
         return
 
     # Validations per epoch
+    # The two options determine the same interval.
     if is_changed(loaded, "validation.freq"):
         yield problem(
             loaded,
@@ -571,6 +581,7 @@ def data_notes(loaded: Loaded) -> list[str]:
         )
     notes += _shard_notes(loaded, sources)
     notes += _split_notes(loaded, sources)
+    # Weights of 1 are the default.
     weights = []
     for name, source in c.data.sources.items():
         if source.weight != 1.0:
@@ -634,18 +645,15 @@ def _validation_notes(loaded: Loaded, sources: dict[str, DataSource]) -> list[st
     for option, source in sources.items():
         if option == "validation":
             continue
-        is_same_path = (validation.dataset, validation.dataset_path) == (
-            source.dataset,
-            source.dataset_path,
-        )
+        validated = (validation.dataset, validation.dataset_path)
+        is_same_path = validated == (source.dataset, source.dataset_path)
         is_same_split = has_one_split or validation.split == (source.split or c.data.split)
         if is_same_path and is_same_split:
             notes.append(
                 f"validation.dataset: also the data of {option}, so the loss is not on held-out data",
             )
-    if c.parallelism.pipeline_parallel_degree > 1 and is_changed(
-        loaded, "validation.local_batch_size"
-    ):
+    is_pipeline = c.parallelism.pipeline_parallel_degree > 1
+    if is_pipeline and is_changed(loaded, "validation.local_batch_size"):
         notes.append(
             "validation.local_batch_size: without effect, a pipeline uses the batch size of training",
         )

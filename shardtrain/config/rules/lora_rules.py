@@ -23,6 +23,7 @@ def check_lora(loaded: Loaded) -> Iterator[Problem]:
     are enabled.
     """
     lora = loaded.config.lora
+    # Ranges.
     if lora.rank < 1:
         yield problem(loaded, "lora.rank", "must be at least 1", "use 8 to 64")
     if not 0 < lora.alpha < math.inf:
@@ -34,6 +35,7 @@ def check_lora(loaded: Loaded) -> Iterator[Problem]:
         )
     if not 0 <= lora.dropout < 1:
         yield problem(loaded, "lora.dropout", "must be at least 0 and below 1", "use 0 to 0.1")
+    # Combinations only matter with adapters.
     if not lora.enable:
         return
     yield from frozen_weights(loaded)
@@ -70,6 +72,7 @@ def frozen_weights(loaded: Loaded) -> Iterator[Problem]:
             rule="loads nothing while checkpoints are off",
             fix="set checkpoint.enable = true, or remove it",
         )
+    # lora.initial_load_path is a checkpoint of adapters, whose optimizer state fits.
     if not checkpoint.initial_load_model_only and lora.initial_load_path is None:
         yield problem(
             loaded,
@@ -83,6 +86,7 @@ def adapted_modules(loaded: Loaded) -> Iterator[Problem]:
     """The rank is at most the model's width, and the output layer is not trained in two ways."""
     c = loaded.config
     shape = model_shape(loaded) or {}
+    # Rank and width.
     width = shape.get("dim")
     if isinstance(width, int) and c.lora.rank > width > 0:
         yield problem(
@@ -96,6 +100,7 @@ def adapted_modules(loaded: Loaded) -> Iterator[Problem]:
     head = next((name for name in c.lora.target_modules if name in _HEADS), None)
     if head is None:
         return
+    # The sum of weight and adapter would be stored in a weight that the embedding also uses.
     if shape.get("tied_embeddings"):
         yield problem(
             loaded,
@@ -155,8 +160,10 @@ def quantized_weights(loaded: Loaded) -> Iterator[Problem]:
     """Frozen weights in 8 or 4 bits exclude everything that splits, compiles, simulates or moves them."""
     c = loaded.config
     option = "lora.base_dtype"
+    # This dtype stores the frozen weights without quantization.
     if c.lora.base_dtype == "training":
         return
+    # Splitting.
     if c.parallelism.tensor_parallel_degree > 1:
         yield problem(
             loaded,
@@ -164,6 +171,7 @@ def quantized_weights(loaded: Loaded) -> Iterator[Problem]:
             rule="is not supported with tensor parallelism: blocks are not split",
             fix='set tensor_parallel_degree = 1, or use "training"',
         )
+    # Compiling and simulating.
     if c.compile.enable and "model" in c.compile.components:
         yield problem(
             loaded,
@@ -173,6 +181,7 @@ def quantized_weights(loaded: Loaded) -> Iterator[Problem]:
         )
     if c.comm.mode == "local_tensor":
         yield problem(loaded, option, "is not simulated", 'set comm.mode = "default"')
+    # Moving.
     if c.training.enable_cpu_offload:
         yield problem(
             loaded,

@@ -70,6 +70,7 @@ def qk_clip(loaded: Loaded) -> Iterator[Problem]:
     def conflict(rule: str, fix: str) -> Problem:
         return problem(loaded, "optimizer.qk_clip_threshold", rule, f"{fix}, or remove it")
 
+    # An optimizer file of the user's may contain QK-clip.
     name = c.optimizer.name
     if name != "Muon" and not name.endswith(".py"):
         yield conflict("is only supported by Muon", 'set optimizer.name = "Muon"')
@@ -109,8 +110,10 @@ def early_step(loaded: Loaded) -> Iterator[Problem]:
             fix=f"{fix}, or remove it",
         )
 
+    # Clipping divides by the norm of all gradients.
     if not math.isinf(c.training.max_norm):
         yield conflict("training.max_norm requires", "set training.max_norm = inf")
+    # Both policies decide before the update, and from all gradients.
     if c.training.nonfinite_policy == "skip":
         yield conflict(
             'training.nonfinite_policy = "skip" requires',
@@ -120,6 +123,7 @@ def early_step(loaded: Loaded) -> Iterator[Problem]:
         yield conflict(
             'training.spike_policy = "skip" requires', 'set training.spike_policy = "log"'
         )
+    # The loss scale is checked for overflow before the update.
     if c.training.mixed_precision_param == "float16":
         yield conflict("loss scaling requires", 'set training.mixed_precision_param = "bfloat16"')
     if c.parallelism.pipeline_parallel_degree > 1:
@@ -206,9 +210,8 @@ def float16_from_bfloat16(loaded: Loaded) -> Iterator[Problem]:
 
 def memory_budget_without_compiler(loaded: Loaded) -> Iterator[Problem]:
     """The compiler implements the mode ``memory_budget``."""
-    if loaded.config.activation_checkpoint.mode == "memory_budget" and not _compiles_model(
-        loaded.config
-    ):
+    mode = loaded.config.activation_checkpoint.mode
+    if mode == "memory_budget" and not _compiles_model(loaded.config):
         yield problem(
             loaded,
             "activation_checkpoint.mode",
@@ -245,10 +248,7 @@ def checkpoint_debug_per_operation(loaded: Loaded) -> Iterator[Problem]:
 def checkpoint_debug_with_split_backward(loaded: Loaded) -> Iterator[Problem]:
     """PyTorch's debug mode expects one recomputation per layer. A split backward recomputes several times."""
     c = loaded.config
-    if not c.activation_checkpoint.debug or c.activation_checkpoint.mode not in (
-        "full",
-        "selective",
-    ):
+    if not _debugs_recomputation(c):
         return
     if stages.splits_backward(c.parallelism):
         yield problem(
@@ -262,10 +262,7 @@ def checkpoint_debug_with_split_backward(loaded: Loaded) -> Iterator[Problem]:
 def checkpoint_debug_with_compiler(loaded: Loaded) -> Iterator[Problem]:
     """PyTorch's debug mode records eager operations, which a compiled layer does not run."""
     c = loaded.config
-    if not c.activation_checkpoint.debug or c.activation_checkpoint.mode not in (
-        "full",
-        "selective",
-    ):
+    if not _debugs_recomputation(c):
         return
     if _compiles_model(c):
         yield problem(
@@ -291,11 +288,8 @@ def offload_without_recomputation(loaded: Loaded) -> Iterator[Problem]:
 def async_tensor_parallel_without_compiler(loaded: Loaded) -> Iterator[Problem]:
     """Async tensor parallelism requires the compiler, which implements it."""
     p = loaded.config.parallelism
-    if (
-        p.enable_async_tensor_parallel
-        and p.tensor_parallel_degree > 1
-        and not _compiles_model(loaded.config)
-    ):
+    is_used = p.enable_async_tensor_parallel and p.tensor_parallel_degree > 1
+    if is_used and not _compiles_model(loaded.config):
         yield problem(
             loaded,
             "parallelism.enable_async_tensor_parallel",
@@ -321,6 +315,7 @@ def compile_nothing(loaded: Loaded) -> Iterator[Problem]:
 def microbatch_size(loaded: Loaded) -> Iterator[Problem]:
     """A pipeline splits the local batch into micro-batches of equal size."""
     p = loaded.config.parallelism
+    # A size of 0 or less is reported by the limits of the option itself.
     if p.pipeline_parallel_degree <= 1 or p.pipeline_parallel_microbatch_size <= 0:
         return
     if loaded.config.training.local_batch_size % p.pipeline_parallel_microbatch_size:
@@ -349,6 +344,7 @@ def load_without_checkpoints(loaded: Loaded) -> Iterator[Problem]:
     checkpoint = loaded.config.checkpoint
     if checkpoint.enable:
         return
+    # These options have an effect only when a checkpoint is loaded.
     rule = "loads nothing while checkpoints are off"
     fix = "set checkpoint.enable = true, or remove it"
     if checkpoint.load_only:
@@ -403,6 +399,7 @@ def loss_of_sources(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     if not c.metrics.per_source_loss:
         return
+    # One source needs no comparison: its loss is the loss of the run.
     if len(c.data.sources) < 2:
         yield problem(
             loaded,
@@ -410,6 +407,7 @@ def loss_of_sources(loaded: Loaded) -> Iterator[Problem]:
             rule="requires several [data.sources]",
             fix="add another source, or remove it",
         )
+    # Only this task computes a loss per source.
     if c.task.name != "language_model":
         yield problem(
             loaded,
@@ -430,6 +428,7 @@ def averages_without_use(loaded: Loaded) -> Iterator[Problem]:
             rule="requires training.ema_decay",
             fix="set training.ema_decay = 0.999, or remove it",
         )
+    # Averages that nothing reads cost memory and time in each step.
     is_validated = c.validation.enable and c.validation.use_ema
     if has_averages and not is_validated and not c.checkpoint.enable:
         yield problem(
@@ -498,6 +497,7 @@ def float8_scales(loaded: Loaded) -> Iterator[Problem]:
     """Precomputed scales are for the float8 all-gather of FSDP."""
     c = loaded.config
     section = "quantize.linear.float8"
+    # Without the converter, another rule reports the entire section.
     if section in c.model.converters and not c.quantize.linear.float8.enable_fsdp_float8_all_gather:
         yield problem(
             loaded,
@@ -560,6 +560,7 @@ def float16_only_options(loaded: Loaded) -> Iterator[Problem]:
         return
     rule = "has no effect without float16, the only dtype with loss scaling"
     fix = 'set training.mixed_precision_param = "float16", or remove it'
+    # All options of float16 have the same rule and fix.
     for name in FLOAT16_ONLY:
         yield problem(loaded, f"training.{name}", rule, fix)
 
@@ -625,6 +626,7 @@ def check_schedule(loaded: Loaded) -> Iterator[Problem]:
         option = f"lr_scheduler.{key}"
         if key in options_read or not loaded.is_set(option) or _is_default(loaded, option):
             continue
+        # Suggest a schedule that reads the option.
         users = [other for other in SCHEDULES if key in (schedule_options(other) or ())]
         yield problem(
             loaded,
@@ -640,6 +642,7 @@ def check_spikes(loaded: Loaded) -> Iterator[Problem]:
     """
     training = loaded.config.training
     checkpoint = loaded.config.checkpoint
+    # The threshold of a spike is a number of standard deviations.
     if training.spike_window < 2:
         yield problem(
             loaded,
@@ -647,6 +650,7 @@ def check_spikes(loaded: Loaded) -> Iterator[Problem]:
             rule="must be at least 2 to have a standard deviation",
             fix="use 2 steps or more, such as 128",
         )
+    # Only "rewind" needs a checkpoint from before the spike.
     if training.spike_policy != "rewind":
         return
     if not checkpoint.enable or checkpoint.load_only:
@@ -681,6 +685,7 @@ def spike_notes(loaded: Loaded) -> list[str]:
         ]
     if policy == "off":
         unused += ["training.spike_window", "training.spike_sigmas"]
+    # Defaults need no note.
     names = [name for name in unused if loaded.is_set(name)]
     if not names:
         return []
@@ -688,11 +693,18 @@ def spike_notes(loaded: Loaded) -> list[str]:
 
 
 def _compiles_model(c: Config) -> bool:
+    """True if the layers are compiled. The compiler may also be enabled for the loss only."""
     return bool(c.compile.enable) and "model" in c.compile.components
+
+
+def _debugs_recomputation(c: Config) -> bool:
+    """True if PyTorch's debug mode records recomputed layers."""
+    return c.activation_checkpoint.debug and c.activation_checkpoint.mode in ("full", "selective")
 
 
 def _is_default(loaded: Loaded, option: str) -> bool:
     value: Any = Config()
+    # Walk through the sections to the option.
     for part in option.split("."):
         value = getattr(value, part)
     return bool(loaded.value(option) == value)

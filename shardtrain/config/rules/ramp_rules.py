@@ -21,6 +21,7 @@ def check_ramps(loaded: Loaded) -> Iterator[Problem]:
     training = loaded.config.training
     batch_problems = list(_check_form(loaded, BATCH_RAMP))
     yield from batch_problems
+    # A ramp with a wrong form has no last size.
     if training.batch_ramp and not batch_problems:
         last = training.batch_ramp[-1][1]
         if training.global_batch_size not in (-1, last):
@@ -54,6 +55,7 @@ def _check_form(loaded: Loaded, option: str) -> Iterator[Problem]:
         return
     steps = [step for step, _ in ramp]
     sizes = [size for _, size in ramp]
+    # The ramp determines the size of every step, so it must begin with the first.
     if steps[0] != 0:
         yield problem(loaded, option, "must begin at step 0", fix)
     elif not _increases(steps):
@@ -77,6 +79,7 @@ def _check_lengths(loaded: Loaded) -> Iterator[Problem]:
     training = loaded.config.training
     lengths = ramps.sequence_lengths(training)
     seq_len = training.seq_len
+    # Rows have seq_len tokens, so the last length is that of entire rows.
     if lengths[-1] != seq_len:
         yield problem(
             loaded,
@@ -85,6 +88,7 @@ def _check_lengths(loaded: Loaded) -> Iterator[Problem]:
             fix=f"make {seq_len} its last length, or set seq_len to {lengths[-1]}",
         )
         return
+    # A row is cut into equal parts.
     other_lengths = [length for length in lengths if seq_len % length]
     if other_lengths:
         yield problem(
@@ -112,6 +116,7 @@ def _check_lengths(loaded: Loaded) -> Iterator[Problem]:
 def check_batch_on(loaded: Loaded, data_ranks: int) -> Iterator[Problem]:
     """Yield a problem if a global batch is not a multiple of the local batch times the data-parallel ranks."""
     training = loaded.config.training
+    # The batch of a forward and backward pass over all ranks.
     per_pass = training.local_batch_size * data_ranks
     # check_ramps reports a ramp with an invalid form.
     if per_pass < 1 or any(_check_form(loaded, BATCH_RAMP)):
@@ -146,6 +151,7 @@ def ramp_notes(loaded: Loaded) -> list[str]:
     notes = []
     for option in (BATCH_RAMP, SEQUENCE_RAMP):
         ramp = loaded.value(option)
+        # With epochs, the number of steps is not known here.
         if ramp and training.epochs is None and training.steps <= ramp[-1][0]:
             notes.append(
                 f"{option}: the run ends after {training.steps} steps, before step {ramp[-1][0]} of the ramp"

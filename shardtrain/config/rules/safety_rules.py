@@ -58,9 +58,11 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
     fix = "use a relative path without .., and set job.dump_folder to its parent"
     for option in (*BELOW_DUMP_FOLDER, *ONE_NAME):
         value = loaded.value(option)
+        # An unset option has no path.
         if value is None:
             continue
         is_absolute = PurePath(value).is_absolute() and ".." not in value
+        # Checkpoints may be anywhere, but not reached through ".." of another folder.
         if is_absolute and option in ALSO_ELSEWHERE:
             continue
         rule = _path_rule(value, option in ONE_NAME)
@@ -74,6 +76,7 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
             rule="is empty",
             fix="name a folder; . is the one that you are in",
         )
+    # The lock and the logs of a run require a filesystem.
     elif "://" in folder:
         yield problem(
             loaded,
@@ -92,6 +95,7 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
 
 def _path_rule(text: str, one_name: bool) -> str | None:
     """Return the rule that a path violates, or None. With ``one_name`` it must be the beginning of a file name."""
+    # The same names must be valid on every system that reads the folder.
     path = PurePath(text)
     if not text.isprintable() or "\\" in text:
         return "has a character that no name should have"
@@ -114,6 +118,7 @@ def code_of_a_run(loaded: Loaded) -> list[Problem]:
     rule = "is code that the folder of a run names, and opening a folder runs none"
     problems = []
     for option, value in named_files(loaded.config):
+        # On the command line, the user has named the file.
         if value.endswith(".py") and loaded.origins.get(option) != COMMAND_LINE:
             problems.append(
                 Problem(
@@ -132,6 +137,7 @@ def check_secrets(loaded: Loaded) -> Iterator[Problem]:
     logs and W&B.
     """
     for name in options(type(loaded.config)):
+        # Neither the value nor the place may repeat the secret.
         if loaded.is_set(name) and redact_all(loaded.value(name)) != loaded.value(name):
             yield Problem(
                 name,

@@ -36,6 +36,7 @@ _DEGREES = {
     "tensor_parallel_degree": "splits each layer, and this task does not declare support for that",
 }
 """Degree -> the reason why a task that does not list it in its degrees cannot use it."""
+# Options that split or pack documents, which rows are not.
 OF_DOCUMENTS = (
     "data.mode",
     "data.readers",
@@ -45,6 +46,7 @@ OF_DOCUMENTS = (
     "data.document_mask",
     "data.stages",
 )
+# Options of [task] that each task reads. Tasks that are not listed may read all of them.
 _OPTIONS = {
     CLASSIFICATION: ("labels", "num_labels", "label_field", "pair_field"),
     PREFERENCE: (
@@ -77,6 +79,7 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
     """Yield problems of the task's file, of the mesh it must run on, and of options that it does not read."""
     c = loaded.config
     try:
+        # The file is parsed, not imported, so torch is not required here.
         facts = read_task_file(c.task.name)
     except ConfigError as error:
         (reason,) = error.problems
@@ -91,6 +94,7 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
             fix="define a class Task(RowTask), as shardtrain/tasks/classification.py does",
         )
         return
+    # Batches of these tasks continue into the next epoch, so an epoch has no last batch.
     if c.training.last_batch != "rollover" and c.task.name in (LANGUAGE_MODEL, DISTILLATION, KTO):
         reason = "packs documents across epochs"
         if c.task.name == KTO:
@@ -104,6 +108,7 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
     if c.task.name == LANGUAGE_MODEL:
         yield from _check_language_model(loaded)
         return
+    # Only the language-model task adds this noise.
     if c.training.neftune_noise_alpha is not None:
         yield problem(
             loaded,
@@ -111,6 +116,7 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
             rule=f'is not supported with task.name = "{c.task.name}"',
             fix="remove it",
         )
+    # These change the loss of the next token, which other tasks do not compute in this form.
     for option in ("training.label_smoothing", "training.z_loss_weight"):
         if loaded.value(option):
             yield problem(
@@ -120,6 +126,7 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
                 fix="remove it",
             )
     yield from _check_mesh(loaded, facts.degrees)
+    # Distillation is the only other task that reads documents.
     if c.task.name != DISTILLATION and c.data.sources:
         yield Problem(
             "data.sources",
@@ -151,6 +158,7 @@ def _check_language_model(loaded: Loaded) -> Iterator[Problem]:
 def _check_mesh(loaded: Loaded, supported_degrees: Collection[str]) -> Iterator[Problem]:
     """The task supports the degrees of the mesh."""
     c = loaded.config
+    # Data-parallel axes need no entry: they shard any model.
     for degree, rule in _DEGREES.items():
         if degree not in supported_degrees and getattr(c.parallelism, degree) > 1:
             yield problem(
@@ -160,6 +168,7 @@ def _check_mesh(loaded: Loaded, supported_degrees: Collection[str]) -> Iterator[
                 fix="set it to 1: data-parallel axes shard any model",
             )
 
+    # Rows need the outputs of all vocabulary entries on one rank.
     # Tasks of rows with tensor parallelism. Distillation is a task of documents.
     is_tensor_parallel = (
         c.parallelism.tensor_parallel_degree > 1 and "tensor_parallel_degree" in supported_degrees
@@ -226,6 +235,7 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
     yield from _check_rows(loaded)
 
     # Factors of the loss, and the columns of the answers, which depend on the task.
+    # A beta of 0 would make the loss independent of the model.
     if not 0 < task.beta < math.inf:
         yield problem(loaded, "task.beta", "must be above 0", "use 0.1")
     fields = {"data.prompt_field": data.prompt_field}
@@ -237,6 +247,7 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
         for option in ("task.desirable_weight", "task.undesirable_weight"):
             if not 0 < loaded.value(option) < math.inf:
                 yield problem(loaded, option, "must be above 0", "use 1.0")
+        # Other rows of a group serve as unrelated completions.
         if task.group_size < 2:
             yield problem(
                 loaded,
@@ -274,6 +285,7 @@ def _check_pair_loss(loaded: Loaded) -> Iterator[Problem]:
     """Check that label smoothing fits the loss, and that the options of the reference model do not conflict."""
     task = loaded.config.task
     option = "task.label_smoothing"
+    # At 0.5 and above, the smoothed labels would prefer the rejected answer.
     if not 0 <= task.label_smoothing < 0.5:
         yield problem(loaded, option, "must be at least 0 and below 0.5", "use 0.1")
     elif task.loss_type not in ("sigmoid", "robust") and is_changed(loaded, option):
@@ -290,6 +302,7 @@ def _check_pair_loss(loaded: Loaded) -> Iterator[Problem]:
             rule='must be above 0 with task.loss_type = "robust", which is "sigmoid" otherwise',
             fix="use 0.1",
         )
+    # A loss without a reference does not load one.
     if task.reference_free and task.reference_path:
         yield problem(
             loaded,
@@ -310,6 +323,7 @@ def _check_classification(loaded: Loaded) -> Iterator[Problem]:
             rule="must not be empty",
             fix="name the column of the label",
         )
+    # A duplicate would make two classes of the same rows.
     if len(set(task.labels)) < len(task.labels) or len(task.labels) == 1:
         yield problem(
             loaded,
@@ -317,11 +331,8 @@ def _check_classification(loaded: Loaded) -> Iterator[Problem]:
             rule="must contain at least two different names",
             fix="name each label once",
         )
-    if (
-        task.labels
-        and is_changed(loaded, "task.num_labels")
-        and task.num_labels != len(task.labels)
-    ):
+    has_other_count = task.num_labels != len(task.labels)
+    if task.labels and has_other_count and is_changed(loaded, "task.num_labels"):
         yield problem(
             loaded,
             "task.num_labels",
@@ -331,10 +342,8 @@ def _check_classification(loaded: Loaded) -> Iterator[Problem]:
     if (len(task.labels) or task.num_labels) < 2:
         yield problem(loaded, "task.num_labels", "must be at least 2", "use 2 or more")
     # A file either has a header with names, or its columns are numbered.
-    if (
-        loaded.config.data.text_field.isdecimal() != task.label_field.isdecimal()
-        and task.label_field
-    ):
+    has_numbered_text = loaded.config.data.text_field.isdecimal()
+    if task.label_field and has_numbered_text != task.label_field.isdecimal():
         yield problem(
             loaded,
             "task.label_field",
@@ -356,6 +365,7 @@ def check_text_tasks(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, option, f"has no effect with task.name={task.name}", "remove it")
     # Sequence-to-sequence models have no options of their own.
     known = ("mask_fraction", "mask_token_id") if task.name == MASKED else ()
+    # Report unknown names first, then wrong values of known ones.
     for name, value in task.options.items():
         where = loaded.origins.get(f"task.options.{name}", loaded.where("task.options"))
         if name not in known:

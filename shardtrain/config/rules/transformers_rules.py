@@ -22,6 +22,7 @@ from shardtrain.utils.errors import Problem
 
 ATTENTION = ("auto", "sdpa", "eager")
 _MAX_BYTES = 2**24
+# Keys of config.json with the number of heads, and of features of the feed-forward network.
 _HEADS = (
     "num_attention_heads",
     "num_key_value_heads",
@@ -51,6 +52,7 @@ def check_transformers(loaded: Loaded) -> Iterator[Problem]:
             rule="needs transformers, which is not installed",
             fix="install shardtrain[hf]",
         )
+    # Overrides of this model are options of the implementation, not fields of a Config.
     overrides = c.model.overrides
     attention = overrides.get("attention", "auto")
     if attention not in ATTENTION:
@@ -73,8 +75,10 @@ def check_transformers(loaded: Loaded) -> Iterator[Problem]:
             fix="name a folder with config.json, weights and tokenizer",
             where=where,
         )
+        # Further checks need the folder's config.json.
         return
     kind = content.get("model_type")
+    # An architecture with its own code needs a class of the library, because that code never runs.
     code = sorted(key for key in content if CODE.search(key))
     if code and not in_transformers(kind):
         yield Problem(
@@ -89,6 +93,7 @@ def check_transformers(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _folder(config: Config) -> tuple[str, str]:
+    # The folder of the weights may differ from that of the tokenizer.
     path = config.model.overrides.get("path")
     if path is None or path == config.model.hf_assets_path:
         return "model.hf_assets_path", config.model.hf_assets_path
@@ -113,6 +118,7 @@ def _read(folder: str) -> Mapping[str, Any] | str:
 
 def _check_options(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
+    # Dropout.
     tp = c.parallelism.tensor_parallel_degree
     if tp > 1 and c.model.overrides.get("dropout"):
         yield Problem(
@@ -130,6 +136,7 @@ def _check_options(loaded: Loaded) -> Iterator[Problem]:
             fix="leave it out, or set the degree to 1",
             where=loaded.origins.get("model.overrides.dropout", ""),
         )
+    # The compiler.
     if tp > 1 and c.compile.enable and "model" in c.compile.components:
         yield problem(
             loaded,
@@ -137,15 +144,13 @@ def _check_options(loaded: Loaded) -> Iterator[Problem]:
             rule=f"gets gradients wrong where tensor parallelism splits the blocks of model.name={NAME}",
             fix="set it to false, or tensor_parallel_degree to 1",
         )
-    if (
-        c.parallelism.expert_parallel_degree > 1
-        and c.compile.enable
-        and "model" in c.compile.components
-    ):
+    compiles_model = c.compile.enable and "model" in c.compile.components
+    if c.parallelism.expert_parallel_degree > 1 and compiles_model:
         rule = f"is not supported for model.name={NAME} with experts that are split over ranks"
         yield problem(
             loaded, "compile.enable", rule, "set it to false, or expert_parallel_degree to 1"
         )
+    # Muon: the default patterns are names of native models.
     patterns = c.optimizer.muon_adamw_patterns
     if c.optimizer.name == "Muon" and patterns == Config().optimizer.muon_adamw_patterns:
         yield problem(
@@ -160,6 +165,7 @@ def _check_balance_loss(loaded: Loaded, content: Mapping[str, Any]) -> Iterator[
     """Yield problems of the balance loss of experts, if config.json or the override switches it on."""
     c = loaded.config
     coefficient = c.model.overrides.get("balance_loss_coeff")
+    # The override takes precedence over config.json.
     is_on = bool(content.get("output_router_logits"))
     option, value, fix = "model.overrides.balance_loss_coeff", coefficient, "remove it"
     if coefficient is None:
@@ -192,6 +198,7 @@ def _check_split(loaded: Loaded, content: Mapping[str, Any]) -> Iterator[Problem
         size = content.get(key)
         if isinstance(size, int) and size > 0:
             counts[key] = size
+    # Each rank has the same number of heads and features.
     broken = [f"{key}={count}" for key, count in counts.items() if tp > 1 and count % tp]
     if broken:
         common = math.gcd(*counts.values())

@@ -20,6 +20,7 @@ def problem(loaded: Loaded, option: str, rule: str, fix: str) -> Problem:
     to" the default.
     """
     if loaded.is_from_preset(option):
+        # JSON and TOML write numbers, strings and booleans the same way.
         fix = fix.replace(
             "remove it", f"set it to {json.dumps(options(type(loaded.config))[option].default)}"
         )
@@ -38,6 +39,7 @@ def divisors(number: int, limit: int | None = None) -> list[int]:
 
 def any_of(names: Value) -> str:
     """Join values as prose: ``1, 2 or 4``."""
+    # A single value has no "or".
     texts = [str(name) for name in names]
     if len(texts) < 2:
         return "".join(texts)
@@ -168,6 +170,7 @@ CHOICES = {
 
 
 def check_ranges(loaded: Loaded) -> Iterator[Problem]:
+    # An option with None as its value is off or has a computed default.
     """Yield numbers outside their range. An unset option is not checked."""
     for option in AT_LEAST_1:
         # By default it is training.seq_len, which has its own entry.
@@ -200,6 +203,7 @@ def check_ranges(loaded: Loaded) -> Iterator[Problem]:
             yield from _check_number(
                 loaded, option, value > 0, "must be above 0", "use a positive number"
             )
+    # An exit code is a byte.
     exit_code = loaded.config.checkpoint.stop_exit_code
     rule = "must be from 0 to 255"
     yield from _check_number(
@@ -210,6 +214,7 @@ def check_ranges(loaded: Loaded) -> Iterator[Problem]:
         "use for example 75",
     )
     for option, usual in FROM_0_BELOW_1.items():
+        # At 1, a moving average would ignore all new values, and all labels would be smoothed away.
         value = loaded.value(option)
         is_valid = 0 <= value < 1
         yield from _check_number(
@@ -253,6 +258,7 @@ def _check_large_numbers(loaded: Loaded) -> Iterator[Problem]:
 def check_steps(loaded: Loaded) -> Iterator[Problem]:
     """Yield wrong numbers of steps, with an explanation for -1."""
     steps = loaded.config.training.steps
+    # Users of torchtrain know -1, so explain it instead of only rejecting it.
     if steps == -1:
         yield problem(
             loaded,
@@ -262,6 +268,7 @@ def check_steps(loaded: Loaded) -> Iterator[Problem]:
         )
     elif steps < 1:
         yield problem(loaded, "training.steps", "must be at least 1", "use 1 or more")
+    # -1 is the newest checkpoint, and 0 the seed checkpoint.
     if loaded.config.checkpoint.load_step < -1:
         yield problem(
             loaded,
@@ -276,6 +283,7 @@ def check_choices(loaded: Loaded) -> Iterator[Problem]:
     for option, choices in CHOICES.items():
         value = loaded.value(option)
         is_list = isinstance(value, list)
+        # For a list, the message must name the wrong item, not the list.
         for item in value if is_list else [value]:
             if item in choices:
                 continue
@@ -291,6 +299,7 @@ def check_choices(loaded: Loaded) -> Iterator[Problem]:
 
 def check_forms(loaded: Loaded) -> Iterator[Problem]:
     """Yield values with a wrong format, and a number of kept checkpoints that is unsafe."""
+    # The option is text, because it is a number or "op".
     option = "activation_checkpoint.selective_ac_option"
     value = loaded.value(option)
     is_layer_count = is_whole_number(value) and int(value) >= 1
@@ -301,6 +310,7 @@ def check_forms(loaded: Loaded) -> Iterator[Problem]:
             rule='must be a number of layers in quotes, or "op"',
             fix='use "1", "2", … or "op"',
         )
+    # Ranks that write into one file would overwrite each other's lines.
     if "{rank}" not in loaded.config.metrics.save_log_file:
         yield problem(
             loaded,

@@ -23,6 +23,7 @@ from shardtrain.facts.dtypes import ComputeDtype
 from shardtrain.facts.lr_schedules import DecayType, WarmupType
 from shardtrain.facts.quantization import Float8Recipe, MXRecipe
 
+# How FSDP treats the gathered parameters of a layer after its forward pass.
 ReshardPolicy = Literal["default", "always", "never"]
 
 
@@ -54,6 +55,7 @@ class Job:
 class Model:
     """The model to train."""
 
+    # Which model, and its files.
     name: str = "llama3"
     """A file of shardtrain/models without ".py", or the path of a model file of yours (``my_model.py``)."""
     flavor: str = "debugmodel"
@@ -68,6 +70,7 @@ class Model:
     """Older name of hf_assets_path: a tokenizer file or folder. It can also be your own file with a
     class Tokenizer, such as "my_tokenizer.py": docs/extend.md (shardtrain).
     """
+    # Variations of the model.
     norm_type: Literal["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"] = "rmsnorm"
     """Normalization; rmsnorm and fused_rmsnorm are the same fused kernel, np_layernorm has no parameters
     (shardtrain)."""
@@ -89,6 +92,7 @@ class Model:
 class Optimizer:
     """The optimizer and its constants."""
 
+    # The optimizer, and the constants of Adam.
     name: str = "AdamW"
     """AdamW: decoupled weight decay; Adam: weight decay is added to the gradient; AdamW8bit: AdamW
     with states in 8 bits; Muon: orthogonalized updates of hidden matrices, and AdamW for the other
@@ -105,6 +109,7 @@ class Optimizer:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Weight decay, times the learning rate."""
+    # How the update is computed.
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Kernels of the update; fused is the fastest on CPU and CUDA. States in 8 bits or bfloat16 have their own."""
     state_dtype: Literal["default", "bfloat16"] = "default"
@@ -117,10 +122,12 @@ class Optimizer:
     """Update each parameter during backward and free its gradient, which saves the memory of
     gradients. Requires training.max_norm = inf, because clipping needs all gradients.
     """
+    # Which parameters have weight decay.
     no_weight_decay: list[str] = field(default_factory=list)
     """Parameter name patterns without weight decay, e.g. ["*norm*", "*.bias"]; here ``*`` crosses
     dots. A pattern that matches nothing is a notice (shardtrain).
     """
+    # Muon.
     muon_adamw_patterns: list[str] = field(
         default_factory=lambda: ["embed*", "head*", "*norm*", "*.bias"]
     )
@@ -178,6 +185,7 @@ class LRScheduler:
 class Training(Numbers):
     """Data, batch sizes, length and precision of training."""
 
+    # Data.
     dataset: str = "python_stdlib"
     """A file of shardtrain/data/sources without ".py"; not with [data.sources]."""
     dataset_path: str | None = None
@@ -187,6 +195,7 @@ class Training(Numbers):
     of rows is known, otherwise after a save; stop: save and exit with 0; repeat: warn, and repeat
     the data in another order, as torchtitan does (shardtrain).
     """
+    # Batches.
     local_batch_size: int = 8
     """Sequences per data-parallel rank in one forward and backward pass."""
     global_batch_size: int = -1
@@ -197,6 +206,7 @@ class Training(Numbers):
     """Grow the global batch: pairs of a step and the sequences per step from there on, such as
     [[0, 32], [1000, 64]]. Steps count from 0. The last size is that of global_batch_size (shardtrain).
     """
+    # Sequences.
     seq_len: int = 2048
     """Tokens per sequence."""
     sequence_ramp: list[list[int]] = field(default_factory=list)
@@ -204,6 +214,7 @@ class Training(Numbers):
     [[0, 512], [1000, 2048]]. Shorter sequences are equal parts of those of seq_len tokens, which is the last
     length. So tokens per step and the order of the data stay the same (shardtrain).
     """
+    # Gradients and loss.
     max_norm: float = 1.0
     """Maximum global norm of the gradients, which are scaled down to it."""
     label_smoothing: float = 0.0
@@ -222,10 +233,12 @@ class Training(Numbers):
     """Add uniform noise of at most this number / sqrt(tokens of the document x features) to the output of the
     embedding in training (NEFTune), with task.name = "language_model"; unset: no noise (shardtrain).
     """
+    # Averages of the weights.
     ema_decay: float | None = None
     """Keep an exponential moving average of the trained weights in float32, and multiply it by this number, above
     0 and below 1, in each update; unset: no average. See validation.use_ema (shardtrain).
     """
+    # Length of the run.
     steps: int = 10000
     """Optimizer steps of the run."""
     epochs: int | None = None
@@ -235,6 +248,7 @@ class Training(Numbers):
     step (keep, as a PyTorch DataLoader does), or skip the rows (discard, its drop_last). With keep and
     discard all epochs have the same number of steps. Only for tasks of rows (shardtrain).
     """
+    # Memory and precision.
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -247,6 +261,7 @@ class Training(Numbers):
     """First loss scale with float16 (shardtrain)."""
     loss_scale_growth_interval: int = 2000
     """Number of consecutive finite steps after which the loss scale doubles, with float16 (shardtrain)."""
+    # Device and kernels.
     device: DeviceType = "auto"
     """Where to train; auto is the accelerator that PyTorch finds: cuda (also ROCm) or xpu, otherwise cpu.
     mps is Apple's GPU, in one process; it has not been run on a Mac (shardtrain)."""
@@ -259,6 +274,7 @@ class Training(Numbers):
     that measurements on this machine found to be the fastest, and keep freed memory. pytorch: use
     PyTorch's kernels, as debug.deterministic does (shardtrain).
     """
+    # Garbage collection.
     gc_freq: int = 50
     """Steps between two runs of Python's garbage collector. It is disabled in between,
     so all ranks collect at the same time.
@@ -272,6 +288,7 @@ class Training(Numbers):
 class Parallelism:
     """The device mesh and how the model is split over it."""
 
+    # Data parallelism.
     data_parallel_replicate_degree: int = 1
     """Replicas of the model (DDP); with a shard degree above 1 it is HSDP."""
     data_parallel_shard_degree: int = -1
@@ -280,12 +297,14 @@ class Parallelism:
     """Free gathered parameters after forward: always, never, or (default) all but the last layer's."""
     shard_optimizer_states: bool = False
     """Shard optimizer states over the data_parallel_replicate ranks (ZeRO-1) (shardtrain)."""
+    # Tensor parallelism.
     tensor_parallel_degree: int = 1
     """Ranks over which each layer is split, with sequence parallelism between the split layers."""
     disable_loss_parallel: bool = False
     """Gather the logits over tensor-parallel ranks before the loss."""
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel communication with matmuls (CUDA and compile only)."""
+    # Pipeline parallelism.
     pipeline_parallel_degree: int = 1
     """Ranks over which the layers are divided in sequence."""
     module_fqns_per_model_part: list[list[str]] | None = None
@@ -304,6 +323,7 @@ class Parallelism:
     """Sequences per pipeline micro-batch."""
     pipeline_parallel_expert_parallel_overlap: bool = True
     """A torchtitan option for DualPipeV; no effect here: the all-to-all of experts is not overlapped."""
+    # Context parallelism.
     context_parallel_degree: int = 1
     """Ranks over which each sequence is split."""
     context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"
@@ -316,6 +336,7 @@ class Parallelism:
     """ring exchanges keys and values; ulysses exchanges heads for tokens, and requires that the
     degree divides the key-value heads of a rank (shardtrain).
     """
+    # Expert parallelism.
     expert_parallel_degree: int = 1
     """Ranks over which experts are divided."""
     expert_tensor_parallel_degree: int = 1
@@ -330,6 +351,7 @@ class Parallelism:
 class ActivationCheckpoint:
     """Recompute activations in backward to save memory."""
 
+    # Which activations are recomputed.
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
     """none keeps all activations; full recomputes every layer; selective: see selective_ac_option;
     memory_budget: the compiler chooses.
@@ -340,6 +362,7 @@ class ActivationCheckpoint:
         default_factory=lambda: ["moe.router.gate"]
     )
     """Linear layers whose matmul is recomputed even with "op"."""
+    # How they are recomputed.
     early_stop: bool = False
     """Stop recomputing a layer as soon as all tensors that backward needs are available."""
     memory_budget: float = 0.5
@@ -451,6 +474,7 @@ class Quantize:
 class Validation:
     """Loss on held-out data during training."""
 
+    # What is validated.
     enable: bool = False
     """Validate every freq steps, and after the last step."""
     dataset: str = ""
@@ -461,6 +485,7 @@ class Validation:
     """File or folder that the dataset reads."""
     split: str = "validation"
     """Split of a Hugging Face dataset (shardtrain)."""
+    # When, and on how much of it.
     local_batch_size: int = 8
     """Sequences per data-parallel rank in one forward pass. A pipeline uses the
     number of a training step instead.
@@ -502,6 +527,7 @@ class Debug:
 class Experimental:
     """torchtitan's hooks for code outside its tree; here ``model.name`` takes the path of a file."""
 
+    # torchtitan imports these modules at start. Here model.name and job.custom_config_module replace them.
     custom_import: str = ""
     """Not available: a module imported at start."""
     custom_args_module: str = ""
@@ -512,6 +538,7 @@ class Experimental:
 class Config:
     """A run. Command line beats file, file beats default."""
 
+    # The order of the sections in help texts and in resolved files.
     job: Job = field(default_factory=Job)
     profiling: Profiling = field(default_factory=Profiling)
     metrics: Metrics = field(default_factory=Metrics)
@@ -537,6 +564,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Replace validation.seq_len = -1 by training.seq_len."""
+        # The dataclass is frozen, and a default cannot refer to another section.
         if self.validation.seq_len == -1:
             object.__setattr__(
                 self, "validation", replace(self.validation, seq_len=self.training.seq_len)

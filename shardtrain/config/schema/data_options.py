@@ -9,7 +9,7 @@ RowFormat = Literal["text", "prompt_completion", "chat"]
 ROLES = ("system", "user", "assistant")
 """Turns of a conversation."""
 END_OPTIONS = ("add_bos", "add_eos", "separator")
-"""Options that say how a document begins and ends."""
+"""Options for the tokens at the beginning and end of a document."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class DataLoaderOptions:
 class DataSource:
     """One dataset of a mixture. NAME in [data.sources.NAME] is of your choice."""
 
+    # The dataset and its weight in the mixture.
     dataset: str = "jsonl"
     """A file of shardtrain/data/sources, without ".py" (shardtrain)."""
     dataset_path: str | None = None
@@ -40,6 +41,7 @@ class DataSource:
     """Passes over this source, after which the data end; unset: the source is repeated as
     often as its weight requires (shardtrain).
     """
+    # Differences from the options of [data].
     format: RowFormat | None = None
     """data.format of this source (shardtrain)."""
     text_field: str | None = None
@@ -68,6 +70,7 @@ class DataStage:
 class Data:
     """Conversion of rows to sequences of tokens: format of a row, packing, mixture and masking of documents."""
 
+    # How rows are read.
     mode: Literal["auto", "memory", "stream"] = "auto"
     """When text is tokenized: all of it at start (memory), or while training runs (stream). auto is
     memory up to 64 MiB of input. Prepared shards (dataset "tokens") need neither (shardtrain).
@@ -80,6 +83,7 @@ class Data:
     """Virtual readers that divide the documents of a stream, independent of the number of ranks.
     Another number is another data order (shardtrain).
     """
+    # Columns of a row.
     format: RowFormat = "text"
     """Content of a row: a text; a prompt and its completion, with loss on the completion; or a
     conversation, with loss on the assistant's turns (shardtrain).
@@ -98,6 +102,7 @@ class Data:
     """Column of the conversation: a list of {role, content} objects (shardtrain)."""
     tools_field: str = "tools"
     """Column of the tools that a conversation may call, if the row has it (shardtrain)."""
+    # Images.
     images_field: str = ""
     """Column of the image or the list of images of a conversation; empty: "images" or "image" (shardtrain)."""
     image_folder: str = ""
@@ -106,6 +111,7 @@ class Data:
     """Maximum width x height of an image. A larger one is a bad row (shardtrain)."""
     max_image_bytes: int = 33554432
     """Maximum size of an image file. A larger one is a bad row (shardtrain)."""
+    # Ends of documents, and chat templates.
     add_bos: bool | None = None
     """Begin each text with bos, in training, generate and evaluate; unset: as the tokenizer's files specify
     (shardtrain)."""
@@ -123,6 +129,7 @@ class Data:
     """Special token that ends the assistant's last turn, for chat templates without one (GLM-4-MoE). Its loss
     is also computed after earlier turns, if the template writes it there (shardtrain).
     """
+    # How documents share sequences.
     packing: Literal["auto", "concat", "first_fit", "best_fit", "padded"] = "auto"
     """concat: concatenate all documents, then cut them into sequences; first_fit and best_fit: several
     complete documents per sequence, each in the first sequence with room or in the fullest one; padded: one
@@ -138,12 +145,14 @@ class Data:
     """Mask attention between the documents of a sequence, and restart positions in each document.
     auto: on for prompt_completion, chat, first_fit, best_fit and padded (shardtrain).
     """
+    # Datasets of the Hugging Face Hub.
     split: str = "train"
     """Split of a Hugging Face dataset (shardtrain)."""
     subset: str | None = None
     """Configuration name of a Hugging Face dataset (shardtrain)."""
     streaming: bool | None = None
     """Stream a Hugging Face dataset instead of downloading it; presets have their own default (shardtrain)."""
+    # Limits for rows that cannot be used.
     bad_rows: Literal["stop", "skip"] = "stop"
     """If a row cannot be read: stop with its file and line, or skip and count it (shardtrain)."""
     bad_rows_max_fraction: float = 0.001
@@ -154,12 +163,14 @@ class Data:
     """
     max_row_bytes: int = 16777216
     """Maximum size of a row. A larger one is a bad row (shardtrain)."""
+    # Limits for opening untrusted files.
     artefact_memory_bytes: int = 1073741824
     """Memory limit of the process that first opens a tokenizer, an Arrow or a
     suspicious Parquet file (shardtrain).
     """
     artefact_seconds: int = 30
     """CPU time limit of that process, and of decompression until the first row (shardtrain)."""
+    # Mixtures.
     sources: dict[str, DataSource] = field(default_factory=dict)
     """A mixture of datasets, instead of training.dataset (shardtrain)."""
     stages: list[DataStage] = field(default_factory=list)

@@ -12,6 +12,7 @@ from shardtrain.facts.ports import RENDEZVOUS_PORT
 class LaunchSSH:
     """Hosts that are reached by ssh."""
 
+    # Which hosts.
     hosts: list[str] = field(default_factory=list)
     """Hosts; the first one serves the rendezvous: ["node1", "user@node2:2222"] (shardtrain)."""
     hostfile: str | None = None
@@ -19,7 +20,8 @@ class LaunchSSH:
     include: str = ""
     """Hosts of the hostfile to use, or devices of them: "node1@node2:0,2" (shardtrain)."""
     exclude: str = ""
-    """Hosts of the hostfile to leave out, or devices of them: "node1:0@node3" (shardtrain)."""
+    """Hosts of the hostfile to exclude, or devices of them: "node1:0@node3" (shardtrain)."""
+    # How they are reached.
     config_file: str | None = None
     """A file instead of ~/.ssh/config, for keys, users, ports and jump hosts (shardtrain)."""
     via: Literal["ssh", "pdsh"] = "ssh"
@@ -38,6 +40,7 @@ class LaunchSSH:
 class LaunchSlurm:
     """Options of sbatch and srun."""
 
+    # Where the job runs, and for how long.
     partition: str | None = None
     """Partition; the cluster's default unless set (shardtrain)."""
     account: str | None = None
@@ -51,6 +54,7 @@ class LaunchSlurm:
     that a retry may fix (6, 8, 76, a killed task), requeue it at most launch.max_restarts times, or
     6 if that is 0 (shardtrain).
     """
+    # How its processes start.
     container: Literal["none", "apptainer", "singularity", "pyxis"] = "none"
     """Program that runs launch.image on the nodes; pyxis is enroot's plugin for srun (shardtrain)."""
     host_suffix: str = ""
@@ -61,6 +65,7 @@ class LaunchSlurm:
     """More options of sbatch: ["--exclusive", "--constraint=h100"] (shardtrain)."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before the run, copied unchanged: ["module load cuda"] (shardtrain)."""
+    # Job arrays.
     sweep: list[str] = field(default_factory=list)
     """A job array. Each entry has the overrides of one task: "--optimizer.lr 1e-4". Task I writes to
     job.dump_folder/sweep-I (shardtrain)."""
@@ -105,6 +110,7 @@ class LaunchRunai:
 class Launch:
     """Resources and settings that ``shardtrain launch`` requests from a cluster. ``train`` ignores them."""
 
+    # Nodes and devices.
     name: str = "shardtrain"
     """Name of the job: small letters, digits and dashes (shardtrain)."""
     nodes: int = 1
@@ -121,6 +127,7 @@ class Launch:
     """Name of the accelerator resource in Kubernetes (shardtrain)."""
     nproc_per_node: int | None = None
     """Ranks on each node; by default devices_per_node, or one per device found there (shardtrain)."""
+    # Resources of a node.
     cpus_per_node: int | None = None
     """CPU cores to request on each node (shardtrain)."""
     memory_gib_per_node: int | None = None
@@ -128,6 +135,7 @@ class Launch:
     shared_memory_gib: int | None = None
     """Size of /dev/shm in pods, in GiB, for NCCL and data workers; the platform's default (64 MiB) unless set
     (shardtrain)."""
+    # Program and folders.
     image: str | None = None
     """Container image with this package, or an Apptainer file (shardtrain)."""
     python: str = "python3"
@@ -138,6 +146,7 @@ class Launch:
     """SOURCE:PATH or SOURCE:PATH:ro. SOURCE is a volume claim on kubernetes and runai, and a folder
     of the node for the containers of slurm (shardtrain).
     """
+    # Environment.
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the run. Not for secrets: use secrets or forward_env (shardtrain)."""
     forward_env: list[str] = field(default_factory=list)
@@ -150,6 +159,7 @@ class Launch:
     """
     fabric: Literal["none", "efa", "infiniband"] = "none"
     """Sets the variables of a network between nodes; env overrides them (shardtrain)."""
+    # Failures.
     max_restarts: int = 0
     """Maximum number of restarts of the ranks after failures (``train --max_restarts``). On slurm
     also the maximum number of requeues after failures (shardtrain).

@@ -12,6 +12,7 @@ from shardtrain.facts.dtypes import ComputeDtype
 class Checkpoint:
     """Saving and continuing."""
 
+    # Where and when checkpoints are saved.
     enable: bool = False
     """Save checkpoints, and continue from the newest one found."""
     enable_ft_dataloader_checkpoints: bool = True
@@ -37,6 +38,7 @@ class Checkpoint:
     """Steps between two snapshots of the training state in host memory, from which --max_restarts continues;
     each node also holds a copy for another node; 0: none (shardtrain).
     """
+    # What a run starts from.
     initial_load_path: str | None = None
     """Checkpoint to start from if folder has none: a folder, or a file of torch.save with a model_state_dict,
     such as pytorch_universal_trainer's checkpoint-396. Opening it runs no code.
@@ -55,6 +57,7 @@ class Checkpoint:
     """With initial_load_in_hf, load pytorch_model.bin, a pickle, from a folder without safetensors.
     No code in the file runs (shardtrain).
     """
+    # What a save contains.
     last_save_model_only: bool = False
     """Save only the weights at the last step. Such a run cannot be continued, so the
     default is false (torchtitan's is true).
@@ -69,6 +72,7 @@ class Checkpoint:
     """dtype of the weights in a weights-only save and in Hugging Face format. auto: float32 in a
     save; in Hugging Face format the dtype of the folder that the run started from.
     """
+    # How a save is written, and what happens if it fails.
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write checkpoints in the background: training waits only for the copy into host memory.
     Pinned memory makes the copy from CUDA faster.
@@ -84,6 +88,7 @@ class Checkpoint:
     compare_replicas: bool = True
     """Before a save, compare replicated tensors bitwise between ranks; if they differ, stop without saving
     (shardtrain)."""
+    # Which checkpoints are kept.
     keep_latest_k: int = 10
     """Number of newest checkpoints to keep; 0 keeps all."""
     keep_every_n_steps: int = 0
@@ -95,6 +100,7 @@ class Checkpoint:
     best_mode: Literal["auto", "min", "max"] = "auto"
     """Best value of keep_best: the lowest (min) or the highest (max); auto: as the task defines the metric
     (shardtrain)."""
+    # What a run continues from.
     load_step: int = -1
     """Step to continue from; -1 is the newest."""
     exclude_from_loading: list[str] = field(default_factory=list)
@@ -115,6 +121,7 @@ class Checkpoint:
     """Allow a checkpoint folder that every user of the machine can write to, and whose
     checkpoints anybody may have written (shardtrain).
     """
+    # How a run stops.
     grace_seconds: int = 30
     """Time limit from a request to stop (SIGTERM and others) until the last process ends. A
     save that would take longer is skipped. Set at most the grace period of your platform
@@ -130,12 +137,14 @@ class Checkpoint:
 class Numbers:
     """Handling of non-finite values and loss spikes: the last options of [training]."""
 
+    # Values that are not finite.
     nonfinite_policy: Literal["stop", "skip"] = "stop"
     """On a loss or gradient that is not finite: stop before the update, or skip the update (shardtrain)."""
     nonfinite_max_skips: int = 10
     """Number of consecutive skipped updates after which the run stops (shardtrain)."""
     nonfinite_max_skip_fraction: float = 0.01
     """Fraction of the last 1000 steps whose update may be skipped, 0..1; one more stops the run (shardtrain)."""
+    # Loss spikes.
     spike_policy: Literal["log", "off", "skip", "rewind"] = "log"
     """If the loss or gradient norm is far above previous values: warn (log), do nothing
     (off), skip the update (skip), or load an older checkpoint and skip the data of the last
@@ -155,6 +164,7 @@ class Numbers:
     max_rewinds: int = 2
     """Maximum number of rewinds from spikes within spike_rewind_steps of each other; one more stops the run
     (shardtrain)."""
+    # Replicas.
     replica_check_interval: int = 0
     """Steps between two comparisons of replicated tensors between ranks; a difference stops the
     run; 0: only before saves, see checkpoint.compare_replicas (shardtrain).
@@ -165,6 +175,7 @@ class Numbers:
 class Comm:
     """Process groups."""
 
+    # Timeouts.
     init_timeout_seconds: int = 300
     """Time limit of a collective until the first step is done."""
     train_timeout_seconds: int = 100
@@ -175,6 +186,7 @@ class Comm:
     """
     straggler_window_steps: int = 100
     """Steps between two comparisons of the ranks' working time and counters; 0: none (shardtrain)."""
+    # Records of collectives.
     trace_buf_size: int = 20000
     """Entries of the flight recorder of collectives; 0 turns it off."""
     save_traces_folder: str = "comm_traces"
@@ -189,6 +201,7 @@ class Comm:
 class FaultTolerance:
     """Replica groups with per-step membership (torchft)."""
 
+    # Accepted so that files of torchtitan can be read. ``enable`` is an error.
     enable: bool = False
     """Not available: replica groups of torchft."""
     process_group: Literal["gloo", "nccl"] = "gloo"

@@ -31,8 +31,10 @@ _PODS_OF = {
     "trainjob": "jobset.sigs.k8s.io/jobset-name",
     "jobset": "jobset.sigs.k8s.io/jobset-name",
 }
-_BESIDE = {"trainjob": "configmaps,trainingruntimes.trainer.kubeflow.org"}
+# Objects other than config maps that a job creates.
+_OTHER_OBJECTS = {"trainjob": "configmaps,trainingruntimes.trainer.kubeflow.org"}
 
+# Pattern of kubectl's error -> fix.
 _FIXES = (
     ("AlreadyExists", "choose another --name, or end the other job with launch stop"),
     (r"namespaces .* not found", "create the namespace, or correct launch.kubernetes.namespace"),
@@ -69,6 +71,7 @@ def create(text: str) -> None:
             _ask(["create", "--filename", "-"], written)
             created.append(written)
     except BaseException as error:
+        # An interrupt must not leave objects behind, either.
         stayed = _take_away(created)
         if stayed and isinstance(error, ConfigError):
             raise ConfigError(f"{error}; {stayed}") from None
@@ -117,7 +120,8 @@ def stop(namespace: str, kind: str, name: str) -> int:
             raise
         gone = error  # its other objects may still exist and would conflict with those of a new job
     mine = f"app.kubernetes.io/name=shardtrain,app.kubernetes.io/instance={name}"
-    _ask([*within, "delete", _BESIDE.get(kind, "configmaps"), "--selector", mine, *quick])
+    # A label identifies the objects of this job.
+    _ask([*within, "delete", _OTHER_OBJECTS.get(kind, "configmaps"), "--selector", mine, *quick])
     if gone:
         raise gone
     return 0
@@ -136,6 +140,7 @@ def logs(namespace: str, kind: str, name: str) -> int:
     _require_answer()
     within = ["--namespace", namespace]
     selector = ["--selector", f"{_PODS_OF[kind]}={name}"]
+    # A job that does not exist has no pods, but a different error.
     _ask([*within, "get", RESOURCES[kind], name])
     pods = _ask([*within, "get", "pods", *selector, "--output", "name"]).split()
     if not pods:
@@ -163,6 +168,7 @@ def logs(namespace: str, kind: str, name: str) -> int:
         return subprocess.run(
             ["kubectl", *within, "logs", first, "--follow"], check=False
         ).returncode
+    # All lines, each with the name of its pod.
     follow = [
         "--follow",
         "--prefix",
@@ -225,10 +231,11 @@ def _ask(words: Sequence[str], text: str = "", seconds: int = WAIT_SECONDS) -> s
             )
         ) from None
     if done.returncode:
+        # kubectl's library writes its own log lines to the same stream.
         lines = [line for line in done.stderr.splitlines() if not re.match(r"[EWI]\d{4} ", line)]
         reason = " ".join(" ".join(lines).split())[-500:] or f"exit status {done.returncode}"
         fix = next(
-            (fix for found, fix in _FIXES if re.search(found, reason)),
+            (fix for pattern, fix in _FIXES if re.search(pattern, reason)),
             "correct [launch], or ask the cluster's administrators",
         )
         raise ConfigError(Problem("kubectl", None, f"failed: {reason}", fix))

@@ -135,10 +135,12 @@ class SlurmRecord:
             if self.run_time:
                 words += f" for {self.run_time}"
         left = ""
+        # The remaining time, if there is a limit.
         if self.state == "RUNNING":
             left = _left(self.run_time, self.time_limit)
         if left:
             words += f", {left} left"
+        # A job that has ended: its exit code, and why.
         if self.exit_code and self.state not in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETED"):
             code, _, number = self.exit_code.partition(":")
             words += f", exit code {code}"
@@ -180,6 +182,7 @@ def submit(text: str) -> str:
         return number
     explanation, never_starts = meaning(record.reason)
     if never_starts:
+        # The job would block the queue, and the user would wait for it.
         ask(["scancel", number])
         rule = f"would never start ({record.reason}): {explanation}"
         raise ConfigError(
@@ -190,6 +193,7 @@ def submit(text: str) -> str:
                 fix="correct [launch], or submit the script of --dry-run yourself if the cluster is about to change",
             )
         )
+    # Waiting for other jobs is normal and needs no note.
     if explanation and record.reason not in ("Priority", "Resources"):
         print(f"note: slurm/{number} waits, {record.reason}: {explanation}", file=sys.stderr)
     return number
@@ -204,12 +208,10 @@ def _first_look(number: str) -> SlurmRecord | None:
             record = next(records(number), None)
         except ConfigError:
             return None
+        if record is None or record.state != "PENDING":
+            return record
         # Slurm first reports PartitionConfig, and later a more specific reason, such as PartitionTimeLimit.
-        if (
-            record is None
-            or record.state != "PENDING"
-            or record.reason not in ("None", "(null)", "PartitionConfig")
-        ):
+        if record.reason not in ("None", "(null)", "PartitionConfig"):
             return record
         time.sleep(0.3)
     return record
@@ -222,13 +224,14 @@ def records(number: str) -> Iterator[SlurmRecord]:
         ConfigError: Slurm does not answer, or has forgotten the job.
     """
     answer = ask(["scontrol", "--oneliner", "show", "job", number], fixes=REFUSALS)
-    for one in answer.splitlines():
-        if "JobId=" in one:
+    for line in answer.splitlines():
+        if "JobId=" in line:
             # Values may contain blanks, so a pair ends at the next NAME=.
-            yield _record(dict(re.findall(r"(\S+?)=(.*?)(?=\s+[A-Za-z][\w/:]*=|\s*$)", one)))
+            yield _record(dict(re.findall(r"(\S+?)=(.*?)(?=\s+[A-Za-z][\w/:]*=|\s*$)", line)))
 
 
 def _record(has: dict[str, str]) -> SlurmRecord:
+    # A task of an array has two numbers: that of the array, and its own.
     task = has.get("JobId", "")
     if "ArrayJobId" in has:
         task = f"{has['ArrayJobId']}_{has.get('ArrayTaskId', '')}"
@@ -256,6 +259,7 @@ def status(number: str) -> int:
     Raises:
         ConfigError: Slurm does not answer, or no longer knows the job.
     """
+    # The controller forgets a job some minutes after its end. Accounting may still know it.
     try:
         jobs = list(records(number))
     except ConfigError as error:
@@ -275,9 +279,10 @@ def logs(number: str) -> int:
     except ConfigError as error:
         _raise_unless_forgotten(error)
         # Look in the current folder for the name that the script gives its log.
-        named = sorted(Path.cwd().glob(f"*-{number}.log")) or sorted(
-            Path.cwd().glob(f"*-{number}_*.log")
-        )
+        folder = Path.cwd()
+        named = sorted(folder.glob(f"*-{number}.log"))
+        if not named:
+            named = sorted(folder.glob(f"*-{number}_*.log"))
         if not named:
             raise ConfigError(
                 Problem(
@@ -287,10 +292,11 @@ def logs(number: str) -> int:
                     fix=f"look for NAME-{number}.log in the folder from which it was launched",
                 )
             ) from None
-    there = [path for path in dict.fromkeys(named) if path.exists()]
-    if not there:
+    # Tasks of an array may share a log.
+    existing = [path for path in dict.fromkeys(named) if path.exists()]
+    if not existing:
         raise ConfigError(Problem("id", f"slurm/{number}", "has no log yet", "check its status"))
-    for path in there:
+    for path in existing:
         if len(named) > 1:
             print(f"==> {path} <==")
         with open(
@@ -343,8 +349,10 @@ def _accounted(number: str, error: ConfigError) -> list[SlurmRecord]:
                 f"--format={fields}",
             ],
         )
+    # Accounting is optional on a cluster.
     except ConfigError:
         answer = ""
+    # A row with another number of fields is a message.
     rows = [line.split("|") for line in answer.splitlines() if line.count("|") == fields.count(",")]
     if not rows:
         raise ConfigError(

@@ -33,28 +33,28 @@ class HostCommand:
     host: Host
     ssh: tuple[str, ...]
     command: tuple[str, ...]
-    own: Mapping[str, str]
-    given: Mapping[str, str]
+    launcher_variables: Mapping[str, str]
+    user_variables: Mapping[str, str]
     forwarded: tuple[str, ...]
     grace_seconds: int
 
     @property
     def environment(self) -> dict[str, str]:
         """Return the variables that may be printed. The user's variables override the launcher's."""
-        return {**self.own, **self.given}
+        return {**self.launcher_variables, **self.user_variables}
 
-    def message(self, names: Mapping[str, str], found: Mapping[str, str] = NOTHING) -> bytes:
+    def message(self, names: Mapping[str, str], discovered: Mapping[str, str] = NOTHING) -> bytes:
         """Return the line for standard input.
 
         Args:
             names: Environment from which forwarded variables are taken.
-            found: Variables that the launcher has determined after connecting. The
+            discovered: Variables that the launcher has determined after connecting. The
                 user's variables override them.
         """
         environment = {
-            **self.own,
-            **found,
-            **self.given,
+            **self.launcher_variables,
+            **discovered,
+            **self.user_variables,
             **{name: names[name] for name in self.forwarded},
         }
         job = {
@@ -90,20 +90,21 @@ def render(
             )
         )
     options = launch.ssh
-    asked = launch.nproc_per_node or launch.devices_per_node
+    requested_ranks = launch.nproc_per_node or launch.devices_per_node
     slots = hosts[0].slots
-    if asked and slots and asked != slots:
+    if requested_ranks and slots and requested_ranks != slots:
         raise ConfigError(
             Problem(
                 "launch.nproc_per_node",
-                asked,
+                requested_ranks,
                 rule=f"differs from the {slots} slots of each host",
                 fix="remove it, or change the hostfile",
             )
         )
     command = list(job.command)
-    if slots and not asked:
+    if slots and not requested_ranks:
         command += ["--nproc", str(slots)]
+    # The agent reads the command from standard input, so secrets are not visible in the process list.
     agent = python_child.remote_command(launch.python, "shardtrain.launch.remote_agent")
     inside = f"exec {shlex.join(agent)}"
     if job.workdir:
@@ -120,25 +121,32 @@ def render(
             f"ConnectTimeout={options.connect_timeout_seconds}",
         ]
         ssh += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+        # Options of the user's ssh.
         if options.config_file:
             ssh += ["-F", options.config_file]
         if host.port:
             ssh += ["-p", str(host.port)]
         # Set the variables of one node of several, which nodes.py reads.
-        own = {"PYTHONUNBUFFERED": "1", SUPERVISED: "1"}
+        variables = {"PYTHONUNBUFFERED": "1", SUPERVISED: "1"}
         if len(hosts) > 1:
-            own |= {
+            variables |= {
                 "SHARDTRAIN_NNODES": str(len(hosts)),
                 "SHARDTRAIN_NODE_RANK": str(number),
                 ENDPOINT: f"{meeting}:{options.rendezvous_port}",
                 "SHARDTRAIN_RDZV_ID": run_id,
             }
         if host.devices is not None:
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.devices))
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.devices))
         words = (*ssh, "--", host.address, inside)
         plans.append(
             HostCommand(
-                host, words, tuple(command), own, job.environment, job.forwarded, job.grace_seconds
+                host,
+                words,
+                tuple(command),
+                variables,
+                job.environment,
+                job.forwarded,
+                job.grace_seconds,
             ),
         )
     return plans
@@ -161,6 +169,7 @@ def address_of(host: Host, launch: Launch) -> str:
     if launch.ssh.config_file:
         words += ["-F", launch.ssh.config_file]
     words += ["-G", "--", host.address]
+    # An alias is resolved here, because the other hosts may not have this ssh configuration.
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
