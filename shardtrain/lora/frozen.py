@@ -76,6 +76,7 @@ class FrozenWeights:
         self.path = path
         self._stack = ExitStack()
         model = models.build(module, shape, num_labels)
+        # Parameters and buffers are read by the same names.
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
         self.transposed = set()
@@ -84,6 +85,7 @@ class FrozenWeights:
                 self.transposed.add(f"{module_path}.weight")
         self.stacks = stacks.find(model)
         self._kind = kind
+        # Quantized base weights are returned as the run sees them: rounded.
         self._rounded = set()
         if kind != quantize.WHOLE:
             quantized = quantize.names(model, module.LAYOUT)
@@ -96,6 +98,7 @@ class FrozenWeights:
         self._draws: Mapping[str, Draw] = {}
         self._seed = 0
 
+        # The kind of source determines how tensors are read.
         if path is None:
             assert config is not None
             self.dtype = self._plan_initial(model, module, shape, config)
@@ -139,6 +142,7 @@ class FrozenWeights:
         for name, size in self.shapes.items():
             expected[WEIGHTS_PREFIX + name] = torch.empty(size, device="meta")
         tensor_files.check_names(expected, stored, path)
+        # All weights of a checkpoint usually have one dtype. Exceptions are added by the caller.
         for name, tensor in stored.tensors.items():
             if name.startswith(WEIGHTS_PREFIX):
                 return tensor.dtype
@@ -158,6 +162,7 @@ class FrozenWeights:
         """
         as_is.check_same(shape, path)
         self._weights = self._stack.enter_context(open_weights(path, None))
+        # A resized embedding has more rows in the run than in the folder.
         if config is not None and config.checkpoint.initial_load_resize_embeddings:
             shape = as_is.own_sizes(shape)
             model = models.build(module, shape)
@@ -190,6 +195,7 @@ class FrozenWeights:
                 rounded = self.read(name)
                 local_tensor(tensor).detach().copy_(rounded[local_slices(tensor)])
             else:
+                # Tensors that the run does not round are read directly into their place.
                 exact[name] = tensor
         self._fill(exact)
 
@@ -250,6 +256,7 @@ def find(
         ConfigError: the path does not exist, or its fingerprint differs.
         CheckpointError: the weights cannot be read.
     """
+    # Without --base, use the weights that the run's configuration names.
     path = named
     if path is None and not config.lora.random_base:
         path = Path(str(derived.initial_weights(config)))

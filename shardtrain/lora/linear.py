@@ -25,6 +25,7 @@ def is_transposed(module: nn.Module) -> bool:
 
     Does not import transformers.
     """
+    # The class of a frozen module is no longer Conv1D.
     if isinstance(module, FrozenLinear):
         return module.transposed
     return (
@@ -70,6 +71,7 @@ class FrozenLinear(nn.Linear):
         if self.low_bits is None:
             weight_OI = self.weight.t() if self.transposed else self.weight
             return F.linear(x, weight_OI, self.bias)
+        # The product with a quantized weight does not include the bias.
         product = self.low_bits(x)
         if self.bias is None:
             return product
@@ -120,11 +122,13 @@ class LoraLinear(FrozenLinear):
             magnitude = nn.Parameter(self.weight.new_empty(self.out_features))
         self.lora_magnitude: nn.Parameter | None
         self.register_parameter("lora_magnitude", magnitude)
+        # The module's weight and bias stay frozen.
         for name, parameter in self.named_parameters(recurse=False):
             parameter.requires_grad_(name in NAMES)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., I) to (..., O)."""
+        # With tensor parallelism, parameters are DTensors.
         if isinstance(self.lora_a, DTensor):
             return self._split(x, self.lora_a, self.lora_b, self.lora_magnitude)  # type: ignore[arg-type]
         if self.lora_magnitude is None:
@@ -162,6 +166,7 @@ class LoraLinear(FrozenLinear):
             if group is not None:
                 dist.all_reduce(squares_O, group=group)
             length_O = squares_O.sqrt()
+        # Multiply the output by one factor per row, instead of storing the normalized weight.
         factor_O = (magnitude_O.float() / length_O).to(x.dtype)
         if self.dropout and self.training:
             # As in PEFT, W x uses the input without dropout, and all added terms use the input after dropout.

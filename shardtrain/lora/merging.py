@@ -44,6 +44,7 @@ class Adapters:
         self.stored = manifest.read(checkpoint)
         if use_ema:
             self.stored = self.stored.with_averages(checkpoint)
+        # Merged weights are final, so damaged files must not go unnoticed.
         for file in self.stored.files:
             damage = files.find_damage(checkpoint, file)
             if damage:
@@ -70,6 +71,7 @@ class Adapters:
         a = self._shape(f"{prefix}lora_a")
         b = self._shape(f"{prefix}lora_b")
         rank = self.spec.rank
+        # The rank is the second-last dimension of A, and the last of B.
         has_dims = len(a) == len(b) == dims
         if not has_dims or not a[-2] == b[-1] == rank:
             raise CheckpointError(
@@ -154,6 +156,7 @@ def merge(
         return weight
 
     facts: dict[str, Any] = {"state": TrainState().to_dict(), "model": model}
+    # A Hugging Face folder also has a tokenizer and other files, which the export needs.
     other_files = {}
     if source is not None:
         other_files[sources.FILE], facts[sources.FACT] = sources.packed(source)
@@ -173,6 +176,7 @@ def _merged_stack(
     b_EOR = factor(f"{stack.path}_lora_b")
     a_shape = (stack.experts, spec.rank, stack.inputs)
     b_shape = (stack.experts, stack.outputs, spec.rank)
+    # A shape that differs would be broadcast or fail without naming the module.
     if tuple(a_ERI.shape) != a_shape or tuple(b_EOR.shape) != b_shape:
         raise CheckpointError(
             f"the adapter of {stack.path} does not have the shapes {a_shape} and {b_shape}",
@@ -191,6 +195,7 @@ def _merged_linear(
     path = name.removesuffix(".weight")
     a_RI = factor(f"{path}.lora_a")
     b_OR = factor(f"{path}.lora_b")
+    # Adapters are always oriented as outputs by inputs.
     weight_OI = weight.t() if is_transposed else weight
     if tuple(weight_OI.shape) != (b_OR.shape[0], a_RI.shape[1]):
         raise CheckpointError(

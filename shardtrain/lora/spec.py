@@ -29,6 +29,7 @@ TASK_TYPES = {
     "sequence_to_sequence": "SEQ_2_SEQ_LM",
 }
 """PEFT's task type for each kind of transformers model."""
+# Maximum number of adapted modules in a description, which may come from elsewhere.
 _MAX_MODULES = 100_000
 _SCORES = ("score", "classifier")
 """Substrings in the names of classification heads. PEFT searches the children of a network for them."""
@@ -142,6 +143,7 @@ def _is_valid(description: Any) -> bool:
     The checkpoint may be damaged or come from elsewhere.
     """
     if not isinstance(description, dict):
+        # Check types first, then ranges, then the number of modules.
         return False
     types: dict[str, Any] = {
         "rank": int,
@@ -184,6 +186,7 @@ def adapt(
     Raises:
         ConfigError: a target cannot be adapted, or the rank exceeds the size of a module.
     """
+    # Without adapters, nothing is frozen.
     if not options.enable:
         return None, {}
     head = head_of(model, module) if new_head else ""
@@ -193,11 +196,13 @@ def adapt(
     modules = []
     if options.target_modules or not stacked:
         modules = adapter_targets.find(model, module, shape, options.target_modules, saved)
+    # A stack cannot be frozen and trained at the same time.
     for stack in stacked:
         if any(stack.path.startswith(f"{path}.") for path in saved):
             rule = f"names {stack.path}, which lora.modules_to_save trains fully"
             fix = "remove it from one of the two options"
             raise ConfigError(Problem(adapter_targets.PARAMETERS, None, rule, fix))
+    # A new head makes every network a classifier.
     task_type: str | None = CLASSIFIES
     if not new_head:
         task_type = TASK_TYPES.get(getattr(model, "kind", "causal"))
@@ -236,6 +241,7 @@ def head_of(model: nn.Module, module: ModuleType) -> str:
         ConfigError: a transformers class has no head with a known name.
     """
     network = getattr(model, "hf", None)
+    # Native models name their head in the layout.
     if network is None:
         return str(module.LAYOUT.last[-1])
     for name, _ in network.named_children():
@@ -256,6 +262,7 @@ def draws(model: nn.Module, start: str = "kaiming") -> dict[str, Draw]:
 
     After loading the frozen weights, ``start_magnitudes`` replaces the initial DoRA magnitudes.
     """
+    # Kaiming's initialization depends on the number of inputs.
     inputs: dict[str, int] = {}
     for path, linear in adapted(model):
         inputs[f"{path}.lora_a"] = linear.in_features
@@ -274,6 +281,7 @@ def draws(model: nn.Module, start: str = "kaiming") -> dict[str, Draw]:
         # B starts at zero, so the adapted model starts as the base model.
         name_of_b = f"{name[:-1]}b"
         initializers[name_of_b] = Draw("zeros", std=0.0)
+    # ``start_magnitudes`` sets these once the frozen weights are loaded.
     for name in parameters:
         if name.endswith("lora_magnitude"):
             initializers[name] = Draw("ones")
@@ -304,6 +312,7 @@ def apply(model: nn.Module, spec: Spec) -> None:
     Raises:
         CheckpointError: the model lacks a module of ``spec``.
     """
+    # Freeze all parameters first. New parameters are trained by default.
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     modules = dict(model.named_modules())
@@ -326,6 +335,7 @@ def apply(model: nn.Module, spec: Spec) -> None:
                 )
             adapted_stacks.append(all_stacks[path])
         stacks.apply(model, adapted_stacks, spec.rank, spec.scale)
+    # Names of one run may not fit another model, so each is checked.
     for path in spec.saved:
         if path not in modules:
             raise CheckpointError(
@@ -343,6 +353,7 @@ def _tell(model: nn.Module, spec: Spec) -> None:
         if parameter.requires_grad:
             trained += parameter.numel()
     adapted_paths = [*spec.modules, *spec.parameters]
+    # A model has many layers, so list each kind of module once.
     last_components = dict.fromkeys(path.rpartition(".")[2] for path in adapted_paths)
     shown = ", ".join(last_components)
     fully_trained = ""

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardtrain.models import moe
 from shardtrain.ops.row_order import Choice
 
+# Name of a stack in transformers -> names of our parameters that it contains.
 OURS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 
@@ -50,6 +51,7 @@ def find(model: nn.Module) -> dict[str, Stack]:
     """Return the stacks of a model that can be adapted, by path."""
     is_transformers = hasattr(model, "hf")
     stacks = []
+    # Native models have their own class of experts. Networks of transformers own the stacks directly.
     for path, module in model.named_modules():
         if isinstance(module, moe.Experts):
             for name, weights in OURS.items():
@@ -68,6 +70,7 @@ def _transformers_stacks(path: str, module: nn.Module) -> list[Stack]:
     is_transposed = bool(getattr(module, "is_transposed", False))
     stacks = []
     for name, parameter in module.named_parameters(recurse=False):
+        # Other parameters are no stacks. Factors of an adapter also have three dimensions.
         if parameter.ndim != 3 or "_lora_" in name:
             continue
         num_experts, outputs, inputs = parameter.shape
@@ -85,6 +88,7 @@ def apply(model: nn.Module, stacks: list[Stack], rank: int, scale: float) -> Non
     """
     for stack in stacks:
         owner = model.get_submodule(stack.owner)
+        # Native experts are replaced once, even if both of their stacks are adapted.
         weight = getattr(owner, stack.weights[0])
         if isinstance(owner, moe.Experts) and not isinstance(owner, LoraExperts):
             above, _, leaf = stack.owner.rpartition(".")
@@ -95,6 +99,7 @@ def apply(model: nn.Module, stacks: list[Stack], rank: int, scale: float) -> Non
         b_EOR = weight.new_empty(stack.experts, stack.outputs, rank)
         owner.register_parameter(f"{name}_lora_a", nn.Parameter(a_ERI))
         owner.register_parameter(f"{name}_lora_b", nn.Parameter(b_EOR))
+        # The class of a transformers network stays as it is, so its weights must change during each call.
         if not isinstance(owner, LoraExperts):
             _add_at_each_use(owner, name, scale, stack.transposed)
 
@@ -131,6 +136,7 @@ class LoraExperts(moe.Experts):
         gate_RF = moe.add_bias(gate_RF, count_E, self.w1_bias)
         up_RF = moe.product(x_RD, count_E, self.w3)
         up_RF = moe.add_bias(up_RF, count_E, self.w3_bias)
+        # The gate and up projection are one stack, so one adapter returns both.
         added = self._added("gate_up_proj", x_RD, count_E)
         if added is not None:
             added_gate_RF, added_up_RF = added.chunk(2, dim=-1)
@@ -190,6 +196,7 @@ def merged(
     weight: Tensor, stack: Stack, a_ERI: Tensor, b_EOR: Tensor, part: int, scale: float
 ) -> Tensor:
     """Return one weight of a stack with its adapter added, in float32. ``part`` is its index in the stack."""
+    # The outputs of a stack are those of its weights, one after the other.
     rows = slice(None)
     if len(stack.weights) > 1:
         size = stack.outputs // len(stack.weights)

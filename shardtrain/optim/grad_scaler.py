@@ -62,6 +62,7 @@ class LossScaler:
     def update(self, finite: bool) -> bool:
         """Set the scale of the next step. Return True if the update of this step may be applied."""
         if not finite:
+            # Gradients overflow at this scale, so skip the update and try a smaller one.
             self.scale = max(SMALLEST, self.scale * _BACKOFF)
             self._finite_steps = 0
             return False

@@ -75,6 +75,7 @@ class LowBitsAdam(torch.optim.Optimizer):
         seed: int,
     ) -> None:
         self._config = config
+        # Random numbers depend on the name, so they are the same on every mesh.
         self._keys: dict[Tensor, int] = {}
         for parameter, name in names.items():
             self._keys[parameter] = stochastic_rounding.key_of(seed, name)
@@ -88,6 +89,7 @@ class LowBitsAdam(torch.optim.Optimizer):
             rounds_stochastically=config.bf16_stochastic_round,
         )
         super().__init__(groups, {"lr": config.lr})
+        # A block that is split between ranks would have two scales.
         if config.name == EIGHT_BITS:
             for parameter, name in names.items():
                 _check_blocks(parameter, name)
@@ -140,6 +142,7 @@ class LowBitsAdam(torch.optim.Optimizer):
         for name, tensor in state.items():
             if name != "step":
                 states[name] = _at_least_1d(local_tensor(tensor))
+        # Adam adds the decay to the gradient. AdamW shrinks the weight instead.
         constants = self._constants
         l2_penalty = weight_decay if constants.is_adam else 0.0
         update = self._kernel(weight, states)
@@ -186,6 +189,7 @@ class LowBitsAdam(torch.optim.Optimizer):
                 continue
             begin = end
 
+    # Codebooks are created once per device.
     def _table(self, name: str, device: torch.device) -> Tensor:
         key = (name, device)
         if key not in self._tables:
@@ -265,6 +269,7 @@ def update_part(
     weight_random, mean_random, squares_random = stochastic_rounding.chances(key, step, place)
     w = weight.float()
     g = gradient.float()
+    # Compute in float32, whatever the stored dtypes are.
     mean = _read(states, "exp_avg", tables)
     squares = _read(states, "exp_avg_sq", tables)
     if c.is_adam:
@@ -292,6 +297,7 @@ def _rounded(x: Tensor, dtype: torch.dtype, random: Tensor, c: Constants) -> Ten
 def _read(states: Mapping[str, Tensor], name: str, tables: Mapping[str, Tensor]) -> Tensor:
     """Return a mean in float32."""
     stored = states[name]
+    # States that are not in 8 bits have no scale.
     if f"{name}_scale" not in states:
         return stored.float()
     numbers = tables[name][stored.int()]
@@ -312,6 +318,7 @@ def _write(
         states[name].copy_(_rounded(x, states[name].dtype, random, c))
         return
     blocks = _blocks(x)
+    # Each block is divided by its largest element, so the codebook covers it. Blocks of zeros stay zeros.
     scale = blocks.abs().amax(-1)
     divisor = torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
     scaled = _rows(blocks / divisor, x.size(-1))
@@ -330,6 +337,7 @@ def _index_in_unsharded(parameter: Tensor) -> tuple[list[int], int, int]:
     Random numbers depend on the index of an element in the unsharded tensor, so every mesh rounds alike.
     """
     shape = parameter.shape or torch.Size([1])
+    # Strides of a contiguous tensor.
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if parameter.ndim == 0:
         return strides, 0, 0
@@ -363,6 +371,7 @@ def _rows(blocks: Tensor, columns: int) -> Tensor:
 def _scales(parameter: Tensor) -> Tensor:
     """Return a zero scale for each block of a parameter, with the parameter's placements."""
     local = local_tensor(parameter)
+    # A shard contains entire blocks: see ``_check_blocks``.
     local_blocks = -(-local.size(-1) // STATE_BLOCK)
     zeros = torch.zeros(*local.shape[:-1], local_blocks, dtype=torch.float32, device=local.device)
     if not is_distributed(parameter):

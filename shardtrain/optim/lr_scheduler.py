@@ -10,6 +10,7 @@ from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import real_number
 
+# Number of steps at which a user's schedule is called twice.
 _CHECKED_STEPS = 1000
 _CHECKED_AT_AN_EDGE = 10
 
@@ -93,6 +94,7 @@ def check_own(
 def _steps_to_check(scheduler: LRScheduler, steps: int) -> list[int]:
     """Return steps spread over the run, and all steps near its start, its end and the end of the warmup."""
     spacing = max(1, steps // _CHECKED_STEPS)
+    # Schedules change their formula at these steps.
     chosen = set(range(0, steps, spacing))
     for edge in (0, scheduler.warmup_steps, scheduler.total_steps or steps, steps):
         first = max(0, edge - _CHECKED_AT_AN_EDGE)

@@ -30,6 +30,7 @@ class MovingAverage:
         self._parameters: dict[str, Parameter] = {}
         self.averages: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
+            # Frozen parameters equal their average.
             if parameter.requires_grad:
                 self._parameters[name] = parameter
                 self.averages[name] = parameter.detach().to(torch.float32, copy=True)
@@ -48,6 +49,7 @@ class MovingAverage:
             applies: A boolean scalar on the device. If it is False, the update was skipped, and the averages do
                 not change. The host does not read it.
         """
+        # lerp_ multiplies the average by 1 - share.
         share: float | Tensor = 1 - self._decay
         if applies is not None:
             share = torch.where(applies, share, 0.0)
@@ -61,6 +63,7 @@ class MovingAverage:
 
         The block must not train. It needs memory for a copy of this rank's weights.
         """
+        # ``restored`` keeps the weights, also if the block fails.
         with restored(self._parameters):
             with torch.no_grad():
                 for name, parameter in self._parameters.items():

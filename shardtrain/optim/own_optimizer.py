@@ -23,6 +23,7 @@ from shardtrain.ops.dtensor import is_distributed
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
+# Small parameters of each kind: a matrix, a vector and a stack of matrices.
 _SHAPES = ((6, 4), (6,), (2, 6, 4))
 _NAMES = ("layers.0.matrix.weight", "layers.0.matrix.bias", "layers.0.experts.weight")
 _STEPS = 2
@@ -47,6 +48,7 @@ def check(config: Optimizer) -> None:
         ConfigError: the results differ, or the state has other names after a step.
     """
     module = _module(config)
+    # Both runs use the same gradients, so only the state can make them differ.
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in _SHAPES]
     gradients = []
@@ -107,6 +109,7 @@ def _build(
     if set(map(id, actual)) != set(map(id, expected)):
         rule = f"has {len(actual)} of the {len(expected)} parameters that build received"
         raise _problem(config, rule, "pass all param_groups to the optimizer")
+    # A checkpoint is loaded into the state, so it must exist before the first step.
     for parameter in expected:
         state = optimizer.state[parameter]
         if not state and hasattr(module, "initial_state"):
@@ -149,6 +152,7 @@ def _check_evaluation_weights(
     """Check the optional method ``evaluation_weights`` of an optimizer."""
     if not hasattr(optimizer, "evaluation_weights"):
         return
+    # The method must not have side effects: it is called during training.
     before = parameter.detach().clone()
     weights = optimizer.evaluation_weights(parameter)
     if not isinstance(weights, Tensor) or weights.shape != parameter.shape:

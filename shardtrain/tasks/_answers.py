@@ -53,13 +53,15 @@ class Side(NamedTuple):
     """The token after the input tokens. It is a target but no input, such as the EOS token of an answer."""
 
     @property
-    def whole(self) -> npt.NDArray[np.int32]:
+    def all_tokens(self) -> npt.NDArray[np.int32]:
         """All tokens (T + 1), with the last target."""
         return np.append(self.tokens, np.int32(self.last))
 
     def shown(self, name: str) -> ShownText:
         """Return the text for ``data show``, with a mask of the learned tokens."""
-        return ShownText(name, self.whole.tolist(), [False, *(self.targets != IGNORE).tolist()])
+        return ShownText(
+            name, self.all_tokens.tolist(), [False, *(self.targets != IGNORE).tolist()]
+        )
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class AnswerTask(TextTask):
     @cached_property
     def encoder(self) -> PromptEncoder:
         """Encoder of rows with a "prompt" and a "completion"."""
+        # Rows are converted to these two columns before they are encoded.
         options = dataclasses.replace(
             self.config.data, prompt_field="prompt", completion_field="completion"
         )
@@ -124,6 +127,7 @@ class AnswerTask(TextTask):
         T = -(-longest // self._length_multiple) * self._length_multiple
         tokens_RT = torch.zeros(len(sides), T, dtype=torch.int64)
         targets_RT = torch.full_like(tokens_RT, IGNORE)
+        # Padding follows the row, and its targets are ignored.
         for number, side in enumerate(sides):
             length = len(side.tokens)
             tokens_RT[number, :length] = torch.from_numpy(side.tokens.astype(np.int64))
@@ -137,6 +141,7 @@ class AnswerTask(TextTask):
         """
         if not self.needs_reference:
             return {}
+        # A path has its own weights. Otherwise the reference is the model at the start of the run.
         folder = self.config.task.reference_path
         if folder:
             return {"reference weights": initial_weights.of_folder(Path(folder))}
@@ -173,6 +178,7 @@ class PairTask(AnswerTask):
         for side in sides:
             parts += [side.tokens.tobytes(), side.targets.tobytes()]
         content = digest(*parts)
+        # Margins of 0 do not change the fingerprint, so data without margins keep theirs.
         margins = [pair.margin for pair in pairs]
         if any(margins):
             content = digest(content, *margins)
@@ -251,6 +257,7 @@ class PairTask(AnswerTask):
         if self.reads_last_token:
             num_targets -= 1
 
+        # ``around_bad_rows`` passes only usable rows.
         def tokenize(
             good_rows: list[tuple[list[dict[str, Any]], float]],
         ) -> Iterator[Pair | BadRow]:
@@ -291,9 +298,11 @@ def side_of(document: Document | BadRow, seq_len: int) -> Side | BadRow:
     """Truncate a prompt with its answer to seq_len targets. A BadRow if no token of the answer remains."""
     if isinstance(document, BadRow):
         return document
+    # Without a mask, every token is learned.
     learned = document.learned
     if learned is None:
         learned = np.ones(len(document.tokens), bool)
+    # seq_len targets need one more token, because the first token is only an input.
     tokens = document.tokens[: seq_len + 1]
     learned = learned[: seq_len + 1]
     targets = np.where(learned[1:], tokens[1:], IGNORE).astype(np.int64)
@@ -338,6 +347,7 @@ def of_pairs(model: nn.Module, batch: RowBatch) -> Tensor:
     """Return the ``log_probabilities`` (B, 2) of a batch of pairs."""
     tokens_B2T = batch["tokens_B2T"]
     targets_B2T = batch["targets_B2T"]
+    # Both answers of a pair are separate rows of one forward pass.
     return log_probabilities(model, tokens_B2T.flatten(0, 1), targets_B2T.flatten(0, 1)).unflatten(
         0, (-1, 2)
     )

@@ -46,6 +46,7 @@ class Distillation(LanguageModel):
     def open_dataloader(self, **options: Any) -> data.DataLoader:
         """Open the data. Their fingerprint covers the teacher, so a run resumes only with the same teacher."""
         stream = super().open_dataloader(**options)
+        # The teacher's weights are an input of the loss, like the data.
         teacher = initial_weights.of_folder(Path(self.config.task.teacher_path))
         files = dict(stream.files.items())
         files["teacher"] = teacher

@@ -82,12 +82,14 @@ class ImageText(TextTask):
             fix = 'use "transformers" with the folder of a model that does'
             model_name = self.config.model.name
             raise ConfigError(Problem("model.name", model_name, "does not read images", fix))
+        # The class of the folder determines what the network can read.
         folder = self.folder
         name = type(network).__name__
         if not architecture.reads_images(folder, name):
             rule = f"contains {name}, which does not generate text from images"
             fix = "use the folder of a model that does, such as LLaVA, Qwen2.5-VL or Gemma 3"
             raise ConfigError(Problem("model.overrides.path", folder, rule, fix))
+        # Packing needs control over positions and attention, which not every network offers.
         if self._packs:
             reason = packing.problem_of(network)
             if reason:
@@ -129,6 +131,7 @@ class ImageText(TextTask):
     @cached_property
     def conversations(self) -> Conversations:
         """The chat template with the tokenizer."""
+        # The processor may have its own template, with placeholders for images.
         tokenizer = copy.copy(self.tokenizer)
         template = self.processor.chat_template()
         if template is not None:
@@ -158,6 +161,7 @@ class ImageText(TextTask):
         return self.config.data.packing == packing.PACKING
 
     def _filler(self) -> str:
+        # A batch without images still needs one: ranks must run the vision tower together.
         """Return the text of a row with one image, for batches without images."""
         question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
         answer = {"role": "assistant", "content": "!"}
@@ -185,6 +189,7 @@ class ImageText(TextTask):
         section, _ = _files.section_of(self.config, split)
         # Open the processor first, to report its errors before those of rows.
         _ = self.loader
+        # Only sizes are needed to count tokens. Decoding every image would delay the start.
         encode = partial(self.encode, split=split, decodes=False)
         rows: _files.FileRows[ImageRow] = _files.read(self.config, split, encode)
 
@@ -228,6 +233,7 @@ class ImageText(TextTask):
     ) -> _Rendered | BadRow:
         """Render a conversation, and read the sizes of its images. Raises Unusable."""
         conversation = reader.read(row)
+        # Unusable rows are returned, so the caller can count or report them.
         if isinstance(conversation, BadRow):
             return conversation
         messages, images = conversation
@@ -306,6 +312,7 @@ class ImageText(TextTask):
 
     def flops_per_row(self, model: nn.Module) -> Callable[[ImageRow], float] | None:
         """Return a function from a row to the FLOPs of the vision tower. None if its sizes are unknown."""
+        # Without known sizes, only the text is counted.
         tower = VisionTower.of(self.folder)
         if tower is None:
             return None
@@ -332,6 +339,7 @@ class ImageText(TextTask):
             raise ConfigError(
                 Problem(
                     "task.planned_images",
+                    # A row needs at least one token of text, so equality is too much, too.
                     self.config.task.planned_images,
                     rule=f"takes {work.tokens} tokens, which do not fit into training.seq_len={seq_len}",
                     fix="set it to the sizes of the images in the data, or use a larger seq_len",
@@ -383,7 +391,9 @@ class ImageText(TextTask):
         images = {}
         for name, values in batch.tensors.items():
             if name not in (TOKENS, TARGETS, packing.ROWS):
+                # The processor returns float32, and the network computes in another dtype.
                 images[name] = values.to(self._dtype) if values.is_floating_point() else values
+        # Positions restart in each row of a packed sequence.
         if packing.ROWS in batch.tensors:
             network: Any = model.hf
             inputs = {"input_ids": batch[TOKENS], **images}
@@ -403,6 +413,7 @@ class ImageText(TextTask):
         is_target_BT = targets_BT != IGNORE
         right_BT = (outputs.argmax(-1) == targets_BT) & is_target_BT
         counts = {"right": right_BT, "tokens": is_target_BT}
+        # Without packing, each sequence is a row.
         if packing.ROWS not in batch.tensors:
             return {name: values_BT.sum(1) for name, values_BT in counts.items()}
         sums = {}
@@ -424,6 +435,7 @@ def _freeze(model: nn.Module, name: str) -> None:
     """Exclude modules from training. Raises ConfigError if no module with weights has this name."""
     frozen = 0
     num_parts = name.count(".") + 1
+    # A name may be the end of a path, such as "vision_tower".
     for path, module in model.named_modules():
         end_of_path = ".".join(path.split(".")[-num_parts:])
         if matches(end_of_path, name):
@@ -453,6 +465,7 @@ def folder_of(dataset_path: str | None) -> str:
         return ""
     if os.path.isdir(dataset_path):
         return dataset_path
+    # The folder before the first component with a wildcard.
     parts = Path(dataset_path).parts
     for number, part in enumerate(parts):
         if any(letter in part for letter in "*?["):

@@ -73,6 +73,7 @@ class KTO(AnswerTask):
 
     @property
     def needs_reference(self) -> bool:
+        # The reward is relative to the reference model.
         return True
 
     def __init__(self, config: Config) -> None:
@@ -92,6 +93,7 @@ class KTO(AnswerTask):
 
         # KL depends on the composition of the groups, so they are formed here, in an order that depends
         # only on the seed.
+        # Other splits keep the order of the data, so their predictions are in that order.
         order = np.arange(len(rows))
         if split == "train" and len(rows):
             order = sample_at(order, len(rows), self.config.debug.seed)
@@ -183,6 +185,7 @@ class KTO(AnswerTask):
         """Return the weighted sum over rows of the loss in the module docstring."""
         labels_BN = batch["labels_BN"]
         is_good_BN = labels_BN == 1
+        # Good and bad completions differ in the sign of the exponent and in their weight.
         sign_BN = torch.where(is_good_BN, 1.0, -1.0)
         advantage_BN = outputs[..., 0] - outputs[..., 1]
         losses_BN = 1 - torch.sigmoid(self._beta * sign_BN * advantage_BN)
@@ -193,6 +196,7 @@ class KTO(AnswerTask):
     def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
         """Return the rewards and labels of each group, padded to ``task.group_size`` + 1, the largest
         group."""
+        # ``_groups`` may add one row to a group.
         padding = (0, self._size + 1 - outputs.size(1))
         rewards_BN = nn.functional.pad(self._beta * outputs[..., 0].float(), padding)
         labels_BN = nn.functional.pad(batch["labels_BN"], padding, value=_PADDING)
@@ -203,6 +207,7 @@ class KTO(AnswerTask):
         answers."""
         labels = rows["label"].flatten()
         is_answer = labels != _PADDING
+        # Padding entries are no answers.
         rewards = rows["rewards"].flatten()[is_answer].double()
         labels = labels[is_answer]
         has_right_sign = (rewards > 0) == (labels == 1)
@@ -281,6 +286,7 @@ class KTO(AnswerTask):
         prompt = columns.column(row, data.prompt_field)
         completion = columns.column(row, data.completion_field)
         label = columns.label(row, field)
+        # A prompt of messages needs its completion as a message, too.
         if isinstance(prompt, list | tuple) and isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
         text = ""
@@ -301,6 +307,7 @@ def _groups(rows: list[Answer], size: int) -> Iterator[Group]:
     start = 0
     while start < len(rows):
         stop = min(start + size, len(rows))
+        # A last group of one row could not be paired.
         if len(rows) - stop == 1:
             stop = len(rows)
         yield tuple(rows[start:stop])
@@ -311,9 +318,9 @@ def _exchanged(side: Side, other: Side) -> Side:
     """Return the prompt of ``side`` with the completion of ``other``."""
     # Target i is token i + 1. So the completion begins one token after the index of the first target.
     prompt_length = 1 + int(np.argmax(side.targets != IGNORE))
-    prompt = side.whole[:prompt_length]
+    prompt = side.all_tokens[:prompt_length]
     start = int(np.argmax(other.targets != IGNORE))
-    tokens = np.concatenate((prompt, other.whole[start + 1 :]))
+    tokens = np.concatenate((prompt, other.all_tokens[start + 1 :]))
     no_targets = np.full(len(prompt) - 1, IGNORE, dtype=np.int64)
     targets = np.concatenate((no_targets, other.targets[start:]))
     return Side(tokens[:-1], targets, int(tokens[-1]))

@@ -35,6 +35,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 METRICS = {"accuracy": "max"}
 DEGREES = ()
+# Shares of the targets that are replaced by the mask token, and by a random token. The others stay.
 _MASKED = 0.8
 _RANDOM = 0.1
 
@@ -49,12 +50,14 @@ class MaskedLanguageModel(ExampleTask):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        # Rows have no label, so their text has no name in ``data show``.
         self.labels = []
         self.fraction = float(config.task.options.get("mask_fraction", 0.15))
 
     @cached_property
     def mask_id(self) -> int:
         """Id of the mask token."""
+        # Without the option, the tokenizer's mask token must be a single id.
         mask_id = self.config.task.options.get("mask_token_id")
         if isinstance(mask_id, int):
             return mask_id
@@ -95,6 +98,7 @@ class MaskedLanguageModel(ExampleTask):
         """Return the logits (B, T, V)."""
         tokens_BT = batch["tokens_BT"]
         lengths_B = batch["lengths_B"]
+        # Networks of transformers build the mask of padding from the lengths themselves.
         if hasattr(model, "kind"):
             return model(tokens_BT, lengths_B=lengths_B)  # type: ignore[no-any-return]
         positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device).expand_as(tokens_BT)
@@ -123,6 +127,7 @@ class MaskedLanguageModel(ExampleTask):
         """Raise ConfigError for a causal model, which sees only the tokens before a hidden one, or a wrong
         mask id."""
         super().check(stream, module, shape)
+        # A folder of transformers may contain a masked model. ``kind`` checks that.
         is_causal = not getattr(module, "AS_IS", False) and getattr(module, "CAUSAL", True)
         if is_causal:
             raise ConfigError(
@@ -151,12 +156,14 @@ class MaskedLanguageModel(ExampleTask):
         rng = random.Random(seed)
         masked = row.tokens.astype(np.int64)
         targets = np.full_like(masked, IGNORE)
+        # Special tokens mark the structure of a row, so they are never targets.
         special = {self.tokenizer.bos_id, self.tokenizer.eos_id, *self.tokenizer.special_ids}
         candidates = [index for index, token in enumerate(masked.tolist()) if token not in special]
         # Only random(): Python guarantees its numbers for a seed in all versions, but not those of shuffle()
         shuffled = sorted((rng.random(), index) for index in candidates)
         num_targets = max(1, round(self.fraction * len(candidates)))
         for _, index in shuffled[:num_targets]:
+            # Some targets keep their token, so the model also learns from tokens that it sees.
             targets[index] = masked[index]
             draw = rng.random()
             if draw < _MASKED:
@@ -181,6 +188,7 @@ class _MaskedFeed(RowFeed):
         super().__init__(rows, seed, passes)
         self._task = task
         self._epochs = seed is not None
+        # Other masks are other inputs, so they are part of the data's identity.
         self.fingerprint = digest(self.fingerprint, task.fraction, task.mask_id)
 
     def read(self, k: int, number: int) -> Any:

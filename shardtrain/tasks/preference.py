@@ -37,11 +37,13 @@ class Preference(PairTask):
         """Return (B, 3): the rewards of the chosen and the rejected answer, and the log-probability of the
         chosen answer."""
         answers_B2 = of_pairs(model, batch)
+        # Without a reference model, its log-probabilities count as 0.
         reference_B2 = torch.zeros_like(answers_B2)
         if self.needs_reference:
             assert self.reference is not None, "the reference model is loaded before the first step"
             with torch.no_grad():
                 reference_B2 = of_pairs(self.reference, batch)
+        # The likelihood term needs the log-probability itself, not only its difference to the reference.
         rewards_B2 = self.config.task.beta * (answers_B2 - reference_B2)
         return torch.cat((rewards_B2, answers_B2[:, :1]), dim=1)
 
@@ -76,6 +78,7 @@ def pair_losses(rewards_B2: Tensor, lengths_B2: Tensor, task: TaskOptions) -> Te
     difference_B = rewards_B2[:, 0] - rewards_B2[:, 1]
     means_B2 = rewards_B2 / lengths_B2
     mean_difference_B = means_B2[:, 0] - means_B2[:, 1]
+    # These losses do not use label smoothing. The configuration rejects the pair.
     if task.loss_type == "hinge":
         return torch.relu(1 - difference_B)
     if task.loss_type == "ipo":
@@ -85,6 +88,7 @@ def pair_losses(rewards_B2: Tensor, lengths_B2: Tensor, task: TaskOptions) -> Te
 
     smoothing = task.label_smoothing
     as_labeled_B = -F.logsigmoid(difference_B)
+    # The loss of the pair if its answers had been exchanged.
     if not smoothing:
         return as_labeled_B
     exchanged_B = -F.logsigmoid(-difference_B)

@@ -42,8 +42,9 @@ class RewardModel(PairTask):
         """Return padded tokens (B, 2, T), lengths (B, 2), and margins (B,)."""
         texts = []
         for row in rows:
-            texts += [row.chosen.whole, row.rejected.whole]
+            texts += [row.chosen.all_tokens, row.rejected.all_tokens]
         longest = max(len(text) for text in texts)
+        # Sequence parallelism splits rows evenly over the tensor-parallel ranks.
         T = -(-longest // self._length_multiple) * self._length_multiple
         tokens_RT = torch.zeros(len(texts), T, dtype=torch.int64)
         for number, text in enumerate(texts):
@@ -79,6 +80,7 @@ class RewardModel(PairTask):
         if has_experts(model):
             documents["documents_BT"] = filler_documents(lengths_R, positions_RT)
         scores_RT1 = model(tokens_RT, positions_RT, **documents)
+        # A native model returns a score per token. The score of a text is that of its last token.
         rows_R = torch.arange(len(lengths_R), device=tokens_RT.device)
         return scores_RT1[rows_R, lengths_R - 1].unflatten(0, (-1, 2)).squeeze(-1)
 

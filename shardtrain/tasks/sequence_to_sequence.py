@@ -44,6 +44,7 @@ class SequenceToSequence(ExampleTask):
 
     def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
         """Return the model unchanged. Raises ConfigError for a model without encoder and decoder."""
+        # Networks of transformers have a kind. Native models are decoders.
         if not hasattr(model, "kind"):
             raise ConfigError(
                 Problem(
@@ -57,6 +58,7 @@ class SequenceToSequence(ExampleTask):
 
     def collate(self, rows: list[Any]) -> dict[str, Tensor]:
         """Return padded sources (B, T) with their lengths (B,), and padded targets (B, S)."""
+        # The label of an example is the length of its source.
         sources = [row.tokens[: row.label] for row in rows]
         targets = [row.tokens[row.label :] for row in rows]
         return {
@@ -75,6 +77,7 @@ class SequenceToSequence(ExampleTask):
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         """Return the logits (B, S, V)."""
+        # The network shifts the targets itself: position s predicts token s.
         return model(
             batch["tokens_BT"], lengths_B=batch["lengths_B"], decoded_BS=batch["targets_BS"]
         )  # type: ignore[no-any-return]
@@ -102,6 +105,7 @@ class SequenceToSequence(ExampleTask):
     def _read(self, labelled: bool, row: Mapping[str, Any]) -> tuple[list[str], int] | BadRow:
         data = self.config.data
         return [
+            # The target is the second text, not a label, so every split must have it.
             columns.text(row, data.prompt_field),
             columns.text(row, data.completion_field),
         ], IGNORE
@@ -109,6 +113,7 @@ class SequenceToSequence(ExampleTask):
     def _example(self, texts: list[Any], label: int, seq_len: int) -> Example | BadRow:
         source_ids, target_ids = texts
         source = super()._example([source_ids], label, seq_len)
+        # Each text has its own BOS and EOS, and its own limit of seq_len.
         target = super()._example([target_ids], label, seq_len)
         if isinstance(source, BadRow):
             return source

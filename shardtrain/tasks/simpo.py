@@ -35,6 +35,7 @@ class SimPO(PairTask):
         """
         task = self.config.task
         losses_B = -F.logsigmoid(outputs[:, 0] - outputs[:, 1] - task.gamma)
+        # Outputs contain beta times the mean log-probability, so divide by beta.
         if task.nll_weight:
             losses_B = losses_B - task.nll_weight / task.beta * outputs[:, 0]
         return weight * losses_B.sum()

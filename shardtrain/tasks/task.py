@@ -132,11 +132,13 @@ class RowTask:
         """True if the rows of a split have labels."""
         return True
 
+    # The head of the model.
     num_labels: int = 0
     """Number of outputs of a head that replaces the vocabulary head. 0 keeps the model unchanged."""
     sequences_per_row: int = 1
     """Number of sequences per row that pass through the model with gradients. Used by dry runs."""
 
+    # Work that plans and throughput count in addition to tokens.
     def flops_per_row(self, model: nn.Module) -> Callable[[Any], float] | None:
         """Return a function from a row to the FLOPs of modules that do not process tokens, such as a vision
         tower. None without such modules.
@@ -168,6 +170,7 @@ class RowTask:
         Raises:
             ConfigError: its last module is not a linear layer, or a network of transformers has other labels.
         """
+        # A network of transformers has its own head, whose number of labels config.json sets.
         check_kind(self.config, model, self.kind)
         network: Any = getattr(model, "hf", None)
         if self.num_labels and network is None:
@@ -181,6 +184,7 @@ class RowTask:
                     fix=f"set it to {self.num_labels}, or use a folder with as many labels",
                 )
             )
+        # Such a network reads the output at the last token before padding.
         elif self.num_labels and network.config.get_text_config().pad_token_id is None:
             raise ConfigError(
                 Problem(
@@ -216,18 +220,23 @@ class RowTask:
         Raises:
             DataError: a row is bad, or there are no rows.
         """
+        # Training and validation differ in their section of the configuration.
         section = section or self.config.training
         if not split:
             split = "train" if section is self.config.training else "validation"
         rows = self.read_rows(split)
         if not len(rows):
             raise DataError(f"the {split} set has no rows")
+        # Without shuffling, rows are read in the order of the data, for evaluation.
         seed = self.config.debug.seed if shuffle else None
         feed = self.feed(rows, seed, self._passes(loop))
         share = RankSlice(
             section.local_batch_size, batch_rank, num_batch_ranks, accumulation, sizes
         )
-        last = self.config.training.last_batch if section is self.config.training else "rollover"
+        # Evaluation uses each row once, so the last batch of an epoch is not filled.
+        last = "rollover"
+        if section is self.config.training:
+            last = self.config.training.last_batch
         return RowDataLoader(
             feed,
             self.collate,
@@ -258,6 +267,7 @@ class RowTask:
     def _passes(self, loop: bool | None) -> int | None:
         """Return the number of passes over the data; None repeats them without end."""
         if loop is not None:
+            # The caller decides for validation. Training follows its own options.
             return None if loop else 1
         training = self.config.training
         if training.epochs:
@@ -273,6 +283,7 @@ class RowTask:
 
 def check_vocabulary(config: Config, vocab: int, shape: Any) -> None:
     """Raise ConfigError for a tokenizer with more ids than the model's vocabulary."""
+    # A model that does not declare a vocabulary cannot be compared.
     rows = getattr(shape, "vocab_size", vocab)
     if vocab > rows:
         raise ConfigError(
@@ -287,6 +298,7 @@ def check_vocabulary(config: Config, vocab: int, shape: Any) -> None:
 
 def check_kind(config: Config, model: nn.Module, wanted: str) -> None:
     """Raise ConfigError for a ``transformers`` network of another kind than the task requires."""
+    # Native models have no kind, and fit any task.
     kind = getattr(model, "kind", wanted)
     if kind != wanted:
         raise ConfigError(

@@ -69,6 +69,7 @@ class ExampleTask(TextTask):
         encode = partial(self.encode, split=split)
         rows: _files.FileRows[Example] = _files.read(self.config, split, encode)
         task = self.config.task
+        # Everything that changes the rows of the same files.
         facts = (
             self.tokenizer.fingerprint,
             section.seq_len,
@@ -76,6 +77,7 @@ class ExampleTask(TextTask):
             task.label_field,
             task.pair_field,
         )
+        # The tokens themselves also cover the content of the files.
         content: list[Any] = []
         for row in rows:
             content += [row.tokens.tobytes(), row.label]
@@ -112,6 +114,7 @@ class ExampleTask(TextTask):
             all_texts: list[str] = []
             for texts, _ in good_rows:
                 all_texts += texts
+            # One call for all texts, because a tokenizer may use several threads.
             all_ids = iter(self.tokenizer.encode_batch(all_texts))
             for texts, number in good_rows:
                 ids_of_texts = list(itertools.islice(all_ids, len(texts)))
@@ -135,6 +138,7 @@ class ExampleTask(TextTask):
             return BadRow(
                 "the text is empty, and the tokenizer has neither BOS nor EOS, so the row has no token"
             )
+        # EOS tells the model where a text ends, so it replaces the last tokens instead of being cut.
         if len(tokens) > seq_len:
             tokens = [*tokens[: seq_len - len(ends.suffix)], *ends.suffix]
         return Example(np.array(tokens, dtype=np.int32), label)
