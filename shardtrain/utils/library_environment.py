@@ -62,18 +62,33 @@ def compiler_cache() -> Path:
     """Return the user's ``TORCHINDUCTOR_CACHE_DIR`` or a folder in which only this user can create files.
 
     PyTorch's default is used if this user owns it. Another user may have created it first: the cache is
-    then in the user's own cache folder.
+    then in the user's own cache folder. PyTorch's import sets the variable to the default without a check
+    of the owner, so this value of the variable is no choice of the user.
     """
+    default = _default_compiler_cache()
     chosen = os.environ.get(COMPILER_CACHE)
-    if chosen:
+    if chosen and (default is None or Path(chosen) != default):
         return Path(chosen)
-    with contextlib.suppress(OSError, KeyError, ImportError):
-        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-        default = Path(tempfile.gettempdir(), f"torchinductor_{user}")
-        with contextlib.suppress(FileExistsError):
-            default.mkdir(mode=0o700)
-        status = default.lstat()
-        is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-        if is_own_folder and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    with contextlib.suppress(OSError):
+        if default is not None and _is_private_folder(default):
             return default
     return user_cache.folder() / "torchinductor"
+
+
+def _default_compiler_cache() -> Path | None:
+    """Return PyTorch's default. None if the user has no name."""
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError, ImportError):
+        return None
+    user = re.sub(r'[\\/:*?"<>|]', "_", name)
+    return Path(tempfile.gettempdir(), f"torchinductor_{user}").absolute()
+
+
+def _is_private_folder(path: Path) -> bool:
+    """Create the folder if it does not exist. Return True if only this user can create files in it."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return is_own_folder and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -51,10 +51,12 @@ PLANTED: dict[str, tuple[Callable[[Path], object], bool]] = {
 }
 
 
+@pytest.mark.parametrize("is_torch_imported", [False, True])
 @pytest.mark.parametrize("name", PLANTED)
 def test_compiler_uses_a_folder_that_only_this_user_can_write(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, is_torch_imported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """PyTorch's import sets the variable to the predictable default, whoever owns that folder."""
     plant, is_used = PLANTED[name]
     if plant is _as_another_user and os.geteuid() != 0:
         pytest.skip("only root can change the owner of a folder")
@@ -63,6 +65,8 @@ def test_compiler_uses_a_folder_that_only_this_user_can_write(
     monkeypatch.setenv("LOGNAME", "me")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     shared = tmp_path / "torchinductor_me"
+    if is_torch_imported:
+        monkeypatch.setenv(library_environment.COMPILER_CACHE, str(shared))
     plant(shared)
     folder = library_environment.compiler_cache()
     assert folder == (shared if is_used else tmp_path / "cache/shardtrain/torchinductor")
