@@ -125,10 +125,10 @@ def load(
     if named and path is not None and file != Path(path):
         raise ConfigError([*line.problems, two_files(str(file), str(path))])
     is_preset_of_ours = file is None and preset is not None
-    if is_preset_of_ours:
-        file = Path(str(preset))
     if file is not None:
         file = presets.find(file)
+    elif preset is not None:
+        file = presets.file_of(preset)
 
     # An unreadable file is an error even with keep_problems, because all its options would have defaults.
     unread: list[Problem] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shardtrain.utils.errors import ConfigError, Problem
+
 FOLDER = Path(__file__).parents[1] / "presets"
 """In a checkout, a link to ``configs``. A wheel contains the files."""
 FIRST = "debug"
@@ -16,12 +18,26 @@ def names() -> list[str]:
 
 
 def find(path: Path) -> Path:
-    """Return the file of a preset. Return other paths, and names of existing files, unchanged."""
+    """Return the file of a preset. Return other paths unchanged.
+
+    Raises:
+        ConfigError: the current directory has a file of the preset's name. A configuration names code that
+            runs, so such a file must not replace a preset without notice.
+    """
     is_word = path.suffix == "" and len(path.parts) == 1
-    preset = FOLDER / f"{path}.toml"
-    if is_word and not path.exists() and preset.is_file():
-        return preset
-    return path
+    preset = file_of(str(path))
+    if not is_word or not preset.is_file():
+        return path
+    if path.exists() and not path.is_dir():
+        rule = "is the name of a preset and of a file in this folder"
+        fix = "rename the file, or name it by its absolute path"
+        raise ConfigError(Problem("job.config_file", str(path), rule, fix))
+    return preset
+
+
+def file_of(name: str) -> Path:
+    """Return the path of the preset of this name. The file may not exist."""
+    return FOLDER / f"{name}.toml"
 
 
 def name_of(path: Path) -> str:

@@ -52,19 +52,37 @@ def test_without_a_file_the_preset_is_used_and_reported() -> None:
         assert named.notices == ()
 
 
-def test_every_preset_has_a_name_and_a_file_of_that_name_takes_precedence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_preset_has_a_name() -> None:
     assert presets.names() == sorted(file.stem for file in (ROOT / "configs").glob("*.toml"))
     assert load("defaults").config == Config()
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "debug").write_text("[training]\nsteps = 7\n")
-    assert load("debug").config.training.steps == 7
     with pytest.raises(
         ConfigError,
         match=r"job.config_file=.*llama3_8.*did you mean llama3_8b\? presets are debug, ",
     ):
         load("llama3_8")
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_a_file_in_the_current_directory_never_replaces_a_preset(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration may name a Python file as its model, so a planted one would run code."""
+    monkeypatch.chdir(tmp_path)
+    planted = tmp_path / name
+    planted.write_text("[training]\nsteps = 7\n")
+    refused = f'job.config_file="{name}" is the name of a preset and of a file in this folder'
+    for read in (
+        lambda: load(name),
+        lambda: load(f"./{name}"),
+        lambda: load(None, ["--job.config_file", name]),
+    ):
+        with pytest.raises(ConfigError, match=refused):
+            read()
+    assert load(None, preset=name).path == presets.file_of(name)
+    assert load(planted).config.training.steps == 7
+    planted.unlink()
+    planted.mkdir()
+    assert load(name).path == presets.file_of(name)
 
 
 def test_another_machine_gets_a_presets_name() -> None:
