@@ -17,6 +17,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("shardtrain", "configs", "pyproject.toml", "README.md", "LICENSE")
+OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index")
 CLONE_VARIABLES = (
     "PYTHONPATH",
     "NGPU",
@@ -62,6 +63,17 @@ def build(folder: Path, without: Sequence[str] = ()) -> Path:
 
     ``without`` are folders of the package to omit.
     """
+    copy_sources(folder)
+    for name in without:
+        shutil.rmtree(folder / "shardtrain" / name)
+    options = (*OFFLINE, "--wheel-dir", "dist")
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", *options, ".", cwd=folder, seconds=300)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return wheel
+
+
+def copy_sources(folder: Path) -> None:
+    """Copy all files from which the package is built. Skip the test if it cannot be built here."""
     if not all(importlib.util.find_spec(name) for name in ("pip", "setuptools")):
         pytest.skip("building a wheel requires pip and setuptools")
     for name in SOURCES:
@@ -74,12 +86,6 @@ def build(folder: Path, without: Sequence[str] = ()) -> Path:
             )
         else:
             shutil.copy(ROOT / name, folder)
-    for name in without:
-        shutil.rmtree(folder / "shardtrain" / name)
-    options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "dist")
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", *options, ".", cwd=folder, seconds=300)
-    (wheel,) = (folder / "dist").glob("*.whl")
-    return wheel
 
 
 def install_as_tool(wheel: Path, folder: Path) -> Path:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import installed_wheel
 import patience
 import pytest
 from tiers import cases
@@ -175,6 +176,37 @@ def test_installation_imports_no_module_of_the_current_directory(tmp_path: Path)
     )
     assert "pip could not install" in done.stderr, done.stderr
     assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
+
+
+@pytest.mark.nightly(
+    "an installation is made",
+    by="tests/security/test_planted_modules.py::test_no_module_of_the_current_directory_is_imported",
+)
+def test_editable_installation_imports_no_module_of_the_current_directory(tmp_path: Path) -> None:
+    """setuptools puts the name ``__editable__...`` on the path. Python opened it as a relative folder."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    installed_wheel.copy_sources(sources)
+    installed = tmp_path / "installed"
+    options = (*installed_wheel.OFFLINE, "--quiet", "--target", installed, "--editable", sources)
+    pip = (sys.executable, "-P", "-m", "pip", "install")
+    installed_wheel.run(*pip, *options, cwd=sources, seconds=300)
+    (listing,) = installed.glob("__editable__*.pth")
+    (entry,) = listing.read_text().splitlines()
+    assert entry == str(sources)
+
+    # what Python adds to the path at its start, in a folder that has each relative entry as a folder
+    folder = tmp_path / "folder"
+    planted = folder / f"{listing.stem}.finder.__path_hook__"
+    planted.mkdir(parents=True)
+    plant(planted)
+    (planted / "absent_elsewhere.py").write_text("")
+    start = f"import site; site.addsitedir({str(installed)!r})"
+    code = (
+        f"{start}; import importlib.util as u, shardtrain; print(u.find_spec('absent_elsewhere'))"
+    )
+    assert installed_wheel.run(sys.executable, "-I", "-S", "-c", code, cwd=folder).strip() == "None"
+    assert not (planted / "imported").exists()
 
 
 def test_spawned_worker_imports_no_module_of_the_current_directory(tmp_path: Path) -> None:
