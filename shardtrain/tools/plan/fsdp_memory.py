@@ -99,18 +99,17 @@ class GatheredBytes:
         if unit.has_experts and job.ep * job.cp * job.tp > 1:
             # Experts are their own unit, gathered next to the rest of the layer.
             pair = unit.largest
-        # A tied embedding and head belong to the root module, which stays gathered during the entire pass.
-        root = unit.embed if unit.is_tied else 0
-
-        next_unit = max(unit.head, next_layer)
+        root = unit.root
+        separate_head = 0 if unit.is_head_in_root else unit.head
+        next_unit = max(separate_head, next_layer)
         self.end_of_forward = (unit.last_layer + next_unit + root) * compute
         self.loss = root * compute
         # By default, FSDP keeps the units that backward needs first.
         if job.reshard == "default":
-            self.loss = (unit.last_layer + unit.head + root) * compute
+            self.loss = (unit.last_layer + separate_head + root) * compute
 
         # Backward has the unit in use and the prefetched unit, and reduces the gradients of the unit before.
-        self.backward_of_head = (unit.head + pair + root) * compute
+        self.backward_of_head = (separate_head + pair + root) * compute
         reduced_head = _reduced(unit.head_gradient, ranks) * reduce
         self.backward_of_last = (pair + root) * compute + reduced_head
         reduced_layer = _reduced(unit.largest_gradient, ranks) * reduce
@@ -121,8 +120,8 @@ class GatheredBytes:
 
         # The largest buffers: during the reduction of the head or of a layer, and at the ends of the model.
         ends = unit.embed + unit.largest
-        if unit.is_tied:
-            ends = unit.embed + unit.head + pair
+        if root:
+            ends = root + separate_head + pair
         largest_shard = unit.largest // ranks * compute
         self.most = max(
             unit.head_gradient * reduce + pair * compute + largest_shard,
@@ -140,6 +139,8 @@ class _Units:
             counts as zero.
         first_layer, last_layer, largest: Layers of the stage, 0 without layers.
         all_weights: All layers, the embedding and the head.
+        root: Elements that stay gathered during the entire pass if layers are freed after their forward.
+        is_head_in_root: ``root`` includes the head.
         trained_of_embed, trained_of_head: Their trained parameters.
         has_experts: A layer has stacked experts, which FSDP gathers separately if the mesh has several axes.
     """
@@ -147,7 +148,6 @@ class _Units:
     def __init__(self, model: ModelShape, job: PlannedJob, index: int) -> None:
         is_first = index == 0
         self.is_last = index == len(job.stages) - 1
-        self.is_tied = model.tied
         self.parameters_by_layer = []
         self.has_experts = False
         layers = []
@@ -165,11 +165,14 @@ class _Units:
         self.largest = max(layers, default=0)
         self.largest_gradient = max(gradients, default=0)
 
-        # Only the first stage has the embedding, and only the last stage has the head.
+        # The first stage has the embedding. Multi-token prediction embeds the next tokens on the last stage, which
+        # has a copy of the embedding, unless its head is tied and serves as the embedding.
+        predicts_more = job.heads > 1 and self.is_last
+        has_copy_of_embed = predicts_more and not model.tied
         self.embed = 0
         self.embed_gradient = 0
         self.trained_of_embed: tuple[ParameterShape, ...] = ()
-        if is_first:
+        if is_first or has_copy_of_embed:
             self.trained_of_embed = trained(model.first)
             self.embed = unsharded(model.first, job.tp, job.ep)
             self.embed_gradient = unsharded(self.trained_of_embed, job.tp, job.ep)
@@ -183,6 +186,15 @@ class _Units:
             self.head = unsharded(model.last, job.tp, job.ep)
             self.head_gradient = unsharded(self.trained_of_head, job.tp, job.ep)
         self.all_weights = sum(layers) + self.embed + self.head
+
+        # FSDP leaves parameters in the root module if several modules share them. The root stays gathered during
+        # the entire pass.
+        self.is_head_in_root = predicts_more and is_first
+        self.root = 0
+        if model.tied or self.is_head_in_root:
+            self.root = self.embed
+        if self.is_head_in_root:
+            self.root += self.head
 
 
 def _gradient_shards(parameters: Iterable[ParameterShape], job: PlannedJob) -> int:

@@ -157,6 +157,11 @@ def _head_moments(
         moments.append(Moment("gathering the logits", before + copies, buffers.loss))
     of_loss = 2 * head.logits + head.chunk + head.products
     moments.append(Moment("the loss", before + of_loss, buffers.loss))
+    if job.heads > 1 and job.pp > 1:
+        # The stage returns the logits of all predictions as one tensor. Backward copies their gradients into one
+        # tensor, while the output of the stage still exists (it is counted as ``output``).
+        of_copy = 2 * head.logits
+        moments.append(Moment("gradients of all logits", before + of_copy, buffers.loss))
     weight_gradient = unsharded(trained(model.last), job.tp, job.ep) * job.compute_width
     input_gradient = job.local_tokens * model.dim * job.compute_width
     of_head = kept_logits + weight_gradient + input_gradient

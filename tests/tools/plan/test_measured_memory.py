@@ -306,6 +306,36 @@ def test_a_real_step_of_every_family_holds_the_planned_bytes(name, sections):
 
 
 @pytest.mark.parametrize(
+    ("size", "sections", "vocab_size"),
+    cases(
+        [(2, {}, 512)],
+        nightly=[
+            (1, {}, 512),
+            (1, {}, 6000),
+            (2, {}, 6000),
+            (4, {}, 6000),
+            (2, mesh(fsdp_reshard_after_forward="always"), 6000),
+            (2, mesh(fsdp_reshard_after_forward="never"), 6000),
+            (2, mesh(tensor_parallel_degree=2), 6000),
+            (2, piped("1F1B"), 512),
+            (2, piped("1F1B"), 6000),
+            (4, piped("1F1B", data_parallel_shard_degree=2), 6000),
+        ],
+    ),
+    ids=str,
+)
+def test_a_real_step_with_multi_token_prediction_holds_the_planned_bytes(
+    size, sections, vocab_size
+):
+    """With one stage, FSDP keeps the embedding and the head gathered, because two modules share each of them."""
+    family = FAMILIES["deepseek_v3"]
+    overrides = {**family["overrides"], "vocab_size": vocab_size, "num_nextn_predict_layers": 1}
+    training = {"seq_len": 256, **sections.get("training", {})}
+    model = {"name": "deepseek_v3", "flavor": family["flavor"], "overrides": overrides}
+    check(size, {**sections, "training": training}, model, 0.05)
+
+
+@pytest.mark.parametrize(
     ("size", "sections"), cases([(1, {})], nightly=[(2, {}), (1, FULL)]), ids=str
 )
 def test_a_real_step_of_experts_in_a_list_holds_the_planned_bytes(size, sections):
