@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -29,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.distributed as dist
-from processor import processor_facts
+from processor import measurement_facts
 
 from shardtrain.config.schema import Comm, Config
 from shardtrain.distributed import process_group
@@ -144,12 +143,7 @@ def main() -> None:
                 f"  ratio {row['ratio'][name]:.3f}"
             )
     if options.out:
-        facts = {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "processor": processor_facts(),
-        }
-        options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**measurement_facts(), "rows": rows}, indent=1) + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()
 

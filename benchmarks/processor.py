@@ -1,11 +1,27 @@
-"""The name of this machine's processor, which every result file states."""
+"""Processor and library versions of a measurement, which every result file contains."""
 
 from __future__ import annotations
 
+import importlib
 import platform
 from pathlib import Path
 
 _MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+def measurement_facts(*libraries: str) -> dict[str, str]:
+    """Return the versions of PyTorch, Python and the named libraries, and the processor.
+
+    >>> list(measurement_facts())
+    ['torch', 'python', 'processor']
+    """
+    # Import torch only here: some benchmarks measure commands that do not need it.
+    import torch
+
+    facts = {"torch": str(torch.__version__)}
+    for name in libraries:
+        facts[name] = importlib.import_module(name).__version__
+    return {**facts, "python": platform.python_version(), "processor": processor_facts()}
 
 
 def processor_facts() -> str:

@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from loop_overhead import make_config
-from processor import processor_facts
+from processor import measurement_facts
 
 from shardtrain.checkpoint import holders, replica_comparison
 from shardtrain.config.schema import Comm, Config
@@ -91,12 +90,9 @@ def main() -> None:
         )
         print(f"{step}, {comparison}, {100 * measured['share']:.2f} % of a step")
     if options.out:
-        facts = {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "processor": processor_facts(),
-        }
-        options.out.write_text(json.dumps({**facts, "rows": results}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({**measurement_facts(), "rows": results}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

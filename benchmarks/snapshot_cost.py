@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from loop_overhead import make_config
-from processor import processor_facts
+from processor import measurement_facts
 
 from shardtrain.checkpoint import snapshot_folder
 from shardtrain.checkpoint.folder import Checkpoints
@@ -98,12 +97,9 @@ def main() -> None:
             f"total {row['total'] * 1e3:.1f} ms ({shares[1]:.2f} %)"
         )
     if options.out:
-        facts = {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "processor": processor_facts(),
-        }
-        options.out.write_text(json.dumps({**facts, "rows": results}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({**measurement_facts(), "rows": results}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

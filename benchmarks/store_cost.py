@@ -15,7 +15,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import platform
 import socket
 import statistics
 import tempfile
@@ -26,7 +25,7 @@ from pathlib import Path
 os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TORCH_CPP_LOG_LEVEL="ERROR")
 
 import torch
-from processor import processor_facts
+from processor import measurement_facts
 
 from shardtrain.config.schema import Config
 from shardtrain.distributed import process_group
@@ -148,13 +147,8 @@ def main() -> None:
         f"plain {median['plain'] * 1e3:.2f} ms  private {median['private'] * 1e3:.2f} ms a step  ratio {ratio:.3f}"
     )
     if options.out:
-        facts = {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "processor": processor_facts(),
-        }
         result = {
-            **facts,
+            **measurement_facts(),
             "median_seconds_per_step": median,
             "ratio": ratio,
             "seconds_per_step": seconds,

@@ -28,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import torch.distributed as dist
 import transformers
-from processor import processor_facts
+from processor import measurement_facts
 
 from shardtrain.config.schema import Comm, Config
 from shardtrain.distributed import process_group
@@ -166,11 +166,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, process_group.join(Comm(), "cpu") as here:
         for dtype in ("float32", "bfloat16"):
             rows += measure(dtype, options.rounds, here, Path(folder))
-    facts = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "processor": processor_facts(),
-    }
+    facts = measurement_facts("transformers")
     options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()

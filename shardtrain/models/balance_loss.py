@@ -76,6 +76,7 @@ class BalanceLoss:
 
     def mark_filler(self, documents_BT: Tensor | None) -> None:
         """Set which tokens of the following forward pass are padding, which does not count."""
+        # Without documents, no token is padding.
         self._is_text_N = None
         if documents_BT is not None:
             self._is_text_N = (self.own_part(documents_BT) != FILLER_DOCUMENT).flatten()
@@ -97,9 +98,11 @@ class BalanceLoss:
         Returns:
             The loss times the coefficient, a float64 scalar.
         """
+        # From here on, forward passes are recomputations, which would count rows twice.
         self.is_counting = False
         self._sums = []
         choices_E, probabilities_E = sums_2E
+        # Each row has top_k choices. The clamp is for a step without a row.
         num_rows = (choices_E.sum() / self.top_k).clamp_min(1)
         load_E = choices_E / num_rows
         factor = self.coefficient * self.num_experts / num_rows
@@ -114,6 +117,7 @@ class BalanceLoss:
             index: the position of the logits in the tuple.
         """
         if not self.is_on:
+            # Outside of a training step, such as in validation, there is no loss.
             return output
         values = list(output) if isinstance(output, tuple) else [output]
         position = index if isinstance(output, tuple) else 0
@@ -143,6 +147,7 @@ class BalanceLoss:
             raise RuntimeError(
                 "the balance loss needs the counts of all ranks; call set_totals first"
             )
+        # The derivative of the softmax: p_e (s_e - sum_i p_i s_i) for slopes s.
         probabilities_NE = _probabilities(logits_NE)
         slope_E = self._slope_E.to(probabilities_NE.dtype)
         mean_N1 = (probabilities_NE * slope_E).sum(-1, keepdim=True)
@@ -228,6 +233,7 @@ def find(
     """
     if coefficient is None and not is_asked_for:
         return None
+    # A coefficient that the user has set must have an effect. One of config.json comes from another program.
     reason = _unsupported(network)
     if reason and coefficient is not None:
         rule = f"is not supported: {type(network).__name__} {reason}"
@@ -271,6 +277,7 @@ def _unsupported(network: Any) -> str:
 
 
 def _is_same_loss(function: Callable[..., Any], num_experts: int, top_k: int) -> bool:
+    # Compare values instead of source code, which differs between versions of the library.
     """True if a function of ``transformers`` returns the value of ``BalanceLoss`` for random logits."""
     generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"):
@@ -299,6 +306,7 @@ def _routers(network: nn.Module) -> list[tuple[nn.Module, int]]:
     the logits in its output, and a part of the module's path.
     """
     routers = []
+    # Collect the declarations first, because a module may be a part of a declared one.
     recorders: list[Any] = []
     for module in network.modules():
         declared = getattr(type(module), "_can_record_outputs", None) or {}

@@ -38,12 +38,14 @@ class Config:
     rotary angles unscaled.
     """
 
+    # Sizes.
     vocab_size: int = 201088
     dim: int = 2880
     num_layers: int = 36
     num_heads: int = 64
     num_kv_heads: int = 8
     head_dim: int = 64
+    # Experts.
     moe_ffn_dim: int = 2880
     num_experts: int = 128
     top_k: int = 4
@@ -55,15 +57,18 @@ class Config:
     z_loss_coeff: float = 0.0
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
+    # Attention window and norms.
     sliding_window: int = 128
     norm_type: str = "rmsnorm"
     norm_eps: float = 1e-5
+    # Positions: YaRN.
     rope_theta: float = 150000.0
     rope_factor: float = 32.0
     rope_original_seq_len: int = 4096
     rope_beta_fast: float = 32.0
     rope_beta_slow: float = 1.0
     rope_truncate: bool = False
+    # Initialization and tied weights.
     tied_embeddings: bool = False
     init_std: float = 0.02
 
@@ -96,6 +101,7 @@ class ScaledYarnAngles(YarnAngles):
     def forward(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines times YaRN's scale, float32, each (B, T, 1, H/2), for positions (B, T)."""
         cos_BT1h, sin_BT1h = super().forward(positions_BT)
+        # YaRN's scale multiplies both queries and keys, so scores are scaled by its square.
         scale = yarn_scale(self.factor, 1.0)
         return cos_BT1h * scale, sin_BT1h * scale
 
@@ -117,6 +123,7 @@ class GptOssAttention(nn.Module):
         self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
     ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
+        # Split the features into heads. K heads of keys and values serve N heads of queries.
         q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -136,6 +143,7 @@ class GptOssBlock(nn.Module):
     def __init__(self, c: Config, index: int) -> None:
         super().__init__()
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        # Layers alternate, starting with a window.
         window = 0 if index % 2 else c.sliding_window
         self.attn = GptOssAttention(c, window)
         self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
@@ -159,6 +167,7 @@ class ClampedGate:
 
     def __call__(self, gate_RF: Tensor, up_RF: Tensor) -> Tensor:
         """Return (up + 1) gate sigmoid(alpha gate) of the bounded inputs, all (R, F)."""
+        # The bounds keep products of large activations in range.
         gate_RF = gate_RF.clamp(max=self.limit)
         up_RF = up_RF.clamp(-self.limit, self.limit)
         return (up_RF + 1.0) * (gate_RF * torch.sigmoid(gate_RF * self.alpha))
@@ -203,6 +212,7 @@ def initial(c: Config) -> dict[str, Draw]:
 
 
 FLAVORS = {
+    # A small model for tests.
     "debugmodel": {
         "vocab_size": 2048,
         "dim": 256,

@@ -28,6 +28,7 @@ class Config:
     the number of tokens that a token attends to, including itself; 0 means no window.
     """
 
+    # Sizes.
     vocab_size: int = 32000
     dim: int = 4096
     num_layers: int = 32
@@ -35,6 +36,7 @@ class Config:
     num_kv_heads: int = 32
     head_dim: int = 128
     ffn_dim: int = 11008
+    # Norms and positions.
     norm_type: str = "rmsnorm"
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
@@ -43,6 +45,7 @@ class Config:
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_seq_len: int = 8192
+    # Variations of other models.
     tied_embeddings: bool = False
     depth_init: bool = True
     qkv_bias: bool = False
@@ -74,6 +77,7 @@ class LlamaBlock(nn.Module):
     """One layer: attention and feed-forward, each with a norm and a residual connection."""
 
     def __init__(self, c: Config) -> None:
+        # The norm comes before each branch, and the input is added after it.
         super().__init__()
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         self.attn = Attention(
@@ -114,6 +118,7 @@ def initial(c: Config) -> dict[str, Draw]:
     The constants are torchtitan's for Llama 3.
     """
     depth: Depth = "layer" if c.depth_init else "total"
+    # A tied embedding is also the head, so it starts with the head's smaller deviation.
     return {
         "*norm.weight": Draw("ones"),
         "layers.*.*_norm.weight": Draw("ones"),

@@ -8,6 +8,7 @@ from shardtrain.models.llama import HUB, LAYOUT, Config, Model, initial
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 
 FLAVORS = {
+    # Small models for examples and tests.
     "2.6M": {
         "vocab_size": 2048,
         "dim": 192,
@@ -28,6 +29,7 @@ FLAVORS = {
         "ffn_dim": 768,
         "rope_theta": 500000.0,
     },
+    # Llama 3.2.
     "1B": {
         "vocab_size": 128256,
         "dim": 2048,
@@ -54,6 +56,7 @@ FLAVORS = {
         "rope_scaling_factor": 32.0,
         "tied_embeddings": True,
     },
+    # Llama 3.1.
     "8B": {
         "vocab_size": 128256,
         "dim": 4096,

@@ -44,6 +44,7 @@ class Config:
     / floor_scale)) (Nakanishi 2025).
     """
 
+    # Sizes.
     vocab_size: int = 202048
     dim: int = 5120
     num_layers: int = 48
@@ -51,6 +52,7 @@ class Config:
     num_kv_heads: int = 8
     head_dim: int = 128
     ffn_dim: int = 16384
+    # Experts.
     moe_ffn_dim: int = 8192
     num_experts: int = 16
     num_shared_experts: int = 1
@@ -62,6 +64,7 @@ class Config:
     load_balance_coeff: float = 0.0
     balance_loss_coeff: float = 1e-3
     z_loss_coeff: float = 0.0
+    # Norms and positions.
     norm_type: str = "rmsnorm"
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
@@ -70,6 +73,7 @@ class Config:
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_seq_len: int = 8192
+    # Layers without positions, chunks and the softmax temperature.
     no_rope_layer_interval: int = 4
     attention_chunk_size: int = 8192
     use_qk_norm: bool = False
@@ -130,6 +134,7 @@ class Angles(nn.Module):
         """Return cosines and sines (B, T, 1, H/2) and the temperature (B, T, 1, 1), float32, for
         positions (B, T).
         """
+        # The temperature grows with the number of complete blocks of floor_scale tokens.
         steps_BT = ((positions_BT.float() + 1.0) / self.floor_scale).floor()
         steps_BT11 = steps_BT[..., None, None]
         temperature_BT11 = steps_BT11.log1p() * self.attn_scale + 1.0
@@ -143,6 +148,7 @@ class Llama4Attention(nn.Module):
         super().__init__()
         self.head_dim = c.head_dim
         self.has_rope = has_rope
+        # Layers without positions do not normalize queries and keys.
         self.norm_eps = c.norm_eps if c.use_qk_norm and has_rope else None
         self.wq = nn.Linear(c.dim, c.num_heads * c.head_dim, bias=False)
         self.wk = nn.Linear(c.dim, c.num_kv_heads * c.head_dim, bias=False)
@@ -159,6 +165,7 @@ class Llama4Attention(nn.Module):
         q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
+        # Positions, or a temperature that replaces them.
         if self.has_rope:
             q_BTNH = rotate_pairs(q_BTNH, (cos_BT1h, sin_BT1h))
             k_BTKH = rotate_pairs(k_BTKH, (cos_BT1h, sin_BT1h))
@@ -188,6 +195,7 @@ class Llama4Block(nn.Module):
     def __init__(self, c: Config, index: int) -> None:
         super().__init__()
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
+        # Layers count from 1: the last of each group differs.
         has_rope = not c.no_rope_layer_interval or (index + 1) % c.no_rope_layer_interval != 0
         self.attn = Llama4Attention(c, has_rope)
         self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
@@ -223,6 +231,7 @@ class Model(Decoder):
 def initial(c: Config) -> dict[str, Draw]:
     """Return the initial distribution per parameter pattern. The first match wins. The constants are Llama 3's."""
     depth: Depth = "layer" if c.depth_init else "total"
+    # Norms do not change their input at the start.
     return {
         "*norm.weight": Draw("ones"),
         "layers.*.*_norm.weight": Draw("ones"),
@@ -239,6 +248,7 @@ def initial(c: Config) -> dict[str, Draw]:
 
 
 FLAVORS = {
+    # A small model for tests.
     "debugmodel": {
         "vocab_size": 2048,
         "dim": 256,

@@ -18,12 +18,14 @@ __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 class Config:
     """The shape of a Mixtral; each field can be set by ``model.overrides``."""
 
+    # Sizes.
     vocab_size: int = 32000
     dim: int = 4096
     num_layers: int = 32
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
+    # Experts.
     moe_ffn_dim: int = 14336
     num_experts: int = 8
     top_k: int = 2
@@ -32,6 +34,7 @@ class Config:
     load_balance_coeff: float = 0.0
     balance_loss_coeff: float = 0.02
     z_loss_coeff: float = 0.0
+    # Norms, positions and initialization.
     norm_type: str = "rmsnorm"
     norm_eps: float = 1e-5
     rope_theta: float = 1000000.0
@@ -64,6 +67,7 @@ class MixtralBlock(nn.Module):
     """One layer: attention and experts, each with a norm and a residual connection."""
 
     def __init__(self, c: Config) -> None:
+        # The norm comes before each branch, and the input is added after it.
         super().__init__()
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         self.attn = Attention(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)

@@ -37,12 +37,14 @@ class Config:
     approximation that NeoX-20B was trained with.
     """
 
+    # Sizes.
     vocab_size: int = 50432
     dim: int = 6144
     num_layers: int = 44
     num_heads: int = 64
     head_dim: int = 96
     ffn_dim: int = 24576
+    # The feed-forward, positions and norms.
     hidden_act: str = "gelu"
     rotary_pct: float = 0.25
     use_parallel_residual: bool = True
@@ -94,9 +96,11 @@ class NeoxAttention(nn.Module):
         self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
     ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
+        # Split the features into heads.
         q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTNH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTNH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
+        # Only the first features of a head depend on the position.
         q_BTNH = self._rotate_part(q_BTNH, angles)
         k_BTNH = self._rotate_part(k_BTNH, angles)
         out_BTNH = self.core(q_BTNH, k_BTNH, v_BTNH, documents_BT)
@@ -140,6 +144,7 @@ class NeoxBlock(nn.Module):
         self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
     ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
+        # In parallel, both branches read the input of the layer. Otherwise one follows the other.
         attended_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
         ffn_input_BTD = x_BTD if self.parallel else attended_BTD
         return attended_BTD + self.ffn(self.ffn_norm(ffn_input_BTD))
@@ -149,6 +154,7 @@ class Model(Decoder):
     """A GPT-NeoX. Raises ConfigError for an unknown ``hidden_act`` or an odd number of rotary features."""
 
     def __init__(self, c: Config) -> None:
+        # Names of other programs are not accepted: the Hugging Face format translates them.
         if c.hidden_act not in ("gelu", "gelu_tanh"):
             raise ConfigError(
                 Problem(
@@ -158,6 +164,7 @@ class Model(Decoder):
                     fix="use gelu, or gelu_tanh, which transformers calls gelu_fast, gelu_new and gelu_pytorch_tanh",
                 )
             )
+        # Rotation pairs the features.
         if not 0 < c.rotary_dim <= c.head_dim or c.rotary_dim % 2:
             raise ConfigError(
                 Problem(
@@ -184,6 +191,7 @@ class Model(Decoder):
 
 def _rotary_fix(c: Config) -> str:
     """Return a fix that names the nearest ``rotary_pct`` whose number of rotary features is even."""
+    # Only even numbers of rotary features are possible.
     fractions = []
     for width in range(2, c.head_dim + 1, 2):
         fraction = width / c.head_dim
@@ -202,6 +210,7 @@ def initial(c: Config) -> dict[str, Draw]:
     matrices whose output is added to the residual stream (Wang and Komatsuzaki 2021). Source:
     GPT-NeoX, section 3.2.
     """
+    # See the docstring for the source of both constants.
     small = Draw("normal", std=(2 / (5 * c.dim)) ** 0.5)
     residual = Draw("normal", std=2 / (c.num_layers * c.dim**0.5))
     return {
@@ -220,6 +229,7 @@ def initial(c: Config) -> dict[str, Draw]:
 
 
 FLAVORS = {
+    # A small model for tests.
     "debugmodel": {
         "vocab_size": 2048,
         "dim": 256,
@@ -228,6 +238,7 @@ FLAVORS = {
         "head_dim": 32,
         "ffn_dim": 1024,
     },
+    # Pythia.
     "pythia-14m": {
         "vocab_size": 50304,
         "dim": 128,
@@ -308,5 +319,6 @@ FLAVORS = {
         "head_dim": 128,
         "ffn_dim": 20480,
     },
+    # GPT-NeoX-20B, whose sizes are the defaults.
     "20B": {"hidden_act": "gelu_tanh"},
 }

@@ -11,6 +11,7 @@ from shardtrain.models.llama import LAYOUT, Config, Model, initial
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 
 FLAVORS = {
+    # A small model for tests.
     "debugmodel": {
         "vocab_size": 2048,
         "dim": 256,
@@ -24,6 +25,7 @@ FLAVORS = {
         "tied_embeddings": True,
         "qkv_bias": True,
     },
+    # Sizes with tied embeddings.
     "0.5B": {
         "vocab_size": 151936,
         "dim": 896,
@@ -63,6 +65,7 @@ FLAVORS = {
         "tied_embeddings": True,
         "qkv_bias": True,
     },
+    # Larger sizes, with a separate head and a larger vocabulary.
     "7B": {
         "vocab_size": 152064,
         "dim": 3584,
@@ -75,6 +78,7 @@ FLAVORS = {
         "rope_theta": 1e6,
         "qkv_bias": True,
     },
+    # From here on with a larger epsilon.
     "14B": {
         "vocab_size": 152064,
         "dim": 5120,

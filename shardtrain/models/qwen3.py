@@ -20,6 +20,7 @@ __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 class Config:
     """The shape of a Qwen3; each field can be set by ``model.overrides``."""
 
+    # Sizes.
     vocab_size: int = 151936
     dim: int = 4096
     num_layers: int = 36
@@ -27,6 +28,7 @@ class Config:
     num_kv_heads: int = 8
     head_dim: int = 128
     ffn_dim: int = 12288
+    # Norms, positions and initialization.
     norm_type: str = "rmsnorm"
     norm_eps: float = 1e-6
     rope_theta: float = 1000000.0
@@ -112,6 +114,7 @@ def initial(c: Config) -> dict[str, Draw]:
 
 
 FLAVORS = {
+    # A small model for tests.
     "debugmodel": {
         "vocab_size": 2048,
         "dim": 256,
@@ -122,6 +125,7 @@ FLAVORS = {
         "ffn_dim": 3072,
         "tied_embeddings": True,
     },
+    # Published sizes. Small ones tie the embedding to the head.
     "0.6B": {
         "dim": 1024,
         "num_layers": 28,

@@ -29,6 +29,7 @@ __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 class Config(DenseConfig):
     """The shape of a Qwen3 with experts, whose width is ``moe_ffn_dim``; ``ffn_dim`` is ignored."""
 
+    # Sizes of the experts, and their routing.
     ffn_dim: int = 0
     moe_ffn_dim: int = 768
     num_experts: int = 128
@@ -49,6 +50,7 @@ class Qwen3MoeBlock(nn.Module):
     """One layer: attention and experts, each with a norm and a residual connection."""
 
     def __init__(self, c: Config) -> None:
+        # The attention of the dense model, and experts instead of its feed-forward.
         super().__init__()
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         self.attn = NormedAttention(c.dim, c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps)
@@ -86,6 +88,7 @@ def initial(c: Config) -> dict[str, Draw]:
 
 
 FLAVORS = {
+    # A small model for tests.
     "debugmodel_moe": {
         "vocab_size": 2048,
         "dim": 256,
@@ -97,6 +100,7 @@ FLAVORS = {
         "num_experts": 64,
         "top_k": 8,
     },
+    # Published sizes.
     "30B-A3B": {
         "dim": 2048,
         "num_layers": 48,

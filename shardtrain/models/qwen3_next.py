@@ -37,19 +37,23 @@ class Config:
     ``rotary_pct`` is the fraction of the features of a head that are rotated.
     """
 
+    # Sizes.
     vocab_size: int = 151936
     dim: int = 2048
     num_layers: int = 48
     full_attention_interval: int = 4
+    # Attention.
     num_heads: int = 16
     num_kv_heads: int = 2
     head_dim: int = 256
     rotary_pct: float = 0.25
+    # Gated delta net.
     linear_key_heads: int = 16
     linear_value_heads: int = 32
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
     linear_conv_width: int = 4
+    # Experts.
     moe_ffn_dim: int = 512
     shared_ffn_dim: int = 512
     num_experts: int = 512
@@ -59,6 +63,7 @@ class Config:
     load_balance_coeff: float = 0.0
     balance_loss_coeff: float = 1e-3
     z_loss_coeff: float = 0.0
+    # Norms and positions.
     norm_eps: float = 1e-6
     rope_theta: float = 10000000.0
     tied_embeddings: bool = False
@@ -133,6 +138,7 @@ class GatedNorm(nn.Module):
 
     def forward(self, x_BTNV: Tensor, gate_BTNV: Tensor) -> Tensor:
         """Normalize the last dimension in the dtype of ``x_BTNV``, and return the dtype of the gate."""
+        # The gate is applied in the dtype of the recurrence, which is float32.
         normed_BTNV = F.rms_norm(x_BTNV, self.weight.shape, self.weight.to(x_BTNV.dtype), self.eps)
         return (normed_BTNV * F.silu(gate_BTNV.to(x_BTNV.dtype))).type_as(gate_BTNV)
 
@@ -160,6 +166,7 @@ class GatedAttention(nn.Module):
         # Each head of wq has its query first, and then the gate of its output.
         q_gate_BTNX = self.wq(x_BTD).unflatten(-1, (-1, 2 * self.head_dim))
         q_BTNH, gate_BTNH = q_gate_BTNX.chunk(2, dim=-1)
+        # Norms of queries and keys come before the rotation.
         k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q_BTNH = self._rotate_part(self.q_norm(q_BTNH), angles)
@@ -206,6 +213,7 @@ class GatedDeltaCore(nn.Module):
             weights: the filters of the channels, (C, 1, width).
             documents_BT: the document of each token.
         """
+        # Before a row there are no tokens, so the convolution starts with zeros.
         starts_BT = gated_delta_net.document_starts(documents_BT)
         before = gated_delta_net.last_tokens(inputs[0][:, :0], self.look_back(weights))
         return self.chunk(inputs, weights, before, starts_BT).run()[0]
@@ -231,6 +239,7 @@ class GatedDeltaCore(nn.Module):
                 and for tokens that belong to another document than the chunk's first token.
             starts_BT: mask of the tokens that have another document than the previous token.
         """
+        # Recurrences accumulate rounding errors, so they run in float32.
         mixed_BTC, decay_BTN, beta_BTN = inputs
         dtype = torch.promote_types(mixed_BTC.dtype, torch.float32)
         filters_Cw = weights[0].flatten(1).to(dtype)
@@ -244,6 +253,7 @@ class GatedDeltaCore(nn.Module):
         q_BTKH, k_BTKH, v_BTKX = mixed_BTKX.tensor_split((self.key_dim, 2 * self.key_dim), dim=-1)
         v_BTNV = v_BTKX.unflatten(-1, (-1, self.value_dim)).flatten(2, 3)
         return gated_delta_net.DeltaChunk(
+            # Queries and keys of unit length keep the state bounded.
             gated_delta_net.unit_length(q_BTKH) * self.key_dim**-0.5,
             gated_delta_net.unit_length(k_BTKH),
             v_BTNV,
@@ -279,17 +289,20 @@ class GatedDeltaNet(nn.Module):
         self, x_BTD: Tensor, _: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
     ) -> Tensor:
         """Map (B, T, D) to (B, T, D). Positions have no effect."""
+        # Decays and strengths of each value head.
         strength_BTN, step_BTN = self._by_value_head(self.wba(x_BTD))
         dtype = torch.promote_types(x_BTD.dtype, torch.float32)
         a_log_N = self.a_log().to(dtype)
         decay_BTN = -a_log_N.exp() * F.softplus(step_BTN.to(dtype) + self.dt_bias().to(dtype))
 
+        # This rank may have only some of the key heads.
         num_key_heads = a_log_N.size(0) // self.groups
         mixed_BTKX = self.wqkvz(x_BTD).unflatten(-1, (num_key_heads, -1))
         num_values = self.groups * self.value_dim
         mixed_BTKX, gate_BTKX = mixed_BTKX.tensor_split((-num_values,), dim=-1)
         gate_BTNV = gate_BTKX.unflatten(-1, (-1, self.value_dim)).flatten(2, 3)
 
+        # The gate of the output stays outside of the recurrence.
         inputs = (mixed_BTKX.flatten(2), decay_BTN, strength_BTN.sigmoid())
         out_BTNV = self.core(inputs, (self.filters(),), documents_BT)
         return self.wo(self.norm(out_BTNV, gate_BTNV).flatten(2))
@@ -314,6 +327,7 @@ class Qwen3NextBlock(nn.Module):
         self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
     ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
+        # A layer has one of the two.
         mixer = self.attn if self.attn is not None else self.delta
         assert mixer is not None
         x_BTD = x_BTD + mixer(self.attn_norm(x_BTD), angles, documents_BT)
