@@ -37,7 +37,7 @@ from shardtrain.utils import (
     storage_errors,
     variables,
 )
-from shardtrain.utils.arguments import help_if_asked
+from shardtrain.utils.arguments import print_requested_help
 from shardtrain.utils.errors import (
     ConfigError,
     HelpPrinted,
@@ -548,7 +548,7 @@ def _completion(words: list[str]) -> int:
     """Print the completion script of a shell."""
     from shardtrain.config import completion
 
-    help_if_asked(words[:1], help_pages.COMPLETION)
+    print_requested_help(words[:1], help_pages.COMPLETION)
     if len(words) != 1 or words[0] not in completion.SHELLS:
         raise ConfigError(
             Problem(

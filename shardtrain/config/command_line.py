@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardtrain.config.options import sections
-from shardtrain.utils.arguments import help_if_asked
+from shardtrain.utils.arguments import print_requested_help
 from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
 from shardtrain.utils.variables import is_whole_number
 
@@ -85,7 +85,7 @@ def take(
         argument = remaining.pop(0)
         if argument in ("--help", "-h"):
             if usage is not None:
-                help_if_asked([argument], usage)
+                print_requested_help([argument], usage)
             return Taken(help=True)
         name, equals, value = argument.partition("=")
         if argument in flags:

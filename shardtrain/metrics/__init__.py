@@ -26,7 +26,7 @@ from shardtrain.metrics.sinks import Sink
 from shardtrain.metrics.step_record import Record, Reduce, RunFacts
 from shardtrain.metrics.waiting import Waiting
 from shardtrain.utils.best_effort import BestEffort
-from shardtrain.utils.heartbeat import asked_seconds, repeat
+from shardtrain.utils.heartbeat import repeat, silence_seconds
 from shardtrain.utils.log import redraw_allowed
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Metrics:
         # Start a thread that reports slow steps. The stack closes it before the objects that it uses.
         self._waiting = ExitStack()
         self._waits: Waiting | None = None
-        if facts.is_writer and asked_seconds():
+        if facts.is_writer and silence_seconds():
             compiles = bool(config.compile.enable)
             self._waits = Waiting(
                 facts.total_steps, facts.start_step, phase, self._progress, compiles=compiles

@@ -28,6 +28,7 @@ def profiling_problems(config: Config, device_type: str) -> list[Problem]:
     options = config.profiling
     problems = []
     busy = options.profiler_warmup + options.profiler_active
+    # Traces.
     if options.enable_profiling and options.profiler_active < 1:
         problems.append(
             Problem(
@@ -55,6 +56,7 @@ def profiling_problems(config: Config, device_type: str) -> list[Problem]:
                 fix=f"set it to at least {busy}",
             )
         )
+    # Memory snapshots.
     if options.enable_memory_snapshot and options.profile_freq < 1:
         problems.append(
             Problem(
@@ -86,6 +88,7 @@ class Profiler:
     def step(self) -> None:
         """Report the end of a step to the profiler and the memory history."""
         for part in self._parts:
+            # A failing profiler must not stop training.
             self._guard.call(part.step, None)
 
     def close(self) -> None:
@@ -115,6 +118,7 @@ def profiler(
     if problems:
         raise ConfigError(problems)
     options = config.profiling
+    # The list is filled below, and ``close`` must stop the parts that were started.
     folder = Path(run_folder)
     parts: list[_Trace | _MemorySnapshot] = []
     running = Profiler(parts)

@@ -36,13 +36,16 @@ class Reduce(Protocol):
 class RunFacts:
     """Facts about a run that do not change."""
 
+    # The process.
     rank: int
     world_size: int
     is_writer: bool
     """True on the rank that writes metrics.jsonl, TensorBoard and W&B."""
+    # The run.
     start_step: int
     """Number of steps before this process started: 0, or the step of the checkpoint."""
     total_steps: int
+    # The model, the device and the data.
     num_params: int
     flops_per_token: float
     device_type: str
@@ -63,6 +66,7 @@ class Record:
     Means are over the window since the last logged step, ratios are 0..1, times in seconds.
     """
 
+    # The step and its loss.
     step: int
     loss: float
     """Loss per target token over the window and all ranks."""
@@ -71,6 +75,7 @@ class Record:
     grad_norm: float
     """Gradient norm of this step, before clipping."""
     lr: float
+    # Tokens and speed.
     tokens_seen: int
     """Target tokens over all ranks since the first step of the run."""
     tokens_per_second: float
@@ -81,11 +86,13 @@ class Record:
     """Model TFLOP/s per device."""
     mfu: float | None
     """Fraction of the device's dense peak, 0..1. None if the peak is unknown."""
+    # Time and memory.
     step_seconds: float
     data_seconds: float
     memory: MemoryPeak
     eta_seconds: float
     """Remaining time at the speed of this window."""
+    # Targets, further metrics and the identity of the data.
     targets_per_second: float = 0.0
     """Target tokens per second over all devices."""
     has_targets: bool = True
@@ -100,6 +107,7 @@ class Record:
         Raises:
             ValueError: an extra metric has the name of a standard field.
         """
+        # The share is undefined if no token was processed.
         target_share = None
         if self.tokens_per_second:
             target_share = self.targets_per_second / self.tokens_per_second
@@ -120,12 +128,14 @@ class Record:
             "step_seconds": self.step_seconds,
             "data_seconds": self.data_seconds,
         }
+        # A metric of a task must not hide a standard one.
         clash = fields.keys() & self.extra.keys()
         if clash:
             raise ValueError(
                 f"extra metrics must not have names of standard metrics: {sorted(clash)}"
             )
         fields.update(self.extra)
+        # JSON has no NaN.
         numbers: dict[str, Any] = {key: finite_or_none(value) for key, value in fields.items()}
         return {**numbers, "order_hash": f"{self.order_hash:016x}"}
 
@@ -134,6 +144,7 @@ class Record:
         return {**tags_of(self.json_fields(), device_type, legacy), **self.memory.tags()}
 
 
+# Names in metrics.jsonl -> tags of torchtitan.
 _TAGS = {
     "loss": "loss_metrics/global_avg_loss",
     "max_loss": "loss_metrics/global_max_loss",
@@ -156,10 +167,12 @@ def tags_of(fields: Mapping[str, Any], device_type: str, legacy: bool = False) -
     tags: dict[str, float] = {}
     for key, value in fields.items():
         if key in _NO_TAG:
+            # torchtitan's tag is a percentage.
             continue
         if key == "mfu":
             if value is not None:
                 tags["mfu(%)"] = 100 * value
+        # Without a device allocator, memory is that of the process.
         elif key == "memory_gib":
             tags["memory/max_reserved(GiB)" if device_type != "cpu" else "memory/max_rss(GiB)"] = (
                 value
@@ -168,8 +181,10 @@ def tags_of(fields: Mapping[str, Any], device_type: str, legacy: bool = False) -
             tags[_TAGS.get(key, key)] = math.nan if value is None else value
     step_seconds = fields.get("step_seconds")
     data_seconds = fields.get("data_seconds")
+    # torchtitan also shows the share of the step.
     if step_seconds and data_seconds is not None:
         tags["time_metrics/data_loading(%)"] = 100 * data_seconds / step_seconds
+    # The tag of torchtitan in early 2024.
     if legacy and fields.get("tps") is not None:
         tags["wps"] = fields["tps"]
     return tags

@@ -22,6 +22,7 @@ class Steps(NamedTuple):
 
 def log_header(facts: RunFacts, peak_flops: float | None) -> None:
     """Log the model, the devices, the steps, and the peak FLOP/s to which MFU is relative."""
+    # A resumed run may have no step left.
     steps = f"steps {facts.start_step + 1} to {facts.total_steps}"
     if facts.start_step >= facts.total_steps:
         steps = f"finished at step {facts.start_step}"
@@ -58,6 +59,7 @@ def log_summary(
         losses: (step, loss) of logged steps, for the curve.
         notes: lines of the sinks.
     """
+    # Without a step there is neither a loss nor a speed.
     steps = done.last_step - facts.start_step
     if not steps and done.last_step >= facts.total_steps:
         logger.info(
@@ -75,6 +77,7 @@ def log_summary(
         f"done: {steps} steps (to step {done.last_step}) in {format_seconds(done.seconds)}, {loss}"
         f"{format_count(done.tokens)} tokens, {speed}"
     )
+    # Fewer points are no curve.
     if len(losses) > 2:
         logged_steps, values = zip(*losses, strict=True)
         curve = sparkline(logged_steps, values, 60, bars_for(sys.stderr))

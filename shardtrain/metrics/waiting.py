@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from shardtrain.metrics.progress_line import ProgressLine
 from shardtrain.utils import log
-from shardtrain.utils.heartbeat import asked_seconds
+from shardtrain.utils.heartbeat import silence_seconds
 from shardtrain.utils.units import format_seconds
 
 _REDRAW_SECONDS = 1.0
@@ -45,17 +45,18 @@ class Waiting:
             clock: returns seconds.
             compiles: True if the first step compiles the model.
         """
-        self.seconds = asked_seconds() if seconds is None else seconds
+        self.seconds = silence_seconds() if seconds is None else seconds
         self._total_steps = total_steps
         self._step = step
         self._phase = phase
         self._progress = progress
         self._clock = clock
         self._compiles = compiles
+        # The phase at the last call, and the time since which it has lasted.
         self._seen = phase()
         self._since = clock()
-        self._said = _LastSaid(clock)
-        log.logger.addHandler(self._said)
+        self._last_line = _LastLine(clock)
+        log.logger.addHandler(self._last_line)
 
     def step(self, step: int) -> None:
         """Record that this step has ended."""
@@ -69,18 +70,20 @@ class Waiting:
         """
         now = self._clock()
         phase = self._phase()
+        # A new activity starts its own clock.
         if _place(phase) != _place(self._seen):
             self._since = now
         self._seen = phase
         waited = now - self._since
+        # On a terminal the live line shows the time. Otherwise a line is logged after some silence.
         if self._progress is not None:
             if waited >= _SHORT_SECONDS:
                 self._progress.wait(self.text(phase, waited))
             return _REDRAW_SECONDS
-        if now - self._said.seconds >= self.seconds:
+        if now - self._last_line.seconds >= self.seconds:
             log.logger.info(self.text(phase, waited), extra={"console_only": True})
-            self._said.seconds = now
-        return min(_REDRAW_SECONDS, self._said.seconds + self.seconds - now)
+            self._last_line.seconds = now
+        return min(_REDRAW_SECONDS, self._last_line.seconds + self.seconds - now)
 
     def text(self, phase: str, waited: float) -> str:
         """Return a text such as ``step 41/5000: 20s``. Omit the time if the step has just started."""
@@ -94,11 +97,12 @@ class Waiting:
             "checkpoint": f"saving step {self._step}",
             "end": f"ending after step {self._step}",
         }.get(phase, step)
+        # A step of less than a second is not slow.
         return f"{place}: {format_seconds(round(waited))}" if waited >= 1 else place
 
     def close(self) -> None:
         """Stop watching the log."""
-        log.logger.removeHandler(self._said)
+        log.logger.removeHandler(self._last_line)
 
 
 def _place(phase: str) -> str:
@@ -106,7 +110,7 @@ def _place(phase: str) -> str:
     return "step" if phase in ("compile", "data") else phase
 
 
-class _LastSaid(logging.Handler):
+class _LastLine(logging.Handler):
     """Log handler that records the time of the last log line."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -46,6 +46,7 @@ class Phases:
         >>> phases.seconds()
         {'start': 2.0, 'validation': 2.0, 'data': 1.0}
         """
+        # Phases may be nested, and may end with an exception.
         before = self.name
         self.begin(name)
         try:
@@ -60,6 +61,7 @@ class Phases:
         return seconds
 
 
+# Marks of different distances.
 GRAINS = (1, 16, 256)
 """Marks are kept at multiples of ``mark_steps`` times these. Ranks that are read at different moments then
 have a mark in common, even if steps are short."""
@@ -140,9 +142,11 @@ def begin_step(step: int, facts: Mapping[str, object]) -> None:
     m = _now
     m.step = step
     m.begun += 1
+    # Without a watchdog, marks cost nothing.
     if not m.mark_steps:
         return
     for grain in GRAINS:
+        # Coarse marks stay available longer than fine ones.
         if m.begun % (grain * m.mark_steps) != 0:
             continue
         text = ", ".join(f"{name} {value}" for name, value in facts.items())

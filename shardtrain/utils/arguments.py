@@ -20,7 +20,7 @@ from shardtrain.utils.redact import shown
 HELP_WORDS = ("help", "--help", "-h")
 
 
-def help_if_asked(words: Sequence[str], text: str) -> None:
+def print_requested_help(words: Sequence[str], text: str) -> None:
     """Print ``text`` and raise HelpPrinted if the arguments contain ``--help`` or ``-h``."""
     if "--help" in words or "-h" in words:
         print(text, end="")
@@ -52,6 +52,7 @@ def option(
         argparse_options: passed to ``add_argument``, such as ``metavar``; ``flag`` replaces the name of
             the option.
     """
+    # ``add_fields`` reads these facts from the field.
     metadata = {"help": help, "rare": rare, "argparse": argparse_options}
     kw_only = not positional
     if default is ...:
@@ -65,6 +66,7 @@ def _argument_type(hint: Any) -> dict[str, Any]:
     >>> _argument_type(int | None), _argument_type(bool)
     ({'type': <class 'int'>}, {'action': 'store_true'})
     """
+    # A boolean is a switch. An optional boolean needs a value, to distinguish unset from false.
     if hint is bool:
         return {"action": "store_true"}
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -119,6 +121,7 @@ class StrictArgumentParser(argparse.ArgumentParser):
         hints = typing.get_type_hints(options)
         rarer = self.rarer()
         for field in dataclasses.fields(options):
+            # Other fields are set by the program.
             if "argparse" not in field.metadata:
                 continue
             keywords = {**_argument_type(hints[field.name]), **field.metadata["argparse"]}
@@ -145,6 +148,7 @@ class StrictArgumentParser(argparse.ArgumentParser):
             unknown = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
             message = f"{shown('', unknown)} is not an option"
         known = [name for name in self._option_string_actions if name.startswith("--")]
+        # A longer name that starts with the option is the most likely one.
         near = [name for name in known if unknown.startswith("--") and name.startswith(unknown)]
         near = near or difflib.get_close_matches(unknown, known, 1, 0.8)
         if near:
@@ -163,7 +167,9 @@ class StrictArgumentParser(argparse.ArgumentParser):
             ConfigError: an option is unknown, or a value is missing or wrong.
             HelpPrinted: the arguments contain ``--help``, and the help has been printed.
         """
-        help_if_asked(words, self.format_help())
+        # Print help before anything else is checked.
+        print_requested_help(words, self.format_help())
+        # The first argument may be a value without its option.
         if self._first and words and not words[0].startswith("-") and self._first not in words:
             words = [self._first, *words]
         return self.parse_args(list(words))

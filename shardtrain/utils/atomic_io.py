@@ -67,6 +67,7 @@ def folder(path: str | os.PathLike[str], create: bool = False) -> Iterator[int]:
             at = root
             break
     names = wanted[len(at) :].split(os.sep)[1:]
+    # Folders above a guarded one belong to the user, who may use symlinks there.
     if create:
         os.makedirs(at, exist_ok=True)
     descriptor = os.open(at, _FOLDER)
@@ -78,6 +79,7 @@ def folder(path: str | os.PathLike[str], create: bool = False) -> Iterator[int]:
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(name, dir_fd=descriptor)
                 inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
+            # Close the parent only after its child is open.
             os.close(descriptor)
             descriptor = inner
         yield descriptor
@@ -98,6 +100,7 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         name = os.fspath(path)
+        # The errno of a symlink depends on the system, so check for one.
         if error.errno in (errno.ENOTDIR, errno.ELOOP) and os.path.islink(name):
             rule = f"{name} is a link to {os.readlink(name)}, which a run does not follow"
             raise OSError(errno.ELOOP, rule, name) from None
@@ -137,11 +140,13 @@ def open_file(
             except OSError as error:
                 if error.errno not in _IN_THE_WAY:
                     raise
+            # The file may be replaced between ``open`` and this check, so check the opened one.
             else:
                 status = os.fstat(descriptor)
                 if stat.S_ISREG(status.st_mode) and status.st_nlink < 2:
                     return descriptor
                 os.close(descriptor)
+            # Remove the link or the extra name, and try again.
             with contextlib.suppress(FileNotFoundError):
                 _clear(name, at)
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
@@ -149,6 +154,7 @@ def open_file(
 
 def _keep_devices(name: str, at: int) -> None:
     """Raise OSError for a device and for a file in ``/dev``: root could replace ``/dev/null`` of all programs."""
+    # /dev may have been mounted in another place.
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(at), os.stat(_DEVICES)):
             raise OSError(errno.EOPNOTSUPP, "/dev is for devices, not for files")
@@ -165,6 +171,7 @@ def _clear(name: str, at: int) -> None:
     if not stat.S_ISREG(status.st_mode):
         os.unlink(name, dir_fd=at)
     elif status.st_nlink > 1:
+        # Other names of the file keep the old content.
         reader = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
         with (
             open(reader, "rb") as source,
@@ -177,6 +184,7 @@ def _clear(name: str, at: int) -> None:
 def _replacing(name: str, at: int, mode: int) -> Iterator[BinaryIO]:
     """Yield a new file. It replaces ``name`` when the block ends, or is removed if the block raises."""
     _keep_devices(name, at)
+    # Nobody can predict this name and plant a link there.
     part = f".{name}.{secrets.token_hex(4)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -211,6 +219,7 @@ def write(
         with _replacing(name, at, mode) as file:
             if isinstance(content, str):
                 content = content.encode()
+            # Parts are written one after the other, so large content is never joined.
             if isinstance(content, bytes):
                 content = (content,)
             file.writelines(content)
@@ -236,6 +245,7 @@ def for_library(path: str | os.PathLike[str]) -> Iterator[str]:
         os.mkdir(part, 0o700, dir_fd=at)
         inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
         try:
+            # Through this path, the folder stays the same even if its name is replaced.
             by_handle = f"/proc/self/fd/{inner}"
             yield os.path.join(
                 by_handle if os.path.isdir(by_handle) else os.path.join(parent, part), name
@@ -251,6 +261,7 @@ def sweep(folder: Path) -> None:
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
             if _LEFT.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                # Another process may remove the entry at the same time.
                 with contextlib.suppress(OSError):
                     if time.time() - entry.stat(follow_symlinks=False).st_mtime > LEFTOVER_SECONDS:
                         os.unlink(entry.path)

@@ -49,6 +49,7 @@ def causes(error: BaseException) -> list[BaseException]:
     """Return an error and its causes."""
     chain: list[BaseException] = []
     link: BaseException | None = error
+    # Exceptions may refer to each other in a cycle.
     while link is not None and link not in chain:
         chain.append(link)
         link = link.__cause__ or link.__context__
@@ -76,6 +77,7 @@ class Problem:
         remove a.b``.
         """
         origin = f"{self.where}: " if self.where else ""
+        # A secret must not appear in the message, wherever it is in the value.
         masked = shown(self.option, _first_items(self.value))
         value = "" if self.value is None else f"={_toml_like(masked)}"
         # an option may be an entire command-line argument, with a secret in it
@@ -106,6 +108,7 @@ class ConfigError(ShardtrainError):
     exit_code = 2
 
     def __init__(self, problems: Problem | str | Sequence[Problem | str]) -> None:
+        # A single problem is the common case.
         if isinstance(problems, Problem | str):
             problems = (problems,)
         self.problems = tuple(problems)
@@ -170,6 +173,7 @@ class HelpPrinted(Exception):
 
 def print_error(error: ShardtrainError) -> int:
     """Print an error to stderr, one line for each of its problems, and return its exit status."""
+    # A stop on request is not an error.
     kind = "stopped" if isinstance(error, Preempted | NotSaved) else "error"
     for problem in getattr(error, "problems", (error,)):
         print(f"{kind}[{error.exit_code}]: {one_line(str(problem))}", file=sys.stderr, flush=True)
@@ -185,6 +189,7 @@ def require_new(path: Path) -> None:
 def _first_items(value: Any) -> Any:
     """Cut a list or table after ``_MOST_ITEMS`` items, with a note of their number. Return other values unchanged.
 
+    # Keep the beginning, which a user recognizes.
     >>> _first_items([0] * 1000)[-2:], _first_items([0])
     ([0, '... (1000 items)'], [0])
     """

@@ -33,6 +33,7 @@ class _Silence:
 
     def begin(self) -> float:
         """Return the start of the period for a task that starts now."""
+        # A short pause does not end the silence: the previous task printed nothing, either.
         now = time.monotonic()
         return min(self.since, now) if now - self.until < _SAME_SILENCE_SECONDS else now
 
@@ -54,7 +55,7 @@ def not_silent() -> None:
     _silence.since = _silence.until = time.monotonic()
 
 
-def last_said() -> float:
+def last_printed() -> float:
     """Return the time of the last line that this module knows of, by ``time.monotonic``."""
     return _silence.since
 
@@ -90,7 +91,8 @@ def heartbeat(
         say: Prints a line. Default: to standard error.
         far: Returns the progress as text.
     """
-    seconds = asked_seconds() if seconds is None else seconds
+    # 0 disables the report.
+    seconds = silence_seconds() if seconds is None else seconds
     if not seconds:
         yield
         return
@@ -99,7 +101,7 @@ def heartbeat(
 
     def tell() -> float:
         # Other code may have printed a line in the meantime.
-        silence.since = max(silence.since, last_said())
+        silence.since = max(silence.since, last_printed())
         # Wait half a second longer for each task inside this one, so only the innermost prints.
         outermost_first = [id(one) for one in _running]
         inner = 0
@@ -108,7 +110,7 @@ def heartbeat(
         limit = seconds + _PATIENCE_SECONDS * inner
         if time.monotonic() >= silence.since + limit:
             not_silent()
-            silence.since = last_said()
+            silence.since = last_printed()
             say(line())
         return silence.since + limit - time.monotonic()
 
@@ -117,6 +119,7 @@ def heartbeat(
         with repeat(tell):
             yield
     finally:
+        # Tasks of other threads may have been added since.
         _running[:] = [one for one in _running if one is not silence]
         _silence.since = silence.since
         _silence.until = time.monotonic()
@@ -130,6 +133,7 @@ def repeat(action: Callable[[], float]) -> Iterator[None]:
     """
     done = threading.Event()
 
+    # A failing report must not end the work that it reports.
     def run() -> None:
         with suppress(Exception):
             while not done.wait(max(0.0, action())):
@@ -151,7 +155,7 @@ class WaitingHeartbeat:
     """
 
     def __init__(self, what: str) -> None:
-        self.seconds: float | None = asked_seconds() or None
+        self.seconds: float | None = silence_seconds() or None
         self._line = _line(what)
         self._since = silent_since()
 
@@ -159,14 +163,14 @@ class WaitingHeartbeat:
     def timeout(self) -> float | None:
         """Seconds until ``tell`` must be called. None if nothing is printed."""
         # Other code may have printed a line in the meantime.
-        since = max(self._since, last_said())
+        since = max(self._since, last_printed())
         return None if self.seconds is None else max(0.0, since + self.seconds - time.monotonic())
 
     def tell(self) -> None:
         """Print a line if nothing was printed for long enough."""
         if self.timeout == 0:
             not_silent()
-            self._since = last_said()
+            self._since = last_printed()
             _print(self._line())
 
     def __enter__(self) -> WaitingHeartbeat:
@@ -175,7 +179,7 @@ class WaitingHeartbeat:
 
     def __exit__(self, *_: object) -> None:
         """Store the silent period, which the next task may continue."""
-        _silence.since = max(self._since, last_said())
+        _silence.since = max(self._since, last_printed())
         _silence.until = time.monotonic()
 
 
@@ -186,6 +190,7 @@ def _line(what: str, far: Callable[[], str] = str) -> Callable[[], str]:
 
     def line() -> str:
         now_read, now_written = _disk_bytes()
+        # Whole seconds are enough for work that takes several.
         seconds = format_seconds(round(time.monotonic() - started))
         parts = [f"{what}: {', '.join(part for part in (far(), seconds) if part)}"]
         if now_read > read:
@@ -197,7 +202,7 @@ def _line(what: str, far: Callable[[], str] = str) -> Callable[[], str]:
     return line
 
 
-def asked_seconds() -> float:
+def silence_seconds() -> float:
     """Return the seconds between two lines from ``SHARDTRAIN_HEARTBEAT_SECONDS``. 0 disables them."""
     text = os.environ.get("SHARDTRAIN_HEARTBEAT_SECONDS", "").strip()
     return float(text) if variables.is_seconds(text) else SECONDS
@@ -205,6 +210,7 @@ def asked_seconds() -> float:
 
 def _disk_bytes() -> tuple[int, int]:
     """Return the bytes this process has read from and written to disk so far, or zeros if the system has no counts."""
+    # Only Linux has this file.
     try:
         counts = dict(line.split(": ") for line in _IO.read_text().splitlines())
         return int(counts["read_bytes"]), int(counts["write_bytes"])

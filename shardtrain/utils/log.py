@@ -51,6 +51,7 @@ def kept_warnings() -> Iterator[list[str]]:
 
     Use it before ``setup``, when Python would print them unformatted.
     """
+    # Without a handler, Python's last resort would print each warning.
     lines: list[str] = []
     handler = _Kept(lines)
     propagates = logger.propagate
@@ -98,6 +99,7 @@ def setup(
             )
         )
     path = Path(run_folder) / file_pattern.replace("{rank}", str(rank))
+    # The first rank of a node reports for all of them.
     only_warnings = world_size > MANY_RANKS and os.environ.get("LOCAL_RANK", "0") != "0"
     try:
         file = _FileHandler(path, opens_late=only_warnings)
@@ -105,6 +107,7 @@ def setup(
         raise storage_errors.cannot(
             "write the log file", path, error, "set metrics.save_log_file"
         ) from error
+    # Open the new file first: if that fails, the old log still works.
     reset()
     if only_warnings:
         file.setLevel(logging.WARNING)
@@ -142,6 +145,7 @@ def _torchrun_adds_prefix(rank: int) -> bool:
 @contextlib.contextmanager
 def without_torchao_warnings() -> Iterator[None]:
     """Silence the warnings of importing torchao, also by ``transformers``, about extensions that nobody requested."""
+    # Both loggers warn during the import.
     noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [one.level for one in noisy]
     for one in noisy:
@@ -155,6 +159,7 @@ def without_torchao_warnings() -> Iterator[None]:
 
 def reset() -> None:
     """Undo ``setup``: close the handlers and restore Python's defaults."""
+    # Handlers of others, such as those of a test, stay.
     for handler in list(logger.handlers):
         if isinstance(handler.formatter, _LineFormatter):
             logger.removeHandler(handler)
@@ -169,6 +174,7 @@ def console_ranks() -> set[int]:
     Raises:
         ConfigError: the variable is not a list of ranks.
     """
+    # An empty value means the default.
     text = os.environ.get("LOG_RANK", "").strip() or "0"
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(is_whole_number(part) for part in parts):
@@ -203,6 +209,7 @@ class SecretFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Redact the record in place and let it pass."""
+        # A message may contain text from files or other programs.
         record.msg = redact(visible(_ANSI.sub("", record.getMessage())))
         record.args = None
         if record.exc_info and not record.exc_text:
@@ -240,6 +247,7 @@ class _LineFormatter(logging.Formatter):
             if not row:
                 lines = self._wrapped(record)
             elif self.color:
+                # A record without a row is ordinary text.
                 lines = str(row).split("\n")
             else:
                 lines = _ANSI.sub("", row).split("\n")
@@ -255,6 +263,7 @@ class _LineFormatter(logging.Formatter):
         message = record.message
         if record.levelno > logging.INFO:
             message = f"{record.levelname.lower()}: {message}"
+        # Very narrow terminals still get readable lines.
         width = max(20, min(shutil.get_terminal_size().columns, _MOST_COLUMNS) - len(self._start))
         lines: list[str] = []
         for line in message.split("\n"):
@@ -286,9 +295,11 @@ class _FileHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record, except those that are only for the console."""
         if getattr(record, "console_only", False):
+            # The file gets each line once, and reports of waiting are only for a person.
             return
         data = (self.format(record) + "\n").encode(errors="replace")
         try:
+            # The file may have been rotated or removed.
             if self._descriptor < 0 or self._is_gone():
                 descriptor = self._open()
                 if self._descriptor >= 0:
@@ -302,6 +313,7 @@ class _FileHandler(logging.Handler):
                 os.ftruncate(self._descriptor, size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
+            # One warning is enough: the next lines fail for the same reason.
             self.num_lost += 1
             if self.num_lost == 1:
                 problem = redact(str(storage_errors.cannot("write the log file", self.path, error)))
@@ -331,6 +343,7 @@ class _FileHandler(logging.Handler):
         except OSError:
             # The storage does not answer. The file may still exist.
             return False
+        # Another file may have the same name.
         return (current.st_dev, current.st_ino) != (opened.st_dev, opened.st_ino)
 
 

@@ -37,6 +37,7 @@ class FileKind:
     classes: tuple[str, ...] = ()
 
     def missing_in(self, module: ModuleType) -> list[str]:
+        # A constant must have a value, and any other name must be callable.
         """Return the required names that an imported module lacks."""
         missing = []
         for name in self.required:
@@ -108,6 +109,7 @@ def fault(path: str, kind: FileKind) -> tuple[str, str] | None:
 
     The file is not run, so a required name counts as defined if any statement may bind it.
     """
+    # Check that the file exists, then its syntax, then its names.
     if not Path(path).is_file():
         return "is not a file", f"give the path of an existing file, and {kind.fix}"
     try:
@@ -121,6 +123,7 @@ def fault(path: str, kind: FileKind) -> tuple[str, str] | None:
 
 def parse(path: str | Path) -> ast.Module:
     """Return the syntax tree of a file; raises SyntaxError, ValueError or OSError if it cannot be read as Python."""
+    # Python's parser fails in other ways for very deep expressions.
     content = bounded_reads.whole(path, MAX_BYTES)
     try:
         return ast.parse(content)  # with bytes, it accepts the same encodings as Python
@@ -148,10 +151,12 @@ def load(path: str, kind: FileKind, option: str) -> ModuleType:
             exceptions that the
             file raises are not caught.
     """
+    # Parse the file first, so a wrong file is reported without running it.
     problem = fault(path, kind)
     if problem is not None:
         raise ConfigError(Problem(option, path, *problem))
     module = run(path, kind, option)
+    # Parsing cannot see what a name is bound to.
     missing = kind.missing_in(module)
     if missing:
         raise ConfigError(Problem(option, path, *kind.lacks(missing)))
@@ -163,6 +168,7 @@ def load_function(path: str, kind: FileKind, option: str) -> Callable[..., Any]:
     (name,) = kind.required
     function: Callable[..., Any] = getattr(load(path, kind, option), name)
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    # Keyword-only parameters do not count: the caller passes values by position.
     parameters = inspect.signature(function).parameters.values()
     if sum(parameter.kind in by_position for parameter in parameters) < 2:
         raise ConfigError(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from shardtrain.utils.heartbeat import last_said, not_silent, silent_since
+from shardtrain.utils.heartbeat import last_printed, not_silent, silent_since
 from shardtrain.utils.log import redraw_allowed
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Progress:
             if at_once or now - self._drawn >= REDRAW_SECONDS:
                 self._drawn = now
                 self._live.update(self._render(), refresh=True)
-        elif now - max(self._said, last_said()) >= LINE_SECONDS:
+        elif now - max(self._said, last_printed()) >= LINE_SECONDS:
             self._said = now
             not_silent()
             print(f"{self._title}: {', '.join(details)}", file=sys.stderr, flush=True)

@@ -51,6 +51,7 @@ def python_function(function: F) -> F:
     def call(*arguments: Any, **named: Any) -> Any:
         bound = inspect.signature(function).bind(*arguments, **named)
         hints = typing.get_type_hints(function)
+        # Report all wrong arguments together, as for a configuration.
         problems = []
         for name, value in bound.arguments.items():
             if name in hints and not fits(value, hints[name]):
@@ -59,6 +60,7 @@ def python_function(function: F) -> F:
                 problems.append(Problem(name, value, rule, fix))
         if problems:
             raise ConfigError(problems)
+        # Messages of the command line name flags, which a Python caller does not have.
         try:
             return function(*arguments, **named)
         except ShardtrainError as error:
@@ -81,6 +83,7 @@ def accepts_fields(
     """
 
     def decorate(function: Callable[..., Returned]) -> Callable[..., Returned]:
+        # The third parameter receives the dataclass.
         first, second, _, *others = inspect.signature(function).parameters.values()
         fields = list(inspect.signature(options).parameters.values())
         positional = [field for field in fields if field.kind is not inspect.Parameter.KEYWORD_ONLY]
@@ -92,6 +95,7 @@ def accepts_fields(
         @functools.wraps(function)
         def call(*arguments: Any, **named: Any) -> Returned:
             given = signature.bind(*arguments, **named).arguments
+            # Separate the fields of the dataclass from the function's own arguments.
             values = {field.name: given.pop(field.name) for field in fields if field.name in given}
             # The options are the third parameter, so pass the first two by position, too.
             (_, first_value), (_, second_value), *rest = given.items()
@@ -111,6 +115,7 @@ def fits(value: Any, hint: Any) -> bool:
     An int is a float, a bool is not an int, a str is not a sequence.
     """
     origin = typing.get_origin(hint)
+    # An annotation that is not a class cannot be checked.
     if hint is Any or isinstance(hint, str):
         return True
     if origin in (typing.Union, types.UnionType):
@@ -124,6 +129,7 @@ def fits(value: Any, hint: Any) -> bool:
             and not isinstance(value, str)
             and all(fits(one, item) for one in value)
         )
+    # bool is a subclass of int in Python.
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
@@ -162,6 +168,7 @@ def article(name: str) -> str:
 def translated(error: ShardtrainError, arguments: Mapping[str, Any]) -> ShardtrainError:
     """Return the same error with parameters instead of flags. ``arguments`` are those of the call."""
     values = [str(value) for value in arguments.values() if isinstance(value, str | Path)]
+    # Only errors of the configuration have options.
     if not isinstance(error, ConfigError):
         return type(error)(_parameters(str(error), values))
     # Map option and value to the parameter.
@@ -179,6 +186,7 @@ def translated(error: ShardtrainError, arguments: Mapping[str, Any]) -> Shardtra
         option = problem.option.removeprefix("--")
         where = "" if problem.where == COMMAND_LINE else problem.where
         name = parameters.get((option, str(problem.value)), option)
+        # A flag has the name of a parameter.
         if problem.option.startswith("--"):
             name = PARAMETERS.get(option, option)
         rule = _parameters(problem.rule, values)
@@ -208,5 +216,6 @@ def _parameters(text: str, values: Sequence[str] = ()) -> str:
         is_literal = value.startswith('"') or value[0].isdigit()
         return f"{name}={value}" if is_literal else f'{name}="{value}"'
 
+    # Alternatives match from left to right, so quoted texts and values are skipped first.
     patterns = ['"[^"]*"', *(re.escape(value) for value in values if "--" in value), _FLAG]
     return re.sub("|".join(patterns), parameter, text.replace(f"{COMMAND_LINE}: ", ""))

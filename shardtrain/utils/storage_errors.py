@@ -31,6 +31,7 @@ class Cause:
 
 
 _CAUSES = {
+    # The storage is full or read-only.
     "ENOSPC": Cause("", "free space", may_pass=True),
     "EDQUOT": Cause(
         "", "delete files or raise the quota of this user, group or project", may_pass=True
@@ -40,6 +41,7 @@ _CAUSES = {
         "mount it for writing; after disk errors Linux mounts read-only, see dmesg",
         may_pass=True,
     ),
+    # The disk or the file server fails. A mount may recover.
     "EIO": Cause(
         "the disk or the file server failed",
         "see dmesg, then check the disk or the mount",
@@ -60,11 +62,13 @@ _CAUSES = {
     "ETIMEDOUT": Cause(
         "the file server did not answer", "check the file server and the network", True, True
     ),
+    # The device or its locks are missing.
     "ENXIO": Cause("the device is gone", "connect and mount the device again"),
     "ENODEV": Cause("the device is gone", "connect and mount the device again"),
     "ENOLCK": Cause(
         "the file server refuses locks", "start its lock service or mount with local locks"
     ),
+    # Limits of the process or of the system. See utils/limits.py.
     "EMFILE": Cause(
         "this process reached its limit of open files", "raise it with ulimit -n", may_pass=True
     ),
@@ -74,6 +78,7 @@ _CAUSES = {
         may_pass=True,
     ),
     "ENOMEM": Cause("", "see utils/limits.py", may_pass=True),
+    # The user's permissions, or the path.
     "EACCES": Cause("this user has no right to it", "change its owner or mode with chown or chmod"),
     "EPERM": Cause(
         "the filesystem forbids it", "check lsattr (an immutable file?) and the mount options"
@@ -92,8 +97,10 @@ _CAUSES = {
     "EBUSY": Cause(
         "another program or a mount uses it", "stop the program (see fuser -v) or unmount it"
     ),
+    # fork reports a process limit with this errno.
     "EAGAIN": Cause("no further process may start", "see utils/limits.py", may_pass=True),
 }
+# Systems do not define all of these.
 CAUSES = {getattr(errno, name): cause for name, cause in _CAUSES.items() if hasattr(errno, name)}
 _UNKNOWN = Cause("", "check the storage")
 _OF_OBJECT_STORE = Cause("", "fix checkpoint.folder or the rights of this host there")
@@ -118,13 +125,16 @@ def explain(error: Exception, path: str | os.PathLike[str] = "", otherwise: str 
     ``otherwise`` is a fix that only the caller knows, such as another folder. It follows the fix of the
     errno.
     """
+    # Only utils/limits.py can tell which limit of memory or processes was reached.
     if isinstance(error, OSError) and error.errno in _OF_MEMORY:
         return limits.explain(error)
     if not isinstance(error, OSError) or error.errno is None:
         return f"{str(error) or type(error).__name__}; {otherwise or _UNKNOWN.fix}"
     cause = CAUSES.get(error.errno, _UNKNOWN)
+    # An object store has no mount and no inodes.
     if "://" in str(path):
         cause = _OF_OBJECT_STORE
+    # A full disk and exhausted inodes have the same errno.
     if error.errno == errno.ENOSPC:
         inodes = _exhausted_inodes(path or error.filename)
         if inodes:
@@ -172,6 +182,7 @@ def naming(path: object) -> Iterator[None]:
 def _exhausted_inodes(path: str | os.PathLike[str] | None) -> str:
     """Return ``FREE of TOTAL`` inodes of the filesystem of ``path`` if few are free but space is free; else ""."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        # The path may not exist yet, so ask its nearest existing folder.
         place = Path(os.path.abspath(os.fsdecode(path or "")))
         while not place.exists():
             place = place.parent

@@ -80,14 +80,17 @@ def parse_seconds(text: str | float) -> float:
     >>> parse_seconds("1h30m"), parse_seconds(90), parse_seconds("250ms"), parse_seconds("1-02:00:30")
     (5400.0, 90.0, 0.25, 93630.0)
     """
+    # A number is a number of seconds.
     if isinstance(text, int | float):
         if not math.isfinite(text):
             raise ValueError(f"{text!r} is not a duration")
         return float(text)
+    # Slurm's format.
     clock = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d)(?::([0-5]\d))", text.strip())
     if clock:
         days, hours, minutes, seconds = [int(group or 0) for group in clock.groups()]
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    # A plain number in text.
     if re.fullmatch(r"\d+(?:\.\d+)?", text.strip()):
         return float(text)
     parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|min|s|m|h|d)\s*", text.strip())
@@ -104,10 +107,12 @@ def format_seconds(seconds: float) -> str:
     >>> [format_seconds(s) for s in (0.0042, 9.81, 75, 5400, 200000)]
     ['4.2ms', '9.81s', '1m15s', '1h30m', '2d07h']
     """
+    # A rate of 0 leads to an infinite remaining time.
     if not math.isfinite(seconds):
         return "-"
     if seconds < 0:
         return "-" + format_seconds(-seconds)
+    # The limits are those of rounding: 59.95 would be shown as 60.0s.
     if seconds < 0.9995:
         return f"{seconds * 1000:.3g}ms" if seconds else "0s"
     if seconds < 59.95:
@@ -127,6 +132,7 @@ def real_number(value: Any) -> float | None:
     >>> real_number(Fraction(1, 4)), real_number(2), real_number(True), real_number("1"), real_number(1j)
     (0.25, 2.0, None, None, None)
     """
+    # NumPy scalars and 0-d tensors.
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
@@ -141,6 +147,7 @@ def parse_count(text: str | int) -> int:
     (8000000000, 1500, 524288)
     """
     if isinstance(text, str):
+        # Separators of thousands.
         text = text.replace("_", "").replace(",", "")
     return _parse_scaled(text, _COUNT_UNITS, 'a count like "8B" or "524288"')
 

@@ -28,6 +28,7 @@ def is_seconds(text: str) -> bool:
         seconds = float(text)
     except ValueError:
         return False
+    # Python accepts 1_0 and digits of other scripts, which other programs reject.
     is_plain = text.isascii() and "_" not in text
     return is_plain and math.isfinite(seconds) and 0 <= seconds < 1e9
 
@@ -57,6 +58,7 @@ def drop_invalid(environment: MutableMapping[str, str]) -> None:
     Defaults apply then.
     """
     for name, is_valid in _CHECKED.items():
+        # An empty variable counts as unset.
         text = environment.get(name, "").strip()
         if text and not is_valid(text):
             print(
@@ -79,6 +81,7 @@ def number(environment: Mapping[str, str], name: str, default: str, least: int =
         ConfigError: the variable is not a number of at least ``least``, or is not set and ``default`` is "".
     """
     text = environment.get(name) or default
+    # A launcher sets all of its variables.
     if not text:
         raise ConfigError(
             Problem(

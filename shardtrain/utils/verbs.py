@@ -27,6 +27,7 @@ def import_part(name: str) -> Any:
         with garbage_collection.importing(name):
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # Any other missing module is a fault of the installation, and its own message is better.
         if error.name not in BEYOND_THE_CORE:
             raise
         fix = "install the complete package: pip install shardtrain"
@@ -58,6 +59,7 @@ class CommandVerb:
 
     def __call__(self, arguments: list[str]) -> int:
         """Run the verb and return its exit status."""
+        # A function needs no import.
         if callable(self.target):
             return self.target(arguments)
         module, _, function = self.target.partition(":")
@@ -94,6 +96,7 @@ class Command:
             for usage, description in verb.rows:
                 first, *others = description.split("\n")
                 head = f"  {usage}"
+                # A long usage has its own line, and the description starts below it.
                 if len(head) < self.column:
                     lines.append(f"{head:<{self.column}}{first}")
                 else:
@@ -109,11 +112,13 @@ class Command:
         """
         name, rest = self.choose(arguments)
         verb = self.verbs.get(name)
+        # Without a verb, the argument was a help option.
         if verb is None or (not verb.has_help and {"--help", "-h"} & {*rest}):
             print(self.usage(), end="")
             return 0
         if not verb.is_long:
             return verb(rest)
+        # Verbs that take long print a line every few seconds.
         with heartbeat(f"{self.program} {name}"):
             return verb(rest)
 
@@ -126,6 +131,7 @@ class Command:
             raise ConfigError(Problem(self.program, None, "needs a verb", fix, "command line"))
         name, *rest = arguments
         if name not in self.verbs and name not in HELP_WORDS:
+            # A name in another program is a better suggestion than a similar spelling.
             near = difflib.get_close_matches(name, self.names, 1)
             near = [self.other_names[name]] if name in self.other_names else near
             fix = f"verbs are {', '.join(self.names)}"

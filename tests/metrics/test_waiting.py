@@ -81,7 +81,7 @@ def test_silence_never_exceeds_the_interval(
     assert "step 43/5000, waiting for data: 7s" in console_lines()
     assert "validation after step 43: 5s" in console_lines()
     assert (tmp_path / "log.txt").read_text() == ""  # progress lines are only for the console
-    assert "_LastSaid" not in [type(handler).__name__ for handler in log.logger.handlers]
+    assert "_LastLine" not in [type(handler).__name__ for handler in log.logger.handlers]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from shardtrain import config
 from shardtrain.compat.migrate.foreign_files import Migration, migrate, unnamed
 from shardtrain.config import json_schema
 from shardtrain.utils import atomic_io, storage_errors
-from shardtrain.utils.arguments import help_if_asked, output_path
+from shardtrain.utils.arguments import output_path, print_requested_help
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.variables import is_whole_number
 
@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
         place = words.index("--")
         flags = words[place + 1 :]
         words = words[:place]
-    help_if_asked(words, USAGE)
+    print_requested_help(words, USAGE)
     files: list[Path] = []
     output: Path | None = None
     nproc: int | None = None

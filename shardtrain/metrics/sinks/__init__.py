@@ -40,10 +40,12 @@ class SinkContext:
         validations: The same for ``validation.jsonl``.
     """
 
+    # The run.
     config: Config
     folder: Path
     """``job.dump_folder``."""
     facts: RunFacts
+    # Earlier records of a resumed run.
     records: Sequence[Mapping[str, Any]] = ()
     validations: Sequence[Mapping[str, Any]] = ()
 

@@ -84,6 +84,7 @@ class StepTable:
             titles.append(f"{_TITLES.get(name, name):>{width}}")
             texts.append(_painted(f"{text:>{width}}", code if color else ""))
         row = " ".join(texts)
+        # A long run scrolls, so the header is repeated.
         if names != self._names or self._rows % self.ROWS == 0:
             self._names = names
             self._rows = 0
@@ -148,6 +149,7 @@ class Console:
 
 def _number(value: float, digits: int) -> str:
     """Format a number for a narrow column. A diverging run has large ones."""
+    # Fewer digits keep the column's width.
     if abs(value) < 100:
         return f"{value:.{digits}f}"
     return f"{value:.3g}"
@@ -170,6 +172,7 @@ def _is_shown(key: str, value: float) -> bool:
 
 def _parts(record: Record) -> list[tuple[str, str]]:
     """Return the color and text of each part of the line."""
+    # Every line has the same parts in the same order, so it can be parsed.
     loss = "no targets"
     if record.has_targets:
         loss = f"{record.loss:8.5f}"

@@ -20,6 +20,7 @@ def find(path: str) -> Any:
     Raises:
         ConfigError: the file does not exist or has no such class, or the class lacks a method.
     """
+    # ``Sink`` is checked before the first record, so a missing method is reported at the start.
     cls = own_file.load(path, own_file.SINK, "metrics.sinks").Sink
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
     if missing:
@@ -40,6 +41,7 @@ class OwnSink:
     def __init__(self, path: str, request: SinkContext) -> None:
         self._path = path
         self._sink: Any = None
+        # A user's class may raise anything.
         try:
             self._sink = find(path)(request)
         except Exception as error:
@@ -63,6 +65,7 @@ class OwnSink:
         self._call("close")
 
     def _call(self, name: str, *arguments: object) -> None:
+        # The sink has failed before.
         if self._sink is None:
             return
         try:

@@ -33,6 +33,7 @@ def open_sink(request: SinkContext) -> TensorBoardSink | None:
     folder = request.folder / options.save_tb_folder
     sink = TensorBoardSink(folder, request.rank, request.tags)
     sink.summary = f"curves: tensorboard --logdir {folder}"
+    # TensorBoard shows the entire curve of a resumed run.
     for fields in thinned(request.records):
         sink.scalars(fields["step"], tags_of(fields, device_type, options.legacy_tags))
     for fields in thinned(request.validations):
@@ -111,6 +112,7 @@ class TensorBoardSink:
 
         if self._is_open:
             self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+            # Opening the file at every step would be slow on a network filesystem.
             if time.monotonic() - self._written >= FLUSH_SECONDS:
                 self._write()
 
@@ -118,6 +120,7 @@ class TensorBoardSink:
         """Append pending events to the file. Only the first write creates the file."""
         if not self._is_open or not self._waiting.tell():
             return
+        # Later writes must fail if the folder was removed, so they do not create the file.
         is_first = self._written < 0
         flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT | os.O_EXCL if is_first else 0)
         try:

@@ -72,6 +72,7 @@ class TrackerSink:
 
     def scalars(self, step: int, values: Mapping[str, Any]) -> None:
         """Queue the values of a step. Never blocks."""
+        # Steps may still be logged while the service is closed.
         if self._failed or self._closed:
             return
         try:
@@ -85,6 +86,7 @@ class TrackerSink:
             return
         self._closed = True
         try:
+            # None ends the thread.
             self._queue.put(None, timeout=0 if self._failed else timeout_seconds)
         except queue.Full:
             self._failed = True
@@ -93,6 +95,7 @@ class TrackerSink:
             if self._thread.is_alive():
                 problem = f"{self._title} did not finish within {timeout_seconds:.0f} s"
                 logger.warning(f"{problem}; its last records may be missing")
+        # A slow service may lose records, which the file still has.
         if self.num_dropped:
             logger.warning(
                 f"{self.num_dropped} records did not reach {self._title}; metrics.jsonl has them all"

@@ -23,7 +23,7 @@ from shardtrain.data.tokenizers.open_tokenizer import Tokenizer, open_tokenizer
 from shardtrain.data.tokenizers.tiktoken_model import PATTERN
 from shardtrain.facts.file_kinds import COMPRESSIONS, dataset_of
 from shardtrain.utils import atomic_io, libraries, storage_errors
-from shardtrain.utils.arguments import StrictArgumentParser, help_if_asked, output_name
+from shardtrain.utils.arguments import StrictArgumentParser, output_name, print_requested_help
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 PROGRAM = "shardtrain data tokenizer train"
@@ -114,7 +114,7 @@ def main(words: list[str]) -> int:
         DataError: a row has no text.
         StorageError: the folder cannot be written.
     """
-    help_if_asked(words, _parser().format_help())
+    print_requested_help(words, _parser().format_help())
     if not words or words[0] != "train":
         problem = Problem(
             "shardtrain data tokenizer",

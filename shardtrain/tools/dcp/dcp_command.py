@@ -14,7 +14,7 @@ from shardtrain.config.schema import Config
 from shardtrain.facts.optimizers import PYTORCH_ADAMS
 from shardtrain.optim import lr_scheduler
 from shardtrain.tools.dcp.naming import NAMINGS, TORCHTITAN
-from shardtrain.utils.arguments import StrictArgumentParser, help_if_asked, output_path
+from shardtrain.utils.arguments import StrictArgumentParser, output_path, print_requested_help
 from shardtrain.utils.errors import ConfigError, Problem, require_new
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ are set, too. The position in the data cannot be continued:
 
 def from_dcp(words: Sequence[str]) -> int:
     """Run ``from-dcp`` and return its exit status."""
-    help_if_asked(words, _FROM_USAGE)
+    print_requested_help(words, _FROM_USAGE)
     # The paths come first. All options except --optimizer are overrides of the configuration.
     rest, with_optimizer = _take_optimizer(words)
     paths = []

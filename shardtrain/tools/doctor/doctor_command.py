@@ -18,7 +18,7 @@ from shardtrain.config import Loaded
 from shardtrain.config.command_line import VerbOption, split, take
 from shardtrain.tools.doctor.doctor_report import document, exit_code, text_of, to_json
 from shardtrain.utils import stop_signals, temporary, variables
-from shardtrain.utils.arguments import help_if_asked
+from shardtrain.utils.arguments import print_requested_help
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.variables import is_whole_number
@@ -80,7 +80,7 @@ def main(words: Sequence[str]) -> int:
     """Run the verb and return its exit status, see USAGE. Raise ConfigError for invalid options."""
     from shardtrain.launch import agent, environment
 
-    help_if_asked(words, USAGE)
+    print_requested_help(words, USAGE)
     request = read(words)
     if environment.is_rank(os.environ):
         _as_rank(request)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardtrain.launch.goodput import events
 from shardtrain.launch.goodput.account import MEANINGS, Account, Attempt, account, attempts_of
-from shardtrain.utils.arguments import help_if_asked
+from shardtrain.utils.arguments import print_requested_help
 from shardtrain.utils.errors import ConfigError, Problem
 
 USAGE = """\
@@ -29,7 +29,7 @@ _MEANING_COLUMN = 37
 
 def main(words: Sequence[str]) -> int:
     """Print the table of a run folder. Raise ConfigError or DataError for invalid input."""
-    help_if_asked(words, USAGE)
+    print_requested_help(words, USAGE)
     if len(words) != 1 or words[0].startswith("-"):
         given = " ".join(words) or None
         raise ConfigError(

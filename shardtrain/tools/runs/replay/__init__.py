@@ -21,7 +21,7 @@ from shardtrain.launch import environment, local
 from shardtrain.tools.runs.replay.replay_plan import ReplayPlan, config_of, plan
 from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.utils import variables
-from shardtrain.utils.arguments import help_if_asked, output_name
+from shardtrain.utils.arguments import output_name, print_requested_help
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
@@ -61,7 +61,7 @@ def main(words: Sequence[str]) -> int:
         ConfigError: an argument or the configuration is invalid.
         CheckpointError: no checkpoint before the step is usable.
     """
-    help_if_asked(words, USAGE)
+    print_requested_help(words, USAGE)
     request = _read(words)
     if request.path and Path(request.path).is_dir():
         # The run may have moved since its configuration was written.
