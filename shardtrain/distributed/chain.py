@@ -242,7 +242,9 @@ class _ChainTrace:
             if id(leaf) in own_ids:
                 continue
             source = self._output_names.get(id(leaf)) or self._parameter_names.get(id(leaf))
-            rule = f"{name} uses {source or 'a tensor of another module'} in addition to x"
+            if source is None:
+                source = "a tensor of another module"
+            rule = f"{name} uses {source} in addition to x"
             raise self._refusal(rule, "pass only x along the chain")
 
 

@@ -101,14 +101,14 @@ def read_rope(f: Fields) -> dict[str, Any]:
     if rope["rope_type"] == "default":
         return {**base, **_NO_YARN}
     if rope["rope_type"] != "yarn":
-        raise f.other(f"rope type {rope['rope_type']!r} is not known for a DeepSeek")
+        raise f.other(f"rope type {rope['rope_type']!r} is not supported for DeepSeek")
     # With equal values, YaRN does not rescale the attention scores, which the native model relies on.
     if rope.get("mscale") is None or rope["mscale"] != rope.get("mscale_all_dim"):
         raise f.other(
             "mscale and mscale_all_dim of rope_scaling must be equal, which the native model requires"
         )
     if rope.get("truncate") is False or "attention_factor" in rope:
-        raise f.other("truncate and attention_factor of rope_scaling are not known for ours")
+        raise f.other("truncate and attention_factor of rope_scaling are not supported")
     # YaRN's standard bounds, for files that do not have them.
     rope = {"beta_fast": 32.0, "beta_slow": 1.0, **rope}
     yarn: dict[str, Any] = {ours: f.rope_number(rope, theirs) for ours, theirs in _YARN.items()}

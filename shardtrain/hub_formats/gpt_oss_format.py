@@ -83,10 +83,10 @@ def _read_rope(f: Fields) -> dict[str, Any]:
     if rope["rope_type"] == "default":
         return {**base, **_NO_YARN}
     if rope["rope_type"] != "yarn":
-        raise f.other(f"rope type {rope['rope_type']!r} is not known for a gpt-oss")
+        raise f.other(f"rope type {rope['rope_type']!r} is not supported for gpt-oss")
     for key in ("mscale", "mscale_all_dim", "attention_factor"):
         if rope.get(key) is not None:
-            raise f.other("mscale and attention_factor of rope_scaling are not known for ours")
+            raise f.other("mscale and attention_factor of rope_scaling are not supported")
     # YaRN's standard bounds, for files that do not have them.
     rope = {"beta_fast": 32.0, "beta_slow": 1.0, **rope}
     yarn: dict[str, Any] = {}

@@ -51,7 +51,7 @@ def read_rope(f: Fields) -> dict[str, Any]:
     kind = {"default": "none"}.get(rope["rope_type"], rope["rope_type"])
     if kind not in _NEEDED:
         raise f.other(
-            f"rope type {kind!r} is not known for a Llama, which has default, linear or llama3"
+            f"rope type {kind!r} is not supported for Llama; supported are default, linear and llama3"
         )
     # Read only the keys of this type: another type's keys may be present and have no effect.
     scaled: dict[str, Any] = {ours: f.rope_number(rope, _SCALED[ours]) for ours in _NEEDED[kind]}

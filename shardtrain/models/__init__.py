@@ -55,7 +55,7 @@ def find(name: str) -> ModuleType:
                 "model.name",
                 name,
                 rule="is not a model file",
-                fix=f"use {', '.join(known)} or a path to a .py",
+                fix=f"use {', '.join(known)} or the path of a .py file",
             )
         )
     module = importlib.import_module(f"shardtrain.models.{name}")

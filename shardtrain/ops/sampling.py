@@ -29,9 +29,8 @@ class Sampling:
     """Transformations of the logits, applied in the order of the fields. The default is greedy.
 
     Attributes:
-        repetition_penalty: Divides the logits of tokens that the row already contains. Negative logits
-            are multiplied
-            by it instead (Keskar et al. 2019).
+        repetition_penalty: Divides the logits of tokens that the row already contains. Negative logits are
+            multiplied by it instead (Keskar et al. 2019).
         temperature: Divides the logits. 0 selects the most likely token.
         top_k: Draw from this number of most likely tokens. 0 for all tokens.
         top_p: Draw from the smallest set of most likely tokens with at least this probability (Holtzman

@@ -39,7 +39,7 @@ def find(name: str) -> ModuleType:
                 "task.name",
                 name,
                 rule="is not a task",
-                fix=f"use {', '.join(task_names())} or a path to a .py",
+                fix=f"use {', '.join(task_names())} or the path of a .py file",
             )
         )
     return importlib.import_module(f"{__name__}.{name}")

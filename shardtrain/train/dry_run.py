@@ -123,7 +123,8 @@ def build(config: Config, world: process_group.World) -> DryRun:
     names = [name for name, _ in model.named_parameters()]
     base_names = [name for name in names if name not in added]
     quantize.take_out(model, layout, config.lora.base_dtype)
-    init_weights.plan(base_names, module.initial(shape), layout, len(getattr(model, layout.layers)))
+    num_layers = len(getattr(model, layout.layers))
+    init_weights.plan(base_names, module.initial(shape), layout, num_layers)
     runner = distributed.parallelize(model, layout, mesh, config, task.num_outputs(shape))
     stage_modules = tuple(_modules_of(part, layout) for part in runner.parts)
 

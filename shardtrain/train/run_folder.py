@@ -40,7 +40,8 @@ def open_log(
     color = not config.metrics.disable_color_printing
     file_pattern = config.metrics.save_log_file
     prefix = len(ranks) > 1
-    log.setup(world.rank, world.size, folder, file_pattern, world.rank in ranks, color, prefix)
+    logs_to_console = world.rank in ranks
+    log.setup(world.rank, world.size, folder, file_pattern, logs_to_console, color, prefix)
     for notice in notices:
         if notice in loaded.renames:
             logger.info(notice)
@@ -169,7 +170,10 @@ def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:
 
     training = config.training
     world_size = mesh.device_mesh.size()
-    used_axes = [f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1]
+    used_axes = []
+    for axis, size in mesh.sizes.items():
+        if size > 1:
+            used_axes.append(f"{axis} {size}")
     axes = " x ".join(used_axes) or "no parallelism"
     batch = derived.global_batch_size(config, world_size)
     accumulation = derived.accumulation_steps(config, world_size)

@@ -181,7 +181,8 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
         )
     states = _states(weights, translation)
     live_states = optim.state_tensors(run.optimizer, run.runner.optimizer_parameters().items())
-    other_states = sorted({name.rpartition(".")[2] for name in live_states} - {*_MOMENTS, "step"})
+    state_names = {name.rpartition(".")[2] for name in live_states}
+    other_states = sorted(state_names - {*_MOMENTS, "step"})
     if other_states:
         raise CheckpointError(
             f"{path} contains Adam's state, but this run's optimizer also needs {', '.join(other_states)}"
@@ -354,4 +355,5 @@ def _location(weights: FileWeights, name: str) -> tuple[str, int, tuple[int, ...
 def _aliased(name: str, weights: FileWeights, used: set[str]) -> bool:
     """True if one of the names in ``used`` refers to the same tensor as ``name``."""
     location = _location(weights, name)
-    return any(other in weights.stored and _location(weights, other) == location for other in used)
+    stored = [other for other in used if other in weights.stored]
+    return any(_location(weights, other) == location for other in stored)

@@ -189,12 +189,12 @@ def require_new(path: Path) -> None:
 def _first_items(value: Any) -> Any:
     """Cut a list or table after ``_MOST_ITEMS`` items, with a note of their number. Return other values unchanged.
 
-    # Keep the beginning, which a user recognizes.
     >>> _first_items([0] * 1000)[-2:], _first_items([0])
     ([0, '... (1000 items)'], [0])
     """
     if not isinstance(value, list | tuple | dict) or len(value) <= _MOST_ITEMS:
         return value
+    # Keep the beginning, by which a user recognizes the value.
     note = f"... ({len(value)} items)"
     if isinstance(value, dict):
         return dict([*list(value.items())[:_MOST_ITEMS], (note, "")])
@@ -210,10 +210,8 @@ def _toml_like(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        shown = (
-            value
-            if len(value) <= _MOST_SHOWN
-            else f"{value[: _MOST_SHOWN // 2]}...{value[-_MOST_SHOWN // 2 :]}"
-        )
-        return f'"{shown}"'
+        text = value
+        if len(value) > _MOST_SHOWN:
+            text = f"{value[: _MOST_SHOWN // 2]}...{value[-_MOST_SHOWN // 2 :]}"
+        return f'"{text}"'
     return str(value)

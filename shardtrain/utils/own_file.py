@@ -147,9 +147,8 @@ def load(path: str, kind: FileKind, option: str) -> ModuleType:
     """Import a file and return its module, which defines all names that its kind requires.
 
     Raises:
-        ConfigError: the file does not exist, lacks one of the names, or ends the program. Other
-            exceptions that the
-            file raises are not caught.
+        ConfigError: the file does not exist, lacks one of the names, or ends the program. Other exceptions
+            that the file raises are not caught.
     """
     # Parse the file first, so a wrong file is reported without running it.
     problem = fault(path, kind)

@@ -18,9 +18,8 @@ class Cause:
     """Cause and fix of an errno.
 
     Attributes:
-        may_pass: True for system failures, after which a later attempt may succeed. False if the path or
-            the user's
-            permissions are wrong.
+        may_pass: True for failures of the system, after which a later attempt may succeed. False if the path
+            or the user's permissions are wrong.
         is_of_sockets: True if sockets raise this errno, too. Their errors have no path.
     """
 

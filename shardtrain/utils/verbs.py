@@ -41,10 +41,9 @@ class CommandVerb:
     """One verb of a command.
 
     Attributes:
-        target: "module" or "module:function", relative to ``shardtrain``, imported when the verb runs; or
-            a function.
-            Without ":", the function is ``main``. It receives the arguments after the verb and returns the
-                exit status.
+        target: "module" or "module:function", relative to ``shardtrain``, imported when the verb runs; or a
+            function. Without ":", the function is ``main``. It receives the arguments after the verb and
+            returns the exit status.
         rows: usage and description of each line of the help. A description may have several lines.
         needs_torch: the verb imports torch when it runs. No verb does for ``--help``.
         is_long: print a progress line every few seconds, because the verb reads or writes entire models.

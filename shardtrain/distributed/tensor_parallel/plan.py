@@ -231,7 +231,10 @@ def misnamed(model: nn.Module, layout: Layout) -> list[Problem]:
         if rule is None or rule in problems or isinstance(module, nn.Identity):
             continue
         name = layout.tensor[rule]
-        if name in fixes and not isinstance(module, classes.get(name, nn.Linear | nn.Embedding)):
+        if name not in fixes:
+            continue
+        expected_class = classes.get(name, nn.Linear | nn.Embedding)
+        if not isinstance(module, expected_class):
             mismatch = f"is for nn.Linear, and {path} is of class {type(module).__name__}"
             problems[rule] = Problem(f"LAYOUT.tensor[{rule!r}]", name, mismatch, fixes[name])
     return list(problems.values())

@@ -154,7 +154,7 @@ def _attention_speed(
     """
 
     def random(heads: int) -> Tensor:
-        """Return (B, T, heads, H)."""
+        """Return a random tensor (B, T, heads, H)."""
         numbers = torch.randn(times, 512, times * heads, width, generator=generator)
         return numbers.to(dtype)
 

@@ -33,7 +33,8 @@ class Replicas:
             NumericalError: replicas differ. All ranks raise it, with the first tensor, the ranks that differ,
                 and the checkpoint from which to continue.
         """
-        if not self._interval or step % self._interval or self._run.mesh.device_mesh.size() == 1:
+        is_due = self._interval and step % self._interval == 0
+        if not is_due or self._run.mesh.device_mesh.size() == 1:
             return
         tensors = {**self._run.model_state_dict(), **self._run.optimizer_state_dict()}
         # The ranks that hold each part do not change during a run, so find them only once.
@@ -60,7 +61,8 @@ def refuse_norms(run: WatchedRun, norm: Tensor) -> None:
     norms = all_gather_json(float(norm))
     # The median is correct if fewer than half of the ranks are wrong.
     median = sorted(norms)[len(norms) // 2]
-    odd = [rank for rank, value in enumerate(norms) if abs(value - median) > NORMS_AGREE * median]
+    tolerance = NORMS_AGREE * median
+    odd = [rank for rank, value in enumerate(norms) if abs(value - median) > tolerance]
     # With many ranks, rounding in the sums may have caused the suspicion.
     if not odd:
         return

@@ -296,7 +296,9 @@ def spans(numbers: Iterable[int]) -> str:
     for low, high in ranges[:MOST_RANGES]:
         texts.append(str(low) if low == high else f"{low}-{high}")
     text = ",".join(texts)
-    num_others = sum(high - low + 1 for low, high in ranges[MOST_RANGES:])
+    num_others = 0
+    for low, high in ranges[MOST_RANGES:]:
+        num_others += high - low + 1
     if num_others:
         text += f" and {num_others} more"
     return text

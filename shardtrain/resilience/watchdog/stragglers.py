@@ -28,7 +28,10 @@ def common(signs: Mapping[int, Heartbeat], world_size: int, after: int) -> dict[
     newest_step = after
     first_sign = next(iter(signs.values()))
     for grain in first_sign.marks:
-        marks = {rank: sign.marks[grain] for rank, sign in signs.items() if grain in sign.marks}
+        marks = {}
+        for rank, sign in signs.items():
+            if grain in sign.marks:
+                marks[rank] = sign.marks[grain]
         if len(marks) < world_size:
             continue
         # Only marks of the same step are comparable. A rank whose heartbeat was read later may be a step ahead.
@@ -99,7 +102,9 @@ class Stragglers:
         if not self._before:
             self._before = marks
             return None
-        windows = {rank: _Window(self._before[rank], mark) for rank, mark in marks.items()}
+        windows = {}
+        for rank, mark in marks.items():
+            windows[rank] = _Window(self._before[rank], mark)
         # With few samples, differences are random. Keep the start of the window, so it grows until the next call.
         fewest_samples = min(window.samples for window in windows.values())
         if fewest_samples < MIN_SAMPLES:

@@ -214,7 +214,8 @@ def _refusals(loaded: Loaded, machine: Machine) -> list[Any]:
         error = local.of_storage(raised, Path(loaded.config.job.dump_folder))
         if not isinstance(error, ShardtrainError):
             raise
-        return [(type(error).__name__, [str(line) for line in getattr(error, "problems", [error])])]
+        problems = getattr(error, "problems", [error])
+        return [(type(error).__name__, [str(problem) for problem in problems])]
     return []
 
 
@@ -240,12 +241,14 @@ def judge(loaded: Loaded, machine: Machine | None, checks_files: bool = True) ->
             [*loaded.problems, *secondary.without(loaded.problems, problems)]
         )
     if machine is not None:
-        if problem := _too_many_ranks(machine):
+        problem = _too_many_ranks(machine)
+        if problem:
             findings.problems.append(problem)
-        if machine.world_size and (
-            problem := watching_problem(loaded, machine.world_size, machine.local_ranks)
-        ):
-            findings.problems.append(problem)
+        # Without a number of ranks, it is not known what the watchdog must handle.
+        if machine.world_size:
+            problem = watching_problem(loaded, machine.world_size, machine.local_ranks)
+            if problem:
+                findings.problems.append(problem)
         # Turn logged warnings into notes, because the run will log them itself.
         with kept_warnings() as warnings:
             _check_model(loaded, machine, findings)

@@ -97,14 +97,18 @@ def max_num_elements(sizes: dict[str, Any]) -> int | None:
     if not dim or not num_layers or not vocab_size:
         return None
     # Use the widest feed-forward layer that any option could mean.
-    ffn_widths = [value for key, value in sizes.items() if "ffn" in key and isinstance(value, int)]
-    ffn_width = max([4 * dim, *ffn_widths])
+    ffn_width = 4 * dim
+    for key, value in sizes.items():
+        if "ffn" in key and isinstance(value, int):
+            ffn_width = max(ffn_width, value)
     num_heads = size("num_heads", 1)
     attention_width = num_heads * max(size("head_dim"), size("v_head_dim"), dim // num_heads)
     # A dense layer counts as one expert. Attention and feed-forward are rounded up generously.
     num_experts = 1 + size("num_experts") + size("num_shared_experts")
-    layer = 8 * dim * max(dim, attention_width) + 4 * dim * ffn_width * num_experts
-    return 2 * vocab_size * dim + num_layers * layer
+    attention = 8 * dim * max(dim, attention_width)
+    feed_forward = 4 * dim * ffn_width * num_experts
+    embedding_and_head = 2 * vocab_size * dim
+    return embedding_and_head + num_layers * (attention + feed_forward)
 
 
 def state_bytes(config: Config, world_size: int, parameters: list[ParameterMemory]) -> int:
