@@ -143,8 +143,8 @@ class ChildWatch:
             try:
                 status = self._exit_status(rank)
             except ChildProcessError:
-                found = self._reaped(rank)
-                status = 1 if found is None else found
+                reaped = self._reaped(rank)
+                status = 1 if reaped is None else reaped
             if status is not None:
                 self.statuses[rank] = status
                 self.ended_at[rank] = time.time()
@@ -157,8 +157,8 @@ class ChildWatch:
         if not hasattr(os, "waitid"):
             # On macOS before Python 3.13, ranks are new processes, and subprocess accepts that a process is
             # already reaped.
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            reaped, status = os.waitpid(pid, os.WNOHANG)
+            if reaped:
                 return os.waitstatus_to_exitcode(status)
             return None
         # WNOWAIT leaves the status for PyTorch, which reaps the process in close().

@@ -33,9 +33,9 @@ class SignedBackend(RendezvousBackend):
         Raises:
             RendezvousStateError: the state is not signed with this node's secret.
         """
-        found = self._backend.get_state()
-        if found:
-            return (self._seal.open(found[0]), found[1])
+        stored = self._backend.get_state()
+        if stored:
+            return (self._seal.open(stored[0]), stored[1])
         return None
 
     def set_state(
@@ -47,7 +47,7 @@ class SignedBackend(RendezvousBackend):
         Raises:
             RendezvousStateError: another process wrote a state that is not signed with this node's secret.
         """
-        found: Any = self._backend.set_state(self._seal.close(state), token)
-        if found:
-            return (self._seal.open(found[0]), *found[1:])
+        stored: Any = self._backend.set_state(self._seal.close(state), token)
+        if stored:
+            return (self._seal.open(stored[0]), *stored[1:])
         return None

@@ -334,8 +334,8 @@ def memory_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
 def cgroups(root: Path, controller: str) -> list[Path]:
     """Return the folders of this process's cgroups (version 2 and 1) that may have limits of a controller."""
     folders = [root, root / controller]
-    for own in own_cgroups(root, controller):
-        folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    for cgroup in own_cgroups(root, controller):
+        folders += [folder for folder in (cgroup, *cgroup.parents) if folder.is_relative_to(root)]
     return list(dict.fromkeys(folders))
 
 

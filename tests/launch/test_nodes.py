@@ -276,7 +276,7 @@ def test_a_node_without_devices_takes_its_share_of_the_mesh():
 
 def test_a_wrong_number_of_gpus_is_an_error():
     with pytest.raises(ConfigError, match="RUNAI_NUM_OF_GPUS"):
-        environment.asked_processes(None, {"RUNAI_NUM_OF_GPUS": "many"})
+        environment.requested_processes(None, {"RUNAI_NUM_OF_GPUS": "many"})
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_invalid_number_of_ranks_or_nodes_is_refused_in_one_line(
         values |= {name.replace("NODE_RANK", "NNODES"): "2", "PET_RDZV_ENDPOINT": "127.0.0.1:1"}
     monkeypatch.setenv(name, text)
     with pytest.raises(ConfigError, match=name) as caught:
-        environment.asked_processes(None, values)
+        environment.requested_processes(None, values)
         nodes.find(CommandLine(None, None, ()), values)
         log.console_ranks()
     assert str(caught.value).isprintable()

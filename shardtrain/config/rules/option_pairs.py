@@ -395,7 +395,7 @@ def data_workers(loaded: Loaded) -> Iterator[Problem]:
 
 
 def loss_of_sources(loaded: Loaded) -> Iterator[Problem]:
-    """``metrics.per_source_loss`` compares the sources of a mixture, and knows the loss of language_model."""
+    """``metrics.per_source_loss`` requires several sources, and only supports the task language_model."""
     c = loaded.config
     if not c.metrics.per_source_loss:
         return

@@ -150,8 +150,8 @@ class Launch:
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the run. Not for secrets: use secrets or forward_env (shardtrain)."""
     forward_env: list[str] = field(default_factory=list)
-    """Names of variables of this machine that ssh and slurm pass on; their values
-    are written nowhere (shardtrain).
+    """Names of variables of this machine that ssh and slurm pass on; their values are not
+    written to any file (shardtrain).
     """
     secrets: dict[str, str] = field(default_factory=dict)
     """Variables that kubernetes and runai read from a secret of the cluster:

@@ -156,21 +156,19 @@ class Account:
 
 def attempts_of(events: Iterable[Event]) -> list[Attempt]:
     """Return the attempts in the order of their starts. Skip records of attempts without a start."""
-    found: dict[str, Attempt] = {}
+    attempts_by_name: dict[str, Attempt] = {}
     newest: Attempt | None = None
     for event in events:
         if isinstance(event, Start):
-            newest = found.setdefault(event.attempt, Attempt(event))
-        elif isinstance(event, AttemptProgress) and event.attempt in found:
-            found[event.attempt].points.append(event)
-        elif (
-            isinstance(event, Death)
-            and newest
-            and newest.died is None
-            and newest.start.job == event.job
-        ):
-            newest.died = event.time
-    return list(found.values())
+            newest = attempts_by_name.setdefault(event.attempt, Attempt(event))
+        elif isinstance(event, AttemptProgress) and event.attempt in attempts_by_name:
+            attempts_by_name[event.attempt].points.append(event)
+        elif isinstance(event, Death) and newest:
+            # Only the first failure ends an attempt.
+            is_first = newest.died is None
+            if is_first and newest.start.job == event.job:
+                newest.died = event.time
+    return list(attempts_by_name.values())
 
 
 def account(attempts: Sequence[Attempt]) -> Account:

@@ -222,13 +222,13 @@ class Ledger:
         if not (folder / events.FILE).exists():
             return []
         try:
-            found, bad = events.read(folder)
+            recorded_events, num_damaged = events.read(folder)
         except DataError as error:
             logger.warning(f"{error}; the goodput excludes earlier attempts")
             return []
-        if bad > 1:
-            logger.warning(f"{folder / events.FILE}: {bad} damaged lines are ignored")
-        return attempts_of(found)
+        if num_damaged > 1:
+            logger.warning(f"{folder / events.FILE}: {num_damaged} damaged lines are ignored")
+        return attempts_of(recorded_events)
 
 
 def note_death(folder: Path, job: str, time_seconds: float) -> None:
@@ -285,10 +285,10 @@ def _origin(
         return secrets.token_hex(8), started, started
     # torchrun sets "none" if it was started without an ID. In that case identify
     # the command by the parent process.
-    own = f"{socket.gethostname()}:{os.getppid()}" if run == "none" else run
+    command_id = f"{socket.gethostname()}:{os.getppid()}" if run == "none" else run
     parts = [
         "torchrun",
-        own,
+        command_id,
         *(environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")),
     ]
     agent_started = process_started(now, started, os.getppid())

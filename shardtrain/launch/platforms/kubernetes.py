@@ -142,18 +142,18 @@ def _literal(text: str) -> str:
 
 def _volumes(job: ClusterJob) -> list[tuple[str, Manifest, Manifest]]:
     """Return name, mount and source of each volume: configuration, shared memory and claims."""
-    found: list[tuple[str, Manifest, Manifest]] = []
+    volumes: list[tuple[str, Manifest, Manifest]] = []
     if job.config_text is not None:
         folder = CONFIG_PATH.rpartition("/")[0]
-        found.append(
+        volumes.append(
             ("config", {"mountPath": folder, "readOnly": True}, {"configMap": {"name": job.name}})
         )
     if job.shared_memory_gib:
         memory = {"medium": "Memory", "sizeLimit": f"{job.shared_memory_gib}Gi"}
-        found.append(("shared-memory", {"mountPath": "/dev/shm"}, {"emptyDir": memory}))
-    own = {mount["mountPath"] for _, mount, _ in found}
+        volumes.append(("shared-memory", {"mountPath": "/dev/shm"}, {"emptyDir": memory}))
+    reserved_paths = {mount["mountPath"] for _, mount, _ in volumes}
     for mount in job.mounts:
-        if mount.path.rstrip("/") in own:
+        if mount.path.rstrip("/") in reserved_paths:
             raise ConfigError(
                 Problem(
                     "launch.mounts",
@@ -168,8 +168,8 @@ def _volumes(job: ClusterJob) -> list[tuple[str, Manifest, Manifest]]:
         if mount.read_only:
             where["readOnly"] = True
         claim = {"persistentVolumeClaim": {"claimName": mount.source}}
-        found.append((f"claim-{claims.index(mount.source)}", where, claim))
-    return found
+        volumes.append((f"claim-{claims.index(mount.source)}", where, claim))
+    return volumes
 
 
 def _pod(
@@ -264,18 +264,18 @@ def _jobset(job: ClusterJob, launch: Launch) -> list[Manifest]:
     """Return a JobSet: plain jobs with stable host names. The first pod's host
     name is the rendezvous address.
     """
-    own = {
+    variables = {
         "SHARDTRAIN_NNODES": str(job.nodes),
         "SHARDTRAIN_RDZV_ENDPOINT": f"{job.name}-node-0-0.{job.name}:{RENDEZVOUS_PORT}",
         "SHARDTRAIN_RDZV_ID": job.name,
     }
-    require_free(job, own, "jobset")
+    require_free(job, variables, "jobset")
     indexed: Manifest = {
         "parallelism": job.nodes,
         "completions": job.nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "template": _pod(job, launch, "node", "Never", own if job.nodes > 1 else None),
+        "template": _pod(job, launch, "node", "Never", variables if job.nodes > 1 else None),
     }
     spec = {
         "network": {"enableDNSHostnames": True, "subdomain": job.name},

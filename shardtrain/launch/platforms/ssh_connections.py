@@ -72,7 +72,7 @@ class _Connection:
     """Key of ``HINTS`` that the message of ssh contains. The rest of the message differs between hosts."""
     address: str | None = None
     last: str = ""
-    asked: bool = False
+    is_stopping: bool = False
     log: IO[bytes] | None = field(default=None, repr=False)
     reader: threading.Thread | None = field(default=None, repr=False)
 
@@ -409,9 +409,9 @@ class SshConnections:
         return code
 
     def _ask_to_stop(self, failed: Sequence[_Connection]) -> None:
-        running = [one for one in self._open if not one.asked and one.process.poll() is None]
+        running = [one for one in self._open if not one.is_stopping and one.process.poll() is None]
         for one in running:
-            one.asked = True
+            one.is_stopping = True
             one.say(remote_agent.STOP)
         if failed and running and not self._requests:
             what = "was lost"

@@ -60,8 +60,8 @@ class _Run(Client):
 
         # A new run, with the configuration as its parameters.
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "shardtrain"
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        existing = self._client.get_experiment_by_name(name)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(name)
         title = os.environ.get("MLFLOW_RUN_NAME") or (request.config.job.description or None)
         self._id = self._client.create_run(experiment, run_name=title).info.run_id
         atomic_io.write(kept, f"{self._id}\n")
