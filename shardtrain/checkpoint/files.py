@@ -47,6 +47,7 @@ def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
     Requests run in threads: over a network each takes about a millisecond, and a large run has
     thousands of files.
     """
+    # A store lists all objects with one request.
     if isinstance(folder, ObjectPath):
         sizes = folder.sizes_below()
         return [sizes.get(name, -1) for name in names]
@@ -62,6 +63,7 @@ def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
                 sizes.append(-1)
         return sizes
 
+    # Starting threads takes longer than a few requests.
     if len(names) <= _FEW:
         return few(0)
     all_sizes: list[int] = []
@@ -85,8 +87,11 @@ def wait_for_sizes(
         if isinstance(folder, Path):
             with contextlib.suppress(OSError):
                 os.listdir(folder)
-        seen = dict(zip(sizes, sizes_of(folder, list(sizes)), strict=True))
-        wrong = {name: size for name, size in seen.items() if size != sizes[name]}
+        current_sizes = sizes_of(folder, list(sizes))
+        wrong = {}
+        for name, size in zip(sizes, current_sizes, strict=True):
+            if size != sizes[name]:
+                wrong[name] = size
         waited = time.monotonic() - begun
         if not wrong or waited > SEEN_SECONDS:
             return wrong, waited
@@ -133,9 +138,7 @@ def write_hashed(
 
 
 def write_unhashed(path: Path, blocks: Iterable[memoryview]) -> None:
-    """Write a new file that the caller reads back and compares. It is durable after ``sync``.
-    Raises OSError.
-    """
+    """Write a new file that the caller reads back and compares. It is durable after ``sync``. Raises OSError."""
     with storage_errors.naming(path):
         descriptor = _create(path, 0.0)
         try:
@@ -172,6 +175,7 @@ def _create(path: Path, wait_seconds: float) -> int:
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
+            # O_EXCL: never write into a file that exists, or through a link.
             return atomic_io.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except OSError as error:
             if error.errno not in NOT_SEEN_YET or time.monotonic() > deadline:
@@ -181,6 +185,7 @@ def _create(path: Path, wait_seconds: float) -> int:
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
+    # ``os.write`` may write only a part, for example at most 2 GiB on Linux.
     while data:
         written = os.write(descriptor, data)
         data = data[written:]
@@ -202,15 +207,14 @@ def read_small(path: Path | ObjectPath, limit_bytes: int = 4096) -> bytes:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable. A new file or a rename is durable only after this. Raises
-    OSError.
-    """
+    """Make the names in a folder durable. A new file or a rename is durable only after this. Raises OSError."""
     with storage_errors.naming(path), atomic_io.folder(path) as descriptor:
         os.fsync(descriptor)
 
 
 def rename(old: Path, new: Path) -> None:
     """Rename within a folder, durably. Raises OSError."""
+    # All three calls use the same opened folder, also if its path is replaced in between.
     with storage_errors.naming(old), atomic_io.folder(new.parent) as parent:
         os.rename(old.name, new.name, src_dir_fd=parent, dst_dir_fd=parent)
         os.fsync(parent)
@@ -308,9 +312,9 @@ class ObjectReader:
         done = 0
         wanted = min(len(view), max(0, self.size - position))
         while done < wanted:
-            data = self._path.read_range(
-                position + done, position + min(wanted, done + PIECE_BYTES)
-            )
+            begin = position + done
+            end = position + min(wanted, done + PIECE_BYTES)
+            data = self._path.read_range(begin, end)
             if not data:
                 break
             view[done : done + len(data)] = data
@@ -321,6 +325,7 @@ class ObjectReader:
         wanted = sum(map(len, views))
         if len(views) == 1 or wanted > PIECE_BYTES:
             return _one_by_one(self, views, position)
+        # One request for all views, because the latency of a request is longer than the copy.
         data = memoryview(self._path.read_range(position, position + wanted))
         done = 0
         for view in views:
@@ -334,6 +339,7 @@ class ObjectReader:
 
 
 def _one_by_one(reader: StoredFileReader, views: Sequence[memoryview], position: int) -> int:
+    """Fill each view with a separate read. Return the number of bytes read."""
     done = 0
     for view in views:
         count = reader.read_into(view, position + done)
@@ -357,6 +363,7 @@ def find_damage(folder: Path | ObjectPath, file: TensorFile) -> str:
     piece = memoryview(bytearray(min(PIECE_BYTES, max(1, file.bytes))))
     try:
         with contextlib.closing(open_stored(folder / file.name)) as reader:
+            # A wrong size is found without reading the file.
             if reader.size != file.bytes:
                 return f"{file.name} has {reader.size} bytes instead of {file.bytes}"
             while count := reader.read_into(piece, size):

@@ -75,6 +75,7 @@ class Checkpoints(Saver):
         run_folder = self._run_folder
         saves = self._options.enable and not self._options.load_only
         is_inside = isinstance(self._folder, Path) and self._folder.is_relative_to(run_folder)
+        # Here, the lease of the checkpoint folder also protects the run folder.
         if saves and is_inside and not (run_folder / LEASE).exists():
             return
         self._run_lease = Lease(run_folder)
@@ -119,13 +120,19 @@ class Checkpoints(Saver):
         if self._options.load_step != -1:
             return self._continued(self._requested(holders))
         self._newest_on_disk = max(holders, default=0)
+        # A snapshot is only useful if it is newer than all saved checkpoints, also those on disks of lost
+        # nodes.
         if self.snapshots is not None:
-            saved_steps = [*holders, *(step for step, _ in notes)]
-            self._found = self.snapshots.find(newer_than=max(saved_steps, default=-1))
+            noted_steps = [step for step, _ in notes]
+            newest_saved = max([*holders, *noted_steps], default=-1)
+            self._found = self.snapshots.find(newer_than=newest_saved)
         if self._found is not None:
             self._verified = self._found.path, self._found.stored
             return self._continued(self._found.path)
-        node_disks.refuse_lost(max([*holders, *incomplete], default=-1), notes, self._run_folder)
+        # Without a snapshot, do not silently continue from an old checkpoint if a newer one was lost with its
+        # node.
+        newest_seen = max([*holders, *incomplete], default=-1)
+        node_disks.refuse_lost(newest_seen, notes, self._run_folder)
         damages = list(incomplete.values())
         for step in sorted(holders, reverse=True):
             path = self._folder / f"step-{step}"
@@ -148,7 +155,8 @@ class Checkpoints(Saver):
     def _continued(self, path: Place) -> Place:
         """Adopt the run ID of the verified checkpoint at ``path``, from which this run continues."""
         assert self._verified is not None
-        self._origin = self._verified[1].origin
+        _, stored = self._verified
+        self._origin = stored.origin
         return path
 
     def choose(self, step: str | None) -> choice.ChosenCheckpoint:
@@ -184,6 +192,7 @@ class Checkpoints(Saver):
                 "start another run with checkpoint.initial_load_path, "
                 "or save with checkpoint.last_save_model_only=false"
             )
+        # Check all names before the first tensor changes, because a half-loaded model cannot be used.
         tensors = {**weights, **rest}
         tensor_files.check_names(tensors, stored, path)
 
@@ -210,7 +219,10 @@ class Checkpoints(Saver):
 
     def saved_step_after(self, step: int) -> int:
         """Return the newest step on disk, after the state of ``step`` was loaded."""
-        return self._newest_on_disk if self._is_from_memory else step
+        # A snapshot is not on disk, and is lost with the memory of its nodes.
+        if self._is_from_memory:
+            return self._newest_on_disk
+        return step
 
     def take_snapshot(
         self,
@@ -240,12 +252,14 @@ class Checkpoints(Saver):
 
     def _verified_manifest(self, path: Place) -> Manifest:
         self._check_writers(path)
+        # Verifying reads every byte of the checkpoint, so do it once.
         if self._verified is None or self._verified[0] != path:
             damage = self._verify(path)
             if damage:
                 raise retention.unusable(path, damage)
         assert self._verified is not None
-        return self._verified[1]
+        _, stored = self._verified
+        return stored
 
     def newest_good(self, last: int, started_at: int) -> Place | None:
         """Return the newest undamaged checkpoint of this run up to step ``last``, verified, or None.
@@ -255,14 +269,16 @@ class Checkpoints(Saver):
         """
         self.finish()
         holders, _, _ = self._survey()
-        for step in sorted((step for step in holders if step <= last), reverse=True):
+        candidates = [step for step in holders if step <= last]
+        for step in sorted(candidates, reverse=True):
             path = self._folder / f"step-{step}"
             damage = self._verify(path, holders[step])
             if damage:
                 logger.warning(f"{damage}: skipped")
                 continue
             assert self._verified is not None
-            stored = self._verified[1]
+            _, stored = self._verified
+            # A later checkpoint in the folder may be of another run.
             is_of_this_run = step <= started_at or stored.run == broadcast_json(self._lease.nonce)
             if is_of_this_run and not stored.facts.get("weights_only"):
                 return path
@@ -273,11 +289,11 @@ class Checkpoints(Saver):
 
         def discard() -> None:
             for step in self.steps():
+                if step not in steps:
+                    continue
                 path = self._folder / f"step-{step}"
-                is_undone = step in steps and (
-                    step <= started_at or manifest.read(path).run == self._lease.nonce
-                )
-                if is_undone and retention.is_of(path, self._origin):
+                is_of_this_run = step <= started_at or manifest.read(path).run == self._lease.nonce
+                if is_of_this_run and retention.is_of(path, self._origin):
                     retention.discard(path)
 
         first_rank(discard)
@@ -285,13 +301,16 @@ class Checkpoints(Saver):
             # Discard on all nodes: otherwise the next start finds these checkpoints on a node that
             # saved earlier.
             all_ranks(lambda: discard() if node_disks.speaks_for_its_node() else None)
-            node_disks.note(self._run_folder, self._survey()[0])
+            holders, _, _ = self._survey()
+            node_disks.note(self._run_folder, holders)
 
     def _check_writers(self, folder: Place) -> None:
         """Reject a folder that every user can write: hashes detect damage, not a planted checkpoint."""
         # An object store has its own access control.
         can_check = isinstance(folder, Path) and (self._is_first or self._relays)
-        exposed = retention.open_to_all(Path(str(folder))) if can_check else ""
+        exposed = ""
+        if can_check:
+            exposed = retention.open_to_all(Path(str(folder)))
         writable = first_word(exposed)
         if writable and not self._options.allow_shared_writable:
             raise ConfigError(
@@ -301,6 +320,7 @@ class Checkpoints(Saver):
             )
 
     def _requested(self, holders: dict[int, list[int]]) -> Place:
+        """Verify the checkpoint of ``checkpoint.load_step``, and return it. Warn about newer ones."""
         wanted = self._options.load_step
         steps = sorted(holders)
         if wanted not in steps:
@@ -310,11 +330,13 @@ class Checkpoints(Saver):
             raise CheckpointError(
                 f"checkpoint.load_step={wanted}: {damage}; choose another step, or -1 for the newest that is good"
             )
+        # A restart with the default options would silently continue from one of these.
         later = [step for step in steps if step > wanted]
         if later:
+            later_steps = ", ".join(map(str, later))
             logger.warning(
                 f"checkpoint.load_step={wanted} is not the newest: steps "
-                f"{', '.join(map(str, later))} stay in {self._folder}, "
+                f"{later_steps} stay in {self._folder}, "
                 "and a start with load_step=-1 loads the newest of them until this run passes it"
             )
         return self._folder / f"step-{wanted}"
@@ -333,8 +355,13 @@ class Checkpoints(Saver):
         """
         damages = []
         for holder in holders:
-            host = node_disks.host_of(holder) if holder else ""
-            reader = holder if self._relays else None
+            host = ""
+            if holder:
+                host = node_disks.host_of(holder)
+            # With one reader, the nodes do not share the folder, and only this rank sees the files.
+            reader = None
+            if self._relays:
+                reader = holder
             stored, damage = verify(path, reader)
             if stored is not None:
                 self._verified = path, stored
@@ -344,7 +371,9 @@ class Checkpoints(Saver):
                         f"{path} is on {host}, and not on the node of rank 0, which keeps later checkpoints",
                     )
                 return ""
-            damages.append(f"{damage} (on {host})" if host else damage)
+            if host:
+                damage += f" (on {host})"
+            damages.append(damage)
         return "; ".join(damages)
 
 

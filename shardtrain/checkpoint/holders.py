@@ -59,8 +59,11 @@ class HeldBoxes:
 
     def row_of(self, rank: int) -> int | None:
         """Return the index of the box that a rank holds, or None."""
-        rows = (self.ranks == rank).any(1).nonzero()[0]
-        return int(rows[0]) if len(rows) else None
+        is_holder = (self.ranks == rank).any(1)
+        rows = is_holder.nonzero()[0]
+        if not len(rows):
+            return None
+        return int(rows[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +104,13 @@ def find_holders(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
     return held_by_all(tables, table_of_rank)
 
 
-def tables_of_ranks(own_table: Table) -> tuple[list[Table], list[int]]:
-    """Return the distinct tables of all ranks, and the index of each rank's table (a collective)."""
-    distinct, index_of_rank = gather_distinct_json(fold(own_table))
+def tables_of_ranks(table: Table) -> tuple[list[Table], list[int]]:
+    """Return the distinct tables of all ranks, and the index of each rank's table (a collective).
+
+    ``table`` is that of this rank.
+    """
+    # Fold the tables, because a model of a hundred layers would send each line a hundred times.
+    distinct, index_of_rank = gather_distinct_json(fold(table))
     tables: list[Table] = [unfold(folded) for folded in distinct]
     return tables, index_of_rank
 
@@ -223,6 +230,7 @@ def boxes_of(shape: Sequence[int], rule: Any, ranks: Ints) -> tuple[Ints, Ints]:
     num_ranks = len(ranks)
     dims = len(shape)
     starts = np.zeros((num_ranks, dims), np.int64)
+    # A box that no splits describe is the same for all ranks that sent it.
     if isinstance(rule, dict):
         starts[:] = rule["offsets"]
         sizes = np.asarray(rule["sizes"], np.int64)
@@ -233,6 +241,7 @@ def boxes_of(shape: Sequence[int], rule: Any, ranks: Ints) -> tuple[Ints, Ints]:
     # Each split divides the result of the previous ones like torch.chunk: the last chunks may be
     # smaller or empty.
     for size, stride, dim in rule:
+        # The coordinate of a rank on the axis is a digit of its number.
         coordinate = ranks // stride % size
         start = starts[:, dim]
         stop = stops[:, dim]
@@ -248,7 +257,8 @@ def _kind(tensor: Tensor) -> Any:
     """Return a key that is equal for tensors whose shards on this rank have equal boxes."""
     if not is_distributed(tensor):
         return (tensor.shape,)
-    return tensor.shape, local_tensor(tensor).shape, id(tensor.device_mesh), tensor.placements
+    local_shape = local_tensor(tensor).shape
+    return tensor.shape, local_shape, id(tensor.device_mesh), tensor.placements
 
 
 def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> Any:
@@ -273,6 +283,7 @@ def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> An
             continue
         digit = digits_of_axes[axis]
         dim = sharded_dim(placement)
+        # A replicated axis splits nothing, so its digit does not matter.
         if digit is not None and dim is not None:
             size, stride = digit
             rule.append([size, stride, dim])
@@ -291,9 +302,7 @@ def _is_strided(placement: Any) -> bool:
 
 
 def _digits(mesh: Ints) -> list[tuple[int, int] | None]:
-    """Return size and stride of each mesh axis, or None for an axis whose coordinates are not
-    digits of the rank.
-    """
+    """Return size and stride of each mesh axis, or None for an axis whose coordinates are not digits of the rank."""
     digits: list[tuple[int, int] | None] = []
     for axis, size in enumerate(mesh.shape):
         # The ranks along the axis must be equally far apart, in ascending order.

@@ -53,6 +53,7 @@ MAX_SIZE = 2**48
 MAX_NAME = 1000
 """Characters of a tensor's name."""
 _MAX_PLACES = 30_000_000
+"""Largest number of pieces that are checked for overlaps. It limits the time for a hostile manifest."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ class Manifest:
         # The first line replaces the opening brace of the body.
         text = json.dumps(body, allow_nan=False)
         rest = f"\n{text[1:]}\n".encode()
+        # The first line needs less than 100 bytes.
         if len(rest) > MAX_BYTES - 100:
             raise CheckpointError(too_large(len(rest)))
         digest = hashlib.sha256(rest).hexdigest().encode()
@@ -219,6 +221,7 @@ def _why_unreadable(path: Path | ObjectPath, error: OSError) -> str:
     way = way_from_dcp(path)
     if way:
         return f": {way}"
+    # Folders that users confuse with checkpoints get a message with the right option.
     if isinstance(path, Path):
         if (path / "config.json").is_file():
             return ": it is a Hugging Face folder; to start from its weights, set checkpoint.initial_load_in_hf = true"
@@ -245,8 +248,9 @@ def why_not_one(path: Path) -> str:
 
 
 def way_from_dcp(path: Path | ObjectPath) -> str:
-    """Return how to convert a folder of torch.distributed.checkpoint, as torchtitan writes it. ""
-    for other folders.
+    """Return how to convert a folder of torch.distributed.checkpoint, which torchtitan writes.
+
+    Return "" for other folders.
     """
     if not isinstance(path, Path) or not (path / ".metadata").is_file():
         return ""
@@ -257,6 +261,8 @@ def way_from_dcp(path: Path | ObjectPath) -> str:
 def parse(data: bytes, path: Path | ObjectPath) -> Manifest:
     """Parse and check the bytes of a manifest. Raises CheckpointError with one line that names ``path``."""
     try:
+        # Parsing creates millions of lists without cycles, which the collector would traverse again and
+        # again.
         with garbage_collection.paused():
             return _parse(data)
     except _Refused as error:
@@ -283,7 +289,8 @@ def _parse(data: bytes) -> Manifest:
         )
 
     # A hash protects against damage, not against intent, so check every value.
-    files = tuple(_file(entry) for entry in _list(body.get("files"), "files"))
+    file_entries = _list(body.get("files"), "files")
+    files = tuple(_file(entry) for entry in file_entries)
     distinct_names = {file.name for file in files}
     if len(distinct_names) != len(files):
         _refuse("names a file twice")
@@ -291,6 +298,7 @@ def _parse(data: bytes) -> Manifest:
     for name, entry in _dict(body.get("tensors"), "tensors").items():
         tensors[name] = _tensor(name, entry, version, len(files))
     _check_places(files, tensors)
+    # Readers of the facts check their values. Only the counters must exist, because every resume needs them.
     facts = _dict(body.get("facts"), "facts")
     if not isinstance(facts.get("state"), dict):
         _refuse("has no counters of a run")
@@ -315,6 +323,7 @@ def _verified_body(data: bytes) -> dict[str, Any]:
     digest = hashlib.sha256(rest).hexdigest()
     if digest.encode() != first_line.group(1):
         _refuse("is damaged: its bytes are not those that were written")
+    # The hash is right, but a hostile manifest can have a right hash. So limit the memory of the parser.
     try:
         body = checked_json.parse(data, unique_keys=True, memory_bytes=MEMORY_BYTES)
     except ValueError as error:
@@ -326,6 +335,7 @@ def _verified_body(data: bytes) -> dict[str, Any]:
 
 def _file(entry: Any) -> TensorFile:
     name, size, digest = _list(entry, "files", 3)
+    # The pattern allows no slash and no "..", so the file is in the checkpoint's folder.
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         _refuse("names a file that does not belong to a checkpoint")
     if not isinstance(digest, str) or not _HEX.fullmatch(digest):
@@ -371,6 +381,7 @@ def _grid(name: str, entry: Any, version: int, dims: int, num_files: int) -> Gri
         axes=tuple(axes),
     )
     has_right_dims = len(grid.sizes) == dims and len(axes) <= MAX_DIMS
+    # A grid has one box per file. ``count`` is a product of untrusted numbers, and may be huge.
     if not has_right_dims or not 1 <= grid.count <= max(1, num_files):
         _refuse(
             f"has pieces of {name} with a wrong number of dimensions, or more pieces than files"
@@ -380,6 +391,7 @@ def _grid(name: str, entry: Any, version: int, dims: int, num_files: int) -> Gri
 
 def _axis(name: str, entry: Any, dims: int, num_files: int) -> Axis:
     repeats, dim, step = _list(entry, name, 3)
+    # A step may be negative, so it is not checked by ``_count``. In Python, booleans are integers.
     is_int = isinstance(step, int) and not isinstance(step, bool)
     if not is_int or abs(step) > num_files or _count(dim, name) >= dims:
         _refuse(f"has pieces of {name} with an invalid repetition")
@@ -414,7 +426,8 @@ def _check_places(files: tuple[TensorFile, ...], tensors: Mapping[str, StoredTen
         numbers = file_numbers(first_file, axes)
         files_of_grids.append(numbers)
         name = spans_of_grid[0][2]
-        _check_files_of_grid(name, numbers, max(end for _, end, _ in spans_of_grid), files)
+        last_end = max(end for _, end, _ in spans_of_grid)
+        _check_files_of_grid(name, numbers, last_end, files)
         token = secrets.randbits(128)
         for number in numbers:
             kinds[number] ^= token
@@ -422,11 +435,12 @@ def _check_places(files: tuple[TensorFile, ...], tensors: Mapping[str, StoredTen
     # Sort the pieces in a file of each kind by their offset.
     # No piece may begin before the previous piece ends.
     spans_by_kind: dict[int, list[tuple[int, int, str]]] = {}
-    left = _MAX_PLACES
+    num_left = _MAX_PLACES
     for spans_of_grid, numbers in zip(spans.values(), files_of_grids, strict=True):
-        for kind in {kinds[number] for number in numbers}:
-            left -= len(spans_of_grid)
-            if left < 0:
+        kinds_of_grid = {kinds[number] for number in numbers}
+        for kind in kinds_of_grid:
+            num_left -= len(spans_of_grid)
+            if num_left < 0:
                 _refuse("has pieces that are too many to check")
             spans_by_kind.setdefault(kind, []).extend(spans_of_grid)
     for spans_of_kind in spans_by_kind.values():
@@ -440,6 +454,7 @@ def _check_files_of_grid(
     name: str, numbers: list[int], end: int, files: tuple[TensorFile, ...]
 ) -> None:
     """Check that the files ``numbers`` exist, are distinct, and have at least ``end`` bytes."""
+    # Steps may be negative, so the numbers of files may be negative, too.
     if min(numbers) < 0 or max(numbers) >= len(files):
         _refuse(f"has a piece of {name} outside its file")
     if any(end > files[number].bytes for number in numbers):

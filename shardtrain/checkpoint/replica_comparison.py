@@ -56,6 +56,7 @@ def find_odd(
     checked_names = []
     checksums = []
     for name, tensor in holdings.items():
+        # All ranks append the same names, because ``holdings`` is equal on all of them.
         replicated = [part for part in tensor.parts if part.holders > 1]
         if not replicated:
             continue
@@ -67,8 +68,9 @@ def find_odd(
                 checked_names.append(name)
                 checksums.append(checksum(tensors[name]))
     if checksums:
-        # one copy to the host for all of them
-        for name, value in zip(checked_names, torch.stack(checksums).tolist(), strict=True):
+        # Copy all checksums to the host together, because each copy waits for the device.
+        checksums_on_host = torch.stack(checksums).tolist()
+        for name, value in zip(checked_names, checksums_on_host, strict=True):
             ranks, _ = values_of_rank[name]
             values_of_rank[name] = (ranks, value)
 
@@ -87,7 +89,8 @@ def find_odd(
     totals = torch.tensor(numbers)
     host_collectives.all_reduce(totals)
     is_odd = totals.view(-1, 2).any(1)
-    odd_names = [names[place] for place in is_odd.nonzero().reshape(-1).tolist()]
+    odd_places = is_odd.nonzero().reshape(-1).tolist()
+    odd_names = [names[place] for place in odd_places]
     if not odd_names:
         return ""
 
@@ -121,10 +124,9 @@ def _unequal_box(value_of_rank: tuple[Ints, int] | None) -> dict[int, int]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of a local tensor's bits as an int64 scalar: a weighted sum of groups of 8 bytes
-    modulo 2^64.
+    """Return a checksum of a local tensor's bits as an int64 scalar: a weighted sum of groups of 8 bytes modulo 2^64.
 
-    Exact, changed by every flip of a single bit, and by any two numbers that change places within 8 KiB.
+    Every flip of a single bit changes it. So does an exchange of two numbers within 8 KiB.
     """
     data = local_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
     # A view as int64 needs bytes that begin at a multiple of 8.
@@ -133,6 +135,7 @@ def checksum(tensor: Tensor) -> Tensor:
     row_bytes = 8 * _WIDTH
     bytes_in_rows = len(data) - len(data) % row_bytes
     rows = data[:bytes_in_rows].view(torch.int64).view(-1, _WIDTH)
+    # Integers add up exactly in any order, so the checksum does not depend on the device.
     sums = rows.sum(0)
     if bytes_in_rows < len(data):
         last_row = data.new_zeros(row_bytes)
@@ -148,7 +151,7 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _mixed(value: int) -> int:
-    """Permute the numbers below 2^64 so that close numbers become dissimilar (the end of SplitMix64)."""
+    """Permute the numbers below 2^64, and make close numbers dissimilar (the last steps of SplitMix64)."""
     value &= _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
@@ -158,7 +161,9 @@ def _mixed(value: int) -> int:
 def _signed(value: int) -> int:
     """Return the signed 64-bit integer that is equal to ``value`` modulo 2^64."""
     value &= _MASK
-    return value - 2**64 if value >= 2**63 else value
+    if value >= 2**63:
+        return value - 2**64
+    return value
 
 
 def _who(values: Mapping[int, int]) -> str:

@@ -72,6 +72,7 @@ def created(config: Config, max_restarts: int) -> Iterator[dict[str, str]]:
     if sys.platform != "linux" or not temporary.SHARED_MEMORY.is_dir():
         rule = f"requires {temporary.SHARED_MEMORY}, which this system does not have"
         raise ConfigError(Problem(OPTION, interval, rule, "set it to 0"))
+    # The launcher owns the folder, so it survives ranks that are killed, and is removed with the run.
     folder = temporary.make("snapshots", in_memory=True)
     try:
         for name in GENERATIONS:
@@ -97,12 +98,14 @@ def of_rank(environment: Mapping[str, str]) -> Path | None:
     path = environment.get(VARIABLE)
     if not path:
         return None
+    # Everybody can create files in /dev/shm, so another user could plant a folder with this path.
     problem = ""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         status = os.fstat(descriptor)
         os.close(descriptor)
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        is_shared = bool(stat.S_IMODE(status.st_mode) & 0o077)
+        if status.st_uid != os.geteuid() or is_shared:
             problem = "must belong to this user, and nobody else may have access"
     except OSError as error:
         problem = f"cannot be opened: {error.strerror}"
@@ -124,6 +127,8 @@ def forget_file(generation: Path, name: str) -> None:
 def remove_others(generation: Path, names: set[str]) -> None:
     """Remove files of earlier attempts that this attempt does not overwrite, because it only writes ``names``."""
     kept = names | {f"{name}{_RECORD}" for name in names}
+    # Errors are ignored, because the leftovers only use memory. If it is too little, the snapshot reports
+    # that.
     with contextlib.suppress(OSError):
         for entry in os.scandir(generation):
             if entry.name not in kept:
@@ -132,6 +137,7 @@ def remove_others(generation: Path, names: set[str]) -> None:
 
 def forget_all(folder: Path) -> None:
     """Invalidate all snapshots of a node, because a rollback has undone their steps. Raises OSError."""
+    # A file without a record does not exist.
     for generation in GENERATIONS:
         for path in (folder / generation).glob(f"*{_RECORD}"):
             path.unlink(missing_ok=True)
@@ -139,14 +145,14 @@ def forget_all(folder: Path) -> None:
 
 def records(folder: Path) -> list[tuple[int, FileRecord]]:
     """Return the records of a node's snapshots, each with the number of its generation."""
-    found = []
+    numbered_records = []
     for number, generation in enumerate(GENERATIONS):
-        paths = sorted((folder / generation).glob(f"*{_RECORD}"))[:_MOST_RECORDS]
-        for path in paths:
+        paths = sorted((folder / generation).glob(f"*{_RECORD}"))
+        for path in paths[:_MOST_RECORDS]:
             record = _read_record(path)
             if record is not None:
-                found.append((number, record))
-    return found
+                numbered_records.append((number, record))
+    return numbered_records
 
 
 def newest_step(environment: Mapping[str, str]) -> int:
@@ -154,7 +160,8 @@ def newest_step(environment: Mapping[str, str]) -> int:
     path = environment.get(VARIABLE)
     if not path:
         return -1
-    return max((record.step for _, record in records(Path(path))), default=-1)
+    steps = [record.step for _, record in records(Path(path))]
+    return max(steps, default=-1)
 
 
 def manifest_folders(environment: Mapping[str, str]) -> list[tuple[int, Path]]:
@@ -162,11 +169,12 @@ def manifest_folders(environment: Mapping[str, str]) -> list[tuple[int, Path]]:
     path = environment.get(VARIABLE)
     if not path:
         return []
-    found = []
+    steps_and_folders = []
     for number, record in records(Path(path)):
         if record.name == MANIFEST:
-            found.append((record.step, Path(path) / GENERATIONS[number]))
-    return found
+            generation = Path(path) / GENERATIONS[number]
+            steps_and_folders.append((record.step, generation))
+    return steps_and_folders
 
 
 def find_damage(generation: Path, record: FileRecord) -> str:
@@ -193,15 +201,19 @@ def used_bytes(folder: Path) -> int:
     """Return the bytes that a node's snapshots occupy now."""
     total = 0
     for generation in GENERATIONS:
+        # Another rank of the node may remove a file or folder during the listing.
         with contextlib.suppress(OSError):
             for entry in os.scandir(folder / generation):
                 with contextlib.suppress(OSError):
-                    total += entry.stat(follow_symlinks=False).st_size
+                    status = entry.stat(follow_symlinks=False)
+                    total += status.st_size
     return total
 
 
 def free_bytes(folder: Path) -> int:
     """Return the bytes that snapshots may still occupy: free space of /dev/shm, host memory and cgroup."""
+    # /dev/shm may be larger than the memory that is free, and files in it count as memory of the cgroup. The
+    # smallest limit applies.
     free = [files.free_bytes(folder)]
     available = limits.host_memory().get("available")
     if available is not None:
@@ -222,15 +234,14 @@ def _read_record(path: Path) -> FileRecord | None:
         token, step, name, num_bytes, sha256 = json.loads(files.read_small(path))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    is_valid = (
-        isinstance(token, str)
-        and isinstance(sha256, str)
-        and type(step) is int
-        and type(num_bytes) is int
-        and num_bytes >= 0
-        and path.name == f"{name}{_RECORD}"
-        and (name == MANIFEST or name.startswith("rank-"))
-    )
-    if not is_valid:
+    # The types of the fields, then the name. ``type`` is stricter than ``isinstance``, which accepts
+    # booleans.
+    if not isinstance(token, str) or not isinstance(sha256, str):
+        return None
+    if type(step) is not int or type(num_bytes) is not int or num_bytes < 0:
+        return None
+    if path.name != f"{name}{_RECORD}":
+        return None
+    if name != MANIFEST and not name.startswith("rank-"):
         return None
     return FileRecord(token, step, name, num_bytes, sha256)

@@ -66,6 +66,7 @@ class Ring:
         num_nodes = len(self.members)
         if num_nodes == 1:
             return []
+        # The node before node 0 is the last one, which has the index -1.
         previous = self.members[self.node_of[rank] - 1]
         return [source for source in previous if self.target(source) == rank]
 
@@ -74,7 +75,9 @@ class Ring:
         if self.node_of[rank] == node:
             return rank
         target = self.target(rank)
-        return target if target is not None and self.node_of[target] == node else None
+        if target is None or self.node_of[target] != node:
+            return None
+        return target
 
 
 _numbers = itertools.count()
@@ -100,7 +103,8 @@ class PeerGroup:
 
 def make_pairs(ring: Ring, make_group: MakeGroup, timeout_seconds: int) -> dict[int, PeerGroup]:
     """Create a group with each rank that exchanges copies with this rank (a collective). Keys are those ranks."""
-    own_rank = dist.get_rank()
+    this_rank = dist.get_rank()
+    # With two nodes, two ranks may send to each other, and share one group.
     members = set()
     for rank in range(len(ring.node_of)):
         target = ring.target(rank)
@@ -111,15 +115,16 @@ def make_pairs(ring: Ring, make_group: MakeGroup, timeout_seconds: int) -> dict[
     # Both ranks of a pair wait for each other. All ranks use the same order, so there is no deadlock.
     # ``dist.new_group`` would need a barrier of all ranks for each pair.
     for low, high in sorted(members):
-        if own_rank not in (low, high):
+        if this_rank not in (low, high):
             continue
-        store = dist.PrefixStore(
-            f"snapshots-{number}-{low}-{high}", dist.distributed_c10d._get_default_store()
-        )
-        place = int(own_rank == high)
+        # The prefix keeps the keys of different groups apart in the store that all ranks share.
+        prefix = f"snapshots-{number}-{low}-{high}"
+        store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        place = int(this_rank == high)
+        other_rank = low if place else high
         timeout = timedelta(seconds=timeout_seconds)
         create = partial(dist.ProcessGroupGloo, store, place, 2, timeout)
-        pairs[low + high - own_rank] = PeerGroup(make_group(create), place)
+        pairs[other_rank] = PeerGroup(make_group(create), place)
     return pairs
 
 
@@ -148,8 +153,11 @@ def exchange(
         RuntimeError: a peer has ended, or did not answer within the group's timeout.
         ValueError: a peer sent an invalid description.
     """
-    text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
+    encoded = bytearray(json.dumps(description).encode())
+    text = torch.frombuffer(encoded, dtype=torch.uint8)
     size = torch.tensor([text.numel()])
+    # Start all sends before the first receive. If every rank of the ring sent first and waited, none would
+    # receive.
     sent = []
     for message in (size, text, data):
         if message.numel():
@@ -159,6 +167,7 @@ def exchange(
         received_size = torch.zeros(1, dtype=torch.int64)
         pair.receive(received_size)
         num_bytes = int(received_size)
+        # The size comes from the network, and decides how much memory is allocated.
         if not 0 < num_bytes <= _MOST_MESSAGE_BYTES:
             raise ValueError(f"rank {source} sent a description of {num_bytes} bytes")
         received_text = torch.empty(num_bytes, dtype=torch.uint8)
@@ -195,52 +204,66 @@ def fetch(
     most_bytes = max(_LEAST_BYTES, _ROUND_BYTES // size)
     waiting = _pieces(needed, most_bytes)
     piece = next(waiting, None)
+    # A rank that needs nothing more still takes part, because it holds bytes that other ranks need.
     while any_rank(piece is not None):
-        # Ask each holder for at most ``most_bytes`` in a round.
-        asked: list[list[Range]] = [[] for _ in range(size)]
-        asked_bytes = [0] * size
-        while piece is not None and asked_bytes[piece.holder] + piece.num_bytes <= most_bytes:
-            asked[piece.holder].append(piece)
-            asked_bytes[piece.holder] += piece.num_bytes
+        # Request at most ``most_bytes`` from each holder in a round.
+        requested: list[list[Range]] = [[] for _ in range(size)]
+        requested_bytes = [0] * size
+        while piece is not None:
+            total = requested_bytes[piece.holder] + piece.num_bytes
+            if total > most_bytes:
+                break
+            requested[piece.holder].append(piece)
+            requested_bytes[piece.holder] = total
             piece = next(waiting, None)
-        _round(asked, read, write)
+        _round(requested, read, write)
         activity.tick()
 
 
 def _pieces(needed: Iterable[Range], most_bytes: int) -> Iterator[Range]:
-    for one in needed:
-        for start in range(0, one.num_bytes, most_bytes):
-            num_bytes = min(most_bytes, one.num_bytes - start)
-            yield one._replace(begin=one.begin + start, num_bytes=num_bytes)
+    """Split ranges into pieces of at most ``most_bytes``."""
+    for full_range in needed:
+        for start in range(0, full_range.num_bytes, most_bytes):
+            begin = full_range.begin + start
+            num_bytes = min(most_bytes, full_range.num_bytes - start)
+            yield full_range._replace(begin=begin, num_bytes=num_bytes)
 
 
 def _round(
-    asked: Sequence[Sequence[Range]],
+    requested: Sequence[Sequence[Range]],
     read: Callable[[int, int, int], Tensor],
     write: Callable[[int, int, Tensor], None],
 ) -> None:
-    # Exchange the numbers of requests, the requests, and the bytes.
-    counts = torch.tensor([len(pieces) for pieces in asked])
+    """Read the pieces that each rank requests from each other rank (a collective). Items are those of each holder."""
+    # Exchange the numbers of requests first, because a collective needs the size of what it receives.
+    counts = torch.tensor([len(pieces) for pieces in requested])
     counts_for_us = torch.empty_like(counts)
     dist.all_to_all_single(counts_for_us, counts)
+
+    # Exchange the requests.
     rows = []
-    for pieces in asked:
+    for pieces in requested:
         rows += [[piece.file, piece.begin, piece.num_bytes] for piece in pieces]
     requests = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
     requests_to_us = torch.empty(int(counts_for_us.sum()), 3, dtype=torch.int64)
     dist.all_to_all_single(requests_to_us, requests, counts_for_us.tolist(), counts.tolist())
 
-    answers = [read(file, begin, count) for file, begin, count in requests_to_us.tolist()]
-    answer = torch.cat([torch.empty(0, dtype=torch.uint8), *answers])
+    # Exchange the bytes. The empty tensor keeps ``cat`` from failing if nobody requests anything from this
+    # rank.
+    answers = [torch.empty(0, dtype=torch.uint8)]
+    for file, begin, count in requests_to_us.tolist():
+        answers.append(read(file, begin, count))
+    answer = torch.cat(answers)
     answer_bytes = []
     for requests_of_rank in requests_to_us.split(counts_for_us.tolist()):
         answer_bytes.append(int(requests_of_rank[:, 2].sum()))
-    received_bytes = [sum(piece.num_bytes for piece in pieces) for pieces in asked]
+    received_bytes = [sum(piece.num_bytes for piece in pieces) for pieces in requested]
     received = torch.empty(sum(received_bytes), dtype=torch.uint8)
     dist.all_to_all_single(received, answer, received_bytes, answer_bytes)
 
+    # The bytes arrive in the order of the requests.
     start = 0
-    for pieces in asked:
+    for pieces in requested:
         for piece in pieces:
             write(piece.file, piece.begin, received[start : start + piece.num_bytes])
             start += piece.num_bytes

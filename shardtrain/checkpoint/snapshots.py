@@ -190,11 +190,17 @@ class Snapshots:
             return ""
         self._plan = plan
         self._buffers = {}
-        return first_word(self._memory_problem() if self._is_speaker else "")
+        # One rank of each node measures the memory, which all ranks of the node share.
+        problem = ""
+        if self._is_speaker:
+            problem = self._memory_problem()
+        return first_word(problem)
 
     def _memory_problem(self) -> str:
         """Return a description if the memory of this node is too small for two generations, or ""."""
-        needed = len(folders.GENERATIONS) * sum(self._sizes_here().values())
+        bytes_per_generation = sum(self._sizes_here().values())
+        needed = len(folders.GENERATIONS) * bytes_per_generation
+        # The new generations reuse the memory of the snapshots that are already stored.
         free = folders.free_bytes(self._folder) + folders.used_bytes(self._folder)
         if self._rank == 0:
             copies = "a copy on the next node"
@@ -223,23 +229,27 @@ class Snapshots:
         """Copy this rank's tensors into the next generation. Return a description of an error, or ""."""
         assert self._plan is not None
         generation = self._folder / folders.GENERATIONS[self._next]
-        held = [self._rank, *self._sources]
+        # This rank writes its own file, and the copies that other nodes send to it.
+        ranks_written = [self._rank, *self._sources]
+        is_mapped = self._next in self._buffers
         try:
-            if self._next not in self._buffers:
+            if not is_mapped and self._is_speaker:
+                # Free the memory of files that an earlier attempt has left, before the new files need it.
                 names = {file_of(rank) for rank in self._sizes_here()}
                 if self._ring.writer_of(0, self._node) is not None:
                     names.add(MANIFEST)
-                if self._is_speaker:
-                    folders.remove_others(generation, names)
-            # The files are incomplete from now on.
-            if 0 in held:
+                folders.remove_others(generation, names)
+            # The files are incomplete from now on. The manifest accompanies the file of rank 0.
+            if 0 in ranks_written:
                 folders.forget_file(generation, MANIFEST)
-            for rank in held:
+            for rank in ranks_written:
                 folders.forget_file(generation, file_of(rank))
-            if self._next not in self._buffers:
+            # Mappings are kept until the plan changes, because reserving memory is slow.
+            if not is_mapped:
                 buffers = {}
-                for rank in held:
-                    buffers[rank] = _map(generation / file_of(rank), self._plan.bytes_of[rank])
+                for rank in ranks_written:
+                    path = generation / file_of(rank)
+                    buffers[rank] = _map(path, self._plan.bytes_of[rank])
                 self._buffers[self._next] = buffers
             names_of_rank = self._plan.names_of(self._rank)
             local_tensors = [tensors[name] for name in names_of_rank]
@@ -253,21 +263,28 @@ class Snapshots:
         try:
             self._complete(generation, step, snapshot)
         except BaseException as error:
+            # ``_stop_reason`` reports it at the next snapshot. An exception in a thread would only be
+            # printed.
             self._error = error
 
     def _complete(self, generation: int, step: int, snapshot: Manifest) -> None:
         folder = self._folder / folders.GENERATIONS[generation]
         buffers = self._buffers[generation]
-        own = buffers[self._rank]
-        record = FileRecord(self._token, step, file_of(self._rank), own.numel(), _sha256(own))
-        text = snapshot.to_bytes().decode() if self._rank == 0 else ""
+        data = buffers[self._rank]
+        record = FileRecord(self._token, step, file_of(self._rank), data.numel(), _sha256(data))
+        text = ""
+        if self._rank == 0:
+            text = snapshot.to_bytes().decode()
         self._store(folder, record, text)
+
+        # The copy on the next node survives the loss of this node. A run on one node has no next node.
         if self._target is None:
             return
         received = {source: buffers[source] for source in self._sources}
-        for copy in exchange(self._pairs, self._target, [record, text], own, received):
+        for copy in exchange(self._pairs, self._target, [record, text], data, received):
             fields, text = copy.description
             record = FileRecord(*fields)
+            # A copy of another step under this name would make a snapshot of two states.
             expected = (self._token, step, file_of(copy.source), copy.data.numel())
             if record[:4] != expected:
                 raise ValueError(f"rank {copy.source} sent {record[:4]} instead of {expected}")
@@ -298,17 +315,19 @@ class Snapshots:
         for (token, step), nodes_of_names in nodes_of.items():
             if step > newer_than and MANIFEST in nodes_of_names:
                 candidates.append((step, token))
+        # All ranks have the same candidates in the same order, because ``_verify`` is a collective.
         for step, token in sorted(candidates, reverse=True):
-            own_records = {}
+            records_here = {}
             generation = -1
             for number, record in records:
                 if (record.token, record.step) == (token, step):
-                    own_records[record.name] = record
+                    records_here[record.name] = record
                     generation = number
-            found = self._verify(step, token, nodes_of[token, step], generation, own_records)
-            if found is not None:
-                self._next = 1 - found.generation
-                return found
+            snapshot = self._verify(step, token, nodes_of[token, step], generation, records_here)
+            if snapshot is not None:
+                # The next snapshot must not overwrite the one from which the run continues.
+                self._next = 1 - snapshot.generation
+                return snapshot
         return None
 
     def _sweep(self) -> None:
@@ -352,7 +371,8 @@ class Snapshots:
         path = self._folder / f"step-{step}"
         folder = self._folder / folders.GENERATIONS[generation]
         # The ranks of a node divide its files among them.
-        share = sorted(records)[self._members.index(self._rank) :: len(self._members)]
+        position = self._members.index(self._rank)
+        share = sorted(records)[position :: len(self._members)]
         damages = []
         for name in share:
             damage = folders.find_damage(folder, records[name])
@@ -386,13 +406,16 @@ class Snapshots:
         return Found(path, numbers[0], replace(stored, files=stored_files), intact)
 
     def _read_manifest(self, path: Path, nodes: Sequence[int], folder: Path) -> Manifest | None:
-        """Return the manifest that the first of ``nodes`` holds (a collective), or None."""
+        """Return the manifest from the first of ``nodes`` (a collective), or None without an intact one."""
         text = ""
+        # Ranks send each other JSON. Latin-1 represents any bytes as text, also those of a damaged manifest.
         if nodes and self._rank == self._ring.members[nodes[0]][0]:
             text = manifest.read_bytes(folder).decode("latin-1")
         text = first_word(text)
+        if not text:
+            return None
         try:
-            return manifest.parse(text.encode("latin-1"), path) if text else None
+            return manifest.parse(text.encode("latin-1"), path)
         except CheckpointError:
             return None
 
@@ -403,13 +426,13 @@ class Snapshots:
         intact: Mapping[str, Sequence[int]],
     ) -> dict[str, str]:
         """Return the hash of each file, from the first node that holds it (a collective)."""
-        own: dict[str, str] = {}
+        hashes_here: dict[str, str] = {}
         if self._is_speaker:
             for file in stored.files:
                 if intact[file.name][0] == self._node:
-                    own[file.name] = records[file.name].sha256
+                    hashes_here[file.name] = records[file.name].sha256
         hashes: dict[str, str] = {}
-        for hashes_of_node in all_gather_json(own):
+        for hashes_of_node in all_gather_json(hashes_here):
             hashes.update(hashes_of_node)
         return hashes
 
@@ -425,8 +448,8 @@ class Snapshots:
         is_local = [self._node in found.nodes_of[name] for name in names]
         created: list[Path] = []
 
-        # Link the files of this node into a folder of this rank. Files of other nodes are sparse there,
-        # and contain only the bytes that this rank needs.
+        # Create a folder that looks like a complete checkpoint to ``tensor_reader``. Files of this node are
+        # linked into it. Files of other nodes are sparse, and contain only the bytes that this rank needs.
         def link() -> None:
             loading = folders.loading_folder(self._folder, self._rank)
             created.append(loading)
@@ -439,7 +462,8 @@ class Snapshots:
         read_files = _Files(generation, names)
         written_files = _Files(loading, names)
         try:
-            fetch(self._missing(tensors, found, is_local), read_files.read, written_files.write)
+            missing = self._missing(tensors, found, is_local)
+            fetch(missing, read_files.read, written_files.write)
 
             def read() -> None:
                 try:
@@ -463,10 +487,12 @@ class Snapshots:
         for file, begin, num_bytes in tensor_reader.needed_ranges(tensors, found.stored):
             if is_local[file]:
                 continue
-            nodes = found.nodes_of[names[file]]
             # Divide the work among the nodes that hold the file, and among the ranks of the node.
-            members = self._ring.members[nodes[self._node % len(nodes)]]
-            yield Range(members[file % len(members)], file, begin, num_bytes)
+            nodes = found.nodes_of[names[file]]
+            node = nodes[self._node % len(nodes)]
+            members = self._ring.members[node]
+            sender = members[file % len(members)]
+            yield Range(sender, file, begin, num_bytes)
 
 
 class _Files:
@@ -530,4 +556,8 @@ def _sha256(data: Tensor) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+    lines = str(error).splitlines()
+    # Some exceptions have no text.
+    if not lines:
+        return type(error).__name__
+    return lines[0][:300]

@@ -65,11 +65,14 @@ def needed_ranges(
     while pieces := _next_pieces(cuts):
         is_next_file = pieces.files[1:] != pieces.files[:-1]
         changes = np.flatnonzero(is_next_file) + 1
-        for first, last in itertools.pairwise([0, *changes.tolist(), len(pieces.files)]):
+        edges = [0, *changes.tolist(), len(pieces.files)]
+        for first, last in itertools.pairwise(edges):
             of_file = slice(first, last)
+            number = int(pieces.files[first])
             sizes = pieces.num_bytes[of_file]
             for start, stop, position in _runs(pieces.begins[of_file], sizes):
-                yield int(pieces.files[first]), position, int(sizes[start:stop].sum())
+                num_bytes = int(sizes[start:stop].sum())
+                yield number, position, num_bytes
 
 
 def shorter() -> CheckpointError:
@@ -124,12 +127,14 @@ class _Copied:
         key = (id(cut), row)
         place = self._places.get(key)
         if place is None:
+            # Clearing the cache limits its memory. Layers that follow fill it again.
             if len(self._places) > _MOST_PLACES:
                 self._places.clear()
             place = cut.place(row)
             self._places[key] = place
         shape, needed, destination = place
         end = begin + num_bytes
+        # NumPy copies small pieces with less overhead than PyTorch, but it cannot convert every dtype.
         if target.is_as_stored:
             integers = self._bytes[begin:end].view(target.integers.dtype)
             piece = integers.reshape(shape)
@@ -213,7 +218,9 @@ def _find(
                     rows_known = 0
                 new_cut = _cut(grid, shard, target.item, target.is_direct)
                 known[key] = new_cut
-                rows_known += len(new_cut.files) if new_cut else 1
+                rows_known += 1
+                if new_cut:
+                    rows_known += len(new_cut.files) - 1
             cut = known[key]
             if cut:
                 yield target, grid, cut
@@ -338,6 +345,7 @@ def _read_of_file(
                 continue
             views.append(copied.view(used, num_bytes))
             copies.append((used, num_bytes, target, cut, row))
+            # The next piece begins at a multiple of 8, so its bytes can be viewed as numbers of any dtype.
             used += -(-num_bytes // 8) * 8
         num_read = reader.read_into_all(views, position)
         if num_read != sum(sizes[start:stop]):

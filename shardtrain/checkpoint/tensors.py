@@ -1,9 +1,7 @@
 """Write and read the tensors of a checkpoint.
 
-Each rank writes its share. Names, dtypes and shapes are checked.
-
-Tensors are found by name and global shape, so a checkpoint loads on any mesh. A rank reads the overlap of its
-box with each stored box (``tensor_reader.py``).
+Each rank writes its share. A load finds tensors by name, and checks dtypes and unsharded shapes, so a checkpoint
+loads on any mesh. A rank reads the overlap of its box with each stored box (``tensor_reader.py``).
 """
 
 from __future__ import annotations
@@ -45,16 +43,18 @@ def write_blocks(
     blocks: Iterable[memoryview], rank: int, world_size: int, folder: Place
 ) -> TensorFile:
     """Write a rank's file. Requires no process group. Raises OSError."""
-    wait = files.SEEN_SECONDS if world_size > 1 else 0.0
-    return files.write_hashed(folder / f"rank-{rank:05d}.bin", blocks, wait)
+    # Another node may have created the folder, which becomes visible here after a while.
+    wait_seconds = 0.0
+    if world_size > 1:
+        wait_seconds = files.SEEN_SECONDS
+    return files.write_hashed(folder / f"rank-{rank:05d}.bin", blocks, wait_seconds)
 
 
 def find_damaged_file(manifest: Manifest, folder: Place, reader: int | None = None) -> str:
-    """Read this rank's share of the files in full; return a description of the first damage, or "".
+    """Read this rank's share of the files in full. Return a description of the first damage, or "".
 
-    Rank r of n reads every nth file, starting with file r. On the mesh that wrote them this is the rank's own
-    file, which it loads next.
-    With ``reader``, only that rank reads, and it reads all files.
+    Rank r of n reads every nth file, starting with file r. On the mesh that wrote the checkpoint, this is the
+    file that the rank loads next. With ``reader``, only that rank reads, and it reads all files.
     """
     rank, size = rank_and_size()
     if reader is None:
@@ -86,6 +86,7 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
     expected: dict[str, list[Any]] = {}
     for table in tables:
         expected.update(table)
+    # Sorted, so all ranks report the same tensor.
     for name, (dtype, shape) in sorted(expected.items()):
         stored = manifest.tensors.get(name)
         if stored is None:
@@ -97,6 +98,7 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
                 f"checkpoint {folder} holds {name} of shape {list(stored.shape)}, "
                 f"and this run has {shape}; use the model that it was saved from"
             )
+        # A conversion between float dtypes only rounds. Integers, such as counters, must stay exact.
         can_convert = _is_float(stored.dtype) and _is_float(dtype)
         if stored.dtype != dtype and not can_convert:
             raise CheckpointError(
@@ -175,6 +177,7 @@ def read_box(reader: files.StoredFileReader, chunk: Chunk, dtype: str, wanted: B
     if num_read != len(data):
         raise tensor_reader.shorter()
     values = data.view(getattr(torch, dtype)).reshape(shape_of_rows)
+    # The rows that were read begin at the box along the first dimension, and at the piece along the others.
     origin = (*offsets[:1], *chunk.offsets[1:])
     return part(values, wanted, origin)
 

@@ -59,6 +59,7 @@ _NAMES = NAMES | {
         "__builtin__.set",
     ),
 }
+# A file from before PyTorch 1.6 begins with a pickle of protocol 2, and its first value is this number.
 _OLD_BEGINNING = b"\x80\x02"
 _OLD_MAGIC = 0x1950A86A20F9469CFC6C
 _MOST_OLD_PICKLES = 64 * 2**20
@@ -100,8 +101,10 @@ class Stored:
     def of(self, data: bytearray) -> Tensor:
         """Return the tensor as a view of the bytes of its storage."""
         dtype = getattr(torch, self.dtype)
+        # ``frombuffer`` refuses an empty buffer.
         if not data:
             return torch.empty(self.shape, dtype=dtype)
+        # An untyped storage can have any size, so its last element may be incomplete.
         numel = len(data) // ITEM_BYTES[self.dtype]
         flat = torch.frombuffer(data, dtype=dtype, count=numel)
         return flat.as_strided(self.shape, self.strides, self.offset)
@@ -152,6 +155,7 @@ class TorchFile:
             else:
                 archive = zipfile.ZipFile(file)
                 data = read_storage(archive, length, key, where)
+            # Copy the view. Otherwise a small tensor would keep its entire storage in memory.
             view = stored.of(data)
             return view.clone(memory_format=torch.contiguous_format)
 
@@ -202,9 +206,11 @@ class FlatFile:
                 raise CheckpointError(
                     f"{self.folder} has more or longer names than a model; use another file",
                 )
+            # An empty dict or list is stored as a value, because there are no names below it.
             if isinstance(value, dict | list) and value:
                 budget = self._add(f"{name}.", value, budget)
                 continue
+            # The dict {"a": {"b": 1}, "a.b": 2} has two values of the name a.b.
             if name in self.tensors or name in self.objects:
                 raise CheckpointError(f"{self.folder} has {name} twice; use another checkpoint")
             if isinstance(value, Stored):
@@ -239,6 +245,7 @@ def describe(
     """
     with damage(where):
         top, members = _members(archive, length, where)
+        # Older files have no byte order. They are read as little-endian.
         byte_order = f"{top}/byteorder"
         if byte_order in archive.NameToInfo and archive.read(byte_order) != b"little":
             raise CheckpointError(
@@ -322,6 +329,7 @@ def read_storage(archive: zipfile.ZipFile, length: int, key: str, where: str) ->
 
 def stored(value: Any) -> Stored:
     """Return the tensor that a pickle describes. Raises ValueError if it does not describe one."""
+    # A parameter contains its tensor.
     while isinstance(value, Made) and str(value.name) == _PARAMETER and value.arguments:
         value = value.arguments[0]
     is_rebuilt = isinstance(value, Made) and str(value.name) in REBUILD
@@ -329,7 +337,9 @@ def stored(value: Any) -> Stored:
         raise ValueError("it holds no tensor")
     storage, offset, shape, strides = value.arguments[:4]
     if isinstance(shape, Made) and str(shape.name) == "torch.Size":
-        shape = shape.arguments[0] if len(shape.arguments) == 1 else None
+        if len(shape.arguments) != 1:
+            raise ValueError("a tensor is invalid")
+        shape = shape.arguments[0]
     if not isinstance(storage, TorchStorage):
         raise ValueError("a tensor is invalid")
     key, dtype = storage
@@ -367,10 +377,12 @@ class _Plain:
         self._within: set[int] = set()
 
     def of(self, value: Any) -> Any:
+        """Return the plain value of a description. Raises ValueError if it is nested too deeply."""
         if isinstance(value, Name | TorchStorage):
             return Other(str(value))
         if not isinstance(value, Made | dict | list | tuple):
             return value
+        # A pickle of a few bytes can describe exponentially many values by sharing. Convert each only once.
         key = id(value)
         if key in self._done:
             _, plain = self._done[key]
@@ -399,8 +411,10 @@ class _Plain:
         if kind in ("collections.OrderedDict", "collections.defaultdict"):
             # The dict is filled after its creation or, as in older Pythons, created from a list of pairs.
             keys_and_values = value.items
-            if not keys_and_values and value.arguments and isinstance(value.arguments[0], list):
-                keys_and_values = list(itertools.chain.from_iterable(value.arguments[0]))
+            has_pairs = bool(value.arguments) and isinstance(value.arguments[0], list)
+            if not keys_and_values and has_pairs:
+                pairs = value.arguments[0]
+                keys_and_values = list(itertools.chain.from_iterable(pairs))
             keys = [self._key(key) for key in keys_and_values[::2]]
             values = [self.of(item) for item in keys_and_values[1::2]]
             return dict(zip(keys, values, strict=True))
@@ -439,6 +453,7 @@ def _members(
     members = archive.infolist()
     tops = set()
     for member in members:
+        # A compressed member could expand to any size, so it is rejected before it is read.
         if member.compress_type != zipfile.ZIP_STORED or member.file_size > length:
             raise CheckpointError(
                 f"{where} is compressed, which torch.save does not do; use another checkpoint"
@@ -460,7 +475,11 @@ def _bytes_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytearray:
     with archive.open(member) as file:
         view: memoryview = memoryview(data)
         opened: IO[bytes] = file
-        while view and (count := opened.readinto(view)):  # type: ignore[attr-defined]
+        while view:
+            count = opened.readinto(view)  # type: ignore[attr-defined]
+            # The member is shorter than the archive's directory says.
+            if not count:
+                break
             view = view[count:]
         # Reading beyond the last byte of the member verifies the CRC-32.
         opened.read(1)

@@ -175,7 +175,10 @@ class ImageReader:
                 value = find(row, names[0])
         if value is None:
             return []
-        return list(value) if isinstance(value, list | tuple) else [value]
+        # LLaVA's column has a single image instead of a list.
+        if isinstance(value, list | tuple):
+            return list(value)
+        return [value]
 
     def _image(self, value: Any) -> Image:
         """Return the image that a value describes. Raises Unusable."""
@@ -188,18 +191,23 @@ class ImageReader:
             return self._content(value)
         if not isinstance(value, str):
             raise Unusable(f"has an image that is {kind(value)}, not a path, base64 text or bytes")
-        if prefix := _DATA_URI.match(value):
+        prefix = _DATA_URI.match(value)
+        if prefix:
             return self._base64(value[prefix.end() :])
+        # Text that begins like an image file and is long enough is not a path.
         if _BASE64.fullmatch(value):
             return self._base64(value)
         name = value.removeprefix("file://")
         return Image(name, self._path(name))
 
     def _base64(self, text: str) -> Image:
+        # Some encoders break lines, which are not part of the alphabet.
+        without_spaces = "".join(text.split())
         try:
-            return self._content(base64.b64decode("".join(text.split()), validate=True))
+            content = base64.b64decode(without_spaces, validate=True)
         except (binascii.Error, ValueError):
             raise Unusable("has an image whose base64 text is invalid") from None
+        return self._content(content)
 
     def _content(self, content: bytes) -> Image:
         if not content:
@@ -220,11 +228,12 @@ class ImageReader:
             raise Unusable("has an image whose path is empty or invalid")
         if not self.folder:
             raise Unusable("names an image by path; set data.image_folder to the folder of images")
+        # The data could name any file of this machine, so the path must stay within the folder.
         path = os.path.normpath(os.path.join(self.folder, value))
         folder = os.path.normpath(self.folder)
-        if os.path.commonpath([os.path.abspath(folder), os.path.abspath(path)]) != os.path.abspath(
-            folder
-        ):
+        absolute_folder = os.path.abspath(folder)
+        common = os.path.commonpath([absolute_folder, os.path.abspath(path)])
+        if common != absolute_folder:
             raise Unusable(
                 f"names an image outside of {folder}; set data.image_folder to a folder with all images"
             )
@@ -251,7 +260,9 @@ def _with_places(message: Any, has_column: bool) -> Any:
     """
     if not isinstance(message, Mapping):
         return message
-    key = "value" if "role" not in message and "from" in message else "content"
+    # LLaVA's messages have the keys "from" and "value" instead of "role" and "content".
+    is_llava = "role" not in message and "from" in message
+    key = "value" if is_llava else "content"
     content = message.get(key)
     parts: list[Any]
     if isinstance(content, list | tuple):
@@ -264,6 +275,7 @@ def _with_places(message: Any, has_column: bool) -> Any:
             parts.append(known)
     elif isinstance(content, str) and has_column and _PLACE in content:
         parts = []
+        # There is an image between two texts.
         texts = _LINE_AT_PLACE.split(content)
         for number, text in enumerate(texts):
             if number:
@@ -282,7 +294,10 @@ def _with_places(message: Any, has_column: bool) -> Any:
 def _image_parts(messages: list[Any]) -> Iterator[dict[str, Any]]:
     """Yield the parts that are images, in order."""
     for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
+        # ``messages_of`` reports invalid messages later.
+        if not isinstance(message, Mapping):
+            continue
+        content = message.get("content")
         if not isinstance(content, list):
             continue
         for part in content:
@@ -302,13 +317,12 @@ def _insert_first(messages: list[Any], count: int) -> None:
         parts = content
         if isinstance(content, str):
             parts = [{"type": "text", "text": content}]
-        changed = {
-            name: value
-            for name, value in message.items()
-            if name not in ("from", "value", "role", "content")
-        }
+        other_keys = {}
+        for name, value in message.items():
+            if name not in ("from", "value", "role", "content"):
+                other_keys[name] = value
         places = [{"type": "image"} for _ in range(count)]
-        messages[number] = {"role": "user", **changed, "content": [*places, *parts]}
+        messages[number] = {"role": "user", **other_keys, "content": [*places, *parts]}
         return
 
 
@@ -320,6 +334,7 @@ def _embedded(part: Mapping[str, Any]) -> Any:
             continue
         if name in ("image", "image_url") and isinstance(value, Mapping):
             return _embedded(value)
+        # The key says that a text is base64, so mark it, because a short text would look like a path.
         if name == "base64" and isinstance(value, str) and not value.startswith("data:"):
             return f"data:;base64,{value}"
         if name == "bytes" and isinstance(value, str):

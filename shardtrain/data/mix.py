@@ -57,7 +57,9 @@ class Mixture:
                     self.unread.append((number, source))
 
         # Compute the start and the end of each stage, and how many rows of each source come before it.
-        self._starts = [0, *(stage.stop or 0 for stage in stages[:-1])]
+        self._starts = [0]
+        for stage in stages[:-1]:
+            self._starts.append(stage.stop or 0)
         self._stops = [*self._starts[1:], None]
         self._rows_before_stage = np.zeros((len(stages), self.num_sources), dtype=np.int64)
         for index in range(1, len(stages)):
@@ -88,7 +90,8 @@ class Mixture:
     def rows_before(self, position: int) -> _Ints:
         """Return how many of the first ``position`` rows belong to each source."""
         stage = int(np.searchsorted(np.asarray(self._starts), position, side="right")) - 1
-        return self._rows_before_stage[stage] + self._count(stage, position - self._starts[stage])
+        in_stage = self._count(stage, position - self._starts[stage])
+        return self._rows_before_stage[stage] + in_stage
 
     def first_position_beyond(self, source: int, rows: int) -> int | None:
         """Return the position of row number ``rows`` (from 0) of a source.

@@ -68,6 +68,7 @@ class RowBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RowBatch:
         """Return the batch on a device. The sample ids stay on the host."""
+        # ``to_device`` pins the memory first, so the host does not wait for the copy.
         if non_blocking:
             return self._each(lambda tensor: to_device(tensor, device))
         return self._each(lambda tensor: tensor.to(device))
@@ -140,10 +141,14 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
         numbers = self._feed.rows_at(positions.start, positions.stop)
         try:
             # A rank without rows uses the first row, which does not count.
-            keys = list(zip(positions, numbers, strict=False)) or [(0, 0)]
+            keys = list(zip(positions, numbers, strict=False))
+            if not keys:
+                keys = [(0, 0)]
             rows = [self._feed.read(k, row_number) for k, row_number in keys]
             tensors = self._collate(rows)
-            num_targets = self._count(tensors) if numbers else 0
+            num_targets = 0
+            if numbers:
+                num_targets = self._count(tensors)
         except ShardtrainError as error:
             return error
         ids = torch.tensor(numbers or [-1], dtype=torch.int64)
@@ -216,7 +221,9 @@ class RowDataLoader(DataLoader):
                     fix='use "keep" or a smaller batch',
                 )
             )
-        self.end = None if feed.passes is None else feed.passes * self.places_per_epoch
+        self.end = None
+        if feed.passes is not None:
+            self.end = feed.passes * self.places_per_epoch
         self.num_readers = 0
         self.has_unknown_end = False
         self._opened = _Opened(feed)  # type: ignore[assignment]
@@ -247,6 +254,8 @@ class RowDataLoader(DataLoader):
     def _epochs_after(self, rows: list[int]) -> list[int]:
         epochs = []
         for count in rows:
+            # Positions count places, and the feed counts rows. An epoch may have more or fewer places than
+            # rows.
             rows_of_feed = -(-count * self.feed.num_rows // self.places_per_epoch)
             epochs.append(self.feed.epoch_after(rows_of_feed))
         return epochs
@@ -276,10 +285,13 @@ def fingerprint_of(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
+    """Convert a value to plain values for ``digest``, with the hash of each array."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray):
-        return digest(value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
+        # Arrays with equal bytes may differ in dtype or shape.
+        content = np.ascontiguousarray(value).tobytes()
+        return digest(value.dtype.str, value.shape, content)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -44,6 +44,7 @@ def read_settings(source: FolderSource) -> dict[str, Any]:
                 if key in GENERATION_KEYS and value is not None:
                     inherited[key] = value
         return inherited
+    # With the file, transformers ignores the settings in config.json.
     try:
         settings = checked_json.parse(source.read(GENERATION))
     except (OSError, ValueError, RecursionError) as error:
@@ -76,12 +77,11 @@ def end_ids(settings: Mapping[str, Any]) -> list[int]:
 
 
 def unused_settings(settings: Mapping[str, Any]) -> str:
-    """List the settings that change the generated text but that ``shardtrain generate`` ignores,
-    as ``key=value``.
-    """
+    """List the settings that change the generated text but that ``shardtrain generate`` ignores, as ``key=value``."""
     named = []
     for key in sorted(GENERATION_KEYS.intersection(settings).difference(TOKENS)):
         value = settings[key]
+        # Many files spell out defaults, such as temperature=1. In Python, True equals 1.
         is_neutral = value is not True and value in (None, False, 1, [], {})
         if not is_neutral:
             named.append(f"{key}={value!r}")
@@ -140,17 +140,22 @@ def with_tokens(
         (GENERATION, settings, {}),
     ):
         for key, ids in tokens.items():
-            wanted = ids[:1] if values is config else ids
+            new_ids = ids
+            if values is config:
+                new_ids = ids[:1]
             before = values.get(key, inherited.get(key))
-            listed = _as_list(before)
-            if set(wanted) <= set(listed):
+            old_ids = _as_list(before)
+            if set(new_ids) <= set(old_ids):
                 continue
             # Put the new end tokens first, and write a single token as a number.
-            after = list(wanted)
+            after = list(new_ids)
             if key == EOS and (values is settings or isinstance(before, list)):
-                after += [token for token in listed if token not in wanted]
-            values[key] = after if len(after) > 1 else after[0]
+                after += [token for token in old_ids if token not in new_ids]
+            values[key] = after
+            if len(after) == 1:
+                values[key] = after[0]
             changes.append(f"{name}: {key} {before} -> {values[key]}")
+    # Keep the bytes of a generation_config.json that needs no change.
     if not any(change.startswith(GENERATION) for change in changes):
         return dataclasses.replace(source, config=config), changes
     content = (json.dumps(settings, indent=2) + "\n").encode()
@@ -160,6 +165,7 @@ def with_tokens(
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the nested section that describes the language model, or {}."""
     for part in _TEXT_PARTS:
         if isinstance(config.get(part), dict):
             return config[part]  # type: ignore[no-any-return]

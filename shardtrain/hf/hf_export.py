@@ -119,6 +119,7 @@ class Writer:
         if as_is.is_as_is(wanted.module) and wanted.source is not None:
             self.translation = _named_as_before(self.translation, wanted)
         _check_stored(self.translation, self.stored, wanted)
+        # Before any file is written: this raises if config.json cannot describe the model.
         fields = config_fields(wanted)
         self._shapes = self.translation.their_shapes()
 
@@ -128,6 +129,7 @@ class Writer:
         for ours in self.translation.shapes:
             for piece in self.translation.pieces_of(ours):
                 self._made_of.setdefault(piece.name, []).append((ours, piece))
+        # Some formats store one of our tensors under a second name, too.
         if not as_is.is_as_is(wanted.module):
             for copy, ours in self.translation.hub.copies(wanted.config).items():
                 parts = [(ours, piece) for piece in self.translation.pieces_of(ours)]
@@ -153,7 +155,8 @@ class Writer:
             self._files[name] = self._described
         self.notice = ""
         if changes:
-            self.notice = f"special tokens are set to those of training: {'; '.join(changes)}"
+            description = "; ".join(changes)
+            self.notice = f"special tokens are set to those of training: {description}"
         self.files = self._assign_to_files()
 
     def _choose_dtypes(self) -> dict[str, str]:
@@ -173,6 +176,7 @@ class Writer:
             config_type = str(dtype_in_config).removeprefix("torch.")
         types = {}
         for theirs, parts in self._made_of.items():
+            # If a tensor consists of several parts, the first decides.
             ours, _ = parts[0]
             if source_types.get(ours):
                 types[theirs] = source_types[ours]
@@ -189,7 +193,8 @@ class Writer:
             CheckpointError: a file is damaged.
         """
         for file in self.stored.files[part::parts]:
-            if damage := files.find_damage(self.wanted.checkpoint, file):
+            damage = files.find_damage(self.wanted.checkpoint, file)
+            if damage:
                 raise CheckpointError(
                     f"checkpoint {self.wanted.checkpoint}: {damage}; use another checkpoint"
                 )
@@ -221,6 +226,7 @@ class Writer:
         types_and_shapes = {name: (self._types[name], self._shapes[name]) for name in names}
         yield header(types_and_shapes)
         for name in names:
+            # Blocks of rows limit the memory of the export. A single tensor may have many gigabytes.
             for box in mapping.row_blocks(self._shapes[name]):
                 block = self._read_theirs(name, box)
                 content = block.reshape(-1).view(torch.uint8).numpy()
@@ -285,10 +291,12 @@ class Writer:
             shift = piece.ours[row_dim].start - piece_rows.start
             our_box = list(piece.ours)
             our_box[row_dim] = slice(begin + shift, end + shift)
-            target = block[(slice(begin - rows.start, end - rows.start), *piece.theirs[1:])]
+            rows_of_block = slice(begin - rows.start, end - rows.start)
+            target = block[(rows_of_block, *piece.theirs[1:])]
             if piece.transposed:
                 target = target.transpose(-2, -1)
-            target.copy_(self.read_part(ours, our_box).reshape(target.shape))
+            values = self.read_part(ours, our_box)
+            target.copy_(values.reshape(target.shape))
         return block
 
     def _bytes(self, name: str) -> int:
@@ -307,9 +315,11 @@ class Writer:
             room -= size
         if len(shards) == 1:
             return {SINGLE: shards[0]}
+        # transformers uses the same names.
         names_by_file = {}
         for number, names in enumerate(shards, 1):
-            names_by_file[f"model-{number:05d}-of-{len(shards):05d}.safetensors"] = names
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            names_by_file[file] = names
         return names_by_file
 
 
@@ -341,7 +351,8 @@ def export(wanted: Export) -> tuple[list[str], str]:
         try:
             for file in writer.files:
                 check_cancelled = partial(_stop_if_failed, (checked, *synced))
-                files.write_unhashed(temporary / file, writer.blocks(file, check_cancelled))
+                blocks = writer.blocks(file, check_cancelled)
+                files.write_unhashed(temporary / file, blocks)
                 synced.append(syncing.submit(files.sync, temporary / file))
             writer.write_rest(temporary)
             _compare(temporary, writer)
@@ -359,6 +370,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _stop_if_failed(futures: Iterable[Future[None]]) -> None:
+    """Raise the error of a future that has failed."""
     for future in futures:
         if future.done():
             future.result()
@@ -373,6 +385,7 @@ def config_fields(wanted: Export) -> dict[str, Any]:
     source_config = {}
     if wanted.source is not None:
         source_config = dict(wanted.source.config)
+    # A model of transformers is described by the config.json from which it was created.
     if as_is.is_as_is(wanted.module):
         config = wanted.config
         if not source_config.get("model_type"):
@@ -380,10 +393,14 @@ def config_fields(wanted: Export) -> dict[str, Any]:
         new_vocab_size = 0
         if config.vocab_size != config.own_vocab_size:
             new_vocab_size = config.vocab_size
-        labels = wanted.labels or [f"LABEL_{number}" for number in range(config.num_labels)]
+        labels = wanted.labels
+        if not labels:
+            labels = [f"LABEL_{number}" for number in range(config.num_labels)]
         source_config = _with_depths(source_config, 0)
         fields = saved_config(source_config, config.class_name, labels, new_vocab_size)
         return _with_dtype(fields, wanted.dtype)
+
+    # A native model is described by its format. The source keeps its fields if it is the same architecture.
     hub = hub_of(wanted.module, str(wanted.checkpoint), len(wanted.labels))
     source_config = dict(hub.text_config(source_config))
     if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):
@@ -394,7 +411,8 @@ def config_fields(wanted: Export) -> dict[str, Any]:
     fields = hub.write(wanted.config)
     if source_config.get("model_type") == hub.model_type:
         changed = _changed(source_config, hub, wanted.config, fields)
-        return _with_dtype(saved_config(changed, hub.architecture, wanted.labels), wanted.dtype)
+        saved = saved_config(changed, hub.architecture, wanted.labels)
+        return _with_dtype(saved, wanted.dtype)
     fields = {
         "architectures": [hub.architecture],
         "model_type": hub.model_type,
@@ -437,7 +455,8 @@ def _changed(
         for key in _ROTARY:
             changes.pop(key, None)
         changes["rope_parameters"] = table
-    changed = _with_depths({**hf_config, **changes}, getattr(config, "num_nextn_predict_layers", 0))
+    num_depths = getattr(config, "num_nextn_predict_layers", 0)
+    changed = _with_depths({**hf_config, **changes}, num_depths)
     # Exported weights are dequantized.
     changed.pop("quantization_config", None)
     return changed
@@ -469,13 +488,16 @@ def _with_dtype(fields: dict[str, Any], dtype: str) -> dict[str, Any]:
     if not dtype:
         return fields
     changed = dict(fields)
-    if not _DTYPE_KEYS & fields.keys():
+    # Versions of transformers use different names for the key. Keep the name of the source.
+    existing_keys = _DTYPE_KEYS & fields.keys()
+    if not existing_keys:
         changed["torch_dtype"] = dtype
-    for key in _DTYPE_KEYS & fields.keys():
+    for key in existing_keys:
         changed[key] = dtype
     for name, part in fields.items():
         if name.endswith("_config") and isinstance(part, dict):
-            changed[name] = {**part, **dict.fromkeys(_DTYPE_KEYS & part.keys(), dtype)}
+            keys_of_part = _DTYPE_KEYS & part.keys()
+            changed[name] = {**part, **dict.fromkeys(keys_of_part, dtype)}
     return changed
 
 
@@ -495,32 +517,36 @@ def _named_as_before(translation: Translation, wanted: Export) -> Translation:
     """Return the translation with the tensor names of the source folder. A tensor may have one of several names."""
     assert wanted.source is not None
     where = wanted.source.where
+    names: Mapping[str, Any] = {}
     if source.has_weights(where):
         with open_weights(where, None) as weights:
             model = models.build(wanted.module, wanted.config)
             source_translation, _ = as_is.fit(model, wanted.config, weights)
             names = source_translation.sources
-    else:
-        names = {}
-        if (where / manifest.MANIFEST).is_file():
-            noted = manifest.read(where).facts.get(source.NAMES)
-            if isinstance(noted, dict) and all(isinstance(name, str) for name in noted.values()):
-                names = noted
-    # With the names of another model, two tensors could have the same name.
+    elif (where / manifest.MANIFEST).is_file():
+        # The source is a checkpoint, which may contain the names of the folder from which its run started.
+        # Facts are not checked when the manifest is read.
+        facts = manifest.read(where).facts
+        recorded = facts.get(source.NAMES)
+        if isinstance(recorded, dict) and all(isinstance(n, str) for n in recorded.values()):
+            names = recorded
     sources = {ours: names.get(ours, theirs) for ours, theirs in translation.sources.items()}
+    # With the names of another model, two tensors could have the same name.
     if len({*sources.values()}) < len(sources):
         return translation
     return dataclasses.replace(translation, sources=sources)
 
 
 def _check_stored(translation: Translation, stored: Manifest, wanted: Export) -> None:
+    """Raise CheckpointError if the weights of the checkpoint have other names or shapes than the model."""
     checkpoint = wanted.checkpoint
-    dropped = "no prefix"
+    dropped_prefix = ""
     if wanted.drop_mtp:
-        dropped = f"{WEIGHTS_PREFIX}{wanted.module.LAYOUT.mtp_layers}."
+        dropped_prefix = f"{WEIGHTS_PREFIX}{wanted.module.LAYOUT.mtp_layers}."
     shapes = {}
     for name, tensor in stored.tensors.items():
-        if name.startswith(WEIGHTS_PREFIX) and not name.startswith(dropped):
+        is_dropped = bool(dropped_prefix) and name.startswith(dropped_prefix)
+        if name.startswith(WEIGHTS_PREFIX) and not is_dropped:
             shapes[name.removeprefix(WEIGHTS_PREFIX)] = tuple(tensor.shape)
     expected = translation.shapes
     all_names = shapes.keys() | expected.keys()
@@ -545,8 +571,10 @@ def _compare(folder: Path, writer: Writer) -> None:
         mapping.check(translation, weights)
         for name in translation.sources:
             for box in mapping.row_blocks(translation.shapes[name]):
-                theirs = mapping.read_part(name, box, translation, weights, writer.dtype_of(name))
-                if not _same_bits(theirs, writer.read_part(name, box)):
+                dtype = writer.dtype_of(name)
+                theirs = mapping.read_part(name, box, translation, weights, dtype)
+                ours = writer.read_part(name, box)
+                if not _same_bits(theirs, ours):
                     raise CheckpointError(
                         f"{folder}: {name} differs from the written data when read back, "
                         "so nothing was exported; check the disk"
@@ -560,9 +588,10 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     # Compare as integers, because NaN is not equal to itself as a float.
     one = one.contiguous().reshape(-1).view(torch.uint8)
     other = other.contiguous().reshape(-1).view(torch.uint8)
+    # Words of 8 bytes are faster to compare than bytes. The last bytes may not fill a word.
     num_in_words = one.numel() // 8 * 8
-    if not torch.equal(
-        one[:num_in_words].view(torch.int64), other[:num_in_words].view(torch.int64)
-    ):
+    words = one[:num_in_words].view(torch.int64)
+    other_words = other[:num_in_words].view(torch.int64)
+    if not torch.equal(words, other_words):
         return False
     return torch.equal(one[num_in_words:], other[num_in_words:])

@@ -32,6 +32,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
 _MISSING_CLASS = "Llama4ForSequenceClassification"
+"""Class of a classifier that the naming scheme of transformers implies, but that it does not have."""
 
 
 @dataclass(frozen=True)
@@ -84,24 +85,25 @@ def recognise(folder: Path, name: str = "") -> HubModel:
     except OnlyInTransformers as reason:
         return _as_it_is(folder, reason)
     config = models.find(hub_model.name).Config(**hub_model.values)
-    # Skip DeepSeek's layers for multi-token prediction, which follow the last layer.
-    layers = config.num_layers
+    # Skip DeepSeek's layers for multi-token prediction, which follow the last layer. The number comes from a
+    # file that was downloaded, so limit it.
     num_extra = hub_model.config.get("num_nextn_predict_layers") or 0
-    beyond: tuple[str, ...] = ()
     if not isinstance(num_extra, int):
         num_extra = 0
-    if num_extra:
-        beyond = tuple(rf"model\.layers\.{layers + i}\..*" for i in range(min(num_extra, 8)))
+    patterns = []
+    for number in range(min(num_extra, 8)):
+        layer = config.num_layers + number
+        patterns.append(rf"model\.layers\.{layer}\..*")
     return HubModel(
-        hub_model.name,
-        hub_model.flavor,
-        hub_model.overrides,
-        config,
-        hub_model.hub,
-        beyond,
-        hub_model.block,
-        hub_model.notices,
-        num_extra,
+        name=hub_model.name,
+        flavor=hub_model.flavor,
+        overrides=hub_model.overrides,
+        config=config,
+        hub=hub_model.hub,
+        passed_over=tuple(patterns),
+        block=hub_model.block,
+        notices=hub_model.notices,
+        num_mtp_layers=num_extra,
     )
 
 
@@ -115,10 +117,12 @@ def with_mtp(hub_model: HubModel, folder: Path) -> HubModel:
     if not hasattr(hub_model.config, name) or hub_model.num_mtp_layers == 0:
         rule = f"has no effect, because {folder} has no layers of multi-token prediction ({name})"
         raise ConfigError(Problem("--keep_mtp", True, rule, "remove it"))
+    # The Config and the overrides that reproduce it must agree.
+    changed = {name: hub_model.num_mtp_layers}
     return dataclasses.replace(
         hub_model,
-        overrides={**hub_model.overrides, name: hub_model.num_mtp_layers},
-        config=dataclasses.replace(hub_model.config, **{name: hub_model.num_mtp_layers}),
+        overrides={**hub_model.overrides, **changed},
+        config=dataclasses.replace(hub_model.config, **changed),
     )
 
 
@@ -135,7 +139,7 @@ def check_mtp(config: Any, hub_model: HubModel, folder: Path) -> None:
 
 
 def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
-    """Return a folder's model as one that runs its architecture's own class of ``transformers``.
+    """Return a folder's model as one that runs the class of ``transformers`` for its architecture.
 
     Raises:
         ConfigError: transformers is not installed or has no such class.
@@ -154,8 +158,7 @@ def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
 
 
 def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> HubFormat:
-    """Return the Hugging Face format of a model file: its HUB, with a
-    classification head if ``num_labels`` is not 0.
+    """Return the Hugging Face format of a model file: its HUB, with a classification head if ``num_labels`` is not 0.
 
     Raises:
         ConfigError: the model file has no HUB, or transformers has no such class with a classification head.
@@ -167,15 +170,16 @@ def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> HubFormat:
         )
     if not num_labels:
         return hub
+    # An architecture whose name has no "ForCausalLM" stays the same, and has no such class.
     architecture = hub.architecture.replace("ForCausalLM", "ForSequenceClassification")
     has_class = architecture not in (hub.architecture, _MISSING_CLASS)
     if not has_class:
         rule = f"transformers has no class like {hub.architecture} with a classification head"
         raise ConfigError(f"{where}: {rule}, so it has no Hugging Face format; use its checkpoint")
+    # transformers calls the head of every such class "score".
     head = f"{module.LAYOUT.last[-1]}.weight"
-    return dataclasses.replace(
-        hub, architecture=architecture, names={**hub.names, head: "score.weight"}
-    )
+    names = {**hub.names, head: "score.weight"}
+    return dataclasses.replace(hub, architecture=architecture, names=names)
 
 
 def translation_of(module: ModuleType, config: Any, where: str, num_labels: int = 0) -> Translation:
@@ -189,8 +193,10 @@ def translation_of(module: ModuleType, config: Any, where: str, num_labels: int 
         return as_is.translation(models.build(module, config), config)
     hub = hub_of(module, where, num_labels)
     model = models.build(module, config, num_labels)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return translate(hub, config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    shapes = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        shapes[name] = tuple(tensor.shape)
+    return translate(hub, config, shapes)
 
 
 def check_same(
@@ -226,11 +232,10 @@ def check_noted(model: ModelOptions, path: Place) -> None:
     """
     stored = manifest.read(path)
     described = stored.facts.get("model")
-    if (
-        not isinstance(described, dict)
-        or described.get("name") != model.name
-        or model.name.endswith(".py")
-    ):
+    if not isinstance(described, dict) or model.name.endswith(".py"):
+        return
+    # With another model file, the names of the tensors differ, and loading reports that.
+    if described.get("name") != model.name:
         return
     noted = source.noted_model(Path(str(path)), stored)
     assert noted is not None, "the manifest describes the model"
@@ -288,13 +293,17 @@ def changed_fields(
 
     Return [] if the base model is unknown or has another architecture.
     """
-    file: Mapping[str, Any] = {}
-    if hub is not None and base is not None:
-        file = hub.text_config(base.config)
-    if hub is None or file.get("model_type") != hub.model_type:
+    if hub is None or base is None:
         return []
-    differ = _differing(hub, config, hub.read(Fields(file, CONFIG, hub.defaults)))
-    return [f"{key}={getattr(config, key)!r}" for key in differ if CHANGEABLE.fullmatch(key)]
+    file = hub.text_config(base.config)
+    if file.get("model_type") != hub.model_type:
+        return []
+    base_fields = hub.read(Fields(file, CONFIG, hub.defaults))
+    changes = []
+    for key in _differing(hub, config, base_fields):
+        if CHANGEABLE.fullmatch(key):
+            changes.append(f"{key}={getattr(config, key)!r}")
+    return changes
 
 
 def _differing(hub: HubFormat, config: Any, stored_fields: Mapping[str, Any]) -> list[str]:

@@ -120,8 +120,10 @@ def check(
     different: list[str] = []
     for name in sorted(existing - expected.keys()):
         if name in copies:
-            is_equal = _equals(name, copies[name], translation, weights)
-            (ignored if is_equal else different).append(name)
+            if _equals(name, copies[name], translation, weights):
+                ignored.append(name)
+            else:
+                different.append(name)
             continue
         # Some files contain a tied head as a copy of the embedding, which must be equal.
         is_passed_over = any(re.fullmatch(pattern, name) for pattern in passed_over)
@@ -140,6 +142,7 @@ def check(
         dtype = weights.dtype(name)
         if not dtype.is_floating_point or dtype.itemsize == 1:
             wrong_dtypes.append(f"{name} {dtype}")
+    # Report all problems together. The kind of the differences often shows which model the folder contains.
     names_by_problem = {
         "missing": sorted(expected.keys() - existing),
         "not in this model": surplus,
@@ -162,7 +165,8 @@ def check(
 def fill(tensors: Mapping[str, Tensor], translation: Translation, weights: HubWeights) -> None:
     """Fill this rank's part of our tensors in place. Only this part of each tensor is read from the files."""
     for name, tensor in tensors.items():
-        _fill(local_tensor(tensor).detach(), name, local_slices(tensor), translation, weights)
+        shard = local_tensor(tensor).detach()
+        _fill(shard, name, local_slices(tensor), translation, weights)
 
 
 def in_hub_format(
@@ -178,12 +182,14 @@ def in_hub_format(
     for name, tensor in tensors:
         for piece in translation.pieces_of(name):
             shape = shapes[piece.name]
+            # A scalar has no dimension to slice.
             if not piece.theirs:
                 yield piece.name, tensor
                 continue
             part = tensor[piece.ours]
             if piece.transposed:
                 part = part.transpose(-2, -1)
+            # Our tensor contains the entire tensor of the format, so no copy is needed.
             if part.numel() == math.prod(shape):
                 yield piece.name, part.reshape(shape)
                 continue
@@ -203,13 +209,8 @@ def read_whole(
     name: str, translation: Translation, weights: HubWeights, dtype: torch.dtype
 ) -> Tensor:
     """Return one of our tensors, unsharded, on the CPU."""
-    return read_part(
-        name,
-        tuple(slice(0, size) for size in translation.shapes[name]),
-        translation,
-        weights,
-        dtype,
-    )
+    full = tuple(slice(0, size) for size in translation.shapes[name])
+    return read_part(name, full, translation, weights, dtype)
 
 
 def read_part(
@@ -242,8 +243,7 @@ def row_blocks(
     row_limit_bytes: int = 2**25,
     item_bytes: int = 4,
 ) -> Iterator[tuple[slice, ...]]:
-    """Yield boxes of full rows that cover a tensor. A box has up to ``row_limit_bytes``,
-    but at least one row.
+    """Yield boxes of full rows that cover a tensor. A box has up to ``row_limit_bytes``, but at least one row.
 
     >>> [box[0] for box in row_blocks((5, 4), row_limit_bytes=32)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
@@ -267,12 +267,13 @@ def _shape_of(box: tuple[slice, ...]) -> list[int]:
 def _fill(
     into: Tensor,
     name: str,
-    own: tuple[slice, ...],
+    box: tuple[slice, ...],
     translation: Translation,
     weights: HubWeights,
 ) -> None:
+    """Read a box of our tensor ``name`` into ``into``, which has the shape of the box."""
     for piece in translation.pieces_of(name):
-        overlap = _overlap(piece, own)
+        overlap = _overlap(piece, box)
         if overlap is None:
             continue
         theirs, place = overlap
@@ -282,14 +283,13 @@ def _fill(
 
 
 def _read(piece: TensorPiece, theirs: tuple[slice, ...], weights: HubWeights) -> Tensor:
-    """Read a box of a Hugging Face tensor, and transpose it if needed.
-
-    A step is applied after a contiguous read.
-    """
+    """Read a box of a Hugging Face tensor, and transpose it if needed."""
     if not theirs:
         return weights.read(piece.name, theirs)
+    # Apply a step after the read, because safetensors reads only consecutive elements.
     last = theirs[-1]
-    tensor = weights.read(piece.name, (*theirs[:-1], slice(last.start, last.stop)))
+    without_step = (*theirs[:-1], slice(last.start, last.stop))
+    tensor = weights.read(piece.name, without_step)
     tensor = tensor[..., :: last.step]
     if piece.transposed:
         tensor = tensor.transpose(-2, -1)
@@ -298,11 +298,11 @@ def _read(piece: TensorPiece, theirs: tuple[slice, ...], weights: HubWeights) ->
 
 def _overlap(
     piece: TensorPiece,
-    own: tuple[slice, ...],
+    box: tuple[slice, ...],
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return the overlap of a piece with a box of our tensor, or None if they do not overlap.
 
-    The overlap is returned as its box in the file's tensor and its box within ``own``.
+    The overlap has two coordinates: its place in the tensor of the file, and its place within ``box``.
     """
     theirs = []
     place = []
@@ -312,12 +312,12 @@ def _overlap(
     in_our_order = list(piece.theirs)
     if piece.transposed:
         in_our_order[-2:] = in_our_order[:-3:-1]
-    for dim, (own_range, our_range) in enumerate(zip(own, piece.ours, strict=True)):
-        start = max(own_range.start, our_range.start)
-        stop = min(own_range.stop, our_range.stop)
+    for dim, (box_range, our_range) in enumerate(zip(box, piece.ours, strict=True)):
+        start = max(box_range.start, our_range.start)
+        stop = min(box_range.stop, our_range.stop)
         if start >= stop:
             return None
-        place.append(slice(start - own_range.start, stop - own_range.start))
+        place.append(slice(start - box_range.start, stop - box_range.start))
         # A step skips the elements of interleaved tensors.
         if dim >= extra:
             their_range = in_our_order[dim - extra]
@@ -332,8 +332,10 @@ def _overlap(
 
 def _repeats(name: str, translation: Translation, weights: HubWeights) -> bool:
     """True if a Hugging Face tensor is a tied head that equals the embedding."""
+    if not translation.config.tied_embeddings:
+        return False
     head = translation.hub.source("head.weight", translation.config)
-    if not translation.config.tied_embeddings or name != head:
+    if name != head:
         return False
     return _equals(name, "embed.weight", translation, weights)
 

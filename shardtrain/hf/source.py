@@ -1,5 +1,4 @@
-"""Files of a model other than its weights,
-from a Hugging Face folder or from a checkpoint of an import or merge.
+"""Files of a model other than its weights, from a Hugging Face folder or from a checkpoint of an import or merge.
 
 These are config.json, the tokenizer, the chat template and generation settings. An export copies them. A
 run's configuration contains the path of the folder. ``import`` and ``merge`` store the files in the new
@@ -77,9 +76,8 @@ class FolderSource:
     @property
     def has_tokenizer(self) -> bool:
         """True if the files include a tokenizer."""
-        return any(
-            TOKENIZERS.fullmatch(name) and name != "tokenizer_config.json" for name in self.files
-        )
+        tokenizer_files = filter(TOKENIZERS.fullmatch, self.files)
+        return any(name != "tokenizer_config.json" for name in tokenizer_files)
 
 
 def of_folder(folder: Path) -> FolderSource:
@@ -152,7 +150,9 @@ def of_path(path: Path) -> FolderSource | None:
     """Return the files of a checkpoint or a folder, or None if the path is neither or the checkpoint has none."""
     if (path / MANIFEST).is_file():
         return of_checkpoint(path, manifest.read(path))
-    return of_folder(path) if path.is_dir() else None
+    if path.is_dir():
+        return of_folder(path)
+    return None
 
 
 def unpacked(source: FolderSource) -> Path:
@@ -178,7 +178,10 @@ def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
     noted = stored.facts.get("model")
     if not isinstance(noted, dict):
         return None
-    name, flavor, overrides = (noted.get(key) for key in ("name", "flavor", "overrides"))
+    # Facts are not checked when the manifest is read.
+    name = noted.get("name")
+    flavor = noted.get("flavor")
+    overrides = noted.get("overrides")
     if not isinstance(name, str) or not isinstance(flavor, str):
         raise CheckpointError(
             f"checkpoint {folder}: its description of the model is invalid; name the run's TOML with --config"
@@ -190,6 +193,7 @@ def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
     if not isinstance(overrides, dict):
         overrides = {}
     overrides = dict(overrides)
+    # transformers reads its config.json from a folder, so write the stored one to a temporary folder.
     if name == "transformers":
         source = of_checkpoint(folder, stored)
         if source is None or not source.config:
@@ -214,23 +218,26 @@ def packed(source: FolderSource) -> tuple[bytes, dict[str, list[int]]]:
         ConfigError: the files are larger than ``MAX_JSON_BYTES``.
         StorageError: a file cannot be read.
     """
-    data = bytearray()
-    places = {}
-    texts = {}
-    if source.config:
-        texts = {CONFIG: (json.dumps(source.config, indent=2) + "\n").encode()}
-    # The files are concatenated in memory.
-    if sum(size for _, _, size in source.files.values()) > MAX_JSON_BYTES:
+    # The files are concatenated in memory, so check their sizes first.
+    total_bytes = sum(size for _, _, size in source.files.values())
+    if total_bytes > MAX_JSON_BYTES:
         raise ConfigError(
             f"{source.where} has more than {MAX_JSON_BYTES} bytes of files other than weights; remove unrelated files"
         )
-    for name in [*texts, *source.files]:
+    contents: dict[str, bytes] = {}
+    if source.config:
+        text = json.dumps(source.config, indent=2) + "\n"
+        contents[CONFIG] = text.encode()
+    for name in source.files:
         try:
-            one = texts[name] if name in texts else source.read(name)
+            contents.setdefault(name, source.read(name))
         except OSError as error:
             raise storage_errors.cannot("read", source.where / name, error) from None
-        places[name] = [len(data), len(one)]
-        data += one
+    data = bytearray()
+    places = {}
+    for name, content in contents.items():
+        places[name] = [len(data), len(content)]
+        data += content
     return bytes(data), places
 
 
@@ -240,8 +247,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def dtypes_of(path: Path, translation: Translation) -> dict[str, str]:
-    """Return the dtype of each of our tensors in a checkpoint or a folder,
-    or {} if the folder has no weights.
+    """Return the dtype of each of our tensors in a checkpoint or a folder, or {} if the folder has no weights.
 
     Only the manifest or file headers are read.
     """
@@ -255,6 +261,7 @@ def dtypes_of(path: Path, translation: Translation) -> dict[str, str]:
                 dtypes[name] = stored[key].dtype
         return dtypes
     if has_weights(path):
+        # Quantized weights are read in their dequantized dtype.
         block = block_of(read_json(path / CONFIG), str(path / CONFIG))
         with open_weights(path, block, translation.hub.prefix) as weights:
             return dtypes_in(weights, translation)
@@ -268,7 +275,9 @@ def dtypes_in(weights: HubWeights, translation: Translation) -> dict[str, str]:
     """Return the dtype of each of our tensors in opened weights."""
     dtypes = {}
     for name in translation.sources:
-        first = next(iter(translation.pieces_of(name))).name
-        if first in weights:
-            dtypes[name] = str(weights.dtype(first)).removeprefix("torch.")
+        # Our tensor may consist of several pieces. All have the dtype of the first.
+        first_piece = next(iter(translation.pieces_of(name)))
+        if first_piece.name in weights:
+            dtype = weights.dtype(first_piece.name)
+            dtypes[name] = str(dtype).removeprefix("torch.")
     return dtypes

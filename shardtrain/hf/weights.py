@@ -62,10 +62,10 @@ def without_wrappers(table: dict[str, T]) -> dict[str, T]:
     ({'a': 1, 'b': 2}, {'module.a': 1, 'b': 2})
     """
     for wrapper in WRAPPERS:
+        # A wrapper adds its prefix to every name. If some names lack it, it is a module of the model.
         if table and all(name.startswith(wrapper) for name in table):
-            return without_wrappers(
-                {name.removeprefix(wrapper): value for name, value in table.items()}
-            )
+            unwrapped = {name.removeprefix(wrapper): value for name, value in table.items()}
+            return without_wrappers(unwrapped)
     return table
 
 
@@ -77,9 +77,9 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
             names a missing file.
     """
     path = folder / index
-    if not path.exists() and (folder / single).exists():
-        return {}
     if not path.exists():
+        if (folder / single).exists():
+            return {}
         raise _no_weights(folder, index)
     try:
         content = bounded_reads.whole(path, MAX_JSON_BYTES)
@@ -93,15 +93,12 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
         raise CheckpointError(f"{path}: weight_map is not a table of names; download it again")
     existing: set[str] = set()
     for name, file in file_of_tensor.items():
-        # An index may have a million tensors in a thousand files.
+        # An index may have a million tensors in a thousand files, so check each file once.
         if isinstance(file, str) and file in existing:
             continue
         # A name with a path separator could point outside the model's folder.
-        if (
-            not isinstance(file, str)
-            or Path(file).name != file
-            or Path(file).suffix != Path(single).suffix
-        ):
+        is_file_name = isinstance(file, str) and Path(file).name == file
+        if not is_file_name or Path(file).suffix != Path(single).suffix:
             raise CheckpointError(
                 f"{path}: {name} is in {file!r}, which is not a file name like {single}"
             )
@@ -117,6 +114,7 @@ def _no_weights(folder: Path, index: str) -> CheckpointError:
     """Return the error for a folder that has neither ``index`` nor a single weights file."""
     pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
     parts = sorted(file.name for file in folder.glob("*.safetensors"))
+    # The weights exist, and only their index is missing.
     if parts or (pickles and index == BIN_INDEX):
         missing = folder / BIN_INDEX
         if parts:
@@ -160,8 +158,10 @@ class HubWeights:
                 raise CheckpointError(
                     f"{folder / INDEX} assigns {name} to {file}, which does not contain it; download both again"
                 )
+        # All names begin with the prefix of a wrapper.
         if without_wrappers(self._file_of).keys() != self._file_of.keys():
-            wrapper = next(iter(self._file_of)).partition(".")[0]
+            first_name = next(iter(self._file_of))
+            wrapper = first_name.partition(".")[0]
             raise CheckpointError(
                 f"{folder}: all names begin with {wrapper!r}, which transformers cannot read either; "
                 f"save model.{wrapper}.state_dict() instead"
@@ -178,6 +178,7 @@ class HubWeights:
 
         path = self.folder / file
         try:
+            # This check has limits on memory that the library does not have.
             safetensors_header.read(path)
             opened = safe_open(str(path), framework="pt")
             names = list(opened.keys())
@@ -220,7 +221,10 @@ class HubWeights:
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
         """Read a box of a tensor (one slice per dimension) in the dtype of the file, on the CPU."""
         part = self._slice(name)
-        return part[tuple(box)] if len(box) else part[...]  # type: ignore[no-any-return]
+        # The library reads a scalar with an ellipsis, and not with an empty tuple.
+        if not len(box):
+            return part[...]  # type: ignore[no-any-return]
+        return part[tuple(box)]  # type: ignore[no-any-return]
 
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(self._stored_as[name])

@@ -29,30 +29,33 @@ checkpoint.keep_best, else latest). Paths can be URLs of an object store, such a
 
 def main(words: Sequence[str], others: Mapping[str, CommandVerb] | None = None) -> int:
     """Run one verb and return its exit status. ``others`` are additional verbs of other packages."""
-    return Command(
-        "shardtrain checkpoint", {**VERBS, **(others or {})}, column=28, notes=_NOTES
-    ).run(words)
+    verbs = {**VERBS, **(others or {})}
+    command = Command("shardtrain checkpoint", verbs, column=28, notes=_NOTES)
+    return command.run(words)
 
 
 def _paths(verb: str, number: int, words: Sequence[str]) -> list[Place]:
     """Return the ``number`` paths that a verb requires. Raise ConfigError for another number of arguments."""
-    if len(words) != number or any(word.startswith("-") for word in words):
-        rule = f"requires exactly {number} path{'s' if number > 1 else ''}"
-        example = "outputs" if verb in ("ls", "verify") else "outputs/checkpoint/step-100"
-        fix = f"write it like: shardtrain checkpoint {verb} {example}"
-        fix += {"diff": " outputs/checkpoint/step-200", "weights": " weights.safetensors"}.get(
-            verb, ""
+    # An option that the verb does not have would otherwise be read as a path.
+    has_option = any(word.startswith("-") for word in words)
+    if len(words) == number and not has_option:
+        return [place(word) for word in words]
+    plural = "s" if number > 1 else ""
+    rule = f"requires exactly {number} path{plural}"
+    example = "outputs" if verb in ("ls", "verify") else "outputs/checkpoint/step-100"
+    if verb == "diff":
+        example += " outputs/checkpoint/step-200"
+    elif verb == "weights":
+        example += " weights.safetensors"
+    raise ConfigError(
+        Problem(
+            f"shardtrain checkpoint {verb}",
+            " ".join(words) or None,
+            rule=rule,
+            fix=f"write it like: shardtrain checkpoint {verb} {example}",
+            where="command line",
         )
-        raise ConfigError(
-            Problem(
-                f"shardtrain checkpoint {verb}",
-                " ".join(words) or None,
-                rule=rule,
-                fix=fix,
-                where="command line",
-            )
-        )
-    return [place(word) for word in words]
+    )
 
 
 def _take_step(words: Sequence[str]) -> tuple[list[str], str | None]:
@@ -63,13 +66,17 @@ def _take_step(words: Sequence[str]) -> tuple[list[str], str | None]:
     for word in remaining:
         option, _, name = word.partition("=")
         if option == "--step":
-            step = choice.step_name(name or next(remaining, ""))
+            # ``step_name`` rejects an empty name.
+            if not name:
+                name = next(remaining, "")
+            step = choice.step_name(name)
         else:
             rest.append(word)
     return rest, step
 
 
 def _list(words: Sequence[str]) -> int:
+    # The folder may be one checkpoint, a Hugging Face folder, or a folder of checkpoints.
     (folder,) = _paths("ls", 1, words)
     if (folder / MANIFEST).exists():
         print(_line(folder, manifest.read(folder)))
@@ -93,31 +100,42 @@ def _list(words: Sequence[str]) -> int:
 
 
 def _line(path: Place, stored: Manifest) -> str:
+    """Describe a checkpoint in one line, with the files whose size is wrong."""
     kind = "weights only" if stored.facts.get("weights_only") else "whole"
-    ranks = f"{stored.world_size} rank{'s' if stored.world_size != 1 else ''}"
-    line = f"{path.name}  {format_bytes(stored.total_bytes)}  {ranks}  {len(stored.tensors)} tensors  {kind}"
-    sizes = {file.name: file.bytes for file in stored.files}
-    wrong = [name for name, size in sizes.items() if _size(path / name) != size]
-    return f"{line}  missing or cut: {', '.join(wrong)}" if wrong else line
+    plural = "" if stored.world_size == 1 else "s"
+    ranks = f"{stored.world_size} rank{plural}"
+    size = format_bytes(stored.total_bytes)
+    line = f"{path.name}  {size}  {ranks}  {len(stored.tensors)} tensors  {kind}"
+    # Sizes are compared instead of hashes, because ``ls`` must not read all bytes. ``verify`` does.
+    wrong = []
+    for file in stored.files:
+        if _size(path / file.name) != file.bytes:
+            wrong.append(file.name)
+    if wrong:
+        line += f"  missing or cut: {', '.join(wrong)}"
+    return line
 
 
 def _interval(words: Sequence[str]) -> int:
     """Print the optimal save interval of Young and Daly, and the useful share of time for intervals around it."""
     times: dict[str, float] = {"restart": 0.0}
     names = ("stall", "mttf", "restart")
-    for name, value in zip(words[::2], [*words[1::2], ""], strict=False):
-        if name not in [f"--{known}" for known in names]:
+    options = [f"--{known}" for known in names]
+    # Options and values alternate. The value of a last option without one is "", which is not a time.
+    values = [*words[1::2], ""]
+    for name, value in zip(words[::2], values, strict=False):
+        if name not in options:
             raise ConfigError(
                 Problem(
                     "shardtrain checkpoint interval",
                     name,
                     rule="is not an option",
-                    fix=f"options are {', '.join(f'--{known}' for known in names)}",
+                    fix=f"options are {', '.join(options)}",
                     where="command line",
                 )
             )
         try:
-            times[name[2:]] = parse_seconds(value)
+            times[name.removeprefix("--")] = parse_seconds(value)
         except ValueError:
             raise ConfigError(
                 Problem(
@@ -128,29 +146,33 @@ def _interval(words: Sequence[str]) -> int:
                     where="command line",
                 )
             ) from None
-    for known in names:
-        if not 0 < times.get(known, 0.0) < math.inf and known != "restart":
+    for required, example in (("stall", "1"), ("mttf", "7.9h")):
+        seconds = times.get(required)
+        if seconds is None or not 0 < seconds < math.inf:
             raise ConfigError(
                 Problem(
-                    f"--{known}",
-                    times.get(known),
+                    f"--{required}",
+                    seconds,
                     rule="must be a time above 0",
-                    fix=f"write it like --{known} {'1' if known == 'stall' else '7.9h'}",
+                    fix=f"write it like --{required} {example}",
                     where="command line",
                 )
             )
-    stall, mttf, restart = (times[known] for known in names)
+    stall = times["stall"]
+    mttf = times["mttf"]
+    restart = times["restart"]
     advised = interval.best_seconds(stall, mttf)
     print(f"save every {format_seconds(advised)} (sqrt(2 * stall * mttf) = {advised:.0f} s)")
+    # Show how much a shorter or longer interval costs.
     for factor in (0.25, 1, 4):
-        share = interval.useful_share(factor * advised, stall, mttf, restart)
-        print(
-            f"every {format_seconds(factor * advised):>10}: {100 * share:.1f} % of the time is training"
-        )
+        seconds = factor * advised
+        share = interval.useful_share(seconds, stall, mttf, restart)
+        print(f"every {format_seconds(seconds):>10}: {100 * share:.1f} % of the time is training")
     return 0
 
 
 def _size(path: Place) -> int:
+    """Return the size of a file in bytes, or -1 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -163,9 +185,12 @@ def _verify(words: Sequence[str]) -> int:
     if not (path / MANIFEST).exists():
         folder = _checkpoints_of(path)
         paths = [folder / f"step-{step}" for step in retention.step_folders(folder)]
-    bad = [damage for each in paths for damage in _damages(each)]
-    if bad:
-        raise CheckpointError("; ".join(bad))
+    # Verify all checkpoints before reporting, so one message lists all damage.
+    damages = []
+    for checkpoint in paths:
+        damages += _damages(checkpoint)
+    if damages:
+        raise CheckpointError("; ".join(damages))
     return 0
 
 
@@ -175,32 +200,35 @@ def _damages(path: Place) -> list[str]:
         stored = manifest.read(path)
     except CheckpointError as error:
         return [str(error)]
-    bad = [
-        f"checkpoint {path}: {damage}"
-        for file in stored.files
-        if (damage := files.find_damage(path, file))
-    ]
+    damages = []
+    for file in stored.files:
+        damage = files.find_damage(path, file)
+        if damage:
+            damages.append(f"checkpoint {path}: {damage}")
+    # A folder that was renamed or copied over another has good files of the wrong step.
     if retention.step_of(path) not in (None, stored.step):
-        bad.append(f"checkpoint {path}: its manifest is of step {stored.step}")
+        damages.append(f"checkpoint {path}: its manifest is of step {stored.step}")
+    if damages:
+        return damages
+    print(f"{path}: good, {len(stored.files)} files, {format_bytes(stored.total_bytes)}")
     known = {MANIFEST, *(file.name for file in stored.files)}
-    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
-    if not bad:
-        print(f"{path}: good, {len(stored.files)} files, {format_bytes(stored.total_bytes)}")
-        for name in foreign:
-            print(f"{path}: {name} is not part of the checkpoint and is ignored")
-    return bad
+    foreign = [entry.name for entry in path.iterdir() if entry.name not in known]
+    for name in sorted(foreign):
+        print(f"{path}: {name} is not part of the checkpoint and is ignored")
+    return []
 
 
 def _checkpoints_of(path: Place) -> Place:
     """Return the folder with the ``step-N`` folders: ``path`` or ``path/checkpoint``.
 
-    Raise CheckpointError if none.
+    Raises:
+        CheckpointError: neither has one.
     """
-    folder = path if retention.step_folders(path) else path / "checkpoint"
-    if not retention.step_folders(folder):
-        rule = "has no checkpoint: neither it nor its folder checkpoint/ contains a step-N folder"
-        raise CheckpointError(f"{path} {rule}; name a step-N folder, or a run that has saved one")
-    return folder
+    for folder in (path, path / "checkpoint"):
+        if retention.step_folders(folder):
+            return folder
+    rule = "has no checkpoint: neither it nor its folder checkpoint/ contains a step-N folder"
+    raise CheckpointError(f"{path} {rule}; name a step-N folder, or a run that has saved one")
 
 
 def _one_checkpoint(path: Place, step: str | None) -> Place:
@@ -217,50 +245,60 @@ def _one_checkpoint(path: Place, step: str | None) -> Place:
 
 def _diff(words: Sequence[str]) -> int:
     rest, step = _take_step(words)
-    one, other = (_one_checkpoint(path, step) for path in _paths("diff", 2, rest))
-    print(f"comparing {one} and {other}")
+    path_a, path_b = (_one_checkpoint(path, step) for path in _paths("diff", 2, rest))
+    print(f"comparing {path_a} and {path_b}")
     # Verify both before comparing, because differences of a damaged checkpoint mean nothing.
-    stored = []
-    for path in (one, other):
-        stored.append(manifest.read(path))
-        damage = next((d for file in stored[-1].files if (d := files.find_damage(path, file))), "")
+    a = _undamaged(path_a)
+    b = _undamaged(path_b)
+    names = sorted({*a.tensors, *b.tensors})
+    num_different = 0
+    for name in names:
+        text = _difference(name, a, path_a, b, path_b)
+        if text != "equal":
+            num_different += 1
+        print(f"{name}: {text}")
+
+    keys = {*a.facts, *b.facts}
+    different_facts = sorted(key for key in keys if a.facts.get(key) != b.facts.get(key))
+    for key in different_facts:
+        print(f"{key}: differs")
+    print(f"{num_different} of {len(names)} tensors differ")
+    return 1 if num_different or different_facts else 0
+
+
+def _undamaged(path: Place) -> Manifest:
+    """Verify a checkpoint up to the first damage, and return its manifest. Raises CheckpointError."""
+    stored = manifest.read(path)
+    for file in stored.files:
+        damage = files.find_damage(path, file)
         if damage:
             raise CheckpointError(f"checkpoint {path}: {damage}")
-    a = stored[0].tensors
-    b = stored[1].tensors
-    different = 0
-    for name in sorted({*a, *b}):
-        if name not in a or name not in b:
-            text = f"only in {one if name in a else other}"
-        elif (a[name].dtype, a[name].shape) != (b[name].dtype, b[name].shape):
-            text = (
-                f"{a[name].dtype} {list(a[name].shape)} and {b[name].dtype} {list(b[name].shape)}"
-            )
-        else:
-            text = _difference(name, stored[0], one, stored[1], other)
-        different += text != "equal"
-        print(f"{name}: {text}")
-    facts_a = stored[0].facts
-    facts_b = stored[1].facts
-    facts = sorted(key for key in {*facts_a, *facts_b} if facts_a.get(key) != facts_b.get(key))
-    for key in facts:
-        print(f"{key}: differs")
-    print(f"{different} of {len({*a, *b})} tensors differ")
-    return 1 if different or facts else 0
+    return stored
 
 
-def _difference(name: str, a: Manifest, one: Place, b: Manifest, other: Place) -> str:
+def _difference(name: str, a: Manifest, path_a: Place, b: Manifest, path_b: Place) -> str:
+    """Describe how a tensor differs between two checkpoints, or return "equal"."""
+    if name not in b.tensors:
+        return f"only in {path_a}"
+    if name not in a.tensors:
+        return f"only in {path_b}"
+    mine = a.tensors[name]
+    theirs = b.tensors[name]
+    if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+        return f"{mine.dtype} {list(mine.shape)} and {theirs.dtype} {list(theirs.shape)}"
     # Compare bytes first, so torch is only imported for tensors that differ.
-    mine = weights_file.whole_bytes(a, one, a.tensors[name])
-    theirs = weights_file.whole_bytes(b, other, b.tensors[name])
-    if mine == theirs:
+    bytes_a = weights_file.whole_bytes(a, path_a, mine)
+    bytes_b = weights_file.whole_bytes(b, path_b, theirs)
+    if bytes_a == bytes_b:
         return "equal"
     import torch
 
-    dtype = getattr(torch, a.tensors[name].dtype)
-    pair = [torch.frombuffer(data, dtype=dtype).double() for data in (mine, theirs)]
-    gaps = (pair[0] - pair[1]).abs()
+    dtype = getattr(torch, mine.dtype)
+    values_a = torch.frombuffer(bytes_a, dtype=dtype).double()
+    values_b = torch.frombuffer(bytes_b, dtype=dtype).double()
+    gaps = (values_a - values_b).abs()
     count = int((gaps != 0).sum())
+    # NaN has no distance, and would hide the distances of the other elements.
     if bool(gaps.isnan().any()):
         return f"{count} of {gaps.numel()} elements differ, some are not finite"
     return f"{count} of {gaps.numel()} elements differ, by at most {gaps.max().item():.3g}"

@@ -52,9 +52,11 @@ class UnusedNames:
         for item in objects:
             if not isinstance(item, Mapping):
                 continue
+            # A name that was reported is removed, so it is reported only once.
             for name in self._meanings.keys() & item.keys():
                 if item[name] not in _NO_EFFECT:
-                    logger.warning(f"{self._what} {name!r} is not used: {self._meanings.pop(name)}")
+                    meaning = self._meanings.pop(name)
+                    logger.warning(f"{self._what} {name!r} is not used: {meaning}")
 
 
 def find(row: Mapping[str, Any], path: str) -> Any:
@@ -63,7 +65,9 @@ def find(row: Mapping[str, Any], path: str) -> Any:
     If a column's name contains dots, it takes precedence over a path into an object.
     """
     value = _reach(row, path)
-    return None if value is _MISSING else value
+    if value is _MISSING:
+        return None
+    return value
 
 
 def column(row: Mapping[str, Any], path: str) -> Any:
@@ -110,6 +114,7 @@ def check_text(value: str, what: str) -> str:
     Raises:
         Unusable: the text contains half of a surrogate pair, for example from a broken JSON escape.
     """
+    # Most texts are ASCII, for which the test is much faster than encoding.
     if not value.isascii():
         try:
             value.encode()
@@ -140,6 +145,7 @@ def _reach(row: Mapping[str, Any], path: str) -> Any:
     """Return the value at a path, or _MISSING."""
     if path in row:
         return row[path]
+    # Follow the path into nested objects.
     value: Any = row
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -152,6 +158,7 @@ def _names(row: Mapping[str, Any]) -> str:
     """List at most 12 columns of a row."""
     if not row:
         return "none"
+    # A row of untrusted data may have names of any length, and the message must stay readable.
     names = [str(name)[:_MAX_NAME_LENGTH] for name in row]
     text = ", ".join(names[:MAX_NAMES])
     if len(names) > MAX_NAMES:

@@ -35,7 +35,9 @@ from shardtrain.data.tokenizers.tokenizer_config import read_text
 from shardtrain.utils.errors import ConfigError, Problem
 
 _VERSION = 1
+"""Part of every fingerprint. Increase it when the tokens of a row change, to invalidate prepared data."""
 _Pair = tuple[str, str] | Written
+"""Prompt and completion as texts, or rendered as a conversation."""
 HAS_BEGINNING = "already begins with the beginning-of-text token, so none is added"
 HAS_END = "already ends with the end-of-text token, so none is added"
 SHARED_TOKEN = "a token would span the prompt and the completion, so they are tokenized separately"
@@ -47,8 +49,11 @@ def open_encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None = N
     Raises:
         ConfigError: a chat template is needed, but does not exist or cannot be used.
     """
-    form = (source and source.format) or data.format
-    text_field = (source and source.text_field) or data.text_field
+    form = data.format
+    text_field = data.text_field
+    if source is not None:
+        form = source.format or form
+        text_field = source.text_field or text_field
     encoder: Encoder
     if form == "text":
         encoder = TextEncoder(tokenizer, text_field, data)
@@ -57,7 +62,9 @@ def open_encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None = N
     else:
         encoder = ChatEncoder(tokenizer, data)
     template = template_of(data, source, form)
-    return encoder if template is None else TemplatedEncoder(encoder, template)
+    if template is None:
+        return encoder
+    return TemplatedEncoder(encoder, template)
 
 
 class TextEncoder:
@@ -76,6 +83,7 @@ class TextEncoder:
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """Tokenize rows. Return one document per row, or the reason why it has none."""
+        # A bad row must not stop the other rows of the batch, so errors become results.
         texts = [attempt(self._text, row) for row in rows]
         return list(around_bad_rows(texts, self._documents))
 
@@ -108,9 +116,9 @@ class PromptEncoder:
             template = _template_facts(tokenizer, data)
         fields = (data.prompt_field, data.completion_field, data.tools_field, template)
         option_facts = _option_facts(self._ends.ends, data)
-        self.fingerprint = _fingerprint(
-            "prompt_completion", tokenizer, *fields, *option_facts, "continued", "empty"
-        )
+        # Versions that tokenized continuations and empty completions differently lack the last two facts.
+        facts = (*fields, *option_facts, "continued", "empty")
+        self.fingerprint = _fingerprint("prompt_completion", tokenizer, *facts)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """Tokenize rows. Return one document per row, or the reason why it has none."""
@@ -123,6 +131,7 @@ class PromptEncoder:
         data = self._data
         prompt = column(row, data.prompt_field)
         completion = column(row, data.completion_field)
+        # Either both are lists of messages, or both are texts.
         if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
             if type(prompt) is not type(completion):
                 raise Unusable(
@@ -144,7 +153,10 @@ class PromptEncoder:
         texts = [pair for pair in pairs if isinstance(pair, tuple)]
         encoded = iter(encode_pairs(self.tokenizer, texts))
         written = [pair for pair in pairs if isinstance(pair, Written)]
-        chats = iter(self._conversations.documents(written) if written else [])
+        chats: Iterator[Document] = iter([])
+        # Without conversations, do not open the template, which may not exist.
+        if written:
+            chats = iter(self._conversations.documents(written))
         for pair in pairs:
             if isinstance(pair, Written):
                 yield _with_targets(next(chats))
@@ -158,6 +170,7 @@ class PromptEncoder:
         if would_share_token:
             notes = (*document.notes, SHARED_TOKEN)
             document = dataclasses.replace(document, notes=notes)
+        # The first token of a document is never a target, because nothing precedes it.
         if document.learned is not None and document.learned[1:].any():
             return document
         return BadRow("the completion has no token to learn, and no end token", harmless=True)
@@ -206,17 +219,20 @@ class _DocumentEnds:
         self._separator = np.array(ends.separator, dtype=np.int32)
 
     def document(self, tokens: Ids, num_prompt: int | None = None) -> Document:
-        """Make a document of ``tokens``.
+        """Return a document of ``tokens`` between the tokens that begin and end a document.
 
-        If ``num_prompt`` is given, the first ``num_prompt`` tokens are not learned.
-        Otherwise all are learned.
+        If ``num_prompt`` is set, the first ``num_prompt`` tokens are not learned.
+        Otherwise all tokens are learned.
         """
         notes = []
-        prefix, suffix = self._prefix, self._suffix
+        # Some datasets already contain these tokens as text. Two of them would be learned as a pattern.
+        prefix = self._prefix
         if len(prefix) and starts_with(tokens, prefix):
             prefix = prefix[:0]
             notes.append(HAS_BEGINNING)
-        if 0 < len(suffix) <= len(tokens) and (tokens[-len(suffix) :] == suffix).all():
+        suffix = self._suffix
+        has_room = 0 < len(suffix) <= len(tokens)
+        if has_room and (tokens[-len(suffix) :] == suffix).all():
             suffix = suffix[:0]
             notes.append(HAS_END)
         full = np.concatenate((prefix, tokens, suffix, self._separator))
@@ -232,8 +248,14 @@ class _DocumentEnds:
         empty. The fingerprint is then the same as in versions that did not recognize such texts.
         """
         ids = [*self.ends.prefix, *self.ends.suffix]
-        spelled = tokenizer.encode(tokenizer.decode(ids, keep_special=True)).tolist() if ids else []
-        return ["ends once"] if set(spelled) & set(ids) else []
+        if not ids:
+            return []
+        # Tokenize the names of these tokens as text, like a dataset that contains them.
+        names = tokenizer.decode(ids, keep_special=True)
+        ids_of_names = tokenizer.encode(names).tolist()
+        if set(ids_of_names) & set(ids):
+            return ["ends once"]
+        return []
 
 
 def _with_targets(document: Document) -> Document | BadRow:
@@ -257,9 +279,13 @@ def _option_facts(ends: Ends, data: Data) -> list[str]:
 def end_tokens(tokenizer: Tokenizer, data: Data, has_conversations: bool) -> list[int]:
     """Return the special tokens that end a document or a turn in training. The tokenizer's EOS comes first."""
     ends = [tokenizer.eos_id, *ends_of(tokenizer, data).after[:1]]
-    if has_conversations and _templates(tokenizer, data)[0] is not None:
-        ends.append(open_conversations(tokenizer, data).turn_end())
-    return [token for token in dict.fromkeys(ends) if token in tokenizer.special_ids]
+    if has_conversations:
+        template, _ = _templates(tokenizer, data)
+        if template is not None:
+            ends.append(open_conversations(tokenizer, data).turn_end())
+    # The same token often ends documents and turns.
+    distinct = dict.fromkeys(ends)
+    return [token for token in distinct if token in tokenizer.special_ids]
 
 
 def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
@@ -280,8 +306,11 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
         )
     special = tokenizer.special_tokens
     compiled = ChatTemplate(template, special, data.chat_template)
-    tools = None if tool_template is None else ChatTemplate(tool_template, special)
-    if data.learn_turn_separator and (compiled.marks or (tools is not None and tools.marks)):
+    tools = None
+    if tool_template is not None:
+        tools = ChatTemplate(tool_template, special)
+    has_marks = compiled.marks or (tools is not None and tools.marks)
+    if data.learn_turn_separator and has_marks:
         raise ConfigError(
             Problem(
                 "data.learn_turn_separator",
@@ -295,7 +324,8 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
     )
     # The end must be a single special token, and the template must not already end turns with one.
     if data.turn_end is not None:
-        ids = tokenizer.encode_spans([data.turn_end])[0][0].tolist()
+        encoded, *_ = tokenizer.encode_spans([data.turn_end])[0]
+        ids = encoded.tolist()
         if len(ids) != 1 or ids[0] not in tokenizer.special_ids:
             raise ConfigError(
                 Problem(
@@ -348,6 +378,5 @@ def _template_facts(tokenizer: Tokenizer, data: Data) -> str:
 
 
 def _fingerprint(form: str, tokenizer: Tokenizer, *facts: str) -> str:
-    return hashlib.sha256(
-        json.dumps([_VERSION, form, tokenizer.fingerprint, *facts]).encode()
-    ).hexdigest()
+    text = json.dumps([_VERSION, form, tokenizer.fingerprint, *facts])
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -53,6 +53,7 @@ class RowStats:
         self.rows += 1
         self.documents += 1
         self.tokens += len(document.tokens)
+        # Without a mask, all tokens are learned.
         num_learned = len(document.tokens)
         if document.learned is not None:
             num_learned = int(document.learned.sum())
@@ -142,15 +143,19 @@ class BadRows:
             DataError: no row is usable, or too many rows are bad or too long. The message contains counts,
                 reasons and places.
         """
+        # A dataset whose rows are all harmless, such as empty texts, passes the limits below.
         if stats.documents == 0:
             reasons = stats.main_reasons() or "the dataset is empty"
-            fix = "raise seq_len" if stats.harmless[TOO_LONG] else "use data with usable rows"
+            fix = "use data with usable rows"
+            if stats.harmless[TOO_LONG]:
+                fix = "raise seq_len"
             raise DataError(f"{dataset} has 0 usable of {stats.rows} rows: {reasons}; {fix}")
         if stats.num_bad > self.max_fraction * stats.rows:
+            needed_limit = as_limit(stats.num_bad, stats.rows)
             raise DataError(
                 f"{dataset} has {stats.num_bad} bad of {stats.rows} rows, more than data.bad_rows_max_fraction="
                 f"{self.max_fraction:g} allows: {stats.main_reasons()}; correct them, or set "
-                f"data.bad_rows_max_fraction={as_limit(stats.num_bad, stats.rows)}"
+                f"data.bad_rows_max_fraction={needed_limit}"
             )
         self.judge_long(stats.harmless[TOO_LONG], stats.rows, dataset)
 
@@ -198,9 +203,11 @@ def read_documents(
     if keyed_rows is None:
         keyed_rows = every_row(source)
     for chunk in chunks(keyed_rows):
-        results = around_bad_rows([row for _, row in chunk], encoder.encode)
+        rows = [row for _, row in chunk]
+        results = around_bad_rows(rows, encoder.encode)
         for (key, _), result in zip(chunk, results, strict=True):
             if isinstance(result, BadRow):
+                # Only bad rows need their place, because finding it may mean reading the file again.
                 place = place_of(source, key)
                 stats.add_bad(result, place)
                 policy.meet(result, place)
@@ -213,9 +220,10 @@ def chunks(rows: Iterable[tuple[Key, Row]]) -> Iterator[list[tuple[Key, Row]]]:
     """Yield lists of up to 256 rows or about 4 MiB of text. The limit keeps huge rows from filling the memory."""
     chunk: list[tuple[Key, Row]] = []
     size = 0
-    for keyed in rows:
-        chunk.append(keyed)
-        size += text_size(keyed[1])
+    for key, row in rows:
+        chunk.append((key, row))
+        size += text_size(row)
+        # Check after adding, because a row that exceeds the limit must be in some chunk, too.
         if size >= CHARACTERS_AT_ONCE or len(chunk) >= ROWS_AT_ONCE:
             yield chunk
             chunk = []

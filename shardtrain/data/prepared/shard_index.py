@@ -43,6 +43,7 @@ Opening so many files on all ranks when a run starts would overload the storage.
 """
 _ENDS_BYTES = 4096
 _START_BYTES = 8
+"""Bytes of the start of a document."""
 
 
 @dataclass(frozen=True)
@@ -166,10 +167,11 @@ def read_index(
     """
     path = folder / INDEX
 
-    # One rank reads the index for all ranks.
-    # A node with a separate copy of the folder compares its own index.
+    # One rank reads the index for all ranks. A node with a separate copy of the folder compares its own
+    # index.
     def look() -> dict[str, Any]:
         content, status = _read(folder, path, option)
+        # Arrays are sent as bytes. As text, an index of many shards would be large.
         return {"content": np.frombuffer(content, np.uint8), "identity": list(status)}
 
     def witnesses(raw: dict[str, Any]) -> list[Witness]:
@@ -201,8 +203,10 @@ def read_index(
     _check_sums(index, path, option)
 
     # With many files, each is checked when it is first read instead.
+    checked_files = [index.starts]
     files = index.files()
-    checked_files = files if checks_files and len(files) <= MAX_CHECKED else [index.starts]
+    if checks_files and len(files) <= MAX_CHECKED:
+        checked_files = files
 
     def check() -> None:
         for stored in checked_files:
@@ -231,6 +235,7 @@ def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int,
             )
         )
     if not path.is_file():
+        # The index is written last, so an interrupted preparation has none.
         if (folder / UNFINISHED).is_dir():
             raise ConfigError(
                 Problem(
@@ -240,7 +245,8 @@ def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int,
                     fix='start the same "shardtrain data prepare" again: it continues where it stopped',
                 )
             )
-        inner = sorted(f.parent.name for f in folder.glob(f"*/{INDEX}"))
+        # The user may have named the parent folder of several prepared datasets.
+        inner = sorted(file.parent.name for file in folder.glob(f"*/{INDEX}"))
         fix = 'run "shardtrain data prepare" first'
         if inner:
             fix = f"name one of its folders: {', '.join(inner)}"
@@ -274,6 +280,7 @@ def _parse(table: Mapping[str, Any]) -> ShardIndex:
     """
     if not isinstance(table["shards"], list):
         raise ValueError("shards is not a list")
+    # The file may be damaged or hostile, so check every value that is used as a size or as a name of a file.
     shards = []
     for number, shard in enumerate(table["shards"]):
         num_tokens = _count(shard["num_tokens"], "num_tokens")
@@ -336,7 +343,10 @@ def check_file(folder: Path, stored: ShardFile, option: str) -> None:
     path = folder / stored.name
     try:
         size = path.stat().st_size
-        ends = ends_sha256(path) if size == stored.bytes else ""
+        # A wrong size already proves the difference.
+        ends = ""
+        if size == stored.bytes:
+            ends = ends_sha256(path)
     except FileNotFoundError:
         raise _broken(path, option, "is missing") from None
     except OSError as error:

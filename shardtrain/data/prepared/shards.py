@@ -65,15 +65,22 @@ class ShardTokenBuffer:
         # ``MAX_CHECKED`` files, do this for each file when it is first read.
         files = self.index.files()
         checks_at_first_read = len(files) > shard_index.MAX_CHECKED
-        names = [] if checks_at_first_read else [file.name for file in files]
+        names = []
+        check_before_read = None
+        if checks_at_first_read:
+            check_before_read = self._check_first_read
+        else:
+            names = [file.name for file in files]
         self._stamps = dict(zip(names, self._stamps_of(names), strict=True))
-        look = self._check_first_read if checks_at_first_read else None
-        self._open = _OpenFiles(self.folder, option, look)
+        self._open = _OpenFiles(self.folder, option, check_before_read)
         self._mapped: npt.NDArray[np.int64] | None = None
 
         # Compute the fingerprint from the hashes in the index. file_hashes.py checks these during training.
-        facts = [self.index.dtype, *(f"{file.name} {file.sha256}" for file in files)]
-        self.fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+        facts = [self.index.dtype]
+        for file in files:
+            facts.append(f"{file.name} {file.sha256}")
+        text = "\n".join(facts)
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def files(self) -> Mapping[str, str]:
@@ -82,11 +89,11 @@ class ShardTokenBuffer:
 
     def files_to_hash(self) -> list[FileToHash]:
         """Return the files to hash completely and compare with the index."""
-        files = self.index.files()
-        return [
-            FileToHash(file.name, str(self.folder / file.name), self.option, file.sha256)
-            for file in files
-        ]
+        files_to_hash = []
+        for file in self.index.files():
+            path = str(self.folder / file.name)
+            files_to_hash.append(FileToHash(file.name, path, self.option, file.sha256))
+        return files_to_hash
 
     def tokens(self, start: int, stop: int) -> Tokens:
         self._check_range(start, stop)
@@ -100,6 +107,7 @@ class ShardTokenBuffer:
 
     def learned(self, start: int, stop: int) -> Mask:
         self._check_range(start, stop)
+        # Shards without a mask file learn all tokens.
         out = np.ones(stop - start, dtype=np.bool_)
         for number, first, last, at in self._parts(start, stop):
             stored = self.index.shards[number].learned
@@ -149,15 +157,25 @@ class ShardTokenBuffer:
             return chosen
 
         # read_index has already compared the index of a node's own copy, so report no difference here.
-        listing = Listing(witnesses, difference=lambda stamps, own: "")
-        stamps = shared_opening.once(str(self.folder), look, listing)
-        return [None if stamp is None else (stamp[0], stamp[1], stamp[2]) for stamp in stamps]
+        listing = Listing(witnesses, difference=lambda stamps, local_stamps: "")
+        received = shared_opening.once(str(self.folder), look, listing)
+        # Other ranks receive lists, because JSON has no tuples.
+        stamps: list[Stamp | None] = []
+        for stamp in received:
+            if stamp is None:
+                stamps.append(None)
+            else:
+                size, mtime_ns, inode = stamp
+                stamps.append((size, mtime_ns, inode))
+        return stamps
 
     def _map_starts(self) -> npt.NDArray[np.int64]:
         """Memory-map the file of document starts, and check its first and last entry."""
+        # An empty file cannot be mapped.
         if not self.num_documents:
             return np.array([], dtype=np.int64)
         mapped = np.memmap(self.folder / STARTS, dtype="<i8", mode="r")
+        # Starts ascend, so a wrong file shows at the ends. ``verify`` checks every start.
         if mapped[0] != 0 or mapped[-1] > self.num_tokens:
             raise ConfigError(
                 Problem(
@@ -224,10 +242,10 @@ class _OpenFiles:
                     raise _changed(self._folder / stored.name, self._option)
                 at += count
         except OSError as error:
+            # A storage failure can be retried. Other errors mean that the file has changed.
             path = self._folder / stored.name
-            raise bounded_reads.trouble(path, error) or _changed(
-                path, self._option, error.strerror
-            ) from error
+            trouble = bounded_reads.trouble(path, error)
+            raise trouble or _changed(path, self._option, error.strerror) from error
         return buffer
 
     def _descriptor(self, stored: ShardFile) -> int:
@@ -236,7 +254,8 @@ class _OpenFiles:
             self._descriptors.move_to_end(name)
             return self._descriptors[name]
         while len(self._descriptors) >= _MAX_OPEN_FILES:
-            os.close(self._descriptors.popitem(last=False)[1])
+            _, oldest = self._descriptors.popitem(last=False)
+            os.close(oldest)
         if self._look is not None:
             self._look(stored)
         descriptor = atomic_io.without_waiting(self._folder / name, os.O_RDONLY)
@@ -245,7 +264,8 @@ class _OpenFiles:
 
     def __del__(self) -> None:
         while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+            _, descriptor = self._descriptors.popitem()
+            os.close(descriptor)
 
 
 def check_tokenizer(
@@ -325,8 +345,10 @@ def verify(buffer: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
                         previous = int(values[-1])
         except OSError as error:
             problems.add(f"cannot be read ({error.strerror})")
+        # The hash of a file that could not be read completely says nothing.
         computed = digest.hexdigest()
-        if computed != stored.sha256 and not any("read" in problem for problem in problems):
+        was_read = not any("read" in problem for problem in problems)
+        if computed != stored.sha256 and was_read:
             problems.add(
                 f"differs from its SHA-256 in {INDEX} ({computed[:12]}, not {stored.sha256[:12]})"
             )
@@ -339,27 +361,35 @@ def _wrong_values(
     """Return the problems with a block of values of a file."""
     if not len(values):
         return set()
-    low, high = int(values.min()), int(values.max())
+    low = int(values.min())
+    high = int(values.max())
     if name == STARTS:
-        is_ascending = bool((np.diff(values) >= 0).all()) and low >= max(previous, 0)
+        # The first start of a block follows the last start of the previous block.
+        continues = low >= max(previous, 0)
+        is_ascending = continues and bool((np.diff(values) >= 0).all())
         if is_ascending and high <= index.num_tokens:
             return set()
         return {"has starts of documents that do not ascend"}
     if name.startswith("learned"):
-        return set() if high <= 1 else {f"has a mask of {high}, not 0 or 1"}
-    if low < 0 or high >= index.vocab_size:
-        outside = high if high >= index.vocab_size else low
-        return {f"has the id {outside}, outside the vocabulary of {index.vocab_size}"}
+        if high > 1:
+            return {f"has a mask of {high}, not 0 or 1"}
+        return set()
+    if high >= index.vocab_size:
+        return {f"has the id {high}, outside the vocabulary of {index.vocab_size}"}
+    if low < 0:
+        return {f"has the id {low}, outside the vocabulary of {index.vocab_size}"}
     if high > index.max_id:
         return {f"has the id {high}, above the largest id of the index, {index.max_id}"}
     return set()
 
 
 def _stamp(path: Path) -> Stamp | None:
+    """Return the size, time and inode of a file, or None if it does not exist or cannot be read."""
     try:
         facts = path.stat()
     except OSError as error:
-        if (trouble := bounded_reads.trouble(path, error)) is not None:
+        trouble = bounded_reads.trouble(path, error)
+        if trouble is not None:
             raise trouble from error
         return None
     return facts.st_size, facts.st_mtime_ns, facts.st_ino

@@ -34,8 +34,10 @@ take an hour and gigabytes.
 """
 MAX_FILES = 2_000_000
 _FILES_SAMPLED = 1000
+"""With ``MANY_FILES``, number of files whose blocks are hashed."""
 _SAMPLES = 16
 _SAMPLE_BYTES = 64 * 1024
+"""Number and size of the blocks of a file that its fingerprint hashes."""
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
@@ -66,7 +68,9 @@ class File:
     @property
     def kind(self) -> str:
         """Suffix of the name in lower case, ignoring compression: ``".jsonl"`` for ``A.JSONL.gz``."""
-        path = self.path[: -len(self.compression)] if self.compression else self.path
+        path = self.path
+        if self.compression:
+            path = path[: -len(self.compression)]
         return os.path.splitext(path)[1].lower()
 
     def open(self) -> int:
@@ -82,6 +86,7 @@ class File:
             raise self._gone() from None
         except OSError as error:
             raise self.unreadable(error, "make it readable") from error
+        # Compare the opened file, because the path may be replaced between a check and the opening.
         try:
             is_same = self._is(os.fstat(descriptor))
         except OSError as error:
@@ -109,12 +114,12 @@ class File:
         digest = hashlib.sha256()
         descriptor = self.open()
         try:
-            if self.size <= _SAMPLES * _SAMPLE_BYTES:
-                starts: Sequence[int] = range(0, self.size, _SAMPLE_BYTES)
-            else:
-                starts = [
-                    k * (self.size - _SAMPLE_BYTES) // (_SAMPLES - 1) for k in range(_SAMPLES)
-                ]
+            # A small file is hashed completely. In a larger one, the blocks spread from its beginning to its
+            # end.
+            starts: Sequence[int] = range(0, self.size, _SAMPLE_BYTES)
+            if self.size > _SAMPLES * _SAMPLE_BYTES:
+                last_start = self.size - _SAMPLE_BYTES
+                starts = [k * last_start // (_SAMPLES - 1) for k in range(_SAMPLES)]
             for start in starts:
                 digest.update(os.pread(descriptor, _SAMPLE_BYTES, start))
         except OSError as error:
@@ -135,7 +140,9 @@ class File:
         return DataError(str(Problem(self.option, self.path, rule, fix)))
 
     def _is(self, now: os.stat_result) -> bool:
-        return (now.st_size, now.st_mtime_ns, now.st_ino) == (self.size, self.mtime_ns, self.inode)
+        """True if a file's status is that of the listed file."""
+        listed = (self.size, self.mtime_ns, self.inode)
+        return (now.st_size, now.st_mtime_ns, now.st_ino) == listed
 
     def _changed(self) -> ConfigError:
         rule = "was changed since the run opened it"
@@ -164,6 +171,7 @@ class FileList(Sequence[File]):
         self._root = arrays["root"]
         self._before = os.path.join(self._root, "")
         self.has_twins: bool = arrays["has_twins"]
+        # Each name ends with a zero byte, which no file name contains.
         self._names: npt.NDArray[np.uint8] = arrays["names"]
         self._stops = np.flatnonzero(self._names == 0)
         self._sizes = arrays["sizes"]
@@ -180,6 +188,7 @@ class FileList(Sequence[File]):
     def __getitem__(self, number: int | slice) -> File | list[File]:
         if isinstance(number, slice):
             return [self[index] for index in range(*number.indices(len(self)))]
+        # The range resolves negative numbers, and raises IndexError for numbers that are too large.
         number = range(len(self))[number]
         name = self.name(number)
         path = self._before + name
@@ -200,6 +209,7 @@ class FileList(Sequence[File]):
 
     def names(self) -> Iterator[str]:
         """Yield all names, sorted."""
+        # Decoding a block of names is much faster than decoding each name.
         for first in range(0, len(self), _NAMES_AT_ONCE):
             last = min(first + _NAMES_AT_ONCE, len(self)) - 1
             start = int(self._stops[first - 1]) + 1 if first else 0
@@ -237,7 +247,9 @@ class FileList(Sequence[File]):
 
     def difference(self, other: FileList) -> str:
         """Describe how another list of the same place differs, as the end of a sentence. Empty if it is equal."""
-        if np.array_equal(self._names, other._names) and np.array_equal(self._sizes, other._sizes):
+        # Compare the arrays first: usually they are equal, and dictionaries of a million names are slow.
+        has_same_names = np.array_equal(self._names, other._names)
+        if has_same_names and np.array_equal(self._sizes, other._sizes):
             return ""
         sizes = dict(zip(self.names(), self._sizes.tolist(), strict=True))
         other_names = set(other.names())
@@ -299,18 +311,19 @@ class Marks(Mapping[str, str]):
 
     def every(self, step: int) -> dict[str, str]:
         """Return every ``step``-th fingerprint, starting with the first."""
-        return {
-            self._files.name(number): self._mark(number) for number in range(0, len(self), step)
-        }
+        fingerprints = {}
+        for number in range(0, len(self), step):
+            name = self._files.name(number)
+            fingerprints[name] = self._mark(number)
+        return fingerprints
 
     def items(self) -> ItemsView[str, str]:
         return _Items(self)
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yield all names and fingerprints in order. This is faster than looking up each name."""
-        for number, (name, size) in enumerate(
-            zip(self._files.names(), self._files.sizes.tolist(), strict=True)
-        ):
+        names_and_sizes = zip(self._files.names(), self._files.sizes.tolist(), strict=True)
+        for number, (name, size) in enumerate(names_and_sizes):
             yield name, self._sampled.get(number) or f"{size}"
 
     def _mark(self, number: int) -> str:
@@ -353,9 +366,11 @@ class FileSource:
         has_many = is_many(self.members)
         step = 1
         if has_many:
+            # Round up, to stay below the number of samples.
             step = max(1, -(-len(self.members) // _FILES_SAMPLED))
         numbers = range(0, len(self.members), step)
         samples = dict(zip(numbers, self._sample(numbers), strict=True))
+        # ``Marks`` saves the memory of a dictionary, but a mapping cannot contain a name twice.
         if isinstance(self.members, FileList) and has_many and not self.members.has_twins:
             self._fingerprints = Marks(self.members, samples)
             return self._fingerprints
@@ -366,10 +381,11 @@ class FileSource:
         return self._fingerprints
 
     def _sample(self, numbers: Sequence[int]) -> list[str]:
-        def look() -> list[str]:
+        def compute() -> list[str]:
             return [self.members[number].fingerprint() for number in numbers]
 
-        fingerprints: list[str] = shared_opening.once(self.listed_at, look)
+        # In a run with several ranks, only rank 0 reads the files.
+        fingerprints: list[str] = shared_opening.once(self.listed_at, compute)
         return fingerprints
 
     def files_to_hash(self) -> list[FileToHash]:
@@ -421,22 +437,25 @@ def list_files(
     def file_list(arrays: Any) -> FileList:
         return FileList(place, option, arrays)
 
-    listing = Listing(
-        witnesses=lambda arrays: file_list(arrays).witnesses(),
-        difference=lambda arrays, local_arrays: file_list(arrays).difference(
-            file_list(local_arrays)
-        ),
-    )
-    return file_list(
-        shared_opening.once(place, lambda: _list(place, request, wanted, endings, empty), listing)
-    )
+    def witnesses(arrays: Any) -> list[Witness]:
+        return file_list(arrays).witnesses()
+
+    def difference(arrays: Any, local_arrays: Any) -> str:
+        return file_list(arrays).difference(file_list(local_arrays))
+
+    def list_here() -> dict[str, Any]:
+        return _list(place, request, wanted, endings, empty)
+
+    # Ranks send each other arrays, because objects for many files are large and slow to send.
+    listing = Listing(witnesses=witnesses, difference=difference)
+    return file_list(shared_opening.once(place, list_here, listing))
 
 
 def _list(
     place: str, request: Request, wanted: str, endings: Sequence[str], empty: bool
 ) -> dict[str, Any]:
     """List the files that a path names, and return them as ``arrays_of`` does."""
-    # The path is a folder, a pattern, or a file. If it exists, it is no pattern, even if it contains a "*".
+    # The path is a folder, a pattern or a file. An existing path is not a pattern, even if it contains a "*".
     names: Sequence[str]
     option = request.option
     path = request.path
@@ -529,9 +548,12 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
             fix = "remove the link, or name the files by a pattern"
             raise DataError(str(Problem(option, folder, rule, fix)))
         seen.add((status.st_dev, status.st_ino))
+        # Changed in place, because ``os.walk`` reads this list to continue.
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         relative = Path(folder).relative_to(root).as_posix()
-        before = "" if relative == "." else f"{relative}/"
+        before = ""
+        if relative != ".":
+            before = f"{relative}/"
         for name in files:
             if name.lower().endswith(suffixes) and not name.startswith("."):
                 names.append(f"{before}{name}")
@@ -540,6 +562,7 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
 
 def _match(pattern: str) -> tuple[str, list[str]]:
     """Return the folder before the first wildcard, and the matching files relative to it."""
+    # Names relative to this folder stay the same if the dataset is moved.
     parts = Path(pattern).parts
     fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
     root = ""
@@ -585,6 +608,7 @@ def check_text(file: File) -> None:
     finally:
         os.close(descriptor)
     if file.compression:
+        # An empty file is no error here, because ``list_files`` decides about empty files.
         if head and not head.startswith(COMPRESSIONS[file.compression]):
             rule = f"is named {file.compression} but does not begin like such a file"
             raise file.unusable(rule, "rename it to match its format")
@@ -605,6 +629,7 @@ _MAX_FILES_NAMED = 4096
 
 def sampled(files: Mapping[str, str]) -> dict[str, str]:
     """Return at most 4,096 fingerprints, evenly spread."""
+    # Round up, to stay below the maximum.
     step = max(1, -(-len(files) // _MAX_FILES_NAMED))
     if isinstance(files, Marks):
         return files.every(step)

@@ -1,8 +1,8 @@
 """Compute the memory that decoding a Parquet row group takes, from the headers of its pages.
 
 A footer may claim any size. The sizes in page headers can be trusted, because the decoder allocates these
-sizes and fails if the data do not fit.
-The headers are read without decompression, about 50 bytes per page of a megabyte.
+sizes and fails if the data do not fit. The headers are read without decompression, about 50 bytes per page of
+a megabyte.
 
 Source: https://parquet.apache.org/docs/file-format/, and Thrift's compact protocol.
 """
@@ -105,7 +105,9 @@ class _Clock:
         if self._pages % _CLOCK_PAGES:
             return
         now = time.thread_time()
-        self._start = self._start or now
+        # The clock starts with the first thousand pages, which take milliseconds.
+        if not self._start:
+            self._start = now
         if now - self._start > self._seconds:
             raise Unclear
 
@@ -140,6 +142,8 @@ class ColumnMemory:
         """Return the maximum size of the values of ``num_rows`` rows. Lists are counted completely."""
         if self.elements:
             return self.elements
+        # In the worst case, each row has a text as long as a page. Together they are no longer than all
+        # pages, unless a short encoding repeats a prefix.
         texts = num_rows * self.longest_page
         if not self.has_hidden_lengths:
             texts = min(texts, self.plain)
@@ -162,9 +166,11 @@ class GroupMemory:
     @property
     def rows_at_once(self) -> int:
         """Number of rows to decode together, which fit into ``BATCH_BYTES``."""
+        # List columns take the same memory for any number of rows.
         columns = [column for column in self.columns if not column.elements]
         for num_rows in _ROWS_AT_ONCE:
-            if sum(column.of_batch(num_rows) for column in columns) <= BATCH_BYTES:
+            batch_bytes = sum(column.of_batch(num_rows) for column in columns)
+            if batch_bytes <= BATCH_BYTES:
                 return num_rows
         return 1
 
@@ -251,9 +257,10 @@ def _column(
             if chosen_text > limit:
                 reader = _PageReader(descriptor, chunk.compression)
                 chosen_text = reader.chosen_text(dictionary, chosen, schema)
+    # Of other kinds than texts, the width already counts the values.
     if kind != "BYTE_ARRAY":
-        # the width already counts the values
-        longest_page = plain = 0
+        longest_page = 0
+        plain = 0
     decoded = num_values * (width + _OBJECT_BYTES) + chosen_text + plain
     elements = 0
     if is_list:
@@ -278,7 +285,12 @@ def _pages(window: _Window, chunk: Any, clock: _Clock) -> Iterator[Page]:
         place = chunk.dictionary_page_offset
     end = place + chunk.total_compressed_size
     num_values = 0
-    while place < end or (place < end + _PADDING_BYTES and num_values < chunk.num_values):
+    while True:
+        # Some old writers state a size that is too small. Arrow then reads on until it has all values.
+        if place >= end:
+            has_all_values = num_values >= chunk.num_values
+            if has_all_values or place >= end + _PADDING_BYTES:
+                return
         page = window.page(place)
         yield page
         if page.kind in (_DATA, _DATA_V2):
@@ -302,6 +314,8 @@ class _Window:
                 return self._parse(place)
             except IndexError:
                 pass
+        # An IndexError means that the header is longer than the data. Read again from its start, and then
+        # more.
         for size in _HEADER_BYTES:
             self._start = place
             self._data = os.pread(self._descriptor, size, place)
@@ -320,8 +334,10 @@ def _page_of(fields: dict[int, tuple[int, Any]], start: int) -> Page:
     kind = _number(fields, 1)
     uncompressed = _number(fields, 2)
     compressed = _number(fields, 3)
-    num_values = encoding = 0
-    # the field of the header for this kind of page, and the fields of its number of values and encoding
+    num_values = 0
+    encoding = 0
+    # For this kind of page: number of its header's field, and the fields of its number of values and
+    # encoding.
     details = {_DATA: (5, 1, 2), _DICTIONARY: (7, 1, 2), _DATA_V2: (8, 1, 4)}.get(kind)
     if details is not None:
         number, values_field, encoding_field = details
@@ -351,20 +367,26 @@ def _struct(data: bytes, place: int, depth: int) -> tuple[dict[int, tuple[int, A
         Unclear: the struct has lists, which page headers do not have, or a field twice.
         IndexError: the data end in it.
     """
+    # Hostile data could nest structs until Python's stack overflows.
     if depth > _MAX_DEPTH:
         raise Unclear
     fields: dict[int, tuple[int, Any]] = {}
     number = 0
     while True:
+        # The first byte has the type of the field, and the difference of its number and the previous number.
+        # A difference of 0 means that the number follows.
         head = data[place]
         place += 1
         kind = head & 15
         if kind == _STOP:
             return fields, place
-        if head >> 4:
-            number += head >> 4
+        difference = head >> 4
+        if difference:
+            number += difference
         else:
             number, place = _signed(data, place)
+
+        # Read numbers and structs, and skip other values, whose content is not needed.
         value: Any = None
         if kind in (_I16, _I32, _I64):
             value, place = _signed(data, place)
@@ -379,7 +401,8 @@ def _struct(data: bytes, place: int, depth: int) -> tuple[dict[int, tuple[int, A
             place += 8
         elif kind not in (_TRUE, _FALSE):
             raise Unclear
-        # a reader may skip a field with an odd number, or take the last of two
+        # Arrow may skip a field with an unusual number, or use the last of two. Then it would read another
+        # size.
         if number in fields or not 0 < number < 2**15:
             raise Unclear
         if kind == _I32 and not -(2**31) <= value < 2**31:
@@ -390,6 +413,7 @@ def _struct(data: bytes, place: int, depth: int) -> tuple[dict[int, tuple[int, A
 def _signed(data: bytes, place: int) -> tuple[int, int]:
     """Read a number in zigzag encoding. Return it and the next place."""
     number, place = _varint(data, place)
+    # Zigzag encoding: 0, 1, 2, 3 mean 0, -1, 1, -2.
     return (number >> 1) ^ -(number & 1), place
 
 
@@ -400,6 +424,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
         byte = data[place]
         place += 1
         number |= (byte & 127) << shift
+        # The highest bit is 0 in the last byte.
         if byte < 128:
             return number, place
     raise Unclear

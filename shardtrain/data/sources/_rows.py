@@ -51,7 +51,9 @@ class RecordsPart:
 
     def row(self, index: int) -> Row:
         data = self.index.read(index + self.skipped, self.max_row_bytes)
-        return data if isinstance(data, BadRow) else self.parse(data)
+        if isinstance(data, BadRow):
+            return data
+        return self.parse(data)
 
     def place(self, index: int) -> str:
         return str(self.index.line(index + self.skipped))
@@ -83,8 +85,11 @@ class FileTable(FileSource):
     def _find(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self.num_rows:
             raise IndexError(index)
+        # Find the first file that ends after the row. ``bisect_right`` skips files without rows.
         file = bisect_right(self._stops, index)
-        rows_before = self._stops[file - 1] if file else 0
+        rows_before = 0
+        if file:
+            rows_before = self._stops[file - 1]
         return file, index - rows_before
 
 
@@ -117,15 +122,21 @@ class FileShards(FileSource):
         if part is not None:
             yield from (part.row(number) for number in range(start, part.num_rows))
             return
+        # A compressed file can only be read from its beginning.
         for number, record in self._records(shard):
-            if number >= start:
-                yield record if isinstance(record, BadRow) else self.parse(record)
+            if number < start:
+                continue
+            if isinstance(record, BadRow):
+                yield record
+            else:
+                yield self.parse(record)
 
     def shard_place(self, shard: int, number: int) -> str:
         """Return the location of a row. If it was not read yet, search the file from its beginning."""
         part = self._part(shard)
         if part is not None:
             return f"{self.members[shard].path}:{part.place(number)}"
+        # Reading the records notes their lines.
         if shard not in self._lines or self._lines[shard].num_rows <= number:
             for row, _ in self._records(shard):
                 if row == number:
@@ -133,7 +144,10 @@ class FileShards(FileSource):
         return f"{self.members[shard].path}:{self._lines[shard].of(number)}"
 
     def _part(self, shard: int) -> Part | None:
-        return self.parts.get(shard) if self.look is None else self.look(self.members[shard])
+        """Return the rows of a file if they can be read in any order, or None."""
+        if self.look is None:
+            return self.parts.get(shard)
+        return self.look(self.members[shard])
 
     def _records(self, shard: int) -> Iterator[tuple[int, bytes | BadRow]]:
         """Yield the records of a file with their numbers, and remember their lines."""
@@ -172,4 +186,6 @@ class _Lines:
 
     def of(self, row: int) -> int:
         """Return the line of a row, from 1."""
-        return row + self._shifts[bisect_right(self._rows, row) - 1]
+        # The last change at or before the row applies to it.
+        change = bisect_right(self._rows, row) - 1
+        return row + self._shifts[change]

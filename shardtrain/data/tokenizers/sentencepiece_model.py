@@ -60,9 +60,9 @@ class SentencePieceTokenizer:
         self._texts = {i: text for text, i in special.items()} | self._added
 
         # Find BOS, EOS and padding in the files next to the model, or else in the model.
-        self.bos_id, self.eos_id, self.pad_id = (
-            self._end(config, name, special) for name in ("bos", "eos", "pad")
-        )
+        self.bos_id = self._end(config, "bos", special)
+        self.eos_id = self._end(config, "eos", special)
+        self.pad_id = self._end(config, "pad", special)
         self.prefix_ids, self.suffix_ids = config.ends(self.bos_id, self.eos_id)
         ends = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         ids = {name: i for name, i in ends.items() if i is not None}
@@ -73,7 +73,9 @@ class SentencePieceTokenizer:
         self.special_tokens: Mapping[str, str] = {**texts, **config.named()}
         self.chat_template = config.chat_template
         self.tool_template = config.tool_template
-        facts = f"sentencepiece {self.bos_id} {self.eos_id} {sorted(config.added.items())}".encode()
+        # The fingerprint covers everything that determines the ids of a text.
+        added_tokens = sorted(config.added.items())
+        facts = f"sentencepiece {self.bos_id} {self.eos_id} {added_tokens}".encode()
         facts += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
         content_hash = hashlib.sha256(content).digest()
         self.fingerprint = hashlib.sha256(content_hash + facts).hexdigest()
@@ -84,9 +86,12 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         """Return the ids of each text."""
+        # Added tokens divide a text, so each text is encoded in parts.
         if self._always:
             return [self._with_spans(text, self._always)[0] for text in texts]
-        batch = self._model.encode(list(texts), num_threads=threads()) if texts else []
+        if not texts:
+            return []
+        batch = self._model.encode(list(texts), num_threads=threads())
         return [np.array(ids, dtype=np.int32) for ids in batch]
 
     def encode_spans(
@@ -117,11 +122,17 @@ class SentencePieceTokenizer:
                 pieces_to_decode.append(i)
                 continue
             if pieces_to_decode:
+                # The model removes the space that it adds before a text, which is only at the beginning.
                 model = self._model_without_prefix if parts else self._model
                 parts.append(model.decode(pieces_to_decode))
                 pieces_to_decode = []
-            if i is not None:
-                parts.append(self._texts[i] if keep_special or i not in self.special_ids else "")
+            if i is None:
+                continue
+            # A special token that is left out still ends the beginning of the text.
+            text = self._texts[i]
+            if i in self.special_ids and not keep_special:
+                text = ""
+            parts.append(text)
         return "".join(parts)
 
     def _added_tokens(self, config: TokenizerConfig, pieces: int, file: Path) -> dict[int, str]:
@@ -141,6 +152,7 @@ class SentencePieceTokenizer:
                         fix="use files that belong together",
                     )
                 )
+            # The model needs a row of its embedding for each id up to the largest.
             if i >= pieces + 2**20:
                 raise ConfigError(
                     Problem(
@@ -170,12 +182,14 @@ class SentencePieceTokenizer:
         """Return the id of a token, or None."""
         if text in special:
             return special[text]
-        added = next((i for i, content in self._added.items() if content == text), None)
-        if added is not None:
-            return added
+        for i, content in self._added.items():
+            if content == text:
+                return i
         # If the text is not a piece, the library returns the id of the unknown token.
-        i = int(self._model.piece_to_id(text))
-        return i if self._model.id_to_piece(i) == text else None
+        piece_id = int(self._model.piece_to_id(text))
+        if self._model.id_to_piece(piece_id) != text:
+            return None
+        return piece_id
 
     def _with_spans(
         self, text: str, splitter: Splitter
@@ -236,10 +250,14 @@ def _read_pieces(message: bytes) -> tuple[list[int], npt.NDArray[np.int64]]:
     ids: list[int] = []
     spans: list[tuple[int, int]] = []
     for number, value in _fields(message):
-        if number == 2 and isinstance(value, bytes):
-            fields = {key: field for key, field in _fields(value) if isinstance(field, int)}
-            ids.append(fields.get(2, 0))
-            spans.append((fields.get(4, 0), fields.get(5, 0)))
+        if number != 2 or not isinstance(value, bytes):
+            continue
+        fields = {key: field for key, field in _fields(value) if isinstance(field, int)}
+        ids.append(fields.get(2, 0))
+        begin = fields.get(4, 0)
+        end = fields.get(5, 0)
+        spans.append((begin, end))
+    # Without pieces, the array must still have two columns.
     return ids, np.array(spans, dtype=np.int64).reshape(-1, 2)
 
 
@@ -248,13 +266,17 @@ def _fields(message: bytes) -> list[tuple[int, int | bytes]]:
     fields: list[tuple[int, int | bytes]] = []
     at = 0
     while at < len(message):
+        # A key contains the number of the field and its wire type: 0 is an integer, and 2 is a length with
+        # bytes.
         key, at = _varint(message, at)
+        number = key >> 3
+        wire_type = key & 7
         value, at = _varint(message, at)
-        if key & 7 == 2:
-            fields.append((key >> 3, message[at : at + value]))
+        if wire_type == 2:
+            fields.append((number, message[at : at + value]))
             at += value
-        elif key & 7 == 0:
-            fields.append((key >> 3, value))
+        elif wire_type == 0:
+            fields.append((number, value))
         else:
             raise ValueError("the sentencepiece library returned a message in an unknown format")
     return fields
@@ -262,11 +284,13 @@ def _fields(message: bytes) -> list[tuple[int, int | bytes]]:
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
     """Return the variable-length integer at a position, and the position after it."""
-    value = shift = 0
+    value = 0
+    shift = 0
     while True:
         byte = message[at]
         at += 1
         value |= (byte & 0x7F) << shift
+        # The highest bit is 0 in the last byte.
         if byte < 0x80:
             return value, at
         shift += 7

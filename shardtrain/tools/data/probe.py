@@ -91,7 +91,9 @@ def main(words: list[str]) -> int:
         raise ConfigError(problems)
     model, has_experts = _model(loaded.config)
     batch, tokenizer = _row(loaded.config)
-    tolerance = EXPERTS_TOLERANCE if has_experts else 0.0
+    tolerance = 0.0
+    if has_experts:
+        tolerance = EXPERTS_TOLERANCE
     ends_are_inputs = _kind(loaded) == "concat"
     report = probe(model, batch, tolerance=tolerance, ends_are_inputs=ends_are_inputs)
     lines = [*show_boundaries(batch, tokenizer), "", *verdicts(report)]
@@ -113,9 +115,8 @@ def probe(
         batch: The batch, with ``documents_BT``.
         learned_BT: True for tokens that may be targets with a loss. None for all.
         tolerance: Largest change of a logit by rounding, relative to the largest logit.
-        ends_are_inputs: The last token of a document is in the row, as with "concat" packing. Otherwise
-            it is only a
-            target, and cannot be compared with the row.
+        ends_are_inputs: The last token of a document is in the row, as with "concat" packing. Otherwise it is
+            only a target, and cannot be compared with the row.
 
     Raises:
         ValueError: the batch has no ``documents_BT``, or its first row has fewer than two documents.
@@ -130,7 +131,8 @@ def probe(
         raise ValueError("the first row has one document, but a leak requires two")
     stops = lengths.cumsum(0).tolist()
 
-    # Change the first token of some documents, spread over the sequence.
+    # Change the first token of some documents, spread over the sequence. All later tokens of its document may
+    # attend to a first token, so a change shows there.
     distance = (len(stops) - 1) / (MAX_CHANGES - 1)
     picked = {round(number * distance) for number in range(MAX_CHANGES)}
     tokens_BT = batch.tokens_BT[:1]
@@ -160,7 +162,8 @@ def _change(
 ) -> TokenChange:
     """Describe a change by the tokens whose logits moved."""
     leaks: dict[int, list[int]] = {}
-    for moved in moved_T.nonzero().flatten().tolist():
+    moved_places = moved_T.nonzero().flatten().tolist()
+    for moved in moved_places:
         other = int(documents_T[moved])
         if other != document:
             leaks.setdefault(other, []).append(moved)
@@ -216,7 +219,9 @@ def _wrong_positions(batch: Batch) -> list[str]:
     documents = batch.documents_BT[0].tolist()
     wrong = []
     for t in range(1, len(positions)):
-        expected = positions[t - 1] + 1 if documents[t] == documents[t - 1] else 0
+        expected = 0
+        if documents[t] == documents[t - 1]:
+            expected = positions[t - 1] + 1
         if positions[t] != expected:
             wrong.append(
                 f"wrong position: place {t} of document {documents[t]} has position {positions[t]}, expected {expected}"
@@ -246,7 +251,7 @@ def verdicts(report: ProbeReport, most: int = 8) -> list[str]:
         for fault in faults:
             lines.append(f"{start} {fault}")
 
-    # One mistake in the data usually gives many wrong targets, so a few of them suffice.
+    # One mistake in the data usually causes many wrong targets, so a few of them suffice.
     lines += report.wrong[:most]
     if len(report.wrong) > most:
         lines.append(f"... and {len(report.wrong) - most} more")
@@ -309,7 +314,10 @@ def _ranges(places: Sequence[int]) -> str:
             runs.append([place, place])
     texts = []
     for first, last in runs[:8]:
-        texts.append(str(first) if first == last else f"{first}-{last}")
+        text = str(first)
+        if last > first:
+            text += f"-{last}"
+        texts.append(text)
     if len(runs) > 8:
         texts.append("...")
     return ", ".join(texts)
@@ -361,9 +369,11 @@ def _kind(loaded: Any) -> str:
     from shardtrain.data import build_dataset
 
     config = loaded.config
-    named = build_dataset.named_sources(config, config.training)[0]
+    sources = build_dataset.named_sources(config, config.training)
     tokenizer = build_dataset.tokenizer_of(config)
-    return str(build_dataset.packing_of(config, config.training, tokenizer, named).kind)
+    # All sources of a mix are packed in the same way.
+    packing = build_dataset.packing_of(config, config.training, tokenizer, sources[0])
+    return str(packing.kind)
 
 
 def _row(config: Any) -> tuple[Batch, Tokenizer]:
@@ -395,6 +405,7 @@ def _row(config: Any) -> tuple[Batch, Tokenizer]:
                     fix='set it to "on"',
                 )
             )
+        # A row with a single long document cannot have a leak.
         for number, documents_T in enumerate(batch.documents_BT):
             has_several = bool((documents_T != documents_T[0]).any())
             if has_several:

@@ -106,7 +106,8 @@ def main(words: list[str]) -> int:
     numbers = dict.fromkeys(("--step", "--rows", "--world_size", "--nproc"), number)
     taken = take(words, numbers, ["--json"], USAGE)
     world_size = taken.own.get("--world_size") or taken.own.get("--nproc")
-    config, world_size = _open(*taken.configuration(), world_size)
+    path, overrides = taken.configuration()
+    config, world_size = _open(path, overrides, world_size)
     # Find the first row of the step. Ramps change the number and the length of sequences per step.
     step = taken.own.get("--step", 1)
     sizes = derived.step_sizes(config, world_size)
@@ -116,6 +117,7 @@ def main(words: list[str]) -> int:
     sequences_of_step = sizes.batch_at(first) * sequences_per_row
     count = min(taken.own.get("--rows", 3), sequences_of_step)
 
+    # Codes of colors are readable only on a terminal.
     as_json = "--json" in taken.own
     color = sys.stdout.isatty() and not config.metrics.disable_color_printing
     if not as_json:
@@ -184,6 +186,7 @@ def _open(
 
 def open_rows(config: Config) -> data.DataLoader:
     """Open the data with one sequence per batch, in the order of training."""
+    # Workers would prefetch rows that are not shown.
     options = replace(
         config.training.dataloader,
         num_workers=0,
@@ -191,12 +194,8 @@ def open_rows(config: Config) -> data.DataLoader:
         persistent_workers=False,
     )
     training = replace(config.training, local_batch_size=1, dataloader=options)
-    return data.open_dataloader(
-        replace(config, training=training),
-        batch_rank=0,
-        num_batch_ranks=1,
-        accumulation=1,
-    )
+    config = replace(config, training=training)
+    return data.open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
 
 
 def rows(
@@ -216,7 +215,9 @@ def rows(
         if batch is None:
             return
         batch = batch.divided(length)
-        num_parts = min(sequences_per_row, count - index * sequences_per_row)
+        # The last row may have more sequences than are requested.
+        num_left = count - index * sequences_per_row
+        num_parts = min(sequences_per_row, num_left)
         for part in range(num_parts):
             yield describe(batch, part, first + index, names, loader.pad_id)
 
@@ -250,8 +251,9 @@ def task_rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownRow
         end = min(end, stream.end)
     for position in range(first, end):
         (number,) = stream.feed.rows_at(position, position + 1)
+        row = stream.feed.read(position, number)
         texts = []
-        for text in task.shown(stream.feed.read(position, number)):
+        for text in task.shown(row):
             # A text without a mask, such as a prompt, is not learned.
             mask = text.learned or [False] * len(text.tokens)
             pieces: list[TokenRun] = []
@@ -278,15 +280,16 @@ def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: in
     # first token of a document is never learned.
     parts: list[DocumentPart] = []
     for column, token in enumerate(tokens[:length]):
-        begins = column == 0 or documents[column] != documents[column - 1]
-        if begins:
+        is_first = column == 0 or documents[column] != documents[column - 1]
+        if is_first:
             parts.append(DocumentPart(column, positions[column], []))
-        learned = not begins and targets[column - 1] != IGNORE
-        _append(parts[-1].pieces, learned, token)
-        ends = column + 1 == length or documents[column + 1] != documents[column]
+        pieces = parts[-1].pieces
+        is_learned = not is_first and targets[column - 1] != IGNORE
+        _append(pieces, is_learned, token)
         # The last token of a document may be only a target, and no input.
-        if ends and targets[column] != IGNORE:
-            _append(parts[-1].pieces, True, targets[column])
+        is_last = column + 1 == length or documents[column + 1] != documents[column]
+        if is_last and targets[column] != IGNORE:
+            _append(pieces, True, targets[column])
 
     # The upper bits of a sample id are the number of its source. A sequence of padding has a negative id.
     sample_id = int(batch.sample_ids_B[row])
@@ -310,14 +313,18 @@ def _without_filler(
     length = len(tokens)
     while length and tokens[length - 1] == pad_id and targets[length - 1] == IGNORE:
         length -= 1
-    if documents[-1]:
-        # The pad token may also be the end token of a document. Such a token is not padding.
-        start_of_last = documents.index(documents[-1])
-        return start_of_last if length <= start_of_last else len(tokens)
-    return length
+    if not documents[-1]:
+        return length
+    # The pad token may also be the end token of a document. It is padding only if the entire last document
+    # consists of it.
+    start_of_last = documents.index(documents[-1])
+    if length <= start_of_last:
+        return start_of_last
+    return len(tokens)
 
 
 def _append(pieces: list[TokenRun], learned: bool, token: int) -> None:
+    """Append a token to the last run, or to a new one if the last run is of the other kind."""
     if not pieces or pieces[-1].learned != learned:
         pieces.append(TokenRun(learned, []))
     pieces[-1].tokens.append(token)
@@ -330,9 +337,8 @@ def render(shown: ShownSequence, tokenizer: Tokenizer, color: bool) -> str:
     lines = [_framed(f"{title}, {shown.num_targets} targets, {len(shown.parts)} {noun}", color)]
     for number, part in enumerate(shown.parts):
         last = part.first_position + part.num_tokens - 1
-        lines.append(
-            _framed(f"-- document {number}: positions {part.first_position}..{last}", color)
-        )
+        header = f"-- document {number}: positions {part.first_position}..{last}"
+        lines.append(_framed(header, color))
         lines.append(_marked(part.pieces, tokenizer, color))
     if shown.filler:
         lines.append(_framed(f"-- {shown.filler} filler tokens", color))

@@ -31,7 +31,9 @@ UNIT_BYTES = 4 * 2**20
 """Approximate input of a unit of a table. It takes a second or two."""
 _MOST_ROWS = 2**17
 _ROWS_OF_UNKNOWN_SIZE = 4096
+"""Rows of a unit if the size of the rows is unknown."""
 _FLUSH_TOKENS = 2**20
+"""Number of tokens in memory after which they are written."""
 _BLOCK_BYTES = 4 * 2**20
 
 Say = Callable[[dict[str, Any]], None]
@@ -62,12 +64,13 @@ class Units:
 
     def __init__(self, source: Table | Shards) -> None:
         self._rows = rows_per_unit(source)
-        if isinstance(source, Table):
-            self._num_rows = source.num_rows
-            self._num = math.ceil(self._num_rows / self._rows) if self._rows else 0
-        else:
-            self._num_rows = 0
+        self._num_rows = 0
+        self._num = 0
+        if not isinstance(source, Table):
             self._num = source.num_shards
+        elif self._rows:
+            self._num_rows = source.num_rows
+            self._num = math.ceil(self._num_rows / self._rows)
 
     def __len__(self) -> int:
         return self._num
@@ -78,17 +81,22 @@ class Units:
         if self._rows is None:
             return Unit(number, number, 0, None)
         start = number * self._rows
-        return Unit(number, 0, start, min(start + self._rows, self._num_rows))
+        stop = min(start + self._rows, self._num_rows)
+        return Unit(number, 0, start, stop)
 
 
 def unit_rows(source: Table | Shards, unit: Unit) -> Iterator[tuple[Key, Row]]:
     """Yield the rows of a unit with their keys."""
     if isinstance(source, Table):
-        stop = source.num_rows if unit.stop is None else unit.stop
+        stop = unit.stop
+        if stop is None:
+            stop = source.num_rows
         for number in range(unit.start, stop):
             yield (unit.shard, number), source.row(number)
         return
-    for number, row in enumerate(rows_of(source, unit.shard, unit.start), start=unit.start):
+    # A unit of a source of shards is an entire shard.
+    rows = rows_of(source, unit.shard, unit.start)
+    for number, row in enumerate(rows, start=unit.start):
         yield (unit.shard, number), row
 
 
@@ -98,10 +106,7 @@ def documents_of(
     policy: BadRows,
     tally: RowStats,
     unit: Unit,
-    tick: Callable[
-        [],
-        None,
-    ],
+    tick: Callable[[], None],
 ) -> Iterator[Document]:
     """Yield the documents of a unit. ``tick`` is called after each chunk of rows."""
     for chunk in chunks(unit_rows(source, unit)):
@@ -147,6 +152,7 @@ def write_unit(
         with storing(folder):
             atomic_io.write(folder / unit_name(unit, "json"), json.dumps(done))
     finally:
+        # After ``finish`` there is nothing left to remove.
         files.abandon()
     return done
 
@@ -161,11 +167,10 @@ def content_if_done(folder: Path, unit: Unit) -> dict[str, Any] | None:
 
     None if it is not finished or one of its files is damaged.
     """
+    # Files of an interrupted preparation may be damaged in any way. Such a unit is simply tokenized again.
     try:
-        done = checked_json.parse(
-            bounded_reads.whole(folder / unit_name(unit, "json"), 2**28),
-            memory_bytes=checked_json.LARGE_MEMORY_BYTES,
-        )
+        content = bounded_reads.whole(folder / unit_name(unit, "json"), 2**28)
+        done = checked_json.parse(content, memory_bytes=checked_json.LARGE_MEMORY_BYTES)
         for ending, sha256 in done["files"].items():
             if _sha256(folder / unit_name(unit, ending)) != sha256:
                 return None
@@ -213,16 +218,18 @@ class _UnitFiles:
         self._files: dict[str, BinaryIO] = {}
         self._digests: dict[str, Any] = {}
         self._documents: list[Document] = []
-        self._held = self._num_tokens = 0
-        self._masked = False
+        self._num_buffered = 0
+        self._num_tokens = 0
+        self._is_masked = False
         with storing(folder):
             self._create("tokens")
             self._create("lengths")
 
     def add(self, document: Document) -> None:
+        """Add a document. Write all documents in memory if they have many tokens."""
         self._documents.append(document)
-        self._held += len(document.tokens)
-        if self._held >= _FLUSH_TOKENS:
+        self._num_buffered += len(document.tokens)
+        if self._num_buffered >= _FLUSH_TOKENS:
             with storing(self._folder):
                 self._flush()
 
@@ -245,6 +252,7 @@ class _UnitFiles:
             return
         lengths = np.array([len(document.tokens) for document in self._documents], dtype="<i4")
         tokens = np.concatenate([document.tokens for document in self._documents])
+        # A cast to uint16 would silently wrap ids outside of the vocabulary around.
         if len(tokens):
             low = int(tokens.min())
             high = int(tokens.max())
@@ -256,23 +264,25 @@ class _UnitFiles:
         # Create the mask file at the first token that does not count in the loss, with ones for all
         # earlier tokens.
         mask = _mask_of(self._documents)
-        if mask is not None and not self._masked:
-            self._masked = True
+        if mask is not None and not self._is_masked:
+            self._is_masked = True
             self._create("learned")
             for at in range(0, self._num_tokens, _BLOCK_BYTES):
                 count = min(_BLOCK_BYTES, self._num_tokens - at)
                 self._write("learned", np.ones(count, dtype=np.uint8))
         self._write("tokens", tokens.astype(self._dtype))
         self._write("lengths", lengths)
-        if self._masked:
+        if self._is_masked:
             if mask is None:
                 mask = np.ones(len(tokens), dtype=np.bool_)
             self._write("learned", mask.astype(np.uint8))
         self._num_tokens += len(tokens)
         self._documents = []
-        self._held = 0
+        self._num_buffered = 0
 
     def _create(self, ending: str) -> None:
+        # A process that was killed may have left a file of the same unit, so the name contains the process
+        # id.
         name = unit_name(self._unit, ending)
         path = self._folder / f"{name}.{os.getpid()}.tmp"
         self._files[ending] = open(path, "wb", buffering=0, opener=atomic_io.open_file)  # noqa: SIM115

@@ -68,6 +68,7 @@ _NAMES = {
 """Classes and functions that the pickled metadata may name. Metadata with any other name are rejected."""
 _FILE = re.compile(r"[A-Za-z0-9_.=-]{1,200}")
 _MAX_VALUE = 2**20
+"""Largest number of bytes of an item that ``value`` reads."""
 _MAX_BYTES = 2**30
 """Largest size of metadata. A larger file is rejected without reading it."""
 
@@ -136,6 +137,7 @@ class DcpFolder:
         places = list(self.objects.values())
         for tensor in self.tensors.values():
             places += [chunk.place for chunk in tensor.chunks]
+        # Many items share a file. Only the largest end of each file matters.
         ends: dict[str, int] = {}
         for place in places:
             end = place.begin + place.length
@@ -173,6 +175,7 @@ class DcpFolder:
             box = []
             for offset, size in zip(chunk.offsets, chunk.sizes, strict=True):
                 box.append(slice(offset, offset + size))
+            # Errors of the file become a CheckpointError that names the part.
             with damage(self._part(chunk.place, name)):
                 part = self._tensor_of(chunk.place, name, entry.dtype, chunk.sizes)
                 tensor[tuple(box)] = part
@@ -181,6 +184,7 @@ class DcpFolder:
     def value(self, name: str) -> Any:
         """Return a number, text or short tuple of the state dict. None for any other object."""
         place = self.objects[name]
+        # Counters of a run are small. A large object is something else, such as the state of a data loader.
         if place.length > _MAX_VALUE:
             return None
         try:
@@ -238,6 +242,7 @@ class DcpFolder:
         if dtype not in ITEM_BYTES:
             self.unread[name] = dtype
             return budget
+        # ``tensor`` allocates the full shape, so limit it.
         numel = math.prod(shape)
         if numel * ITEM_BYTES[dtype] > MAX_SIZE:
             raise self._bad(f"has a shape of {name} that is too large")
@@ -277,7 +282,9 @@ class DcpFolder:
         PyTorch pickles TensorProperties as a tuple that starts with the dtype. A dict of fields is
         accepted too.
         """
-        state = properties.state if isinstance(properties, Made) else None
+        state = None
+        if isinstance(properties, Made):
+            state = properties.state
         dtype = None
         if isinstance(state, dict):
             dtype = state.get("dtype")
@@ -314,6 +321,7 @@ class DcpFolder:
             raise self._bad(f"names a file {file[:100]!r}, which is not in the same folder")
         if not _is_count(begin) or not _is_count(length):
             raise self._bad("has an invalid place in a file")
+        # A transformation, such as compression, is code of its extension, which is not run here.
         if fields.get("transform_descriptors"):
             raise self._bad("has tensors that an extension of the writer has transformed")
         return FileRange(file, begin, length)  # type: ignore[arg-type]
@@ -333,6 +341,7 @@ class DcpFolder:
                 f"{where} is another tensor than {METADATA} describes; use another checkpoint"
             )
         data = read(stored.key)
+        # A view beyond the end of its storage would read other memory.
         if stored.last_byte > len(data):
             raise CheckpointError(f"{where} is shorter than its tensor; use another checkpoint")
         return stored.of(data)
@@ -365,6 +374,8 @@ def _disk_bytes(folder: Path) -> int:
             if path.name == METADATA or not path.is_file():
                 continue
             status = path.stat()
+            # The size of a sparse file is a claim. Its blocks are really on the disk. Not all systems report
+            # them.
             num_blocks = getattr(status, "st_blocks", 2**62)
             num_bytes += min(status.st_size, num_blocks * 512)
     return num_bytes
@@ -403,11 +414,13 @@ class _Slice(io.RawIOBase):
         return self._at
 
     def readinto(self, into: Any) -> int:
-        count = max(0, min(len(into), self._length - self._at))
+        # Stop at the end of the item, because the next item follows it in the file.
+        num_left = self._length - self._at
+        wanted = max(0, min(len(into), num_left))
         self._file.seek(self._begin + self._at)
-        count = self._file.readinto(memoryview(into)[:count])  # type: ignore[attr-defined]
-        self._at += count
-        return count
+        num_read = self._file.readinto(memoryview(into)[:wanted])  # type: ignore[attr-defined]
+        self._at += num_read
+        return num_read
 
     def close(self) -> None:
         self._file.close()

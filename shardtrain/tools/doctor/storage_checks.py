@@ -377,7 +377,7 @@ def _written(option: str, facts: Facts) -> Judged | None:
 
 
 def _shared(reports: Reports, option: str) -> Iterator[Finding]:
-    """Check that ranks see the files of each other in a folder, if the run requires it."""
+    """Check that ranks see each other's files in a folder, if the run requires it."""
     # Skip ranks that could not write, or gave up before they looked. Their errors are separate findings.
     folders: dict[int, Facts] = {}
     unseen: dict[int, tuple[int, ...]] = {}

@@ -96,6 +96,7 @@ def read(words: list[str]) -> EvaluateOptions:
         HelpPrinted: the command line requests the help.
     """
     values = vars(_parser().read(words))
+    # Convert the texts of the command line to the types of the fields.
     values["data"], problems = _sets(values["data"])
     task_names = []
     for name in (values["tasks"] or "").split(","):
@@ -104,6 +105,7 @@ def read(words: list[str]) -> EvaluateOptions:
     values["tasks"] = tuple(task_names)
     values["data_options"] = _take_data_options(values)
     options = EvaluateOptions(**values)
+    # Report all problems together.
     problems += _wrong_values(options)
     problems += _unused_options(options)
     if problems:
@@ -120,30 +122,32 @@ def _take_data_options(values: dict[str, Any]) -> dict[str, Any]:
     texts["data.text_field"] = values["text_field"]
     if values["add_bos"] is not None:
         texts["data.add_bos"] = str(values["add_bos"]).lower()
+    # Parse the texts like ``train`` does, so they have the same types and the same errors.
     overrides = [f"--{name}={text}" for name, text in texts.items() if text is not None]
     return data_options(configs.load(None, overrides))
 
 
 def _unused_options(options: EvaluateOptions) -> list[Problem]:
     """Return a problem for each option that has no effect with the others."""
+    # An option without effect is an error, because the user expects one.
     problems = []
     for name in ("include_path", "num_fewshot", "limit"):
         value = getattr(options, name)
         if value is not None and not options.tasks:
             problems.append(_problem(f"--{name}", value, "has no effect without --tasks"))
-    given = options.data_options
-    # Prepared tokens begin as they were prepared.
-    only_prepared = bool(options.data) and all(path.is_dir() for path in options.data.values())
-    if "add_bos" in given and only_prepared and not options.tasks:
-        problems.append(
-            _problem("--add_bos", given["add_bos"], "has no effect on folders of prepared tokens"),
-        )
+    data_values = options.data_options
+    # Prepared tokens already have or lack a first token.
+    has_only_prepared = bool(options.data) and all(path.is_dir() for path in options.data.values())
+    if "add_bos" in data_values and has_only_prepared and not options.tasks:
+        rule = "has no effect on folders of prepared tokens"
+        problems.append(_problem("--add_bos", data_values["add_bos"], rule))
     if options.data:
         return problems
+    rule = "has no effect without --data"
     if options.seq_len is not None:
-        problems.append(_problem("--seq_len", options.seq_len, "has no effect without --data"))
-    for name in sorted(given.keys() - {"add_bos"}):
-        problems.append(_problem(f"--data.{name}", given[name], "has no effect without --data"))
+        problems.append(_problem("--seq_len", options.seq_len, rule))
+    for name in sorted(data_values.keys() - {"add_bos"}):
+        problems.append(_problem(f"--data.{name}", data_values[name], rule))
     return problems
 
 

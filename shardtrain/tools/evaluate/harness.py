@@ -38,6 +38,7 @@ class Engine(TemplateLM):
         self._batch_size = batch_size
         self._is_first = is_first
         self._device = next(opened.model.parameters()).device
+        # A context is not complete, so it has no end of a document.
         data = dataclasses.replace(opened.config.data, add_eos=None, separator=None)
         self._ends = ends_of(opened.tokenizer, data)
         self.max_length = opened.config.training.seq_len
@@ -64,8 +65,10 @@ class Engine(TemplateLM):
 
         It is the prefix of texts without context.
         """
-        bos = self._opened.tokenizer.bos_id
-        return self.eot_token_id if bos is None else bos
+        bos_id = self._opened.tokenizer.bos_id
+        if bos_id is None:
+            return self.eot_token_id
+        return bos_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
@@ -115,8 +118,10 @@ class Engine(TemplateLM):
         inputs: list[list[int]] = []
         continuations: list[list[int]] = []
         for _texts, context, continuation in requests:
+            # If the text is too long, keep its end.
             ids = context + continuation
-            inputs.append(ids[-(self.max_length + 1) :][:-1])
+            last_ids = ids[-(self.max_length + 1) :]
+            inputs.append(last_ids[:-1])
             continuations.append(continuation[-self.max_length :])
 
         # Batch rows of similar length, because the longest row of a batch determines the cost of a pass.
@@ -172,11 +177,13 @@ class Engine(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate a continuation of each context, up to a stop text of the task."""
         opened = self._opened
-        num_tokens = sum(_read_options(request.args[1])[2] for request in requests)
+        num_tokens = 0
+        for request in requests:
+            _, _, max_new_tokens = _read_options(request.args[1])
+            num_tokens += max_new_tokens
         num_passes = num_tokens // self._batch_size
-        packed_linear.use_where_it_pays(
-            opened.model, num_passes, min(len(requests), self._batch_size)
-        )
+        rows_per_pass = min(len(requests), self._batch_size)
+        packed_linear.use_where_it_pays(opened.model, num_passes, rows_per_pass)
 
         # Group requests by their options.
         groups: dict[str, list[int]] = {}
@@ -228,7 +235,10 @@ class Engine(TemplateLM):
         texts = []
         for context in contexts:
             # If a context is too long, its end is more important than its beginning.
-            prompt = self.tok_encode(context)[-room:] or [self.prefix_token_id]
+            prompt = self.tok_encode(context)[-room:]
+            # The model needs at least one token to predict the next one.
+            if not prompt:
+                prompt = [self.prefix_token_id]
             prompts.append(prompt)
             texts.append(Text(opened.tokenizer, prompt, stop_ids, stops))
 
@@ -269,8 +279,11 @@ def _read_options(options: dict[str, Any]) -> tuple[Sampling, list[str], int]:
                 fix="choose another task",
             )
         )
-    limits = [int(options[name]) for name in names_of_limit if options.get(name) is not None]
-    limit = limits[0] if limits else _NEW_TOKENS
+    # The first of these names takes precedence.
+    limit = _NEW_TOKENS
+    for name in reversed(names_of_limit):
+        if options.get(name) is not None:
+            limit = int(options[name])
     until = options.get("until") or []
     if isinstance(until, str):
         until = [until]

@@ -26,38 +26,43 @@ from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.log import logger
 
 
-def main(asked: HeldOutOptions) -> None:
-    """Evaluate the sets.
+def main(options: HeldOutOptions) -> None:
+    """Evaluate the checkpoint on the held-out sets, and write the result files on rank 0.
 
-    Rank 0 writes the files. Raise ShardtrainError for problems that the user can fix.
+    Raises:
+        ShardtrainError: a problem that the user can fix.
     """
-    config = asked.loaded.config
+    config = options.loaded.config
     # Evaluate in the run's dtype. Converters such as float8 apply only to training.
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, converters=[]))
+    model_without_converters = dataclasses.replace(config.model, converters=[])
+    config = dataclasses.replace(config, model=model_without_converters)
     with process_group.join(config.comm, config.training.device) as world:
         console = world.rank in log.console_ranks()
-        folder = Path(asked.launched.config.job.dump_folder)
+        folder = Path(options.launched.config.job.dump_folder)
         log.setup(world.rank, world.size, folder, config.metrics.save_log_file, console)
         mesh = distributed.build(config, world)
-        often = None if world.rank == 0 else 0
-        with heartbeat("building the model and loading its weights", often):
+        # Only rank 0 reports progress.
+        interval = None if world.rank == 0 else 0
+        with heartbeat("building the model and loading its weights", interval):
             built = build_model(config, mesh)
             if isinstance(built.task, tasks.RowTask):  # does not affect the metrics
                 reference_models.load_frozen_models(built.task, built.runner, config, mesh)
-            load(built, config, asked.checkpoint)
+            load(built, config, options.checkpoint)
+
+        # Measure all sets before writing, so a failure leaves no mix of old and new results.
         files: dict[str, str | None] = {}
         for name in sets_of(config):
-            with heartbeat(f"measuring {name}", often):
-                found, labelled = measure(built, config, mesh, SPLITS[name])
-            files |= files_of(name, built.task, found, labelled)
-            values = {"rows": found.rows, **(found.values if labelled else {})}
-            logger.info(
-                f"{name}: " + "  ".join(f"{key}: {value:.6g}" for key, value in values.items())
-            )
-        first_rank(lambda: _write(asked.output, files))
-        logger.info(
-            f"written to {asked.output}: {', '.join(key for key, text in files.items() if text is not None)}"
-        )
+            with heartbeat(f"measuring {name}", interval):
+                evaluation, is_labelled = measure(built, config, mesh, SPLITS[name])
+            files |= files_of(name, built.task, evaluation, is_labelled)
+            values: dict[str, float] = {"rows": evaluation.rows}
+            if is_labelled:
+                values |= evaluation.values
+            summary = "  ".join(f"{key}: {value:.6g}" for key, value in values.items())
+            logger.info(f"{name}: {summary}")
+        first_rank(lambda: _write(options.output, files))
+        written = ", ".join(name for name, text in files.items() if text is not None)
+        logger.info(f"written to {options.output}: {written}")
 
 
 def load(built: BuiltModel, config: Config, wanted: str | None) -> Place:
@@ -70,16 +75,21 @@ def load(built: BuiltModel, config: Config, wanted: str | None) -> Place:
     Raises:
         CheckpointError: the checkpoint does not exist, is damaged, or belongs to another model.
     """
+    # The run may have checkpoints disabled, or a step to load. Here, its checkpoints are only read.
     options = dataclasses.replace(config.checkpoint, enable=True, load_only=True, load_step=-1)
     checkpoints = Checkpoints(dataclasses.replace(config, checkpoint=options))
     try:
-        chosen = (
-            checkpoints.choose(wanted) if wanted is None or is_step_name(wanted) else place(wanted)
-        )
-        path = chosen.path if isinstance(chosen, ChosenCheckpoint) else chosen
+        chosen: ChosenCheckpoint | Place
+        if wanted is None or is_step_name(wanted):
+            chosen = checkpoints.choose(wanted)
+            path = chosen.path
+        else:
+            path = place(wanted)
+            chosen = path
         use_ema = config.validation.use_ema
         kind = "averaged weights" if use_ema else "weights"
         logger.info(f"testing the {kind} of {chosen}")
+        # A checkpoint of adapters does not contain the frozen weights, so load these first.
         if built.adapters is not None:
             device = next(iter(built.runner.parameters().values())).device
             base_weights.load(config, built.runner, built.adapters, device, checkpoints)
@@ -96,10 +106,11 @@ def load(built: BuiltModel, config: Config, wanted: str | None) -> Place:
 def measure(built: BuiltModel, config: Config, mesh: Mesh, split: str) -> tuple[Evaluation, bool]:
     """Evaluate the model on each row of a set (a collective). Also return True if the set has labels."""
     task = built.task
+    # Only tasks of rows have several sets. A language model has its validation data.
     options: dict[str, Any] = {}
-    labelled = True
+    is_labelled = True
     if isinstance(task, tasks.RowTask):
-        labelled = task.is_labelled(split)
+        is_labelled = task.is_labelled(split)
         options = {"split": split}
     with together(config):
         stream = task.open_dataloader(
@@ -113,26 +124,34 @@ def measure(built: BuiltModel, config: Config, mesh: Mesh, split: str) -> tuple[
         )
     task.check(stream, built.module, built.shape)
     require_same_data(stream, f"the data of {split}")
-    found = validation.evaluate(built.runner, stream, mesh, labelled=labelled)
-    assert found is not None  # evaluate returns None only when interrupted
-    return found, labelled
+    evaluation = validation.evaluate(built.runner, stream, mesh, labelled=is_labelled)
+    assert evaluation is not None  # evaluate returns None only when interrupted
+    return evaluation, is_labelled
 
 
 def files_of(
-    name: str, task: tasks.LanguageModel | tasks.RowTask, found: Evaluation, labelled: bool
+    name: str,
+    task: tasks.LanguageModel | tasks.RowTask,
+    evaluation: Evaluation,
+    is_labelled: bool,
 ) -> dict[str, str | None]:
     """Return the text of each result file by name. None removes a file of an earlier test."""
     results = None
-    if labelled:
-        values = task.results(found.values) if isinstance(task, tasks.RowTask) else found.values
+    if is_labelled:
+        values = evaluation.values
+        if isinstance(task, tasks.RowTask):
+            values = task.results(values)
         results = json.dumps(values) + "\n"
     files = {f"{name}_results.json": results}
-    if isinstance(task, tasks.RowTask) and found.predictions:
-        rows = [
-            {key: values[row] for key, values in found.predictions.items()}
-            for row in range(found.rows)
-        ]
-        files[f"{name}_prediction.txt"] = "".join(f"{task.prediction_text(row)}\n" for row in rows)
+    if isinstance(task, tasks.RowTask) and evaluation.predictions:
+        # Predictions are stored by column. The file has one line per row.
+        lines = []
+        for number in range(evaluation.rows):
+            row = {}
+            for key, column in evaluation.predictions.items():
+                row[key] = column[number]
+            lines.append(f"{task.prediction_text(row)}\n")
+        files[f"{name}_prediction.txt"] = "".join(lines)
     return files
 
 

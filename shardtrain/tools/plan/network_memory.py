@@ -53,10 +53,13 @@ def saved_per_token(model: Any, seq_len: int, width: int) -> dict[str, SavedByte
         seq_len: tokens of a row of the run.
         width: bytes of an element in the compute dtype.
     """
+    # What autograd saves has the dtype of the weights and activations, so convert the weights to the compute
+    # dtype.
     copied = copy.deepcopy(model).to("meta")
     for parameter in copied.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(_DTYPES[width])
+    # Experts do not run, because the numbers of their tokens depend on values.
     for experts in copied.experts.values():
         experts.forward = _first_input
     tokens = min(seq_len, _TOKENS)
@@ -88,11 +91,15 @@ def saved_by_gate(experts: Any, features: int, width: int) -> int:
         features: hidden features of an expert.
         width: bytes of an element in the compute dtype.
     """
+    # A gated activation takes the gate and the hidden features in one tensor.
     rows = 16
-    columns = 2 * features if experts.has_gate else features
+    columns = features
+    activation = experts.act_fn
+    if experts.has_gate:
+        columns = 2 * features
+        activation = experts._apply_gate
     hidden = torch.empty(rows, columns, dtype=_DTYPES[width], device="meta", requires_grad=True)
     count = _Count(set())
-    activation = experts._apply_gate if experts.has_gate else experts.act_fn
     with torch.autograd.graph.saved_tensors_hooks(count.add, _unchanged):
         activation(hidden)
     return count.bytes // rows
@@ -114,6 +121,7 @@ class _Count:
 
     def add(self, tensor: Tensor) -> Tensor:
         """Count the storage of a tensor, unless it was counted before."""
+        # Several operations may save views of one tensor, which needs its memory once.
         storage = tensor.untyped_storage()
         if storage._cdata not in self.ignored:
             self.ignored.add(storage._cdata)
@@ -137,6 +145,7 @@ class _Recorder:
     def __init__(self, model: Any) -> None:
         self.by_block: dict[str, tuple[int, int]] = {}
         self._model = model
+        # Weights are in memory anyway, so saving them costs nothing.
         weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
         self._count = _Count(weights)
         self._start = 0

@@ -185,16 +185,17 @@ def make(config: Config, world_size: int, device: Device, model: ModelShape | No
     Raises:
         ConfigError: the model cannot be read, or the device has no peak for the compute dtype.
     """
-    model = model or shapes.read(config)
+    if model is None:
+        model = shapes.read(config)
     task = tasks.open_task(config)
-    job = job_sizes.of_config(
-        config, world_size, len(model.layers), task.sequences_per_row, model.has_experts
-    )
+    sequences = task.sequences_per_row
+    job = job_sizes.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
     job = replace(job, notes=(*job.notes, *task.plan_notes()))
     kernels = kernels_of(device, config, world_size)
     plan = of_job(model, job, device, kernels)
     if plan.fits:
         return plan
+    # Fixes are found by planning many other jobs, so look for them only if the job does not fit.
     fixes = _fixes(model, job, device, config)
     return replace(plan, fixes=tuple(fixes))
 
@@ -206,6 +207,7 @@ def of_job(
     orders = _orders(job)
     ranks = tuple(rank_memory.of_ranks(model, job, orders, kernels))
     peak = max(rank.peak for rank in ranks)
+    # ep divides experts among the ranks of other axes, so it is not one of the axes.
     sizes = {axis: getattr(job, axis) for axis in AXES}
     if job.ep > 1:
         sizes["ep"] = job.ep
@@ -234,12 +236,11 @@ def _orders(job: PlannedJob) -> Sequence[Sequence[Action]]:
 
 
 def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
-    """Return the largest sequence length,
-    micro-batch and number of layers that fit if only this option changes.
+    """Return the largest sequence length, micro-batch and number of layers that fit if only this option changes.
 
-    A value is 0 if nothing fits, and exact to 1 %. Sequence lengths are multiples of 128 per rank
-    that shares a sequence. The number of layers is missing with a pipeline. Added layers are copies
-    of the last layer.
+    A value is 0 if nothing fits, and exact to 1 %. Sequence lengths are multiples of 128 tokens per rank that
+    shares a sequence. Added layers are copies of the last layer. With a pipeline, the number of layers is
+    missing.
     """
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
@@ -375,6 +376,7 @@ class _Change:
 
 
 def _fewest_devices_then_fastest(change: _Change) -> tuple[int, float]:
+    """Sort key: fewer devices come first, and of changes with equal devices the fastest."""
     return change.plan.world_size, -change.plan.tps
 
 
@@ -424,6 +426,7 @@ def _changed_jobs(
     """Yield single changes on the same devices, as text, and the job after each."""
     if job.recompute != "full":
         yield 'activation_checkpoint.mode="full"', replace(job, recompute="full")
+    # Half of the rows need half of the activations. Twice the micro-batches keep the global batch.
     if job.rows > 1 and job.rows % 2 == 0:
         option = "training.local_batch_size"
         if job.pp > 1:
@@ -448,6 +451,7 @@ def _changed_jobs(
 
     if job.stored_width == 4:
         yield 'training.dtype="bfloat16"', replace(job, stored_width=2, state_width=2)
+    # Replicas of the weights become shards.
     if job.dp_replicate > 1:
         shards = job.dp_shard * job.dp_replicate
         without_replicas = replace(job, dp_replicate=1, dp_shard=shards)

@@ -1,5 +1,4 @@
-"""``plan --search``: rank every legal mesh, schedule,
-recompute mode and micro-batch with equal tokens per step.
+"""``plan --search``: rank every legal mesh, schedule, recompute mode and micro-batch with equal tokens per step.
 
 All candidates are estimated by formulas. The best candidates are planned again with a simulated pipeline and
 checked by the rules of ``train``. Candidates that fit are ranked by tokens per second. If two are equally
@@ -128,11 +127,11 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
         if names != config.model.converters:
             options = {**mesh_options, "model.converters": names}
         changed = with_options(config, options)
-        job = job_sizes.of_config(
-            changed, world_size, len(model.layers), sequences, model.has_experts
-        )
+        num_layers = len(model.layers)
+        job = job_sizes.of_config(changed, world_size, num_layers, sequences, model.has_experts)
         # Inner stages must have layers. The first and the last have the embedding and the head.
-        has_empty_stage = any(len(layers) == 0 for layers in job.stages[1:-1])
+        inner_stages = job.stages[1:-1]
+        has_empty_stage = any(len(layers) == 0 for layers in inner_stages)
         if has_empty_stage or job.num_microbatches < 1:
             continue
         counted += 1
@@ -218,7 +217,8 @@ def _candidates(
             # Stacked experts can be divided over the ranks that share them. A list of experts cannot.
             eps = [1]
             if experts and not experts.listed:
-                eps = [n for n in _divisors(experts.count) if shards * cp * tp % n == 0]
+                ranks_of_experts = shards * cp * tp
+                eps = [n for n in _divisors(experts.count) if ranks_of_experts % n == 0]
             for ep in eps:
                 mesh = {
                     "parallelism.tensor_parallel_degree": tp,
@@ -290,6 +290,7 @@ def _batches(
             if schedule:
                 options["parallelism.pipeline_parallel_schedule"] = schedule
                 options["parallelism.pipeline_parallel_microbatch_size"] = size
+            # A pipeline divides its local batch itself.
             options["training.local_batch_size"] = rows if schedule else size
             options["training.global_batch_size"] = global_batch
             for key, value in recompute.items():
@@ -403,9 +404,7 @@ def _lines_of_none(closest: Ranked | None) -> list[str]:
 
 
 def why(best: Plan, other: Plan) -> str:
-    """Explain why the second candidate is worse: the cost that differs most, or the memory if both
-    are equally fast.
-    """
+    """Explain why the second candidate is worse: the cost that differs most, or the memory if both are equally fast."""
     # A cost that only one of the two has counts as 0 for the other.
     extra_seconds = {}
     for name in {*best.time.costs, *other.time.costs}:
@@ -431,6 +430,7 @@ def pareto(ranked: list[Ranked]) -> list[Ranked]:
     def memory_then_speed(candidate: Ranked) -> tuple[int, float]:
         return candidate.plan.peak_bytes, -candidate.plan.tps
 
+    # Candidates come in ascending memory, so one that is not faster than all before it is beaten.
     for candidate in sorted(ranked, key=memory_then_speed):
         is_faster = not front or candidate.plan.tps > front[-1].plan.tps
         if is_faster:

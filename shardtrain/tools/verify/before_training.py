@@ -1,8 +1,7 @@
-"""Verify a small copy of a user's model file before ``train`` starts. ``train`` runs this in a
-separate process.
+"""Verify a small copy of a user's model file before ``train`` starts. ``train`` runs this in a separate process.
 
-``python -m shardtrain.tools.verify.before_training CONFIG.toml`` reads the model and the mesh of a
-run from the file and prints a JSON document with the fields of ``VerifyVerdict``.
+``python -m shardtrain.tools.verify.before_training CONFIG.toml`` reads the model and the mesh of a run from the
+file, and prints a JSON document with the fields of ``VerifyVerdict``.
 """
 
 from __future__ import annotations
@@ -61,6 +60,7 @@ def judge(config: Config) -> VerifyVerdict:
     from shardtrain.tools.verify import casts, probes
     from shardtrain.train import trainer
 
+    # A broken promise that affects only other kinds of parallelism must not stop this run.
     kinds: set[str] = set()
     for plan in task.plans:
         kinds |= {axis for axis, degree in plan.degrees.items() if degree > 1}
@@ -82,10 +82,10 @@ def judge(config: Config) -> VerifyVerdict:
             return verdict
         # Messages name the sizes in which the compared model is smaller.
         configured = config.model.overrides
-        small_sizes = task.reference.model.overrides.items()
-        changed_sizes = [
-            f"{name} {value}" for name, value in small_sizes if configured.get(name) != value
-        ]
+        changed_sizes = []
+        for name, value in task.reference.model.overrides.items():
+            if configured.get(name) != value:
+                changed_sizes.append(f"{name} {value}")
         copy = "the model"
         if changed_sizes:
             copy = f"a copy with {', '.join(changed_sizes)}"
@@ -116,9 +116,15 @@ def _plan(loaded: Loaded, verdict: VerifyVerdict) -> shrink.VerifyTask | None:
         verdict.left_out.append(small["why"])
         return None
     task = shrink.prepare(plans, loaded, STEPS, full=False, small_copy=small)
-    verdict.left_out += [f"{plan.name}: {plan.problem}" for plan in task.plans if plan.problem]
-    task = dataclasses.replace(task, plans=[plan for plan in task.plans if not plan.problem])
-    return task if task.plans else None
+    possible_plans = []
+    for plan in task.plans:
+        if plan.problem:
+            verdict.left_out.append(f"{plan.name}: {plan.problem}")
+        else:
+            possible_plans.append(plan)
+    if not possible_plans:
+        return None
+    return dataclasses.replace(task, plans=possible_plans)
 
 
 def _add_result(row: MeshResult, copy: str, verdict: VerifyVerdict) -> None:
@@ -138,6 +144,7 @@ def _add_result(row: MeshResult, copy: str, verdict: VerifyVerdict) -> None:
             f"on {row.mesh}, {row.first}; likely cause: {row.cause}; {_fix(row)}"
         )
     elif any(phrase in row.cause for phrase in forked_workers.NO_ANSWER):
+        # A rank that was killed or did not answer in time says nothing about the model.
         verdict.left_out.append(f"{row.mesh}: {row.cause}")
     else:
         verdict.refused.append(f"on {row.mesh}: {row.cause}")

@@ -27,7 +27,7 @@ def off(wide: torch.dtype = torch.float32) -> Iterator[None]:
     """While the context is active, replace casts to dtypes narrower than ``wide`` with casts to ``wide``, in this
     process and its forks, even under autocast.
 
-    ``wide`` is float32, or float64 for a model in float64, whose casts to float32 and 8 bits are then disabled, too.
+    For a model in float64, set ``wide`` to float64. This also disables casts to float32 and 8 bits.
     """
     short_dtypes = SHORT if wide == torch.float32 else SHORTER_THAN_FLOAT64
     used.clear()

@@ -45,7 +45,8 @@ def _has_shares(e: Evidence, axes: Sequence[str]) -> bool:
     def share_of(record: RankRecord) -> Tensor | None:
         place = tuple(record.place[axis] for axis in axes)
         if place not in cache:
-            cache[place] = e.share(e.suspect, dict(zip(axes, place, strict=True)))
+            fixed = dict(zip(axes, place, strict=True))
+            cache[place] = e.share(e.suspect, fixed)
         return cache[place]
 
     return e.explains(e.suspect, share_of)
@@ -96,6 +97,7 @@ def _factors(e: Evidence) -> Iterator[tuple[float, str]]:
             f"scaled by 1/{size}, the size of axis {sources}: averaged where it must be summed",
         )
         yield float(size), f"scaled by {size}, the size of axis {sources}: counted {size} times"
+    # Gradients of micro-batches are added, and divided by the number of targets of the global batch.
     num_micro = e.num_micro
     if num_micro > 1:
         unit = f"{num_micro}, the number of micro-batches"
@@ -108,8 +110,9 @@ def _factors(e: Evidence) -> Iterator[tuple[float, str]]:
 
 
 def _num_targets(e: Evidence, rows: Sequence[int]) -> int:
-    """Number of target tokens in some rows of the batch."""
-    return int((e.batch.targets_BT[torch.as_tensor(rows)] != IGNORE).sum())
+    """Return the number of target tokens in some rows of the batch."""
+    targets_RT = e.batch.targets_BT[torch.as_tensor(rows)]
+    return int((targets_RT != IGNORE).sum())
 
 
 def own_counts(e: Evidence) -> str | None:
@@ -129,7 +132,8 @@ def own_counts(e: Evidence) -> str | None:
             if part is None:
                 is_known = False
                 break
-            total = total + part * e.batch.num_targets / _num_targets(e, rows)
+            num_targets = _num_targets(e, rows)
+            total = total + part * e.batch.num_targets / num_targets
         if not is_known:
             continue
         cause = f"each {unit} divided by its own count of target tokens and"
@@ -192,6 +196,7 @@ def swapped_targets(e: Evidence) -> str | None:
     """
     if e.num_micro < 2 or not e.first.loss_differs:
         return None
+    # Try reversals, swaps and rotations, because there are too many orders to try all.
     count = e.num_micro
     orders = {tuple(reversed(range(count))): "in reverse"}
     for a, b in itertools.combinations(range(count), 2):
@@ -200,7 +205,8 @@ def swapped_targets(e: Evidence) -> str | None:
         swapped[b] = a
         orders[tuple(swapped)] = f"{a + 1} and {b + 1} swapped"
     for shift in range(1, count):
-        orders[tuple((i + shift) % count for i in range(count))] = f"shifted by {shift}"
+        rotated = tuple((i + shift) % count for i in range(count))
+        orders[rotated] = f"shifted by {shift}"
 
     # table[i][j] is the loss sum of the logits of micro-batch i with the targets of micro-batch j, so the
     # loss of each order is a sum of entries. The number of targets does not depend on the order.
@@ -239,7 +245,8 @@ def expert_dropped(e: Evidence) -> str | None:
         is_used = theirs.flatten(1).norm(dim=1) > 0
         is_dropped = has_none & is_used
         if bool(is_dropped.any()) and not bool(is_dropped.all()):
-            experts = ", ".join(str(i) for i in is_dropped.nonzero().flatten().tolist())
+            numbers = is_dropped.nonzero().flatten().tolist()
+            experts = ", ".join(str(number) for number in numbers)
             return (
                 f"expert {experts} of {name} gets no tokens: they are dropped before they reach it"
             )
@@ -250,7 +257,9 @@ def replicas_differ(e: Evidence) -> str | None:
     """Ranks that hold the same part of a gradient have different values of it."""
     # Correct replicas differ only by rounding.
     tolerance = max(1e-6, e.allowed.gradient / 10) * float(e.theirs(e.suspect).norm())
-    for (one, a, place_a), (other, b, place_b) in itertools.combinations(e.holders(e.suspect), 2):
+    pairs = itertools.combinations(e.holders(e.suspect), 2)
+    for (one, a, place_a), (other, b, place_b) in pairs:
+        # Ranks with other slices hold other parts, which need not agree.
         if place_a != place_b or a.shape != b.shape:
             continue
         if float((a - b).norm()) > tolerance:
@@ -263,6 +272,8 @@ def part_without_gradient(e: Evidence) -> str | None:
     """The loss does not reach some ranks' parts of a sharded tensor."""
     for name in e.first.names:
         theirs = e.theirs(name)
+        # A part may be zero by chance, for example rows of unused tokens. It counts only if its exact
+        # gradient is not small.
         least = 1e-3 * float(theirs.norm())
         missing = set()
         holders = e.holders(name)
@@ -288,11 +299,11 @@ def positions(e: Evidence) -> str | None:
 
 
 def _wrong_positions(e: Evidence) -> Iterator[tuple[str, Tensor]]:
-    """Yield positions (T,) that a wrong split over cp assigns to the tokens of a sequence, with a
-    description.
-    """
+    """Yield positions (T,) that a wrong split over cp assigns to the tokens of a sequence, with a description."""
     num_parts = e.size("cp")
-    parts = [torch.as_tensor(e.context_part(part)) for part in range(num_parts)]
+    parts = []
+    for number in range(num_parts):
+        parts.append(torch.as_tensor(e.context_part(number)))
     length = e.tokens // num_parts
     from_zero = torch.arange(e.tokens)
     consecutive = torch.arange(e.tokens)
@@ -320,14 +331,16 @@ def _core(e: Evidence) -> str | None:
         if part is None or full is None:
             continue
         # Select this rank's rows, its part of the sequence and its heads.
-        rows = torch.as_tensor(e.rows_of_rank(e.data_rank(record))[: part.size(0)])
+        rows_of_rank = e.rows_of_rank(e.data_rank(record))
+        rows = torch.as_tensor(rows_of_rank[: part.size(0)])
         tokens = torch.as_tensor(e.context_part(record.place["cp"]))
         num_heads = part.size(2)
         first_head = record.place["tp"] * num_heads
-        wanted = full[rows][:, tokens][:, :, first_head : first_head + num_heads]
-        if wanted.shape != part.shape:
+        expected = full[rows][:, tokens][:, :, first_head : first_head + num_heads]
+        if expected.shape != part.shape:
             continue
-        error = float((wanted - part).norm() / wanted.norm().clamp_min(1e-30))
+        size = expected.norm().clamp_min(1e-30)
+        error = float((expected - part).norm() / size)
         largest_errors[name] = max(largest_errors.get(name, 0.0), error)
 
     # Wrong inputs point to positions or tokens. If only the output is wrong, the attention is.

@@ -1,13 +1,13 @@
 """Compare a mesh with one process: the largest error of each kind of number, and the first difference.
 
 Tolerances: sums in another order differ by about 1e-7 of their size, and by a few times that after some
-    layers. The error of a gradient is relative to its norm, or to a twentieth of the norm of all gradients if
-    its own norm is smaller. (The gradient of a key bias, for example, is zero except for rounding.)
+layers. The error of a gradient is relative to its norm, or to a twentieth of the norm of all gradients if its
+norm is smaller. (The gradient of a key bias, for example, is zero except for rounding.)
 
 Some models amplify rounding: a recurrence over many tokens, a product of many factors, large logits. A second
-    run of one process, the "shaken" run, measures this effect. It starts with every weight moved to the next
-    representable number above or below. ``ROUNDING`` times its effect counts as rounding, up to ``MOST``
-    times the usual tolerance.
+run of one process, the "shaken" run, measures this effect. It starts with every weight moved to the next
+representable number above or below. ``ROUNDING`` times its effect counts as rounding, up to ``MOST`` times
+the usual tolerance.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ class Errors:
 USUAL = Errors(**verify_report.USUAL)
 NONE = Errors(0.0, 0.0, 0.0, 0.0)
 SMALL = 0.05
-"""A gradient whose norm is a smaller fraction of the norm of all gradients is compared relative to
-that norm.
-"""
+"""A gradient whose norm is a smaller fraction of the norm of all gradients is compared relative to that norm."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,9 @@ class Expected:
 
     def weights(self, step: int) -> dict[str, Tensor]:
         """Return all weights before a step. Steps count from 0."""
-        kind = "initial" if step == 0 else f"weights/{step - 1}"
+        kind = "initial"
+        if step > 0:
+            kind = f"weights/{step - 1}"
         return {name: self.whole(kind, name) for name in self.names}
 
     def total(self, step: int) -> float:
@@ -128,17 +128,18 @@ class Expected:
 
 
 def forward_order(names: Sequence[str], layout: Layout) -> list[str]:
-    """Sort parameter names in the order of the forward pass: first modules, layers by number, last
-    modules.
-    """
+    """Sort parameter names in the order of the forward pass: first modules, layers by number, last modules."""
 
     def place(name: str) -> tuple[int, int]:
         top, _, rest = name.partition(".")
         if top in layout.first:
             return 0, layout.first.index(top)
         if top == layout.layers:
+            # Layers are usually named by their numbers, but a user's model may use other names.
             number = rest.partition(".")[0]
-            return 1, int(number) if is_whole_number(number) else 0
+            if is_whole_number(number):
+                return 1, int(number)
+            return 1, 0
         # A module that the layout does not name comes between the layers and the last modules.
         if top not in layout.last:
             return 2, -1
@@ -148,9 +149,7 @@ def forward_order(names: Sequence[str], layout: Layout) -> list[str]:
 
 
 def moved_by(expected: Expected, shaken: RankRecord, steps: int) -> list[Errors]:
-    """Return the largest differences of the shaken run from ``expected``, for each step including
-    all earlier steps.
-    """
+    """Return the largest differences of the shaken run from ``expected``, for each step including earlier steps."""
     moved: list[Errors] = []
     largest = asdict(NONE)
     for step in range(steps):
@@ -228,9 +227,7 @@ def _is_bitwise_equal(
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """True if the tensors are bitwise equal. NaN equals NaN, because parameters without an
-    initializer are NaN.
-    """
+    """True if the tensors are bitwise equal. NaN equals NaN, because parameters without an initializer are NaN."""
     if one.shape != other.shape:
         return False
     is_same = one == other
@@ -277,14 +274,14 @@ def _first_of_step(
     loss_differs = errors.largest.loss > allowed.loss
     wrong_gradients = [name for name, error in errors.gradients.items() if error > allowed.gradient]
     if wrong_gradients:
-        return First(
-            "gradient", step, wrong_gradients, errors.gradients[wrong_gradients[0]], loss_differs
-        )
+        error = errors.gradients[wrong_gradients[0]]
+        return First("gradient", step, wrong_gradients, error, loss_differs)
     if loss_differs:
         return First("loss", step, [], errors.largest.loss, loss_differs)
     if errors.largest.norm > allowed.norm:
         return First("norm", step, [], errors.largest.norm)
 
+    # Weights are last, because a wrong gradient also makes them wrong.
     wrong_weights = [name for name, error in errors.weights.items() if error > allowed.weights]
     if wrong_weights:
         return First("weights", step, wrong_weights, errors.weights[wrong_weights[0]])
@@ -307,9 +304,7 @@ def _first_of_step(
 
 
 def scale_of(expected: Expected, step: int, name: str) -> float:
-    """Return the divisor for the error of a gradient: its norm, or ``SMALL`` times the total norm
-    if that is larger.
-    """
+    """Return the divisor for the error of a gradient: its norm, or ``SMALL`` times the total norm if larger."""
     norm = float(expected.whole(f"gradient/{step}", name).norm())
     # The record contains the gradients after clipping, but the total norm before it.
     return max(norm, SMALL * expected.total(step) * expected.clipping(step))
@@ -323,6 +318,7 @@ def gradient_error(
     Return infinity if a rank with the parameter lacks the gradient, or if only the mesh has a gradient.
     """
     key = f"gradient/{step}/{name}"
+    # A frozen or unused parameter has no gradient on one process, so it must have none on the mesh.
     if key not in expected.record.parts:
         is_absent = all(key not in record.parts for record in records)
         return 0.0 if is_absent else math.inf
@@ -342,6 +338,7 @@ def weight_error(expected: Expected, records: Sequence[RankRecord], step: int, n
     key = f"weights/{step}/{name}"
     worst = 0.0
     for record in records:
+        # A rank may have an empty shard, whose maximum does not exist.
         if key not in record.parts or not record.parts[key].numel():
             continue
         wanted = expected.whole(f"weights/{step}", name)[record.slices[key]]

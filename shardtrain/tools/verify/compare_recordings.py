@@ -30,6 +30,7 @@ def main(folders: tuple[str, ...], rounding: str | None, as_json: bool) -> int:
     if rounding is not None:
         third = recordings.read(Path(rounding))
     comparison = recorded_differences.compare(a, b, third)
+    # A parameter that only one program has was not compared, so the programs are not the same.
     is_same = comparison.first is None and not comparison.missing
     status = 0 if is_same else 4
     if as_json:
@@ -42,16 +43,17 @@ def main(folders: tuple[str, ...], rounding: str | None, as_json: bool) -> int:
 def lines(a: Recording, b: Recording, comparison: Comparison) -> list[str]:
     """Return the lines for the terminal."""
     texts = [f"{_described(a)} and {_described(b)}: {comparison.num_steps} common steps"]
+    # A difference may be in a step that only one program recorded, so list these steps.
     for mine, other in ((a, b), (b, a)):
         numbers = {step.number for step in other.steps}
         extra = [step.number for step in mine.steps if step.number not in numbers]
         if extra:
-            count = f"{len(extra)} step{'s' if len(extra) > 1 else ''}"
+            plural = "s" if len(extra) > 1 else ""
             texts.append(
-                f"not compared: {count} that only {mine.folder} has, from step {extra[0]} on"
+                f"not compared: {len(extra)} step{plural} that only {mine.folder} has, from step {extra[0]} on"
             )
-    worst = ", ".join(f"{kind} {error:.1e}" for kind, error in comparison.largest.items())
-    texts.append(f"largest relative differences: {worst}")
+    worst = [f"{kind} {error:.1e}" for kind, error in comparison.largest.items()]
+    texts.append(f"largest relative differences: {', '.join(worst)}")
     texts += comparison.missing
     if comparison.first is not None:
         texts.append(_sentence(comparison.first))
@@ -77,6 +79,7 @@ def _sentence(first: Difference) -> str:
         others = len(first.names) - MOST_NAMES
         if others > 0:
             text += f" and {others} more"
+    # Other samples have no meaningful difference and no tolerance.
     if math.isfinite(first.error) and first.tolerance:
         text += f" (relative difference {first.error:.2g}, rounding explains {first.tolerance:.1g})"
     return text
@@ -88,9 +91,8 @@ def _document(comparison: Comparison, status: int) -> str:
     first = fields["first"]
     if first is not None and not math.isfinite(first["error"]):
         first["error"] = None
-    largest = {}
     for kind, error in comparison.largest.items():
-        largest[kind] = error if math.isfinite(error) else None
-    fields["largest"] = largest
+        if not math.isfinite(error):
+            fields["largest"][kind] = None
     fields["exit_code"] = status
     return json.dumps(fields, indent=2, allow_nan=False)

@@ -70,6 +70,7 @@ def _explain_initial_weights(e: Evidence) -> str:
     for record in holders:
         if not same_bits(record.parts[key], full[record.slices[key]]):
             wrong.append(record)
+    # If some ranks are right, the drawing cannot depend on the mesh, which is the same for all ranks.
     if len(wrong) < len(holders):
         ranks = ", ".join(str(record.rank) for record in wrong)
         return (
@@ -88,8 +89,12 @@ def _explain_gradient(e: Evidence) -> str:
         place = first_divergence.first_difference(e)
     for hypothesis in HYPOTHESES:
         cause = hypothesis(e)
+        if cause and place:
+            return f"{cause}; {place}"
         if cause:
-            return f"{cause}; {place}" if place else cause
+            return cause
+
+    # The logits agree, so the fault is in the loss itself.
     if place == first_divergence.LOGITS_AGREE:
         for hypothesis in OF_LOSS:
             cause = hypothesis(e)
@@ -106,7 +111,9 @@ def _explain_gradient(e: Evidence) -> str:
     if mine is None:
         return "no simple cause fits; the ranks' parts do not make up the full tensor"
     ratio = float(mine.norm() / theirs.norm().clamp_min(1e-30))
-    cosine = float((mine * theirs).sum() / (mine.norm() * theirs.norm()).clamp_min(1e-30))
+    product = (mine * theirs).sum()
+    norms = mine.norm() * theirs.norm()
+    cosine = float(product / norms.clamp_min(1e-30))
     where = "the loss agrees: check the backward pass"
     if e.first.loss_differs:
         where = "the forward pass differs"
@@ -116,6 +123,8 @@ def _explain_gradient(e: Evidence) -> str:
 def _explain_loss(e: Evidence) -> str:
     mine = e.records[0].losses[e.first.step]
     theirs = e.expected.record.losses[e.first.step]
+    # The gradients agree, so only the sum that is reported can be wrong: added where it is averaged, or the
+    # reverse.
     for axis in e.axes:
         size = e.sizes[axis]
         for factor in (size, 1 / size):
@@ -130,7 +139,9 @@ def _explain_weights(e: Evidence) -> str:
     name = e.first.names[0]
     step = e.first.step
     after = f"weights/{step}/{name}"
-    before = f"initial/{name}" if step == 0 else f"weights/{step - 1}/{name}"
+    before = f"initial/{name}"
+    if step > 0:
+        before = f"weights/{step - 1}/{name}"
     holders = [record for record in e.records if after in record.parts]
     is_updated = False
     for record in holders:
@@ -149,6 +160,7 @@ def _explain_weights(e: Evidence) -> str:
 
 
 def _explain_buffers(e: Evidence) -> str:
+    # All ranks with a buffer must have the same values, also if they have different tokens.
     key = f"buffers/{e.first.step}/{e.first.names[0]}"
     holders = [record for record in e.records if key in record.parts]
     for one, other in itertools.combinations(holders, 2):
@@ -174,9 +186,11 @@ def _explain_norm(e: Evidence) -> str:
             peers = _with_place(e.records, axis, record.place[axis])
             norm_of_peers = _norm_of(peers, prefix)
             unreduced_norms.append(norm_of_peers)
-            squares = _norm_of(e.records, prefix, without=vectors) ** 2
-            squares += norm_of_peers**2 - _norm_of(peers, prefix, without=vectors) ** 2
-            vector_norms.append(math.sqrt(squares))
+            # Here, matrices are reduced over all ranks, and vectors only over the peers.
+            squares_of_matrices = _norm_of(e.records, prefix, without=vectors) ** 2
+            peers_without_vectors = _norm_of(peers, prefix, without=vectors)
+            squares_of_vectors = norm_of_peers**2 - peers_without_vectors**2
+            vector_norms.append(math.sqrt(squares_of_matrices + squares_of_vectors))
         if _explains_norms(e, unreduced_norms):
             return f"norm not reduced over {axis}: each rank counts only its own parts; the gradients agree"
         if _explains_norms(e, vector_norms):
@@ -193,7 +207,9 @@ def _explain_norm(e: Evidence) -> str:
             squares_of_places += _norm_of(records, prefix) ** 2
         squares_of_all = e.sizes[axis] * _norm_of(e.records, prefix) ** 2
         for squares in (squares_of_places, squares_of_all):
-            if _explains_norms(e, [math.sqrt(squares)] * len(e.records)):
+            # After an all-reduce, every rank has the same norm.
+            norms = [math.sqrt(squares)] * len(e.records)
+            if _explains_norms(e, norms):
                 return f"norm counts replicated tensors once for each rank of axis {axis}; the gradients agree"
     mine = e.records[0].norms[step]
     theirs = e.expected.total(step)

@@ -18,14 +18,13 @@ from shardtrain.tools.verify.verify_rank import RankRecord, micro_batches, model
 from shardtrain.tools.verify.verify_report import MOST, ROUNDING
 
 MATCH = 2e-4
-"""Maximum relative error of a hypothesis that explains a gradient: far above rounding, far below
-any fault.
-"""
+"""Maximum relative error of a hypothesis that explains a gradient. It is far above rounding and far below any fault."""
 
 
 class Evidence:
-    """A mesh that differs from one process, and the model of one process directly before the first
-    difference.
+    """A mesh that differs from one process, and the model of one process directly before the first difference.
+
+    Hypotheses about the fault test predictions of its effect against it (see ``explains``).
     """
 
     def __init__(
@@ -143,6 +142,7 @@ class Evidence:
             predicted = candidate(record)
             if predicted is None or predicted[slices].shape != part.shape:
                 return False
+            # Relative to the full gradient, because a small part has a large relative rounding error.
             tolerance = self.match * max(float(predicted.norm()), 1e-30)
             predicted_part = predicted[slices]
             if float((predicted_part - part).norm()) > tolerance:
@@ -169,8 +169,9 @@ class Evidence:
         return abs(candidate - mine) < tolerated < abs(candidate - theirs)
 
     def close(self, key: str, least: float) -> float:
-        """Return the relative tolerance for an activation: ``least``, or more if the shaken run
-        differs by more.
+        """Return the relative tolerance for an activation: ``least``, or more if rounding changes it by more.
+
+        The shaken run shows the effect of rounding: each of its initial weights is moved to a neighboring float.
         """
         shaken = self._shaken.parts.get(key)
         theirs = self.expected.record.parts.get(key)

@@ -1,8 +1,8 @@
 """Compare modules on a mesh with float64, on the inputs and gradients that its ranks recorded.
 
-``module_rounding`` runs on one process, so it does not see code that only a mesh executes. End-to-end
-tolerances are too wide for it.
-Here, the tensors of the ranks are put together, and these results are computed again in float64:
+``module_rounding`` runs on one process, so it does not see code that only a mesh executes. The tolerances of
+gradients and losses are too wide to find small errors of such code. Here, the tensors of the ranks are put
+together, and these results are computed again in float64:
 
 - attention cores under cp: output, and gradients of queries, keys and values
 - router logits and norms: outputs, and gradients of inputs
@@ -12,9 +12,10 @@ Here, the tensors of the ranks are put together, and these results are computed 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,7 @@ class GatheredModules:
         yield from gathered_losses.excess(self._evidence.config, self._evidence.records)
 
     def _submodule(self, path: str) -> nn.Module | None:
+        # A recorded path may not exist in the plain model.
         try:
             return self._model.get_submodule(path)
         except AttributeError:
@@ -82,7 +84,8 @@ class GatheredModules:
         for record in self._evidence.records:
             if path in record.facts["calls"]:
                 place = record.place
-                groups[place["pp"], place["dp_replicate"], place["dp_shard"]].append(record)
+                group = (place["pp"], place["dp_replicate"], place["dp_shard"])
+                groups[group].append(record)
         for records in groups.values():
             yield from self._core_of_group(path, core, records)
 
@@ -98,6 +101,7 @@ class GatheredModules:
             inputs.append(self._gathered(path, records, f"in/{index}", "trace"))
         output = self._gathered(path, records, "out/0", "trace")
         gradient = self._gathered(path, records, "out/0", "back")
+        # Without all inputs, and at least queries, keys and values, the core cannot run again.
         known = [tensor for tensor in inputs if tensor is not None]
         if len(known) < 3 or len(known) < len(inputs) or output is None:
             return
@@ -118,8 +122,11 @@ class GatheredModules:
     ) -> Iterator[Excess]:
         """Compare the error of a result with the error of one process's core on the same inputs."""
         error = distance(actual.double(), exact)
-        of_rounding = deviation(exact.to(self._compute), exact, 1, False, self._compute)
-        allowed = max(MORE_THAN_ONE_PROCESS * distance(plain.double(), exact), of_rounding.allowed)
+        error_of_one_process = distance(plain.double(), exact)
+        # The core of one process may round less than its dtype allows, so allow at least one rounding.
+        rounded = exact.to(self._compute)
+        of_rounding = deviation(rounded, exact, 1, is_by_row=False, promised=self._compute)
+        allowed = max(MORE_THAN_ONE_PROCESS * error_of_one_process, of_rounding.allowed)
         if error <= allowed:
             return
         cause = (
@@ -132,12 +139,16 @@ class GatheredModules:
         self, path: str, records: Sequence[RankRecord], side: str, kind: str
     ) -> Tensor | None:
         """Join the parts of a tensor: heads of tp ranks, and tokens of cp ranks. None if a part is missing."""
-        heads_first = bool(getattr(self._submodule(path), "heads_first", False))
-        head_dim, token_dim = (1, 2) if heads_first else (2, SEQUENCE_DIM)
+        head_dim = 2
+        token_dim = SEQUENCE_DIM
+        if getattr(self._submodule(path), "heads_first", False):
+            head_dim = 1
+            token_dim = 2
         # For each part of the sequence, list its heads in the order of tp.
         of_cp: dict[int, list[Tensor]] = defaultdict(list)
         for record in sorted(records, key=lambda record: record.place["tp"]):
-            key = f"{kind}/{record.facts['calls'].index(path)}/{side}"
+            call = record.facts["calls"].index(path)
+            key = f"{kind}/{call}/{side}"
             if key not in record.parts:
                 return None
             of_cp[record.place["cp"]].append(record.parts[key])
@@ -152,13 +163,16 @@ class GatheredModules:
         if len(parts) == 1:
             return next(iter(parts.values()))
         # A rank of cp may have two separate pieces of the sequence, so sort all tokens by position.
-        tokens = torch.cat([parts[place] for place in sorted(parts)], dim=token_dim)
+        in_rank_order = []
         positions: list[int] = []
         for place in sorted(parts):
+            in_rank_order.append(parts[place])
             positions += self._evidence.context_part(place)
+        tokens = torch.cat(in_rank_order, dim=token_dim)
         if len(positions) != tokens.size(token_dim):
             return None
-        return tokens.index_select(token_dim, torch.tensor(positions).argsort())
+        order = torch.tensor(positions).argsort()
+        return tokens.index_select(token_dim, order)
 
     def _on_each_token(self, path: str, module: nn.Module) -> Iterator[Excess]:
         """Compare a module that computes each token separately, on the inputs of each rank."""
@@ -212,7 +226,8 @@ class GatheredModules:
         if training.mixed_precision_reduce != "float32" or training.dtype != "float32":
             return
         for name in self._layout.first:
-            # The expected sum covers every row, and only the lookups of this module.
+            # A padding index has no gradient, and a shared weight also has gradients of other modules. The
+            # sum below has neither.
             embedding = self._submodule(name)
             if not isinstance(embedding, nn.Embedding) or embedding.padding_idx is not None:
                 continue
@@ -237,27 +252,32 @@ class GatheredModules:
         # Ranks of tp look up different tokens in the same rows of the table. Each has some of the rows.
         groups: dict[tuple[int, ...], list[RankRecord]] = defaultdict(list)
         for record in self._evidence.records:
-            groups[tuple(record.place[axis] for axis in AXES if axis != "tp")].append(record)
+            group = tuple(record.place[axis] for axis in AXES if axis != "tp")
+            groups[group].append(record)
         for records in groups.values():
             if not _splits_rows(records, f"initial/{name}.weight"):
                 return None
             # A micro-batch rounds the sum of its lookups once. Later sums do not round visibly.
-            number = 0
-            while (key := f"{EMBEDDING}/{name}/{number}") + "/ids" in records[0].parts:
+            for number in itertools.count():
+                key = f"{EMBEDDING}/{name}/{number}"
+                if f"{key}/ids" not in records[0].parts:
+                    break
                 of_batch = torch.zeros(shape, dtype=torch.float64)
                 for record in records:
                     gradient = record.parts.get(f"{key}/gradient")
                     if gradient is None:
                         return None
                     ids = record.parts[f"{key}/ids"]
+                    # With sequence parallelism, a rank of tp has the gradients of its part of the tokens.
                     if ids.shape != gradient.shape[:-1]:
                         ids = ids.chunk(len(records), dim=1)[record.place["tp"]]
                     of_batch.index_add_(0, ids.flatten(), gradient.flatten(0, -2).double())
                 has_part = True
                 rounded = torch.empty_like(of_batch, dtype=self._compute).copy_(of_batch)
                 total += rounded.double() / scale
-                number += 1
-        return total if has_part else None
+        if not has_part:
+            return None
+        return total
 
 
 def _splits_rows(records: Sequence[RankRecord], key: str) -> bool:
@@ -265,24 +285,36 @@ def _splits_rows(records: Sequence[RankRecord], key: str) -> bool:
 
     A table with fewer rows than ranks is replicated, and each rank rounds the sum of its own lookups.
     """
-    first_rows = {record.slices[key][0].start for record in records if key in record.slices}
-    return len(records) == 1 or len(first_rows) == len(records)
+    if len(records) == 1:
+        return True
+    first_rows = set()
+    for record in records:
+        if key in record.slices:
+            rows, *_ = record.slices[key]
+            first_rows.add(rows.start)
+    return len(first_rows) == len(records)
 
 
 def _run_core(
     core: nn.Module, inputs: Sequence[Tensor], gradient: Tensor | None, dtype: torch.dtype
 ) -> list[Tensor] | None:
-    """Return the output of a core and, if ``gradient`` is given, the gradients of queries, keys and values.
+    """Return the output of a core and, with ``gradient``, the gradients of queries, keys and values.
 
     Return None if a user's core does not run with these inputs.
     """
-    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
+    leaves = []
+    for tensor in inputs:
+        leaves.append(tensor.detach().to(dtype).requires_grad_())
+    # The fourth input of a core with sinks is known. The meaning of others is not.
     named = {}
     if len(leaves) == 4 and getattr(core, "has_sinks", False):
         named["sinks_N"] = leaves[3]
     elif len(leaves) > 3:
         return None
-    context = casts.off(torch.float64) if dtype == torch.float64 else nullcontext()
+    # A cast to float32 inside the core would round the reference.
+    context: AbstractContextManager[None] = nullcontext()
+    if dtype == torch.float64:
+        context = casts.off(torch.float64)
     try:
         with context, torch.enable_grad():
             output = core(*leaves[:3], **named)
@@ -317,7 +349,8 @@ def _compare_sums(name: str, actual: Tensor, rounded: Tensor) -> Iterator[Excess
         "gradients of a token that occurs several times are added in a shorter dtype than float32: "
         f"{share:.0%} of the numbers differ"
     )
-    yield Excess(name, "gradient of the weight", distance(actual.double(), rounded), LEAST, cause)
+    total_error = distance(actual.double(), rounded)
+    yield Excess(name, "gradient of the weight", total_error, LEAST, cause)
 
 
 def found_in(evidence: Evidence) -> Mapping[str, str] | None:

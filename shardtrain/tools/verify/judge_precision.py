@@ -78,28 +78,29 @@ def judge_precision(
     first_step = steps
     if wrong:
         first_step = _step_of(wrong[0])
-    # A wrong update explains later differences,
-    # and its message is more precise than a message about a gradient.
-    number = next(update_rounding.wrong_numbers(expected, records, config, steps), None)
+    # A wrong update explains later differences, and its message is more precise than one about a gradient.
+    numbers = update_rounding.wrong_numbers(expected, records, config, steps)
+    number = next(numbers, None)
     if number is not None and number.step <= first_step:
         return fields | {"first": number.first, "cause": number.cause}
-    layout = models.find(config.model.name).LAYOUT
+
+    # Modules that gather a sequence are compared even if no gradient is wrong. Their rounding may be too
+    # small to exceed the tolerance of a gradient.
     of_first_step = First("gradient", 0, [], 0.0)
-    evidence = Evidence(
-        config, degrees, expected, records, of_first_step, noisy[0], _of_step(allowed, 0)
-    )
+    tolerances = _of_step(allowed, 0)
+    evidence = Evidence(config, degrees, expected, records, of_first_step, noisy[0], tolerances)
     of_modules = gathered_modules.found_in(evidence)
     if of_modules is not None:
         return {**fields, **of_modules}
     if not wrong:
         return fields
 
+    layout = models.find(config.model.name).LAYOUT
     first = _first_of(wrong, errors)
     place = describe(first, expected, records[0].losses, layout.layers)
     place += f"; rounding explains {allowed[wrong[0]]:.2g}"
-    evidence = Evidence(
-        config, degrees, expected, records, first, noisy[0], _of_step(allowed, first_step)
-    )
+    tolerances = _of_step(allowed, first_step)
+    evidence = Evidence(config, degrees, expected, records, first, noisy[0], tolerances)
     return fields | {"first": place, "cause": diagnose(evidence)}
 
 
@@ -136,15 +137,15 @@ def allowed_errors(expected: Expected, noisy: Sequence[RankRecord], steps: int) 
     allowed: dict[str, float] = {}
     for record in noisy:
         for key, error in errors_of(expected, [record], steps).items():
+            # The noisy run may agree by chance, so no tolerance is below that of a float32 mesh.
             least = getattr(USUAL, _kind_of(key))
             factor = FACTOR * _uncertainty(expected, key)
             allowed[key] = max(allowed.get(key, 0.0), least, factor * error)
         for step in range(steps):
             # The norm changes by at most as much as the gradients do. By chance it may change far less.
             key = f"norm/{step}"
-            allowed[key] = max(
-                allowed[key], FACTOR * _distance_of_gradients(expected, record, step)
-            )
+            distance = _distance_of_gradients(expected, record, step)
+            allowed[key] = max(allowed[key], FACTOR * distance)
     # A loss may also agree by chance, so all steps have the tolerance of the largest error.
     loss_keys = [f"loss/{step}" for step in range(steps)]
     largest = max(allowed[key] for key in loss_keys)
@@ -186,6 +187,7 @@ def errors_of(expected: Expected, records: Sequence[RankRecord], steps: int) -> 
             errors[f"gradient/{step}/{name}"] = gradient_error(expected, records, step, name)
         loss = expected.record.losses[step]
         norm = expected.record.norms[step]
+        # Every rank reports the same loss and norm. The worst rank decides.
         loss_errors = []
         norm_errors = []
         for record in records:
@@ -238,9 +240,10 @@ def _summary(errors: Mapping[str, float], allowed: Mapping[str, float]) -> dict[
         largest[kind] = max(largest[kind], error)
         explained[kind] = max(explained[kind], allowed[key])
     rounding = (
-        f"rounding alone explains differences from float32 of up to {explained['loss']:.1e} of the loss and "
+        f"rounding explains differences from float32 of up to {explained['loss']:.1e} of the loss and "
         f"{explained['gradient']:.1e} of a gradient; each tensor has its own tolerance"
     )
+    # An agreement within such a large tolerance proves nothing, so report how many gradients have it.
     gradients = [key for key in allowed if key.startswith("gradient/")]
     too_wide = [key for key in gradients if allowed[key] > MAX_TOLERANCE]
     unproven = ""

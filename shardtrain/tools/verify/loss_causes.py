@@ -19,6 +19,7 @@ CLOSE = 2e-6
 
 def counted_columns(e: Evidence) -> str | None:
     """The exponentials of all logits are counted once per rank of tp."""
+    # A sum of exponentials that is ``size`` times too large has a logarithm that is log(size) too large.
     size = e.size("tp")
     loss = e.expected.record.losses[e.first.step] + math.log(size)
     if size == 1 or not e.explains_loss(loss, CLOSE):
@@ -34,13 +35,16 @@ def columns_from_zero(e: Evidence) -> str | None:
         return None
     targets_BT = e.batch.targets_BT
     columns = logits_BTV.size(-1) // size
+    # With the fault, every rank finds a target with a small id, and the ranks add what they find. No rank
+    # finds a target with a larger id.
     index_BT1 = targets_BT.clamp(0, columns - 1).unsqueeze(-1)
     of_target_BT = torch.zeros(targets_BT.shape)
     for part_BTC in logits_BTV.split(columns, dim=-1):
         of_target_BT += part_BTC.gather(-1, index_BT1).squeeze(-1)
     of_target_BT *= targets_BT < columns
     losses_BT = logits_BTV.logsumexp(-1) - of_target_BT
-    loss = float(losses_BT[targets_BT != IGNORE].sum()) / e.batch.num_targets
+    loss_sum = losses_BT[targets_BT != IGNORE].sum()
+    loss = float(loss_sum) / e.batch.num_targets
     if not e.explains_loss(loss, CLOSE):
         return None
     return "split vocabulary: each rank of tp looks for targets as if its columns began with token id 0"
@@ -59,12 +63,15 @@ def counts_of_parts(e: Evidence) -> str | None:
     for unit, groups in batches.items():
         total = 0.0
         for rows in groups:
-            num_targets = int(is_target_BT[rows].sum())
+            losses_RT = losses_BT[rows]
+            is_target_RT = is_target_BT[rows]
+            num_targets = int(is_target_RT.sum())
+            # Compute the loss of each part as the fault does, and the mean of these losses.
             mean = 0.0
             for part in range(size):
                 positions = e.context_part(part)
-                count = int(is_target_BT[rows][:, positions].sum())
-                loss_sum = float(losses_BT[rows][:, positions].sum())
+                count = int(is_target_RT[:, positions].sum())
+                loss_sum = float(losses_RT[:, positions].sum())
                 mean += loss_sum / max(1, count) / size
             total += mean * num_targets / e.batch.num_targets
         if e.explains_loss(total, CLOSE):
@@ -81,7 +88,8 @@ def targets_of_other_parts(e: Evidence) -> str | None:
             other = e.context_part((part + shift) % size)
             targets_BT[:, e.context_part(part)] = e.batch.targets_BT[:, other]
         logits_BTV = e.shares.logits_BTV.detach()
-        loss = float(e.shares.losses_BT(logits_BTV, targets_BT).sum()) / e.batch.num_targets
+        loss_sum = e.shares.losses_BT(logits_BTV, targets_BT).sum()
+        loss = float(loss_sum) / e.batch.num_targets
         if e.explains_loss(loss, CLOSE):
             return "targets of another part of the sequence: each rank of cp has the targets of another rank"
     return None

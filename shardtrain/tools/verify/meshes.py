@@ -112,6 +112,7 @@ def read(text: str) -> dict[str, int]:
     ({'tp': 2, 'pp': 2}, {'ep': 2, 'dp_shard': 2})
     """
     degrees: dict[str, int] = {}
+    # "tp=2 pp=2" would be read as tp with the degree "2 pp=2", whose message is confusing.
     pieces = text.split()
     if len(pieces) > 1 and "," not in text:
         raise _mesh_error(text, "has no commas between its axes", f"write {','.join(pieces)}")
@@ -122,9 +123,8 @@ def read(text: str) -> dict[str, int]:
         if axis in degrees:
             raise _mesh_error(text, f"names {axis} twice", "name it once")
         if not is_whole_number(degree) or int(degree) < 1:
-            raise _mesh_error(
-                text, f'has an invalid degree "{degree}" of {axis}', f"write it like {axis}=2"
-            )
+            rule = f'has an invalid degree "{degree}" of {axis}'
+            raise _mesh_error(text, rule, f"write it like {axis}=2")
         degrees[axis] = int(degree)
 
     experts = degrees.get("ep", 1)
@@ -185,10 +185,9 @@ def requested(
 
 
 def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[MeshPlan]:
-    """Return plans of small meshes for this model, starting with its configured axes. Some may be
-    impossible.
-    """
+    """Return plans of small meshes for this model, starting with its configured axes. Some may be impossible."""
     names = list(DEFAULT_MESHES)
+    # ep divides experts, and this model has none.
     if "num_experts" not in (model_shape(loaded) or {}):
         names.remove("ep=2")
     configured = own_axes(loaded)
@@ -210,9 +209,7 @@ def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[MeshPlan]:
 
 
 def own_axes(loaded: Loaded) -> str:
-    """Return the mesh with the configured axes, each of size 2, or "" without such axes or for more
-    than 8 ranks.
-    """
+    """Return the mesh with the configured axes, each of size 2, or "" without such axes or for more than 8 ranks."""
     degrees = {}
     for axis, option in OPTIONS.items():
         if getattr(loaded.config.parallelism, option) > 1:
@@ -308,7 +305,8 @@ def _plan(
         options_of_mesh.add(option)
     loaded = changed(loaded, sections, options_of_mesh, f"--mesh {mesh}")
     problems = [*configs.check(loaded), *configs.unavailable(loaded)]
-    return MeshPlan(mesh, schedule, degrees, loaded, "\n".join(map(str, problems)), options or {})
+    problem = "\n".join(map(str, problems))
+    return MeshPlan(mesh, schedule, degrees, loaded, problem, options or {})
 
 
 def rows_per_data_rank(degrees: Mapping[str, int]) -> int:

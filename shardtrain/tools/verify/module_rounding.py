@@ -1,19 +1,19 @@
 """Find modules that round more than their dtype requires, by comparing each module with itself in float64.
 
-1. One process runs one micro-batch in the run's own precision. The inputs and outputs of every module are
-recorded.
+1. One process runs one micro-batch in the precision of the run, and records the inputs and outputs of every
+   module.
 2. The unsharded model runs in float64, without casts. Before each module, recorded inputs replace the
    computed inputs. After it, recorded outputs replace the computed outputs.
 
-So each comparison contains the errors of a single module,
-or of the code of a module between two of its submodules.
+So each comparison contains the errors of a single module, or of a parent module's code between two of its
+submodules.
 
 An error is allowed if random rounding of the float64 result explains it (``rounding_limits``):
 
 - a module without submodules may round twice, or twice per matrix if it has several
 - the code between two submodules may round a few times
 
-The dtype of a rounding is the promised one (``promised_precision``), also if the result has a shorter dtype.
+The allowed rounding is that of the promised dtype (``promised_precision``), even if the result has a shorter one.
 """
 
 from __future__ import annotations
@@ -86,9 +86,12 @@ def check_modules(
     """Check one micro-batch of one process in the precision of ``config``.
 
     Returns:
-        "excess": the results with too large an error, in the order of the forward pass. "outputs": name of
-            the dtype of the first floating-point output of each module, by path. "products": paths of
-            linear layers in 8 bits. "skipped": the reason if the model does not run in float64, or "".
+        A dictionary with these keys:
+
+        - "excess": the results with too large an error, in the order of the forward pass
+        - "outputs": name of the dtype of the first floating-point output of each module, by path
+        - "products": paths of linear layers in 8 bits
+        - "skipped": the reason if the model does not run in float64, or ""
     """
     dropout.switch_off()
     runner, layout, vocabulary = _build(config, unit_gain)
@@ -107,6 +110,7 @@ def check_modules(
     model = _in_float64(config, weights)
     compute = getattr(torch, derived.compute_dtype(config))
     replay = Replay(model, layout, recorded, products, compute)
+    # A cast to float32 inside the model would round the reference, so casts keep float64.
     skipped = ""
     with casts.off(torch.float64):
         try:
@@ -116,9 +120,10 @@ def check_modules(
             skipped = f"modules were not compared with float64: {type(error).__name__}: {error}"
 
     # The loss is computed after the modules, so its errors come last.
-    excess = [vars(one) for one in (*replay.excess, *of_loss)]
+    in_forward_order = [*replay.excess, *of_loss]
     return {
-        "excess": excess,
+        # Dictionaries, because the result is sent to the parent process.
+        "excess": [vars(result) for result in in_forward_order],
         "outputs": _output_dtypes(recorded),
         "products": products,
         "skipped": skipped,
@@ -168,7 +173,8 @@ def _record(runner: Runner, batch: Batch, config: Config) -> tuple[list[Excess],
         def keep_inputs(module: nn.Module, positional: Any, named: Any) -> Any:
             recorded.inputs[path].append(_copies((positional, named)))
             inputs = backward_rounding.with_separate_inputs(module, positional, named)
-            _keep_gradients(recorded, (path, "in", len(recorded.inputs[path]) - 1), inputs)
+            call = len(recorded.inputs[path]) - 1
+            _keep_gradients(recorded, (path, "in", call), inputs)
             return inputs
 
         return keep_inputs
@@ -176,12 +182,17 @@ def _record(runner: Runner, batch: Batch, config: Config) -> tuple[list[Excess],
     def after(path: str) -> Callable[..., None]:
         def keep_outputs(_: nn.Module, _positional: Any, _named: Any, output: Any) -> None:
             recorded.outputs[path].append(_copies(output))
-            _keep_gradients(recorded, (path, "out", len(recorded.outputs[path]) - 1), output)
+            call = len(recorded.outputs[path]) - 1
+            _keep_gradients(recorded, (path, "out", call), output)
+            # ``check_loss`` computes the exact loss from the logits, which the root module returns.
             if path == "" and isinstance(output, Tensor) and output.ndim == 3:
                 logits.append(output.detach().clone())
-                output.register_hook(lambda gradient: gradients.append(gradient.detach().clone()))
+                output.register_hook(keep_gradient_of_logits)
 
         return keep_outputs
+
+    def keep_gradient_of_logits(gradient: Tensor) -> None:
+        gradients.append(gradient.detach().clone())
 
     handles = []
     for path, module in runner.parts[0].named_modules():
@@ -194,12 +205,14 @@ def _record(runner: Runner, batch: Batch, config: Config) -> tuple[list[Excess],
             recorded.balance_losses[path] = float(module.loss_sum)
     for name, parameter in runner.parameters().items():
         if parameter.grad is not None:
-            recorded.weight_gradients[name] = local_tensor(parameter.grad).detach().clone()
+            gradient = local_tensor(parameter.grad)
+            recorded.weight_gradients[name] = gradient.detach().clone()
     runner.zero_grad()
     for handle in handles:
         handle.remove()
     if not logits:
         return [], recorded
+    # The loss is not a module, so it is compared here instead of in the replay.
     terms = LossTerms(config.training.label_smoothing, config.training.z_loss_weight)
     of_loss = check_loss(logits[0], gradients, batch.targets_BT, float(weight), float(loss), terms)
     return list(of_loss), recorded
@@ -237,13 +250,15 @@ def check_loss(
     """Compare ``weight`` times the sum of losses, and its gradients, with float64 for the logits of the run."""
     exact_BTV = logits_BTV.double().requires_grad_()
     kept_BT = targets_BT != IGNORE
+    # IGNORE is negative and not an index. The mask removes these tokens after the lookup.
     targets_BT1 = targets_BT.clamp_min(0).unsqueeze(-1)
-    losses_BT = terms.losses(
-        exact_BTV.logsumexp(-1), exact_BTV.gather(-1, targets_BT1).squeeze(-1), exact_BTV.mean(-1)
-    )
-    exact = (losses_BT * kept_BT).sum() * weight
-    exact.backward()  # type: ignore[no-untyped-call]
-    error = abs(loss - float(exact)) / abs(float(exact))
+    logits_of_targets_BT = exact_BTV.gather(-1, targets_BT1).squeeze(-1)
+    losses_BT = terms.losses(exact_BTV.logsumexp(-1), logits_of_targets_BT, exact_BTV.mean(-1))
+    weighted_sum = (losses_BT * kept_BT).sum() * weight
+    weighted_sum.backward()  # type: ignore[no-untyped-call]
+    exact = float(weighted_sum)
+    error = abs(loss - exact) / abs(exact)
+    # The negation also catches NaN, which compares as False with every number.
     if not error <= LOSS_MARGIN:
         cause = "the loss of these logits is not computed in float32, or rounded before it is added"
         yield Excess("", "loss", error, LOSS_MARGIN, cause)
@@ -263,8 +278,10 @@ def _largest_rounding(actual: Tensor, exact: Tensor) -> tuple[float, float]:
     info = torch.finfo(actual.dtype)
     # Subnormal numbers have an absolute error.
     size = exact.abs().clamp_min(info.tiny)
-    error = float(((actual.double() - exact).abs() / size).max())
-    return error, max(ONE_ROUNDING * unit_roundoff(actual.dtype), LOSS_MARGIN)
+    absolute = (actual.double() - exact).abs()
+    largest = (absolute / size).max()
+    allowed = max(ONE_ROUNDING * unit_roundoff(actual.dtype), LOSS_MARGIN)
+    return float(largest), allowed
 
 
 class Replay:
@@ -295,6 +312,7 @@ class Replay:
 
     @torch.no_grad()
     def run(self, batch: Batch) -> None:
+        """Run the forward pass, and compare every module that the run has called."""
         handles = []
         for path, module in self._model.named_modules():
             handles.append(module.register_forward_pre_hook(self._before(path), with_kwargs=True))
@@ -309,9 +327,7 @@ class Replay:
         def replace_inputs(_: nn.Module, positional: Any, named: Any) -> Any:
             call = self._num_calls[path]
             self._num_calls[path] += 1
-            parent = ""
-            if self._open:
-                parent = self._open[-1][0]
+            parent = self._innermost()
             self._open.append((path, call))
             # The run may call other modules, for example fused ones.
             if call >= len(self._recorded.inputs[path]):
@@ -347,19 +363,26 @@ class Replay:
             replaced = _replaced(output, recorded)
             if self._is_rotation(path):
                 torch.set_grad_enabled(False)
-            parent = self._open[-1][0] if self._open else ""
+            # These outputs are the leaves of the graph through the rotation, see ``replace_inputs``.
             is_single = isinstance(replaced, Tensor) and replaced.is_floating_point()
-            if call == 0 and is_single and self._is_rotation(parent):
+            if call == 0 and is_single and self._is_rotation(self._innermost()):
                 self._before_rotation[path] = replaced.requires_grad_()
             return replaced
 
         return replace_outputs
+
+    def _innermost(self) -> str:
+        """Return the path of the innermost module whose forward is running, "" for the root module."""
+        if not self._open:
+            return ""
+        return self._open[-1][0]
 
     @torch.no_grad()
     def _compare_own_code(
         self, path: str, what: str, computed: list[Tensor], recorded: list[Tensor], child: str = ""
     ) -> None:
         """Compare results of the code of a module: its outputs, or the inputs of its submodule ``child``."""
+        # Without a one-to-one correspondence, there are no pairs to compare.
         if len(computed) != len(recorded):
             return
         module = self._model.get_submodule(path)
@@ -389,14 +412,17 @@ class Replay:
     def _compare_rotated(self, path: str, what: str, actual: Tensor, exact: Tensor) -> None:
         """Compare queries, keys or values, which are exact or rounded once."""
         fraction = promised_precision.fraction_not_rounded_once(actual, exact)
-        if fraction > promised_precision.ROUNDED_ONCE:
-            error = distance(actual.double(), exact)
-            cause = (
-                f"rotation in {_name(actual)} instead of float32, or another rounding before the core: "
-                f"{fraction:.0%} of the numbers are not the exact result, rounded once"
-            )
-            nearest = torch.empty_like(actual).copy_(exact).double()
-            self.excess.append(Excess(path, what, error, distance(nearest, exact), cause))
+        if fraction <= promised_precision.ROUNDED_ONCE:
+            return
+        error = distance(actual.double(), exact)
+        # The smallest possible error in this dtype: the exact result, rounded to nearest.
+        nearest = torch.empty_like(actual).copy_(exact).double()
+        allowed = distance(nearest, exact)
+        cause = (
+            f"rotation in {_name(actual)} instead of float32, or another rounding before the core: "
+            f"{fraction:.0%} of the numbers are not the exact result, rounded once"
+        )
+        self.excess.append(Excess(path, what, error, allowed, cause))
 
     def _is_rotation(self, path: str) -> bool:
         return bool(path) and promised_precision.is_rotated_once(self._model.get_submodule(path))
@@ -406,20 +432,16 @@ class Replay:
     ) -> None:
         """Compare the gradients of projections with those of the rotated queries, keys and values."""
         gradients = self._recorded.gradients[core, "in", call]
-        results = []
-        for index in gradients:
+        rotated = []
+        gradients_of_rotated = []
+        for index, gradient_of_run in gradients.items():
             if computed[index].requires_grad:
-                results.append(index)
-        if call or not results:
+                rotated.append(computed[index])
+                gradients_of_rotated.append(gradient_of_run.double())
+        if call or not rotated:
             return
-        rotated = [computed[index] for index in results]
-        gradients_of_rotated = [gradients[index].double() for index in results]
-        exact = torch.autograd.grad(
-            rotated,
-            list(self._before_rotation.values()),
-            gradients_of_rotated,
-            allow_unused=True,
-        )
+        projections = list(self._before_rotation.values())
+        exact = torch.autograd.grad(rotated, projections, gradients_of_rotated, allow_unused=True)
         for child, gradient in zip(self._before_rotation, exact, strict=True):
             actual = self._recorded.gradients[child, "out", 0].get(0)
             # A parameter with one number per head, such as a sink, is not rotated.
@@ -434,23 +456,23 @@ class Replay:
         if not is_compared or of_output is None or path in self._products:
             return
         weights = dict(module.named_parameters())
-        x = self._recorded.inputs[path][call][0]
+        inputs_of_calls = self._recorded.inputs[path]
+        x = inputs_of_calls[call][0]
         of_input, of_weights = backward_rounding.exact_gradients(module, weights, x, of_output)
         actual = self._recorded.gradients[path, "in", call].get(0)
         if actual is not None:
-            self.excess += backward_rounding.excess_of(
-                path, "gradient of the input", actual, of_input
-            )
-        # The gradient of a weight is a sum over all calls.
-        if self._num_calls[path] != 1 or len(self._recorded.inputs[path]) != 1:
+            what = "gradient of the input"
+            self.excess += backward_rounding.excess_of(path, what, actual, of_input)
+        # The gradient of a weight is a sum over all calls, so it is compared only if there is a single call.
+        if self._num_calls[path] != 1 or len(inputs_of_calls) != 1:
             return
         for name, exact in of_weights.items():
             summed = self._recorded.weight_gradients.get(f"{path}.{name}")
             if summed is not None:
+                # The run may store the gradient in float32, but it computes it in the compute dtype.
                 rounded = summed.to(self._compute)
-                self.excess += backward_rounding.excess_of(
-                    path, f"gradient of {name}", rounded, exact
-                )
+                what = f"gradient of {name}"
+                self.excess += backward_rounding.excess_of(path, what, rounded, exact)
 
     def compare_balance_losses(self) -> None:
         """Compare the sums of balance losses with float64, for the recorded logits and scores."""
@@ -458,7 +480,10 @@ class Replay:
             balance: Any = self._model.get_submodule(path)
             inputs = []
             for tensor in self._recorded.inputs[path][0]:
-                inputs.append(tensor.double() if tensor.is_floating_point() else tensor)
+                # Indices of experts keep their integer dtype.
+                if tensor.is_floating_point():
+                    tensor = tensor.double()
+                inputs.append(tensor)
             balance.loss_weight = torch.ones((), dtype=torch.float64)
             balance.reset()
             with torch.enable_grad():
@@ -491,6 +516,7 @@ class Replay:
             if exact.shape != actual.shape or not exact.is_floating_point():
                 continue
             in_8_bits = path in self._products
+            # In a layer with at most one matrix, also judge the error that all elements of a row share.
             is_by_row = not is_core and not in_8_bits and matrices <= 1
             compared = deviation(actual, exact, roundings, is_by_row, promised)
             if in_8_bits:
@@ -520,9 +546,10 @@ def _tensors(structure: Any) -> list[Tensor]:
 
 
 def _replaced(structure: Any, recorded: Sequence[Tensor]) -> Any:
-    """Replace the tensors of a nested structure by recorded tensors in float64. Keep it if they do not fit."""
+    """Return a nested structure with recorded tensors in float64, or ``structure`` itself if shapes differ."""
     shapes = [leaf.shape for leaf in _tensors(structure)]
-    if shapes != [tensor.shape for tensor in recorded]:
+    recorded_shapes = [tensor.shape for tensor in recorded]
+    if shapes != recorded_shapes:
         return structure
     values = iter(recorded)
 
@@ -543,8 +570,10 @@ def _error_of_8_bits(module: nn.Module, inputs: Any, index: int, exact: Tensor) 
     def rounded_operand(tensor: Tensor) -> Tensor:
         return perturbed(tensor, roundoff, generator)
 
-    (weight,) = (parameter for name, parameter in module.named_parameters() if name == "weight")
+    weight = dict(module.named_parameters())["weight"]
     unrounded = weight.data
+    # Rounding to nearest has one result. Random perturbations of the same size show how large its error can
+    # be.
     errors = []
     for _ in range(DRAWS):
         positional, named = tree_map_only(Tensor, rounded_operand, inputs)

@@ -90,7 +90,7 @@ class DrawRecorder(LocatingMode):
 
 
 class ShortDtypeFinder(LocatingMode):
-    """Find the first operation that returns a floating-point dtype of less than 32 bits.
+    """Mode that finds the first operation that returns a floating-point dtype of less than 32 bits.
 
     ``first`` is (module path, dtype name), or None.
     """

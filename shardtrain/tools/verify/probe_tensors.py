@@ -27,10 +27,12 @@ def row_of_batch(row: int) -> Pick:
     """
 
     def pick(batch: Tensor, single: Tensor) -> tuple[Tensor, Tensor] | None:
+        # A tensor without rows, such as a table of positions, is the same in both passes.
         if batch.shape == single.shape:
             return batch, single
         if batch.ndim != single.ndim or batch.ndim == 0:
             return None
+        # With flattened tokens, a row has several elements of the first dimension.
         size = single.size(0)
         if batch.size(0) != ROWS * size or batch.shape[1:] != single.shape[1:]:
             return None
@@ -50,6 +52,7 @@ def unchanged_tokens(count: int, tokens: slice) -> Pick:
         # Rows and tokens that are flattened into one dimension cannot be separated.
         if not token_dims and one.numel() > 1 and ROWS * count in one.shape:
             return None
+        # Attention scores have two dimensions of tokens.
         for token_dim in token_dims:
             index = [slice(None)] * one.ndim
             index[token_dim] = tokens
@@ -69,6 +72,7 @@ def half_of_tokens(count: int, start: int) -> Pick:
         for dim, (full_size, half_size) in enumerate(zip(full.shape, half.shape, strict=True)):
             if full_size == half_size:
                 continue
+            # This is not a dimension of tokens, so the tensors are not comparable.
             if full_size != count or half_size != count // 2:
                 return None
             full = full.narrow(dim, start, half_size)
@@ -103,11 +107,18 @@ def first_with_other_inputs(
 
 def replay_unchanged(recorded: list[Tensor], output: Any) -> Any:
     """Return the recorded tensors, nested like ``output``."""
+    # Clone each tensor, because a module may change its inputs in place, and a recording is used several
+    # times.
     remaining = iter(recorded)
     if isinstance(output, Tensor):
         return next(remaining).clone()
     if isinstance(output, tuple | list):
-        return type(output)(next(remaining).clone() if isinstance(x, Tensor) else x for x in output)
+        items = []
+        for item in output:
+            if isinstance(item, Tensor):
+                item = next(remaining).clone()
+            items.append(item)
+        return type(output)(items)
     return output
 
 

@@ -1,5 +1,4 @@
-"""Test whether a small copy of the model keeps the promises of a model file, by running it in the
-pieces of a mesh.
+"""Test whether a small copy of a model keeps the promises of its model file, by running it in the pieces of a mesh.
 
 ``models.build`` checks the layout itself. Here the forward pass runs on parts of a batch, as a chain of
 pipeline stages, and with half of the weights as in tensor parallelism. Each message names the promise and the
@@ -11,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +65,19 @@ def probe(
         batch.tokens_BT,
         batch.positions_BT,
     )
+    peer_folder = None
+    if folder:
+        peer_folder = Path(folder)
     with torch.no_grad():
-        if broken := checker.check_runs():
+        broken = checker.check_runs()
+        if broken:
             return {"broken": broken, "notes": [], "impossible": {}}
         # Run the probes first, because a model that fails one of them also fails the checks below, for a
         # misleading reason.
-        result = probes.run_probes(
-            config, module, shape, model, Path(folder) if folder else None, kinds
-        )
+        result = probes.run_probes(config, module, shape, model, peer_folder, kinds)
         broken = result.broken or checker.check_all()
         impossible = result.impossible
+        # A model that is not a chain can train without pipeline stages, so this is no broken promise.
         if not broken and (kinds is None or "pp" in kinds):
             broken_chain = checker.check_chain()
             if broken_chain:
@@ -143,8 +146,10 @@ class _PromiseChecker:
         return str(Problem("model.name", self._name, rule, fix))
 
     def _run(self, model: nn.Module, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, str, str]:
-        """Run a model. Return (output, "", ""), or (x, error, path of the innermost module that
-        raised the error).
+        """Run a model, and catch its error.
+
+        Returns:
+            (output, "", "") after success, or (x, error, path of the innermost module that raised the error).
 
         Raises:
             _NoTensor: the output is not a tensor.
@@ -154,22 +159,23 @@ class _PromiseChecker:
         stack: list[str] = []
         handles = []
 
+        def enter(path: str, *_: Any) -> None:
+            stack.append(path or "the model")
+
         def leave(*_: Any) -> None:
             stack.pop()
 
         for path, module in model.named_modules():
-            handles.append(
-                module.register_forward_pre_hook(
-                    lambda *_, path=path: stack.append(path or "the model")
-                ),
-            )
+            handles.append(module.register_forward_pre_hook(partial(enter, path)))
             handles.append(module.register_forward_hook(leave))
         try:
             with trial(model):
                 out = model(x, positions_BT)
-        except Exception as error:
+        except Exception as error:  # a user's model may raise anything
             lines = str(error).splitlines() or [""]
-            place = stack[-1] if stack else "the model"
+            place = "the model"
+            if stack:
+                place = stack[-1]
             return x, f"{type(error).__name__}: {lines[0]}", place
         finally:
             for handle in handles:
@@ -192,8 +198,11 @@ class _PromiseChecker:
         }
         problems = []
         for pattern, (kind, fix) in kinds.items():
+            # A layout without such a core has an empty pattern.
+            if not pattern:
+                continue
             for path, module in self._model.named_modules():
-                if not pattern or not matches(path, pattern):
+                if not matches(path, pattern):
                     continue
                 for name, _ in module.named_parameters():
                     rule = f"breaks the promise of a weightless {kind}: {path} contains the parameter {name}"
@@ -206,6 +215,7 @@ class _PromiseChecker:
         tokens_BT = self._tokens_BT[:1, :half]
         positions_BT = self._positions_BT[:1, :half]
         out, error, place = self._run(self._model, tokens_BT, positions_BT)
+        # A model with fixed sizes may run without an error and return the wrong shape.
         if not error and out.shape[:2] != (1, half):
             error = f"it returns {tuple(out.shape)} for tokens (1, {half})"
             place = "the model"
@@ -233,18 +243,18 @@ class _PromiseChecker:
         stages.append([*self._layout.last])
         x = self._tokens_BT
         for keep in stages:
-            stage = pipeline_parallel.stage(copy.deepcopy(self._model), self._layout, set(keep))
+            # Building a stage removes the other modules, so it needs a copy of the model.
+            full_model = copy.deepcopy(self._model)
+            stage = pipeline_parallel.stage(full_model, self._layout, set(keep))
             x, error, place = self._run(stage, x, self._positions_BT)
             if error:
-                return self._problem(
-                    f"{promise}: a stage with only {', '.join(keep)} fails in {place}: {error}",
-                    fix,
-                )
+                names = ", ".join(keep)
+                rule = f"{promise}: a stage with only {names} fails in {place}: {error}"
+                return self._problem(rule, fix)
+        # A model with a path around a module runs as a chain, but computes something else.
         if x.shape != expected.shape or _error(x, expected) > CLOSE:
-            return self._problem(
-                f"{promise}: run one after the other, they return other outputs than the model",
-                fix,
-            )
+            rule = f"{promise}: run one after the other, they return other outputs than the model"
+            return self._problem(rule, fix)
         return ""
 
     def _check_documents(self) -> list[str]:
@@ -275,9 +285,12 @@ class _PromiseChecker:
         heads: list[int] = []
 
         def note(core: nn.Module, inputs: tuple[Any, ...]) -> None:
+            # The layers are alike, so the first core is enough.
             if heads:
                 return
-            dim = 1 if getattr(core, "heads_first", False) else 2
+            dim = 2
+            if getattr(core, "heads_first", False):
+                dim = 1
             for value in inputs[:3]:
                 if isinstance(value, Tensor) and value.ndim == 4:
                     heads.append(value.size(dim))
@@ -294,7 +307,9 @@ class _PromiseChecker:
 
     def _check_styles(self) -> list[str]:
         """Require that the styles for linears in LAYOUT.tensor name linears."""
-        return [str(problem) for problem in tensor_parallel.misnamed(self._model, self._layout)[:1]]
+        # One wrong pattern matches a module in every layer, so the first problem is enough.
+        problems = tensor_parallel.misnamed(self._model, self._layout)
+        return [str(problem) for problem in problems[:1]]
 
     def _check_halved_weights(self) -> list[str]:
         """Require that layers run with half of their columns and rows, as on one of two
@@ -339,18 +354,18 @@ class _PromiseChecker:
                 halved.set_submodule(path, nn.Identity())
             if style == "rowwise" and is_embedding:
                 return None  # a rank has the rows of some tokens, and outputs are summed
-            if path.startswith(f"{self._layout.layers}.") and style in (
-                "colwise",
-                "rowwise",
-                "per_head",
-            ):
+            is_in_layer = path.startswith(f"{self._layout.layers}.")
+            if is_in_layer and style in ("colwise", "rowwise", "per_head"):
+                # A weight is (outputs, inputs), but the table of an embedding is (tokens, features).
                 dim = 0
                 if style == "rowwise" or (style == "colwise" and is_embedding):
                     dim = 1
                 if not _halve(module, dim):
                     return None
                 has_halved = True
-        return halved if has_halved else None
+        if not has_halved:
+            return None
+        return halved
 
     def _run_halved(self, halved: nn.Module) -> tuple[str, str]:
         """Run the halved model. Return the error and the module that raised it, or ("", "").
@@ -361,12 +376,10 @@ class _PromiseChecker:
         while True:
             _, error, place = self._run(halved, self._tokens_BT, self._positions_BT)
             failing = dict(halved.named_modules()).get(place)
-            is_rowwise_linear = (
-                isinstance(failing, nn.Linear) and style_of(self._layout, place) == "rowwise"
-            )
-            if not error or not is_rowwise_linear:
+            is_rowwise = style_of(self._layout, place) == "rowwise"
+            if not error or not isinstance(failing, nn.Linear) or not is_rowwise:
                 return error, place
-            assert failing is not None
+            # If the hook did not help, or the layer should be colwise, the error is the user's.
             if failing._forward_pre_hooks or self._runs_if_halved(halved, place, 0):
                 return error, place
             failing.register_forward_pre_hook(_take_half)
@@ -396,10 +409,10 @@ class _PromiseChecker:
                 "that is sharded along the feature dimension"
             )
             return self._problem(f"{rule}: under tp=2 {error}", 'declare it "colwise"')
+        # No single style explains the error. The model may contain a fixed size.
         rule = f"fails with half of the columns of its linears, as under tp=2, in {place}: {error}"
-        return self._problem(
-            rule, f"correct the styles in LAYOUT.tensor; if they are right, {_SHAPE_FIX}"
-        )
+        fix = f"correct the styles in LAYOUT.tensor; if they are right, {_SHAPE_FIX}"
+        return self._problem(rule, fix)
 
     def _runs_if_halved(self, halved: nn.Module, path: str, dim: int) -> bool:
         """True if layers run with half of the outputs (dim 0) or inputs (dim 1) of the linear at ``path``.
@@ -451,9 +464,7 @@ class _NoTensor(Exception):
 
 
 def _take_half(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Keep the first half of the features if the input has twice as many features as the linear has
-    columns.
-    """
+    """Keep the first half of the features if the input has twice as many features as the linear has columns."""
     half = linear.get_parameter("weight").size(-1)
     x = inputs[0]
     if x.size(-1) != 2 * half:

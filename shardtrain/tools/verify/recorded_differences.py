@@ -1,8 +1,7 @@
-"""Compare two recordings of the same training,
-and name the first step and tensor that differ beyond rounding.
+"""Compare two recordings of the same training, and find the first step and tensor that differ beyond rounding.
 
-Recordings of one training on two meshes must agree in this order at each step: samples, learning rate,
-weights, gradients, loss, norm. The first difference is the fault or its first effect.
+Each step is compared in the order of the computation: samples, learning rate, weights, gradients, loss, norm.
+So the first difference is the fault itself or its first effect.
 """
 
 from __future__ import annotations
@@ -102,7 +101,8 @@ def compare(a: Recording, b: Recording, rounding: Recording | None = None) -> Co
         fix = "create the Recorder after wrapping and sharding the model, and call write before zero_grad"
         raise ConfigError(Problem("recording", str(b.folder), rule, fix))
 
-    tolerances = _tolerances(a, b, [step.number for step, _ in pairs], rounding)
+    numbers = [step.number for step, _ in pairs]
+    tolerances = _tolerances(a, b, numbers, rounding)
     largest = {"gradients": 0.0, "weights": 0.0}
     first: Difference | None = None
     # A gradient that consists of rounding errors may have either sign, and AdamW makes a full update of it.
@@ -116,10 +116,14 @@ def compare(a: Recording, b: Recording, rounding: Recording | None = None) -> Co
         for kind, by_name in errors.items():
             largest[kind] = max([largest[kind], *by_name.values()])
         allowed = tolerances[step_a.number]
+        # Later steps only contribute to ``largest``, because they contain the effects of the first
+        # difference.
         if first is None:
-            first = _first_of_step(a, b, pairs[: index + 1], errors, allowed)
+            pairs_so_far = pairs[: index + 1]
+            first = _first_of_step(a, b, pairs_so_far, errors, allowed)
         only_rounding |= _only_rounding(step_a.gradients, step_b.gradients, allowed["gradients"])
-    return Comparison(len(pairs), largest, tuple(_missing(a, b)), first)
+    missing = tuple(_missing(a, b))
+    return Comparison(len(pairs), largest, missing, first)
 
 
 def _common_steps(a: Recording, b: Recording) -> list[tuple[Step, Step]]:
@@ -180,6 +184,7 @@ def _total_norm(vectors: Mapping[str, Vector]) -> float:
 
 def errors_of(one: Mapping[str, Vector], other: Mapping[str, Vector]) -> dict[str, float]:
     """Return the relative difference of each tensor that both have."""
+    # One recording may have only zero gradients. The scale then comes from the other.
     total = _total_norm(one) or _total_norm(other)
     errors = {}
     for name, vector in one.items():
@@ -188,8 +193,11 @@ def errors_of(one: Mapping[str, Vector], other: Mapping[str, Vector]) -> dict[st
         # The projections see a change of direction, and the norm is exact.
         of_projections = distance(vector.projections, other[name].projections)
         of_norm = abs(vector.norm - other[name].norm)
+        # Tensors that are tiny compared with the rest have a minimum scale, because their rounding is
+        # relatively large.
         scale = max(vector.norm, SMALL * total, 1e-300)
         error = max(of_projections, of_norm) / scale
+        # NaN compares as False with every tolerance, and would pass as no difference.
         if math.isnan(error):
             error = math.inf
         errors[name] = error
@@ -223,12 +231,16 @@ def _tolerances(
         grown = usual * GROWTH_PER_STEP**doublings
         allowed = {"gradients": grown, "weights": OF_WEIGHTS * grown}
         if number in steps_of_rounding:
-            of_a, of_rounding = steps_a[number], steps_of_rounding[number]
+            # A measurement replaces the growth that is assumed above.
+            of_a = steps_a[number]
+            of_rounding = steps_of_rounding[number]
             for kind in measured:
                 errors = errors_of(getattr(of_a, kind), getattr(of_rounding, kind))
+                # Rounding errors of one step may cancel by chance, so the tolerance never shrinks.
                 measured[kind] = max([measured[kind], *errors.values()])
                 floor = TOLERANCES["float64"]
-                allowed[kind] = min(MOST, max(floor, ROUNDING * measured[kind]))
+                tolerance = max(floor, ROUNDING * measured[kind])
+                allowed[kind] = min(MOST, tolerance)
         tolerances[number] = allowed
     return tolerances
 
@@ -264,6 +276,8 @@ def _first_of_step(
     """Return the first difference of the last of ``pairs``, or None."""
     step_a, step_b = pairs[-1]
     number = step_a.number
+
+    # Inputs of the step come first: other data or another learning rate explain all later differences.
     data = _other_data(step_a, step_b)
     if data:
         return Difference(number, "samples", (), 1.0, 0.0, data)
@@ -271,17 +285,24 @@ def _first_of_step(
     if error is not None:
         cause = f"the learning rate is {step_a.lr:g} in {a.folder} and {step_b.lr:g} in {b.folder}"
         return Difference(number, "lr", (), error, EXACT_NUMBER, cause)
+
+    # A step records its weights before the update, so they are earlier than its gradients.
     for kind in ("weights", "gradients"):
         names = tuple(name for name, error in errors[kind].items() if error > allowed[kind])
+        # ``b`` is the recording under test, so its replicas are the more likely cause.
         cause = _differing_replicas(b, step_b, kind) or _differing_replicas(a, step_a, kind)
         if not names and not cause:
             continue
-        cause = cause or _not_finite(a, b, pairs[-1], kind, names)
+        if not cause:
+            cause = _not_finite(a, b, pairs[-1], kind, names)
         if not cause and kind == "weights":
             cause = _cause_of_weights(pairs)
         elif not cause:
             cause = _cause_of_gradients(a, b, step_a, step_b, names)
-        error = errors[kind][names[0]] if names else math.inf
+        # Replicas may differ although the values that were compared agree.
+        error = math.inf
+        if names:
+            error = errors[kind][names[0]]
         return Difference(number, kind, names, error, allowed[kind], cause)
 
     # The weights and gradients agree. A number that the program computes from them may still be wrong.
@@ -318,17 +339,22 @@ def mean_loss(step: Step) -> float | None:
 
 
 def _other_data(step_a: Step, step_b: Step) -> str:
-    """Describe the difference if the steps have other samples or another number of tokens, or return ""."""
+    """Describe the difference if samples or numbers of tokens of the steps differ, or return ""."""
     samples_a, samples_b = step_a.samples, step_b.samples
     if samples_a is not None and samples_b is not None and samples_a != samples_b:
-        more = sorted((Counter(samples_b) - Counter(samples_a)).keys())
-        fewer = sorted((Counter(samples_a) - Counter(samples_b)).keys())
+        # Counters, because a data rank that reads another rank's samples repeats samples without a new one.
+        count_a = Counter(samples_a)
+        count_b = Counter(samples_b)
+        more = sorted((count_b - count_a).keys())
+        fewer = sorted((count_a - count_b).keys())
         if more and set(more) <= set(samples_a):
-            return f"other data: the second run has samples more than once ({', '.join(more[:MOST_SAMPLES])})"
+            repeated = ", ".join(more[:MOST_SAMPLES])
+            return f"other data: the second run has samples more than once ({repeated})"
         only = f"only the first has {_some(fewer)}, only the second {_some(more)}"
         return f"other data: {len(samples_a)} and {len(samples_b)} samples; {only}"
     if step_a.num_tokens is not None and step_b.num_tokens is not None:
-        num_a, num_b = sum(step_a.num_tokens), sum(step_b.num_tokens)
+        num_a = sum(step_a.num_tokens)
+        num_b = sum(step_b.num_tokens)
         if num_a != num_b:
             return f"other data, or tokens counted in another way: {num_a} and {num_b} tokens"
     return ""
@@ -344,10 +370,11 @@ def _differing_replicas(recording: Recording, step: Step, kind: str) -> str:
     names = [name for name, vector in vectors.items() if vector.replicas_differ]
     if not names:
         return ""
-    missing = "their weights or updates differ"
+    consequence = "their weights or updates differ"
     if kind == "gradients":
-        missing = "gradients are not reduced over them"
-    return f"missing reduction: ranks of {recording.folder} hold different {kind} of {_first_of(names)}; {missing}"
+        consequence = "gradients are not reduced over them"
+    tensors = _first_of(names)
+    return f"missing reduction: ranks of {recording.folder} hold different {kind} of {tensors}; {consequence}"
 
 
 def _first_of(names: Sequence[str]) -> str:
@@ -379,6 +406,7 @@ def _cause_of_weights(pairs: Sequence[tuple[Step, Step]]) -> str:
     if after_a.number != before_a.number + 1:
         last = after_a.number - 1
         return f"training differs in step {before_a.number} to {last}: record every step to find where it begins"
+    # The gradients of the step before agree, so compare the updates. A common factor is a clue to the cause.
     factors = []
     for name, vector in after_a.weights.items():
         if name not in after_b.weights or name not in before_b.weights:
@@ -431,10 +459,10 @@ def _cause_of_gradients(
     if num_same:
         subject = "these gradients, and no others, are"
     explained = _explained(common, a, b, step_b)
-    text = f"{subject} {common:.6g} times as large"
+    # Two ranks would double all gradients. If only some are doubled, the number of ranks is not the cause.
     if num_same and _is_close(common, 2.0, EXACT_FACTOR):
         explained = ": they are counted twice, for example by a tied weight whose gradient is also reduced separately"
-    return text + explained
+    return f"{subject} {common:.6g} times as large{explained}"
 
 
 def _explained(factor: float, a: Recording, b: Recording, step_b: Step) -> str:
@@ -455,7 +483,9 @@ def _explained(factor: float, a: Recording, b: Recording, step_b: Step) -> str:
         if _is_close(factor, ranks_a / ranks_b, EXACT_FACTOR):
             return f" = {ranks_a} / {ranks_b}, by the numbers of {what}: averaged over ranks where they must be summed"
         if _is_close(factor, ranks_b / ranks_a, EXACT_FACTOR):
-            ratio = f"{ranks_b} / {ranks_a}" if ranks_a > 1 else f"{ranks_b}"
+            ratio = f"{ranks_b}"
+            if ranks_a > 1:
+                ratio = f"{ranks_b} / {ranks_a}"
             return f" = {ratio}, by the numbers of {what}: summed over ranks where they must be averaged"
     return ""
 
@@ -494,13 +524,18 @@ def _factor(one: Sequence[float], other: Sequence[float]) -> float | None:
 
 
 def _common(factors: Sequence[float | None]) -> float | None:
-    """Return the factor that all tensors have, or None."""
+    """Return the factor by which all tensors differ, or None if they differ by several factors or by 1."""
     known = [factor for factor in factors if factor is not None]
     if not known or len(known) < len(factors):
         return None
     middle = statistics.median(known)
-    is_common = all(_is_close(factor, middle, EXACT_FACTOR) for factor in known)
-    return middle if is_common and not _is_close(middle, 1.0, EXACT_FACTOR) else None
+    for factor in known:
+        if not _is_close(factor, middle, EXACT_FACTOR):
+            return None
+    # A factor of 1 explains no difference.
+    if _is_close(middle, 1.0, EXACT_FACTOR):
+        return None
+    return middle
 
 
 def _relative(one: float, other: float) -> float:

@@ -82,7 +82,9 @@ def read(folder: Path) -> Recording:
     Raises:
         DataError: the folder has no recording, a rank's file is missing, or a file is damaged.
     """
-    paths = {_rank_of(path): path for path in folder.glob("rank-*.jsonl")}
+    paths = {}
+    for path in folder.glob("rank-*.jsonl"):
+        paths[_rank_of(path)] = path
     if not paths:
         raise DataError(
             f"{folder} has no recording (rank-0.jsonl); write a recording with shardtrain.record.Recorder"
@@ -91,9 +93,17 @@ def read(folder: Path) -> Recording:
     steps_of_ranks: dict[int, dict[int, dict[str, Any]]] = {}
     for rank, path in sorted(paths.items()):
         lines = _lines(path)
-        headers[rank] = _header(path, next(lines, {}))
-        steps_of_ranks[rank] = {_step_number(path, line): line for line in lines}
-    num_ranks = headers[min(headers)]["num_ranks"]
+        first_line = next(lines, {})
+        headers[rank] = _header(path, first_line)
+        # A step that is recorded again, for example after a restart, replaces the earlier record.
+        steps = {}
+        for line in lines:
+            steps[_step_number(path, line)] = line
+        steps_of_ranks[rank] = steps
+
+    # Without the part of a rank, a tensor would silently be compared as if it were complete.
+    lowest_rank = min(headers)
+    num_ranks = headers[lowest_rank]["num_ranks"]
     missing = sorted(set(range(num_ranks)) - paths.keys())
     if missing or len(paths) != num_ranks:
         what = f"has files of {len(paths)} ranks"
@@ -107,27 +117,36 @@ def read(folder: Path) -> Recording:
     for header in headers.values():
         # With pipeline stages, each rank has other parameters.
         shapes |= {name: tuple(shape) for name, shape in header["shapes"].items()}
+    # A killed program may have recorded its last step only on some ranks.
     common = set.intersection(*(set(steps) for steps in steps_of_ranks.values()))
     # Ranks with the same samples count once.
     groups: dict[int, list[int]] = {}
     for rank in range(num_ranks):
-        groups.setdefault(headers[rank]["data_rank"], []).append(rank)
-    steps = []
+        data_rank = headers[rank]["data_rank"]
+        groups.setdefault(data_rank, []).append(rank)
+    combined = []
     for number in sorted(common):
         records = [steps_of_ranks[rank][number] for rank in range(num_ranks)]
+        # Records come from a file, so any of these errors means a value of the wrong kind.
         try:
-            steps.append(_combined(number, records, [*groups.values()], shapes))
+            combined.append(_combined(number, records, [*groups.values()], shapes))
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise DataError(
                 f"{folder}: step {number} is damaged ({type(error).__name__}); record it again"
             ) from None
-    if not steps:
+    if not combined:
         raise DataError(
             f"{folder} has no step that all {num_ranks} ranks recorded; call write on every rank"
         )
     first = headers[0]
     return Recording(
-        folder, num_ranks, len(groups), first["seed"], first["precision"], shapes, tuple(steps)
+        folder=folder,
+        num_ranks=num_ranks,
+        num_data_ranks=len(groups),
+        seed=first["seed"],
+        precision=first["precision"],
+        shapes=shapes,
+        steps=tuple(combined),
     )
 
 
@@ -163,6 +182,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _header(path: Path, header: Mapping[str, Any]) -> Mapping[str, Any]:
+    # The pattern checks each field and its type, because the file may be damaged or of another program.
     match header:
         case {
             "format": int(number),
@@ -196,15 +216,25 @@ def _combined(
     """Combine the records of all ranks about a step. Each of ``groups`` contains the ranks with the same samples."""
 
     def of_groups(key: str) -> list[Any]:
-        """Return the first value that a rank of each group has recorded: only the last pipeline stage has a loss."""
+        """Return one recorded value per group, or None. With pipeline stages, only the last stage has a loss."""
         values = []
         for ranks in groups:
-            recorded = [records[rank][key] for rank in ranks]
-            values.append(next((value for value in recorded if value is not None), None))
+            recorded = None
+            for rank in ranks:
+                if recorded is None:
+                    recorded = records[rank][key]
+            values.append(recorded)
         return values
 
-    losses = of_groups("loss")
-    tokens = of_groups("num_tokens")
+    # A value is known only if each group has recorded it. A part of the losses has another mean.
+    losses = None
+    losses_of_groups = of_groups("loss")
+    if None not in losses_of_groups:
+        losses = tuple(map(float, losses_of_groups))
+    num_tokens = None
+    tokens_of_groups = of_groups("num_tokens")
+    if None not in tokens_of_groups:
+        num_tokens = tuple(map(int, tokens_of_groups))
     samples = of_groups("samples")
     all_samples = None
     if None not in samples:
@@ -225,8 +255,8 @@ def _combined(
         gradients.append(with_zeros | record["gradients"])
     return Step(
         number=number,
-        losses=None if None in losses else tuple(map(float, losses)),
-        num_tokens=None if None in tokens else tuple(map(int, tokens)),
+        losses=losses,
+        num_tokens=num_tokens,
         lr=records[0]["lr"],
         grad_norm=records[0]["grad_norm"],
         samples=all_samples,
@@ -250,8 +280,9 @@ def _full(parts: list[Any], numel: int) -> Vector:
     """Combine the parts of a tensor: add the parts at different positions, and compare replicas of each part."""
     squared_norm = 0.0
     sums = [0.0] * NUM_PROJECTIONS
-    num_found = 0
+    num_elements = 0
     replicas_differ = False
+    # The first replica of each part: its squared norm and projections.
     first_at: dict[str, tuple[float, list[float]]] = {}
     for slices, squared, projections in parts:
         numbers = [_number(projection) for projection in projections]
@@ -260,14 +291,17 @@ def _full(parts: list[Any], numel: int) -> Vector:
         squared = _number(squared)
         position = json.dumps(slices)
         if position in first_at:
-            norm = math.sqrt(abs(first_at[position][0]))
-            replicas_differ |= distance(numbers, first_at[position][1]) > REPLICA_TOLERANCE * norm
+            squared_of_first, numbers_of_first = first_at[position]
+            norm = math.sqrt(abs(squared_of_first))
+            if distance(numbers, numbers_of_first) > REPLICA_TOLERANCE * norm:
+                replicas_differ = True
             continue
         first_at[position] = (squared, numbers)
+        # Projections are linear and parts are disjoint, so both add up to those of the full tensor.
         squared_norm += squared
         sums = [total + number for total, number in zip(sums, numbers, strict=True)]
-        num_found += math.prod(stop - start for start, stop in slices)
-    if num_found != numel:
+        num_elements += math.prod(stop - start for start, stop in slices)
+    if num_elements != numel:
         raise ValueError("parts of a tensor are missing")
     # The square root of NaN is NaN.
     norm = math.sqrt(abs(squared_norm))

@@ -1,9 +1,9 @@
-"""Gradients of parts of a batch on one process in plain PyTorch. A rank has such a gradient if a
-reduction is missing.
+"""Gradients of parts of a batch, on one process in plain PyTorch.
 
-The full batch runs forward and backward once. The inputs of each module with parameters and the
-gradients of its outputs then determine the gradient from any rows and positions. A part is exact up
-to rounding, and cheap to compute.
+A rank whose reduction is missing has such a gradient, so these parts test hypotheses about a fault. The full
+batch runs forward and backward once. The inputs of each module with parameters and the gradients of its
+outputs then determine the gradient from any rows and positions. A part is exact up to rounding, and cheap to
+compute.
 """
 
 from __future__ import annotations
@@ -45,15 +45,18 @@ class Shares:
             if next(module.parameters(recurse=False), None) is not None:
                 handles.append(module.register_forward_hook(self._note))
         self.logits_BTV = model(batch.tokens_BT, batch.positions_BT)
+        # Later calls of the modules compute parts, and must not be noted.
         for handle in handles:
             handle.remove()
-        loss = self.losses_BT(self.logits_BTV).sum() * factor / self.num_targets
+        loss_sum = self.losses_BT(self.logits_BTV).sum()
+        loss = loss_sum * factor / self.num_targets
         loss.backward()
 
     def _note(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
         output.retain_grad()
+        # Backpropagation of a part must end at the module, so detach its inputs.
         detached = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
         for parameter in module.parameters(recurse=False):
             self._uses.setdefault(id(parameter), []).append((module, detached, output))
@@ -86,9 +89,8 @@ class Shares:
         batch_shape = self.batch.tokens_BT.shape
         is_per_token = bool(uses)
         for _, _, output in uses:
-            is_per_token = (
-                is_per_token and output.grad is not None and output.shape[:2] == batch_shape
-            )
+            if output.grad is None or output.shape[:2] != batch_shape:
+                is_per_token = False
         if not is_per_token:
             if positions is not None:
                 return None
@@ -103,24 +105,27 @@ class Shares:
             chosen_B = torch.as_tensor(list(rows))
             mask_BT = torch.zeros(output.shape[:2], dtype=torch.bool)
             mask_BT[chosen_B[:, None], chosen_T[None]] = True
-            mask = mask_BT.view(*mask_BT.shape, *[1] * (output.ndim - 2))
+            # Append dimensions of size 1 to broadcast the mask over the features.
+            feature_dims = [1] * (output.ndim - 2)
+            mask = mask_BT.view(*mask_BT.shape, *feature_dims)
             with torch.enable_grad():
+                computed = module(*inputs)
                 (part,) = torch.autograd.grad(
-                    module(*inputs),
-                    [parameter],
-                    output.grad * mask,
-                    allow_unused=True,
+                    computed, [parameter], output.grad * mask, allow_unused=True
                 )
             if part is not None:
                 total += part
         return total
 
     def _gradient_of_rows(self, parameter: nn.Parameter, rows: Sequence[int]) -> Tensor:
-        """Return the gradient of the loss of some rows from a separate pass, for modules that mix
-        tokens (experts).
+        """Return the gradient of the loss of some rows from a separate pass, for modules that mix tokens.
+
+        An expert, for example, receives the tokens of all rows in one tensor.
         """
         chosen = torch.as_tensor(list(rows))
-        logits_BTV = self.model(self.batch.tokens_BT[chosen], self.batch.positions_BT[chosen])
+        tokens_BT = self.batch.tokens_BT[chosen]
+        positions_BT = self.batch.positions_BT[chosen]
+        logits_BTV = self.model(tokens_BT, positions_BT)
         losses_BT = self.losses_BT(logits_BTV, self.batch.targets_BT[chosen])
         loss = losses_BT.sum() * self.factor / self.num_targets
         (gradient,) = torch.autograd.grad(loss, [parameter], allow_unused=True)

@@ -1,9 +1,8 @@
-"""Record the inputs and outputs of every module in a forward pass, and find the first module
-whose output differs between two passes.
+"""Record the inputs and outputs of every module in a forward pass, and find where two passes begin to differ.
 
-The culprit is the module whose inputs agree with the other pass but whose output differs. Calls are compared
-in the order in which they end, children before parents, so the innermost module is found. If the difference
-arises in the parent's own code between its children, the parent is found.
+The culprit is the module whose inputs agree in both passes but whose output differs. Calls are compared in the
+order in which they end, children before parents, so the innermost module is found. If the difference arises in
+the code of a parent between its children, the parent is found.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 Pick = Callable[[Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
-"""Function that selects the parts of two tensors that must be equal, or returns None if they are
-not comparable.
-"""
+"""Function that selects the parts of two tensors that must be equal. It returns None if there are no such parts."""
 
 
 @dataclass
@@ -66,9 +63,8 @@ def trace(
             and shapes of ``output``.
     """
     recording = Trace()
-    open_calls: list[
-        tuple[str, list[Tensor], list[Tensor]]
-    ] = []  # path, input tensors, copies of them
+    # Calls that have not ended: path, input tensors, and copies of them.
+    open_calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
     num_replayed = Counter[str]()
     handles = []
 
@@ -136,7 +132,9 @@ def differs(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
     if not distance.numel():
         return False
     finite = theirs[theirs.isfinite()]
-    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    largest = 0.0
+    if finite.numel():
+        largest = float(finite.abs().max())
     # Negate the comparison, because a distance of NaN must count as a difference.
     return not bool(distance.max() <= tolerance * max(largest, 1e-30))
 
@@ -148,11 +146,11 @@ def blame(
     tolerance: float,
     skip: Callable[[str], bool] = lambda _: False,
 ) -> str | None:
-    """Return the path of the first module whose inputs agree in both passes but whose outputs
-    differ, or None.
+    """Return the path of the first module whose inputs agree in both passes but whose outputs differ, or None.
 
     Modules for which ``skip(path)`` is True are ignored.
     """
+    # A module may be called several times, so its calls are matched by number.
     num_calls: Counter[str] = Counter()
     calls_of_one: dict[tuple[str, int], Call] = {}
     for call in one.calls:
@@ -164,6 +162,7 @@ def blame(
         num_calls[call.path] += 1
         if counterpart is None or skip(call.path):
             continue
+        # Blame only on proof: inputs must agree, and outputs must differ. Incomparable tensors prove neither.
         if not _agree(counterpart.inputs, call.inputs, pick, tolerance):
             continue
         if _agree(counterpart.outputs, call.outputs, pick, tolerance) is False:
@@ -182,6 +181,10 @@ def _agree(
         pair = pick(one, other)
         if pair is None:
             are_all_comparable = False
-        elif differs(pair[1], pair[0], tolerance):
+            continue
+        picked_one, picked_other = pair
+        if differs(picked_other, picked_one, tolerance):
             return False
-    return True if are_all_comparable else None
+    if not are_all_comparable:
+        return None
+    return True

@@ -54,6 +54,7 @@ def wrong_numbers(
     expected: Expected, records: Sequence[RankRecord], config: Config, steps: int
 ) -> Iterator[WrongNumber]:
     """Yield the faults in the records of a mesh, in the order of the steps."""
+    # Each rank updates its own shards, so each has a simulation.
     simulated = {record.rank: _AdamW(config, steps) for record in records}
     for step in range(steps):
         # Clipping multiplies gradients, so they are no longer numbers of a shorter dtype.
@@ -70,6 +71,7 @@ def _short_dtype(values: Tensor) -> str:
     """Return the shorter dtype that holds every element of a float32 tensor exactly, or ""."""
     if values.dtype != torch.float32 or values.numel() < LEAST_NUMEL:
         return ""
+    # Zeros fit into every dtype, for example the gradient of an expert without tokens.
     if not values.count_nonzero():
         return ""
     dtypes = [torch.bfloat16, torch.float16]
@@ -111,9 +113,12 @@ def _short_weights(
     prefix = f"weights/{step}/"
     for record in records:
         for key, values in record.parts.items():
+            if not key.startswith(prefix):
+                continue
             name = key.removeprefix(prefix)
+            # A frozen weight may come from a checkpoint in a shorter dtype.
             is_trained = f"gradient/{step}/{name}" in record.parts
-            if not key.startswith(prefix) or not is_trained:
+            if not is_trained:
                 continue
             dtype = _short_dtype(values)
             if dtype:
@@ -141,6 +146,7 @@ def _wrong_norm(
     for record in records:
         norm = record.norms[step]
         error = abs(norm - exact) / max(exact, 1e-30)
+        # The negation also catches NaN, which compares as False with every number.
         if not error <= NORM_MARGIN:
             first = f"step {step + 1}: the gradient norm of rank {record.rank} is {norm:.6g} instead of {exact:.6g}"
             yield WrongNumber(step, first, _cause_of_norm(config, norm, exact))
@@ -153,6 +159,8 @@ def _cause_of_norm(config: Config, norm: float, exact: float) -> str:
         return f"{cause}: it is computed or added in a shorter dtype than float32"
     if config.training.mixed_precision_param != "float16":
         return cause
+    # With float16, the loss is scaled before the backward pass, and the gradients are divided by the scale
+    # after it.
     scale = config.training.initial_loss_scale
     ratio = exact / max(norm, 1e-30)
     if abs(ratio / scale - 1) < SCALE_MARGIN:
@@ -245,16 +253,25 @@ class _RoundingBias:
         is_kept = update.exact.abs() > largest / MOST_CANCELLED
         exact = update.exact[is_kept]
         old = update.old[is_kept]
+
+        # The distance of neighboring bfloat16 numbers at each weight. Errors are measured in this unit.
         _, exponent = torch.frexp(exact)
         unit = torch.exp2((exponent - BITS_OF_BFLOAT16).double())
         size = exact.abs() / unit
         fraction = size - size.floor()
         error = (new.double()[is_kept] - exact) / unit
-        self.outward += float((error * exact.sign()).sum())
-        self.forward += float((error * (exact - old).sign()).sum())
-        self.of_decay += float((decay * old.abs() / unit).sum())
+
+        # Two directions tell two faults apart: truncation moves weights toward zero, and lost updates move
+        # them back to their old values.
+        outward = error * exact.sign()
+        forward = error * (exact - old).sign()
+        of_decay = decay * old.abs() / unit
         state_error = of_states * update.size[is_kept] / unit
-        self.variance += float((fraction * (1 - fraction) + state_error.square()).sum())
+        variance = fraction * (1 - fraction) + state_error.square()
+        self.outward += float(outward.sum())
+        self.forward += float(forward.sum())
+        self.of_decay += float(of_decay.sum())
+        self.variance += float(variance.sum())
         self.count += exact.numel()
 
     def cause(self) -> str:
@@ -262,6 +279,7 @@ class _RoundingBias:
         allowed = SIGMAS * math.sqrt(self.variance) + FLOAT32_BIAS * self.count
         mean = self.outward / max(1, self.count)
         if abs(self.outward) > allowed:
+            # Without weight decay, weights stay larger by exactly the part that it removes.
             if abs(self.outward - self.of_decay) < 0.2 * self.of_decay:
                 return "weight decay is lost"
             if mean < 0:
@@ -294,7 +312,10 @@ class _AdamW:
         bias = _RoundingBias()
         decay = self._rate(step) * self.config.optimizer.weight_decay
         prefix = f"gradient/{step}/"
-        before = "initial" if step == 0 else f"weights/{step - 1}"
+        # Start from the recorded weights, so errors of earlier steps do not add up.
+        before = "initial"
+        if step > 0:
+            before = f"weights/{step - 1}"
         for key, part in record.parts.items():
             if not key.startswith(prefix):
                 continue
@@ -311,9 +332,11 @@ class _AdamW:
                 cause = self._cause(update, new.double(), excess)
                 wrong.append(WrongNumber(step, _after_update(name, step), cause))
             if self.config.optimizer.bf16_stochastic_round and new.dtype == torch.bfloat16:
-                bias.add(update, new, decay, step * ROUNDOFF[self._state_dtype])
+                of_states = step * ROUNDOFF[self._state_dtype]
+                bias.add(update, new, decay, of_states)
 
         # Rounding to nearest in bfloat16 loses small updates by design, but stochastic rounding must not.
+        # If a weight is clearly wrong, its own message is more precise than the bias over all weights.
         cause = bias.cause()
         if cause and worst < 2.0:
             yield WrongNumber(step, f"step {step + 1}: all weights after the update", cause)
@@ -323,7 +346,9 @@ class _AdamW:
     def _state_dtype(self) -> str:
         """Name of the dtype of the optimizer's states."""
         state_dtype: str = self.config.optimizer.state_dtype
-        return self.config.training.dtype if state_dtype == "default" else state_dtype
+        if state_dtype == "default":
+            return self.config.training.dtype
+        return state_dtype
 
     def _rate(self, step: int) -> float:
         return learning_rate(self.config.optimizer, self.config.lr_scheduler, self.steps, step)
@@ -359,9 +384,12 @@ class _AdamW:
         new = new.double()
         largest = torch.maximum(update.exact.abs(), new.abs())
         allowed = of_weight * largest + of_states * update.size
+        # If the weight almost cancels, the float32 rounding of the old weight is large compared with the new
+        # one.
         allowed += 4 * ROUNDOFF["float32"] * update.old.abs()
         error = (new - update.exact).abs()
-        return float((error / (1.01 * allowed + 1e-12)).max())
+        ratio = error / (1.01 * allowed + 1e-12)
+        return float(ratio.max())
 
     def _cause(self, update: _Update, new: Tensor, excess: float) -> str:
         """Compare the update with those of likely mistakes."""

@@ -811,7 +811,7 @@ def test_the_command_keeps_the_precision_of_the_configuration(capsys):
     assert cli.main(["verify", "--precision", "own", "--mesh", "dp_shard=2", "--steps", "1"]) == 0
     out = capsys.readouterr().out
     assert "compute bfloat16" in out
-    assert "rounding alone explains" in out
+    assert "rounding explains" in out
     assert out.count(" same ") == 2
     assert "\none process " in out
 

@@ -66,13 +66,14 @@ def main(words: Sequence[str]) -> int:
     files = _files(Path(options.run), options.step)
     ranks = sorted(files)
     if options.rank is not None and options.rank not in files:
-        some_ranks = ", ".join(map(str, ranks[:20]))
+        # A run may have thousands of ranks.
+        first_ranks = ", ".join(map(str, ranks[:20]))
         raise ConfigError(
             Problem(
                 "--rank",
                 options.rank,
                 rule="has no trace",
-                fix=f"use one of {some_ranks}",
+                fix=f"use one of {first_ranks}",
                 where="command line",
             )
         )
@@ -166,6 +167,7 @@ def _facts(summary: Summary, top: int) -> dict[str, Any]:
             }
         )
     sizes = [size for _, size in summary.memory]
+    # Times of a trace are in microseconds. The keys name the units of the JSON document.
     return {
         "trace": str(summary.path),
         "step_seconds": [us / 1e6 for us in summary.steps],
@@ -185,6 +187,7 @@ def _text(summaries: dict[int, Summary], chosen: int, num_ranks: int, top: int) 
         head += f", {len(summaries)} of {num_ranks} ranks"
     lines = [head]
     for rank, summary in summaries.items():
+        # Mark the rank whose operations are listed below.
         is_marked = rank == chosen and len(summaries) > 1
         mark = "*" if is_marked else " "
         lines.append(f"{mark}{rank:>5} {_times_per_step(summary)}")
@@ -220,6 +223,7 @@ def _operations_text(rank: int, summary: Summary, top: int, width: int) -> list[
         kind = "kernels of the device"
     title = f"rank {rank}: {kind}, {len(summary.steps)} steps"
     lines = [visible(title, lines=False), f"{'TIME':>9} {'SHARE':>6} {'CALLS':>7}  OPERATION"]
+    # Self times do not contain the times of called operations, so they add up to the total.
     total_us = sum(operation.self_us for operation in summary.operations) or 1.0
     for operation in summary.operations[:top]:
         time = _time(operation.self_us)

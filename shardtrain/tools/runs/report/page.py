@@ -40,7 +40,9 @@ _OF_SOURCES = {
 }
 """Prefix of the metrics of data sources, and the title of their chart."""
 _COUNTS = ("skipped_updates", "spikes", "rewinds")
+"""Metrics that count events since the start of the run. The page reports them as alerts."""
 _VALIDATIONS = 20
+"""Number of validations in the table of each run."""
 _MOST_CHARTS = 60
 
 
@@ -192,6 +194,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 
 def _name(names: Sequence[str], index: int) -> str:
+    """Return the name of a run as markup, in the color of its curves."""
     color = COLORS[index % len(COLORS)]
     return f'<span class="name" style="--run:{color}">{escape(names[index])}</span>'
 
@@ -251,6 +254,7 @@ def _summary(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
 
 
 def _state(run: RunRecord) -> str:
+    # A killed process cannot record its end.
     if not run.end:
         return "under way, or killed"
     code = run.end.get("code")
@@ -280,18 +284,21 @@ def _planned(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     rows = []
     for index, run in enumerate(runs):
         for quantity, (planned, measured) in run.planned.items():
+            # Nothing was planned for this quantity, and the difference would divide by 0.
             if not planned:
                 continue
+            difference = measured / planned - 1
             rows.append(
                 (
                     _name(names, index),
                     escape(quantity),
                     format_number(planned),
                     format_number(measured),
-                    f"{measured / planned - 1:+.0%}",
+                    f"{difference:+.0%}",
                 )
             )
-    return _table("<h2>Planned and measured</h2>", ("Run", "", "Planned", "Measured", "Off"), rows)
+    head = ("Run", "", "Planned", "Measured", "Off")
+    return _table("<h2>Planned and measured</h2>", head, rows)
 
 
 def _validations(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
@@ -345,6 +352,7 @@ def _alerts(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
             series = run.metrics.get(name)
             if series is None:
                 continue
+            # The last value counts all events so far.
             count = series.values[-1]
             if count:
                 texts.append(f"{name}: {format_number(count)}")

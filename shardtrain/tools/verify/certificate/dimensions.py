@@ -25,6 +25,7 @@ VALIDATION = "validation"
 ALL_STEPS = range(1, STEPS + 1)
 Sections = Mapping[str, Mapping[str, Any]]
 SAVING = {"enable": True, "interval": 1}
+"""Options in [checkpoint] that save every step."""
 STOP_AFTER = 2
 """Step after which a run is stopped and resumed."""
 
@@ -83,6 +84,7 @@ def always_applies(_: SmallRun) -> str:
 def task_variants(request: VariantRequest) -> Iterator[Variant]:
     """The run's own data and loss on small meshes, each with gradient accumulation."""
     names = list(request.meshes) or ["dp_shard=2", "tp=2"]
+    # The axes of the user's run, together, may have a fault that each alone does not have.
     if not request.meshes and not request.is_quick:
         names += ["pp=2", "cp=2", "dp_replicate=2"]
         configured = own_axes(request.run.user)
@@ -116,15 +118,13 @@ def resume_variants(request: VariantRequest) -> Iterator[Variant]:
     """A run that is stopped after a save and resumed, on the same mesh and on another."""
     run = request.run
     later = range(STOP_AFTER + 1, STEPS + 1)
+    # On the same mesh nothing is summed in another order, so the numbers must be bitwise equal.
     same = run.varied("resume-same", {"checkpoint": SAVING})
-    yield Variant(
-        "one process",
-        [
-            Trial("resume-same-before", same, 1, (), stop_after=STOP_AFTER),
-            Trial("resume-same", same, 1, later, resumes="resume-same-before"),
-        ],
-        is_exact=True,
-    )
+    stopped = Trial("resume-same-before", same, 1, (), stop_after=STOP_AFTER)
+    resumed = Trial("resume-same", same, 1, later, resumes=stopped.name)
+    yield Variant("one process", [stopped, resumed], is_exact=True)
+
+    # On another mesh, the checkpoint is also resharded.
     for first, second in _mesh_changes(request):
         name = f"resume-{first}-{second}"
         label = f"{first}, then {second or 'one process'}"
@@ -135,9 +135,8 @@ def resume_variants(request: VariantRequest) -> Iterator[Variant]:
             yield Variant(label, impossible=one_line(error))
             continue
         stopped = Trial(f"{name}-before", before, ranks_before, (), stop_after=STOP_AFTER)
-        yield Variant(
-            label, [stopped, Trial(name, after, ranks_after, later, resumes=stopped.name)]
-        )
+        resumed = Trial(name, after, ranks_after, later, resumes=stopped.name)
+        yield Variant(label, [stopped, resumed])
 
 
 def _saving(run: SmallRun, name: str, mesh: str) -> tuple[Loaded, int]:
@@ -171,15 +170,16 @@ def packing_reason(run: SmallRun) -> str:
     config = run.config
     if config.task.name not in OF_NEXT_TOKENS:
         return f"task.name={config.task.name} does not pack rows"
-    formats = {source.format or config.data.format for source in config.data.sources.values()} or {
-        config.data.format
-    }
-    is_masked = derived.packing_kind(config.data, formats) != "concat" or formats != {"text"}
-    if derived.packing_kind(config.data, formats) == "padded":
+    formats = {config.data.format}
+    if config.data.sources:
+        formats = {source.format or config.data.format for source in config.data.sources.values()}
+    packing = derived.packing_kind(config.data, formats)
+    if packing == "padded":
         return "each sequence has one document (data.packing)"
-    if config.data.document_mask == "off" or (
-        config.data.document_mask == "auto" and not is_masked
-    ):
+    # "auto" masks documents, except in concatenated texts.
+    mask = config.data.document_mask
+    is_unmasked_by_default = packing == "concat" and formats == {"text"}
+    if mask == "off" or (mask == "auto" and is_unmasked_by_default):
         return "documents of a sequence attend to each other (data.document_mask)"
     return ""
 
@@ -193,6 +193,7 @@ def packing_variants(request: VariantRequest) -> Iterator[Variant]:
     # The cache would return the tokens of complete documents.
     run = request.run
     sections: dict[str, dict[str, Any]] = {"data": {"cache_tokens": False}}
+    # These options depend on which documents share a row by design, so they are turned off.
     row_dependent = small_run.row_dependent(run.user)
     if small_run.NOISE in row_dependent:
         sections["training"] = {"neftune_noise_alpha": None}
@@ -229,9 +230,8 @@ def recompute_variants(request: VariantRequest) -> Iterator[Variant]:
     for number, (label, options) in enumerate(choices.items()):
         if request.is_quick and number:
             return
-        yield _one_process_variant(
-            request, f"recompute-{number}", label, {"activation_checkpoint": options}
-        )
+        sections = {"activation_checkpoint": options}
+        yield _one_process_variant(request, f"recompute-{number}", label, sections)
 
 
 def offload_variants(request: VariantRequest) -> Iterator[Variant]:
@@ -266,6 +266,7 @@ def validation_reason(run: SmallRun) -> str:
 
 def validation_variants(request: VariantRequest) -> Iterator[Variant]:
     """The validation loss and metrics with other batch sizes and on two ranks."""
+    # Most of these sizes do not divide the number of rows, so the last batch is not full.
     sizes = [("", 5), ("dp_shard=2", 4)]
     if not request.is_quick:
         sizes += [("", 1), ("dp_replicate=2", 3)]

@@ -57,13 +57,19 @@ class ShortDocuments:
 
     def _shortened(self, document: Document) -> Document:
         # The fraction is a function of the content, because a document has no number here.
-        fraction = _LENGTHS[int(document.tokens.sum()) % len(_LENGTHS)]
+        index = int(document.tokens.sum()) % len(_LENGTHS)
+        fraction = _LENGTHS[index]
+        # One token has no target.
         length = max(2, int(fraction * self._seq_len))
         start = 0
-        if document.learned is not None and document.learned.any():
-            start = max(0, int(document.learned.argmax()) - length // 2)
+        learned = document.learned
+        # Without a learned token, the loss of the document would be empty and would not be compared.
+        if learned is not None and learned.any():
+            first_learned = int(learned.argmax())
+            start = max(0, first_learned - length // 2)
         window = slice(start, start + length)
-        learned = None if document.learned is None else document.learned[window]
+        if learned is not None:
+            learned = learned[window]
         return replace(document, tokens=document.tokens[window], learned=learned)
 
 
@@ -87,11 +93,15 @@ class DocumentLine:
         lengths = [len(document.tokens) for document in documents]
         masks = []
         for document in documents:
-            mask = np.ones(len(document.tokens), np.bool_)
-            masks.append(mask if document.learned is None else document.learned)
+            mask = document.learned
+            if mask is None:
+                mask = np.ones(len(document.tokens), np.bool_)
+            masks.append(mask)
         self.num_tokens = sum(lengths)
         self.has_mask = any(document.learned is not None for document in documents)
-        self._starts = np.array([0, *itertools.accumulate(lengths)], np.int64)[:-1]
+        # Each document starts where the previous document ends. The last end is not a start.
+        ends = itertools.accumulate(lengths)
+        self._starts = np.array([0, *ends], np.int64)[:-1]
         self._tokens = np.concatenate([document.tokens for document in documents])
         self._learned = np.concatenate(masks)
 
@@ -116,7 +126,9 @@ class RowPiece:
 def _piece(line: Line, start: int, stop: int, has_target_after: bool) -> RowPiece:
     """Return the piece of the tokens start..stop-1. With ``has_target_after``, the last token is only a target."""
     tokens = line.tokens(start, stop)
-    targets = np.where(line.learned(start, stop)[1:], tokens[1:], IGNORE)
+    # The target of a token is the next token, if that is learned.
+    is_learned = line.learned(start, stop)[1:]
+    targets = np.where(is_learned, tokens[1:], IGNORE)
     if has_target_after:
         return RowPiece(tokens[:-1], targets)
     return RowPiece(tokens, np.append(targets, IGNORE))
@@ -131,14 +143,17 @@ def concat_row(line: Line, row: int, seq_len: int) -> list[RowPiece]:
     # ``document`` is the first document that starts after ``start``, so its start ends the current piece.
     document = int(np.searchsorted(starts, start, side="right"))
     while start < stop:
-        end = int(starts[document]) if document < len(starts) else line.num_tokens
+        end = line.num_tokens
+        if document < len(starts):
+            end = int(starts[document])
         document += 1
         # Skip empty documents.
         if end == start:
             continue
         # The last token of a row is only a target. It is the first input of the next row.
         piece_stop = min(end, stop)
-        pieces.append(_piece(line, start, piece_stop, has_target_after=piece_stop == stop))
+        is_last = piece_stop == stop
+        pieces.append(_piece(line, start, piece_stop, has_target_after=is_last))
         start = piece_stop
     return pieces
 
@@ -150,7 +165,9 @@ def fitted_rows(line: Line, first: int, last: int, packing: Packing) -> list[lis
     pieces = []
     for document in range(first, last):
         begin = int(starts[document])
-        end = int(starts[document + 1]) if document + 1 < len(starts) else line.num_tokens
+        end = line.num_tokens
+        if document + 1 < len(starts):
+            end = int(starts[document + 1])
         num_targets = end - begin - 1
         if num_targets > T and packing.long_documents == "drop":
             continue
@@ -166,7 +183,10 @@ def fitted_rows(line: Line, first: int, last: int, packing: Packing) -> list[lis
             pieces.append(_piece(line, begin + at, stop, has_target_after=True))
     if packing.kind == "padded":
         return [[piece] for piece in pieces]
-    fit = fitted.first_fit if packing.kind == "first_fit" else fitted.best_fit
+    # The algorithms of bin packing are not under test here, so they are those of the loader.
+    fit = fitted.best_fit
+    if packing.kind == "first_fit":
+        fit = fitted.first_fit
     lengths = np.array([len(piece.inputs) for piece in pieces], np.int64)
     row_of_piece = fit(lengths, T).tolist()
     num_rows = max(row_of_piece, default=-1) + 1
@@ -188,6 +208,7 @@ class _IndexedRows:
     def row(self, number: int) -> list[RowPiece]:
         if self._packing.kind == "concat":
             return concat_row(self._line, number, self._packing.seq_len)
+        # Documents are fitted in blocks, so the rows of a block do not depend on later documents.
         num_documents = len(self._line.document_starts())
         while len(self._rows) <= number:
             last = min(self._num_fitted + fitted.BLOCK_DOCUMENTS, num_documents)
@@ -204,10 +225,12 @@ class _StreamedRows:
         self._readers: dict[int, _ReaderRows] = {}
 
     def row(self, number: int) -> list[RowPiece]:
+        # The readers take turns: row number k of the feed is a row of reader k modulo the number of readers.
         reader = number % self._feed.num_readers
+        number_of_reader = number // self._feed.num_readers
         if reader not in self._readers:
             self._readers[reader] = _ReaderRows(self._feed, reader)
-        return self._readers[reader].row(number // self._feed.num_readers)
+        return self._readers[reader].row(number_of_reader)
 
 
 class _ReaderRows:
@@ -252,6 +275,7 @@ class _ReaderRows:
 def _documents_of(feed: StreamFeed, reader: int) -> Iterator[tuple[int, Document]]:
     """Yield the documents of a virtual reader, each encoded separately, with its epoch or shard."""
     for (part, _), row in feed.walk(reader).rows((0, 0)):
+        # A bad row has no document.
         if isinstance(row, BadRow):
             continue
         (document,) = feed.encoder.encode([row])
@@ -281,7 +305,8 @@ class ExpectedRows:
             # Shards store the documents. Other sources were read into memory, in this order.
             if not isinstance(line, ShardTokenBuffer):
                 line = DocumentLine(next(in_memory))
-            self._sources.append(_IndexedRows(line, indexed_feed.rows.packing or packing))
+            packing_of_rows = indexed_feed.rows.packing or packing
+            self._sources.append(_IndexedRows(line, packing_of_rows))
 
     def batch(self, packed: Batch) -> Batch:
         """Return the expected batch for the samples of a packed batch. Padding is a separate document."""
@@ -295,6 +320,7 @@ class ExpectedRows:
             # Rows without a sample fill up the last batch. They stay padding.
             if sample < 0:
                 continue
+            # A sample id contains the number of its source and the number of its row.
             source = sample >> SOURCE_BITS
             number = sample % (1 << SOURCE_BITS)
             column = 0
@@ -318,7 +344,10 @@ class ExpectedRows:
 def first_difference(packed: Batch, expected: Batch) -> str:
     """Describe the first difference of the packed rows from the expected rows, or return ""."""
     for row, sample in enumerate(packed.sample_ids_B.tolist()):
-        length = 0 if expected.lengths_B is None else int(expected.lengths_B[row])
+        # Columns after this length are padding, which has no meaning.
+        length = 0
+        if expected.lengths_B is not None:
+            length = int(expected.lengths_B[row])
         where = f"row {sample % (1 << SOURCE_BITS)} of the data"
         mine = _borders(packed.documents_BT, row, length)
         theirs = _borders(expected.documents_BT, row, length)
@@ -331,12 +360,13 @@ def first_difference(packed: Batch, expected: Batch) -> str:
             "target": (packed.targets_BT, expected.targets_BT),
         }
         for name, (of_packed, of_expected) in columns.items():
-            unequal = (of_packed[row, :length] != of_expected[row, :length]).nonzero()
+            is_unequal = of_packed[row, :length] != of_expected[row, :length]
+            unequal = is_unequal.nonzero()
             if len(unequal):
                 column = int(unequal[0])
-                mine_text = _value(int(of_packed[row, column]))
-                theirs_text = _value(int(of_expected[row, column]))
-                return f"{where}: the {name} at column {column} is {mine_text} instead of {theirs_text}"
+                actual = _value(int(of_packed[row, column]))
+                correct = _value(int(of_expected[row, column]))
+                return f"{where}: the {name} at column {column} is {actual} instead of {correct}"
     return ""
 
 
@@ -345,7 +375,8 @@ def _borders(documents_BT: Tensor | None, row: int, length: int) -> list[int]:
     if documents_BT is None or not length:
         return []
     numbers_T = documents_BT[row, :length]
-    changes = (numbers_T[1:] != numbers_T[:-1]).nonzero().flatten() + 1
+    is_new = numbers_T[1:] != numbers_T[:-1]
+    changes = is_new.nonzero().flatten() + 1
     return [0, *changes.tolist()]
 
 

@@ -68,6 +68,7 @@ class Differing:
 
 def cause_of(one: Differing) -> str:
     """Return the likely cause, with the module where one can be named."""
+    # Begin with causes outside of the computation: initial weights, rows and token counts.
     if one.first.kind == "initial":
         return f"the initial weights of {_module(one.first)} depend on the mesh: check their seed and blocks"
     if one.first.kind == "validation":
@@ -84,11 +85,13 @@ def cause_of(one: Differing) -> str:
             f"the loss of step {step} is divided by {mine} instead of {theirs} target tokens: "
             "each rank or micro-batch uses its own count, or some are counted twice"
         )
+    # The two runs of this dimension have the same rows and differ only in which documents share a sequence.
     if one.dimension == "packing":
         return (
             f"rows are laid out correctly, so documents affect each other: check module {one.facts.core}, "
             "the document mask, and other modules that mix tokens"
         )
+    # A common factor is the most specific evidence, and a module of the forward pass the next.
     gradients = one.of_first_step("gradient")
     if gradients:
         return _scaled(one, gradients) or _forward(one) or _backward(one, gradients)
@@ -96,8 +99,11 @@ def cause_of(one: Differing) -> str:
 
 
 def _module(error: NumberError) -> str:
-    path = error.tensor.rpartition(".")[0]
-    return f"module {path}" if path else f"the tensor {error.tensor}"
+    """Name the module that owns the tensor of an error."""
+    path, _, _ = error.tensor.rpartition(".")
+    if not path:
+        return f"the tensor {error.tensor}"
+    return f"module {path}"
 
 
 def _scaled(one: Differing, gradients: Sequence[NumberError]) -> str:
@@ -106,15 +112,18 @@ def _scaled(one: Differing, gradients: Sequence[NumberError]) -> str:
     first = factors[0]
     if first is None:
         return ""
+    tolerance = SAME_FACTOR * max(abs(first), SAME_FACTOR)
     for factor in factors:
-        if factor is None or abs(factor - first) > SAME_FACTOR * max(abs(first), SAME_FACTOR):
+        if factor is None or abs(factor - first) > tolerance:
             return ""
     which = "all gradients"
     if len(gradients) < one.facts.num_gradients:
-        which = f"{len(gradients)} gradients, first that of {gradients[0].tensor} in {_module(gradients[0])},"
+        tensor = gradients[0].tensor
+        which = f"{len(gradients)} gradients, first that of {tensor} in {_module(gradients[0])},"
     if abs(first) < SAME_FACTOR:
         return f"{which} are zero: they are not computed, or lost"
     text = f"{which} are scaled by {first:.4g}"
+    # A missing or additional reduction scales by a number of ranks or micro-batches.
     for size, name in _sizes(one.label):
         if abs(first * size - 1) < SAME_FACTOR:
             return f"{text}, 1/{size} for {name}: averaged where they must be summed, or a share is missing"
@@ -125,23 +134,27 @@ def _scaled(one: Differing, gradients: Sequence[NumberError]) -> str:
 
 def _sizes(label: str) -> list[tuple[int, str]]:
     """Return the numbers above 1 of ranks or micro-batches in a label, each with a name."""
-    sizes = [
-        (int(size), f"the size of axis {axis}") for axis, size in re.findall(r"(\w+)=(\d+)", label)
-    ]
+    sizes = []
+    for axis, size in re.findall(r"(\w+)=(\d+)", label):
+        sizes.append((int(size), f"the size of axis {axis}"))
     for number in re.findall(r"(\d+) micro-batches", label):
         sizes.append((int(number), f"the {number} micro-batches"))
+    # A factor of 1 explains nothing.
     return [(size, name) for size, name in sizes if size > 1]
 
 
 def _forward(one: Differing) -> str:
     """Return the first module whose outputs differ in the first forward pass, with the cause, or ""."""
+    # Outputs are recorded only in the first step. Later steps begin with weights that may already differ.
     if one.first.step != 1 or not one.facts.outputs:
         return ""
     for path, expected in one.expected.outputs.items():
         mine = one.facts.outputs.get(path)
         if mine is None or abs(mine - expected) <= SAME_SIZE * max(abs(expected), 1e-30):
             continue
-        where = f"module {path}" if path else "the model's own forward"
+        where = "the model's own forward"
+        if path:
+            where = f"module {path}"
         cause = f"the forward pass first differs in the output of {where}"
         hint = _FORWARD.get(one.dimension, "check its forward on this mesh")
         return f"{cause}: {hint}"
@@ -150,6 +163,7 @@ def _forward(one: Differing) -> str:
 
 def _backward(one: Differing, gradients: Sequence[NumberError]) -> str:
     """Return the module with the first wrong gradient in the order of the backward pass, with the cause."""
+    # Gradients are in the order of the forward pass, so the last one is the first of the backward pass.
     module = _module(gradients[-1])
     hint = _BACKWARD.get(one.dimension, "check its backward pass")
     if one.first.step == 1 and one.facts.outputs and one.expected.outputs:

@@ -73,19 +73,23 @@ def run_trials(rank: int, num_ranks: int, trials: Sequence[Trial], folder: str) 
         if trial.compared_with not in references:
             references[trial.compared_with] = _read(Path(folder), trial.compared_with)
         reference = references[trial.compared_with]
-        wanted = [
-            key for key in (*reference.scalars, *reference.tensors) if _is_compared(key, trial)
-        ]
+        # Numbers that some rank must have. A pipeline rank has only those of its stages.
+        wanted = []
+        for key in (*reference.scalars, *reference.tensors):
+            if _is_compared(key, trial):
+                wanted.append(key)
         # Also numbers that the reference lacks, whose error is infinite.
         errors = []
         for key, error in errors_of(numbers, reference):
             if _is_compared(key, trial):
-                errors.append((*key, error, _factor_of(key, numbers, reference)))
+                factor = _factor_of(key, numbers, reference)
+                errors.append((*key, error, factor))
         text = json.dumps({"wanted": wanted, "errors": errors, "facts": asdict(facts)})
         errors_file(Path(folder), trial.name, rank).write_text(text, encoding="utf-8")
 
 
 def _is_compared(key: Key, trial: Trial) -> bool:
+    """True if a trial must have the same number as its reference."""
     kind, step, _ = key
     if kind == "initial":
         # A resumed run starts from the weights of a checkpoint, and a shaken run from changed weights.
@@ -125,11 +129,14 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
             training = replace(of_run.training, max_norm=math.inf)
             run.config = replace(of_run, training=training)
         outcome = original_step(run)
-        # Checkpoints contain the configuration.
+        # Checkpoints contain the configuration, so restore it before the trainer saves.
         run.config = of_run
         outputs.end()
         if outcome is not None:
-            _keep_step(run, outcome, numbers, averages[0] if averages else None)
+            averages_of_run = None
+            if averages:
+                averages_of_run = averages[0]
+            _keep_step(run, outcome, numbers, averages_of_run)
             targets[str(run.state.step)] = int(outcome.global_tokens)
         return outcome
 
@@ -142,18 +149,17 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
                     numbers.scalars["validation", at, name] = value
         return evaluation
 
-    log.setup(
-        rank, num_ranks, Path(config.job.dump_folder), config.metrics.save_log_file, console=False
-    )
+    dump_folder = Path(config.job.dump_folder)
+    log.setup(rank, num_ranks, dump_folder, config.metrics.save_log_file, console=False)
+    # Patch the trainer instead of copying its loop, so the code under test is the code that users run.
     with ExitStack() as patches:
         patches.enter_context(replaced(trainer, "step", step))
         patches.enter_context(replaced(Validator, "run", validate))
         batches = TrialBatches(trial)
         patches.enter_context(replaced(DataLoader, "__next__", batches.reader()))
         patches.enter_context(batches.of_documents())
-        patches.enter_context(
-            replaced(validation, "open_dataloader", _open_short(validation.open_dataloader))
-        )
+        open_short = _open_short(validation.open_dataloader)
+        patches.enter_context(replaced(validation, "open_dataloader", open_short))
         try:
             trainer.train(trial.loaded, world)
         except _Stopped:
@@ -205,10 +211,11 @@ def _begin(run: trainer.Run, numbers: TrialNumbers, trial: Trial) -> None:
     update = run.runner.update
 
     def recorded_update(optimizer: torch.optim.Optimizer, *applies: Tensor) -> None:
-        parameters = run.runner.parameters().items()
-        gradients = {
-            name: parameter.grad for name, parameter in parameters if parameter.grad is not None
-        }
+        # Record the gradients here, after reduction and clipping and before the update clears them.
+        gradients = {}
+        for name, parameter in run.runner.parameters().items():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad
         _keep(numbers, "gradient", run.state.step + 1, gradients)
         update(optimizer, *applies)
 
@@ -226,6 +233,7 @@ def _draw_at_unit_gain(parameters: Mapping[str, Tensor], seed: int) -> None:
         if parameter.ndim < 2 or not parameter.requires_grad:
             continue
         std = parameter.size(-1) ** -0.5
+        # An adapter is a small correction of its layer.
         if name.endswith(".lora_b"):
             std *= 0.1
         init_weights.draw_(parameter, name, Draw("normal", std=std), seed)
@@ -264,14 +272,19 @@ def _keep_step(
 ) -> None:
     """Record loss, norm, weights, their averages and buffers after a step (a collective)."""
     step = run.state.step
-    total = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
+    # Only the last pipeline stage has a loss, and the other stages add zero.
+    axes = ("pp", *LOSS_AXES)
+    total = run.mesh.sum(outcome.loss_sum.detach().double(), over=axes).item()
     numbers.scalars["loss", step, ""] = total / max(1, outcome.global_tokens)
     numbers.scalars["norm", step, ""] = outcome.grad_norm
     if outcome.source_sums is not None:
-        sums, counts = run.mesh.sum(outcome.source_sums.clone(), over=("pp", *LOSS_AXES))
-        for source, mean in enumerate((sums / counts.clamp_min(1)).tolist()):
+        sums, counts = run.mesh.sum(outcome.source_sums.clone(), over=axes)
+        # A source without tokens in this step has a mean of 0.
+        means = sums / counts.clamp_min(1)
+        for source, mean in enumerate(means.tolist()):
             numbers.scalars["loss", step, f"data source {source}"] = mean
-    _keep(numbers, "weights", step, {**run.runner.parameters(), **run.runner.buffers()})
+    tensors = {**run.runner.parameters(), **run.runner.buffers()}
+    _keep(numbers, "weights", step, tensors)
     if averages is not None:
         averages.keep(run, numbers)
     if run.has_evaluation_weights:
@@ -287,13 +300,20 @@ def _keep(numbers: TrialNumbers, kind: str, step: int, tensors: Mapping[str, Ten
 
 
 def errors_of(numbers: TrialNumbers, reference: TrialNumbers) -> Iterator[tuple[Key, float]]:
-    """Yield the error of each number that both runs have. NaN counts as infinity."""
-    totals = {step: value for (kind, step, _), value in reference.scalars.items() if kind == "norm"}
+    """Yield the error of each number of a run. It is infinite for NaN, and for a tensor that the reference lacks."""
+    totals = {}
+    for (kind, step, _), value in reference.scalars.items():
+        if kind == "norm":
+            totals[step] = value
     for key, value in numbers.scalars.items():
         if key in reference.scalars:
             expected = reference.scalars[key]
-            scale = expected if key[0] == "norm" else 1.0
-            yield key, _finite(abs(value - expected) / max(scale, 1e-30))
+            # Losses are of order 1, so their error is absolute. The error of a norm is relative.
+            scale = 1.0
+            if key[0] == "norm":
+                scale = expected
+            error = abs(value - expected) / max(scale, 1e-30)
+            yield key, _finite(error)
     for key, tensor in numbers.tensors.items():
         expected_tensor = reference.tensors.get(key)
         if expected_tensor is None or expected_tensor.shape != tensor.shape:
@@ -304,14 +324,20 @@ def errors_of(numbers: TrialNumbers, reference: TrialNumbers) -> Iterator[tuple[
 
 def _tensor_error(key: Key, tensor: Tensor, expected: Tensor, totals: Mapping[int, float]) -> float:
     kind, step, _ = key
+    # Initial weights are drawn block by block on any mesh, so they must be bitwise equal.
     if kind == "initial":
-        return 0.0 if same_bits(tensor, expected) else math.inf
+        if same_bits(tensor, expected):
+            return 0.0
+        return math.inf
     difference = tensor.float() - expected.float()
     if kind == "gradient":
         # A gradient that is zero except for rounding is compared with the norm of all gradients.
         scale = max(float(expected.float().norm()), SMALL * totals[step])
         return _finite(float(difference.norm()) / max(scale, 1e-30))
-    return _finite(float(difference.abs().max())) if difference.numel() else 0.0
+    # ``max`` refuses an empty tensor.
+    if not difference.numel():
+        return 0.0
+    return _finite(float(difference.abs().max()))
 
 
 def _factor_of(key: Key, numbers: TrialNumbers, reference: TrialNumbers) -> float | None:
@@ -320,19 +346,21 @@ def _factor_of(key: Key, numbers: TrialNumbers, reference: TrialNumbers) -> floa
     theirs = reference.tensors.get(key)
     if key[0] != "gradient" or mine is None or theirs is None or mine.shape != theirs.shape:
         return None
-    mine, theirs = mine.double(), theirs.double()
+    mine = mine.double()
+    theirs = theirs.double()
     square = float(theirs.square().sum())
     if not square:
         return None
+    # Compute the factor of least squares. The remaining difference must be rounding.
     factor = float((mine * theirs).sum()) / square
     rest = float((mine - factor * theirs).norm())
-    is_explained = rest <= MATCH * math.sqrt(square)
-    return factor if is_explained else None
+    if rest > MATCH * math.sqrt(square):
+        return None
+    return factor
 
 
 class OutputSizes:
-    """Sums of squares of the outputs of modules in the first step,
-    which do not depend on how rows are divided.
+    """Sums of squares of the outputs of modules in the first step, which do not depend on how rows are divided.
 
     Attributes:
         sums: Sum over all calls of each module, by path, in the order in which their first calls ended.
@@ -345,9 +373,11 @@ class OutputSizes:
     def begin(self, run: trainer.Run, trial: Trial) -> None:
         """Start with the first step, if each rank has complete outputs for its rows and tokens."""
         config = trial.loaded.config
+        # These axes divide the outputs of a module, or give a rank only some modules.
         has_parts = run.mesh.size("tp", "pp") > 1 or config.parallelism.expert_parallel_degree > 1
         # Tasks of rows pad each micro-batch, and separate documents have other padding.
         has_padding = config.task.name not in OF_NEXT_TOKENS or trial.separates_documents
+        # Hooks do not reliably see calls within compiled code.
         if run.state.step or has_parts or has_padding or config.compile.enable:
             return
         for part in run.runner.parts:
@@ -372,14 +402,21 @@ class OutputSizes:
 
 
 def _finite(error: float) -> float:
-    return math.inf if math.isnan(error) else error
+    """Replace NaN by infinity, because comparing NaN with a tolerance would not report an error."""
+    if math.isnan(error):
+        return math.inf
+    return error
 
 
 def _write(numbers: TrialNumbers, folder: Path, name: str) -> None:
     """Write the numbers of a reference for the processes of other trials."""
     scalars = [(*key, value) for key, value in numbers.scalars.items()]
-    tensors = {json.dumps(key): tensor.contiguous() for key, tensor in numbers.tensors.items()}
-    save_file(tensors, folder / f"{name}.safetensors", metadata={"scalars": json.dumps(scalars)})
+    # Names of tensors in the file are texts, so write each key as JSON.
+    tensors = {}
+    for key, tensor in numbers.tensors.items():
+        tensors[json.dumps(key)] = tensor.contiguous()
+    metadata = {"scalars": json.dumps(scalars)}
+    save_file(tensors, folder / f"{name}.safetensors", metadata=metadata)
 
 
 def _read(folder: Path, name: str) -> TrialNumbers:

@@ -7,6 +7,7 @@ the parent process needs neither tensors nor a collective.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ SECONDS_PER_TRIAL = 120
 def run_all(trials: Sequence[Trial], folder: Path) -> dict[str, TrialErrors]:
     """Run all trials and return their errors by name. The reference is the first trial, or has run before.
 
-    Trials with the same number of ranks share processes,
-    because the first step of a process takes a second longer.
+    Trials with the same number of ranks share processes, because the first step of a process takes a second
+    longer.
 
     Raises:
         ConfigError: the reference fails.
@@ -41,10 +42,13 @@ def run_all(trials: Sequence[Trial], folder: Path) -> dict[str, TrialErrors]:
         batch = _next_batch(remaining, num_ranks, answers)
         finished = _run_until_failure(num_ranks, batch, folder)
         answers.update(finished)
+        # Without a reference there is nothing to compare with. The mesh is not the cause, so it is a user
+        # error.
         if REFERENCE in finished and finished[REFERENCE].failure:
             raise ConfigError(
                 f"the configuration does not train on one process: {finished[REFERENCE].failure}"
             )
+        # Trials after a failed one run again in new processes.
         remaining = [trial for trial in remaining if trial.name not in answers]
     return answers
 
@@ -56,8 +60,10 @@ def _next_batch(
     batch: list[Trial] = []
     finished = set(answers)
     for trial in remaining:
-        if trial.num_ranks == num_ranks and (not trial.resumes or trial.resumes in finished):
+        can_run = not trial.resumes or trial.resumes in finished
+        if trial.num_ranks == num_ranks and can_run:
             batch.append(trial)
+            # A batch runs in order, so a later trial of the same batch may resume this one.
             finished.add(trial.name)
     return batch
 
@@ -98,7 +104,10 @@ def _run_until_failure(
 
 def _facts_of(paths: Sequence[Path]) -> TrialFacts:
     """Return the facts of a trial. Ranks add their shares of rows and outputs."""
-    of_ranks = [json.loads(path.read_text(encoding="utf-8"))["facts"] for path in paths]
+    of_ranks = []
+    for path in paths:
+        answer = json.loads(path.read_text(encoding="utf-8"))
+        of_ranks.append(answer["facts"])
     facts = of_ranks[0]
     for name in ("rows", "outputs"):
         total: dict[str, float] = {}
@@ -106,6 +115,7 @@ def _facts_of(paths: Sequence[Path]) -> TrialFacts:
             for key, value in of_rank[name].items():
                 total[key] = total.get(key, 0) + value
         facts[name] = total
+    # Pipeline ranks have only the gradients of their stages.
     facts["num_gradients"] = max(of_rank["num_gradients"] for of_rank in of_ranks)
     return TrialFacts(**facts)
 
@@ -120,10 +130,11 @@ def _errors_of(paths: Sequence[Path]) -> Iterator[NumberError]:
         wanted.update((kind, step, tensor) for kind, step, tensor in answer["wanted"])
         for kind, step, tensor, error, factor in answer["errors"]:
             key = (kind, step, tensor)
+            # Keep the factor of the rank with the largest error, which describes the same number.
             if error >= largest.get(key, 0.0):
+                largest[key] = error
                 factors[key] = factor
-            largest[key] = max(largest.get(key, 0.0), error)
-    for kind, step, tensor in wanted - largest.keys():
-        largest[kind, step, tensor] = float("inf")
+    for key in wanted - largest.keys():
+        largest[key] = math.inf
     for (kind, step, tensor), error in largest.items():
         yield NumberError(kind, step, tensor, error, factors.get((kind, step, tensor)))

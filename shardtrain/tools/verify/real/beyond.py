@@ -48,6 +48,7 @@ def scaled(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
     parameter = nn.Parameter(torch.empty(rows, COLUMNS, dtype=torch.bfloat16))
     tile.fill_(parameter, "scaled")
     before = {row: parameter[row].detach().clone() for row in _places(rows)}
+    # The parameter is its own gradient, because a second tensor of this size would double the memory.
     parameter.grad = parameter.detach()
     grad_clip.scale_gradients([parameter], 0.5)
     wrong = 0
@@ -72,15 +73,14 @@ def updated(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
         # bfloat16 rounds each step of the kernel, so only two digits are correct. A number that was not
         # updated has an error of 100 %.
         moved = parameter[row].detach().float()
-        gradient = parameter.grad[row].float()
-        wrong += int(((moved + 0.5 * gradient.sign()).abs() > 0.05).sum())
+        expected = -0.5 * parameter.grad[row].float().sign()
+        is_wrong = (moved - expected).abs() > 0.05
+        wrong += int(is_wrong.sum())
     return {"wrong": wrong}
 
 
 def looked_up(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
-    """Check embedding rows at the end and the gradient of their lookup. Only these rows of the
-    table use memory.
-    """
+    """Check embedding rows at the end and the gradient of their lookup. Only these rows of the table use memory."""
     table = torch.empty(rows, COLUMNS, dtype=torch.bfloat16)
     ids = torch.tensor(_places(rows))
     for row in ids.tolist():
@@ -101,7 +101,9 @@ def looked_up(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
     for place, row in enumerate(ids.tolist(), 1):
         wrong += int((gradient[row] != place).sum())
     # If the total is right, too, all other rows are zero.
-    sums_of_parts = [float(part.sum(dtype=torch.float64)) for part in gradient.split(1 << 14)]
+    sums_of_parts = []
+    for part in gradient.split(1 << 14):
+        sums_of_parts.append(float(part.sum(dtype=torch.float64)))
     total = math.fsum(sums_of_parts)
     expected_total = COLUMNS * sum(range(1, len(ids) + 1))
     wrong += int(total != expected_total)
@@ -119,11 +121,13 @@ def scored(rank: int, num_ranks: int, vocabulary: int, tokens: int) -> dict[str,
     for place in (0, tokens // 2, tokens - 2, tokens - 1):
         targets[0, place] = vocabulary - 1 - place % 2
     tile.fill_(logits[0], "scored")
+    # The reference needs only the rows with targets, so float64 needs little memory.
     kept = (targets[0] != IGNORE).nonzero().flatten()
     rows = logits[0, kept].double()
     log_sums = rows.logsumexp(1)
     target_logits = rows.gather(1, targets[0, kept, None]).squeeze(1)
-    expected = float((log_sums - target_logits).sum())
+    losses = log_sums - target_logits
+    expected = float(losses.sum())
     with torch.no_grad():
         computed = float(cross_entropy_sum(logits, targets))
     return {"error": abs(computed / expected - 1)}
@@ -148,6 +152,7 @@ def drawn(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
     wrong = 0
     # Draw the first and the last block of the shard again, and compare the rows that the shard has.
     for block in {first // rows_per_block, (rows - 1) // rows_per_block}:
+        # The seed of a block is a hash of the seed, the name of the parameter and the number of the block.
         digest = hashlib.blake2b(f"5/far/{block}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         start = block * rows_per_block
@@ -160,9 +165,7 @@ def drawn(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
 
 
 def ordered(rank: int, num_ranks: int, samples: int) -> dict[str, Any]:
-    """Check the order of more than 2^32 samples at large positions, against the same network in
-    Python integers.
-    """
+    """Check the order of more than 2^32 samples at large positions, against the same network in Python integers."""
     positions = [0, 1, 2**31 - 1, 2**31, 2**32 + 1, samples - 1, samples, 3 * samples + 2**31]
     computed = sample_at(positions, samples, seed=3).tolist()
     num_wrong = 0
@@ -177,9 +180,7 @@ def ordered(rank: int, num_ranks: int, samples: int) -> dict[str, Any]:
 
 
 def _sample(position: int, samples: int, seed: int) -> int:
-    """Return the sample at a position, computed by the Feistel network of ``data/order.py`` in
-    Python integers.
-    """
+    """Return the sample at a position, computed by the Feistel network of ``data/order.py`` in Python integers."""
     epoch, value = divmod(position, samples)
     pool = b""
     for part in range(2):

@@ -38,9 +38,7 @@ class Use:
 
 @dataclass
 class Gradients:
-    """Gradients of one backward pass in float64: factors for large matrices, full gradients for
-    other parameters.
-    """
+    """Gradients of one backward pass in float64: factors for large matrices, full gradients for other parameters."""
 
     factors: dict[str, list[Use]] = field(default_factory=dict)
     whole: dict[str, Tensor] = field(default_factory=dict)
@@ -78,8 +76,10 @@ class _WideLinear(torch.autograd.Function):
         ctx.weight = weight
         ctx.note = note
         ctx.flat = flat
-        out = torch.cat([flat @ block.double().T for block in _blocks(weight)], dim=1)
-        # Give the size: for an input without rows, -1 would be ambiguous.
+        # A block of rows of the weight computes a block of columns of the output.
+        columns = [flat @ block.double().T for block in _blocks(weight)]
+        out = torch.cat(columns, dim=1)
+        # Pass the size, because -1 would be ambiguous for an input without rows.
         return out.view(*x.shape[:-1], weight.size(0))
 
     @staticmethod
@@ -117,10 +117,12 @@ class _WideProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        right = gradients[0].reshape(-1, gradients[0].shape[-1])
+        (of_output,) = gradients
+        right = of_output.reshape(-1, of_output.shape[-1])
         ctx.note(ctx.flat, right)
-        dx = torch.cat([right @ block.double().T for block in _blocks(ctx.weight)], dim=1)
-        return dx.view(*gradients[0].shape[:-1], ctx.weight.size(0)), None, None
+        columns = [right @ block.double().T for block in _blocks(ctx.weight)]
+        dx = torch.cat(columns, dim=1)
+        return dx.view(*of_output.shape[:-1], ctx.weight.size(0)), None, None
 
 
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
@@ -142,24 +144,30 @@ class _WideEmbedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.note(gradients[0].reshape(-1, gradients[0].shape[-1]))
+        (of_rows,) = gradients
+        ctx.note(of_rows.reshape(-1, of_rows.shape[-1]))
         return torch.zeros((), dtype=torch.float64), None, None, None
 
 
 def _blocks(weight: Tensor) -> Iterator[Tensor]:
-    return iter(weight.detach().split(max(1, BLOCK_NUMEL // weight.size(1))))
+    """Yield blocks of rows with about ``BLOCK_NUMEL`` elements."""
+    rows_per_block = max(1, BLOCK_NUMEL // weight.size(1))
+    return iter(weight.detach().split(rows_per_block))
 
 
 class _Wide(TorchFunctionMode):
-    """Compute linear layers, products and lookups of large matrices in float64, wherever a model's
-    code calls them.
+    """Mode that computes linear layers, products and lookups of large matrices in float64.
+
+    It applies wherever a model's code calls them.
     """
 
     def __init__(self, large: Mapping[str, Tensor], gradients: Gradients) -> None:
         super().__init__()
-        self._starts = sorted(
-            (tensor.data_ptr(), tensor.numel(), name) for name, tensor in large.items()
-        )
+        # A module may use a view of a parameter, so matrices are recognized by their address.
+        starts = []
+        for name, tensor in large.items():
+            starts.append((tensor.data_ptr(), tensor.numel(), name))
+        self._starts = sorted(starts)
         self._gradients = gradients
 
     def __torch_function__(
@@ -167,26 +175,33 @@ class _Wide(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         # Each case records its factors in backward, when the gradient of the result is known.
-        if function is F.linear and (found := self._find(args[1])):
-            name, first = found
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        large = None
+        if function is F.linear or function in _PRODUCTS or function is F.embedding:
+            large = self._find(args[1])
+        if large is not None and function is F.linear:
+            name, first = large
+            bias = kwargs.get("bias")
+            if len(args) > 2:
+                bias = args[2]
             uses = self._gradients.factors.setdefault(name, [])
 
             def note_factors(left: Tensor, right: Tensor) -> None:
                 uses.append(Use(first, left, right))
 
             out = _WideLinear.apply(args[0], args[1], note_factors)
-            return out if bias is None else out + bias
-        if function in _PRODUCTS and (found := self._find(args[1])):
-            name, first = found
+            if bias is not None:
+                out = out + bias
+            return out
+        if large is not None and function in _PRODUCTS:
+            name, first = large
             uses = self._gradients.factors.setdefault(name, [])
 
             def note_product(left: Tensor, right: Tensor) -> None:
                 uses.append(Use(first, left, right))
 
             return _WideProduct.apply(args[0], args[1], note_product)
-        if function is F.embedding and (found := self._find(args[1])):
-            name, _ = found
+        if large is not None and function is F.embedding:
+            name, _ = large
             ids = args[0]
             uses = self._gradients.factors.setdefault(name, [])
 
@@ -204,9 +219,7 @@ class _Wide(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _find(self, weight: Any) -> tuple[str, int] | None:
-        """Return the large parameter that contains a matrix, and the matrix's first row in that
-        parameter, or None.
-        """
+        """Return the large parameter that contains a matrix, and the matrix's first row in it, or None."""
         if not isinstance(weight, Tensor) or weight.dtype != torch.float32 or weight.ndim != 2:
             return None
         for start, numel, name in self._starts:
@@ -252,7 +265,7 @@ def loss_and_gradients(
         loss = loss_of(model)
     loss.backward()  # type: ignore[no-untyped-call]
 
-    # If a matrix is used in another way, it has no factors, and its gradient would be missing.
+    # A matrix that is used in another way has no factors, and its gradient would be missing.
     unused = [name for name in unique.values() if name not in gradients.factors]
     if unused:
         raise RuntimeError(f"{unused[0]} is used by another operation than linear, @ and embedding")

@@ -1,7 +1,8 @@
-"""Compare sums of real size with float64: the gradient norm over millions of numbers, the loss over
-a vocabulary.
+"""Compare sums of real size with float64: the gradient norm over millions of numbers, and the loss over a
+vocabulary.
 
-The functions run on the ranks of a mesh. Separate code computes the float64 reference.
+The functions run on the ranks of a mesh. The float64 reference is computed by separate code, so it does not
+repeat a fault of the trainer.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def mesh_of(rank: int, num_ranks: int, degrees: dict[str, int]) -> tuple[Mesh, C
         tensor_parallel_degree=degrees.get("tp", 1),
     )
     config = replace(config, parallelism=options)
-    return distributed.build(config, World(rank, num_ranks, rank, torch.device("cpu"))), config
+    world = World(rank, num_ranks, rank, torch.device("cpu"))
+    return distributed.build(config, world), config
 
 
 def float64_squares(tensor: Tensor) -> float:
@@ -55,8 +57,10 @@ def float64_squares(tensor: Tensor) -> float:
     Each block is summed in float64, and the blocks are added exactly.
     """
     squares = []
+    # Blocks limit the memory: the tensor in float64 may not fit.
     for block in tensor.detach().reshape(-1).split(BLOCK_NUMEL):
-        squares.append(float(block.double().square().sum()))
+        block_sum = block.double().square().sum()
+        squares.append(float(block_sum))
     return math.fsum(squares)
 
 
@@ -76,6 +80,7 @@ def gradient(
 ) -> nn.Parameter:
     """Return a sharded parameter that is its own gradient, so only the gradient needs memory."""
     device_mesh = mesh.submesh(*(mesh.device_mesh.mesh_dim_names or ()))
+    # Only the shape and stride of the full tensor are needed.
     with torch.device("meta"):
         full = torch.empty(shape, dtype=dtype)
     local_shape = list(shape)
@@ -119,7 +124,14 @@ def gradient_norm(
     kind = getattr(torch, dtype)
     matrix = gradient((rows, columns), placements, mesh, kind)
     vector = gradient((4097, 1), [Replicate() for _ in names], mesh, kind)
-    std, mean = {"offset": (1e-3, 1.0), "tiny": (1e-25, 0.0)}.get(values, (1.0, 0.0))
+    std = 1.0
+    mean = 0.0
+    if values == "offset":
+        std = 1e-3
+        mean = 1.0
+    elif values == "tiny":
+        std = 1e-25
+    # Each rank fills its shard with its part of the same full tensor.
     for name, parameter in (("matrix", matrix), ("vector", vector)):
         tile.fill_(parameter.grad, name, std, mean)  # type: ignore[arg-type]
     if values == "one large":
@@ -129,11 +141,14 @@ def gradient_norm(
         if mine.stop == rows and mine.start < rows:
             local_tensor(matrix.grad)[-1:].fill_(100.0)  # type: ignore[arg-type]
     norm = grad_clip.gradient_norm([matrix, vector], mesh)
+
+    # Ranks with the same part share its squares, so the sum over all ranks counts each part once.
     shares = []
     for parameter in (matrix, vector):
         gradient_of_rank = parameter.grad
         squares = float64_squares(local_tensor(gradient_of_rank))  # type: ignore[arg-type]
-        shares.append(squares / copies_of(gradient_of_rank, num_ranks))  # type: ignore[arg-type]
+        num_copies = copies_of(gradient_of_rank, num_ranks)  # type: ignore[arg-type]
+        shares.append(squares / num_copies)
     return {"norm": float(norm), "squares": math.fsum(shares)}
 
 
@@ -181,10 +196,13 @@ class _Batches:
         prefixes, vocabulary = self._table.shape
         tokens_BT = torch.randint(0, prefixes, shape, generator=self._generator)
         targets_BT = torch.randint(0, vocabulary, shape, generator=self._generator)
+        # The loss of a token is the log-sum-exp of its row minus the logit of its target. Look up both in the
+        # table, because the logits of all tokens in float64 would need too much memory.
         places_N = (tokens_BT * vocabulary + targets_BT).view(-1)
         chosen_N = self._table.view(-1).index_select(0, places_N)
         log_sums_N = self._log_sums_P.index_select(0, tokens_BT.view(-1))
-        self.sums.append(float((log_sums_N - chosen_N).sum()))
+        losses_N = log_sums_N - chosen_N
+        self.sums.append(float(losses_N.sum()))
         positions_BT = torch.arange(self._size)[None]
         return Batch(tokens_BT, targets_BT, positions_BT, torch.arange(1))
 
@@ -192,29 +210,38 @@ class _Batches:
 def loss_sum(
     rank: int, num_ranks: int, degrees: dict[str, int], vocabulary: int, tokens: int, batches: int
 ) -> dict[str, Any]:
-    """Compute the runner's loss over ``batches`` micro-batches with ``tokens`` targets in total,
-    over all data ranks.
+    """Compute the runner's loss over ``batches`` micro-batches with ``tokens`` targets in total, over all data
+    ranks.
 
     Ranks of dp divide the tokens, and ranks of tp divide the vocabulary. Return the loss sum over all ranks,
     and this rank's part of it in float64.
     """
     mesh, config = mesh_of(rank, num_ranks, degrees)
-    whole_PV = torch.empty(PREFIXES, vocabulary)
-    tile.fill_(whole_PV, "logits")
+    full_PV = torch.empty(PREFIXES, vocabulary)
+    tile.fill_(full_PV, "logits")
     part = None
-    own_Pv = whole_PV
+    local_Pv = full_PV
     if mesh.size("tp") > 1:
         part = SplitVocabulary(mesh, vocabulary)
-        own_Pv = whole_PV[:, part.offset : part.offset + part.columns].contiguous()
-    runner = PlainRunner(ModelParts([_Bigrams(own_Pv)], mesh, config, None, part))
+        local_Pv = full_PV[:, part.offset : part.offset + part.columns].contiguous()
+    model = _Bigrams(local_Pv)
+    runner = PlainRunner(ModelParts([model], mesh, config, None, part))
+
+    # The data rank is the seed, so ranks of tp have the same tokens and data ranks have different ones.
     ranks = mesh.size(*BATCH_AXES)
+    data_rank = mesh.rank(*BATCH_AXES)
     tokens_per_batch = tokens // batches
     batches_per_rank = batches // ranks
-    inputs = _Batches(batches_per_rank, tokens_per_batch, whole_PV, seed=mesh.rank(*BATCH_AXES))
-    weight = torch.tensor(1.0 / (tokens_per_batch * batches_per_rank * ranks))
+    inputs = _Batches(batches_per_rank, tokens_per_batch, full_PV, seed=data_rank)
+    num_tokens = tokens_per_batch * batches_per_rank * ranks
+    weight = torch.tensor(1.0 / num_tokens)
     loss = runner.forward_backward(inputs, weight)  # type: ignore[arg-type]
+
+    # The trainer adds the loss over ranks together with the gradient norm, so use the same function.
     total = grad_clip.Agreement(loss, torch.ones(()), mesh).read().loss
-    return {"loss": total / float(weight), "sum": math.fsum(inputs.sums) / mesh.size("tp")}
+    # Ranks of tp have the same sum. Divide it, so the parts of all ranks add up to the sum.
+    part_of_sum = math.fsum(inputs.sums) / mesh.size("tp")
+    return {"loss": total / float(weight), "sum": part_of_sum}
 
 
 def loss_error(answers: list[dict[str, Any]]) -> float:
