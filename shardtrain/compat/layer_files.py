@@ -296,7 +296,9 @@ class LayerWeights(HubWeights):
         # Parts may only differ in size along the dimension that ranks split.
         common_shapes = set(shapes)
         if dim is not None:
-            common_shapes = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+            common_shapes = set()
+            for shape in shapes:
+                common_shapes.add((*shape[:dim], *shape[dim + 1 :]))
         dtypes = {stored.dtype for _, stored in parts}
         ranks = {len(shape) for shape in shapes}
         if len(dtypes) > 1 or len(common_shapes) > 1 or len(ranks) > 1:

@@ -88,7 +88,9 @@ class Spec:
         >>> [spec.holds(name) for name in ("wq.lora_a", "head.weight", "wq.weight", "header.weight")]
         [True, True, False, False]
         """
-        return is_adapter(name) or any(name.startswith(f"{path}.") for path in self.saved)
+        if is_adapter(name):
+            return True
+        return any(name.startswith(f"{path}.") for path in self.saved)
 
     def factors(self) -> list[str]:
         """Return the names of all adapter parameters."""
@@ -161,14 +163,10 @@ def _is_valid(description: Any) -> bool:
     num_modules = 0
     for key in ("modules", "parameters", "saved"):
         paths = description.get(key, [])
-        if not _is_list_of_texts(paths):
+        if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
             return False
         num_modules += len(paths)
     return 1 <= num_modules <= _MAX_MODULES
-
-
-def _is_list_of_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def adapt(

@@ -136,8 +136,11 @@ class Record:
             )
         fields.update(self.extra)
         # JSON has no NaN.
-        numbers: dict[str, Any] = {key: finite_or_none(value) for key, value in fields.items()}
-        return {**numbers, "order_hash": f"{self.order_hash:016x}"}
+        record: dict[str, Any] = {}
+        for key, value in fields.items():
+            record[key] = finite_or_none(value)
+        record["order_hash"] = f"{self.order_hash:016x}"
+        return record
 
     def tags(self, device_type: str, legacy: bool = False) -> dict[str, float]:
         """Return the values by TensorBoard tag."""

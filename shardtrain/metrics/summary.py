@@ -71,8 +71,12 @@ def log_summary(
         logger.info("no step was trained")
         return
 
-    loss = f"loss {first.loss:.4f} -> {last.loss:.4f}, " if first and last else ""
-    speed = f"{done.tokens / done.seconds:,.0f} {TOTAL_SPEED}" if done.seconds > 0 else "-"
+    loss = ""
+    if first and last:
+        loss = f"loss {first.loss:.4f} -> {last.loss:.4f}, "
+    speed = "-"
+    if done.seconds > 0:
+        speed = f"{done.tokens / done.seconds:,.0f} {TOTAL_SPEED}"
     logger.info(
         f"done: {steps} steps (to step {done.last_step}) in {format_seconds(done.seconds)}, {loss}"
         f"{format_count(done.tokens)} tokens, {speed}"

@@ -214,7 +214,8 @@ class PairTask(AnswerTask):
 
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the share of pairs whose chosen answer has the higher reward, and the mean difference."""
-        margins = (rows["rewards"][:, 0] - rows["rewards"][:, 1]).double()
+        chosen, rejected = rows["rewards"].unbind(1)
+        margins = (chosen - rejected).double()
         return {
             "reward_accuracy": float((margins > 0).double().mean()),
             "reward_margin": float(margins.mean()),

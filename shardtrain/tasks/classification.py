@@ -38,7 +38,9 @@ class Classification(ExampleTask):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.labels = list(config.task.labels) or [str(i) for i in range(config.task.num_labels)]
+        self.labels = list(config.task.labels)
+        if not self.labels:
+            self.labels = [str(number) for number in range(config.task.num_labels)]
         self.num_labels = len(self.labels)
         self._numbers = {name: i for i, name in enumerate(self.labels)}
         # sequence parallelism splits rows evenly over the tensor-parallel ranks

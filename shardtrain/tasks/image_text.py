@@ -41,7 +41,7 @@ from shardtrain.tasks.images import packing
 from shardtrain.tasks.images.image_batch import TARGETS, TOKENS, ImageRow, Loader, replaced
 from shardtrain.tasks.images.image_processor import ImageProcessor
 from shardtrain.tasks.images.image_work import ImageFlops, ImageWork, VisionTower
-from shardtrain.tasks.task import ShownText
+from shardtrain.tasks.task import ShownText, accuracy
 from shardtrain.tasks.text_task import TextTask
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
@@ -424,7 +424,7 @@ class ImageText(TextTask):
 
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the share of the assistant's tokens that are predicted correctly."""
-        return {"accuracy": int(rows["right"].sum()) / max(1, int(rows["tokens"].sum()))}
+        return {"accuracy": accuracy(rows["right"], rows["tokens"])}
 
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
         """Return the number of correct tokens and of all target tokens of a row, separated by a tab."""

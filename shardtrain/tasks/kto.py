@@ -143,7 +143,8 @@ class KTO(AnswerTask):
             padding_row = matched[0]._replace(targets=np.full_like(matched[0].targets, IGNORE))
             padding = [padding_row] * (size - len(group))
             sides += [*matched, *padding, *mismatched, *padding]
-            labels[number, : len(group)] = torch.tensor([int(answer.is_good) for answer in group])
+            group_labels = [int(answer.is_good) for answer in group]
+            labels[number, : len(group)] = torch.tensor(group_labels)
 
         tokens_RT, targets_RT = self.padded(sides)
         return {
@@ -330,7 +331,8 @@ def _cut(side: Side, seq_len: int) -> Side:
     """Truncate to ``seq_len`` input tokens."""
     if len(side.tokens) <= seq_len:
         return side
-    return Side(side.tokens[:seq_len], side.targets[:seq_len], int(side.tokens[seq_len]))
+    last = int(side.tokens[seq_len])
+    return Side(side.tokens[:seq_len], side.targets[:seq_len], last)
 
 
 Task = KTO

@@ -30,6 +30,7 @@ from shardtrain.data.sources import BadRow
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.ops.seeding import seed_of
 from shardtrain.ops.targets import IGNORE
+from shardtrain.tasks.task import accuracy
 from shardtrain.tasks.text_task import Example, ExampleTask
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -62,7 +63,10 @@ class MaskedLanguageModel(ExampleTask):
         if isinstance(mask_id, int):
             return mask_id
         text = self.tokenizer.special_tokens.get("mask_token")
-        ids = [] if text is None else self.tokenizer.encode_spans([text])[0][0].tolist()
+        ids = []
+        if text is not None:
+            ((encoded, _),) = self.tokenizer.encode_spans([text])
+            ids = encoded.tolist()
         if len(ids) != 1:
             raise ConfigError(
                 Problem(
@@ -117,7 +121,7 @@ class MaskedLanguageModel(ExampleTask):
 
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the share of targets that are predicted correctly."""
-        return {"accuracy": int(rows["right"].sum()) / max(1, int(rows["chosen"].sum()))}
+        return {"accuracy": accuracy(rows["right"], rows["chosen"])}
 
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
         """Return the numbers of correct and of all targets of a row, separated by a tab."""

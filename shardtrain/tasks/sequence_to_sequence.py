@@ -22,6 +22,7 @@ from shardtrain.data.sources import BadRow
 from shardtrain.layout import Layout
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.ops.targets import IGNORE
+from shardtrain.tasks.task import accuracy
 from shardtrain.tasks.text_task import Example, ExampleTask
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -96,7 +97,7 @@ class SequenceToSequence(ExampleTask):
 
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the share of target tokens that are predicted correctly."""
-        return {"accuracy": int(rows["right"].sum()) / max(1, int(rows["tokens"].sum()))}
+        return {"accuracy": accuracy(rows["right"], rows["tokens"])}
 
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
         """Return the numbers of correct and of all tokens of a target, separated by a tab."""

@@ -281,6 +281,17 @@ class RowTask:
         )
 
 
+def accuracy(num_right: Tensor, num_targets: Tensor) -> float:
+    """Return the share of targets that are predicted correctly, from counts per row. 0 without a target.
+
+    >>> import torch
+    >>> accuracy(torch.tensor([1, 2]), torch.tensor([2, 2])), accuracy(torch.zeros(1), torch.zeros(1))
+    (0.75, 0.0)
+    """
+    total = int(num_targets.sum())
+    return int(num_right.sum()) / max(1, total)
+
+
 def check_vocabulary(config: Config, vocab: int, shape: Any) -> None:
     """Raise ConfigError for a tokenizer with more ids than the model's vocabulary."""
     # A model that does not declare a vocabulary cannot be compared.

@@ -99,7 +99,8 @@ class ExampleTask(TextTask):
         """Return the text under the name of its label. It has no loss mask, because only the label is
         learned.
         """
-        name = self.labels[row.label] if self.labels and row.label != IGNORE else "text"
+        has_label = self.labels and row.label != IGNORE
+        name = self.labels[row.label] if has_label else "text"
         return [ShownText(name, row.tokens.tolist(), None)]
 
     def encode(
@@ -140,5 +141,6 @@ class ExampleTask(TextTask):
             )
         # EOS tells the model where a text ends, so it replaces the last tokens instead of being cut.
         if len(tokens) > seq_len:
-            tokens = [*tokens[: seq_len - len(ends.suffix)], *ends.suffix]
+            num_kept = seq_len - len(ends.suffix)
+            tokens = [*tokens[:num_kept], *ends.suffix]
         return Example(np.array(tokens, dtype=np.int32), label)

@@ -377,7 +377,8 @@ def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
     if value in ([], {}):
         return True
     # Python considers 0 and False equal.
-    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in off)
+    is_boolean = isinstance(value, bool)
+    return any(value == item and is_boolean == isinstance(item, bool) for item in off)
 
 
 def _rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:

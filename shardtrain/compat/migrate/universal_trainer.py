@@ -588,7 +588,10 @@ def _data(migration: FileMigration, step_rows: int) -> None:
 def _file(base: Path, part: str) -> Path:
     """Return the file of "train", "dev" or "test": the first existing file of the usual names."""
     names = [f"sentiment-{part}", f"sentiment-{part}.tsv", f"{part}.tsv"]
-    return next((base / name for name in names if (base / name).is_file()), base / names[0])
+    for name in names:
+        if (base / name).is_file():
+            return base / name
+    return base / names[0]
 
 
 def _rows(file: Path) -> int:

@@ -37,7 +37,10 @@ def open_sink(request: SinkContext) -> TensorBoardSink | None:
     for fields in thinned(request.records):
         sink.scalars(fields["step"], tags_of(fields, device_type, options.legacy_tags))
     for fields in thinned(request.validations):
-        known = {key: value for key, value in fields.items() if key != "step" and value is not None}
+        known = {}
+        for key, value in fields.items():
+            if key != "step" and value is not None:
+                known[key] = value
         sink.validation(fields["step"], known)
     return sink
 
@@ -46,7 +49,9 @@ def thinned(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]
     """Return at most REPLAYED records at even distances, including the first and the last."""
     if len(records) <= REPLAYED:
         return records
-    return [records[index * (len(records) - 1) // (REPLAYED - 1)] for index in range(REPLAYED)]
+    last = len(records) - 1
+    kept = [number * last // (REPLAYED - 1) for number in range(REPLAYED)]
+    return [records[index] for index in kept]
 
 
 class TensorBoardSink:
@@ -122,7 +127,9 @@ class TensorBoardSink:
             return
         # Later writes must fail if the folder was removed, so they do not create the file.
         is_first = self._written < 0
-        flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT | os.O_EXCL if is_first else 0)
+        flags = os.O_WRONLY | os.O_APPEND
+        if is_first:
+            flags |= os.O_CREAT | os.O_EXCL
         try:
             with open(atomic_io.open_file(self._file, flags, create_folder=is_first), "ab") as file:
                 file.write(self._waiting.getvalue())

@@ -22,8 +22,10 @@ CLOSE_SECONDS = 30.0
 
 def run_config(request: SinkContext) -> dict[str, Any]:
     """Return the configuration and the facts of a run, with secrets redacted."""
-    facts = {f"run.{key}": value for key, value in dataclasses.asdict(request.facts).items()}
-    return dict(redact_all(dataclasses.asdict(request.config) | facts))
+    values = dataclasses.asdict(request.config)
+    for key, value in dataclasses.asdict(request.facts).items():
+        values[f"run.{key}"] = value
+    return dict(redact_all(values))
 
 
 class Client(Protocol):
