@@ -21,6 +21,7 @@ DEVICE_TYPES: tuple[str, ...] = get_args(DeviceType)
 ACCELERATOR_TYPES = tuple(name for name in DEVICE_TYPES if name not in ("auto", "cpu", "mps"))
 """Accelerators that ``auto`` chooses: PyTorch has collectives and 64-bit numbers on them."""
 
+# Short names of devices with several memory sizes.
 _ALIASES = {
     "v100": "v100-32gb",
     "a100": "a100-80gb",
@@ -51,18 +52,18 @@ def find(name: str) -> str | None:
     ('h100', 'rtx-4090', 'a100-40gb', 'h200', None)
     """
     rows = table()["devices"]
+    # Names may be written without hyphens.
     by_name = {known.replace("-", ""): known for known in rows}
     known = by_name.get(_ALIASES.get(name.lower(), name.lower()).replace("-", ""))
+    # The name of a MIG slice contains that of its device, which has more units.
     if known or re.search(r"\bMIG\b", name):
         return known
-    return next(
-        (
-            known
-            for known in rows
-            if re.search(rows[known].get("driver", "(?!)"), name, re.IGNORECASE)
-        ),
-        None,
-    )
+    # Otherwise it may be the name that a driver reports.
+    for known_name, facts in rows.items():
+        pattern = facts.get("driver")
+        if pattern and re.search(pattern, name, re.IGNORECASE):
+            return known_name
+    return None
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
@@ -74,7 +75,12 @@ def peak_flops(name: str, dtype: str) -> float | None:
     (989400000000000.0, None)
     """
     known = find(name)
-    if known in (None, "cpu"):
-        return None  # the row "cpu" describes one core of a particular processor
+    # The row "cpu" describes one core of a particular processor.
+    if known is None or known == "cpu":
+        return None
+    # All float8 formats have the same peak.
     dtype = dtype.removeprefix("torch.")
-    return table()["devices"][known]["flops"].get("float8" if dtype.startswith("float8") else dtype)
+    if dtype.startswith("float8"):
+        dtype = "float8"
+    peak: float | None = table()["devices"][known]["flops"].get(dtype)
+    return peak

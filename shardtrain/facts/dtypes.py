@@ -15,6 +15,7 @@ class _StoredDtype(NamedTuple):
     item_bytes: int
 
 
+# dtype in PyTorch -> its name in safetensors, and its size.
 _STORED = {
     "float64": _StoredDtype("F64", 8),
     "float32": _StoredDtype("F32", 4),

@@ -23,9 +23,9 @@ COMPRESSIONS: dict[str, tuple[bytes, ...]] = {
 FOREIGN_CONFIGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
 """Endings of the configuration files of other systems that ``train`` reads."""
 
-_DATASETS = {ending: dataset for dataset, endings in ENDINGS.items() for ending in endings} | {
-    ".md": "text"
-}
+_DATASETS = {ending: dataset for dataset, endings in ENDINGS.items() for ending in endings}
+# A folder is not searched for Markdown, but a file may be given by its path.
+_DATASETS[".md"] = "text"
 
 
 def dataset_of(file_name: str) -> str | None:
@@ -34,6 +34,7 @@ def dataset_of(file_name: str) -> str | None:
     >>> dataset_of("A.JSONL.gz"), dataset_of("notes.md"), dataset_of("x.pq"), dataset_of("weights.bin")
     ('jsonl', 'text', 'parquet', None)
     """
+    # A compressed file has two endings.
     parts = re.findall(r"\.[^./]*", file_name.lower())
     if len(parts) > 1 and parts[-1] in COMPRESSIONS:
         del parts[-1]

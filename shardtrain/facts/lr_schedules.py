@@ -24,6 +24,7 @@ def options_of(schedule: Schedule) -> tuple[str, ...]:
     >>> options_of(linear_linear)
     ('warmup_steps',)
     """
+    # The first two parameters are those of every schedule.
     _step, _total_steps, *options = inspect.signature(schedule).parameters
     return tuple(options)
 
@@ -41,10 +42,12 @@ def warmup_stable_decay(
     As in torchtitan v0.2, the decay would reach its end one step after the run. So with ``min_lr_factor`` 0 the last
     step still has a nonzero rate. With 2 warmup steps of 10 and linear decay: 1/2, 1, 1, 7/8, 6/8, ..., 1/8.
     """
+    # A short run may end during the warmup.
     warmup = min(warmup_steps, total_steps)
     decay = total_steps - warmup
     if decay_ratio is not None:
         decay = min(decay, round(total_steps * decay_ratio))
+    # The + 1 puts the end of the decay one step after the run.
     stable_end = total_steps + 1 - decay
     if step < warmup:
         return (step + 1) / warmup
@@ -67,6 +70,7 @@ def transformers(
     steps of 10 and linear decay the shares are 0, 1/2, 1, 7/8, ..., 1/8. A warmup that is given as a share
     of the steps is rounded up, as in TrainingArguments.
     """
+    # A number of steps takes precedence over a share.
     warmup = warmup_steps or math.ceil(warmup_proportion * total_steps)
     if step < warmup:
         return step / max(1, warmup)
@@ -96,12 +100,14 @@ def deepspeed_warmup(
 ) -> float:
     """Warm up from min_lr_factor to the peak, linearly or by the logarithm of the step, and stay there.
 
-    This is DeepSpeed's WarmupLR.    As in DeepSpeed, a warmup takes at least 2 steps.
+    This is DeepSpeed's WarmupLR. As in DeepSpeed, a warmup takes at least 2 steps.
     """
     warmup = max(2, warmup_steps)
     if step >= warmup:
         return 1.0
-    share = math.log(step + 1) / math.log(warmup) if warmup_type == "log" else step / warmup
+    share = step / warmup
+    if warmup_type == "log":
+        share = math.log(step + 1) / math.log(warmup)
     return min_lr_factor + (1 - min_lr_factor) * share
 
 
@@ -123,7 +129,9 @@ def deepspeed_warmup_cosine(
     warmup = max(2, warmup_steps)
     if step < warmup:
         return deepspeed_warmup(step, total_steps, warmup_steps, warmup_type, min_lr_factor=0.0)
-    share = (1 + math.cos(math.pi * (step - warmup + 1) / max(1, total_steps - warmup))) / 2
+    # The first step after the warmup is already on the cosine.
+    progress = (step - warmup + 1) / max(1, total_steps - warmup)
+    share = (1 + math.cos(math.pi * progress)) / 2
     return min_lr_factor + (1 - min_lr_factor) * share
 
 
@@ -139,6 +147,7 @@ def _decay(progress: float, decay_type: DecayType, min_lr_factor: float) -> floa
     return min_lr_factor + (1 - min_lr_factor) * share
 
 
+# The name of a schedule is that of its function.
 SCHEDULES: dict[str, Schedule] = {
     schedule.__name__: schedule
     for schedule in (

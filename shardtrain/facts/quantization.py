@@ -13,6 +13,7 @@ GROUPED = "quantize.grouped_mm.float8"
 CONVERTERS = (LINEAR, MX, GROUPED, "quantize.grouped_mm.mx")
 """Values of the option, each of which is also the name of its section."""
 
+# How scales are chosen.
 Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 MXRecipe = Literal["mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"]
 
