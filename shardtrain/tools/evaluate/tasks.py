@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardtrain.tools.evaluate.evaluate_request import EvaluateOptions
@@ -31,6 +33,11 @@ def measure(opened: OpenedModel, options: EvaluateOptions, is_first: bool = True
                 fix='pip install "shardtrain[eval]"',
             )
         )
+    with _without_planted_metrics():
+        return _measure(opened, options, is_first)
+
+
+def _measure(opened: OpenedModel, options: EvaluateOptions, is_first: bool) -> dict[str, Any]:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -57,6 +64,33 @@ def measure(opened: OpenedModel, options: EvaluateOptions, is_first: bool = True
     if not results:
         return {}
     return _plain(results["results"])  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _without_planted_metrics() -> Iterator[None]:
+    """Refuse metrics of the library ``evaluate`` that the current directory replaces.
+
+    Tasks load metrics by name. The library runs ``NAME/NAME.py`` of the current directory instead of its own
+    file if there is one. A path that starts with "." or "/" is code that the user's task names.
+    """
+    from evaluate import loading
+
+    find = loading.evaluation_module_factory
+
+    def guarded(path: str, *arguments: Any, **options: Any) -> Any:
+        is_name = not path.startswith((".", os.sep)) and not path.endswith(".py")
+        planted = os.path.join(path, f"{os.path.basename(path)}.py")
+        if is_name and os.path.isfile(planted):
+            rule = "is a metric that a file in the current directory would replace"
+            fix = f'remove {planted}, or load your own metric by the path "./{path}"'
+            raise ConfigError(Problem("--tasks", path, rule, fix))
+        return find(path, *arguments, **options)
+
+    loading.evaluation_module_factory = guarded
+    try:
+        yield
+    finally:
+        loading.evaluation_module_factory = find
 
 
 def check_known(tasks: Sequence[str], known: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from tiny_tokenizers import bpe_folder
 
 from shardtrain.data import open_tokenizer
 from shardtrain.distributed.process_group import World
+from shardtrain.tools.evaluate import tasks
 from shardtrain.tools.evaluate.evaluate_request import EvaluateOptions, read
 from shardtrain.tools.evaluate.tasks import check_known, measure
 from shardtrain.tools.generate.trained_model import open_model
@@ -173,6 +174,31 @@ def test_texts_equal_those_of_lm_eval_s_engine(place: Path) -> None:
     results = Engine(open_model(place / "hf"), 3).generate_until(requests)
     assert results == expected
     assert len(set(results)) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "is_refused"),
+    [("code_eval", True), ("author/metric", True), ("./code_eval", False), ("absent", False)],
+)
+def test_metric_in_the_current_directory_does_not_replace_one_of_the_library(
+    name: str, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks such as humaneval load their metric by name, and the library runs a local file of that name."""
+    from evaluate import loading
+
+    asked: list[str] = []
+    monkeypatch.setattr(loading, "evaluation_module_factory", lambda path, **_: asked.append(path))
+    monkeypatch.chdir(tmp_path)
+    for planted in ("code_eval/code_eval.py", "author/metric/metric.py"):
+        Path(planted).parent.mkdir(parents=True)
+        Path(planted).write_text("raise SystemExit('planted')\n")
+    with tasks._without_planted_metrics():
+        if is_refused:
+            with pytest.raises(ConfigError, match="a file in the current directory would replace"):
+                loading.evaluation_module_factory(name)
+        else:
+            loading.evaluation_module_factory(name)
+    assert asked == ([] if is_refused else [name])
 
 
 def test_an_unknown_task_is_rejected() -> None:
