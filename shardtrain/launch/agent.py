@@ -120,7 +120,7 @@ def _end_at_request(nodes: Nodes, listener: socket.socket | None, training: Load
     if training:
         grace_seconds = training.config.checkpoint.grace_seconds
         tell = partial(
-            _tell_of_stop, nodes, listener, min(greeting.STOP_SECONDS, grace_seconds / 2)
+            _tell_of_stop, nodes, listener, min(greeting.STOP_SECONDS, grace_seconds * 2 / 3)
         )
         local.end_at_request(training, tell)
         return

@@ -59,7 +59,7 @@ _REFUSED = b"shardtrain refused: "
 """Start of the reply of a first node that cannot run. The reason follows."""
 REFUSAL_SECONDS = 120.0
 """Time in which a node that cannot run tries to tell the other nodes, which may still import PyTorch."""
-STOP_SECONDS = 10.0
+STOP_SECONDS = 20.0
 """Time in which a node that was asked to stop before its ranks ran tries to tell the other nodes."""
 
 is_telling = threading.Event()

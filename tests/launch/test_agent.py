@@ -130,6 +130,7 @@ def test_a_node_that_is_stopped_while_it_waits_leaves_no_temporary_folder(tmp_pa
         "debug",
         *words,
         f"--job.dump_folder={tmp_path / 'run'}",
+        "--checkpoint.grace_seconds=1",
     ]
     names = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
     with forked.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=names) as process:
