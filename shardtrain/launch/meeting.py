@@ -157,7 +157,8 @@ def failed(error: Exception, nodes: Nodes, meeting: Meeting | None) -> PeerError
     if isinstance(error, RendezvousStateError):
         rule = f"was disturbed: {error}; set the same {SECRET} on all nodes, or find out who else connects to the port"
     elif meeting is not None and isinstance(error, RendezvousTimeoutError):
-        came = len({*meeting.state.participants, *meeting.state.wait_list, meeting.own_node})
+        # The other nodes leave at their own timeouts, which may have been a moment earlier.
+        came = len({*meeting.state.participants, *meeting.state.wait_list, *meeting.joined_nodes()})
         rule = f"of {nodes.least} nodes did not complete within {nodes.join_seconds} s: {came} joined; check the others"
     return PeerError(f"the meeting at {nodes.endpoint} {rule}")
 
@@ -218,8 +219,8 @@ class _SteadyState(pytorch._BackendRendezvousStateHolder):
             if now - seen_at > RETURN_SECONDS:
                 rank = "" if node.number == _NO_NUMBER else f"{node.number} "
                 raise PeerError(
-                    f"node {rank}({node.addr}, process {node.pid}) joined the rendezvous and was lost before all "
-                    "nodes had joined; check the machine and its network"
+                    f"node {rank}({node.addr}, process {node.pid}) joined the rendezvous and left it before all "
+                    "nodes had joined (it was lost, or its RDZV_TIMEOUT is over); check its output and its machine"
                 )
 
     def _report_wait(self) -> None:
@@ -288,6 +289,11 @@ class Meeting(pytorch.DynamicRendezvousHandler):
     def state(self) -> Any:
         """The shared state as of the last read."""
         return self._state_holder.state
+
+    def joined_nodes(self) -> set[Any]:
+        """Return this node, and the others that have joined the incomplete round of a run that is not elastic."""
+        others: dict[Any, float] = self._state_holder._joined  # type: ignore[attr-defined]
+        return {self.own_node, *others}
 
     def missing_members(self) -> list[int]:
         """Return the numbers of the nodes that met in this round and have not been part of it for ``RETURN_SECONDS``.

@@ -228,8 +228,9 @@ def test_a_node_that_was_removed_before_all_have_joined_may_return_for_some_seco
 
     for present, at in ((True, 0), (False, 9), (True, 12), (False, 21)):
         see(present, at)
-    with pytest.raises(PeerError, match=r"^node 1 \(node-b, process 7\) joined .* and was lost"):
+    with pytest.raises(PeerError, match=r"^node 1 \(node-b, process 7\) joined .* and left it"):
         see(False, 23)
+    assert len(rendezvous.joined_nodes()) == 2
 
 
 def test_a_removed_node_returns_to_its_round_and_is_missing_only_without_it(monkeypatch):
