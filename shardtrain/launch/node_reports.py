@@ -62,7 +62,7 @@ class NodeReports:
 
     Args:
         number: Position of this node among them.
-        missing: Returns the numbers of nodes that are no longer part of the rendezvous.
+        missing: Returns the numbers of other nodes that are no longer part of the rendezvous.
 
     Raises:
         ConfigError: two nodes were started with the same ``--node_rank``.
