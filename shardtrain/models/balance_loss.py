@@ -277,8 +277,8 @@ def _unsupported(network: Any) -> str:
 
 
 def _is_same_loss(function: Callable[..., Any], num_experts: int, top_k: int) -> bool:
-    # Compare values instead of source code, which differs between versions of the library.
     """True if a function of ``transformers`` returns the value of ``BalanceLoss`` for random logits."""
+    # Compare values instead of source code, which differs between versions of the library.
     generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"):
         layers = tuple(torch.randn(6, num_experts, generator=generator) for _ in range(2))

@@ -161,8 +161,8 @@ class ImageText(TextTask):
         return self.config.data.packing == packing.PACKING
 
     def _filler(self) -> str:
-        # A batch without images still needs one: ranks must run the vision tower together.
         """Return the text of a row with one image, for batches without images."""
+        # A batch without images still needs one: ranks must run the vision tower together.
         question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
         answer = {"role": "assistant", "content": "!"}
         text = self.conversations.write([question, answer], {}).text

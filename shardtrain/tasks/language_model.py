@@ -58,8 +58,8 @@ class LanguageModel:
         return []
 
     def check(self, stream: data.DataLoader, module: ModuleType, shape: Any) -> None:
-        # A tokenizer with more ids than the embedding has rows would fail during training.
         """Raise ConfigError if data and model do not fit together."""
+        # A tokenizer with more ids than the embedding has rows would fail during training.
         check_vocabulary(self.config, stream.vocab, shape)
         # Packed documents need a model that keeps them apart.
         if stream.masks_documents:

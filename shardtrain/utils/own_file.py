@@ -37,7 +37,6 @@ class FileKind:
     classes: tuple[str, ...] = ()
 
     def missing_in(self, module: ModuleType) -> list[str]:
-        # A constant must have a value, and any other name must be callable.
         """Return the required names that an imported module lacks."""
         missing = []
         for name in self.required:
@@ -48,7 +47,10 @@ class FileKind:
     def _is_defined(self, value: object, name: str) -> bool:
         if name in self.classes:
             return isinstance(value, type)
-        return value is not None if name.isupper() else callable(value)
+        # A constant must have a value, and any other name must be callable.
+        if name.isupper():
+            return value is not None
+        return callable(value)
 
     def lacks(self, missing: list[str]) -> tuple[str, str]:
         """Return the rule and the fix of an error about missing names."""
