@@ -15,7 +15,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, one number per dimension each."""
 
 _MAX_COMPARISONS = 5_000_000
-"""Takes about two seconds. A tensor of 10,000 pieces on a grid needs far fewer."""
+"""Largest number of comparisons of pieces, which takes about two seconds. 10,000 pieces on a grid need far fewer."""
 
 
 def overlap(one: Box, other: Box) -> Box | None:

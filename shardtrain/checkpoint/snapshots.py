@@ -244,7 +244,7 @@ class Snapshots:
                 folders.forget_file(generation, MANIFEST)
             for rank in ranks_written:
                 folders.forget_file(generation, file_of(rank))
-            # Mappings are kept until the plan changes, because reserving memory is slow.
+            # Later snapshots reuse the mappings, until the plan changes.
             if not is_mapped:
                 buffers = {}
                 for rank in ranks_written:

@@ -134,7 +134,8 @@ class _Copied:
             self._places[key] = place
         shape, needed, destination = place
         end = begin + num_bytes
-        # NumPy copies small pieces with less overhead than PyTorch, but it cannot convert every dtype.
+        # Equal dtypes are copied as integers, which NumPy has for each item size. Only PyTorch can convert
+        # all dtypes.
         if target.is_as_stored:
             integers = self._bytes[begin:end].view(target.integers.dtype)
             piece = integers.reshape(shape)

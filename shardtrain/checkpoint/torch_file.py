@@ -302,7 +302,7 @@ def _describe_old(
         places[key] = end + 8
         end = places[key] + sizes[key]
     if end != length:
-        raise ValueError(f"its storages end at byte {end}, and it has {length}")
+        raise ValueError(f"its storages end at byte {end}, but the file has {length} bytes")
     return value, sizes, places
 
 

@@ -142,7 +142,7 @@ def check(
         dtype = weights.dtype(name)
         if not dtype.is_floating_point or dtype.itemsize == 1:
             wrong_dtypes.append(f"{name} {dtype}")
-    # Report all problems together. The kind of the differences often shows which model the folder contains.
+    # Report all problems together.
     names_by_problem = {
         "missing": sorted(expected.keys() - existing),
         "not in this model": surplus,

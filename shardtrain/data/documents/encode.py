@@ -225,7 +225,7 @@ class _DocumentEnds:
         Otherwise all tokens are learned.
         """
         notes = []
-        # Some datasets already contain these tokens as text. Two of them would be learned as a pattern.
+        # The text of a row may already contain these tokens. Do not add them twice.
         prefix = self._prefix
         if len(prefix) and starts_with(tokens, prefix):
             prefix = prefix[:0]

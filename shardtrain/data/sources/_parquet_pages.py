@@ -92,7 +92,7 @@ class Page:
 
 
 class _Clock:
-    """CPU time for a row group, read once per ``_CLOCK_PAGES`` pages, because few groups have so many."""
+    """Limit on the CPU time for a row group. The clock is read once per ``_CLOCK_PAGES`` pages."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

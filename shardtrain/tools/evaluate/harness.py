@@ -38,7 +38,7 @@ class Engine(TemplateLM):
         self._batch_size = batch_size
         self._is_first = is_first
         self._device = next(opened.model.parameters()).device
-        # A context is not complete, so it has no end of a document.
+        # Contexts only use the beginning of a document (``begin``), so options of its end do not matter.
         data = dataclasses.replace(opened.config.data, add_eos=None, separator=None)
         self._ends = ends_of(opened.tokenizer, data)
         self.max_length = opened.config.training.seq_len

@@ -100,7 +100,7 @@ def layer_bytes(layer: Layer, job: PlannedJob, dim: int, mode: str, kernels: Ker
     start = full + stream + ffn.gradients + ffn_weight_gradients
     if job.tp > 1:
         start += 2 * gathered
-    # At its end only attention is left, and the gradients of all weights exist.
+    # At the end of backward, only the tensors of attention are left, and the gradients of all weights exist.
     end = attention.saved + 2 * stream + gathered
     end += attention.queries_keys_values + weight_gradients
     working = max(start, end) + layer.restored_numel * width

@@ -398,7 +398,7 @@ def _fixes(model: ModelShape, job: PlannedJob, device: Device, config: Config) -
     changes.sort(key=lambda change: change.plan.peak_bytes)
     for change in changes[:3]:
         memory = format_bytes(change.plan.peak_bytes)
-        fixes.append(f"{change.text}: {memory}, still too much alone")
+        fixes.append(f"{change.text}: {memory}, which is still too much")
     return fixes
 
 

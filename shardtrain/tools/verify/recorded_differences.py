@@ -289,7 +289,6 @@ def _first_of_step(
     # A step records its weights before the update, so they are earlier than its gradients.
     for kind in ("weights", "gradients"):
         names = tuple(name for name, error in errors[kind].items() if error > allowed[kind])
-        # ``b`` is the recording under test, so its replicas are the more likely cause.
         cause = _differing_replicas(b, step_b, kind) or _differing_replicas(a, step_a, kind)
         if not names and not cause:
             continue

@@ -116,7 +116,7 @@ def _short_weights(
             if not key.startswith(prefix):
                 continue
             name = key.removeprefix(prefix)
-            # A frozen weight may come from a checkpoint in a shorter dtype.
+            # Only an update can lose digits. A frozen weight may have been stored in a shorter dtype.
             is_trained = f"gradient/{step}/{name}" in record.parts
             if not is_trained:
                 continue

@@ -308,7 +308,7 @@ def errors_of(numbers: TrialNumbers, reference: TrialNumbers) -> Iterator[tuple[
     for key, value in numbers.scalars.items():
         if key in reference.scalars:
             expected = reference.scalars[key]
-            # Losses are of order 1, so their error is absolute. The error of a norm is relative.
+            # The error of a norm is relative, and the error of a loss is absolute.
             scale = 1.0
             if key[0] == "norm":
                 scale = expected
