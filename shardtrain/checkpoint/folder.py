@@ -22,7 +22,7 @@ from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_r
 from shardtrain.checkpoint.lease import LEASE, Lease
 from shardtrain.checkpoint.manifest import Manifest
 from shardtrain.checkpoint.save import Saver
-from shardtrain.checkpoint.snapshots import Found, Snapshots
+from shardtrain.checkpoint.snapshots import CompleteSnapshot, Snapshots
 from shardtrain.checkpoint.storage import Place
 from shardtrain.checkpoint.verification import verify
 from shardtrain.config.schema import Config
@@ -45,7 +45,7 @@ class Checkpoints(Saver):
         self._verified: tuple[Place, Manifest] | None = None
         self._holder = 0  # the rank whose node has the checkpoint that was verified last
         self.snapshots: Snapshots | None = None
-        self._found: Found | None = None
+        self._snapshot: CompleteSnapshot | None = None
         self._newest_on_disk = 0
         self._is_from_memory = False
 
@@ -125,10 +125,10 @@ class Checkpoints(Saver):
         if self.snapshots is not None:
             noted_steps = [step for step, _ in notes]
             newest_saved = max([*holders, *noted_steps], default=-1)
-            self._found = self.snapshots.find(newer_than=newest_saved)
-        if self._found is not None:
-            self._verified = self._found.path, self._found.stored
-            return self._continued(self._found.path)
+            self._snapshot = self.snapshots.find(newer_than=newest_saved)
+        if self._snapshot is not None:
+            self._verified = self._snapshot.path, self._snapshot.stored
+            return self._continued(self._snapshot.path)
         # Without a snapshot, do not silently continue from an old checkpoint if a newer one was lost with its
         # node.
         newest_seen = max([*holders, *incomplete], default=-1)
@@ -205,10 +205,10 @@ class Checkpoints(Saver):
             except OSError as error:
                 raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
 
-        self._is_from_memory = self._found is not None and path == self._found.path
+        self._is_from_memory = self._snapshot is not None and path == self._snapshot.path
         if self._is_from_memory:
-            assert self.snapshots is not None and self._found is not None
-            self.snapshots.load(tensors, self._found)
+            assert self.snapshots is not None and self._snapshot is not None
+            self.snapshots.load(tensors, self._snapshot)
             newest = "no checkpoint is on disk"
             if self._newest_on_disk:
                 newest = f"the newest checkpoint on disk is of step {self._newest_on_disk}"

@@ -181,10 +181,10 @@ class Saver:
 
         # Only one rank writes a replicated box, so a replica that differs would go unnoticed.
         if self._options.compare_replicas:
-            odd = replica_comparison.find_odd(tensors, shares.held, facts.get("state") or {})
+            odd = replica_comparison.find_odd(tensors, shares.holdings, facts.get("state") or {})
             if odd:
                 self.refuse(step, odd)
-            facts[COMPARED] = holders.num_replicated(shares.held)
+            facts[COMPARED] = holders.num_replicated(shares.holdings)
 
         # Write now, or copy the tensors and write in the background. All ranks see the same
         # error, so they agree on whether to tolerate it.

@@ -31,20 +31,20 @@ from shardtrain.utils.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Plan of a save. Equal on all ranks, except ``own``.
+    """Plan of a save. Equal on all ranks, except ``table``.
 
     Attributes:
         tensors: The stored tensors, by name.
         bytes_of: Number of bytes that each rank writes.
-        held: Holders of each tensor.
-        own: This rank's description of its tensors (``holders.table_of``). The plan is reused until
+        holdings: Holders of each tensor.
+        table: This rank's description of its tensors (``holders.table_of``). The plan is reused until
             one rank's changes.
     """
 
     tensors: Mapping[str, StoredTensor]
     bytes_of: list[int]
-    held: Mapping[str, Held] = field(default_factory=dict)
-    own: Mapping[str, list[Any]] = field(default_factory=dict)
+    holdings: Mapping[str, Held] = field(default_factory=dict)
+    table: Mapping[str, list[Any]] = field(default_factory=dict)
 
     def pieces_of(self, rank: int) -> list[tuple[str, int]]:
         """Return name and bytes of each piece that a rank writes, in the order of its file."""
@@ -77,7 +77,7 @@ def plan(tensors: Mapping[str, Tensor], earlier: SavePlan | None = None) -> Save
     """
     # Exchange one flag instead of all tables, because tensors rarely change between saves.
     table = holders.table_of(tensors)
-    has_changed = earlier is None or earlier.own != table
+    has_changed = earlier is None or earlier.table != table
     if not any_rank(has_changed):
         assert earlier is not None
         return earlier

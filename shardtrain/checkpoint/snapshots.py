@@ -54,7 +54,7 @@ _NO_HASH = "0" * 64
 
 
 @dataclass(frozen=True)
-class Found:
+class CompleteSnapshot:
     """A complete snapshot of an earlier attempt.
 
     Attributes:
@@ -303,7 +303,7 @@ class Snapshots:
 
     # --- finding and loading a snapshot
 
-    def find(self, newer_than: int) -> Found | None:
+    def find(self, newer_than: int) -> CompleteSnapshot | None:
         """Return the newest complete snapshot after step ``newer_than``, or None (a collective).
 
         Every byte is compared with its hash. Damaged copies are reported and not used.
@@ -360,7 +360,7 @@ class Snapshots:
         nodes_of: Mapping[str, Sequence[int]],
         generation: int,
         records: Mapping[str, FileRecord],
-    ) -> Found | None:
+    ) -> CompleteSnapshot | None:
         """Return a snapshot if each of its files has an intact copy, else None (a collective).
 
         Args:
@@ -403,7 +403,7 @@ class Snapshots:
         numbers = [number for number in all_gather_json(generation) if number >= 0]
         hashes = self._gather_hashes(stored, records, intact)
         stored_files = tuple(replace(file, sha256=hashes[file.name]) for file in stored.files)
-        return Found(path, numbers[0], replace(stored, files=stored_files), intact)
+        return CompleteSnapshot(path, numbers[0], replace(stored, files=stored_files), intact)
 
     def _read_manifest(self, path: Path, nodes: Sequence[int], folder: Path) -> Manifest | None:
         """Return the manifest from the first of ``nodes`` (a collective), or None without an intact one."""
@@ -436,16 +436,16 @@ class Snapshots:
             hashes.update(hashes_of_node)
         return hashes
 
-    def load(self, tensors: Mapping[str, Tensor], found: Found) -> None:
+    def load(self, tensors: Mapping[str, Tensor], snapshot: CompleteSnapshot) -> None:
         """Fill this rank's shards of the tensors from a snapshot, in place (a collective).
 
         Raises:
             CheckpointError: on all ranks, if a file cannot be read.
         """
-        stored = found.stored
-        generation = self._folder / folders.GENERATIONS[found.generation]
+        stored = snapshot.stored
+        generation = self._folder / folders.GENERATIONS[snapshot.generation]
         names = [file.name for file in stored.files]
-        is_local = [self._node in found.nodes_of[name] for name in names]
+        is_local = [self._node in snapshot.nodes_of[name] for name in names]
         created: list[Path] = []
 
         # Create a folder that looks like a complete checkpoint to ``tensor_reader``. Files of this node are
@@ -462,7 +462,7 @@ class Snapshots:
         read_files = _Files(generation, names)
         written_files = _Files(loading, names)
         try:
-            missing = self._missing(tensors, found, is_local)
+            missing = self._missing(tensors, snapshot, is_local)
             fetch(missing, read_files.read, written_files.write)
 
             def read() -> None:
@@ -470,7 +470,7 @@ class Snapshots:
                     tensor_reader.read(tensors, stored, loading)
                 except OSError as error:
                     raise CheckpointError(
-                        f"snapshot {found.path} cannot be loaded: {error}"
+                        f"snapshot {snapshot.path} cannot be loaded: {error}"
                     ) from error
 
             all_ranks(read)
@@ -480,15 +480,15 @@ class Snapshots:
             shutil.rmtree(loading, ignore_errors=True)
 
     def _missing(
-        self, tensors: Mapping[str, Tensor], found: Found, is_local: Sequence[bool]
+        self, tensors: Mapping[str, Tensor], snapshot: CompleteSnapshot, is_local: Sequence[bool]
     ) -> Iterator[Range]:
         """Yield the ranges that this rank needs and its node does not hold."""
-        names = [file.name for file in found.stored.files]
-        for file, begin, num_bytes in tensor_reader.needed_ranges(tensors, found.stored):
+        names = [file.name for file in snapshot.stored.files]
+        for file, begin, num_bytes in tensor_reader.needed_ranges(tensors, snapshot.stored):
             if is_local[file]:
                 continue
             # Divide the work among the nodes that hold the file, and among the ranks of the node.
-            nodes = found.nodes_of[names[file]]
+            nodes = snapshot.nodes_of[names[file]]
             node = nodes[self._node % len(nodes)]
             members = self._ring.members[node]
             sender = members[file % len(members)]

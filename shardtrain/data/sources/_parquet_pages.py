@@ -118,7 +118,7 @@ class ColumnMemory:
 
     Attributes:
         disk: compressed size in the file.
-        held: largest page before and after decompression, and the decoded dictionary.
+        buffered: largest page before and after decompression, and the decoded dictionary.
         width: memory of a value, without text.
         longest_page: largest data page.
         plain: sum of all data pages that store their values directly, without a dictionary.
@@ -129,7 +129,7 @@ class ColumnMemory:
     """
 
     disk: int
-    held: int
+    buffered: int
     width: int
     longest_page: int
     plain: int
@@ -151,7 +151,7 @@ class ColumnMemory:
 
     def grows(self, memory_bytes: int) -> bool:
         """True if the column may take much more memory than its size on disk suggests."""
-        size = self.held + self.elements
+        size = self.buffered + self.elements
         if size > GROWS_FROM_BYTES and size > GROWTH * self.disk:
             return True
         return self.elements > memory_bytes // 4 and self.elements > LIST_GROWTH * self.disk
@@ -184,7 +184,7 @@ class GroupMemory:
         for column in self.columns:
             if column.has_hidden_lengths or column.grows(memory_bytes):
                 return True
-            num_bytes += column.held
+            num_bytes += column.buffered
             if not column.elements:
                 num_bytes += column.of_batch(1)
         return num_bytes > max(memory_bytes // 4, GROWS_FROM_BYTES)
@@ -267,7 +267,7 @@ def _column(
         elements = num_values * (width + _LEVEL_BYTES) + chosen_text + plain
     return ColumnMemory(
         disk=max(chunk.total_compressed_size, 1),
-        held=buffered_bytes,
+        buffered=buffered_bytes,
         width=width,
         longest_page=longest_page,
         plain=plain,

@@ -59,7 +59,7 @@ def open_folder(root: Path) -> Table:
 
     listing = Listing(
         witnesses=lambda arrays: opened(arrays).witnesses(),
-        difference=lambda arrays, own: opened(arrays).difference(opened(own)),
+        difference=lambda arrays, local_arrays: opened(arrays).difference(opened(local_arrays)),
     )
     return Library(opened(shared_opening.once(str(root), lambda: _list(root), listing)))
 

@@ -44,21 +44,21 @@ file."""
 
 def main(words: list[str], open_config: Opener | None = None) -> int:
     """Run the verb with its command-line arguments. Return the exit status."""
-    asked = _read(words, open_config or _open_toml)
+    options = _read(words, open_config or _open_toml)
     from shardtrain.launch import agent, environment, local
 
     if environment.is_rank(os.environ):
-        _as_rank(asked)
+        _as_rank(options)
 
     # On several nodes our launcher runs the verb on each node. Otherwise start the ranks here.
-    code = agent.run_verb("test", words, asked.loaded.config, asked.nproc, asked.arguments)
+    code = agent.run_verb("test", words, options.loaded.config, options.nproc, options.arguments)
     if code is not None:
         return code
     environment.set_allocator_default(os.environ)
-    config = asked.loaded.config
+    config = options.loaded.config
     accelerators = environment.count_accelerators(config.training.device)
-    choice = environment.choose_processes_here(config, asked.nproc)
-    _require(asked.loaded, choice.count, accelerators)
+    choice = environment.choose_processes_here(config, options.nproc)
+    _require(options.loaded, choice.count, accelerators)
     environment.set_process_defaults(
         os.environ, choice.count, environment.usable_cores(), alone=True
     )
@@ -66,15 +66,19 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
         from shardtrain.tools.held_out_eval import held_out_eval_rank
 
     if choice.count == 1:
-        local.prepare(Path(asked.launched.config.job.dump_folder), note_killed=True)
-        return local.run_rank(asked.launched, lambda _: held_out_eval_rank.main(asked))
+        local.prepare(Path(options.launched.config.job.dump_folder), note_killed=True)
+        return local.run_rank(options.launched, lambda _: held_out_eval_rank.main(options))
     words = ["test", *words]
     return local.launch_verb(
-        asked.launched, choice.count, lambda _: held_out_eval_rank.main(asked), words, accelerators
+        options.launched,
+        choice.count,
+        lambda _: held_out_eval_rank.main(options),
+        words,
+        accelerators,
     )
 
 
-def _as_rank(asked: HeldOutOptions) -> NoReturn:
+def _as_rank(options: HeldOutOptions) -> NoReturn:
     """Run as one of several ranks, started by torchrun, by srun, or by ``main`` as a new process."""
     from shardtrain.launch import environment, local
 
@@ -83,11 +87,11 @@ def _as_rank(asked: HeldOutOptions) -> NoReturn:
     from shardtrain.tools.held_out_eval import held_out_eval_rank
 
     if has_parent:
-        local.leave(local.run_rank(asked.launched, lambda _: held_out_eval_rank.main(asked)))
+        local.leave(local.run_rank(options.launched, lambda _: held_out_eval_rank.main(options)))
     _require(
-        asked.loaded, size, environment.count_accelerators(asked.loaded.config.training.device)
+        options.loaded, size, environment.count_accelerators(options.loaded.config.training.device)
     )
-    local.leave(local.run_rank(asked.launched, lambda _: held_out_eval_rank.main(asked), size))
+    local.leave(local.run_rank(options.launched, lambda _: held_out_eval_rank.main(options), size))
 
 
 def _require(loaded: Loaded, world_size: int, accelerators: int) -> None:
@@ -109,7 +113,7 @@ def _read(words: list[str], open_config: Opener) -> HeldOutOptions:
         "--output": VerbOption(output_name, "FOLDER"),
     }
     taken = take(words, options, usage=HELP)
-    own = taken.own
+    values = taken.own
     arguments = split(taken.rest)
     loaded, arguments = open_config(arguments)
     config = loaded.config
@@ -125,16 +129,16 @@ def _read(words: list[str], open_config: Opener) -> HeldOutOptions:
                 fix="name a held-out set",
             )
         )
-    output = own.get("--output", config.job.dump_folder)
-    if "--step" in own and "--checkpoint" in own:
+    output = values.get("--output", config.job.dump_folder)
+    if "--step" in values and "--checkpoint" in values:
         raise ConfigError(
             Problem(
                 "--checkpoint",
-                own["--checkpoint"],
+                values["--checkpoint"],
                 rule="is another name of --step",
                 fix="use one of them",
             )
         )
     return HeldOutOptions(
-        loaded, own.get("--step", own.get("--checkpoint")), arguments, Path(output)
+        loaded, values.get("--step", values.get("--checkpoint")), arguments, Path(output)
     )

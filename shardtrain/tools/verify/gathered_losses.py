@@ -7,6 +7,7 @@ of the reported loss does not show it.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -34,15 +35,19 @@ def excess(config: Config, records: Sequence[RankRecord]) -> Iterator[Excess]:
     terms = LossTerms(training.label_smoothing, training.z_loss_weight)
     groups: dict[tuple[int, ...], list[RankRecord]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.place["tp"]):
-        groups[tuple(record.place[axis] for axis in AXES if axis != "tp")].append(record)
+        # Ranks of tp share the tokens of a micro-batch.
+        group_key = tuple(record.place[axis] for axis in AXES if axis != "tp")
+        groups[group_key].append(record)
     for group in groups.values():
-        number = 0
-        while (key := f"{PREFIX}/{number}") + "/sum" in group[0].parts:
-            found = list(_of_micro_batch(group, key, terms))
-            if found:
-                yield from found
+        for number in itertools.count():
+            key = f"{PREFIX}/{number}"
+            if f"{key}/sum" not in group[0].parts:
+                break
+            # The first wrong micro-batch is enough to name the fault.
+            excess_of_batch = list(_of_micro_batch(group, key, terms))
+            if excess_of_batch:
+                yield from excess_of_batch
                 return
-            number += 1
 
 
 def _of_micro_batch(group: Sequence[RankRecord], key: str, terms: LossTerms) -> Iterator[Excess]:
@@ -51,18 +56,24 @@ def _of_micro_batch(group: Sequence[RankRecord], key: str, terms: LossTerms) -> 
     if bool((targets_BT == IGNORE).all()):
         return
     is_split = f"{key}/{COLUMNS}" in group[0].parts
-    kind = COLUMNS if is_split else "logits"
-    ranks = group if is_split else group[:1]
-    logits = torch.cat([record.parts[f"{key}/{kind}"] for record in ranks], dim=-1)
+    # With a split vocabulary, each rank of tp has some columns. Otherwise each has all logits.
+    kind = "logits"
+    ranks = group[:1]
+    if is_split:
+        kind = COLUMNS
+        ranks = group
+    columns = [record.parts[f"{key}/{kind}"] for record in ranks]
+    logits = torch.cat(columns, dim=-1)
     gradients: list[Tensor] = []
     if all(f"{key}/gradient" in record.parts for record in ranks):
-        gradients.append(torch.cat([record.parts[f"{key}/gradient"] for record in ranks], dim=-1))
+        gradients_of_columns = [record.parts[f"{key}/gradient"] for record in ranks]
+        gradients.append(torch.cat(gradients_of_columns, dim=-1))
     weight = float(group[0].parts[f"{key}/weight"])
     for record in group:
         loss = float(record.parts[f"{key}/sum"])
-        found = list(module_rounding.check_loss(logits, gradients, targets_BT, weight, loss, terms))
-        for one in found:
-            cause = SPLIT_CAUSE if is_split else one.cause
-            yield Excess(one.path, one.what, one.error, one.allowed, cause)
-        if found:
+        wrong = list(module_rounding.check_loss(logits, gradients, targets_BT, weight, loss, terms))
+        for result in wrong:
+            cause = SPLIT_CAUSE if is_split else result.cause
+            yield Excess(result.path, result.what, result.error, result.allowed, cause)
+        if wrong:
             return
