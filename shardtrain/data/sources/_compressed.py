@@ -38,9 +38,11 @@ class Stream(Protocol):
     """Interface of an open file.
 
     Attributes:
+        is_compressed: True if reading decompresses the file.
         most_bytes: Limit of the decompressed size of one record. The reader of the records sets it.
     """
 
+    is_compressed: bool
     most_bytes: float
 
     def read(self, size: int) -> bytes:
@@ -161,6 +163,7 @@ class _Stream:
     def __init__(self, file: File, inner: Any, clock: _Clock | None = None) -> None:
         self._file = file
         self._clock = clock
+        self.is_compressed = file.compression is not None
         self.most_bytes = math.inf
         self._bytes = 0
         self._read = inner.read1 if file.compression == ".gz" else inner.read
@@ -173,10 +176,10 @@ class _Stream:
     def read(self, size: int) -> bytes:
         if self._clock is not None:
             self._clock.check()
-            if self._bytes > self.most_bytes:
-                raise Damaged(
-                    f"contains more than {format_bytes(self.most_bytes)} without the end of a row"
-                )
+        if self._bytes > self.most_bytes:
+            raise Damaged(
+                f"contains more than {format_bytes(self.most_bytes)} without the end of a row"
+            )
         try:
             block = self._read(size)
             self._bytes += len(block)

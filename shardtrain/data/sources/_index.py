@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.sources import BadRow
+from shardtrain.data.sources import BadRow, Request
 from shardtrain.data.sources._data_files import File
+from shardtrain.utils.errors import DataError
+from shardtrain.utils.units import format_bytes
 
 # Blocks must be small. A file may consist of only newlines, and each newline takes several numbers in memory.
 _BLOCK_BYTES = 4 * 2**20
@@ -24,6 +26,12 @@ _TAB = 9
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BLANKS = b" \t\r"
 """A line that consists of these characters is blank. Blank lines are not rows."""
+UNENDED_BYTES = 2**28
+"""A plain file is refused at a record that is longer than this and than twice the maximum row size.
+
+A record of more than ``data.max_row_bytes`` is a bad row, which a run may skip. A record without an end is no
+row: a sparse file of 4 TiB takes an hour to read.
+"""
 
 
 class RecordReader:
@@ -88,10 +96,16 @@ class RecordIndex:
         arrays: Mapping[str, Any] | None = None,
         *,
         quoted: bool = False,
+        max_row_bytes: int = Request.max_row_bytes,
     ) -> None:
-        """Scan the file, or use ``arrays``, the result of a scan on another rank."""
+        """Scan the file, or use ``arrays``, the result of a scan on another rank.
+
+        Raises:
+            DataError: a record has no end within ``longest_skipped(max_row_bytes)``.
+        """
         self.file = file
         self._reader = reader
+        self._longest = longest_skipped(max_row_bytes)
         if arrays is None:
             arrays = self._find(quoted)
         self._starts = arrays["starts"]
@@ -188,6 +202,8 @@ class RecordIndex:
         pending_line = 0
         lines = 0
         quotes = 0
+        last_start = pending
+        last_line = 0
         for base in range(0, size, _BLOCK_BYTES):
             count = min(_BLOCK_BYTES, size - base)
             block = np.frombuffer(self._reader.read(self.file, count, base), dtype=np.uint8)
@@ -214,6 +230,25 @@ class RecordIndex:
                 starts = starts[:-1]
                 numbers = numbers[:-1]
             yield starts, numbers, self._blank(block, base, starts)
+            # The last record continues in the next block. Refuse the file if the record has no end.
+            if len(starts):
+                last_start = int(starts[-1])
+                last_line = int(numbers[-1])
+            end = base + count
+            if pending < end and end - last_start > self._longest:
+                raise self._unended(last_line, quoted)
+
+    def _unended(self, line: int, quoted: bool) -> DataError:
+        """Return the error for a record without an end. ``line`` is its line, from 0."""
+        rule = (
+            f"has a row at line {line + 1} that does not end within {format_bytes(self._longest)}"
+        )
+        fix = "end each row with a newline, or remove the file if it is no text"
+        if quoted:
+            fix = (
+                "close its quotes, end each row with a newline, or remove the file if it is no text"
+            )
+        return self.file.unusable(rule, fix)
 
     def _blank(
         self, block: npt.NDArray[np.uint8], base: int, starts: npt.NDArray[np.int64]
@@ -238,8 +273,9 @@ class RecordIndex:
         """True if a record contains only whitespace before its newline."""
         # Most such lines are short. Only a long one needs a large read.
         size = 64
-        while start < self.file.size:
-            count = min(size, self.file.size - start)
+        stop = min(self.file.size, start + self._longest)
+        while start < stop:
+            count = min(size, stop - start)
             rest = self._reader.read(self.file, count, start).lstrip(BLANKS)
             if rest:
                 return rest[0] == _NEWLINE
@@ -274,6 +310,11 @@ def _merge_gaps(
     last_parts = np.append(next_runs, len(counts)) - 1
     blanks = np.cumsum(counts)[last_parts]
     return rows_before[is_first_part], starts[is_first_part], blanks
+
+
+def longest_skipped(max_row_bytes: int) -> int:
+    """Return the size from which a record of a plain file is refused instead of skipped."""
+    return max(UNENDED_BYTES, 2 * max_row_bytes)
 
 
 def too_long(num_bytes: int) -> BadRow:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardtrain.data.sources import BadRow
 from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, Stream
-from shardtrain.data.sources._index import BLANKS, BYTE_ORDER_MARK, too_long
+from shardtrain.data.sources._index import BLANKS, BYTE_ORDER_MARK, longest_skipped, too_long
 
 SKIPPED_BYTES = 64 * 2**20
 """Reading of a compressed file ends at a record that is longer than this and than twice the maximum row size."""
@@ -41,10 +41,13 @@ def records(
     A record longer than ``max_bytes`` becomes a BadRow. If the compressed data are damaged, the last record
     is a BadRow, and the truncated record is not returned. Reading of a compressed file also ends at a
     record longer than ``SKIPPED_BYTES``, because skipping a record that decompresses from a few MB could
-    take an hour.
+    take an hour. A plain file has the limit of ``RecordIndex``.
     """
     number = 1
-    stream.most_bytes = max(SKIPPED_BYTES, 2 * max_bytes)
+    if stream.is_compressed:
+        stream.most_bytes = max(SKIPPED_BYTES, 2 * max_bytes)
+    else:
+        stream.most_bytes = longest_skipped(max_bytes)
     try:
         lines = _lines(stream, max_bytes)
         counted_lines = _joined(lines, max_bytes) if quoted else ((line, 1) for line in lines)

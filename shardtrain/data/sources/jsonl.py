@@ -52,7 +52,10 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
                 opened[number] = open_array(file, request.max_row_bytes)
                 places.append({"array": opened[number].elements})
             else:
-                lines = None if in_sequence else RecordIndex(file, reader).arrays()
+                lines = None
+                if not in_sequence:
+                    index = RecordIndex(file, reader, max_row_bytes=request.max_row_bytes)
+                    lines = index.arrays()
                 places.append({"lines": lines})
         return places
 

@@ -59,7 +59,11 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
         columns = _columns(files, quoted, request)
         lines = []
         if not in_sequence:
-            lines = [RecordIndex(file, reader, quoted=quoted).arrays() for file in files]
+            for file in files:
+                index = RecordIndex(
+                    file, reader, quoted=quoted, max_row_bytes=request.max_row_bytes
+                )
+                lines.append(index.arrays())
         return {"columns": columns, "lines": lines}
 
     looked = shared_opening.once(place_listed(files), first_look)
