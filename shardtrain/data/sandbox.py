@@ -20,15 +20,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardtrain.utils import limits as limits_of_process
 from shardtrain.utils import python_child, stop_signals
+from shardtrain.utils.errors import OutOfMemoryError
 from shardtrain.utils.redact import one_line
 
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 """Environment variables that the child needs to find Python and its packages. It gets no tokens or proxies."""
+_OF_MEMORY = "data.artefact_memory_bytes"
+"""Phrase in the refusals of artefacts that need too much memory."""
 _ANSWER_BYTES = 16 * 1024
-_WALL_FACTOR = 4
-_START_SECONDS = 60
-"""Maximum time for starting the child, which may be slow on a busy machine."""
+_WALL_FACTOR = 20
+_START_SECONDS = 120
+"""Maximum time for starting the child. Both are generous, because a child on a busy machine computes slowly."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,14 @@ class Refused(Exception):
     """An artefact cannot be opened within its limits.
 
     The message is a predicate, such as "needs more than ...".
+
+    Attributes:
+        fix: what to do, if the cause is a limit. Empty if the cause is the artefact.
     """
+
+    def __init__(self, rule: str, fix: str = "") -> None:
+        super().__init__(rule)
+        self.fix = fix
 
 
 class Failed(Refused):
@@ -102,6 +113,7 @@ def open_in_child(kind: str, request: Mapping[str, Any], *keys: str) -> None:
     Raises:
         Refused: the artefact exceeds the limits, or crashes the child.
         Failed: the child reports an error in the artefact.
+        OutOfMemoryError: memory ran out under a ulimit of this process, which the child inherits.
     """
     if _opened_before.issuperset(keys):
         return
@@ -138,7 +150,13 @@ def _ask(request: Mapping[str, Any]) -> str:
             stderr=subprocess.DEVNULL,
         )
     # RLIMIT_CPU does not limit a child that sleeps, so also limit its wall-clock time.
-    late = threading.Timer(wall_seconds(), child.kill)
+    is_late = threading.Event()
+
+    def stop_late_child() -> None:
+        is_late.set()
+        child.kill()
+
+    late = threading.Timer(wall_seconds(), stop_late_child)
     late.daemon = True
     late.start()
     try:
@@ -158,11 +176,25 @@ def _ask(request: Mapping[str, Any]) -> str:
         # The child has answered or failed, so it is not needed any more.
         child.kill()
         status = child.wait()
-        _spent += _of_children() - before
+        child_seconds = _of_children() - before
+        _spent += child_seconds
         for pipe in filter(None, (child.stdin, child.stdout)):
             with contextlib.suppress(OSError):
                 pipe.close()
+    if is_late.is_set() and not answer.endswith(b"\n"):
+        raise _too_late(child_seconds)
     return _verdict(answer, status)
+
+
+def _too_late(child_seconds: float) -> Refused:
+    """Return the refusal of an artefact whose child had no answer in time, but used less CPU time than its limit."""
+    rule = (
+        f"was not opened within {wall_seconds():.0f} s on the clock ({_START_SECONDS} s + {_WALL_FACTOR} x "
+        f"data.artefact_seconds={_limits.seconds}), of which its process computed for {child_seconds:.1f} s"
+    )
+    return Refused(
+        rule, "start again when machine and storage are less busy, or raise data.artefact_seconds"
+    )
 
 
 def _of_children() -> float:
@@ -183,8 +215,21 @@ def _verdict(answer: bytes, status: int) -> str:
     if isinstance(refused, str):
         if lines:
             raise Failed(lines, error_number)
+        if _OF_MEMORY in refused:
+            _check_ulimits()
         return refused
     # There is no answer. The kernel or the timer has killed the child, or it could not allocate memory.
     if status in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"takes more than data.artefact_seconds={_limits.seconds} to open"
+        return f"takes more than data.artefact_seconds={_limits.seconds} of CPU time to open"
+    _check_ulimits()
     return f"needs more than data.artefact_memory_bytes={_limits.memory_bytes} to open, or its library fails on it"
+
+
+def _check_ulimits() -> None:
+    """Raise OutOfMemoryError if a ulimit of this process is lower than the limit that the child sets itself."""
+    for limit in limits_of_process.read():
+        if limit.name in limits_of_process.OF_MEMORY and limit.value < _limits.memory_bytes:
+            raise OutOfMemoryError(
+                f"memory ran out (a child process that opens a file inherits the limit) under {limit.name}="
+                f"{limit.format(limit.value)}: {limit.fix}"
+            )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import resource
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,8 @@ def bound(memory_bytes: int, seconds: int, file_bytes: int = 0) -> None:
         # large (and sparse) the files are.
         _lower(resource.RLIMIT_AS, mapped + more + 2 * file_bytes)
         _lower(resource.RLIMIT_DATA, data + more)
-    _lower(resource.RLIMIT_CPU, seconds)
+    # The imports before this call count, too. They may be slow on a busy machine.
+    _lower(resource.RLIMIT_CPU, seconds + math.ceil(time.process_time()))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

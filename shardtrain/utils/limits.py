@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import socket
 import sys
@@ -216,6 +217,55 @@ def startable_threads(count: int) -> int:
         for thread in threads:
             thread.join()
     return len(threads)
+
+
+def can_allocate(num_bytes: int) -> bool:
+    """True if this process can get this much more memory under its ulimits, tested by reserving it briefly."""
+    if not _has_memory_ulimit():
+        return True
+    try:
+        # Only a private mapping counts towards the data segment. Its pages are never touched.
+        reserved = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError, OverflowError):
+        return False
+    reserved.close()
+    return True
+
+
+def require_memory(num_bytes: int, purpose: str) -> None:
+    """Check that this process can get this much more memory under its ulimits.
+
+    A library in Rust aborts its process if it cannot allocate memory, so nobody could report the error. No-op
+    without a ulimit of memory.
+
+    Args:
+        purpose: Singular noun for the message, such as "tokenizing 2 MiB of text".
+
+    Raises:
+        OutOfMemoryError: a ulimit leaves less memory.
+    """
+    if can_allocate(num_bytes):
+        return
+    # The kernel does not report which limit it is. The one that leaves least is more likely.
+    limit = min(
+        (limit for limit in read() if limit.name in OF_MEMORY),
+        key=lambda limit: limit.value - limit.used,
+    )
+    raise OutOfMemoryError(
+        f"memory ran out ({purpose} may need {format_bytes(num_bytes)}) under {limit.name}="
+        f"{limit.format(limit.value)}: {limit.fix}; {limit.format(limit.used)} of it are used"
+    )
+
+
+def _has_memory_ulimit() -> bool:
+    if sys.platform != "linux":
+        return False
+    import resource
+
+    soft_limits = (
+        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    )
+    return any(limit != resource.RLIM_INFINITY for limit in soft_limits)
 
 
 def _of_ranks(ranks: int) -> str:

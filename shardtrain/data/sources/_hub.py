@@ -220,7 +220,7 @@ def _prove(what: Mapping[str, Any], paths: Sequence[str], request: Request) -> N
         fix = "get the file again, or remove it"
         raise DataError(str(Problem(request.option, request.path, rule, fix))) from None
     except sandbox.Refused as refused:
-        fix = (
+        fix = refused.fix or (
             "get the files from their source again, remove them, or write them without compression"
         )
         raise DataError(f"{request.option}={request.path}: {refused}; {fix}") from None

@@ -281,9 +281,8 @@ def _try(file: File, groups: Sequence[int], rows_at_once: int) -> None:
             raise
         raise trouble or _not_parquet(file, error, failed.lines[0]) from None
     except sandbox.Refused as refused:
-        raise file.unusable(
-            str(refused), "get the file from its source again, remove it, or raise the limit"
-        ) from None
+        fix = refused.fix or "get the file from its source again, remove it, or raise the limit"
+        raise file.unusable(str(refused), fix) from None
 
 
 def _open(file: File, metadata: Any = None, buffer_size: int = 0) -> Any:

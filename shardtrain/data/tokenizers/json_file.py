@@ -7,11 +7,12 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data.tokenizers import native_memory
 from shardtrain.data.tokenizers.threads import threads
 from shardtrain.data.tokenizers.tokenizer_config import END_TOKENS, MAX_IDS, ends_facts, read_beside
 from shardtrain.utils import checked_json, libraries, limits
@@ -20,6 +21,8 @@ from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
     import tokenizers
+
+T = TypeVar("T")
 
 _MAX_GROWTH = 1000
 _MAX_ADDED = 1000
@@ -80,6 +83,7 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Return the ids of a text, without BOS and EOS."""
+        native_memory.require_for_texts([text])
         with self._panics():
             return np.array(
                 self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32
@@ -88,28 +92,33 @@ class JsonTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         """Return the ids of each text. Uses the library's threads."""
         # Use the method without offsets, which is faster. Versions before 0.20.1 do not have it.
-        batch = self._encode_many(
-            texts, getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
-        )
-        return [np.array(encoding.ids, dtype=np.int32) for encoding in batch]
+        method = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
+        return self._encode_many(texts, method, _ids_of)
 
     def encode_spans(
         self, texts: Sequence[str]
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
         """Return the ids of each text, and their character ranges (tokens, 2)."""
-        batch = self._encode_many(texts, self._tokenizer.encode_batch)
-        results = []
-        for encoding in batch:
-            ids = np.array(encoding.ids, dtype=np.int32)
-            spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-            results.append((ids, spans))
-        return results
+        return self._encode_many(texts, self._tokenizer.encode_batch, _ids_and_spans_of)
 
-    def _encode_many(self, texts: Sequence[str], batch: Callable[..., Any]) -> list[Any]:
-        """Encode texts with the library's threads.
+    def _encode_many(
+        self, texts: Sequence[str], batch: Callable[..., Any], convert: Callable[[Any], T]
+    ) -> list[T]:
+        """Encode texts with the library's threads, and convert each encoding.
 
         If a parent process has used these threads before a fork, encode one text after the other instead.
         """
+        # Under a ulimit of memory, divide a batch that is too large. The encodings of a part are converted and
+        # freed before the next part.
+        if len(texts) > 1 and not native_memory.suffices_for_texts(texts):
+            middle = len(texts) // 2
+            first_half = self._encode_many(texts[:middle], batch, convert)
+            return first_half + self._encode_many(texts[middle:], batch, convert)
+        native_memory.require_for_texts(texts)
+        return [convert(encoding) for encoding in self._encodings(texts, batch)]
+
+    def _encodings(self, texts: Sequence[str], batch: Callable[..., Any]) -> list[Any]:
+        """Return the library's encodings of texts."""
         global _threads_of_process
         with self._panics():
             if _threads_of_process not in (None, os.getpid()):
@@ -151,6 +160,15 @@ class JsonTokenizer:
         )
 
 
+def _ids_of(encoding: Any) -> npt.NDArray[np.int32]:
+    return np.array(encoding.ids, dtype=np.int32)
+
+
+def _ids_and_spans_of(encoding: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    return _ids_of(encoding), spans
+
+
 def _load(
     file: Path, content: bytes, option: str
 ) -> tuple[tokenizers.Tokenizer, tuple[int, ...], tuple[int, ...]]:
@@ -164,6 +182,7 @@ def _load(
     if content.count(b'"SpecialToken"') > 2 * _MAX_ADDED:
         raise _adds_too_many(file, option)
     _check_growth(content, file, option)
+    native_memory.require_for_file(len(content))
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     # For any problem with the file, the library raises a plain Exception or panics.

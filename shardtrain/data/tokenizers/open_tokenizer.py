@@ -217,7 +217,7 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
                 option,
                 str(file),
                 rule=str(refused),
-                fix="use another tokenizer's files",
+                fix=refused.fix or "use another tokenizer's files, or raise the limit",
             )
         ) from None
     return file, content

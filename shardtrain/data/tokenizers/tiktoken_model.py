@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data.tokenizers import native_memory
 from shardtrain.data.tokenizers.spans import character_spans
 from shardtrain.data.tokenizers.split import Splitter
 from shardtrain.data.tokenizers.threads import threads
@@ -92,6 +93,7 @@ class TiktokenTokenizer:
         specials = {text: i for i, text in names.items()}
         tiktoken = libraries.load("tiktoken", option, str(file), otherwise="use a tokenizer.json")
 
+        native_memory.require_for_file(len(content))
         # Pass no special tokens to the library. It then treats them as ordinary text. In ``encode_spans``,
         # the splitter finds them.
         self._encoding = tiktoken.Encoding(
@@ -121,6 +123,7 @@ class TiktokenTokenizer:
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Return the ids of a text, without BOS and EOS."""
+        native_memory.require_for_texts([text])
         ids: list[int] = []
         for part in _parts(text):
             ids += self._encoding.encode_ordinary(part)
@@ -135,6 +138,7 @@ class TiktokenTokenizer:
             flat += _parts(text)
             ends.append(len(flat))
         encoded: list[list[int]] = []
+        native_memory.require_for_texts(flat)
         if flat:
             encoded = self._encoding.encode_ordinary_batch(flat, num_threads=threads())
         results = []
