@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -76,7 +77,7 @@ class Checkpoints(Saver):
         saves = self._options.enable and not self._options.load_only
         is_inside = isinstance(self._folder, Path) and self._folder.is_relative_to(run_folder)
         # Here, the lease of the checkpoint folder also protects the run folder.
-        if saves and is_inside and not (run_folder / LEASE).exists():
+        if saves and is_inside and not os.path.lexists(run_folder / LEASE):
             return
         self._run_lease = Lease(run_folder)
         try:

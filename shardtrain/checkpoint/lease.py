@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import socket
+import stat
 import threading
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.utils import atomic_io, bounded_reads, checked_json, process_identity
-from shardtrain.utils.errors import ConfigError, FolderTaken, fix_first
+from shardtrain.utils.errors import ConfigError, FolderTaken, Problem, fix_first
 from shardtrain.utils.log import logger
 
 LEASE = "lease.json"
@@ -161,6 +162,7 @@ class Lease:
         Raises:
             FolderTaken: the holder is alive.
         """
+        self._refuse_special_file()
         holder = read(self._path)
         reason = why_free(holder)
         if not reason and must_be_watched(holder):
@@ -194,9 +196,29 @@ class Lease:
         Raises:
             FolderTaken: the message names the run that holds it.
         """
+        self._refuse_special_file()
         holder = read(self._path)
         if holder and is_seen_from_here(holder) and not why_free(holder):
             raise self._taken_by(holder)
+
+    def _refuse_special_file(self) -> None:
+        """Reject a name that is taken by something else than a file, such as a pipe or a link.
+
+        No run has written it, so watching it for a heartbeat would only delay the start.
+
+        Raises:
+            ConfigError: the message names the entry and its kind.
+        """
+        if isinstance(self._path, ObjectPath):
+            return
+        try:
+            mode = os.lstat(self._path).st_mode
+        except OSError:
+            return
+        if not stat.S_ISREG(mode):
+            rule = f"is {bounded_reads.name_of_kind(mode)}, not the lease of a run"
+            fix = "remove it, or use another job.dump_folder"
+            raise ConfigError(Problem("job.dump_folder", str(self._path), rule, fix))
 
     def _taken_by(self, holder: dict[str, Any]) -> FolderTaken:
         return FolderTaken(

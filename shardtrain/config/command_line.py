@@ -15,6 +15,7 @@ from typing import Any
 from shardtrain.config.options import sections
 from shardtrain.utils.arguments import print_requested_help
 from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
+from shardtrain.utils.output_target import WrongTargetError
 from shardtrain.utils.variables import is_whole_number
 
 
@@ -116,9 +117,10 @@ def take(
         try:
             values = [option.read(text) for text in texts]
         except ValueError as error:
-            raise _wrong(
-                name, texts[0], str(error), f"write it like {name} {option.example}"
-            ) from None
+            fix = f"write it like {name} {option.example}"
+            if isinstance(error, WrongTargetError):
+                fix = error.fix
+            raise _wrong(name, texts[0], str(error), fix) from None
         own_options[name] = [*own_options.get(name, []), *values] if option.is_list else values[0]
     return Taken(own_options, tuple(rest))
 

@@ -21,7 +21,7 @@ from shardtrain.config.schema import Config, Model
 from shardtrain.config.settings import DEFAULT
 from shardtrain.config.toml_writer import set_toml
 from shardtrain.facts.file_kinds import dataset_of
-from shardtrain.utils import atomic_io, storage_errors
+from shardtrain.utils import atomic_io, output_target, storage_errors
 from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
 
 USAGE = """usage: shardtrain init NEW.toml [PRESET] [--section.key VALUE ...]
@@ -94,6 +94,7 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
                 where="command line",
             )
         )
+    output_target.require("NEW.toml", path, "file")
     # Never overwrite a file, because it may have been edited.
     if path.exists():
         raise ConfigError(

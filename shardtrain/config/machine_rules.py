@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -431,7 +432,7 @@ def _entries_of_run_folder(loaded: Loaded) -> Iterator[Problem]:
             if os.path.islink(folder):
                 rule = f"leads through {folder}, a link to {os.readlink(folder)}, which a run does not follow"
                 elsewhere = "use another folder"
-                if option in ALSO_ELSEWHERE:
+                if option in ALSO_ELSEWHERE and _may_lead_to_folder(folder):
                     elsewhere = f"set {option} to {os.path.realpath(folder)}"
                 yield problem(loaded, option, rule, f"remove the link, or {elsewhere}")
             elif is_certain and os.path.exists(folder) and not os.path.isdir(folder):
@@ -443,6 +444,16 @@ def _entries_of_run_folder(loaded: Loaded) -> Iterator[Problem]:
             yield problem(
                 loaded, "job.dump_folder", rule, "rename the folder, or use another job.dump_folder"
             )
+
+
+def _may_lead_to_folder(link: Path) -> bool:
+    """True if the target of a link is a folder or does not exist. A link to itself has no target."""
+    try:
+        return stat.S_ISDIR(os.stat(link).st_mode)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def _why_not_writable(path: Path) -> str:

@@ -10,7 +10,7 @@ from shardtrain.checkpoint import best, choice, files, interval, manifest, reten
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.hf import listing
-from shardtrain.utils import storage_errors
+from shardtrain.utils import output_target, storage_errors
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds, parse_seconds
 from shardtrain.utils.verbs import Command, CommandVerb
@@ -307,6 +307,8 @@ def _difference(name: str, a: Manifest, path_a: Place, b: Manifest, path_b: Plac
 def _weights(words: Sequence[str]) -> int:
     rest, step = _take_step(words)
     path, output = _paths("weights", 2, rest)
+    if isinstance(output, Path):
+        output_target.require("FILE", output, "file")
     path = _one_checkpoint(path, step)
     if not isinstance(output, Path):
         raise ConfigError(

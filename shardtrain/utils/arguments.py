@@ -78,23 +78,6 @@ def _argument_type(hint: Any) -> dict[str, Any]:
     return {}
 
 
-def output_name(text: str) -> str:
-    """Return the path of an output.
-
-    Raise ConfigError for ``-``, with which other programs mean the standard output.
-    """
-    if text == "-":
-        raise ConfigError(
-            "- is not an output: this command does not write to the standard output; name a file, or ./-"
-        )
-    return text
-
-
-def output_path(text: str) -> Path:
-    """Return ``output_name`` as a Path."""
-    return Path(output_name(text))
-
-
 class StrictArgumentParser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError instead of exiting and accepts no abbreviated options.
 

@@ -10,6 +10,19 @@ from typing import Literal
 from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError
 
+_NAMES_OF_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFREG: "a file",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def name_of_kind(mode: int) -> str:
+    """Return the kind of a file from its mode, with an article: "a pipe"."""
+    return _NAMES_OF_KINDS.get(stat.S_IFMT(mode), "a device")
+
 
 def trouble(path: str | os.PathLike[str], error: OSError) -> ShardtrainError | None:
     """Return a storage error if a later attempt may succeed; None if the path or the user's permissions are wrong."""

@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -332,3 +332,48 @@ def test_sweep_keeps_recent_entries_and_those_of_the_holder(tmp_path: Path) -> N
         "step-4",
         "step-5.tmp-dd",
     ]
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def bound_socket(path: Path) -> None:
+    # The path of a socket has at most 107 bytes, so bind a short relative one.
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(path))
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("create", "kind"),
+    [
+        (pipe, "is a pipe"),
+        (bound_socket, "is a socket"),
+        (device, "is a link"),
+        (lambda path: path.symlink_to("gone"), "is a link"),
+        (lambda path: path.symlink_to(path.name), "is a link"),
+        (lambda path: path.mkdir(), "is a folder"),
+    ],
+    ids=["pipe", "socket", "device", "dangling link", "link to itself", "folder"],
+)
+def test_special_file_in_place_of_a_lease_is_refused_without_watching_it(
+    create: Callable[[Path], None], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Lease, draft: Path) -> None:
+        raise AssertionError("the lease was watched")
+
+    monkeypatch.setattr(Lease, "_wait_for_a_beat", fail)
+    create(tmp_path / "lease.json")
+    lease = Lease(tmp_path)
+    for refuse in (lease.acquire, lease.refuse_if_held_here):
+        with pytest.raises(ConfigError) as refused:
+            refuse()
+        message = str(refused.value)
+        assert "lease.json" in message
+        assert f"{kind}, not the lease of a run" in message
+        assert message.endswith("remove it, or use another job.dump_folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["lease.json"]

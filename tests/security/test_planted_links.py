@@ -286,6 +286,28 @@ def test_folder_that_is_a_link_to_itself_is_refused_at_start(folder: str, tmp_pa
     assert any(f"a link to {folder}, which a run does not follow" in rule for rule in rules)
 
 
+@pytest.mark.parametrize(
+    ("target", "is_offered"),
+    [("checkpoint", False), ("file", False), ("folder", True), ("gone", True)],
+)
+def test_target_of_a_link_is_offered_as_checkpoint_folder_only_if_it_works(
+    target: str, is_offered: bool, tmp_path: Path
+) -> None:
+    run_folder = tmp_path / "run"
+    (run_folder / "folder").mkdir(parents=True)
+    (run_folder / "file").touch()
+    (run_folder / "checkpoint").symlink_to(target)
+    (found,) = (
+        problem
+        for problem in machine_notes(Loaded(config_of(run_folder)))
+        if problem.option == "checkpoint.folder"
+    )
+    elsewhere = "use another folder"
+    if is_offered:
+        elsewhere = f"set checkpoint.folder to {run_folder / target}"
+    assert found.fix == f"remove the link, or {elsewhere}"
+
+
 ENABLED_BY = {
     "tb": ("metrics", "enable_tensorboard"),
     "profile_traces": ("profiling", "enable_profiling"),

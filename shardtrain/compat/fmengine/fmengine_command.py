@@ -10,7 +10,8 @@ from pathlib import Path
 
 from shardtrain.checkpoint import choice, manifest
 from shardtrain.hf.folder_config import is_hub_folder
-from shardtrain.utils.arguments import StrictArgumentParser, output_name, output_path
+from shardtrain.utils import output_target
+from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
 from shardtrain.utils.variables import is_whole_number
 
@@ -30,7 +31,12 @@ def from_fmengine(words: Sequence[str]) -> int:
         metavar="FMENGINE",
         help="folder that contains latest, or a global_stepN folder",
     )
-    parser.add_argument("output", type=output_path, metavar="DIR", help="new checkpoint folder")
+    parser.add_argument(
+        "output",
+        type=output_target.folder_argument,
+        metavar="DIR",
+        help="new checkpoint folder",
+    )
     base = "Hugging Face folder of the model (default: config.json and tokenizer next to latest)"
     parser.add_argument("--base-model", type=Path, help=base)
     parser.add_argument(
@@ -75,7 +81,12 @@ def to_fmengine(words: Sequence[str]) -> int:
     )
     where = "a step-N folder, a run's folder, a Hugging Face folder or an FMEngine folder"
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
-    parser.add_argument("output", type=output_path, metavar="FMENGINE", help="new folder")
+    parser.add_argument(
+        "output",
+        type=output_target.folder_argument,
+        metavar="FMENGINE",
+        help="new folder",
+    )
     parser.add_argument("--step", type=choice.step_name, help=choice.HELP)
     parser.add_argument(
         "--mp_world_size", type=int, default=1, help="model-parallel ranks (default: %(default)s)"
@@ -149,7 +160,11 @@ def to_hf_format(words: Sequence[str]) -> int:
         help="folder with latest and global_stepN",
     )
     parser.add_argument(
-        "--out-model-path", type=Path, required=True, metavar="HF_DIR", help="new folder"
+        "--out-model-path",
+        type=output_target.folder_argument,
+        required=True,
+        metavar="HF_DIR",
+        help="new folder",
     )
     parser.add_argument(
         "--base-model",
@@ -239,7 +254,11 @@ def from_hf(words: Sequence[str]) -> int:
         help="folder with config.json and safetensors",
     )
     parser.add_argument(
-        "--output_dir", type=output_name, required=True, metavar="DIR", help="new folder"
+        "--output_dir",
+        type=output_target.folder_argument,
+        required=True,
+        metavar="DIR",
+        help="new folder",
     )
     parser.add_argument("--mp_world_size", default="1", metavar="N", help="model-parallel ranks")
     options = parser.read(words)
@@ -255,7 +274,9 @@ def from_hf(words: Sequence[str]) -> int:
                 where="command line",
             )
         )
-    return to_fmengine([folder, options.output_dir, f"--mp_world_size={options.mp_world_size}"])
+    return to_fmengine(
+        [folder, str(options.output_dir), f"--mp_world_size={options.mp_world_size}"]
+    )
 
 
 def _adapters(

@@ -9,8 +9,8 @@ from pathlib import Path
 from shardtrain import config
 from shardtrain.compat.migrate.foreign_files import Migration, migrate, unnamed
 from shardtrain.config import json_schema
-from shardtrain.utils import atomic_io, storage_errors
-from shardtrain.utils.arguments import output_path, print_requested_help
+from shardtrain.utils import atomic_io, output_target, storage_errors
+from shardtrain.utils.arguments import print_requested_help
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.variables import is_whole_number
 
@@ -65,7 +65,9 @@ def main(words: Sequence[str]) -> int:
         elif not text:
             raise _refusal(name, text, "requires the name of a file", "write it like -o new.toml")
         else:
-            output = output_path(text)
+            output_target.refuse_dash(text)
+            output_target.require(name, text, "file")
+            output = Path(text)
     if not files:
         fix = "write it like shardtrain config migrate parameters.yml -o new.toml"
         raise _refusal("shardtrain config migrate", None, "requires a file", fix)

@@ -38,7 +38,6 @@ _FILES_SAMPLED = 1000
 _SAMPLES = 16
 _SAMPLE_BYTES = 64 * 1024
 """Number and size of the blocks of a file that its fingerprint hashes."""
-_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,7 +584,7 @@ def _status(path: str, option: str, empty: bool) -> os.stat_result:
             option, path, error, "fix or remove the file or link", DataError
         ) from error
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
+        kind = bounded_reads.name_of_kind(status.st_mode)
         rule = f"is {kind}, not a regular file"
         fix = "name regular files, which support random access"
         raise DataError(str(Problem(option, path, rule, fix)))

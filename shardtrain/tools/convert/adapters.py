@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from shardtrain.checkpoint.choice import EMA_HELP, HELP, reject_step, reject_use_ema, step_name
 from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.tools.convert.checkpoint_path import KEEP_HELP
-from shardtrain.utils.arguments import StrictArgumentParser, output_path
+from shardtrain.utils import output_target
+from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +33,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--step", type=step_name, help=HELP)
     parser.add_argument("--use_ema", action="store_true", help=EMA_HELP)
     parser.add_argument(
-        "--to", type=output_path, required=True, metavar="CHECKPOINT", help="a new folder"
+        "--to",
+        type=output_target.folder_argument,
+        required=True,
+        metavar="CHECKPOINT",
+        help="a new folder",
     )
     parser.add_argument(
         "--base",

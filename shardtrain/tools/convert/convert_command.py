@@ -20,7 +20,8 @@ from shardtrain.tools.convert.checkpoint_path import (
     tokens_of_run,
 )
 from shardtrain.tools.hub_client import refuse_token
-from shardtrain.utils.arguments import StrictArgumentParser, output_path
+from shardtrain.utils import output_target
+from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
 
 if TYPE_CHECKING:
@@ -43,7 +44,11 @@ def import_main(words: Sequence[str]) -> int:
         help="folder with config.json and safetensors files",
     )
     parser.add_argument(
-        "--to", type=output_path, required=True, metavar="CHECKPOINT", help="a new folder"
+        "--to",
+        type=output_target.folder_argument,
+        required=True,
+        metavar="CHECKPOINT",
+        help="a new folder",
     )
     parser.add_argument(
         "--dtype",
@@ -141,7 +146,12 @@ def export_main(words: Sequence[str]) -> int:
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
     parser.add_argument("--step", type=step_name, help=HELP)
     rarer.add_argument("--use_ema", action="store_true", help=EMA_HELP)
-    parser.add_argument("--to", type=output_path, metavar="HF_DIR", help="a new folder")
+    parser.add_argument(
+        "--to",
+        type=output_target.folder_argument,
+        metavar="HF_DIR",
+        help="a new folder",
+    )
     dtype_help = "dtype of all weights (default: the dtype of each weight in the initial model)"
     parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help=dtype_help)
     rarer.add_argument(

@@ -19,8 +19,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from shardtrain.tools.hub_client import Hub, expected_hash, hash_of_file, refuse_token
-from shardtrain.utils import atomic_io, storage_errors
-from shardtrain.utils.arguments import StrictArgumentParser, output_name
+from shardtrain.utils import atomic_io, output_target, storage_errors
+from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.units import format_bytes
@@ -276,7 +276,7 @@ def _parser() -> StrictArgumentParser:
     parser.add_argument("--all", action="store_true", help="download all kinds of assets")
     parser.add_argument(
         "--local_dir",
-        type=output_name,
+        type=output_target.folder_argument,
         metavar="DIR",
         help="the files go to DIR/NAME (assets/hf)",
     )

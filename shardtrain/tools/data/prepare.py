@@ -35,8 +35,7 @@ from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.data.sources import Shards, Table
 from shardtrain.tools.data import pool, work_units
 from shardtrain.tools.data.work_progress import WorkProgress
-from shardtrain.utils import atomic_io, bounded_reads, checked_json
-from shardtrain.utils.arguments import output_name
+from shardtrain.utils import atomic_io, bounded_reads, checked_json, output_target
 from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds
 from shardtrain.utils.variables import is_whole_number
@@ -87,7 +86,7 @@ class PrepareJob:
 def main(words: list[str]) -> int:
     """Run the verb and return its exit status."""
     options = {
-        "--output": VerbOption(output_name, "FOLDER", once=True),
+        "--output": VerbOption(output_target.folder_value, "FOLDER", once=True),
         "--processes": VerbOption(number_of(), "4", once=True),
         "--shard_tokens": VerbOption(number_of(), "100_000_000", once=True),
     }

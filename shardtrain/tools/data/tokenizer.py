@@ -22,8 +22,8 @@ from shardtrain.data.sources import Request, every_row, find, place_of
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer, open_tokenizer
 from shardtrain.data.tokenizers.tiktoken_model import PATTERN
 from shardtrain.facts.file_kinds import COMPRESSIONS, dataset_of
-from shardtrain.utils import atomic_io, libraries, storage_errors
-from shardtrain.utils.arguments import StrictArgumentParser, output_name, print_requested_help
+from shardtrain.utils import atomic_io, libraries, output_target, storage_errors
+from shardtrain.utils.arguments import StrictArgumentParser, print_requested_help
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 PROGRAM = "shardtrain data tokenizer train"
@@ -202,7 +202,7 @@ def _parser() -> StrictArgumentParser:
     )
     parser.add_argument(
         "--output",
-        type=output_name,
+        type=output_target.folder_argument,
         required=True,
         metavar="FOLDER",
         help="output folder of tokenizer.json",

@@ -14,7 +14,8 @@ from shardtrain.config.schema import Config
 from shardtrain.facts.optimizers import PYTORCH_ADAMS
 from shardtrain.optim import lr_scheduler
 from shardtrain.tools.dcp.naming import NAMINGS, TORCHTITAN
-from shardtrain.utils.arguments import StrictArgumentParser, output_path, print_requested_help
+from shardtrain.utils import output_target
+from shardtrain.utils.arguments import StrictArgumentParser, print_requested_help
 from shardtrain.utils.errors import ConfigError, Problem, require_new
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def from_dcp(words: Sequence[str]) -> int:
         )
     folder, output = map(Path, paths[:2])
     config_path = paths[2] if len(paths) == 3 else None
+    output_target.require("DIR", output, "folder")
     require_new(output)
     loaded = configs.load(config_path, overrides)
     model = loaded.config.model
@@ -122,7 +124,12 @@ def to_dcp(words: Sequence[str]) -> int:
         "checkpoint", type=Path, metavar="DIR", help="a run's folder, or a step-N folder"
     )
     parser.add_argument("--step", type=step_name, help=HELP)
-    parser.add_argument("output", type=output_path, metavar="DCP", help="a new folder")
+    parser.add_argument(
+        "output",
+        type=output_target.folder_argument,
+        metavar="DCP",
+        help="a new folder",
+    )
     parser.add_argument(
         "--names",
         choices=NAMINGS,

@@ -16,7 +16,8 @@ from shardtrain import config as configs
 from shardtrain.config.options import options as all_options
 from shardtrain.facts.file_kinds import dataset_of, known_endings
 from shardtrain.tools.generate.generate_request import ModelOptions
-from shardtrain.utils.arguments import StrictArgumentParser, option, output_path
+from shardtrain.utils import output_target
+from shardtrain.utils.arguments import StrictArgumentParser, option
 from shardtrain.utils.errors import ConfigError, Problem
 
 ABOUT = """Measure a model: its loss on each dataset of --data, or on the run's own [validation] dataset, and tasks of
@@ -83,7 +84,9 @@ class EvaluateOptions(RowOptions, SetOptions):
     )
     limit: int | None = option(None, "questions per task (all)", rare=True)
     output: Path | None = option(
-        None, "JSON file for the results, in addition to stdout; must not exist", type=output_path
+        None,
+        "JSON file for the results, in addition to stdout; must not exist",
+        type=output_target.file_argument,
     )
     nproc: int = option(1, "number of processes; each layer is split over them (1)")
 

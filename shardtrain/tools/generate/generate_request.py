@@ -14,7 +14,8 @@ from pathlib import Path
 from shardtrain.checkpoint.choice import EMA_HELP, HELP, step_name
 from shardtrain.facts.devices import DEVICE_TYPES
 from shardtrain.facts.dtypes import COMPUTE_DTYPES
-from shardtrain.utils.arguments import StrictArgumentParser, option, output_path
+from shardtrain.utils import output_target
+from shardtrain.utils.arguments import StrictArgumentParser, option
 from shardtrain.utils.errors import ConfigError, Problem
 
 ABOUT = """Continue a prompt, or each row of a JSONL file, with a trained model. For one prompt, tokens are printed when
@@ -64,7 +65,9 @@ class PromptOptions(ModelOptions):
     )
     input: Path | None = option(None, "JSONL file of prompts")
     output: Path | None = option(
-        None, "JSONL file to write, which must not exist", type=output_path
+        None,
+        "JSONL file to write, which must not exist",
+        type=output_target.file_argument,
     )
     field: str = option(
         "prompt", "field of the prompt (prompt); a.b is field b of the object a", rare=True

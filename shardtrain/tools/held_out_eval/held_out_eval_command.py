@@ -13,8 +13,7 @@ from shardtrain.checkpoint.choice import step_name
 from shardtrain.config import Loaded
 from shardtrain.config.command_line import CommandLine, VerbOption, split, take
 from shardtrain.tools.held_out_eval.held_out_eval_request import HeldOutOptions, sets_of
-from shardtrain.utils import variables
-from shardtrain.utils.arguments import output_name
+from shardtrain.utils import output_target, variables
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
@@ -110,7 +109,7 @@ def _read(words: list[str], open_config: Opener) -> HeldOutOptions:
     options = {
         "--step": VerbOption(step_name, "best"),
         "--checkpoint": VerbOption(),
-        "--output": VerbOption(output_name, "FOLDER"),
+        "--output": VerbOption(output_target.folder_value, "FOLDER"),
     }
     taken = take(words, options, usage=HELP)
     values = taken.own

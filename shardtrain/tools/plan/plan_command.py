@@ -18,8 +18,7 @@ from shardtrain.checkpoint.snapshot_folder import GENERATIONS
 from shardtrain.config import Loaded, command_line
 from shardtrain.config.command_line import VerbOption
 from shardtrain.config.schema import Checkpoint
-from shardtrain.utils import atomic_io, storage_errors
-from shardtrain.utils.arguments import output_name
+from shardtrain.utils import atomic_io, output_target, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import format_bytes, parse_count
 from shardtrain.utils.variables import is_whole_number
@@ -87,8 +86,8 @@ OPTIONS = {
     "--price": VerbOption(_amount(float), "2"),
     "--device": VerbOption(example="h100"),
     "--calibrate": VerbOption(example="outputs, the folder of a run"),
-    "--output": VerbOption(output_name, "best.toml"),
-    "-o": VerbOption(output_name, "best.toml"),
+    "--output": VerbOption(output_target.file_value, "best.toml"),
+    "-o": VerbOption(output_target.file_value, "best.toml"),
 }
 FLAGS = ("--search", "--json", "--largest", "--float8")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtrain.config.command_line import VerbOption, number_of, take
+from shardtrain.utils import output_target
 from shardtrain.utils.errors import ConfigError, Problem
 
 USAGE = """\
@@ -191,7 +192,7 @@ OPTIONS = {
     "--memory": VerbOption(_gib, "8"),
     "--compare": VerbOption(example="recordings/a recordings/b", is_list=True),
     "--rounding": VerbOption(example="recordings/c"),
-    "--certificate": VerbOption(example="certificate.json", once=True),
+    "--certificate": VerbOption(output_target.file_value, "certificate.json", once=True),
     "--check": VerbOption(example="certificate.json", once=True),
     "--dimension": VerbOption(example="resume", is_list=True),
 }

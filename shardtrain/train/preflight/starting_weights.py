@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from shardtrain.config import derived
@@ -12,7 +13,7 @@ from shardtrain.utils.errors import ShardtrainError
 def _lease_error(folders: list[Path]) -> ShardtrainError | None:
     """Return an error if another run on this host is writing to one of the folders."""
     for folder in folders:
-        if (folder / "lease.json").exists():
+        if os.path.lexists(folder / "lease.json"):
             from shardtrain.checkpoint.lease import Lease
 
             try:

@@ -20,8 +20,8 @@ from shardtrain.config.command_line import VerbOption, number_of, take
 from shardtrain.launch import environment, local
 from shardtrain.tools.runs.replay.replay_plan import ReplayPlan, config_of, plan
 from shardtrain.tools.runs.run_files import RunFolder
-from shardtrain.utils import variables
-from shardtrain.utils.arguments import output_name, print_requested_help
+from shardtrain.utils import output_target, variables
+from shardtrain.utils.arguments import print_requested_help
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
@@ -132,7 +132,7 @@ def _read(words: Sequence[str]) -> _Request:
     """Parse the command line. Raise ConfigError for invalid arguments."""
     options = {
         "--nproc": VerbOption(number_of("processes"), "2"),
-        "--output": VerbOption(output_name, "FOLDER"),
+        "--output": VerbOption(output_target.folder_value, "FOLDER"),
     }
     taken = take(words, options)
     places, overrides = taken.places(2)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from shardtrain.tools.runs import run_files
 from shardtrain.tools.runs.report import page
-from shardtrain.utils import atomic_io, storage_errors
-from shardtrain.utils.arguments import StrictArgumentParser, output_name
+from shardtrain.utils import atomic_io, output_target, storage_errors
+from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import ConfigError, Problem
 
 _MOST_RUNS = 50
@@ -28,7 +28,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "-o",
         "--output",
-        type=output_name,
+        type=output_target.file_argument,
         default="report.html",
         metavar="FILE",
         help="default: report.html",
