@@ -47,20 +47,25 @@ def measure(rows: int, rounds: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder, process_group.join(Comm(), "cpu") as here:
         run = trainer.build(replicated(make_config("float32", folder), rows), here)
         seconds: dict[str, list[float]] = {"step": [], "comparison": []}
-        for number in range(rounds + 1):  # the first step allocates memory
-            start = time.process_time()
+        # The first step allocates memory and creates the optimizer state, so it is not measured.
+        trainer.step(run)
+        # A run finds the holders once, before its first comparison.
+        tensors = {**run.model_state_dict(), **run.optimizer_state_dict()}
+        tensor_holders = holders.find_holders(tensors)
+        for _ in range(rounds):
+            step_start = time.process_time()
             trainer.step(run)
-            middle = time.process_time()
+            step_end = time.process_time()
             tensors = {**run.model_state_dict(), **run.optimizer_state_dict()}
-            if not number:
-                held = holders.find_holders(tensors)  # once per run
-            begin = time.process_time()
-            assert not replica_comparison.find_odd(tensors, held, run.state.to_dict())
-            if number:
-                seconds["step"].append(middle - start)
-                seconds["comparison"].append(time.process_time() - begin)
+            comparison_start = time.process_time()
+            different = replica_comparison.find_odd(tensors, tensor_holders, run.state.to_dict())
+            comparison_end = time.process_time()
+            assert not different, different
+            seconds["step"].append(step_end - step_start)
+            seconds["comparison"].append(comparison_end - comparison_start)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    step, comparison = (statistics.median(values) for values in seconds.values())
+    step = statistics.median(seconds["step"])
+    comparison = statistics.median(seconds["comparison"])
     return {
         "tokens": rows * 512,
         "bytes": size,

@@ -57,19 +57,21 @@ def measure(rows: int, rounds: int) -> dict[str, float]:
             os.environ.update(variables)
             checkpoints.snapshots = Snapshots(config, lambda create: create())
             seconds: dict[str, list[float]] = {"step": [], "held": [], "total": []}
-            for number in range(rounds + 2):  # the first uses of both generations allocate memory
-                start = time.process_time()
+            # Snapshots alternate between two generations, whose first uses allocate memory.
+            for number in range(rounds + 2):
+                step_start = time.process_time()
                 trainer.step(run)
-                middle = time.process_time()
+                step_end = time.process_time()
+                # Only this thread's time delays a step on a rank with a spare core.
                 thread_start = time.thread_time()
                 take_snapshot(run, checkpoints)
                 thread_end = time.thread_time()
                 checkpoints.snapshots.wait()
-                end = time.process_time()
+                snapshot_end = time.process_time()
                 if number >= 2:
-                    seconds["step"].append(middle - start)
+                    seconds["step"].append(step_end - step_start)
                     seconds["held"].append(thread_end - thread_start)
-                    seconds["total"].append(end - middle)
+                    seconds["total"].append(snapshot_end - step_end)
             assert checkpoints.snapshots.is_due(1), "snapshots were turned off"
             dist.barrier()
         tensors = {**run.model_state_dict(), **run.optimizer_state_dict()}.values()

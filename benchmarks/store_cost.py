@@ -74,6 +74,7 @@ def make_config(folder: str) -> Config:
 def rank_main(rank: int, meeting: Path | int, names: dict[str, str], requests: Connection) -> None:
     """Run one rank: a block of steps for each request of the parent, answered with the seconds of the block."""
     os.environ.update({**environment.rank_environment(rank, RANKS, meeting, "benchmark"), **names})
+    # The plain pair meets at a port, with PyTorch's TCPStore.
     if isinstance(meeting, int):
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         del os.environ["LOCAL_WORLD_SIZE"]
@@ -126,21 +127,27 @@ def main() -> None:
         for name, (meeting, names) in places.items():
             pairs[name] = []
             for rank in range(RANKS):
-                here, there = context.Pipe()
-                context.Process(
-                    target=rank_main, args=(rank, meeting, names, there), daemon=True
-                ).start()
-                pairs[name].append(here)
+                parent_end, rank_end = context.Pipe()
+                arguments = (rank, meeting, names, rank_end)
+                context.Process(target=rank_main, args=arguments, daemon=True).start()
+                pairs[name].append(parent_end)
         seconds: dict[str, list[float]] = {name: [] for name in pairs}
         for number in range(options.rounds + 1):
-            for name in list(pairs)[:: -1 if number % 2 else 1]:
-                for one in pairs[name]:
-                    one.send(True)
-                block = max(one.recv() for one in pairs[name])
-                if number:  # the first block allocates memory
-                    seconds[name].append(block / STEPS)
-        for one in (one for pair in pairs.values() for one in pair):
-            one.send(False)
+            # Change the order of the pairs in each round, so drifting load affects both.
+            order = list(pairs)
+            if number % 2:
+                order.reverse()
+            for name in order:
+                for rank_connection in pairs[name]:
+                    rank_connection.send(True)
+                # A step ends with its slowest rank.
+                slowest = max(rank_connection.recv() for rank_connection in pairs[name])
+                # The first block allocates memory.
+                if number:
+                    seconds[name].append(slowest / STEPS)
+        for pair in pairs.values():
+            for rank_connection in pair:
+                rank_connection.send(False)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     ratio = median["private"] / median["plain"]
     print(
