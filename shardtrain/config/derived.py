@@ -56,7 +56,7 @@ def packing_kind(data: Data, formats: Iterable[str]) -> str:
 
 def long_documents(data: Data, form: str) -> str:
     """Return data.long_documents for a row format. "auto" resolves to "split" for text, else to "cut"."""
-    # Half a conversation is of no use, but half a text is.
+    # Half a conversation is useless, but half a text is still a text.
     if data.long_documents != "auto":
         return data.long_documents
     return "split" if form == "text" else "cut"

@@ -32,7 +32,7 @@ torchrun's rendezvous sends a heartbeat every 5 s, and drops a node whose last h
 reader's wall clock. With such a difference it may drop a live node.
 """
 
-# Variables of each setting, the first that is set counts.
+# Variables of each setting. The first one that is set counts.
 NNODES = ("SHARDTRAIN_NNODES", "OVERRIDE_PET_NNODES", "PET_NNODES")
 NODE_RANK = (
     "SHARDTRAIN_NODE_RANK",

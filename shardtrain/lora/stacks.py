@@ -70,7 +70,7 @@ def _transformers_stacks(path: str, module: nn.Module) -> list[Stack]:
     is_transposed = bool(getattr(module, "is_transposed", False))
     stacks = []
     for name, parameter in module.named_parameters(recurse=False):
-        # Other parameters are no stacks. Factors of an adapter also have three dimensions.
+        # Other parameters are not stacks. Factors of an adapter also have three dimensions.
         if parameter.ndim != 3 or "_lora_" in name:
             continue
         num_experts, outputs, inputs = parameter.shape

@@ -81,7 +81,7 @@ def log_summary(
         f"done: {steps} steps (to step {done.last_step}) in {format_seconds(done.seconds)}, {loss}"
         f"{format_count(done.tokens)} tokens, {speed}"
     )
-    # Fewer points are no curve.
+    # One or two points do not show a curve.
     if len(losses) > 2:
         logged_steps, values = zip(*losses, strict=True)
         curve = sparkline(logged_steps, values, 60, bars_for(sys.stderr))

@@ -80,7 +80,7 @@ def parse_seconds(text: str | float) -> float:
     >>> parse_seconds("1h30m"), parse_seconds(90), parse_seconds("250ms"), parse_seconds("1-02:00:30")
     (5400.0, 90.0, 0.25, 93630.0)
     """
-    # A number is a number of seconds.
+    # A plain number counts seconds.
     if isinstance(text, int | float):
         if not math.isfinite(text):
             raise ValueError(f"{text!r} is not a duration")

@@ -149,7 +149,7 @@ def _disabled_options(loaded: Loaded) -> Iterator[str]:
     """Yield a note for each feature that is off although the user has set its options."""
     for prefix, switch in _disabled_features(loaded.config):
         waiting = []
-        # An option of the feature with its default value has nothing to lose.
+        # An option with its default value needs no note.
         for name, option in options(type(loaded.config)).items():
             is_affected = name.startswith(prefix) and name != switch
             if is_affected and loaded.is_set(name) and loaded.value(name) != option.default:

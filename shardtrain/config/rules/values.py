@@ -171,7 +171,7 @@ CHOICES = {
 
 def check_ranges(loaded: Loaded) -> Iterator[Problem]:
     """Yield numbers outside their range. An unset option is not checked."""
-    # An option with None as its value is off or has a computed default.
+    # If an option is None, it is off or its default is computed.
     for option in AT_LEAST_1:
         # By default it is training.seq_len, which has its own entry.
         if option == "validation.seq_len" and not loaded.is_set(option):

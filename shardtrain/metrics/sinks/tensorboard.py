@@ -33,7 +33,7 @@ def open_sink(request: SinkContext) -> TensorBoardSink | None:
     folder = request.folder / options.save_tb_folder
     sink = TensorBoardSink(folder, request.rank, request.tags)
     sink.summary = f"curves: tensorboard --logdir {folder}"
-    # TensorBoard shows the entire curve of a resumed run.
+    # A resumed run writes a new event file, so repeat the earlier part of its curves.
     for fields in thinned(request.records):
         sink.scalars(fields["step"], tags_of(fields, device_type, options.legacy_tags))
     for fields in thinned(request.validations):
