@@ -128,7 +128,7 @@ def _write(c: Any) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     }
-    # Without such layers, published files of other sizes do not have the key.
+    # Models without such layers do not need the key.
     if c.num_nextn_predict_layers:
         fields["num_nextn_predict_layers"] = c.num_nextn_predict_layers
     return fields

@@ -43,7 +43,7 @@ AGENT = "SHARDTRAIN_AGENT"
 def is_left_to_parent() -> bool:
     """True if a shardtrain process watches this rank, reads its record, and reports the end of the run."""
     own_pid = str(os.getpid())
-    # The agent of a node has its own_pid process ID in AGENT, for its ranks.
+    # The agent of a node has its own process ID in AGENT, for its ranks.
     return any(os.environ.get(name, own_pid) != own_pid for name in (PARENT, AGENT))
 
 
