@@ -36,6 +36,7 @@ from shardtrain.launch.greeting import (
     QUIET_SECONDS,
     REFUSAL_SECONDS,
     STOP_SECONDS,
+    in_background,
     is_telling,
     read_refusal,
     readers_key,
@@ -51,6 +52,8 @@ from shardtrain.utils.process import SECRET
 _NO_NUMBER = 2**31
 """Sort key of a node without --node_rank. It is larger than every --node_rank."""
 _TIMEOUTS = ("join", "last_call", "close", "heartbeat")
+SILENT_SECONDS = 75.0
+"""Time without a reply of the store after which nodes that meet give up. Longer than PyTorch's own timeout of 60 s."""
 LONGEST_LOOKS = 2
 """Number of heartbeat intervals without a look at the shared state after which this process was suspended."""
 RETURN_SECONDS = 10.0
@@ -189,6 +192,8 @@ class _SteadyState(pytorch._BackendRendezvousStateHolder):
         self._own_node = own_node
         self._changes: dict[tuple[Any, datetime], float] = {}
         self._looked_at = 0.0
+        self.synced_at = 0.0
+        """Monotonic time of the last reply of the store."""
         self._joined: dict[Any, float] = {}
         """Nodes that have joined the incomplete round, and the monotonic time at which each was last part of it."""
         self._report_at: float | None = None
@@ -202,6 +207,7 @@ class _SteadyState(pytorch._BackendRendezvousStateHolder):
             self.raise_refusal()
             self._report_wait()
         has_set = super().sync()
+        self.synced_at = time.monotonic()
         self._raise_lost()
         return has_set
 
@@ -340,7 +346,16 @@ class Meeting(pytorch.DynamicRendezvousHandler):
         self._is_store_lost = False
         self._members = {}
         self._missing_since = {}
-        return within(None, self._meet)
+        holder: Any = self._state_holder
+        holder.synced_at = time.monotonic()
+        met = in_background(self._meet)
+        while not met.done():
+            with contextlib.suppress(TimeoutError):
+                return met.result(LOOK_SECONDS)
+            # A call to a suspended host, or to one without power, would never return.
+            if time.monotonic() - holder.synced_at > SILENT_SECONDS:
+                raise RendezvousConnectionError("the store does not reply")
+        return met.result()
 
     def _meet(self) -> RendezvousInfo:
         while True:

@@ -436,6 +436,19 @@ def test_a_store_that_does_not_reply_ends_no_healthy_run(monkeypatch):
     never.set()
 
 
+def test_a_store_that_does_not_reply_ends_nodes_that_meet(monkeypatch):
+    """The call to the store of a suspended host never returns, and RDZV_TIMEOUT does not interrupt it."""
+    rendezvous = Meeting.from_backend(
+        "run", dist.HashStore(), C10dRendezvousBackend(dist.HashStore(), "run"), 2, 2, "127.0.0.1"
+    )
+    never = threading.Event()
+    monkeypatch.setattr(pytorch.DynamicRendezvousHandler, "next_rendezvous", lambda _: never.wait())
+    monkeypatch.setattr(meeting, "SILENT_SECONDS", 0.1)
+    with pytest.raises(RendezvousConnectionError, match="does not reply"):
+        rendezvous.next_rendezvous()
+    never.set()
+
+
 @pytest.mark.parametrize("error", [RendezvousConnectionError, dist.DistNetworkError])
 def test_a_lost_store_is_not_called_again_and_the_agent_reports_the_cause(monkeypatch, error):
     """Otherwise the error would end the agent before it names a rank and writes exit.json."""
