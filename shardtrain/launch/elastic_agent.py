@@ -96,7 +96,7 @@ class TrainingAgent(NodeAgent):
         ranks have restarted, which may take as long as the rendezvous.
         """
         super()._shutdown()
-        # The other nodes must not take this node for a lost one while it restarts its ranks.
+        # Otherwise other nodes take this one for a lost node while it restarts its ranks.
         if self._are_running:
             self._reports.leave()
 

@@ -62,7 +62,7 @@ class NodeReports:
 
     Args:
         number: Position of this node among them.
-        missing: Returns the numbers of other nodes that are no longer part of the rendezvous.
+        missing: Returns the numbers of other nodes that have left the rendezvous.
 
     Raises:
         ConfigError: two nodes were started with the same ``--node_rank``.
@@ -124,7 +124,7 @@ class NodeReports:
             return True
 
     def leave(self) -> None:
-        """Note that this node leaves the attempt without a report, because its ranks restart with more nodes."""
+        """Note that this node leaves the attempt without a report: its ranks restart with more nodes."""
         with contextlib.suppress(DistError, TimeoutError):
             within(LOST_SECONDS, lambda: self._store.set(f"{_LEFT}/{self._number}", ""))
 
