@@ -302,7 +302,7 @@ def _train(words: list[str]) -> int:
             with local.lost_peers_in_exit_json(loaded):
                 code = agent.train(loaded, arguments, several, require)
         except Preempted as error:
-            # Another node was asked to stop before the ranks ran.
+            # Another node received a request to stop before the ranks ran.
             code = print_error(error)
     else:
         code = _train_here(loaded, arguments, words)

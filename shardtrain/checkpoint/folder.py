@@ -76,7 +76,7 @@ class Checkpoints(Saver):
         run_folder = self._run_folder
         saves = self._options.enable and not self._options.load_only
         is_inside = isinstance(self._folder, Path) and self._folder.is_relative_to(run_folder)
-        # Here, the lease of the checkpoint folder also protects the run folder.
+        # In this case, the lease of the checkpoint folder protects the run folder, too.
         if saves and is_inside and not os.path.lexists(run_folder / LEASE):
             return
         self._run_lease = Lease(run_folder)

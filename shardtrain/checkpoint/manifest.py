@@ -323,7 +323,7 @@ def _verified_body(data: bytes) -> dict[str, Any]:
     digest = hashlib.sha256(rest).hexdigest()
     if digest.encode() != first_line.group(1):
         _refuse("is damaged: its bytes are not those that were written")
-    # The hash is right, but a hostile manifest can have a right hash. So limit the memory of the parser.
+    # A hostile manifest can have a correct hash, so limit the memory of the parser.
     try:
         body = checked_json.parse(data, unique_keys=True, memory_bytes=MEMORY_BYTES)
     except ValueError as error:

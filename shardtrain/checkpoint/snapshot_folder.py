@@ -137,7 +137,7 @@ def remove_others(generation: Path, names: set[str]) -> None:
 
 def forget_all(folder: Path) -> None:
     """Invalidate all snapshots of a node, because a rollback has undone their steps. Raises OSError."""
-    # A file without a record does not exist.
+    # A file without its record is ignored, so only the records are removed.
     for generation in GENERATIONS:
         for path in (folder / generation).glob(f"*{_RECORD}"):
             path.unlink(missing_ok=True)

@@ -204,7 +204,7 @@ def fetch(
     most_bytes = max(_LEAST_BYTES, _ROUND_BYTES // size)
     waiting = _pieces(needed, most_bytes)
     piece = next(waiting, None)
-    # A rank that needs nothing more still takes part, because it holds bytes that other ranks need.
+    # A rank that needs nothing more still takes part, because other ranks need its bytes.
     while any_rank(piece is not None):
         # Request at most ``most_bytes`` from each holder in a round.
         requested: list[list[Range]] = [[] for _ in range(size)]

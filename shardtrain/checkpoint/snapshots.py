@@ -315,7 +315,7 @@ class Snapshots:
         for (token, step), nodes_of_names in nodes_of.items():
             if step > newer_than and MANIFEST in nodes_of_names:
                 candidates.append((step, token))
-        # All ranks have the same candidates in the same order, because ``_verify`` is a collective.
+        # ``_verify`` is a collective, so all ranks must try the same candidates in the same order.
         for step, token in sorted(candidates, reverse=True):
             records_here = {}
             generation = -1

@@ -477,7 +477,7 @@ def _bytes_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytearray:
         opened: IO[bytes] = file
         while view:
             count = opened.readinto(view)  # type: ignore[attr-defined]
-            # The member is shorter than the archive's directory says.
+            # The member is shorter than the archive's directory claims.
             if not count:
                 break
             view = view[count:]

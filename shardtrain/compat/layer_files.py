@@ -135,11 +135,11 @@ def family_of(folder: Path) -> tuple[Family, int]:
 def steps_of(folder: Path) -> list[Path]:
     """Return the step folders in order, or ``folder`` itself if it is a step folder. [] if there is none."""
     try:
-        # A step folder without files cannot be loaded.
         candidates = [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
     except OSError:
         return []
     candidates.sort(key=_number)
+    # A step folder without files cannot be loaded.
     steps = [path for path in candidates if path.is_dir() and files_of(path)]
     if not steps and files_of(folder):
         steps = [folder]
@@ -158,7 +158,7 @@ def step_of(folder: Path) -> Path:
     """
     steps = steps_of(folder)
     try:
-        # The file is not trusted: it only contains the name of a folder.
+        # Read at most 200 bytes, because the file is untrusted and contains only a folder's name.
         name = bounded_reads.start(folder / LATEST, 200).decode("ascii", "replace").strip()
     except OSError:
         name = ""

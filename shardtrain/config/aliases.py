@@ -110,7 +110,7 @@ def _same(prefix: str, new_prefix: str, kinds: Mapping[str, Any]) -> dict[str, A
     return {f"{prefix}.{key}": Alias(f"{new_prefix}.{key}", kind) for key, kind in kinds.items()}
 
 
-# Degrees that torchtitan had in [training] or [experimental] first.
+# Degrees of parallelism, which torchtitan first had in [training] or [experimental].
 _DEGREES = {
     "tensor_parallel_degree": int,
     "pipeline_parallel_degree": int,
@@ -128,7 +128,7 @@ _MOVED = {
     "pipeline_parallel_schedule_csv": str,
     "pipeline_parallel_microbatch_size": int,
 }
-# Keys of [float8], [mx] and [profiler], which were renamed as sections.
+# Keys of [float8], [mx] and [profiler]. These sections have other names now.
 _FLOAT8 = {
     "enable_fsdp_float8_all_gather": bool,
     "precompute_float8_dynamic_scale_for_fsdp": bool,
@@ -183,7 +183,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
             {True: "foreach", False: "for-loop"}.get,
         ),
         "lr_scheduler.lr_min": Alias("lr_scheduler.min_lr_factor", float),
-        # [training] of 2024.
+        # [training] in torchtitan's versions of 2024.
         "training.batch_size": Alias("training.local_batch_size", int),
         "training.warmup_steps": Alias("lr_scheduler.warmup_steps", int),
         "training.warmup_pct": Alias(
@@ -476,7 +476,7 @@ def rewrite(settings: list[Setting]) -> Rewritten:
 def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
     """Return the setting under its current name, or None if it has no counterpart or cannot be translated."""
     old = setting.option
-    # The notices state the file and line of the old option.
+    # File and line of the old option, for the notices.
     where = setting.where
     # Convert the value to its old type, then to the current one.
     try:
@@ -493,7 +493,7 @@ def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
     except Unfit as unfit:
         done.problems.append(Problem(old, setting.shown, unfit.rule, unfit.fix, where))
         return None
-    # No counterpart: the result does not depend on it.
+    # The option has no counterpart. ``why`` is the reason.
     if alias.new is None:
         done.notices.append(f"{where}: {old} is ignored: {alias.why}")
         return None
@@ -555,7 +555,6 @@ def _merge_converters(done: Rewritten, added: list[Setting]) -> None:
     if not added:
         return
     # The last list counts. A list of the command line has replaced the list of the file.
-    # Only the last setting of an option has an effect.
     lists = done.of("model.converters")
     given = []
     if lists and not lists[-1].is_text:
@@ -563,7 +562,7 @@ def _merge_converters(done: Rewritten, added: list[Setting]) -> None:
     names = list(given)
     for setting in added:
         names += [name for name in setting.value if name not in names]
-    # A switch may repeat a converter of the list.
+    # Keep the list unchanged if the switches only repeat its converters.
     if len(names) > len(given):
         done.settings = [
             setting for setting in done.settings if setting.option != "model.converters"
@@ -604,8 +603,8 @@ def _finish(done: Rewritten, old: list[Setting]) -> None:
 
 
 def _add(done: Rewritten, option: str, value: Value, where: str, why: str) -> None:
-    # The notice shows values as TOML writes them.
     done.settings.append(Setting(option, value, where))
+    # The notice shows values as TOML writes them.
     shown = value
     if isinstance(value, bool):
         shown = str(value).lower()
@@ -624,7 +623,6 @@ def _warmup(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Set
         _add(done, "lr_scheduler.name", "linear_linear", used.where, why)
     if "training.warmup_pct" not in given:
         return
-    # torchtrain computed the warmup from the number of steps.
     used = given["training.warmup_pct"]
     steps = new.get("training.steps")
     # The translated warmup_pct is a share of the steps, which is not a valid number of steps.
@@ -818,9 +816,9 @@ def _cuts(done: Rewritten) -> None:
     for setting in done.of(option):
         if not isinstance(setting.value, _Cuts):
             continue
-        # Without points there is a single stage.
         points = list(setting.value)
         done.settings.remove(setting)
+        # A list without split points is a single stage.
         if not points:
             done.notices.append(f"{setting.where}: it contains no split points and is ignored")
             continue
@@ -893,7 +891,6 @@ def _validation_set(
     done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]
 ) -> None:
     """Set torchtitan's validation set if a torchtitan file enables validation without naming a set."""
-    # torchtitan validated on c4 when training on it.
     switch = new.get("validation.enable")
     training = new.get("training.dataset")
     if switch is None or {"validation.dataset", "validation.dataset_path"} & new.keys():

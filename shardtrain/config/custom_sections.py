@@ -82,7 +82,6 @@ def _build(path: str, digest: str) -> type[Config]:
             f"define a dataclass {ROOT} whose fields are sections",
         )
     # A section with the name of an existing section extends it.
-    # The type of a field must be one of these classes.
     existing = get_type_hints(Config)
     sections = []
     for name, annotation, _, _ in _fields(classes[ROOT]):
@@ -132,7 +131,7 @@ def _section(path: str, section: str, node: ast.ClassDef, base: type | None) -> 
         raise _Invalid(
             f"defines the section [{section}] without options", "add fields with types and defaults"
         )
-    # The help text of the section.
+    # Help text: the docstring of the class, or else that of the section that it extends.
     summary = ast.get_docstring(node)
     if not summary and base is not None:
         summary = base.__doc__

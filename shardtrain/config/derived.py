@@ -48,17 +48,17 @@ def other_degrees(config: Config) -> int:
 
 def packing_kind(data: Data, formats: Iterable[str]) -> str:
     """Return data.packing. "auto" resolves to "concat" if all sources are text, else to "first_fit"."""
-    # Packing by concatenation may cut a prompt from its answer.
     if data.packing != "auto":
         return data.packing
+    # Packing by concatenation may cut a prompt from its answer.
     return "concat" if set(formats) <= {"text"} else "first_fit"
 
 
 def long_documents(data: Data, form: str) -> str:
     """Return data.long_documents for a row format. "auto" resolves to "split" for text, else to "cut"."""
-    # Half a conversation is useless, but half a text is still a text.
     if data.long_documents != "auto":
         return data.long_documents
+    # Half of a conversation is useless, but half of a text is still a text.
     return "split" if form == "text" else "cut"
 
 
@@ -92,14 +92,12 @@ def notes_on_rows(config: Config) -> list[str]:
     They read no data, and describe the last step of a ramp. Empty if all steps have the same sizes.
     """
     notes = []
-    # A ramp grows, so its last steps need the most memory.
     for line in ramps.describe(config.training):
         notes.append(f"{line}; memory and time are those of the last steps, which are the largest")
-    # Documents are packed, so their rows have no padding.
+    # Rows of these tasks always have seq_len tokens.
     if config.task.name in OF_NEXT_TOKENS:
         return notes
     length = f"training.seq_len={config.training.seq_len}"
-    # Each batch is padded to its longest row, which is unknown without reading the data.
     return [
         *notes,
         f'every sequence of task.name="{config.task.name}" is counted as {length} tokens, the maximum; '
@@ -109,7 +107,7 @@ def notes_on_rows(config: Config) -> list[str]:
 
 def compute_dtype(config: Config) -> str:
     """Name of the dtype of forward and backward."""
-    # Parameters in bfloat16 are used as they are.
+    # Parameters in bfloat16 need no cast, so the option has no effect.
     if config.training.dtype == "bfloat16":
         return "bfloat16"
     return config.training.mixed_precision_param

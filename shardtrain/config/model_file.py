@@ -54,7 +54,6 @@ def model_path(name: str) -> Path:
     """Return the file of ``model.name``: the user's file if the name ends in .py, else a file of this package."""
     if name.endswith(".py"):
         return Path(name)
-    # Models of this package are names, and files of the user's are paths.
     return MODELS_FOLDER / f"{name}.py"
 
 
@@ -87,7 +86,7 @@ def shape(facts: ModelFacts, flavor: str, overrides: Mapping[str, Any]) -> dict[
     Raises:
         KeyError: the flavor does not exist.
     """
-    # The flavor and the overrides change the defaults in this order.
+    # Overrides take precedence over the flavor, and the flavor over the defaults.
     defaults = {name: default for name, (_, default) in facts.fields.items()}
     sizes = {**defaults, **facts.flavors[flavor], **overrides}
     for name, value in overrides.items():
@@ -118,7 +117,7 @@ def _no_file(name: str) -> Problem:
             fix=f"get one of the hub with `shardtrain data download --repo_id {name} --all`, and name its folder",
         )
     names = model_names()
-    # A misspelled name.
+    # The name may be misspelled.
     near = nearest(name, names)
     known = "the models folder is empty"
     if names:
@@ -168,7 +167,7 @@ def _definition(
             return module, node.value
         if not follow or not isinstance(node, ast.ImportFrom):
             continue
-        # Only files of this package are followed: any other module might be anywhere.
+        # Follow only imports of this package, whose files are known without importing anything.
         imported_module = node.module or ""
         if not imported_module.startswith(NATIVE_MODELS):
             continue

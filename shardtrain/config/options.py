@@ -175,7 +175,6 @@ def kind_text(kind: Kind) -> str:
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the most similar of ``names``, ignoring case. None if no name is similar enough."""
-    # Names are compared without case, and returned as they are written.
     by_lower_case = {other.lower(): other for other in names}
     matches = difflib.get_close_matches(name.lower(), by_lower_case, 1, cutoff)
     return by_lower_case[matches[0]] if matches else None
@@ -239,7 +238,7 @@ _OTHER_WORDS = {
 _ENVIRONMENT = (
     "set WANDB_PROJECT, WANDB_TEAM, WANDB_RUN_NAME and WANDB_RUN_GROUP in the environment"
 )
-# Fixes for names that correspond to no single option, or that have none.
+# Name in another program -> hint, also for names that no single option corresponds to.
 _WAYS = {
     **{word: f"did you mean {option}?" for option, words in _OTHER_WORDS.items() for word in words},
     **dict.fromkeys(
@@ -476,14 +475,12 @@ def help_text(name: str = "", schema: type[Config] = Config) -> str:
                 fix=f"did you mean {section}?" if section else suggestion(name, schema=schema),
             )
         )
-    # The list of sections.
     if not name:
         lines = ["Sections:"]
         for section, cls in sections(schema).items():
             if section:
                 lines.append(f"  [{section}]  {_first_line(cls)}")
         return "\n".join(lines)
-    # A section with all its options.
     lines = [f"[{name}]  {_first_line(sections(schema)[name])}"]
     lines += [help_text(other, schema) for other in options(schema) if other.startswith(f"{name}.")]
     return "\n".join(lines)

@@ -201,7 +201,7 @@ class ImageReader:
         return Image(name, self._path(name))
 
     def _base64(self, text: str) -> Image:
-        # Some encoders break lines, which are not part of the alphabet.
+        # Some encoders insert line breaks, which ``b64decode`` would reject.
         without_spaces = "".join(text.split())
         try:
             content = base64.b64decode(without_spaces, validate=True)
@@ -275,7 +275,7 @@ def _with_places(message: Any, has_column: bool) -> Any:
             parts.append(known)
     elif isinstance(content, str) and has_column and _PLACE in content:
         parts = []
-        # There is an image between two texts.
+        # The split removes the placeholders, so there is an image between each two texts.
         texts = _LINE_AT_PLACE.split(content)
         for number, text in enumerate(texts):
             if number:
@@ -334,7 +334,7 @@ def _embedded(part: Mapping[str, Any]) -> Any:
             continue
         if name in ("image", "image_url") and isinstance(value, Mapping):
             return _embedded(value)
-        # The key says that a text is base64, so mark it, because a short text would look like a path.
+        # The key identifies the text as base64. Without this prefix, a short text would be read as a path.
         if name == "base64" and isinstance(value, str) and not value.startswith("data:"):
             return f"data:;base64,{value}"
         if name == "bytes" and isinstance(value, str):

@@ -102,7 +102,8 @@ def read_rope(f: Fields) -> dict[str, Any]:
         return {**base, **_NO_YARN}
     if rope["rope_type"] != "yarn":
         raise f.other(f"rope type {rope['rope_type']!r} is not supported for DeepSeek")
-    # With equal values, YaRN does not rescale the attention scores, which the native model relies on.
+    # With equal values, YaRN scales only the attention scores, not the cosines and sines. The native model
+    # supports only this case.
     if rope.get("mscale") is None or rope["mscale"] != rope.get("mscale_all_dim"):
         raise f.other(
             "mscale and mscale_all_dim of rope_scaling must be equal, which the native model requires"

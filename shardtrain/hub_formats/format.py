@@ -369,7 +369,7 @@ class Fields:
         if value is None:
             value = default
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        # JSON writes 1.0 as 1 in some files. Python counts a bool as an int, but no key means it so.
+        # Some files write 1.0 as 1. A bool is an int in Python, but is not accepted for a number.
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):

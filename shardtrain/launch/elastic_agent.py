@@ -96,7 +96,8 @@ class TrainingAgent(NodeAgent):
         ranks have restarted, which may take as long as the rendezvous.
         """
         super()._shutdown()
-        # Otherwise other nodes take this one for a lost node while it restarts its ranks.
+        # Report that this node leaves the attempt. Otherwise other nodes would consider it lost while it
+        # restarts its ranks.
         if self._are_running:
             self._reports.leave()
 

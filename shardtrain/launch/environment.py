@@ -28,7 +28,7 @@ from shardtrain.utils.process import STORE, meeting_folder
 from shardtrain.utils.variables import is_whole_number
 
 LOCAL_ADDRESS = "127.0.0.1"
-# Number of ports that rendezvous ports of Slurm jobs are chosen from.
+# Number of ports from which a Slurm job's rendezvous port is chosen.
 PORTS_FROM_JOB_ID = 10_000
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 

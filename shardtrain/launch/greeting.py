@@ -201,7 +201,7 @@ def send_refusal(
     Args:
         hears_all: Number of nodes that must know a reason before this returns. 0 does not wait for them.
     """
-    # The message SET of PyTorch's store
+    # A SET message of PyTorch's store.
     message = b"\x01" + _store_text(_store_key(key)) + _store_text(reason)
     end = time.monotonic() + (REFUSAL_SECONDS if seconds is None else seconds)
     is_written = False

@@ -223,7 +223,7 @@ def _note_resources(loaded: config.Loaded, platform: str) -> None:
     ranks = launch.nproc_per_node
     devices = launch.devices_per_node
     on_cpu = loaded.config.training.device == "cpu"
-    # More devices than ranks waste money, and fewer cannot work.
+    # Unused devices cost money, so they get a note. Too few devices are an error.
     if devices and on_cpu:
         waste = f'{devices} GPUs are requested on each node, but training.device = "cpu" uses none'
         print(f"note: {waste}; remove launch.devices_per_node", file=sys.stderr)

@@ -98,7 +98,6 @@ class FrozenWeights:
         self._draws: Mapping[str, Draw] = {}
         self._seed = 0
 
-        # The kind of source determines how tensors are read.
         if path is None:
             assert config is not None
             self.dtype = self._plan_initial(model, module, shape, config)

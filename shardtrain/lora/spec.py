@@ -145,8 +145,8 @@ def _is_valid(description: Any) -> bool:
     The checkpoint may be damaged or come from elsewhere.
     """
     if not isinstance(description, dict):
-        # Check types first, then ranges, then the number of modules.
         return False
+    # Check types first, then ranges, then the number of modules.
     types: dict[str, Any] = {
         "rank": int,
         "alpha": (int, float),

@@ -170,9 +170,9 @@ def tags_of(fields: Mapping[str, Any], device_type: str, legacy: bool = False) -
     tags: dict[str, float] = {}
     for key, value in fields.items():
         if key in _NO_TAG:
-            # torchtitan's tag is a percentage.
             continue
         if key == "mfu":
+            # torchtitan's tag is a percentage.
             if value is not None:
                 tags["mfu(%)"] = 100 * value
         # Without a device allocator, memory is that of the process.

@@ -102,7 +102,7 @@ class BalanceLoss:
         self.is_counting = False
         self._sums = []
         choices_E, probabilities_E = sums_2E
-        # Each row has top_k choices. The clamp is for a step without a row.
+        # Each row has top_k choices. The clamp is for a step without rows.
         num_rows = (choices_E.sum() / self.top_k).clamp_min(1)
         load_E = choices_E / num_rows
         factor = self.coefficient * self.num_experts / num_rows

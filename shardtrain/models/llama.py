@@ -77,7 +77,6 @@ class LlamaBlock(nn.Module):
     """One layer: attention and feed-forward, each with a norm and a residual connection."""
 
     def __init__(self, c: Config) -> None:
-        # The norm comes before each branch, and the input is added after it.
         super().__init__()
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         self.attn = Attention(

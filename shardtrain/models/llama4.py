@@ -231,7 +231,6 @@ class Model(Decoder):
 def initial(c: Config) -> dict[str, Draw]:
     """Return the initial distribution per parameter pattern. The first match wins. The constants are Llama 3's."""
     depth: Depth = "layer" if c.depth_init else "total"
-    # Norms do not change their input at the start.
     return {
         "*norm.weight": Draw("ones"),
         "layers.*.*_norm.weight": Draw("ones"),

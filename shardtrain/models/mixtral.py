@@ -67,7 +67,6 @@ class MixtralBlock(nn.Module):
     """One layer: attention and experts, each with a norm and a residual connection."""
 
     def __init__(self, c: Config) -> None:
-        # The norm comes before each branch, and the input is added after it.
         super().__init__()
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         self.attn = Attention(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)

@@ -191,7 +191,6 @@ class Model(Decoder):
 
 def _rotary_fix(c: Config) -> str:
     """Return a fix that names the nearest ``rotary_pct`` whose number of rotary features is even."""
-    # Only even numbers of rotary features are possible.
     fractions = []
     for width in range(2, c.head_dim + 1, 2):
         fraction = width / c.head_dim

@@ -137,7 +137,7 @@ class GatedNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x_BTNV: Tensor, gate_BTNV: Tensor) -> Tensor:
-        """Normalize the last dimension in the dtype of ``x_BTNV``, and return the dtype of the gate."""
+        """Normalize the last dimension and apply the gate, in the dtype of ``x_BTNV``. Return the gate's dtype."""
         # The gate is applied in the dtype of the recurrence, which is float32.
         normed_BTNV = F.rms_norm(x_BTNV, self.weight.shape, self.weight.to(x_BTNV.dtype), self.eps)
         return (normed_BTNV * F.silu(gate_BTNV.to(x_BTNV.dtype))).type_as(gate_BTNV)
@@ -327,7 +327,7 @@ class Qwen3NextBlock(nn.Module):
         self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
     ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        # A layer has one of the two.
+        # A layer has either attention or a delta net.
         mixer = self.attn if self.attn is not None else self.delta
         assert mixer is not None
         x_BTD = x_BTD + mixer(self.attn_norm(x_BTD), angles, documents_BT)

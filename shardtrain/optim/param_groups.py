@@ -25,7 +25,6 @@ def parameter_groups(
     """
     groups: dict[tuple[float, Any], dict[str, Parameter]] = {}
     for name, parameter in named_parameters:
-        # Sort by decay and by mesh. Both distinguish groups.
         is_excluded = any(fnmatchcase(name, pattern) for pattern in no_weight_decay)
         decay = 0.0 if is_excluded else weight_decay
         mesh = getattr(parameter, "device_mesh", None)

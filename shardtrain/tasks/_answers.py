@@ -141,7 +141,7 @@ class AnswerTask(TextTask):
         """
         if not self.needs_reference:
             return {}
-        # A path has its own weights. Otherwise the reference is the model at the start of the run.
+        # Without reference_path, the reference is the model at the start of the run.
         folder = self.config.task.reference_path
         if folder:
             return {"reference weights": initial_weights.of_folder(Path(folder))}

@@ -312,7 +312,6 @@ class ImageText(TextTask):
 
     def flops_per_row(self, model: nn.Module) -> Callable[[ImageRow], float] | None:
         """Return a function from a row to the FLOPs of the vision tower. None if its sizes are unknown."""
-        # Without known sizes, only the text is counted.
         tower = VisionTower.of(self.folder)
         if tower is None:
             return None
@@ -465,7 +464,7 @@ def folder_of(dataset_path: str | None) -> str:
         return ""
     if os.path.isdir(dataset_path):
         return dataset_path
-    # The folder before the first component with a wildcard.
+    # Return the folder before the first component with a wildcard.
     parts = Path(dataset_path).parts
     for number, part in enumerate(parts):
         if any(letter in part for letter in "*?["):

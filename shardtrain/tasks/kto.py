@@ -208,7 +208,6 @@ class KTO(AnswerTask):
         answers."""
         labels = rows["label"].flatten()
         is_answer = labels != _PADDING
-        # Padding entries are not answers.
         rewards = rows["rewards"].flatten()[is_answer].double()
         labels = labels[is_answer]
         has_right_sign = (rewards > 0) == (labels == 1)

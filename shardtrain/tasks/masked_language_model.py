@@ -51,7 +51,7 @@ class MaskedLanguageModel(ExampleTask):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        # Rows have no label, so their text has no name in ``data show``.
+        # Rows have no label, so ``data show`` calls their text "text".
         self.labels = []
         self.fraction = float(config.task.options.get("mask_fraction", 0.15))
 

@@ -88,9 +88,9 @@ def pair_losses(rewards_B2: Tensor, lengths_B2: Tensor, task: TaskOptions) -> Te
 
     smoothing = task.label_smoothing
     as_labeled_B = -F.logsigmoid(difference_B)
-    # The loss of the pair if its answers had been exchanged.
     if not smoothing:
         return as_labeled_B
+    # Loss of the pair with its answers exchanged.
     exchanged_B = -F.logsigmoid(-difference_B)
     if task.loss_type == "robust":
         return ((1 - smoothing) * as_labeled_B - smoothing * exchanged_B) / (1 - 2 * smoothing)

@@ -233,7 +233,7 @@ class RowTask:
         share = RankSlice(
             section.local_batch_size, batch_rank, num_batch_ranks, accumulation, sizes
         )
-        # Evaluation uses each row once, so the last batch of an epoch is not filled.
+        # training.last_batch only applies to training.
         last = "rollover"
         if section is self.config.training:
             last = self.config.training.last_batch

@@ -69,7 +69,7 @@ class ExampleTask(TextTask):
         encode = partial(self.encode, split=split)
         rows: _files.FileRows[Example] = _files.read(self.config, split, encode)
         task = self.config.task
-        # Everything that changes the rows of the same files.
+        # Options and tokens that determine the rows of the same files.
         facts = (
             self.tokenizer.fingerprint,
             section.seq_len,

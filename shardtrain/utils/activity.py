@@ -61,7 +61,6 @@ class Phases:
         return seconds
 
 
-# Marks of different distances.
 GRAINS = (1, 16, 256)
 """Marks are kept at multiples of ``mark_steps`` times these. Ranks that are read at different moments then
 have a mark in common, even if steps are short."""

@@ -79,7 +79,6 @@ def folder(path: str | os.PathLike[str], create: bool = False) -> Iterator[int]:
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(name, dir_fd=descriptor)
                 inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
-            # Close the parent only after its child is open.
             os.close(descriptor)
             descriptor = inner
         yield descriptor
@@ -154,7 +153,7 @@ def open_file(
 
 def _keep_devices(name: str, at: int) -> None:
     """Raise OSError for a device and for a file in ``/dev``: root could replace ``/dev/null`` of all programs."""
-    # /dev may have been mounted in another place.
+    # /dev may be mounted elsewhere, too.
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(at), os.stat(_DEVICES)):
             raise OSError(errno.EOPNOTSUPP, "/dev is for devices, not for files")

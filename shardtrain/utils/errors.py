@@ -108,7 +108,6 @@ class ConfigError(ShardtrainError):
     exit_code = 2
 
     def __init__(self, problems: Problem | str | Sequence[Problem | str]) -> None:
-        # A single problem is the common case.
         if isinstance(problems, Problem | str):
             problems = (problems,)
         self.problems = tuple(problems)

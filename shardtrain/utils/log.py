@@ -159,7 +159,7 @@ def without_torchao_warnings() -> Iterator[None]:
 
 def reset() -> None:
     """Undo ``setup``: close the handlers and restore Python's defaults."""
-    # Handlers of others, such as those of a test, stay.
+    # Keep handlers of other code, such as those of a test.
     for handler in list(logger.handlers):
         if isinstance(handler.formatter, _LineFormatter):
             logger.removeHandler(handler)
@@ -244,10 +244,10 @@ class _LineFormatter(logging.Formatter):
         colored = getattr(record, "colored", None)
         if self.terminal:
             row = getattr(record, "terminal", None) or colored
+            # A record without a row is ordinary text.
             if not row:
                 lines = self._wrapped(record)
             elif self.color:
-                # A record without a row is ordinary text.
                 lines = str(row).split("\n")
             else:
                 lines = _ANSI.sub("", row).split("\n")

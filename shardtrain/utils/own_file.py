@@ -111,7 +111,6 @@ def fault(path: str, kind: FileKind) -> tuple[str, str] | None:
 
     The file is not run, so a required name counts as defined if any statement may bind it.
     """
-    # Check that the file exists, then its syntax, then its names.
     if not Path(path).is_file():
         return "is not a file", f"give the path of an existing file, and {kind.fix}"
     try:
@@ -125,10 +124,10 @@ def fault(path: str, kind: FileKind) -> tuple[str, str] | None:
 
 def parse(path: str | Path) -> ast.Module:
     """Return the syntax tree of a file; raises SyntaxError, ValueError or OSError if it cannot be read as Python."""
-    # Python's parser fails in other ways for very deep expressions.
     content = bounded_reads.whole(path, MAX_BYTES)
     try:
         return ast.parse(content)  # with bytes, it accepts the same encodings as Python
+    # For very deep expressions, the parser raises these instead of SyntaxError.
     except (MemoryError, RecursionError) as error:
         raise SyntaxError("an expression is nested too deeply") from error
 

@@ -181,7 +181,7 @@ def naming(path: object) -> Iterator[None]:
 def _exhausted_inodes(path: str | os.PathLike[str] | None) -> str:
     """Return ``FREE of TOTAL`` inodes of the filesystem of ``path`` if few are free but space is free; else ""."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        # The path may not exist yet, so ask its nearest existing folder.
+        # The path may not exist yet, so use its nearest existing folder.
         place = Path(os.path.abspath(os.fsdecode(path or "")))
         while not place.exists():
             place = place.parent

@@ -112,7 +112,7 @@ def format_seconds(seconds: float) -> str:
         return "-"
     if seconds < 0:
         return "-" + format_seconds(-seconds)
-    # The limits are those of rounding: 59.95 would be shown as 60.0s.
+    # The limits account for rounding: 59.97 would be shown as 60s instead of 1m00s.
     if seconds < 0.9995:
         return f"{seconds * 1000:.3g}ms" if seconds else "0s"
     if seconds < 59.95:
@@ -147,7 +147,7 @@ def parse_count(text: str | int) -> int:
     (8000000000, 1500, 524288)
     """
     if isinstance(text, str):
-        # Separators of thousands.
+        # Remove thousands separators.
         text = text.replace("_", "").replace(",", "")
     return _parse_scaled(text, _COUNT_UNITS, 'a count like "8B" or "524288"')
 

@@ -81,7 +81,7 @@ def number(environment: Mapping[str, str], name: str, default: str, least: int =
         ConfigError: the variable is not a number of at least ``least``, or is not set and ``default`` is "".
     """
     text = environment.get(name) or default
-    # A launcher sets all of its variables.
+    # A launcher sets all of its variables, so a missing one means leftovers of another launcher.
     if not text:
         raise ConfigError(
             Problem(

@@ -334,7 +334,7 @@ def _export(checkpoint: Path, output: Path, base: Path | None, adapters: bool) -
 
 def _steps_of_run(folder: Path) -> dict[str, Path]:
     """Return the checkpoints of a shardtrain run in order, by FMEngine's step names. {} if ``folder`` is no run."""
-    # A run contains its checkpoints in a folder.
+    # ``folder`` may be the run's folder, or its folder of checkpoints.
     if (folder / "checkpoint").is_dir():
         folder = folder / "checkpoint"
     checkpoints: list[tuple[int, Path]] = []

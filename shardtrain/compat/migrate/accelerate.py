@@ -85,7 +85,7 @@ _DEEPSPEED: Mapping[str, Rule] = {
 }
 
 KEYS: Mapping[str, Rule] = {
-    # Where and how many processes start.
+    # Processes and machines.
     "compute_environment": Cannot(
         "SageMaker is not supported; see `shardtrain launch` for supported platforms",
         off=("LOCAL_MACHINE", None),
@@ -188,7 +188,7 @@ def finish(migration: FileMigration) -> None:
         "honoured",
         "one process" if kind == "NO" else "num_processes is the number of ranks",
     )
-    # Any compiler backend enables ours: the backends do not change numbers.
+    # Any backend enables compilation. Its name is not used.
     backend = migration.get("dynamo_backend", str, "NO")
     if backend.upper() not in ("NO", "FALSE"):
         migration.set("dynamo_backend", "compile.enable", True)
@@ -198,7 +198,7 @@ def finish(migration: FileMigration) -> None:
 def _precision(migration: FileMigration) -> None:
     """Set the compute dtype. YAML reads an unquoted ``no`` as false."""
     dtypes = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "False": "float32"}
-    # The value may be a boolean, so ``get`` with a type does not work here.
+    # The value may be text or a boolean, and ``get`` accepts a single type.
     value = migration.values.get("mixed_precision")
     inner = _fsdp(migration, "mixed_precision")
     if isinstance(value, str | bool) and str(value) in dtypes:

@@ -17,7 +17,7 @@ from shardtrain.compat.migrate.training_arguments import (
 
 SYSTEM = "axolotl"
 OPEN = ""
-# Tables that are values of one key.
+# Keys whose value is an entire table, which has no rules of its own.
 LEAVES = frozenset(
     [
         "special_tokens",

@@ -33,8 +33,8 @@ def looks(values: Mapping[str, Any]) -> bool:
         "zero_optimization",
         "train_batch_size",
         "steps_per_print",
-        # An accelerate file may contain a DeepSpeed table, and accelerate has its own reader.
     }
+    # An accelerate file may contain a DeepSpeed table, but accelerate has its own reader.
     return bool(marks & values.keys()) and "distributed_type" not in values
 
 
@@ -45,7 +45,7 @@ KEYS: Mapping[str, Rule] = {
     "gradient_accumulation_steps": JOINED,
     "steps_per_print": To("metrics.log_freq", int),
     "gradient_clipping": JOINED,
-    # The order of division and sum affects rounding, but not which numbers training computes.
+    # The order of division and sum only affects rounding.
     "prescale_gradients": Idle("gradients are summed first, and divided once"),
     "gradient_predivide_factor": Idle("gradients are summed first, and divided once"),
     "sparse_gradients": Cannot("gradients of embeddings are always dense"),
@@ -61,7 +61,7 @@ KEYS: Mapping[str, Rule] = {
     "fp16.loss_scale": JOINED,
     "fp16.loss_scale_window": JOINED,
     "fp16.initial_scale_power": JOINED,
-    # Overflows until the loss scale halves, and its minimum. The scale here halves at once and has no minimum.
+    # DeepSpeed's hysteresis is the number of overflows until the loss scale halves.
     "fp16.hysteresis": Idle(
         "the loss scale halves at the first overflow, and the step is skipped as in DeepSpeed"
     ),
@@ -300,7 +300,7 @@ def _precision(migration: FileMigration) -> None:
         precision = "bfloat16"
     elif fp16:
         precision = "float16"
-    # Report the option at the switch that determines it.
+    # Report the result at the switch that determines it.
     key = _k("bf16.enabled") if migration.has(_k("bf16.enabled")) else _k("bfloat16.enabled")
     if fp16 and not bf16:
         key = _k("fp16.enabled")
@@ -343,7 +343,7 @@ def _precision(migration: FileMigration) -> None:
         text = _AUTO if is_auto else "the loss scale is only used with fp16"
         migration.record(_k(name), "ignored", text)
 
-    # The option has no float16. float32 sums are more precise.
+    # The option does not support float16, and sums in float32 are more precise.
     key = _k("data_types.grad_accum_dtype")
     dtypes = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
     dtypes |= dict.fromkeys(("fp16", "float16"), "float32")
@@ -486,7 +486,7 @@ def _rates(migration: FileMigration) -> None:
     most = migration.get(peak, float, 1e-3)
     rate = migration.get(optimizer_rate, float)
     is_overridden = migration.has(optimizer_rate) and rate != most
-    # The optimizer's rate has a result already. Replace it, because the schedule wins.
+    # The optimizer's rate has a result already. The rate of the schedule replaces it.
     migration.entries = [e for e in migration.entries if e.key != "optimizer.params.lr"]
     migration.set(peak, "optimizer.lr", most, "the peak")
     text = "the schedule sets the same value"
@@ -578,7 +578,7 @@ def _zero(migration: FileMigration) -> None:
             migration.set(key, "parallelism.shard_optimizer_states", True)
         else:
             migration.set(key, "parallelism.data_parallel_shard_degree", 1)
-    # The number of processes is unknown, and sharding returns the same numbers as replicas.
+    # The number of processes is unknown, and sharding computes the same numbers as replicas.
     elif stage in (0, 1):
         text = "data-parallel ranks shard the model, with the same numbers; --nproc N gives each rank a full copy"
         migration.record(key, "honoured", text)

@@ -366,7 +366,7 @@ def _data(migration: FileMigration) -> None:
     for name in (place, "dataset\0data_files"):
         migration.record(name, "honoured", "part of training.dataset")
 
-    # The library for datasets supports slices such as train[:10%], which only it can evaluate.
+    # Slices such as train[:10%] have the syntax of the datasets library, and are not parsed here.
     split = migration.get("dataset\0split", str)
     if split and re.fullmatch(r"[\w-]+", split):
         migration.set("dataset\0split", "data.split", split)
@@ -376,7 +376,7 @@ def _data(migration: FileMigration) -> None:
             "unsupported",
             "slices of a split are not supported; write the slice to a file",
         )
-    # torchtune accepts rows of any length, and a fixed length is required here.
+    # torchtune accepts rows of any length, but training.seq_len is required here.
     length = migration.get("tokenizer\0max_seq_len", int)
     if length:
         migration.set("tokenizer\0max_seq_len", "training.seq_len", length)

@@ -12,7 +12,7 @@ from shardtrain.facts.file_kinds import dataset_of
 
 SYSTEM = "Hugging Face TrainingArguments"
 OPEN = "it is not in TrainingArguments, but defined by the program that reads this file"
-# Tables that are values of one key.
+# Keys whose value is an entire table, which has no rules of its own.
 LEAVES = frozenset(
     {
         "dataset_mixture",
@@ -61,7 +61,7 @@ def model_folder(name: str) -> tuple[str, str]:
 
 
 KEYS: Mapping[str, Rule] = {
-    # The run, and what it does.
+    # The run.
     "output_dir": To("job.dump_folder", str),
     "run_name": To("job.description", str),
     "overwrite_output_dir": Cannot(
@@ -240,7 +240,7 @@ def finish(migration: FileMigration) -> None:
     precision(migration)
     migration.default("optimizer.lr", 5e-5)
     migration.default("optimizer.beta2", 0.999)
-    # The Trainer disables weight decay by default, which ours enables.
+    # Unlike here, the Trainer's default is no weight decay.
     migration.default("optimizer.weight_decay", 0.0)
     optimizer(migration, migration.get("optim", str, "adamw_torch"), "optim")
     if migration.get("weight_decay", float, 0.0):
@@ -357,7 +357,7 @@ def schedule(migration: FileMigration, kind: str, key: str) -> None:
     migration.default("lr_scheduler.name", "transformers")
     if least:
         migration.default("lr_scheduler.min_lr_factor", least)
-    # The name determines that there is no warmup, whatever the other keys are.
+    # A schedule with this name has no warmup, whatever the other keys are.
     if warmup == 0:
         steps = ratio = 0.0
         for name in ("warmup_steps", "warmup_ratio"):
@@ -484,7 +484,7 @@ def _validation(migration: FileMigration) -> None:
 
     ``migration.record`` has no effect on a key that has a result already.
     """
-    # Older versions of transformers have the second name.
+    # Older versions of transformers use the second name.
     key = "eval_strategy" if migration.has("eval_strategy") else "evaluation_strategy"
     strategy = "no"
     if migration.values.get(key) is not False:
@@ -580,7 +580,7 @@ def _model_and_data(migration: FileMigration) -> None:
 
     modules(migration, "lora_target_modules", "lora.target_modules")
     modules(migration, "lora_modules_to_save", "lora.modules_to_save")
-    # PEFT's arguments have no switch of their own.
+    # PEFT's arguments contain no switch.
     if migration.has("lora_r"):
         migration.default("lora.enable", True, "lora_r is set")
     base_dtypes = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}
@@ -608,7 +608,7 @@ def _model_and_data(migration: FileMigration) -> None:
 def _preference_loss(migration: FileMigration) -> None:
     """Set the loss of DPO. TRL accepts one name or a list, and a list with one name has the same meaning."""
     given = migration.values.get("loss_type")
-    # Types of the option list the supported losses.
+    # The type of the option lists the supported losses.
     names = given if isinstance(given, list) else [given]
     losses = get_args(get_type_hints(Task)["loss_type"])
     if len(names) == 1 and names[0] in losses:

@@ -185,7 +185,7 @@ def finish(migration: FileMigration) -> None:
     migration.default("task.name", "classification")
     _sharding(migration, world)
     cuts_rows = get(_key(_T, "use_max_length"), bool, False)
-    # The program's default.
+    # 200 is the program's default.
     limit = get(_key(_T, "max_length"), int, 200)
     if cuts_rows:
         migration.set(_key(_T, "max_length"), "training.seq_len", limit)

@@ -208,7 +208,6 @@ def _disabled_features(c: Config) -> Iterator[tuple[str, str]]:
         yield "parallelism.context_parallel_load", 'context_parallel_method = "ring"'
 
 
-# Rules about options without effect.
 def _preset_options_without_effect(loaded: Loaded) -> Iterator[str]:
     for rule in _NO_EFFECT_CHECKS:
         for problem in rule(loaded):

@@ -45,7 +45,7 @@ _FIELDS_OF_TASKS = {
     "image_text": ("messages_field", *_OF_TEMPLATES),
 }
 """Columns and templates that each task of rows reads, regardless of data.format."""
-# All of them once, in the order of the formats.
+# Columns of all formats, without duplicates.
 _ALL_FIELDS = tuple(dict.fromkeys(field for fields in _FIELDS.values() for field in fields))
 
 
@@ -280,7 +280,7 @@ def check_stages(loaded: Loaded) -> Iterator[Problem]:
             where=loaded.where("data.stages"),
         )
         return
-    # Ends count from the start of the run, so they must rise.
+    # Ends count from the start of the run, so they must increase.
     previous_end = 0
     for number, stage in enumerate(stages):
         option = f"data.stages.{number}"
@@ -396,7 +396,6 @@ def stream_options(loaded: Loaded) -> Iterator[Problem]:
     if data.mode != "stream" or is_prepared:
         return
     fix = 'prepare the data first ("shardtrain data prepare"), or set data.mode = "memory"'
-    # Prepared shards store the number of their rows, so only these options of a stream are affected.
     rule = "requires the number of rows, which is unknown for a stream"
     if training.epochs is not None:
         yield problem(loaded, "training.epochs", rule, f'{fix}; or training.on_data_end = "stop"')
@@ -538,8 +537,7 @@ def check_validation(loaded: Loaded) -> Iterator[Problem]:
     if not c.validation.per_epoch:
         return
 
-    # Validations per epoch
-    # The two options determine the same interval.
+    # validation.freq and validation.per_epoch determine the same interval.
     if is_changed(loaded, "validation.freq"):
         yield problem(
             loaded,

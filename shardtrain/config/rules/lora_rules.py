@@ -23,7 +23,6 @@ def check_lora(loaded: Loaded) -> Iterator[Problem]:
     are enabled.
     """
     lora = loaded.config.lora
-    # Ranges.
     if lora.rank < 1:
         yield problem(loaded, "lora.rank", "must be at least 1", "use 8 to 64")
     if not 0 < lora.alpha < math.inf:
@@ -86,7 +85,6 @@ def adapted_modules(loaded: Loaded) -> Iterator[Problem]:
     """The rank is at most the model's width, and the output layer is not trained in two ways."""
     c = loaded.config
     shape = model_shape(loaded) or {}
-    # Rank and width.
     width = shape.get("dim")
     if isinstance(width, int) and c.lora.rank > width > 0:
         yield problem(
@@ -160,10 +158,9 @@ def quantized_weights(loaded: Loaded) -> Iterator[Problem]:
     """Frozen weights in 8 or 4 bits exclude everything that splits, compiles, simulates or moves them."""
     c = loaded.config
     option = "lora.base_dtype"
-    # This dtype stores the frozen weights without quantization.
+    # "training" keeps the frozen weights unquantized, and has no limits.
     if c.lora.base_dtype == "training":
         return
-    # Splitting.
     if c.parallelism.tensor_parallel_degree > 1:
         yield problem(
             loaded,
@@ -171,7 +168,6 @@ def quantized_weights(loaded: Loaded) -> Iterator[Problem]:
             rule="is not supported with tensor parallelism: blocks are not split",
             fix='set tensor_parallel_degree = 1, or use "training"',
         )
-    # Compiling and simulating.
     if c.compile.enable and "model" in c.compile.components:
         yield problem(
             loaded,
@@ -181,7 +177,6 @@ def quantized_weights(loaded: Loaded) -> Iterator[Problem]:
         )
     if c.comm.mode == "local_tensor":
         yield problem(loaded, option, "is not simulated", 'set comm.mode = "default"')
-    # Moving.
     if c.training.enable_cpu_offload:
         yield problem(
             loaded,

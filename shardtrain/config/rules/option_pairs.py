@@ -70,7 +70,7 @@ def qk_clip(loaded: Loaded) -> Iterator[Problem]:
     def conflict(rule: str, fix: str) -> Problem:
         return problem(loaded, "optimizer.qk_clip_threshold", rule, f"{fix}, or remove it")
 
-    # An optimizer file of the user's may contain QK-clip.
+    # A user's optimizer file may contain QK-clip.
     name = c.optimizer.name
     if name != "Muon" and not name.endswith(".py"):
         yield conflict("is only supported by Muon", 'set optimizer.name = "Muon"')
@@ -560,7 +560,6 @@ def float16_only_options(loaded: Loaded) -> Iterator[Problem]:
         return
     rule = "has no effect without float16, the only dtype with loss scaling"
     fix = 'set training.mixed_precision_param = "float16", or remove it'
-    # All options of float16 have the same rule and fix.
     for name in FLOAT16_ONLY:
         yield problem(loaded, f"training.{name}", rule, fix)
 
@@ -642,7 +641,7 @@ def check_spikes(loaded: Loaded) -> Iterator[Problem]:
     """
     training = loaded.config.training
     checkpoint = loaded.config.checkpoint
-    # The threshold of a spike is a number of standard deviations.
+    # The threshold of a spike is a number of standard deviations, which need two values.
     if training.spike_window < 2:
         yield problem(
             loaded,
@@ -704,7 +703,6 @@ def _debugs_recomputation(c: Config) -> bool:
 
 def _is_default(loaded: Loaded, option: str) -> bool:
     value: Any = Config()
-    # Walk through the sections to the option.
     for part in option.split("."):
         value = getattr(value, part)
     return bool(loaded.value(option) == value)

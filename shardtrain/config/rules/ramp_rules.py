@@ -55,7 +55,7 @@ def _check_form(loaded: Loaded, option: str) -> Iterator[Problem]:
         return
     steps = [step for step, _ in ramp]
     sizes = [size for _, size in ramp]
-    # The ramp determines the size of every step, so it must begin with the first.
+    # The ramp determines the size of every step, including the first.
     if steps[0] != 0:
         yield problem(loaded, option, "must begin at step 0", fix)
     elif not _increases(steps):
@@ -116,7 +116,7 @@ def _check_lengths(loaded: Loaded) -> Iterator[Problem]:
 def check_batch_on(loaded: Loaded, data_ranks: int) -> Iterator[Problem]:
     """Yield a problem if a global batch is not a multiple of the local batch times the data-parallel ranks."""
     training = loaded.config.training
-    # The batch of a forward and backward pass over all ranks.
+    # Sequences of one forward and backward pass, over all ranks.
     per_pass = training.local_batch_size * data_ranks
     # check_ramps reports a ramp with an invalid form.
     if per_pass < 1 or any(_check_form(loaded, BATCH_RAMP)):

@@ -62,7 +62,7 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
         if value is None:
             continue
         is_absolute = PurePath(value).is_absolute() and ".." not in value
-        # Checkpoints may be anywhere, but not reached through ".." of another folder.
+        # An absolute path may be anywhere, but must not contain "..".
         if is_absolute and option in ALSO_ELSEWHERE:
             continue
         rule = _path_rule(value, option in ONE_NAME)
@@ -118,7 +118,7 @@ def code_of_a_run(loaded: Loaded) -> list[Problem]:
     rule = "is code that the folder of a run names, and opening a folder runs none"
     problems = []
     for option, value in named_files(loaded.config):
-        # On the command line, the user has named the file.
+        # A file on the command line is the user's choice.
         if value.endswith(".py") and loaded.origins.get(option) != COMMAND_LINE:
             problems.append(
                 Problem(
@@ -137,7 +137,7 @@ def check_secrets(loaded: Loaded) -> Iterator[Problem]:
     logs and W&B.
     """
     for name in options(type(loaded.config)):
-        # Neither the value nor the place may repeat the secret.
+        # Neither the value nor the location may repeat the secret.
         if loaded.is_set(name) and redact_all(loaded.value(name)) != loaded.value(name):
             yield Problem(
                 name,

@@ -36,7 +36,7 @@ _DEGREES = {
     "tensor_parallel_degree": "splits each layer, and this task does not declare support for that",
 }
 """Degree -> the reason why a task that does not list it in its degrees cannot use it."""
-# Options that split or pack documents, which rows are not.
+# Options that split or pack documents. Tasks of rows do neither.
 OF_DOCUMENTS = (
     "data.mode",
     "data.readers",
@@ -168,7 +168,6 @@ def _check_mesh(loaded: Loaded, supported_degrees: Collection[str]) -> Iterator[
                 fix="set it to 1: data-parallel axes shard any model",
             )
 
-    # Rows need the outputs of all vocabulary entries on one rank.
     # Tasks of rows with tensor parallelism. Distillation is a task of documents.
     is_tensor_parallel = (
         c.parallelism.tensor_parallel_degree > 1 and "tensor_parallel_degree" in supported_degrees

@@ -78,7 +78,7 @@ def check_transformers(loaded: Loaded) -> Iterator[Problem]:
         # Further checks need the folder's config.json.
         return
     kind = content.get("model_type")
-    # An architecture with its own code needs a class of the library, because that code never runs.
+    # Code in the folder never runs, so the library must have a class for the architecture.
     code = sorted(key for key in content if CODE.search(key))
     if code and not in_transformers(kind):
         yield Problem(
@@ -118,7 +118,6 @@ def _read(folder: str) -> Mapping[str, Any] | str:
 
 def _check_options(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
-    # Dropout.
     tp = c.parallelism.tensor_parallel_degree
     if tp > 1 and c.model.overrides.get("dropout"):
         yield Problem(
@@ -136,7 +135,6 @@ def _check_options(loaded: Loaded) -> Iterator[Problem]:
             fix="leave it out, or set the degree to 1",
             where=loaded.origins.get("model.overrides.dropout", ""),
         )
-    # The compiler.
     if tp > 1 and c.compile.enable and "model" in c.compile.components:
         yield problem(
             loaded,

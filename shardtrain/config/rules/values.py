@@ -39,7 +39,6 @@ def divisors(number: int, limit: int | None = None) -> list[int]:
 
 def any_of(names: Value) -> str:
     """Join values as prose: ``1, 2 or 4``."""
-    # A single value has no "or".
     texts = [str(name) for name in names]
     if len(texts) < 2:
         return "".join(texts)

@@ -55,7 +55,7 @@ class Job:
 class Model:
     """The model to train."""
 
-    # Which model, and its files.
+    # Model and files.
     name: str = "llama3"
     """A file of shardtrain/models without ".py", or the path of a model file of yours (``my_model.py``)."""
     flavor: str = "debugmodel"
@@ -109,7 +109,7 @@ class Optimizer:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Weight decay, times the learning rate."""
-    # How the update is computed.
+    # Implementation of the update.
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Kernels of the update; fused is the fastest on CPU and CUDA. States in 8 bits or bfloat16 have their own."""
     state_dtype: Literal["default", "bfloat16"] = "default"
@@ -122,7 +122,7 @@ class Optimizer:
     """Update each parameter during backward and free its gradient, which saves the memory of
     gradients. Requires training.max_norm = inf, because clipping needs all gradients.
     """
-    # Which parameters have weight decay.
+    # Weight decay.
     no_weight_decay: list[str] = field(default_factory=list)
     """Parameter name patterns without weight decay, e.g. ["*norm*", "*.bias"]; here ``*`` crosses
     dots. A pattern that matches nothing is a notice (shardtrain).
@@ -351,7 +351,7 @@ class Parallelism:
 class ActivationCheckpoint:
     """Recompute activations in backward to save memory."""
 
-    # Which activations are recomputed.
+    # Choice of activations.
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
     """none keeps all activations; full recomputes every layer; selective: see selective_ac_option;
     memory_budget: the compiler chooses.
@@ -362,7 +362,7 @@ class ActivationCheckpoint:
         default_factory=lambda: ["moe.router.gate"]
     )
     """Linear layers whose matmul is recomputed even with "op"."""
-    # How they are recomputed.
+    # Details of recomputation.
     early_stop: bool = False
     """Stop recomputing a layer as soon as all tensors that backward needs are available."""
     memory_budget: float = 0.5
@@ -474,7 +474,7 @@ class Quantize:
 class Validation:
     """Loss on held-out data during training."""
 
-    # What is validated.
+    # Dataset.
     enable: bool = False
     """Validate every freq steps, and after the last step."""
     dataset: str = ""
@@ -485,7 +485,7 @@ class Validation:
     """File or folder that the dataset reads."""
     split: str = "validation"
     """Split of a Hugging Face dataset (shardtrain)."""
-    # When, and on how much of it.
+    # Batches and frequency.
     local_batch_size: int = 8
     """Sequences per data-parallel rank in one forward pass. A pipeline uses the
     number of a training step instead.

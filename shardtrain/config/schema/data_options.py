@@ -70,7 +70,7 @@ class DataStage:
 class Data:
     """Conversion of rows to sequences of tokens: format of a row, packing, mixture and masking of documents."""
 
-    # How rows are read.
+    # Reading.
     mode: Literal["auto", "memory", "stream"] = "auto"
     """When text is tokenized: all of it at start (memory), or while training runs (stream). auto is
     memory up to 64 MiB of input. Prepared shards (dataset "tokens") need neither (shardtrain).
@@ -129,7 +129,7 @@ class Data:
     """Special token that ends the assistant's last turn, for chat templates without one (GLM-4-MoE). Its loss
     is also computed after earlier turns, if the template writes it there (shardtrain).
     """
-    # How documents share sequences.
+    # Packing.
     packing: Literal["auto", "concat", "first_fit", "best_fit", "padded"] = "auto"
     """concat: concatenate all documents, then cut them into sequences; first_fit and best_fit: several
     complete documents per sequence, each in the first sequence with room or in the fullest one; padded: one

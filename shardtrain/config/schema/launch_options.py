@@ -12,7 +12,7 @@ from shardtrain.facts.ports import RENDEZVOUS_PORT
 class LaunchSSH:
     """Hosts that are reached by ssh."""
 
-    # Which hosts.
+    # Hosts.
     hosts: list[str] = field(default_factory=list)
     """Hosts; the first one serves the rendezvous: ["node1", "user@node2:2222"] (shardtrain)."""
     hostfile: str | None = None
@@ -21,7 +21,7 @@ class LaunchSSH:
     """Hosts of the hostfile to use, or devices of them: "node1@node2:0,2" (shardtrain)."""
     exclude: str = ""
     """Hosts of the hostfile to exclude, or devices of them: "node1:0@node3" (shardtrain)."""
-    # How they are reached.
+    # Connections.
     config_file: str | None = None
     """A file instead of ~/.ssh/config, for keys, users, ports and jump hosts (shardtrain)."""
     via: Literal["ssh", "pdsh"] = "ssh"
@@ -40,7 +40,7 @@ class LaunchSSH:
 class LaunchSlurm:
     """Options of sbatch and srun."""
 
-    # Where the job runs, and for how long.
+    # Placement and time limit.
     partition: str | None = None
     """Partition; the cluster's default unless set (shardtrain)."""
     account: str | None = None
@@ -54,7 +54,7 @@ class LaunchSlurm:
     that a retry may fix (6, 8, 76, a killed task), requeue it at most launch.max_restarts times, or
     6 if that is 0 (shardtrain).
     """
-    # How its processes start.
+    # Start of the processes.
     container: Literal["none", "apptainer", "singularity", "pyxis"] = "none"
     """Program that runs launch.image on the nodes; pyxis is enroot's plugin for srun (shardtrain)."""
     host_suffix: str = ""

@@ -12,7 +12,7 @@ from shardtrain.facts.dtypes import ComputeDtype
 class Checkpoint:
     """Saving and continuing."""
 
-    # Where and when checkpoints are saved.
+    # Folder and interval.
     enable: bool = False
     """Save checkpoints, and continue from the newest one found."""
     enable_ft_dataloader_checkpoints: bool = True
@@ -38,7 +38,7 @@ class Checkpoint:
     """Steps between two snapshots of the training state in host memory, from which --max_restarts continues;
     each node also holds a copy for another node; 0: none (shardtrain).
     """
-    # What a run starts from.
+    # Initial checkpoint.
     initial_load_path: str | None = None
     """Checkpoint to start from if folder has none: a folder, or a file of torch.save with a model_state_dict,
     such as pytorch_universal_trainer's checkpoint-396. Opening it runs no code.
@@ -57,7 +57,7 @@ class Checkpoint:
     """With initial_load_in_hf, load pytorch_model.bin, a pickle, from a folder without safetensors.
     No code in the file runs (shardtrain).
     """
-    # What a save contains.
+    # Contents of a save.
     last_save_model_only: bool = False
     """Save only the weights at the last step. Such a run cannot be continued, so the
     default is false (torchtitan's is true).
@@ -72,7 +72,7 @@ class Checkpoint:
     """dtype of the weights in a weights-only save and in Hugging Face format. auto: float32 in a
     save; in Hugging Face format the dtype of the folder that the run started from.
     """
-    # How a save is written, and what happens if it fails.
+    # Writes, and their failures.
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write checkpoints in the background: training waits only for the copy into host memory.
     Pinned memory makes the copy from CUDA faster.
@@ -88,7 +88,7 @@ class Checkpoint:
     compare_replicas: bool = True
     """Before a save, compare replicated tensors bitwise between ranks; if they differ, stop without saving
     (shardtrain)."""
-    # Which checkpoints are kept.
+    # Retention.
     keep_latest_k: int = 10
     """Number of newest checkpoints to keep; 0 keeps all."""
     keep_every_n_steps: int = 0
@@ -100,7 +100,7 @@ class Checkpoint:
     best_mode: Literal["auto", "min", "max"] = "auto"
     """Best value of keep_best: the lowest (min) or the highest (max); auto: as the task defines the metric
     (shardtrain)."""
-    # What a run continues from.
+    # Resuming.
     load_step: int = -1
     """Step to continue from; -1 is the newest."""
     exclude_from_loading: list[str] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Checkpoint:
     """Allow a checkpoint folder that every user of the machine can write to, and whose
     checkpoints anybody may have written (shardtrain).
     """
-    # How a run stops.
+    # Stopping.
     grace_seconds: int = 30
     """Time limit from a request to stop (SIGTERM and others) until the last process ends. A
     save that would take longer is skipped. Set at most the grace period of your platform

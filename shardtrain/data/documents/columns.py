@@ -52,7 +52,7 @@ class UnusedNames:
         for item in objects:
             if not isinstance(item, Mapping):
                 continue
-            # A name that was reported is removed, so it is reported only once.
+            # Remove each name that was reported, so it is reported only once.
             for name in self._meanings.keys() & item.keys():
                 if item[name] not in _NO_EFFECT:
                     meaning = self._meanings.pop(name)

@@ -116,7 +116,8 @@ class PromptEncoder:
             template = _template_facts(tokenizer, data)
         fields = (data.prompt_field, data.completion_field, data.tools_field, template)
         option_facts = _option_facts(self._ends.ends, data)
-        # Versions that tokenized continuations and empty completions differently lack the last two facts.
+        # The last two facts distinguish the data from those of older versions, which tokenized continuations
+        # and empty completions differently.
         facts = (*fields, *option_facts, "continued", "empty")
         self.fingerprint = _fingerprint("prompt_completion", tokenizer, *facts)
 
@@ -250,7 +251,7 @@ class _DocumentEnds:
         ids = [*self.ends.prefix, *self.ends.suffix]
         if not ids:
             return []
-        # Tokenize the names of these tokens as text, like a dataset that contains them.
+        # Tokenize the texts of these tokens, as if a dataset contained them.
         names = tokenizer.decode(ids, keep_special=True)
         ids_of_names = tokenizer.encode(names).tolist()
         if set(ids_of_names) & set(ids):

@@ -143,7 +143,7 @@ class BadRows:
             DataError: no row is usable, or too many rows are bad or too long. The message contains counts,
                 reasons and places.
         """
-        # A dataset whose rows are all harmless, such as empty texts, passes the limits below.
+        # Harmless bad rows, such as empty texts, have no limit below, so a dataset may consist of them.
         if stats.documents == 0:
             reasons = stats.main_reasons() or "the dataset is empty"
             fix = "use data with usable rows"
@@ -223,7 +223,7 @@ def chunks(rows: Iterable[tuple[Key, Row]]) -> Iterator[list[tuple[Key, Row]]]:
     for key, row in rows:
         chunk.append((key, row))
         size += text_size(row)
-        # Check after adding, because a row that exceeds the limit must be in some chunk, too.
+        # Check after adding, so a row that exceeds the limit still belongs to a chunk.
         if size >= CHARACTERS_AT_ONCE or len(chunk) >= ROWS_AT_ONCE:
             yield chunk
             chunk = []

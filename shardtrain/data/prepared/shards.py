@@ -107,7 +107,7 @@ class ShardTokenBuffer:
 
     def learned(self, start: int, stop: int) -> Mask:
         self._check_range(start, stop)
-        # Shards without a mask file learn all tokens.
+        # Without a mask file, every token is learned.
         out = np.ones(stop - start, dtype=np.bool_)
         for number, first, last, at in self._parts(start, stop):
             stored = self.index.shards[number].learned
@@ -175,7 +175,8 @@ class ShardTokenBuffer:
         if not self.num_documents:
             return np.array([], dtype=np.int64)
         mapped = np.memmap(self.folder / STARTS, dtype="<i8", mode="r")
-        # Starts ascend, so a wrong file shows at the ends. ``verify`` checks every start.
+        # Read only the two ends, because reading all starts would delay the run. ``verify`` checks every
+        # start.
         if mapped[0] != 0 or mapped[-1] > self.num_tokens:
             raise ConfigError(
                 Problem(
@@ -345,7 +346,7 @@ def verify(buffer: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
                         previous = int(values[-1])
         except OSError as error:
             problems.add(f"cannot be read ({error.strerror})")
-        # The hash of a file that could not be read completely says nothing.
+        # The hash of a file that could not be read completely is meaningless.
         computed = digest.hexdigest()
         was_read = not any("read" in problem for problem in problems)
         if computed != stored.sha256 and was_read:

@@ -113,8 +113,8 @@ class File:
         digest = hashlib.sha256()
         descriptor = self.open()
         try:
-            # A small file is hashed completely. In a larger one, the blocks spread from its beginning to its
-            # end.
+            # A small file is hashed completely. In a larger one, the hashed blocks are spread from its
+            # beginning to its end.
             starts: Sequence[int] = range(0, self.size, _SAMPLE_BYTES)
             if self.size > _SAMPLES * _SAMPLE_BYTES:
                 last_start = self.size - _SAMPLE_BYTES
@@ -365,7 +365,7 @@ class FileSource:
         has_many = is_many(self.members)
         step = 1
         if has_many:
-            # Round up, to stay below the number of samples.
+            # Round up, so there are at most ``_FILES_SAMPLED`` samples.
             step = max(1, -(-len(self.members) // _FILES_SAMPLED))
         numbers = range(0, len(self.members), step)
         samples = dict(zip(numbers, self._sample(numbers), strict=True))
@@ -445,7 +445,7 @@ def list_files(
     def list_here() -> dict[str, Any]:
         return _list(place, request, wanted, endings, empty)
 
-    # Ranks send each other arrays, because objects for many files are large and slow to send.
+    # Ranks exchange arrays, because objects for many files are large and slow to send.
     listing = Listing(witnesses=witnesses, difference=difference)
     return file_list(shared_opening.once(place, list_here, listing))
 
@@ -628,7 +628,7 @@ _MAX_FILES_NAMED = 4096
 
 def sampled(files: Mapping[str, str]) -> dict[str, str]:
     """Return at most 4,096 fingerprints, evenly spread."""
-    # Round up, to stay below the maximum.
+    # Round up, so there are at most ``_MAX_FILES_NAMED`` files.
     step = max(1, -(-len(files) // _MAX_FILES_NAMED))
     if isinstance(files, Marks):
         return files.every(step)

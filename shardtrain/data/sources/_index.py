@@ -52,7 +52,7 @@ class RecordReader:
         if descriptor is None:
             descriptor = file.open()
             self._open[file.path] = descriptor
-            # Close the file that was not used for the longest time.
+            # Close the least recently used file.
             if len(self._open) > self._capacity:
                 _, oldest = self._open.popitem(last=False)
                 os.close(oldest)

@@ -257,7 +257,7 @@ def _column(
             if chosen_text > limit:
                 reader = _PageReader(descriptor, chunk.compression)
                 chosen_text = reader.chosen_text(dictionary, chosen, schema)
-    # Of other kinds than texts, the width already counts the values.
+    # For values other than texts, ``width`` is the full size.
     if kind != "BYTE_ARRAY":
         longest_page = 0
         plain = 0

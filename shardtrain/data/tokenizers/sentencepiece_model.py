@@ -128,7 +128,7 @@ class SentencePieceTokenizer:
                 pieces_to_decode = []
             if i is None:
                 continue
-            # A special token that is left out still ends the beginning of the text.
+            # A skipped token appends "", so later pieces do not count as the beginning of the text.
             text = self._texts[i]
             if i in self.special_ids and not keep_special:
                 text = ""

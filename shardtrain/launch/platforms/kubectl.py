@@ -140,7 +140,7 @@ def logs(namespace: str, kind: str, name: str) -> int:
     _require_answer()
     within = ["--namespace", namespace]
     selector = ["--selector", f"{_PODS_OF[kind]}={name}"]
-    # A job that does not exist has no pods, but a different error.
+    # Check the job first: a job that does not exist would look like a job without pods.
     _ask([*within, "get", RESOURCES[kind], name])
     pods = _ask([*within, "get", "pods", *selector, "--output", "name"]).split()
     if not pods:

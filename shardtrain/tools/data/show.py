@@ -117,7 +117,7 @@ def main(words: list[str]) -> int:
     sequences_of_step = sizes.batch_at(first) * sequences_per_row
     count = min(taken.own.get("--rows", 3), sequences_of_step)
 
-    # Codes of colors are readable only on a terminal.
+    # Print color codes only to a terminal.
     as_json = "--json" in taken.own
     color = sys.stdout.isatty() and not config.metrics.disable_color_printing
     if not as_json:

@@ -252,7 +252,7 @@ class _UnitFiles:
             return
         lengths = np.array([len(document.tokens) for document in self._documents], dtype="<i4")
         tokens = np.concatenate([document.tokens for document in self._documents])
-        # A cast to uint16 would silently wrap ids outside of the vocabulary around.
+        # A cast to uint16 would silently wrap ids that do not fit.
         if len(tokens):
             low = int(tokens.min())
             high = int(tokens.max())

@@ -374,7 +374,7 @@ def _disk_bytes(folder: Path) -> int:
             if path.name == METADATA or not path.is_file():
                 continue
             status = path.stat()
-            # The size of a sparse file is a claim. Its blocks are really on the disk. Not all systems report
+            # A sparse file occupies less of the disk than its size. Count its blocks, if the system reports
             # them.
             num_blocks = getattr(status, "st_blocks", 2**62)
             num_bytes += min(status.st_size, num_blocks * 512)

@@ -53,8 +53,8 @@ def saved_per_token(model: Any, seq_len: int, width: int) -> dict[str, SavedByte
         seq_len: tokens of a row of the run.
         width: bytes of an element in the compute dtype.
     """
-    # What autograd saves has the dtype of the weights and activations, so convert the weights to the compute
-    # dtype.
+    # Tensors that autograd saves have the dtype of the weights and activations, so convert the weights to the
+    # compute dtype.
     copied = copy.deepcopy(model).to("meta")
     for parameter in copied.parameters():
         if parameter.is_floating_point():

@@ -144,7 +144,7 @@ def _add_result(row: MeshResult, copy: str, verdict: VerifyVerdict) -> None:
             f"on {row.mesh}, {row.first}; likely cause: {row.cause}; {_fix(row)}"
         )
     elif any(phrase in row.cause for phrase in forked_workers.NO_ANSWER):
-        # A rank that was killed or did not answer in time says nothing about the model.
+        # A rank that was killed or did not answer in time is no evidence about the model.
         verdict.left_out.append(f"{row.mesh}: {row.cause}")
     else:
         verdict.refused.append(f"on {row.mesh}: {row.cause}")

@@ -259,7 +259,7 @@ def replicas_differ(e: Evidence) -> str | None:
     tolerance = max(1e-6, e.allowed.gradient / 10) * float(e.theirs(e.suspect).norm())
     pairs = itertools.combinations(e.holders(e.suspect), 2)
     for (one, a, place_a), (other, b, place_b) in pairs:
-        # Ranks with other slices hold other parts, which need not agree.
+        # Ranks with other slices have other parts, which need not agree.
         if place_a != place_b or a.shape != b.shape:
             continue
         if float((a - b).norm()) > tolerance:

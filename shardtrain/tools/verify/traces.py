@@ -162,7 +162,8 @@ def blame(
         num_calls[call.path] += 1
         if counterpart is None or skip(call.path):
             continue
-        # Blame only on proof: inputs must agree, and outputs must differ. Incomparable tensors prove neither.
+        # Name a module only with proof: its inputs agree and its outputs differ. Incomparable tensors prove
+        # neither.
         if not _agree(counterpart.inputs, call.inputs, pick, tolerance):
             continue
         if _agree(counterpart.outputs, call.outputs, pick, tolerance) is False:

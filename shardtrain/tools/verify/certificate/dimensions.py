@@ -84,7 +84,7 @@ def always_applies(_: SmallRun) -> str:
 def task_variants(request: VariantRequest) -> Iterator[Variant]:
     """The run's own data and loss on small meshes, each with gradient accumulation."""
     names = list(request.meshes) or ["dp_shard=2", "tp=2"]
-    # The axes of the user's run, together, may have a fault that each alone does not have.
+    # A combination of axes may have a fault that no single axis has, so add the user's mesh.
     if not request.meshes and not request.is_quick:
         names += ["pp=2", "cp=2", "dp_replicate=2"]
         configured = own_axes(request.run.user)

@@ -59,7 +59,7 @@ class ShortDocuments:
         # The fraction is a function of the content, because a document has no number here.
         index = int(document.tokens.sum()) % len(_LENGTHS)
         fraction = _LENGTHS[index]
-        # One token has no target.
+        # A single token has no target.
         length = max(2, int(fraction * self._seq_len))
         start = 0
         learned = document.learned

@@ -334,7 +334,7 @@ def _tensor_error(key: Key, tensor: Tensor, expected: Tensor, totals: Mapping[in
         # A gradient that is zero except for rounding is compared with the norm of all gradients.
         scale = max(float(expected.float().norm()), SMALL * totals[step])
         return _finite(float(difference.norm()) / max(scale, 1e-30))
-    # ``max`` refuses an empty tensor.
+    # ``max`` raises for an empty tensor.
     if not difference.numel():
         return 0.0
     return _finite(float(difference.abs().max()))
