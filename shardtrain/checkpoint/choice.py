@@ -112,26 +112,9 @@ def choose(
     if best_step not in steps:
         best_step = None
 
-    # Order the candidates by preference: a damaged checkpoint is skipped for the next one.
-    if step == LATEST:
-        candidates = steps[::-1]
-    elif step is None:
-        candidates = sorted(steps, key=lambda number: (number == best_step, number), reverse=True)
-    else:
-        wanted = best_step if step == BEST else int(step)
-        if wanted not in steps:
-            if step == BEST:
-                fix = "use --step=latest, or train with checkpoint.keep_best"
-            elif steps:
-                fix = f"it has the steps {', '.join(map(str, steps))}"
-            else:
-                fix = "it has no checkpoint"
-            raise CheckpointError(f"--step={step} does not exist in {folder}; {fix}")
-        candidates = [wanted]
-
     # Use the first candidate that is not damaged.
     damages: list[str] = []
-    for candidate in candidates:
+    for candidate in _candidates(folder, step, steps, best_step):
         path = folder / f"step-{candidate}"
         stored, damage = verify(path)
         if stored is not None:
@@ -143,6 +126,25 @@ def choose(
     raise CheckpointError(
         f"no checkpoint in {folder} can be used for --step={step or LATEST}: {reasons}"
     )
+
+
+def _candidates(
+    folder: Place, step: str | None, steps: list[int], best_step: int | None
+) -> list[int]:
+    """Return the steps to try, in the order of preference. Raises CheckpointError if ``step`` does not exist."""
+    if step == LATEST:
+        return steps[::-1]
+    if step is None:
+        return sorted(steps, key=lambda number: (number == best_step, number), reverse=True)
+    wanted = best_step if step == BEST else int(step)
+    if wanted is not None and wanted in steps:
+        return [wanted]
+    fix = "it has no checkpoint"
+    if step == BEST:
+        fix = "use --step=latest, or train with checkpoint.keep_best"
+    elif steps:
+        fix = f"it has the steps {', '.join(map(str, steps))}"
+    raise CheckpointError(f"--step={step} does not exist in {folder}; {fix}")
 
 
 def _reason(chosen: int, latest: int, best_step: int | None, pointer: dict[str, object]) -> str:

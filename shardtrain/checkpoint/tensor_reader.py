@@ -170,7 +170,7 @@ class _Cut(NamedTuple):
 
     def place(self, row: int) -> _Place:
         """Return the shape of a copied piece, the slices of its needed part, and the slices of the
-        shard for it.
+        shard to which that part is copied.
         """
         of_rows, of_local, sizes = self.copies[row].tolist()
         needed = _slices(of_rows, sizes)
@@ -327,7 +327,7 @@ def _next_pieces(needed: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None
 def _read_of_file(
     reader: files.StoredFileReader, pieces: _Pieces, of_file: slice, copied: _Copied
 ) -> None:
-    """Read the pieces of one file, whose rows in ``pieces`` are ``of_file``."""
+    """Read the pieces of one file. ``of_file`` selects them from the rows of ``pieces``."""
     cuts = pieces.cut[of_file].tolist()
     rows = pieces.row[of_file].tolist()
     sizes = pieces.num_bytes[of_file].tolist()

@@ -115,7 +115,8 @@ def _unreadable(file: Path, error: OSError) -> Problem:
     if folder.is_dir():
         names = sorted(name for name in os.listdir(folder) if name.endswith(".toml"))
     near = nearest(file.name, names)
-    if file.suffix == ".toml" and file.stem in presets.names():  # of the README, in another folder
+    # The README names the files of presets, which are not in the user's folder.
+    if file.suffix == ".toml" and file.stem in presets.names():
         fix = f"the preset of that name comes with the package: write {file.stem}"
     elif not near and file.suffix == "" and len(file.parts) == 1:
         preset = nearest(file.name, presets.names())

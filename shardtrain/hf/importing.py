@@ -239,7 +239,7 @@ def fill_rows(
     mapping.fill(unchanged, translation, weights)
     for name, tensor in grown.items():
         # Read the rows of this rank that the file contains.
-        rows, *rest = translation.shapes[name]
+        rows = translation.shapes[name][0]
         local = local_tensor(tensor).detach()
         (own_rows, *others) = local_slices(tensor)
         old = slice(min(own_rows.start, rows), min(own_rows.stop, rows))
@@ -248,16 +248,19 @@ def fill_rows(
             local[: old.stop - own_rows.start].copy_(part)
         # Each rank with new rows reads the full tensor to compute the mean.
         if own_rows.stop > rows:
-            total = torch.zeros(rest, dtype=torch.float64)
-            for box in mapping.row_blocks((rows, *rest)):
-                total += (
-                    mapping.read_part(name, box, translation, weights, torch.float32)
-                    .double()
-                    .sum(0)
-                )
-            local[max(0, rows - own_rows.start) :].copy_(
-                (total / rows)[tuple(others)].to(tensor.dtype)
-            )
+            mean = _mean_row(name, translation, weights)
+            first_new_row = max(0, rows - own_rows.start)
+            local[first_new_row:].copy_(mean[tuple(others)].to(tensor.dtype))
+
+
+def _mean_row(name: str, translation: mapping.Translation, weights: HubWeights) -> Tensor:
+    """Return the mean of the rows that the file contains, in float64."""
+    shape = translation.shapes[name]
+    total = torch.zeros(shape[1:], dtype=torch.float64)
+    for box in mapping.row_blocks(shape):
+        rows = mapping.read_part(name, box, translation, weights, torch.float32)
+        total += rows.double().sum(0)
+    return total / shape[0]
 
 
 def _grown(hub_model: HubModel, vocab_size: int) -> HubModel:

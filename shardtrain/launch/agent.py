@@ -98,7 +98,7 @@ def train(
 
 
 def _tell_others(nodes: Nodes, error: ShardtrainError) -> None:
-    """Tell the other nodes that this one cannot run. They would wait for it. An elastic run goes on without it."""
+    """Report to the other nodes that this node cannot run, so they do not wait for it. An elastic run continues."""
     limit = f"at most {greeting.REFUSAL_SECONDS:g} s"
     print(f"telling the other nodes that this one cannot run, {limit}", file=sys.stderr, flush=True)
     reason = greeting.write_refusal(error)
@@ -139,7 +139,7 @@ def _tell_of_stop(
 ) -> None:
     """Tell the other nodes that this one was asked to stop, for at most ``seconds``. A second SIGINT ends it earlier.
 
-    An elastic run goes on without this node, unless it serves the rendezvous.
+    An elastic run continues without this node, unless it serves the rendezvous.
     """
     is_fixed = nodes.least == nodes.most
     if not is_fixed and not nodes.hosts_meeting and listener is None:

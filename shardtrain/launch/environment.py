@@ -85,11 +85,15 @@ def is_slurm_node(environment: Mapping[str, str]) -> bool:
     >>> is_slurm_node(step), is_slurm_node({**step, "SLURM_GPUS_ON_NODE": "8"})
     (False, True)
     """
+    if "SLURM_PROCID" not in environment:
+        return False
     nodes = environment.get("SLURM_STEP_NUM_NODES")
     tasks = environment.get("SLURM_STEP_NUM_TASKS")
+    has_several_nodes = nodes not in (None, "1")
+    if not has_several_nodes or tasks != nodes:
+        return False
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
-    has_gpus = is_whole_number(gpus) and int(gpus) > 1
-    return "SLURM_PROCID" in environment and nodes == tasks not in (None, "1") and has_gpus
+    return is_whole_number(gpus) and int(gpus) > 1
 
 
 def adopt_slurm(environment: MutableMapping[str, str]) -> None:

@@ -212,7 +212,7 @@ class _SteadyState(pytorch._BackendRendezvousStateHolder):
         return has_set
 
     def _raise_lost(self) -> None:
-        """Raise PeerError if a node has joined and was lost before all have joined. Elastic runs go on without it."""
+        """Raise PeerError if a node has joined and was lost before all have joined. Elastic runs continue."""
         state = self._state
         if state.complete or self._settings.min_nodes < self._settings.max_nodes:
             self._joined = {}

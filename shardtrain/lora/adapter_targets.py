@@ -73,7 +73,7 @@ def find(
         selected = {path for path in attention if not _within(path, saved)}
     problems = []
     for name in wanted:
-        # "all-linear" means all but the head, and leaves out the modules that are trained fully.
+        # "all-linear" means all linear modules except the head and the fully trained modules.
         if name == ALL:
             without_head = [path for path in linears if style_by_path[path] != "head"]
             matching = [path for path in without_head if not _within(path, saved)]

@@ -233,7 +233,8 @@ def find(
     """
     if coefficient is None and not is_asked_for:
         return None
-    # A coefficient that the user has set must have an effect. One of config.json comes from another program.
+    # A coefficient that the user has set must have an effect. A coefficient in config.json comes from another
+    # program.
     reason = _unsupported(network)
     if reason and coefficient is not None:
         rule = f"is not supported: {type(network).__name__} {reason}"

@@ -174,7 +174,7 @@ class ClampedGate:
 
 
 class Model(Decoder):
-    """A gpt-oss."""
+    """The gpt-oss model."""
 
     def __init__(self, c: Config) -> None:
         rope = ScaledYarnAngles(

@@ -195,7 +195,7 @@ class Llama4Block(nn.Module):
     def __init__(self, c: Config, index: int) -> None:
         super().__init__()
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
-        # Layers count from 1: the last of each group differs.
+        # The interval counts layers from 1. Every layer whose number it divides has no rotary positions.
         has_rope = not c.no_rope_layer_interval or (index + 1) % c.no_rope_layer_interval != 0
         self.attn = Llama4Attention(c, has_rope)
         self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)

@@ -151,7 +151,7 @@ class NeoxBlock(nn.Module):
 
 
 class Model(Decoder):
-    """A GPT-NeoX. Raises ConfigError for an unknown ``hidden_act`` or an odd number of rotary features."""
+    """The GPT-NeoX model. Raises ConfigError for an unknown ``hidden_act`` or an odd number of rotary features."""
 
     def __init__(self, c: Config) -> None:
         # Names of other programs are not accepted: the Hugging Face format translates them.

@@ -30,7 +30,6 @@ def find(name: str) -> ModuleType:
     Raises:
         ConfigError: the file does not exist, or has no class Task.
     """
-    # A path ends in .py, and a name does not.
     if name.endswith(".py"):
         return own_file.load(name, own_file.TASK, "task.name")
     if name not in task_names():

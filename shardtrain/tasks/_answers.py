@@ -178,7 +178,7 @@ class PairTask(AnswerTask):
         for side in sides:
             parts += [side.tokens.tobytes(), side.targets.tobytes()]
         content = digest(*parts)
-        # Margins of 0 do not change the fingerprint, so data without margins keep theirs.
+        # Omit margins that are all 0, so data without margins have the same fingerprint as in older versions.
         margins = [pair.margin for pair in pairs]
         if any(margins):
             content = digest(content, *margins)

@@ -69,21 +69,7 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
     The step is -1 without a checkpoint. The batch size is 0 if it need not or cannot be used: it equals this
     run's batch size, or this mesh does not support it.
     """
-    options = loaded.config.checkpoint
-    lora = loaded.config.lora
-    start = lora.initial_load_path if lora.enable else options.initial_load_path
-    folder = folder_of(loaded.config.job.dump_folder, options.folder)
-    steps = retention.steps(folder) if options.load_step == -1 else [options.load_step]
-    # The newest checkpoint comes first. Without one, the run continues from the configured start.
-    paths: list[tuple[int, Place]] = []
-    if options.snapshot_interval:
-        paths += snapshot_folder.manifest_folders(os.environ)
-    paths += [(step, folder / f"step-{step}") for step in steps]
-    paths.sort(key=lambda step_and_path: step_and_path[0], reverse=True)
-    if not paths and start and not options.initial_load_model_only:
-        path = place(start)
-        paths = [(retention.step_of(path) or 0, path)]
-    for step, path in paths:
+    for step, path in _checkpoints_to_resume(loaded):
         try:
             size = read_facts(path).get("config", {}).get(BATCH)
         except (CheckpointError, StorageError, OSError, AttributeError):
@@ -93,12 +79,34 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
             and size > 0
             and size != derived.global_batch_size(loaded.config, world_size)
         )
-        # Another number of ranks may not be able to divide the batch.
+        # The batch may not be divisible by the new number of ranks.
         is_supported = is_other and not problems_of(_with_batch_size(loaded, size), world_size)
         if not is_supported:
             return step, 0
         return step, size
     return -1, 0
+
+
+def _checkpoints_to_resume(loaded: Loaded) -> list[tuple[int, Place]]:
+    """Return steps and folders from which the run may resume, newest first.
+
+    Without any, return the checkpoint from which the configuration starts the run, if it has one.
+    """
+    options = loaded.config.checkpoint
+    folder = folder_of(loaded.config.job.dump_folder, options.folder)
+    steps = retention.steps(folder) if options.load_step == -1 else [options.load_step]
+    paths: list[tuple[int, Place]] = []
+    if options.snapshot_interval:
+        paths += snapshot_folder.manifest_folders(os.environ)
+    paths += [(step, folder / f"step-{step}") for step in steps]
+    if paths:
+        return sorted(paths, key=lambda step_and_path: step_and_path[0], reverse=True)
+    lora = loaded.config.lora
+    start = lora.initial_load_path if lora.enable else options.initial_load_path
+    if not start or options.initial_load_model_only:
+        return []
+    path = place(start)
+    return [(retention.step_of(path) or 0, path)]
 
 
 def record(run: Run) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def require(
         error = OutOfMemoryError("\n".join(problems))
         error.problems = tuple(problems)
         raise error
-    # Other programs of this user count, too. This thread exists already.
+    # Other programs of this user count, too, so start the threads to check. The main thread exists already.
     own_ranks = 1 if is_rank else ranks
     own_threads = threads // ranks if is_rank else threads
     require_threads(own_threads - 1, f"{_of_ranks(own_ranks)} on {where}", "OMP_NUM_THREADS")

@@ -68,7 +68,7 @@ def find(names, *flags):
             {"PET_NNODES": ""},
             [],
             None,
-        ),  # torchrun failed on the empty value in the original's script
+        ),  # torchrun fails on an empty value
         (
             {
                 "PET_NNODES": "",

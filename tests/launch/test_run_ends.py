@@ -534,7 +534,7 @@ def _refused(folder: Path, name: str, way: str) -> None:
         raise REFUSALS[name][0]
 
     preflight.judge = judge
-    # No other node comes to hear of it.
+    # There is no other node that could receive the refusal.
     greeting.REFUSAL_SECONDS = 0.5
     if way == "a rank of torchrun":
         os.environ.update(

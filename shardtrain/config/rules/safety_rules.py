@@ -115,7 +115,7 @@ def code_of_a_run(loaded: Loaded) -> list[Problem]:
 
     Anybody may have written the folder, so its files run only if the user names them on the command line too.
     """
-    rule = "is code that the folder of a run names, and opening a folder runs none"
+    rule = "is code that only the folder of a run names, and opening a folder never runs code"
     problems = []
     for option, value in named_files(loaded.config):
         # A file on the command line is the user's choice.

@@ -96,7 +96,7 @@ class Places:
 
     Attributes:
         batches: Batches of experts, in the order of their rows.
-        order_E: Experts in the order of their rows. None if that is their own order.
+        order_E: Experts in the order of their rows. None if experts keep the order of their numbers.
         num_places: Number of rows with padding, P.
         place_R: Position of each row.
     """

@@ -24,9 +24,9 @@ from shardtrain.utils.process import meeting_folder
 from shardtrain.utils.variables import is_whole_number
 
 LOOK_SECONDS = 0.25
-"""Interval at which a waiting rank looks whether another rank has given up."""
+"""Interval at which a waiting rank checks if another rank has given up."""
 LOOKS_PER_SECOND = 1000
-"""Maximum number of these looks, of all ranks together, that the store answers in a second."""
+"""Maximum number of these checks per second, over all ranks. Many ranks check less often."""
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan, width: int) -> Iterator[str]:
-    # The parts of the fullest rank, and their sum.
+    """Yield the parts of the fullest rank's memory and their sum, then a bar for each pipeline rank."""
     capacity = plan.device.memory_bytes
     label = width - 32
     rank = plan.fullest
@@ -110,8 +110,12 @@ def _memory(plan: Plan, width: int) -> Iterator[str]:
     total = format_bytes(plan.peak_bytes)
     share = plan.peak_bytes / capacity
     yield f"  {'sum':<{label}}{total:>12}  {share:.0%} of {format_bytes(capacity)}"
+    yield from _bars_of_ranks(plan)
 
-    # Draw a bar per rank. If there are more than _MOST_RANKS, draw the first and the last ranks.
+
+def _bars_of_ranks(plan: Plan) -> Iterator[str]:
+    """Yield a bar for each pipeline rank. If there are more than _MOST_RANKS, only for the first and the last."""
+    capacity = plan.device.memory_bytes
     shown = plan.ranks
     num_hidden = len(plan.ranks) - _MOST_RANKS
     if num_hidden > 0:

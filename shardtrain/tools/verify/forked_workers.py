@@ -95,7 +95,7 @@ def _collect(
         RankFailed: a rank failed. The message names the first rank that did not fail because of another.
     """
     answers: dict[int, Any] = {}
-    failures: list[tuple[bool, int, dict[str, Any]]] = []  # is from gloo, rank, answer
+    failures: list[tuple[bool, int, dict[str, Any]]] = []  # (is an error of gloo, rank, answer)
     waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
     where = f"{len(receivers)} ranks" if len(receivers) > 1 else "one process"
     end = time.monotonic() + limit_seconds

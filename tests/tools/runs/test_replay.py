@@ -223,7 +223,7 @@ def test_opening_a_folder_runs_no_code_named_by_its_configuration(
     stderr = capsys.readouterr().err
     for option in [*named, "metrics.sinks", "metrics.token_metrics"]:
         assert f"{option}=" in stderr, option
-    assert stderr.count("is code that the folder of a run names") == len(named) + 2
+    assert stderr.count("is code that only the folder of a run names") == len(named) + 2
     assert not (tmp_path / "ran").exists()
 
 
