@@ -169,7 +169,7 @@ class NodeReports:
         all_stopped = all(one.exit_code == PREEMPTED for one in failures)
         is_failure = ends_others or (not all_done and not (failures and all_stopped))
         if not self._is_store_lost:
-            # Ignore a loss of the node that serves the store.
+            # If the node that serves the store is lost, continue with the reports that were received.
             with contextlib.suppress(DistError, TimeoutError):
                 within(WAIT_SECONDS + LOST_SECONDS, lambda: self._exchange(reports, is_failure))
         # After a timeout the exchange continues in its thread.
