@@ -85,7 +85,7 @@ class Checkpoints(Saver):
             if is_inside and not saves:
                 self._lease.refuse_if_held_here()
         except OSError as error:
-            # A filesystem without links, for example. Checkpoints need the lease, metrics can do without.
+            # For example, the filesystem has no links. Checkpoints require the lease, and metrics do not.
             problem = storage_errors.cannot("lock", str(run_folder), error)
             logger.warning(
                 f"{problem}; start no other run in this job.dump_folder until this is fixed"

@@ -353,7 +353,7 @@ def _tensor(name: str, entry: Any, version: int, num_files: int) -> StoredTensor
     full_shape = _counts(shape, name)
     num_bytes = math.prod(full_shape) * ITEM_BYTES[dtype]
     if num_bytes > MAX_SIZE:
-        _refuse(f"has a too large shape of {name}")
+        _refuse(f"has a shape of {name} that is too large")
     grids = []
     for grid_entry in _list(grid_entries, name):
         grids.append(_grid(name, grid_entry, version, len(full_shape), num_files))

@@ -295,7 +295,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "debug.detect_anomaly": Alias(
             None,
             bool,
-            why="the module of a number that is not finite is always named",
+            why="a failed step always names the module of the first non-finite number",
         ),
         "debug.enable_structured_logging": Alias(None, bool, why="metrics.jsonl is always written"),
         "experimental.torch_spmd": Alias(
@@ -795,9 +795,7 @@ def _flavor(done: Rewritten, new: Mapping[str, Setting]) -> None:
         f'"{old_flavor}" is this flavor with a mask between documents',
     )
     if "data.document_mask" not in new:
-        why = (
-            f'"{old_flavor}" let no document attend to another; here positions restart in each, too'
-        )
+        why = f'"{old_flavor}" masks attention between documents; here positions also restart in each document'
         _add(done, "data.document_mask", "on", flavor.where, why)
         done.changes.append(done.notices[-1])
 

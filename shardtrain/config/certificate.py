@@ -324,7 +324,7 @@ def _code_hash() -> str:
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix()
         is_unused = name.startswith(("tools/", "compat/", "launch/platforms/"))
-        # Weights of older systems are read by this file.
+        # This file reads weights of older systems, also in a run.
         if not is_unused or name == "compat/layer_files.py":
             digest.update(f"{name}\n".encode())
             digest.update(path.read_bytes())

@@ -148,26 +148,7 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
 
     # The product of the degrees must be the number of ranks. A shard degree of -1 is the quotient.
     if shard == -1 and world_size % others:
-        # Report the largest other degree, which a user would lower first.
-        names = (
-            "tensor_parallel_degree",
-            "data_parallel_replicate_degree",
-            "context_parallel_degree",
-        )
-        degrees = [f"parallelism.{name}" for name in (*names, "pipeline_parallel_degree")]
-        name = max(degrees, key=loaded.value)
-        value = loaded.value(name)
-        rest = others // value
-        legal = [n for n in range(1, world_size + 1) if world_size % (n * rest) == 0]
-        rule = f"cannot divide {world_size} ranks"
-        if world_size == 1:
-            rule = "cannot divide 1 rank"
-        if rest > 1:
-            rule += f" together with the other degrees ({rest})"
-        fix = f"lower the other degrees to a divisor of {world_size}"
-        if legal:
-            fix = f"use {any_of(legal)}"
-        yield problem(loaded, name, rule, f"{fix}, or a multiple of {others} ranks")
+        yield _indivisible_ranks(loaded, world_size, others)
         return
     if shard > 0 and shard * others != world_size:
         # Keep the ranks if the other degrees divide them, else the degrees.
@@ -197,6 +178,29 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         shard = world_size // others
     yield from _accumulation(loaded, p.data_parallel_replicate_degree * shard)
     yield from check_batch_on(loaded, p.data_parallel_replicate_degree * shard)
+
+
+def _indivisible_ranks(loaded: Loaded, world_size: int, others: int) -> Problem:
+    """Return the problem of degrees whose product ``others`` does not divide the number of ranks."""
+    # Report the largest degree, which a user would lower first.
+    names = (
+        "tensor_parallel_degree",
+        "data_parallel_replicate_degree",
+        "context_parallel_degree",
+        "pipeline_parallel_degree",
+    )
+    name = max((f"parallelism.{name}" for name in names), key=loaded.value)
+    rest = others // loaded.value(name)
+    rule = f"cannot divide {world_size} ranks"
+    if world_size == 1:
+        rule = "cannot divide 1 rank"
+    if rest > 1:
+        rule += f" together with the other degrees ({rest})"
+    fix = f"lower the other degrees to a divisor of {world_size}"
+    legal = [n for n in range(1, world_size + 1) if world_size % (n * rest) == 0]
+    if legal:
+        fix = f"use {any_of(legal)}"
+    return problem(loaded, name, rule, f"{fix}, or a multiple of {others} ranks")
 
 
 def _accumulation(loaded: Loaded, data_ranks: int) -> Iterator[Problem]:

@@ -121,25 +121,9 @@ def merge(
         CheckpointError: the adapters belong to another model.
         StorageError: the checkpoint cannot be written.
     """
-    # Collect the weights that the merge changes: those of adapted linear modules and of adapted stacks.
-    unknown = sorted(set(spec.parameters) - frozen.stacks.keys())
-    if unknown:
-        raise CheckpointError(
-            f"the adapters are for {unknown[0]}, which {frozen.path} does not have; use the model they were trained on"
-        )
-    stacked: dict[str, tuple[stacks.Stack, int]] = {}
-    for path in spec.parameters:
-        stack = frozen.stacks[path]
-        for part, weight in enumerate(stack.weights):
-            stacked[f"{stack.owner}.{weight}"] = (stack, part)
-    adapted = {f"{path}.weight" for path in spec.modules}
-    missing = sorted(adapted - frozen.shapes.keys())
-    if missing:
-        raise CheckpointError(
-            f"the adapters are for {missing[0]}, which is not a separate tensor in {frozen.path}; "
-            "use the model that they were trained on, or, if the weight is tied and a merge would "
-            "change two modules, shardtrain generate --adapter"
-        )
+    # The merge only changes the weights of adapted linear modules and of adapted stacks.
+    stacked = _weights_of_stacks(frozen, spec)
+    adapted = _weights_of_linears(frozen, spec)
 
     # The writer reads one tensor at a time, so only one merged weight is in memory.
     def read(key: str) -> Tensor:
@@ -166,6 +150,34 @@ def merge(
         dtypes[WEIGHTS_PREFIX + name] = dtype or frozen.dtypes[name]
         shapes[WEIGHTS_PREFIX + name] = shape
     single_process_writer.write(output, shapes, dtypes, read, facts, other_files)
+
+
+def _weights_of_stacks(frozen: FrozenWeights, spec: Spec) -> dict[str, tuple[stacks.Stack, int]]:
+    """Map each weight of an adapted stack to the stack and its number in it. Raises CheckpointError."""
+    unknown = sorted(set(spec.parameters) - frozen.stacks.keys())
+    if unknown:
+        raise CheckpointError(
+            f"the adapters are for {unknown[0]}, which {frozen.path} does not have; use the model they were trained on"
+        )
+    stacked: dict[str, tuple[stacks.Stack, int]] = {}
+    for path in spec.parameters:
+        stack = frozen.stacks[path]
+        for part, weight in enumerate(stack.weights):
+            stacked[f"{stack.owner}.{weight}"] = (stack, part)
+    return stacked
+
+
+def _weights_of_linears(frozen: FrozenWeights, spec: Spec) -> set[str]:
+    """Return the names of the weights of adapted linear modules. Raises CheckpointError."""
+    adapted = {f"{path}.weight" for path in spec.modules}
+    missing = sorted(adapted - frozen.shapes.keys())
+    if missing:
+        raise CheckpointError(
+            f"the adapters are for {missing[0]}, which is not a separate tensor in {frozen.path}; "
+            "use the model that they were trained on, or, if the weight is tied and a merge would "
+            "change two modules, shardtrain generate --adapter"
+        )
+    return adapted
 
 
 def _merged_stack(

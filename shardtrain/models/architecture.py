@@ -261,7 +261,7 @@ def _computed(network: nn.Module, name: str) -> Draw | None:
             initialize(owner)
         return values.detach()
 
-    # compute starts from NaN, so what remains NaN was not set
+    # ``compute`` starts from NaN, so remaining NaN values were not set.
     is_set = not bool(compute(0).isnan().any())
     if not is_set:
         return None

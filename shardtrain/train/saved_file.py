@@ -110,13 +110,7 @@ def translate(
         translation, ignored_patterns = as_is.fit(network, shape, weights)
         # as_is.fit ignores the head of another task, which a Hugging Face folder may contain. In a
         # checkpoint, such a head is an error.
-        prefix = f"{network.hf.base_model_prefix}."
-        used = {str(source) for source in translation.sources.values()}
-        head_patterns = set()
-        for name in weights.names():
-            is_head = not name.startswith(prefix) and not _aliased(name, weights, used)
-            if is_head:
-                head_patterns.add(re.escape(name))
+        head_patterns = _patterns_of_heads(weights, translation, network.hf.base_model_prefix)
         ignored_patterns = [pattern for pattern in ignored_patterns if pattern not in head_patterns]
     else:
         shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
@@ -139,6 +133,19 @@ def translate(
         )
     mapping.check(translation, weights, ignored_patterns)
     return translation
+
+
+def _patterns_of_heads(
+    weights: FileWeights, translation: mapping.Translation, base_model_prefix: str
+) -> set[str]:
+    """Return a pattern for each tensor of the file that is outside of the base model and of this model."""
+    used = {str(source) for source in translation.sources.values()}
+    patterns = set()
+    for name in weights.names():
+        is_in_base_model = name.startswith(f"{base_model_prefix}.")
+        if not is_in_base_model and not _aliased(name, weights, used):
+            patterns.add(re.escape(name))
+    return patterns
 
 
 def fill(path: Path, tensors: Mapping[str, Tensor], model: Model) -> None:

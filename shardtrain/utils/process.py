@@ -25,7 +25,7 @@ OTHERS_WRITE = 0o002
 STORE = "SHARDTRAIN_STORE"
 """Variable with the rendezvous folder of the ranks of one machine, which replaces MASTER_ADDR and MASTER_PORT."""
 AT_ADDRESS = "address"
-"""Its value for Slurm tasks that share no folder on their node, and therefore use MASTER_ADDR."""
+"""Value of ``STORE`` for Slurm tasks that share no folder on their node, and therefore use MASTER_ADDR."""
 
 SECRET = "SHARDTRAIN_SECRET"
 """Variable with the secret that only the nodes of a run share.

@@ -451,7 +451,7 @@ def test_a_store_that_does_not_reply_ends_nodes_that_meet(monkeypatch):
 
 @pytest.mark.parametrize("error", [RendezvousConnectionError, dist.DistNetworkError])
 def test_a_lost_store_is_not_called_again_and_the_agent_reports_the_cause(monkeypatch, error):
-    """Otherwise the error would end the agent before it names a rank and writes exit.json."""
+    """An error of the lost store must not end the agent before it names a rank and writes exit.json."""
     rendezvous = Meeting.from_backend(
         "run", dist.HashStore(), C10dRendezvousBackend(dist.HashStore(), "run"), 2, 2, "127.0.0.1"
     )

@@ -85,7 +85,7 @@ def mesh_config(mesh: str, folder: Path, steps: int = STEPS, **training: Any) ->
 
 
 def stored(folder: Path, prefix: str = AVERAGES_PREFIX, step: int = STEPS) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint with a prefix, without it."""
+    """Return the tensors of a checkpoint whose names have a prefix, by their names without it."""
     path = folder / "checkpoint" / f"step-{step}"
     entries = manifest.read(path)
     found = {}

@@ -26,7 +26,7 @@ FORMS: dict[str, tuple[str, str]] = {
         "small letters, digits and dashes, a letter first, at most 48 characters",
     ),
     "launch.image": (r"[A-Za-z0-9./_][A-Za-z0-9./_:@+-]*", "a reference or a path without blanks"),
-    "launch.python": (r"[^-].*", "a command or a path that begins with no dash"),
+    "launch.python": (r"[^-].*", "a command or a path that does not begin with a dash"),
     "launch.device_resource": (_LABEL, 'a resource of Kubernetes, as "nvidia.com/gpu"'),
     "launch.forward_env": (VARIABLE, "names of variables"),
     "launch.mounts": (r"[A-Za-z0-9./_][^:,]*:/[^:,]*(:ro)?", 'like "SOURCE:/PATH", without commas'),

@@ -88,7 +88,7 @@ class OwnTokenizer:
             rule = "has a class Tokenizer without spans, which conversations and separators require"
             raise self._problem(
                 rule,
-                "define spans(text): for each id the offsets of its first character and of the one after its last",
+                "define spans(text): for each id, the offset of its first character and the offset after its last",
             )
         results = []
         for text in texts:

@@ -126,8 +126,8 @@ class ImageProcessor:
     def _process_black_images(
         self, sizes: tuple[tuple[int, int], ...]
     ) -> tuple[list[str], ImageWork]:
-        # The replacements and the number of patches depend only on the sizes of the row's images. So black images
-        # of these sizes have the same.
+        # The replacements and the number of patches depend only on the sizes of the row's images, so use
+        # black images of these sizes.
         images = [np.zeros((height, width, 3), dtype=np.uint8) for width, height in sizes]
         text = self.placeholder * len(sizes)
         inputs = self._processor(

@@ -187,7 +187,7 @@ def _with_rates(
     """Return the device with the rates of a report.
 
     Raises:
-        ConfigError: made by ``wrong``; a rate is too far from that of the device.
+        ConfigError: a rate is too far from that of the device. ``wrong`` creates the error.
     """
     dtypes = [dtype for dtype in flops if dtype in device.flops]
     if not dtypes:

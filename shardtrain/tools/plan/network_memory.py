@@ -215,7 +215,7 @@ def _attention(
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Returns an output of the right shape and saves what a flash kernel saves."""
+    """Return an output of the right shape, and save the tensors that a flash kernel saves."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

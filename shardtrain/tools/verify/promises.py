@@ -350,7 +350,8 @@ class _PromiseChecker:
                     module.alibi_slopes = tuple(slopes_N[: len(slopes_N) // 2])  # type: ignore[assignment]
             style = style_of(self._layout, path)
             is_embedding = isinstance(module, nn.Embedding)
-            if style == "features":  # gathers all features, whose number it does not depend on
+            # A module with this style gathers all features, so halving must not affect it.
+            if style == "features":
                 halved.set_submodule(path, nn.Identity())
             if style == "rowwise" and is_embedding:
                 return None  # a rank has the rows of some tokens, and outputs are summed
@@ -456,7 +457,9 @@ class _PromiseChecker:
         return ""
 
 
-_SHAPE_FIX = "write unflatten(-1, (-1, head_dim)) and flatten(2), with no head count of the config"
+_SHAPE_FIX = (
+    "write unflatten(-1, (-1, head_dim)) and flatten(2), without the head count of the config"
+)
 
 
 class _NoTensor(Exception):

@@ -188,7 +188,7 @@ def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Fai
         text = answer.read()
     reason = watch.reason
     if -status in stop_signals.FROM_OUTSIDE:
-        # The signal was a request to stop. The parent did not get it, or has not got it yet.
+        # The signal was a request to stop, which the parent may not have received.
         reason = reason or signal.Signals(-status).name
     if status < 0 and reason:
         return failure.stopped(None, reason, run_end=run_ends.BEFORE_FIRST_STEP)
