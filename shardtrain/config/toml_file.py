@@ -110,6 +110,9 @@ def _unreadable(file: Path, error: OSError) -> Problem:
             rule=f"cannot be read ({error.strerror})",
             fix="allow reading it",
         )
+    if file.is_symlink():
+        rule = f"is a broken link ({error.strerror})"
+        return Problem(CONFIG_FILE, str(file), rule, "repair the link")
     folder = file.parent
     names = []
     if folder.is_dir():

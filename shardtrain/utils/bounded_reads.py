@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError
 
+MAX_SKIPPED_BYTES = 2**26
+"""Maximum size of an invalid line. Finding the end of a line in a hole of terabytes would take hours."""
 _NAMES_OF_KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFREG: "a file",
@@ -97,3 +99,23 @@ def end(path: str | os.PathLike[str], most: int) -> bytes:
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most))
         return file.read(most)
+
+
+def line(file: BinaryIO, most: int) -> bytes:
+    """Return the next line, or b"" at the end of the file. A line of more than ``most`` bytes is cut.
+
+    The cut line has ``most + 1`` bytes. The next call returns the line after it.
+
+    Raises:
+        OSError: a line has more than ``MAX_SKIPPED_BYTES``, so the file is not a file of lines.
+    """
+    text = part = file.readline(most + 1)
+    num_skipped = 0
+    while len(part) > most and not part.endswith(b"\n"):
+        num_skipped += len(part)
+        if num_skipped > MAX_SKIPPED_BYTES:
+            raise OSError(
+                errno.EFBIG, f"has a line of more than {MAX_SKIPPED_BYTES} bytes", file.name
+            )
+        part = file.readline(most + 1)
+    return text

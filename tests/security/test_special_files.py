@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from shardtrain.cli import main
 from shardtrain.compat.migrate import document
 from shardtrain.config.rules import schedule_file, transformers_rules
 from shardtrain.config.schema import Config, Parallelism
+from shardtrain.data.tokenizers import tokenizer_config
 from shardtrain.hf import initial_weights, listing
 from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.hf.weights import HubWeights
@@ -24,6 +26,7 @@ from shardtrain.metrics.sinks import metrics_jsonl
 from shardtrain.tools.convert import card
 from shardtrain.tools.generate import prompts
 from shardtrain.tools.plan import calibrate, hardware
+from shardtrain.tools.runs import run_files
 from shardtrain.utils import bounded_reads, own_file
 from shardtrain.utils.errors import ShardtrainError
 
@@ -163,3 +166,107 @@ def test_file_is_read_up_to_the_bound(tmp_path: Path) -> None:
     assert bounded_reads.whole(tmp_path / "file", 8) == b"12345678"
     with pytest.raises(OSError, match="larger than 7 bytes"):
         bounded_reads.whole(tmp_path / "file", 7)
+
+
+def socket_file(path: Path) -> None:
+    # The path of a socket has at most 108 bytes, so bind it in its folder.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
+
+
+def broken_link(path: Path) -> None:
+    path.symlink_to("missing")
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def long_line(path: Path) -> None:
+    path.write_bytes(b'{"step": 1, "text": "' + b"a" * 20_000_000 + b'"}\n')
+
+
+def empty(path: Path) -> None:
+    path.touch()
+
+
+SPECIAL = [device, pipe, giant, Path.mkdir, socket_file, broken_link, link_to_itself]
+NOT_A_RECORD = [*SPECIAL, empty, long_line]
+
+
+@pytest.mark.parametrize("start_step", [0, 4])
+@pytest.mark.parametrize("kind", NOT_A_RECORD)
+def test_history_starts_anew_if_the_file_is_not_one(
+    kind: Callable[[Path], None], start_step: int, tmp_path: Path
+) -> None:
+    """Records are written in each case. A file that is not a history of lines is renamed, not read to its end."""
+    path = tmp_path / "metrics.jsonl"
+    kind(path)
+    history = metrics_jsonl.JsonlFile(path, start_step)
+    assert history.history == []
+    history.write({"step": 5, "loss": 1.0})
+    assert history.num_lost == 0
+    assert not path.is_symlink()
+    assert metrics_jsonl.read_records(path) == [{"step": 5, "loss": 1.0}]
+
+
+def test_long_line_between_records_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume samples a large file at even distances, and many of them are in the long line."""
+    path = tmp_path / "metrics.jsonl"
+    records = [{"step": step, "loss": 1.0} for step in range(1, 5)]
+    lines = [metrics_jsonl.line_of(record) for record in records]
+    path.write_bytes(b"".join(lines[:2]) + b"a" * 20_000_000 + b"\n" + b"".join(lines[2:]))
+    num_calls = 0
+    read_line = bounded_reads.line
+
+    def counted(*arguments: object) -> bytes:
+        nonlocal num_calls
+        num_calls += 1
+        return read_line(*arguments)
+
+    monkeypatch.setattr(bounded_reads, "line", counted)
+    assert metrics_jsonl.JsonlFile(path, 4).history[-1] == records[-1]
+    assert num_calls < 100
+    assert metrics_jsonl.read_records(path) == records
+
+
+@pytest.mark.parametrize("kind", NOT_A_RECORD)
+def test_reports_ignore_a_history_that_is_not_one(
+    kind: Callable[[Path], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kind(path)
+    assert [record for record in run_files.records(path) if record is not None] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+)
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_special_file_beside_a_tokenizer_is_refused(
+    kind: Callable[[Path], None], name: str, tmp_path: Path
+) -> None:
+    """Without the file, the special tokens or the template would silently differ."""
+    kind(tmp_path / name)
+    with pytest.raises(ShardtrainError, match=name):
+        tokenizer_config.read_beside(tmp_path, "model.tokenizer_path")
+    with pytest.raises(OSError):
+        tokenizer_config.files_beside(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [broken_link, link_to_itself])
+def test_broken_link_to_a_configuration_is_named(
+    kind: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The link's own name is the nearest name in its folder, so it would be suggested instead of itself."""
+    kind(tmp_path / "run.toml")
+    assert main(["config", "check", str(tmp_path / "run.toml")]) == 2
+    error = capsys.readouterr().err
+    assert "is a broken link" in error
+    assert "did you mean" not in error

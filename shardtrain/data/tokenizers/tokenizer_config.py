@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,18 +128,20 @@ class TokenizerConfig:
 def read_beside(folder: Path, option: str) -> TokenizerConfig:
     """Read special_tokens_map.json, tokenizer_config.json and chat templates in a folder, if they exist.
 
+    A pipe or a broken link with such a name is an error. Without the file, tokens would silently differ.
+
     Raises:
         ConfigError: a file cannot be read or is not valid.
     """
     config = TokenizerConfig()
     for name in _CONFIGS:
         file = folder / name
-        if file.is_file():
+        if os.path.lexists(file):
             _read_config(file, config, option)
     for file in sorted((folder / _TEMPLATES).glob("*.jinja")):
         config.templates[file.stem] = read_text(file, option)
     file = folder / _TEMPLATE
-    if file.is_file():
+    if os.path.lexists(file):
         config.templates["default"] = read_text(file, option)
     return config
 
@@ -152,8 +155,8 @@ def files_beside(folder: Path) -> dict[str, bytes]:
     templates = [f"{_TEMPLATES}/{file.name}" for file in (folder / _TEMPLATES).glob("*.jinja")]
     contents = {}
     for name in (*_CONFIGS, _TEMPLATE, *templates):
-        if (folder / name).is_file():
-            contents[name] = (folder / name).read_bytes()
+        if os.path.lexists(folder / name):
+            contents[name] = bounded_reads.whole(folder / name, _MAX_FILE_BYTES)
     return contents
 
 

@@ -5,6 +5,7 @@ A resume removes the records after its checkpoint, so steps always increase.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import time
@@ -23,8 +24,9 @@ class JsonlFile:
     """History with strictly increasing ``step``. Each record is one line, written with one system call.
 
     Opening the file removes records after ``start_step``, and torn or corrupted lines. A run that starts at
-    step 0 renames an earlier history, with the time in the new name. A full disk or a lost mount does not
-    stop training: the first failure logs a warning, and ``num_lost`` counts the lost records.
+    step 0 renames an earlier history, with the time in the new name. A pipe or a file that is not a file of
+    lines is renamed too. A full disk or a lost mount does not stop training: the first failure logs a
+    warning, and ``num_lost`` counts the lost records.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
@@ -33,7 +35,7 @@ class JsonlFile:
         self.history: list[dict[str, Any]] = []
         self._warned = False
         try:
-            for record in _straighten(path, start_step):
+            for record in _continue_history(path, start_step):
                 # Sinks draw the values, and another program may have written text.
                 self.history.append(
                     {key: value for key, value in record.items() if not isinstance(value, str)}
@@ -123,17 +125,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def _records(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the record of each line of a file, or None for an invalid line. Skip empty lines."""
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
-        while line := _read_line(file):
+        while line := bounded_reads.line(file, MAX_LINE_BYTES):
             if line.strip():
                 yield _record(line)
-
-
-def _read_line(file: BinaryIO) -> bytes:
-    """Return the next line. A line that is too long for a record is cut, which makes it invalid."""
-    line = part = file.readline(MAX_LINE_BYTES + 1)
-    while len(part) > MAX_LINE_BYTES and not part.endswith(b"\n"):
-        part = file.readline(MAX_LINE_BYTES + 1)
-    return line
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -155,6 +149,32 @@ def _is_value(value: Any) -> bool:
     if isinstance(value, str):
         return len(value) <= 1000
     return value is None or isinstance(value, int | float)
+
+
+_NOT_A_HISTORY = {errno.EFBIG, errno.EINVAL, errno.ENXIO}
+"""Errors of a file with an endless line, of a pipe or a device, and of a socket."""
+
+
+def _continue_history(path: Path, start_step: int) -> list[dict[str, Any]]:
+    """Return the records of ``_straighten``. Rename a pipe, a device, or a file that is not a file of lines."""
+    try:
+        return _straighten(path, start_step)
+    except OSError as error:
+        if error.errno not in _NOT_A_HISTORY:
+            raise
+        aside = _aside(path)
+        os.replace(path, aside)
+        logger.warning(
+            f"{path} is not the history of a run ({error.strerror}); renamed it to {aside} and started a new file"
+        )
+        return []
+
+
+def _aside(path: Path) -> Path:
+    """Return a new name for an earlier file, with the time."""
+    return path.with_name(
+        f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}"
+    )
 
 
 def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
@@ -187,9 +207,7 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
     # A new run renames the history of an earlier run in the same folder. The content of a large file does not matter.
     if start_step == 0:
         if size > _LARGE_BYTES or any(record is not None for record in _records(path)):
-            aside = path.with_name(
-                f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}"
-            )
+            aside = _aside(path)
             os.replace(path, aside)
             logger.info(
                 f"{path} contains an earlier run, but this run starts at step 0; renamed the earlier file to {aside}"
@@ -331,13 +349,17 @@ def _thinned(file: BinaryIO, end: int) -> list[dict[str, Any]]:
 def _samples(file: BinaryIO, end: int) -> list[tuple[int, dict[str, Any]]]:
     """Return records before ``end`` at even distances, including the first, with the offsets of their lines."""
     samples: list[tuple[int, dict[str, Any]]] = []
+    begin = 0
     for place in range(0, end, max(1, -(-end // _THINNED))):
+        # A long line may contain several places. Find its end only once.
+        if place < begin:
+            continue
         file.seek(place)
         if place:
-            _read_line(file)
+            bounded_reads.line(file, MAX_LINE_BYTES)
         begin = file.tell()
-        if begin < end and not (samples and samples[-1][0] == begin):
-            record = _record(_read_line(file))
+        if begin < end:
+            record = _record(bounded_reads.line(file, MAX_LINE_BYTES))
             if record is not None:
                 samples.append((begin, record))
     return samples

@@ -7,6 +7,7 @@ logged steps times metrics, whatever the size of a line.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -345,17 +346,23 @@ def records(path: Path) -> Iterator[dict[str, Any] | None]:
     if not path.is_file():
         return
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
-        while line := file.readline(_LINE_BYTES):
-            if line.endswith(b"\n"):
-                if line.strip():
-                    yield step_record(line)
-                continue
-            # The last line of the file may be incomplete. A longer one is invalid, so skip all of it.
-            if len(line) < _LINE_BYTES:
+        while True:
+            try:
+                line = bounded_reads.line(file, _LINE_BYTES)
+            except OSError as error:
+                if error.errno != errno.EFBIG:
+                    raise
+                # Nothing after such a line was written by a run.
+                yield None
                 return
-            while line and not line.endswith(b"\n"):
-                line = file.readline(_LINE_BYTES)
-            yield None
+            if len(line) > _LINE_BYTES:
+                yield None
+                continue
+            # The last line of the file may be incomplete.
+            if not line.endswith(b"\n"):
+                return
+            if line.strip():
+                yield step_record(line)
 
 
 def step_record(line: bytes) -> dict[str, Any] | None:
