@@ -795,7 +795,9 @@ def _flavor(done: Rewritten, new: Mapping[str, Setting]) -> None:
         f'"{old_flavor}" is this flavor with a mask between documents',
     )
     if "data.document_mask" not in new:
-        why = f'"{old_flavor}" masks attention between documents; here positions also restart in each document'
+        why = (
+            f'"{old_flavor}" masks attention between documents; here positions restart in each, too'
+        )
         _add(done, "data.document_mask", "on", flavor.where, why)
         done.changes.append(done.notices[-1])
 
