@@ -176,7 +176,7 @@ class ObjectStorage:
         # simultaneously.
         if target.read_bytes() != text:
             raise StorageError(
-                f"cannot write checkpoint {target}: its content is not what this run has written; start again"
+                f"cannot write checkpoint {target}: its content differs from what this run wrote; start again"
             )
         # Remove the objects of the replaced checkpoint. If the store does not answer, the next start does it.
         if replaces:

@@ -254,7 +254,7 @@ def replaced(
         last = stop
     pieces.append(text[last:])
 
-    # Replacements before a place move it.
+    # A replacement shifts all later places by its change of length.
     def moved(place: int) -> int:
         shift = 0
         for start, stop, new in replacements:

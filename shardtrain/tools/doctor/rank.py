@@ -123,7 +123,7 @@ def gather(
     for rank in range(context.size):
         if rank == context.rank:
             continue
-        # All ranks share the patience, so a rank late in the order gets what the ones before left.
+        # The time limit is for all ranks together: a later rank gets the time that earlier ranks left.
         remaining = max(0.0, end - time.monotonic())
         is_done = line.receive(f"done-{rank}", remaining)
         facts = _receive_facts(line, rank, names, is_complete=bool(is_done))

@@ -162,7 +162,7 @@ def moved_by(expected: Expected, shaken: RankRecord, steps: int) -> list[Errors]
 
 
 def tolerances(moved: Sequence[Errors]) -> list[Errors]:
-    """Return the tolerance of each step for the given effect of shaken weights.
+    """Return the tolerance of each step, given the errors that perturbed initial weights cause.
 
     It is at least the usual tolerance.
     """
