@@ -162,7 +162,7 @@ def moved_by(expected: Expected, shaken: RankRecord, steps: int) -> list[Errors]
 
 
 def tolerances(moved: Sequence[Errors]) -> list[Errors]:
-    """Return the tolerance of each step, given the errors that perturbed initial weights cause.
+    """Return the tolerance of each step, given the errors of the shaken run.
 
     It is at least the usual tolerance.
     """
