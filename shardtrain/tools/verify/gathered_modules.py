@@ -16,6 +16,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -239,11 +240,34 @@ class GatheredModules:
                 continue
             actual = assemble(self._evidence.records, f"gradient/0/{weight}", expected.shape)
             rounded = self._sum_of_embeddings(name, expected.shape)
-            if actual is not None and rounded is not None:
-                yield from _compare_sums(name, actual, rounded)
+            if actual is None or rounded is None:
+                continue
+            for excess in _compare_sums(name, actual, rounded):
+                yield self._with_cause(excess, name, actual)
 
-    def _sum_of_embeddings(self, name: str, shape: torch.Size) -> Tensor | None:
-        """Return the gradient in float64 if each micro-batch of each rank is rounded once to the compute dtype."""
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        """Round once to the compute dtype, and return the result in float64."""
+        return torch.empty_like(tensor, dtype=self._compute).copy_(tensor).double()
+
+    def _with_cause(self, excess: Excess, name: str, actual: Tensor) -> Excess:
+        """Name micro-batches as the cause if rounding their sum, instead of a sum within one, explains the gradient."""
+        added_short = self._sum_of_embeddings(name, actual.shape, rounds_sums=True)
+        if added_short is None or any(True for _ in _compare_sums(name, actual, added_short)):
+            return excess
+        dtype = str(self._compute).removeprefix("torch.")
+        cause = (
+            f"gradients of several micro-batches are added in {dtype} instead of float32; "
+            "other weights have the same error, which rounding hides"
+        )
+        return replace(excess, cause=cause)
+
+    def _sum_of_embeddings(
+        self, name: str, shape: torch.Size, rounds_sums: bool = False
+    ) -> Tensor | None:
+        """Return the gradient in float64 if each micro-batch of each rank is rounded once to the compute dtype.
+
+        With ``rounds_sums``, the sum of the micro-batches before the last one is rounded, too, after each of them.
+        """
         total = torch.zeros(shape, dtype=torch.float64)
         has_part = False
         scale = 1.0
@@ -258,6 +282,7 @@ class GatheredModules:
             if not _splits_rows(records, f"initial/{name}.weight"):
                 return None
             # A micro-batch rounds the sum of its lookups once. Later sums do not round visibly.
+            of_rank = torch.zeros(shape, dtype=torch.float64)
             for number in itertools.count():
                 key = f"{EMBEDDING}/{name}/{number}"
                 if f"{key}/ids" not in records[0].parts:
@@ -273,8 +298,10 @@ class GatheredModules:
                         ids = ids.chunk(len(records), dim=1)[record.place["tp"]]
                     of_batch.index_add_(0, ids.flatten(), gradient.flatten(0, -2).double())
                 has_part = True
-                rounded = torch.empty_like(of_batch, dtype=self._compute).copy_(of_batch)
-                total += rounded.double() / scale
+                if rounds_sums:
+                    of_rank = self._rounded(of_rank)
+                of_rank += self._rounded(of_batch)
+            total += of_rank / scale
         if not has_part:
             return None
         return total

@@ -49,6 +49,8 @@ above 256, so only longer sequences reveal positions in bfloat16.
 """
 LOSS_SCALE = 1024.0
 """Loss scale of float16. Its gradients neither overflow nor underflow in a small model."""
+MOST_DOUBLINGS = 4
+"""Number of times that a run doubles its loss scale. More could overflow."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def prepare(
         tokens = OWN_TOKENS if precision == "own" else MIN_TOKENS
         sections = _small(possible, loaded, notes, small_copy, tokens)
     keeps_precision = precision == "own"
-    own_sections = _own_precision(loaded.config, notes) if keeps_precision else {}
+    own_sections = _own_precision(loaded.config, notes, steps) if keeps_precision else {}
     _reduce_rounding(sections, loaded.config, notes, steps, keeps_precision)
     mesh_sections = dict(sections)
     for name, values in own_sections.items():
@@ -361,7 +363,7 @@ def _reduce_rounding(
         notes.append(f"converters: {', '.join(config.model.converters)} off")
 
 
-def _own_precision(config: Config, notes: list[str]) -> dict[str, dict[str, Any]]:
+def _own_precision(config: Config, notes: list[str], steps: int) -> dict[str, dict[str, Any]]:
     """Return the sections that keep the precision of the configuration. Add changes to ``notes``."""
     training = config.training
     sections: dict[str, dict[str, Any]] = {
@@ -382,8 +384,13 @@ def _own_precision(config: Config, notes: list[str]) -> dict[str, dict[str, Any]
     )
     # The loss scale is configured for the full model. Gradients of the small model could overflow with it.
     if training.mixed_precision_param == "float16":
+        # With the configured interval, the scale would be constant, which hides the use of another step's scale.
+        interval = math.ceil(steps / MOST_DOUBLINGS)
         sections["training"]["initial_loss_scale"] = LOSS_SCALE
-        notes.append(f"loss scale: {training.initial_loss_scale:g} -> {LOSS_SCALE:g}")
+        sections["training"]["loss_scale_growth_interval"] = interval
+        notes.append(
+            f"loss scale: {training.initial_loss_scale:g} -> {LOSS_SCALE:g}, doubled after each {interval} steps"
+        )
     if config.model.converters:
         on_cpu = training.device in ("auto", "cpu")
         suffix = ", emulated" if on_cpu else ""

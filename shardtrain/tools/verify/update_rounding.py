@@ -149,11 +149,11 @@ def _wrong_norm(
         # The negation also catches NaN, which compares as False with every number.
         if not error <= NORM_MARGIN:
             first = f"step {step + 1}: the gradient norm of rank {record.rank} is {norm:.6g} instead of {exact:.6g}"
-            yield WrongNumber(step, first, _cause_of_norm(config, norm, exact))
+            yield WrongNumber(step, first, _cause_of_norm(config, step, norm, exact))
             return
 
 
-def _cause_of_norm(config: Config, norm: float, exact: float) -> str:
+def _cause_of_norm(config: Config, step: int, norm: float, exact: float) -> str:
     cause = "it is not the norm of the gradients of this mesh"
     if abs(norm - exact) < ROUNDOFF["bfloat16"] * exact:
         return f"{cause}: it is computed or added in a shorter dtype than float32"
@@ -161,12 +161,19 @@ def _cause_of_norm(config: Config, norm: float, exact: float) -> str:
         return cause
     # With float16, the loss is scaled before the backward pass, and the gradients are divided by the scale
     # after it.
-    scale = config.training.initial_loss_scale
+    num_doublings = step // config.training.loss_scale_growth_interval
+    scale = config.training.initial_loss_scale * 2.0**num_doublings
     ratio = exact / max(norm, 1e-30)
     if abs(ratio / scale - 1) < SCALE_MARGIN:
         return f"gradients are scaled by {scale:g}, the loss scale of float16: they are not divided by it"
     if abs(ratio * scale - 1) < SCALE_MARGIN:
         return f"gradients are scaled by 1/{scale:g}, the loss scale of float16: they are divided by it twice"
+    for factor, other in ((0.5, "next"), (2.0, "previous")):
+        if abs(ratio / factor - 1) < SCALE_MARGIN:
+            return (
+                f"the update has {factor:g} times the gradients of the norm: they are divided by the loss scale "
+                f"of float16 of the {other} step"
+            )
     return cause
 
 

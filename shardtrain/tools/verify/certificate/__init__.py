@@ -59,7 +59,9 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.temporary import temporary_folder
 
-PRECISION_MESHES = ("dp_shard=2",)
+PRECISION_MESHES = ("dp_shard=2", "tp=2", "cp=2")
+"""Meshes of the dimension precision. A sum may be rounded only on the ranks of one axis."""
+QUICK_PRECISION_MESHES = ("dp_shard=2",)
 QUICK_MESHES = ("dp_shard=2", "tp=2", "pp=2")
 
 
@@ -71,6 +73,7 @@ def main(request: VerifyOptions, loaded: Loaded, engine: MeshEngine) -> int:
     """
     assert request.certificate is not None
     certificate.require_writable(request.certificate, "--certificate")
+    requested_dimensions(request.dimensions)
     started = time.perf_counter()
     with temporary_folder("certificate") as folder:
         run = small_run.prepare(loaded, request.meshes, Path(folder), engine.small_copy)
@@ -251,12 +254,17 @@ def _compare_meshes(
     """Compare each requested mesh, or those of the default list, in float32."""
     names = request.meshes
     if request.quick and not names:
-        names = QUICK_MESHES
-        configured = mesh_plans.own_axes(run.user)
-        if configured and configured not in names:
-            names = (configured, *names)
+        names = _with_own_axes(run, QUICK_MESHES)
     options = dataclasses.replace(request, meshes=tuple(names), precision="float32")
     return _compare_synthetic(run.with_substitutes, options, trainer, engine, run.folder / "mesh")
+
+
+def _with_own_axes(run: SmallRun, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return meshes, beginning with that of the configuration's own axes."""
+    configured = mesh_plans.own_axes(run.user)
+    if not configured or configured in names:
+        return names
+    return (configured, *names)
 
 
 def _compare_precision(
@@ -267,9 +275,11 @@ def _compare_precision(
     If 8-bit rounding hides faults, also compare without converters, where the tolerances are smaller. This
     does not prove the dimension, but it can find a fault of the 16-bit dtypes.
     """
-    options = dataclasses.replace(
-        request, meshes=request.meshes or PRECISION_MESHES, precision="own"
-    )
+    names = request.meshes
+    if not names:
+        default = QUICK_PRECISION_MESHES if request.quick else PRECISION_MESHES
+        names = _with_own_axes(run, default)
+    options = dataclasses.replace(request, meshes=tuple(names), precision="own")
     loaded = run.with_substitutes
     results = _compare_synthetic(loaded, options, trainer, engine, run.folder / "precision")
     is_unproven = any(result.verdict == "not proven" for result in results)

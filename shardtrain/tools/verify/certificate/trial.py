@@ -19,6 +19,10 @@ AVERAGE = "average"
 """Kind of the weights that are evaluated instead of the trained weights, such as moving averages."""
 
 
+TRAINING_MODE = "loss in training mode"
+"""Name of the validation loss that modules in training mode compute. It is compared with the validation loss."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """One run of the trainer.
@@ -61,7 +65,8 @@ class NumberError:
         step: Step, from 1. Initial weights have step 0.
         tensor: Name of the tensor or of the validation metric. Empty for the loss and the norm.
         error: Relative for gradients and the norm, absolute for others.
-        factor: Factor of a gradient, if it is a multiple of the reference's gradient, else None.
+        factor: Factor of a gradient, if it is a multiple of the reference's gradient. For a weight, the
+            factor of the weight before the update that explains the error. Else None.
     """
 
     kind: str
@@ -85,6 +90,8 @@ class TrialFacts:
             the forward pass. Empty if ranks have parts of an output.
         num_gradients: Number of gradients of a step.
         core: Pattern of the paths of attention cores, or "".
+        buffers: Names of the buffers whose values are compared.
+        mode_module: First module whose outputs for the validation rows depend on the training mode, or "".
     """
 
     layout_difference: str = ""
@@ -94,6 +101,8 @@ class TrialFacts:
     outputs: Mapping[str, float] = field(default_factory=dict)
     num_gradients: int = 0
     core: str = ""
+    buffers: Sequence[str] = ()
+    mode_module: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.data import build_dataset
 from shardtrain.data.batch import Batch
 from shardtrain.data.documents.encoded import Document
+from shardtrain.data.feed import IndexedFeed
 from shardtrain.data.loader import DataLoader
+from shardtrain.data.row_stream import RowFeed
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tools.verify.certificate.expected_rows import (
     ExpectedRows,
@@ -23,6 +26,9 @@ from shardtrain.tools.verify.certificate.expected_rows import (
     num_shared_rows,
 )
 from shardtrain.tools.verify.certificate.trial import Trial, TrialFacts, replaced
+
+EPOCH_ROWS = 12
+"""Rows per epoch of training data. The second of three steps of 8 rows then crosses the end of an epoch."""
 
 
 class TrialBatches:
@@ -63,6 +69,22 @@ class TrialBatches:
         return next_batch
 
     @contextlib.contextmanager
+    def of_short_epochs(self) -> Iterator[None]:
+        """Repeat the training data after ``EPOCH_ROWS`` rows while the block opens data.
+
+        Otherwise three steps would never reach the end of an epoch. Data that are read as a stream keep theirs.
+        """
+        # The dimension packing reads the rows of shortened documents by its own rule.
+        if self._trial.shortens_documents:
+            yield
+            return
+        with contextlib.ExitStack() as patches:
+            for feed_class in (IndexedFeed, RowFeed):
+                initialize = partial(_with_short_epochs, feed_class.__init__)
+                patches.enter_context(replaced(feed_class, "__init__", partialmethod(initialize)))
+            yield
+
+    @contextlib.contextmanager
     def of_documents(self) -> Iterator[None]:
         """Shorten documents and record them while the block opens data, if the trial requires it."""
         if not self._trial.shortens_documents:
@@ -97,6 +119,15 @@ class TrialBatches:
         expected = keep_some_targets(expected)
         self._num_shared_rows += num_shared_rows(expected)
         return separate_documents(expected, loader.pad_id)
+
+
+def _with_short_epochs(
+    initialize: Callable[..., None], feed: Any, *arguments: Any, **named: Any
+) -> None:
+    initialize(feed, *arguments, **named)
+    # Validation data end after one pass, and are shortened elsewhere.
+    if feed.passes is None:
+        feed.num_rows = min(feed.num_rows, EPOCH_ROWS)
 
 
 _KEPT = (0.95, 0.2, 0.6, 0.35, 0.8, 0.1, 0.5, 0.7)

@@ -7,13 +7,20 @@ the first step, and the factor between two gradients. The mesh comparison has mo
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardtrain.tools.verify.certificate.trial import AVERAGE, NumberError, TrialFacts
+from shardtrain.tools.verify.certificate.trial import (
+    AVERAGE,
+    TRAINING_MODE,
+    NumberError,
+    TrialFacts,
+)
 
 SAME_FACTOR = 1e-3
 """Relative distance of two factors that are equal except for rounding."""
+SMALLEST_DECAY = 1e-5
+"""Smallest difference of weight decay times learning rate that is not rounding."""
 SAME_SIZE = 1e-5
 """Relative distance of two sums of squares that are equal except for rounding."""
 
@@ -71,6 +78,14 @@ def cause_of(one: Differing) -> str:
     # Begin with causes outside of the computation: initial weights, rows and token counts.
     if one.first.kind == "initial":
         return f"the initial weights of {_module(one.first)} depend on the mesh: check their seed and blocks"
+    if one.first.kind == "validation" and one.first.tensor == TRAINING_MODE:
+        where = "a module"
+        if one.facts.mode_module:
+            where = f"module {one.facts.mode_module}"
+        return (
+            f"{where} computes something else in evaluation than in training, although dropout is off: "
+            "check what it does with its training mode"
+        )
     if one.first.kind == "validation":
         return "the validation rows or the divisor depend on ranks or batch size: sum over all rows, and divide once"
     step = str(one.first.step)
@@ -148,17 +163,25 @@ def _forward(one: Differing) -> str:
     # Outputs are recorded only in the first step. Later steps begin with weights that may already differ.
     if one.first.step != 1 or not one.facts.outputs:
         return ""
-    for path, expected in one.expected.outputs.items():
-        mine = one.facts.outputs.get(path)
-        if mine is None or abs(mine - expected) <= SAME_SIZE * max(abs(expected), 1e-30):
-            continue
-        where = "the model's own forward"
-        if path:
-            where = f"module {path}"
-        cause = f"the forward pass first differs in the output of {where}"
-        hint = _FORWARD.get(one.dimension, "check its forward on this mesh")
-        return f"{cause}: {hint}"
-    return ""
+    path = first_difference_of(one.facts.outputs, one.expected.outputs)
+    if path is None:
+        return ""
+    cause = f"the forward pass first differs in the output of {_forward_of(path)}"
+    hint = _FORWARD.get(one.dimension, "check its forward on this mesh")
+    return f"{cause}: {hint}"
+
+
+def first_difference_of(outputs: Mapping[str, float], expected: Mapping[str, float]) -> str | None:
+    """Return the path of the first module whose sum of squares differs, or None. "" is the model itself."""
+    for path, size in expected.items():
+        mine = outputs.get(path)
+        if mine is not None and abs(mine - size) > SAME_SIZE * max(abs(size), 1e-30):
+            return path
+    return None
+
+
+def _forward_of(path: str) -> str:
+    return f"module {path}" if path else "the model's own forward"
 
 
 def _backward(one: Differing, gradients: Sequence[NumberError]) -> str:
@@ -189,5 +212,16 @@ def _of_numbers(one: Differing) -> str:
         return (
             f"the gradients agree, the update of {module} does not: "
             "the optimizer states, the learning rate or the weights differ from the checkpoint's"
+        )
+    if one.first.tensor in one.facts.buffers:
+        return (
+            f"the gradients agree, the buffer {one.first.tensor} does not: check that its update is made once a "
+            "step, from sums over all micro-batches and ranks"
+        )
+    decay = one.first.factor
+    if decay is not None and abs(decay) > SMALLEST_DECAY:
+        return (
+            f"the gradients agree, and the update of {module} differs by {decay:.2g} times the weight: "
+            "check which weights have weight decay (optimizer.no_weight_decay), and how much"
         )
     return f"the gradients agree, the update of {module} does not: check clipping, learning rate and optimizer states"

@@ -29,12 +29,14 @@ from shardtrain.tools.verify import dropout
 from shardtrain.tools.verify.certificate.trial import (
     AVERAGE,
     SHAKEN,
+    TRAINING_MODE,
     Trial,
     TrialFacts,
     errors_file,
     replaced,
 )
 from shardtrain.tools.verify.certificate.trial_batches import TrialBatches, end_after
+from shardtrain.tools.verify.certificate.trial_causes import first_difference_of
 from shardtrain.tools.verify.compare import SMALL, same_bits
 from shardtrain.tools.verify.verify_rank import shake
 from shardtrain.train import trainer, validation
@@ -43,6 +45,8 @@ from shardtrain.utils import log
 
 VALIDATION_ROWS = 21
 """Number of validation rows. Few batch sizes divide it, so the last batch is not full."""
+ROUNDING_OF_UPDATE = 1e-6
+"""Norm of the rounding errors of an update, relative to that of the weights."""
 MATCH = 1e-4
 """Relative distance of a gradient from a multiple of the reference that counts as rounding."""
 Key = tuple[str, int, str]
@@ -140,13 +144,31 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
             targets[str(run.state.step)] = int(outcome.global_tokens)
         return outcome
 
+    mode_module = ""
+
     def validate(validator: Validator, at: int) -> Evaluation | None:
+        nonlocal mode_module
+        in_evaluation = OutputSizes()
+        in_evaluation.watch_complete(started[0], trial)
         evaluation = original_validation(validator, at)
-        if evaluation is not None:
-            for name, value in evaluation.values.items():
-                # The perplexity is a function of the loss, and amplifies its rounding.
-                if name != "perplexity":
-                    numbers.scalars["validation", at, name] = value
+        in_evaluation.end()
+        if evaluation is None:
+            return None
+        for name, value in evaluation.values.items():
+            # The perplexity is a function of the loss, and amplifies its rounding.
+            if name != "perplexity":
+                numbers.scalars["validation", at, name] = value
+        # All trials would have a fault of the evaluation mode, so compare with the training mode.
+        numbers.scalars["validation", at, TRAINING_MODE] = evaluation.loss
+        if not trial.is_reference:
+            in_training = OutputSizes()
+            in_training.watch_complete(started[0], trial)
+            with replaced(nn.Module, "eval", _unchanged):
+                again = original_validation(validator, at)
+            in_training.end()
+            assert again is not None
+            numbers.scalars["validation", at, TRAINING_MODE] = again.loss
+            mode_module = first_difference_of(in_training.sums, in_evaluation.sums) or ""
         return evaluation
 
     dump_folder = Path(config.job.dump_folder)
@@ -158,6 +180,7 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
         batches = TrialBatches(trial)
         patches.enter_context(replaced(DataLoader, "__next__", batches.reader()))
         patches.enter_context(batches.of_documents())
+        patches.enter_context(batches.of_short_epochs())
         open_short = _open_short(validation.open_dataloader)
         patches.enter_context(replaced(validation, "open_dataloader", open_short))
         try:
@@ -179,8 +202,15 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
         outputs=outputs.sums,
         num_gradients=num_gradients,
         core=models.find(config.model.name).LAYOUT.context or "",
+        buffers=list(started[0].runner.buffers()) if started else [],
+        mode_module=mode_module,
     )
     return numbers, facts
+
+
+def _unchanged(module: nn.Module) -> nn.Module:
+    """Replace ``nn.Module.eval``: keep the training mode."""
+    return module
 
 
 def _open_short(open_dataloader: Any) -> Any:
@@ -208,6 +238,8 @@ def _begin(run: trainer.Run, numbers: TrialNumbers, trial: Trial) -> None:
         _draw_at_unit_gain(run.runner.parameters(), run.config.debug.seed)
         if trial.is_shaken:
             shake(run.runner.parameters(), run.config.debug.seed)
+        # They are not compared, because a rule about updates needs the weight before the update.
+        _keep(numbers, "weights", 0, run.runner.parameters())
     update = run.runner.update
 
     def recorded_update(optimizer: torch.optim.Optimizer, *applies: Tensor) -> None:
@@ -341,22 +373,38 @@ def _tensor_error(key: Key, tensor: Tensor, expected: Tensor, totals: Mapping[in
 
 
 def _factor_of(key: Key, numbers: TrialNumbers, reference: TrialNumbers) -> float | None:
-    """Return the factor between a gradient and the reference's gradient, or None if no factor explains it."""
+    """Return the factor of a gradient or an update, or None if no factor explains the difference.
+
+    For a gradient, it is the factor between both gradients. For a weight, the difference of both weights is this
+    factor times the weight before the update, as another weight decay would cause.
+    """
     mine = numbers.tensors.get(key)
     theirs = reference.tensors.get(key)
-    if key[0] != "gradient" or mine is None or theirs is None or mine.shape != theirs.shape:
+    if mine is None or theirs is None or mine.shape != theirs.shape:
         return None
+    kind, step, name = key
     mine = mine.double()
     theirs = theirs.double()
-    square = float(theirs.square().sum())
+    if kind == "weights":
+        before = reference.tensors.get((kind, step - 1, name))
+        # A buffer has no decay, and one number is always a multiple of another.
+        if before is None or before.numel() < 2:
+            return None
+        return _multiple(mine - theirs, before.double(), ROUNDING_OF_UPDATE * float(theirs.norm()))
+    if kind != "gradient":
+        return None
+    return _multiple(mine, theirs, MATCH * float(theirs.norm()))
+
+
+def _multiple(tensor: Tensor, of: Tensor, tolerance: float) -> float | None:
+    """Return the factor of least squares between two tensors, or None if the rest is above a tolerance."""
+    square = float(of.square().sum())
     if not square:
         return None
-    # Compute the factor of least squares. The remaining difference must be rounding.
-    factor = float((mine * theirs).sum()) / square
-    rest = float((mine - factor * theirs).norm())
-    if rest > MATCH * math.sqrt(square):
-        return None
-    return factor
+    factor = float((tensor * of).sum()) / square
+    # The remaining difference must be rounding.
+    rest = float((tensor - factor * of).norm())
+    return None if rest > tolerance else factor
 
 
 class OutputSizes:
@@ -372,20 +420,27 @@ class OutputSizes:
 
     def begin(self, run: trainer.Run, trial: Trial) -> None:
         """Start with the first step, if each rank has complete outputs for its rows and tokens."""
+        # Tasks of rows pad each micro-batch, and separate documents have other padding.
+        has_padding = (
+            trial.loaded.config.task.name not in OF_NEXT_TOKENS or trial.separates_documents
+        )
+        if not run.state.step and not has_padding:
+            self.watch_complete(run, trial)
+
+    def watch_complete(self, run: trainer.Run, trial: Trial) -> None:
+        """Record outputs from now on, if each rank has complete outputs for its rows and tokens."""
         config = trial.loaded.config
         # These axes divide the outputs of a module, or give a rank only some modules.
         has_parts = run.mesh.size("tp", "pp") > 1 or config.parallelism.expert_parallel_degree > 1
-        # Tasks of rows pad each micro-batch, and separate documents have other padding.
-        has_padding = config.task.name not in OF_NEXT_TOKENS or trial.separates_documents
         # Hooks do not reliably see calls within compiled code.
-        if run.state.step or has_parts or has_padding or config.compile.enable:
+        if has_parts or config.compile.enable:
             return
         for part in run.runner.parts:
             for path, module in part.named_modules():
                 self._handles.append(module.register_forward_hook(partial(self._add, path)))
 
     def end(self) -> None:
-        """Stop after the first step."""
+        """Stop recording."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
