@@ -5,11 +5,12 @@ from __future__ import annotations
 from shardtrain import config
 from shardtrain.config.load import Loaded
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.redact import redact
 
 
 def print_options(loaded: Loaded) -> int:
-    """Print every option with its origin; return the exit status."""
-    print(config.show(loaded))
+    """Print every option with its origin, without secrets; return the exit status."""
+    print(redact(config.show(loaded)))
     return 0
 
 

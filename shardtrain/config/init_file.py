@@ -23,6 +23,7 @@ from shardtrain.config.toml_writer import set_toml
 from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.utils import atomic_io, output_target, storage_errors
 from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
+from shardtrain.utils.redact import visible
 
 USAGE = """usage: shardtrain init NEW.toml [PRESET] [--section.key VALUE ...]
 
@@ -114,9 +115,12 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
     name = "the defaults"
     if loaded.path:
         name = presets.name_of(Path(loaded.path))
+    written_by = f"Written by `shardtrain init` from {name}."
+    next_command = f"Train it with `shardtrain train {shlex.quote(path.name)}`."
     head = [
         DIRECTIVE,
-        f"# Written by `shardtrain init` from {name}. Train it with `shardtrain train {shlex.quote(path.name)}`.",
+        # A file may have a newline in its name, and the rest of the name would be options.
+        visible(f"# {written_by} {next_command}", lines=False),
         "# Override options there, for example --training.steps 100. All options: `shardtrain config help`.",
         "",
     ]

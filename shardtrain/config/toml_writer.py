@@ -11,6 +11,7 @@ from shardtrain.config.load import Loaded, value_of
 from shardtrain.config.options import Option, kind_text, options, options_of, sections
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import Value
+from shardtrain.utils.redact import CONTROLS, visible
 
 
 def toml_value(value: Value) -> str:
@@ -28,8 +29,10 @@ def toml_value(value: Value) -> str:
         return f"{text}.0"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        # TOML does not allow control characters in text.
-        escaped = re.sub(r"[\x00-\x1f\x7f]", lambda match: f"\\u{ord(match[0]):04x}", escaped)
+        # TOML does not allow ASCII controls in text, and a terminal obeys the others.
+        escaped = re.sub(
+            rf"[\x00-\x1f{CONTROLS}]", lambda match: f"\\u{ord(match[0]):04x}", escaped
+        )
         return f'"{escaped}"'
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
@@ -58,7 +61,13 @@ def set_toml(loaded: Loaded, also: Collection[str] = ()) -> str:
 
 def show(loaded: Loaded) -> str:
     """Return all options as TOML, each with its origin: ``steps = 50  # run.toml:3``."""
-    return _render(loaded.config, lambda name, value: f"  # {loaded.origins.get(name, 'default')}")
+
+    def comment(name: str, value: Any) -> str:
+        # A file may have a newline in its name, and the rest of the name would be an option.
+        origin = visible(loaded.origins.get(name, "default"), lines=False)
+        return f"  # {origin}"
+
+    return _render(loaded.config, comment)
 
 
 def _render(

@@ -19,7 +19,7 @@ from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.config.toml_writer import RESOLVED_CONFIG
 from shardtrain.utils import atomic_io, log, storage_errors
 from shardtrain.utils.log import logger
-from shardtrain.utils.redact import redact
+from shardtrain.utils.redact import redact, visible
 from shardtrain.utils.units import format_count
 
 if TYPE_CHECKING:
@@ -80,9 +80,12 @@ def write_resolved_config(
     With the schema, editors can complete and check the file.
     """
     origin = loaded.path or "the defaults"
-    header = f"{json_schema.DIRECTIVE}\n# {versions()}, {world_size} ranks, started from {origin}\n"
+    comments = [f"{versions()}, {world_size} ranks, started from {origin}"]
     if certificate_line:
-        header += f"# {certificate_line}\n"
+        comments.append(certificate_line)
+    # A file may have a newline in its name, and the rest of the name would be options.
+    lines = [f"# {visible(comment, lines=False)}" for comment in comments]
+    header = "\n".join([json_schema.DIRECTIVE, *lines, ""])
     text = redact(header + configs.resolved_toml(loaded.config))
     paths = [folder / RESOLVED_CONFIG]
     if loaded.config.job.save_config_file:

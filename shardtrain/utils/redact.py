@@ -53,12 +53,25 @@ _FORMS = re.compile(
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"  # AWS key ids
     r"|\bsk-[A-Za-z0-9_-]{32,}|\bxox[abprs]-[A-Za-z0-9-]{10,}"  # keys of model and chat services
     r"|\bglpat-[\w-]{20,}|\bnvapi-[\w-]{20,}|\bAIza[\w-]{35}"  # GitLab, NVIDIA, Google
+    r"|\bnpm_[A-Za-z0-9]{30,}|\bpypi-[\w-]{30,}|\bdckr_pat_[\w-]{20,}"  # package and image registries
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"  # JSON Web Tokens
 )
-# In an address: [user]:password, and the signatures of object stores. pathlib and os.path write "//" as "/".
+# In an address, where pathlib and os.path write "//" as "/":
+# - [user]:password@, or a token of at least 16 characters as the user of http
+# - parameters with a signature of an object store, a token or a key
+# - the secret path of a webhook
 _IN_ADDRESS = re.compile(
     r"(://|\b\w+:/)[^\s/:@]*:[^\s/@]+(?=@)"
-    r"|((?i:[?&](?:(?:x-amz-|x-goog-)?(?:sig|signature|credential|security-token)|policy|key-pair-id)=))[^\s&#'\"]+"
+    r"|(?P<http>(?i:\bhttps?://?))[^\s/:@]{16,}(?=@)"
+    r"|(?P<parameter>(?i:[?&#](?:(?:x-amz-|x-goog-)?(?:sig|signature|credential|security-token)|policy|key-pair-id"
+    r"|[\w.-]*(?:token|password|passwd|secret|api[_-]?key|access[_-]?key)|key|pwd|auth|authorization)=))"
+    r"[^\s&#'\"]+"
+    r"|(?P<hook>(?i:\bhooks\.slack\.com/\w+/|\bdiscord(?:app)?\.com/api/webhooks/))[^\s'\"]+"
+)
+# In an HTTP header, or in a connection string of Azure.
+_IN_HEADER = re.compile(
+    r"(?i)(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:bearer|basic|token)\s+|\bbearer\s+(?=[\w.~+/=-]{20})"
+    r"|\b(?:AccountKey|SharedAccessKey|SharedAccessSignature)=)[^\s;,'\"]+"
 )
 _SAID = re.compile(
     r"(?i)\b([A-Z0-9_-]*(?:TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_?KEY))(\s*[=:]\s*[\"']?)([0-9a-f]{40})\b"
@@ -74,7 +87,8 @@ def redact(text: str) -> str:
       ``WANDB_API_KEY`` or ``MY_SECRET_THING``,
     - values of 40 hexadecimal digits of other environment variables, unless the name contains commit or hash,
     - tokens of known services, recognized by their form,
-    - passwords and signatures in addresses.
+    - passwords, tokens and signatures in addresses,
+    - credentials in HTTP headers and connection strings.
 
     >>> redact("login with hf_0123456789abcdefghijk failed at https://me:word@host/x")
     'login with *** failed at https://***@host/x'
@@ -82,7 +96,8 @@ def redact(text: str) -> str:
     for value in secret_values():
         for form in _written_forms(value):
             text = text.replace(form, MASK)
-    text = _IN_ADDRESS.sub(lambda match: f"{match[1] or match[2]}{MASK}", _FORMS.sub(MASK, text))
+    text = _IN_ADDRESS.sub(lambda match: f"{match[match.lastindex]}{MASK}", _FORMS.sub(MASK, text))
+    text = _IN_HEADER.sub(rf"\1{MASK}", text)
     return _SAID.sub(rf"\1\2{MASK}", text)
 
 
@@ -108,10 +123,11 @@ def _written_forms(value: str) -> tuple[str, ...]:
 
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
-# ASCII and Latin-1 controls except tab and newline, marks of text direction, and line separators.
-_OBEYED = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)
+CONTROLS = r"\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+"""Characters above ASCII text that a terminal obeys, as part of a character class: Latin-1 controls, marks of
+text direction and line separators."""
+# Tab and newline are kept.
+_OBEYED = re.compile(rf"[\x00-\x08\x0b-\x1f{CONTROLS}\ud800-\udfff]")
 
 
 def visible(text: str, colors: bool = False, lines: bool = True) -> str:

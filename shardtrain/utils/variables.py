@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.redact import redact
 
 
 def is_whole_number(text: str) -> bool:
@@ -61,6 +62,8 @@ def drop_invalid(environment: MutableMapping[str, str]) -> None:
         # An empty variable counts as unset.
         text = environment.get(name, "").strip()
         if text and not is_valid(text):
+            # Mask first: part of a secret no longer has its form.
+            text = redact(text)
             print(
                 f"warning: {name}={text[:40]!a} is not a valid number and is ignored",
                 file=sys.stderr,

@@ -13,6 +13,7 @@ import pytest
 from canaries import CANARIES, CRASHES, assert_silent, options
 
 from shardtrain.utils.redact import redact, redact_all
+from shardtrain.utils.variables import drop_invalid
 
 ROOT = Path(__file__).resolve().parents[2]
 WANDB = """
@@ -106,6 +107,41 @@ def test_option_with_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch, option
     problems = [problem for problem in config.check(loaded) if "holds a secret" in problem.rule]
     assert [problem.option for problem in problems] == [option]
     assert CANARIES["MY_SERVICE_PASSWORD"] not in str(problems[0])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "https://host/x.jsonl?token=canary-word",
+        "s3://me:canary-word@bucket/x",
+        "https://hooks.slack.com/services/T0/B0/canary-word",
+    ],
+)
+def test_address_with_a_secret_is_refused_and_never_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    from shardtrain import config
+    from shardtrain.cli import main
+
+    file = tmp_path / "run.toml"
+    file.write_text(f'[training]\ndataset = "jsonl"\ndataset_path = "{value}"\n')
+    problems = [item for item in config.check(config.load(file)) if "holds a secret" in item.rule]
+    assert [problem.option for problem in problems] == ["training.dataset_path"]
+    for verb in ("show", "check"):
+        main(["config", verb, str(file)])
+        printed = capsys.readouterr()
+        assert "***" in printed.out
+        assert "canary" not in printed.out + printed.err
+
+
+def test_warning_about_a_variable_masks_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    # The warning shows 40 characters, which are too few to recognize this token.
+    token = "ghp_" + "a1B2" * 9
+    environment = {"OMP_NUM_THREADS": "x" * 23 + " " + token}
+    drop_invalid(environment)
+    printed = capsys.readouterr().err
+    assert "***" in printed
+    assert "ghp_" not in printed
 
 
 def test_a_commit_is_not_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,18 @@ def test_a_secret_is_masked_in_each_form(
             "https://h/x?Policy=***&Key-Pair-Id=***&Expires=5",
         ),
         ("https://h/x?region=eu&credential=word", "https://h/x?region=eu&credential=***"),
+        ("https://h/x?token=word", "https://h/x?token=***"),
+        ("https://h/x?a=1&access_token=word&b=2", "https://h/x?a=1&access_token=***&b=2"),
+        ("https://h/x#id_token=word", "https://h/x#id_token=***"),
+        ("https://h/x?api-key=word", "https://h/x?api-key=***"),
+        ("https://h/x?key=word", "https://h/x?key=***"),
+        ("https://h/x?client_secret=word", "https://h/x?client_secret=***"),
+        ("https://h/x?password=word", "https://h/x?password=***"),
+        ("https://abcdefghij0123456789@h/x", "https://***@h/x"),
+        ("https://hooks.slack.com/services/T0/B0/word", "https://hooks.slack.com/services/***"),
+        ("https://discord.com/api/webhooks/1/word", "https://discord.com/api/webhooks/***"),
+        ("https://git@host/x?page=2&keys=3", "https://git@host/x?page=2&keys=3"),
+        ("abfss://container@account.dfs.core.windows.net/x",) * 2,
         ("a eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.word b", "a *** b"),
         ("tcp://host:29500/@x", "tcp://host:29500/@x"),
         ("http://[::1]:29500/x", "http://[::1]:29500/x"),
@@ -72,6 +84,22 @@ def test_a_secret_is_masked_in_each_form(
     ],
 )
 def test_a_secret_in_an_address_is_masked(text: str, expected: str) -> None:
+    assert redact(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Authorization: Bearer word", "Authorization: Bearer ***"),
+        ("{'authorization': 'Basic d29yZA=='}", "{'authorization': 'Basic ***'}"),
+        ("sent bearer abcdefghij0123456789", "sent bearer ***"),
+        ("the bearer of a token", "the bearer of a token"),
+        ("AccountName=me;AccountKey=word==;x=1", "AccountName=me;AccountKey=***;x=1"),
+        ("SharedAccessSignature=sv=1&sig=word", "SharedAccessSignature=***"),
+        ("npm_" + "a1" * 18, "***"),
+    ],
+)
+def test_a_credential_in_a_header_or_connection_string_is_masked(text: str, expected: str) -> None:
     assert redact(text) == expected
 
 

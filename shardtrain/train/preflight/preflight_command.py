@@ -10,7 +10,7 @@ from shardtrain.config.command_line import CommandLine, VerbOption, split, take
 from shardtrain.launch import environment, nodes
 from shardtrain.train.preflight import Machine, judge, machine
 from shardtrain.utils.heartbeat import heartbeat
-from shardtrain.utils.redact import one_line, redact
+from shardtrain.utils.redact import one_line
 
 USAGE = """usage: shardtrain config check [CONFIG.toml] [--for-machine none|here|NAME] [--nproc N] [--section.key VALUE]
 
@@ -49,8 +49,8 @@ def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, Co
     lines = [f"error: {one_line(line)}" for line in verdict.lines]
     lines += [f"note: {one_line(note)}" for note in verdict.notes]
     counts = f"{_counted(len(verdict.lines), 'error')}, {_counted(len(verdict.notes), 'note')}"
-    lines.append(f"{loaded.path or 'defaults and command line'}: {counts}")
-    print(redact("\n".join(lines)))
+    lines.append(one_line(f"{loaded.path or 'defaults and command line'}: {counts}"))
+    print("\n".join(lines))
     return verdict.exit_code
 
 
