@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtrain.utils import variables
+from shardtrain.utils.redact import visible
 from shardtrain.utils.units import format_bytes, format_seconds
 
 SECONDS = 5.0
@@ -70,7 +71,8 @@ _PATIENCE_SECONDS = 0.5
 
 
 def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    # A line may name a file or a dataset of somebody else.
+    print(visible(line, lines=False), file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from shardtrain.launch import environment
 from shardtrain.tools.data.survey import Survey, survey_line, survey_rows
 from shardtrain.tools.data.work_progress import WorkProgress
 from shardtrain.utils.errors import ConfigError, DataError
+from shardtrain.utils.redact import visible
 
 USAGE = """usage: shardtrain data check [CONFIG.toml] [--world_size N] [--json] [--section.key VALUE ...]
 
@@ -98,7 +99,9 @@ def main(words: list[str]) -> int:
         }
         print(json.dumps(document, indent=1))
     else:
-        print("\n".join(_as_text(report)))
+        # Reasons quote the rows and the chat template.
+        lines = [visible(line, lines=False) for line in _as_text(report)]
+        print("\n".join(lines))
     return report.exit_code
 
 

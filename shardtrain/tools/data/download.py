@@ -23,6 +23,7 @@ from shardtrain.utils import atomic_io, output_target, storage_errors
 from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
 from shardtrain.utils.heartbeat import heartbeat
+from shardtrain.utils.redact import visible
 from shardtrain.utils.units import format_bytes
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def main(words: list[str]) -> int:
         missing = {}
         for name in names:
             if _is_complete(folder / name, name, files[name]):
-                print(f"{name}: exists already", flush=True)
+                print(visible(f"{name}: exists already", lines=False), flush=True)
             else:
                 missing[name] = files[name]
         if missing:
@@ -120,7 +121,7 @@ def _download(hub: Hub, commit: str, files: Mapping[str, RepoSibling], folder: P
         for name, facts in files.items():
             with heartbeat(f"fetching {name}", heartbeat_seconds):
                 line = fetch(hub, name, commit, facts, staging, folder / name)
-            print(line, flush=True)
+            print(visible(line, lines=False), flush=True)
 
 
 def fetch(hub: Hub, name: str, commit: str, facts: RepoSibling, staging: Path, target: Path) -> str:

@@ -37,6 +37,7 @@ from shardtrain.tools.data import pool, work_units
 from shardtrain.tools.data.work_progress import WorkProgress
 from shardtrain.utils import atomic_io, bounded_reads, checked_json, output_target
 from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
+from shardtrain.utils.redact import visible
 from shardtrain.utils.units import format_bytes, format_seconds
 from shardtrain.utils.variables import is_whole_number
 
@@ -111,7 +112,7 @@ def main(words: list[str]) -> int:
     # Progress is saved, so Ctrl-C is a normal end.
     try:
         for job in jobs(loaded.config, folder, taken.own.get("--shard_tokens")):
-            print(prepare(job, processes), flush=True)
+            print(visible(prepare(job, processes)), flush=True)
     except KeyboardInterrupt:
         print("stopped; the same command continues from here", file=sys.stderr)
         return 130

@@ -18,6 +18,7 @@ from shardtrain.train.build import use_fastest_kernels
 from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
+from shardtrain.utils.redact import visible
 
 
 def run(options: EvaluateOptions) -> None:
@@ -79,7 +80,8 @@ def run(options: EvaluateOptions) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"shardtrain evaluate: {text}", file=sys.stderr, flush=True)
+    line = visible(f"shardtrain evaluate: {text}", lines=False)
+    print(line, file=sys.stderr, flush=True)
 
 
 def _sections(options: EvaluateOptions, opened: OpenedModel) -> dict[str, Validation]:

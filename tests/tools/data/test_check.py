@@ -304,6 +304,31 @@ def test_the_report_is_readable(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "problem: dataset jsonl has 1 bad of 41 rows" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("character", ["\x1b", "\x07", "\r", "\x9b", "\u202e", "\u2028", "\n"])
+@pytest.mark.parametrize("place", ["column", "template", "folder"])
+def test_text_of_a_dataset_is_printed_without_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, character: str
+) -> None:
+    text = f"planted{character}no problems"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows: list[Any] = [{"messages": turns}] * 3
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ raise_exception(" + json.dumps(text) + ") }}")
+    more = ["--data.format", "chat", "--data.chat_template", str(template)]
+    folder = tmp_path
+    if place != "template":
+        rows = [{text: "a"}] * 3
+        more = []
+    if place == "folder":
+        folder = tmp_path / text
+        folder.mkdir()
+    assert check.main(arguments_for(jsonl(folder / "a.jsonl", rows), *more)) == 3
+    output = capsys.readouterr().out
+    assert "planted" in output
+    assert all(line.isprintable() for line in output.split("\n"))
+    assert "no problems" not in output.split("\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
