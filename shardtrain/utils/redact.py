@@ -96,7 +96,9 @@ def redact(text: str) -> str:
     for value in secret_values():
         for form in _written_forms(value):
             text = text.replace(form, MASK)
-    text = _IN_ADDRESS.sub(lambda match: f"{match[match.lastindex]}{MASK}", _FORMS.sub(MASK, text))
+    text = _IN_ADDRESS.sub(
+        lambda match: f"{match[match.lastindex or 0]}{MASK}", _FORMS.sub(MASK, text)
+    )
     text = _IN_HEADER.sub(rf"\1{MASK}", text)
     return _SAID.sub(rf"\1\2{MASK}", text)
 
