@@ -98,6 +98,7 @@ def parallelize(
     for module in modules:
         if config.model.name.endswith(".py"):
             outside_reads.apply(module, layout, mesh, config)
+        fsdp.sum_embedding_gradients_in_float32(module, mesh, config)
         if mesh.size("tp") > 1:
             tensor_parallel.apply(module, layout, mesh, config)
         if mesh.size("cp") > 1:

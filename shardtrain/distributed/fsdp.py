@@ -114,16 +114,25 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         shared_memory.use(model)
 
 
+def sum_embedding_gradients_in_float32(model: nn.Module, mesh: Mesh, config: Config) -> None:
+    """Replace the forward of embeddings, in place, if a CPU would sum their gradients in a narrow dtype.
+
+    This must precede tensor parallelism. Its styles wrap the forward, and would be lost with it. It also runs
+    in a single process, whose results must equal those of any mesh.
+    """
+    dtypes = {derived.compute_dtype(config), config.training.dtype}
+    if mesh.device.type != "cpu" or not dtypes & {"bfloat16", "float16"}:
+        return
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+            module.forward = partial(_embedding_summed_in_float32, module)  # type: ignore[method-assign]
+
+
 def _prepare_forward(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Replace or hook forward methods.
 
     This also runs in a single process, whose results must equal those of any mesh.
     """
-    dtypes = {derived.compute_dtype(config), config.training.dtype}
-    if mesh.device.type == "cpu" and dtypes & {"bfloat16", "float16"}:
-        for module in model.modules():
-            if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
-                module.forward = partial(_embedding_summed_in_float32, module)  # type: ignore[method-assign]
     has_experts = expert_parallel.are_sharded_separately([model], config)
     if derived.computes_with_copies(config, mesh.device_mesh.size(), has_experts):
         compute_copies.use(model, getattr(torch, derived.compute_dtype(config)))

@@ -203,10 +203,16 @@ class Runner(ABC):
         parameter_device = torch.device("cpu") if is_offloaded else self._mesh.device
         for part in self.parts:
             to_empty(part, parameter_device)
-            for module in part.modules():
-                # buffers start at zero, because LAYOUT.buffers declares no other value
+            # Buffers start at zero, because LAYOUT.buffers declares no other value. Numbers that a class of
+            # transformers sets are the exception.
+            initial_buffers: Mapping[str, Tensor] = getattr(part, "initial_buffers", {})
+            for path, module in part.named_modules():
                 for name, buffer in module.named_buffers(recurse=False):
-                    module._buffers[name] = torch.zeros_like(buffer, device=self._mesh.device)
+                    zeros = torch.zeros_like(buffer, device=self._mesh.device)
+                    full_name = f"{path}.{name}" if path else name
+                    if full_name in initial_buffers:
+                        zeros.copy_(initial_buffers[full_name])
+                    module._buffers[name] = zeros
         for name, parameter in self.parameters().items():
             init_weights.draw_(parameter, name, draws[name], seed)
         self._before_pass = float8_modules.before_pass(self.parts, self._mesh, self._config)

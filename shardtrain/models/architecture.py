@@ -331,7 +331,8 @@ def _reason(warnings: Sequence[str], error: Exception) -> str:
     """
     if warnings:
         return "; ".join(warnings)[:_MAX_WARNING_CHARS]
-    text = _first_line(error)
+    # The message of a validation error has its reason in the second line
+    text = " ".join(str(error).split())[:_MAX_WARNING_CHARS]
     if " " in text:
         return text
     # The text of a KeyError is only the key

@@ -214,7 +214,8 @@ class Model(nn.Module):
         """True if positions are passed even without documents, because each row is only part of a sequence."""
         self._drops = c.dropout
         self.train()
-        self._constants = _take_constants(self.hf, c)
+        # initial_buffers maps names to the values of saved buffers that do not start at zero
+        self._constants, self.initial_buffers = _take_constants(self.hf, c)
         paths = {module: path for path, module in self.hf.named_modules()}
         self.computed = [f"{paths[owner]}.{name}" for owner, name in self._constants]
         """Names of the buffers that follow from config.json. Checkpoints of older versions may
@@ -433,14 +434,23 @@ def _sharing_blocks(hf: nn.Module, blocks: Iterable[str]) -> set[str]:
     return sharing
 
 
-def _take_constants(hf: nn.Module, c: Config) -> list[tuple[nn.Module, str]]:
+def _take_constants(
+    hf: nn.Module, c: Config
+) -> tuple[list[tuple[nn.Module, str]], dict[str, Tensor]]:
     """Turn buffers that follow from config.json into plain attributes,
     which no cast and no ``to_empty`` changes.
 
     These are the non-persistent buffers, and the buffers that ``_init_weights`` sets to their value.
-    Return their modules and names. Raise ConfigError for any other buffer that does not start at zero.
+    Saved numbers, such as those of an activation function, remain buffers.
+
+    Returns:
+        The modules and names of the plain attributes, and the initial values of the saved numbers.
+
+    Raises:
+        ConfigError: any other buffer does not start at zero.
     """
     taken = []
+    initial = {}
     for path, module in hf.named_modules():
         for name, value in list(module._buffers.items()):
             if value is None:
@@ -455,9 +465,12 @@ def _take_constants(hf: nn.Module, c: Config) -> list[tuple[nn.Module, str]]:
                 del module._buffers[name]
                 module.__dict__[name] = value
                 taken.append((module, name))
+            elif value.dim() == 0:
+                # The constructor sets it, for example the exponents of an activation function of Apertus.
+                initial[f"{PREFIX}{path}.{name}"] = value.clone()
             else:
                 rule = f"names {c.class_name}, whose buffer {path}.{name} does not start at zero"
                 raise ConfigError(
                     Problem("model.overrides.path", c.path, rule, "write a model file for it")
                 )
-    return taken
+    return taken, initial

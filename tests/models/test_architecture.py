@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from hf_architectures import ARCHITECTURES, hf_config, installed
+from hf_architectures import ARCHITECTURES, BYTES, hf_config, installed
+from hf_meshes import hf_tiny
+from ranks import run_ranks
 from tiers import cases
+from tiny import make_run
 from torch import Tensor, nn
 
 from shardtrain import models
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config.schema import Config
 from shardtrain.models import architecture
 from shardtrain.ops import init_weights
+from shardtrain.train import trainer
+from shardtrain.train.resume import resume
 from shardtrain.utils.errors import ConfigError
 
 pytest.importorskip("transformers")
@@ -123,3 +130,41 @@ def test_buffer_with_other_values_is_refused(
         ConfigError, match="whose buffer model.layers.0.self_attn.slope_rate does not start at zero"
     ):
         built("minimax", tmp_path)
+
+
+def losses_and_numbers(rank: int, config: Config) -> tuple[list[float], dict[str, float]]:
+    """Return the losses of two steps from a folder's weights, and the initial values of all scalar buffers."""
+    run = make_run(rank, config)
+    numbers = {name: float(value) for name, value in run.runner.buffers().items() if not value.ndim}
+    checkpoints = Checkpoints(config)
+    resume(run, checkpoints)
+    checkpoints.close()
+    losses = []
+    for _ in range(2):
+        outcome = trainer.step(run)
+        assert outcome is not None
+        losses.append(outcome.loss_sum.item() / outcome.global_tokens)
+    return losses, numbers
+
+
+def test_numbers_of_an_activation_function_keep_their_values(tmp_path: Path) -> None:
+    """The activation of Apertus registers two numbers as saved buffers, and ``_init_weights`` does not set them."""
+    import transformers
+
+    path = tmp_path / "apertus"
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    network = transformers.ApertusConfig(**sizes, **heads, **BYTES, rope_parameters=rope)
+    transformers.ApertusForCausalLM(network).save_pretrained(path)
+
+    one = hf_tiny(path, tmp_path / "one")
+    split = hf_tiny(path, tmp_path / "tp", parallelism={"tensor_parallel_degree": 2})
+    (expected, numbers) = run_ranks(1, losses_and_numbers, one)[0]
+    assert numbers == {
+        f"hf.model.layers.{layer}.mlp.act_fn.{name}": pytest.approx(value)
+        for layer in range(2)
+        for name, value in (("beta", 0.5), ("eps", -1e-6))
+    }
+    for losses, _ in run_ranks(2, losses_and_numbers, split):
+        assert losses == pytest.approx(expected, abs=1e-5)

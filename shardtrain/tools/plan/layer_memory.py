@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -217,9 +218,10 @@ def _traced_attention_bytes(
 
     The traced bytes include queries, keys, values and output. What else its attention function saves is added.
     """
-    styles = {linear.style for linear in layer.inside("attn")}
-    has_split_linears = bool(styles & {"colwise", "rowwise"})
-    ranks = job.tp if has_split_linears else 1
+    linears = layer.inside("attn")
+    has_split_linears = any(linear.style in ("colwise", "rowwise") for linear in linears)
+    gathers_outputs = _gathers_outputs(linears)
+    ranks = job.tp if has_split_linears and not gathers_outputs else 1
     width = job.compute_width
     tokens = job.local_tokens
     heads = -(-layer.heads // ranks)
@@ -231,6 +233,8 @@ def _traced_attention_bytes(
     log_sum_exp = tokens * heads * 4
 
     total = _on_tensor_rank(saved.attention, job, gathered, _has_trained_inputs(layer), ranks)
+    if gathers_outputs:
+        total -= _on_other_ranks(saved.attention_norms, job)
     if ranks > 1:
         # Every rank has the full latents
         for features in _latent_features(layer, dim, has_split_linears):
@@ -264,6 +268,21 @@ def _on_tensor_rank(
     if ranks == 1 or not saves_input:
         return total // ranks
     return (total - gathered) // ranks + gathered
+
+
+def _gathers_outputs(linears: Sequence[Linear]) -> bool:
+    """True if tensor-parallel ranks gather the outputs of a part's first linears, and all compute the rest.
+
+    Phi-3 does this because one linear computes queries, keys and values, and OLMo 2 because its norms need the
+    features of all heads. Only the norm of the residual stream is then divided, along the sequence.
+    """
+    styles = {linear.style for linear in linears}
+    return "head" in styles and "colwise" not in styles
+
+
+def _on_other_ranks(bytes_per_token: float, job: PlannedJob) -> int:
+    """Return the bytes of a row that other tensor-parallel ranks have, because sequences are split."""
+    return int(bytes_per_token * job.local_tokens) * (job.tp - 1) // job.tp
 
 
 def _stores_scores(layer: Layer, job: PlannedJob, kernels: Kernels) -> bool:
@@ -375,13 +394,16 @@ def _feed_forward_bytes(
     saved = norm + 2 * hidden
     has_trained_inputs = any(linear.trained for linear in inner_linears)
     if layer.saved is not None and not job.fused:
+        gathers_outputs = _gathers_outputs(inner_linears)
         saved = _on_tensor_rank(
             layer.saved.feed_forward,
             job,
             gathered,
             has_trained_inputs or bool(layer.experts),
-            job.tp,
+            1 if gathers_outputs else job.tp,
         )
+        if gathers_outputs:
+            saved -= _on_other_ranks(layer.saved.feed_forward_norms, job)
         gradients = hidden
         if layer.experts:
             experts_tokens = _tokens_of_experts(layer, layer.experts, job)

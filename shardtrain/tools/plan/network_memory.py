@@ -37,10 +37,14 @@ class SavedBytes:
     Attributes:
         attention: saved by the norm before attention, and by attention or recurrence.
         feed_forward: saved by everything after that.
+        attention_norms: part of ``attention`` that norms of the residual stream save.
+        feed_forward_norms: part of ``feed_forward`` that norms of the residual stream save.
     """
 
     attention: float
     feed_forward: float
+    attention_norms: float = 0.0
+    feed_forward_norms: float = 0.0
 
 
 def saved_per_token(model: Any, seq_len: int, width: int) -> dict[str, SavedBytes]:
@@ -78,8 +82,8 @@ def saved_per_token(model: Any, seq_len: int, width: int) -> dict[str, SavedByte
     except Exception:  # the code of a network may raise any exception on tensors without values
         return {}
     saved = {}
-    for path, (attention, feed_forward) in recorder.by_block.items():
-        saved[path] = SavedBytes(attention / tokens, feed_forward / tokens)
+    for path, num_bytes in recorder.by_block.items():
+        saved[path] = SavedBytes(*(part / tokens for part in num_bytes))
     return saved
 
 
@@ -94,10 +98,12 @@ def saved_by_gate(experts: Any, features: int, width: int) -> int:
     # A gated activation takes the gate and the hidden features in one tensor.
     rows = 16
     columns = features
-    activation = experts.act_fn
     if experts.has_gate:
         columns = 2 * features
         activation = experts._apply_gate
+    else:
+        # Experts with their own gate, such as those of gpt-oss, may have no such attribute.
+        activation = experts.act_fn
     hidden = torch.empty(rows, columns, dtype=_DTYPES[width], device="meta", requires_grad=True)
     count = _Count(set())
     with torch.autograd.graph.saved_tensors_hooks(count.add, _unchanged):
@@ -139,17 +145,21 @@ class _Recorder:
     """Counts the bytes that each block saves before and after the end of its attention.
 
     Attributes:
-        by_block: path of a block -> bytes of its attention, and bytes of all that follows.
+        by_block: path of a block -> bytes of its attention, of all that follows, and of the norms of the residual
+            stream in both.
     """
 
     def __init__(self, model: Any) -> None:
-        self.by_block: dict[str, tuple[int, int]] = {}
+        self.by_block: dict[str, tuple[int, int, int, int]] = {}
         self._model = model
         # Weights are in memory anyway, so saving them costs nothing.
         weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
         self._count = _Count(weights)
         self._start = 0
         self._end_of_attention = 0
+        self._start_of_norm = 0
+        self._norms = 0
+        self._norms_of_attention = 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -160,6 +170,10 @@ class _Recorder:
             mixer = _mixer(block)
             if mixer is not None:
                 mixer.register_forward_hook(self._leave_attention)
+            for child in block.children():
+                if {parameter.ndim for parameter in child.parameters()} == {1}:
+                    child.register_forward_pre_hook(self._enter_norm)
+                    child.register_forward_hook(self._leave_norm)
         with torch.autograd.graph.saved_tensors_hooks(self._count.add, _unchanged):
             yield
 
@@ -174,15 +188,30 @@ class _Recorder:
                 self._count.ignore(leaf)
         self._start = self._count.bytes
         self._end_of_attention = self._count.bytes
+        self._norms = 0
+        self._norms_of_attention = 0
+
+    def _enter_norm(self, *_: Any) -> None:
+        self._start_of_norm = self._count.bytes
+
+    def _leave_norm(self, *_: Any) -> None:
+        self._norms += self._count.bytes - self._start_of_norm
 
     def _leave_attention(self, *_: Any) -> None:
         self._end_of_attention = self._count.bytes
+        self._norms_of_attention = self._norms
 
     def _leave(self, path: str) -> Callable[..., None]:
         def leave(*_: Any) -> None:
             attention = self._end_of_attention - self._start
             feed_forward = self._count.bytes - self._end_of_attention
-            self.by_block[path] = (attention, feed_forward)
+            feed_forward_norms = self._norms - self._norms_of_attention
+            self.by_block[path] = (
+                attention,
+                feed_forward,
+                self._norms_of_attention,
+                feed_forward_norms,
+            )
 
         return leave
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_architectures import ARCHITECTURES, WITHOUT_PLAN, hf_config, installed
+from hf_architectures import ARCHITECTURES, WITHOUT_PLAN, hf_config, hf_folder, installed
+from hf_meshes import first_step, hf_tiny
 from ranks import run_ranks
 from tiers import cases
 from tiny import assert_bitwise, make_run, tiny_config, whole
@@ -332,3 +333,17 @@ def test_gradients_are_partial_only_between_split_and_summing_modules() -> None:
     effects = {"up": hf_gradients.SPLIT, "down": hf_gradients.SUMMED}
     findings = hf_gradients.follow(model, effects, set(), set())
     assert findings == hf_gradients.Findings({"scale"}, [], is_complete=True)
+
+
+def test_bfloat16_on_tensor_parallel_ranks_is_close_to_one_process(tmp_path: Path) -> None:
+    """The embedding of gpt-oss is replicated, and a CPU sums the gradients of its rows in float32."""
+    folder = hf_folder("gpt_oss")
+    training = {"mixed_precision_param": "bfloat16"}
+    one = hf_tiny(folder, tmp_path / "one", training=training)
+    split = hf_tiny(
+        folder, tmp_path / "tp", training=training, parallelism={"tensor_parallel_degree": 2}
+    )
+    expected = run_ranks(1, first_step, one)[0]
+    for result in run_ranks(2, first_step, split):
+        assert result.loss == pytest.approx(expected.loss, rel=1e-2)
+        assert result.grad_norm == pytest.approx(expected.grad_norm, rel=5e-2)
