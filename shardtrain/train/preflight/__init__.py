@@ -78,7 +78,8 @@ class PreflightResult:
             return
         # The class determines the exit code, so use the class of the error with the lowest exit code.
         first = min(self.errors, key=lambda error: error.exit_code)
-        if len(self.errors) == 1:
+        has_duplicates = len(self.lines) < len(getattr(first, "problems", [first]))
+        if len(self.errors) == 1 and not has_duplicates:
             raise first
         raise _error_of_lines(type(first), self.lines)
 

@@ -24,6 +24,7 @@ from shardtrain.launch import local
 from shardtrain.launch.child_watch import ChildWatch
 from shardtrain.train import trainer
 from shardtrain.train.preflight import (
+    PreflightResult,
     judge,
     machine,
     memory_fit,
@@ -31,7 +32,7 @@ from shardtrain.train.preflight import (
     require,
     require_in_child,
 )
-from shardtrain.utils.errors import ShardtrainError
+from shardtrain.utils.errors import ConfigError, ShardtrainError
 from shardtrain.utils.units import format_bytes
 
 SMALL = """
@@ -329,6 +330,15 @@ def test_check_reports_the_errors_of_train_in_the_same_lines(
     assert lines
     assert len(set(lines)) == len(lines)
     assert started(FAULTY[name]) == (status, lines)
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_problem_of_two_datasets_is_one_line_of_the_error(repeats: int) -> None:
+    """The settings of a tokenizer, for example, are read for training and for validation."""
+    result = PreflightResult(errors=(ConfigError(["the tokenizer is damaged"] * repeats),))
+    with pytest.raises(ConfigError) as caught:
+        result.raise_errors()
+    assert [*map(str, caught.value.problems)] == result.lines == ["the tokenizer is damaged"]
 
 
 @pytest.mark.parametrize("name", cases(["unchanged"], nightly=[*SOUND][1:]))
