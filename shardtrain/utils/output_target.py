@@ -17,6 +17,7 @@ from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ConfigError, Problem
 
 Wanted = Literal["file", "folder"]
+TOO_LONG = "has a name that is too long for the file system"
 _MODES: dict[Wanted, int] = {"file": stat.S_IFREG, "folder": stat.S_IFDIR}
 
 
@@ -42,16 +43,27 @@ def violated_rule(path: str | os.PathLike[str], wanted: Wanted) -> str:
     except FileNotFoundError:
         if os.path.islink(path):
             return f"is a link to {os.readlink(path)}, which does not exist"
-        return _rule_of_parents(path)
+        return _rule_of_parents(path) or _rule_of_names(path)
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):
             return "is a link that leads to itself"
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             return _rule_of_parents(path)
+        if error.errno == errno.ENAMETOOLONG:
+            return TOO_LONG
         return ""
     if kind == _MODES[wanted]:
         return ""
     return f"is {bounded_reads.name_of_kind(kind)}, not a {wanted}"
+
+
+def _rule_of_names(path: str | os.PathLike[str]) -> str:
+    """Return ``TOO_LONG`` if a folder or file that does not exist yet could not be created with its name."""
+    most_bytes = os.pathconf("/", "PC_NAME_MAX")
+    for name in Path(path).parts:
+        if len(os.fsencode(name)) > most_bytes:
+            return TOO_LONG
+    return ""
 
 
 def require(option: str, path: str | os.PathLike[str], wanted: Wanted) -> None:

@@ -134,6 +134,18 @@ def test_target_below_a_file_is_refused_before_any_work(
         assert parent.partition("/")[0] in line
 
 
+@pytest.mark.parametrize("words", [*TO_FILES, *TO_FOLDERS])
+def test_target_with_a_name_that_is_too_long_is_refused_before_any_work(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "n" * 300 + ".toml"
+    for path in (name, f"{name}/new.toml", f"new/{name}"):
+        line = refusal(words.replace("{}", path), capsys)
+        assert output_target.TOO_LONG in line
+    assert not list(tmp_path.iterdir())
+
+
 def test_valid_targets(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()

@@ -129,7 +129,7 @@ def test_both_answers_of_a_preference_pair_continue_the_prompt(
     prompt = row.get("prompt", "")
     for side, column in ((pair.chosen, "chosen"), (pair.rejected, "rejected")):
         joined = tokenizer.encode(prompt + row[column])
-        assert tokenizer.decode(side.whole) == tokenizer.decode(joined)
+        assert tokenizer.decode(side.all_tokens) == tokenizer.decode(joined)
 
 
 ENDS = {

@@ -486,7 +486,7 @@ def test_a_full_disk_is_reported_before_and_during_the_download(hub, tmp_path, m
         StorageError, tmp_path
     )
     (tmp_path / "file").write_bytes(b"")
-    assert "cannot write" in fails(StorageError, tmp_path / "file")
+    assert "is a file, not a folder" in fails(ConfigError, tmp_path / "file")
 
 
 def test_two_concurrent_downloads_do_not_mix_files(hub, tmp_path):

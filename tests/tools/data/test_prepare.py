@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -226,7 +227,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"--output=.* is not empty \(a\.jsonl\); name a new or empty folder"
     ):
         prepare.main(["--output", str(tmp_path), *arguments_for(path)])
-    with pytest.raises(ConfigError, match="is a file; name a folder"):
+    with pytest.raises(ConfigError, match="is a file, not a folder; name another folder"):
         prepare.main(["--output", str(path), *arguments_for(path)])
     assert path.exists()
 
@@ -351,10 +352,17 @@ def test_a_file_that_changes_during_the_run_stops_it(
     assert not (tmp_path / "o" / "index.json").exists()
 
 
-def test_a_folder_that_cannot_be_created_is_a_storage_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_storage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = jsonl(tmp_path / "a.jsonl", texts(3))
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "folder")
+
+    monkeypatch.setattr(Path, "mkdir", fail)
     with pytest.raises(
         StorageError,
         match="cannot write .*; the command continues where it stopped when it is repeated",
     ):
-        prepare.main(["--output", str(path / "below" / "a" / "file"), *arguments_for(path)])
+        prepare.main(["--output", str(tmp_path / "folder"), *arguments_for(path)])
