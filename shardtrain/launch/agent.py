@@ -74,7 +74,7 @@ def train(
         require(world_size, choice.count)
     except ShardtrainError as error:
         # exit.json is written. Telling the others may take minutes, so print the error first, and keep its
-        # exit status if this process is asked to stop meanwhile.
+        # exit status if a request to stop arrives meanwhile.
         code = error.exit_code
         stop_signals.handle_requests(lambda *_: os._exit(code))
         print_error(error)
@@ -113,7 +113,7 @@ def _tell_others(nodes: Nodes, error: ShardtrainError) -> None:
 
 
 def _end_at_request(nodes: Nodes, listener: socket.socket | None, training: Loaded | None) -> None:
-    """End this process at a request to stop before its ranks run, and tell the other nodes, which wait for it.
+    """End this process at a request to stop before its ranks run, and notify the other nodes, which wait for it.
 
     There is nothing to save. ``listener`` is the socket of the rendezvous if this node serves it.
     """
@@ -137,7 +137,7 @@ def _end_at_request(nodes: Nodes, listener: socket.socket | None, training: Load
 def _tell_of_stop(
     nodes: Nodes, listener: socket.socket | None, seconds: float, signal_name: str, code: int
 ) -> None:
-    """Tell the other nodes that this one was asked to stop, for at most ``seconds``. A second SIGINT ends it earlier.
+    """Notify the other nodes of a request to stop this one, for at most ``seconds``. A second SIGINT ends it earlier.
 
     An elastic run continues without this node, unless it serves the rendezvous.
     """

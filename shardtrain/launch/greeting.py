@@ -58,9 +58,9 @@ _COUNTER = struct.Struct("<q")
 _REFUSED = b"shardtrain refused: "
 """Start of the reply of a first node that cannot run. The reason follows."""
 REFUSAL_SECONDS = 120.0
-"""Time in which a node that cannot run tries to tell the other nodes, which may still import PyTorch."""
+"""Time in which a node that cannot run tries to notify the other nodes, which may still import PyTorch."""
 STOP_SECONDS = 20.0
-"""Time in which a node that was asked to stop before its ranks ran tries to tell the other nodes."""
+"""Time in which a node that must stop before its ranks run tries to notify the other nodes."""
 
 is_telling = threading.Event()
 """Set while this process tells the other nodes that it stops. Its rendezvous then ignores the reason in the store."""

@@ -52,7 +52,7 @@ class Example:
 class ExampleTask(TextTask):
     """Base of tasks whose rows are examples.
 
-    An example is one or more texts, each followed by EOS. Texts are truncated so that EOS fits into seq_len.
+    An example is one or more texts, each followed by EOS. Texts are truncated to leave room for EOS in seq_len.
 
     A subclass defines ``_read``, which returns the texts and the number of a row.
     """

@@ -1,4 +1,4 @@
-"""Whole numbers in text, and a check of environment variables that must contain a number."""
+"""Integers in text, and a check of environment variables that must contain a number."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def number(environment: Mapping[str, str], name: str, default: str, least: int = 0) -> int:
-    """Return the whole number in a variable of a launcher.
+    """Return the integer in a variable of a launcher.
 
     Raises:
         ConfigError: the variable is not a number of at least ``least``, or is not set and ``default`` is "".

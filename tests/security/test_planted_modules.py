@@ -179,7 +179,7 @@ def test_installation_imports_no_module_of_the_current_directory(tmp_path: Path)
 
 
 @pytest.mark.nightly(
-    "an installation is made",
+    "it installs the package",
     by="tests/security/test_planted_modules.py::test_no_module_of_the_current_directory_is_imported",
 )
 def test_editable_installation_imports_no_module_of_the_current_directory(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ because of rounding, or was requested and is not possible; the reason is printed
   --schedule  pipeline schedules to try on each mesh with pp
   --steps     optimizer steps to compare
   --precision float32 (default), or own: the meshes, and one process, compute in the dtypes of the configuration, with
-              float8 and MX, and are compared with one process in float32. What rounding alone does to a tensor sets
-              its tolerance. Modules, updates and norms are also compared with float64 on their own inputs
+              float8 and MX, and are compared with one process in float32. The tolerance of each tensor is the
+              effect of rounding on it. Modules, updates and norms are also compared with float64 on their own inputs
   --full      the model, depth and sequence length of the configuration, not a small version of them
   --json      one JSON document
   --allow-impossible
@@ -38,11 +38,11 @@ because of rounding, or was requested and is not possible; the reason is printed
               task, and write the result to this JSON file; status 0 only if all requested ones were checked and hold
   --quick     fewer variants of each dimension of a certificate
   --dimension dimensions to check; the default is all that apply
-  --check     does this certificate still apply to the configuration and code? Status 0, or 4 with what changed
+  --check     does this certificate still apply to the configuration and code? Status 0, or 4 with the changes
   --real      compare sizes that a small model hides with float64: norm and loss sums on 1, 2 and 4 ranks, tensors of
               more than 2^31 numbers, one layer and the vocabulary of the configured model at their real width
   --memory    GiB of memory for --real; the default is three quarters of the free memory. A check that does not fit
-              is left out, and its row gives the reason
+              is skipped, and its row has the reason
   --compare   two recordings of the same training (shardtrain.record): name the first step and tensor that differ
   --rounding  a third recording, in which only rounding differs from RUN_A; its difference sets the tolerance
 

@@ -98,6 +98,12 @@ def test_without_a_ulimit_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(resource, "getrlimit", lambda kind: infinite)
     limits.require_memory(2**60, "tokenizing a text")
 
+    # The same request is refused under a ulimit, so the check above is not empty.
+    finite = (2**30, 2**30)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: finite)
+    with pytest.raises(OutOfMemoryError):
+        limits.require_memory(2**60, "tokenizing a text")
+
 
 @pytest.mark.parametrize("status", [-signal.SIGABRT, -signal.SIGSEGV, 1])
 def test_ulimit_below_the_limit_of_the_child_is_named(
