@@ -503,7 +503,7 @@ def verify(
     given = [str(path)] if path is not None else []
     if given and given[0].startswith("-"):
         given = [f"./{given[0]}"]  # a file, and not an option of the command
-    words = [
+    arguments = [
         *given,
         "--json",
         "--steps",
@@ -511,7 +511,7 @@ def verify(
         *(("--mesh", *_as_list(meshes)) if meshes else ()),
         *_arguments(options),
     ]
-    command = python_child.command("shardtrain", "verify", *words)
+    command = python_child.command("shardtrain", "verify", *arguments)
     done = subprocess.run(command, capture_output=True, text=True)
     # Status 4 means that a mesh differs. The table is complete then too.
     if done.returncode not in (0, 4):
@@ -530,15 +530,15 @@ def verify(
 
 
 def _arguments(options: Mapping[str, Any] | None) -> list[str]:
-    words: list[str] = []
+    arguments: list[str] = []
     for name, value in (options or {}).items():
         if isinstance(value, Mapping):
-            words += _arguments({f"{name}.{key}": one for key, one in value.items()})
+            arguments += _arguments({f"{name}.{key}": one for key, one in value.items()})
         elif isinstance(value, list | tuple) and value:
-            words += [f"--{name.lstrip('-')}", *map(_text, value)]
+            arguments += [f"--{name.lstrip('-')}", *map(_text, value)]
         else:
-            words.append(f"--{name.lstrip('-')}={_text(value)}")
-    return words
+            arguments.append(f"--{name.lstrip('-')}={_text(value)}")
+    return arguments
 
 
 def _text(value: Any) -> str:

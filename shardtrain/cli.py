@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = None) -> int:
-    """Run ``action`` on the words of a command line. Print errors as lines and return the exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Run ``action`` on the arguments of a command line. Print errors as lines and return the exit status."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         process.own_process()
     try:
@@ -72,13 +72,13 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
         with limits.memory_errors():
             variables.drop_invalid(os.environ)
             try:
-                code = action(words)
+                code = action(argv)
             except HelpPrinted:
                 code = 0
         if arguments is None:
             sys.stdout.flush()
             # A run writes its results to files.
-            if code == 0 and process.wrote_to_closed_output() and words[:1] != ["train"]:
+            if code == 0 and process.wrote_to_closed_output() and argv[:1] != ["train"]:
                 return _print_errors(
                     8,
                     ["stdout is closed, so the output is lost; redirect it to a file or /dev/null"],
@@ -151,14 +151,17 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _dispatch(words: list[str]) -> int:
+def _dispatch(arguments: list[str]) -> int:
     # `shardtrain help train` is `shardtrain train --help`
-    if words[:1] == ["help"] and len(words) > 1:
-        words = [words[1], *words[2:], "--help"]
-    asks_help = words[:1] in (["help"], ["--help"], ["-h"]) or words[1:2] in (["--help"], ["-h"])
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [arguments[1], *arguments[2:], "--help"]
+    asks_help = arguments[:1] in (["help"], ["--help"], ["-h"]) or arguments[1:2] in (
+        ["--help"],
+        ["-h"],
+    )
     if sys.stdout.isatty() and asks_help:
-        return _help_that_fits(lambda: COMMAND.run(words))
-    return COMMAND.run(words)
+        return _help_that_fits(lambda: COMMAND.run(arguments))
+    return COMMAND.run(arguments)
 
 
 def _help_that_fits(print_help: Callable[[], int]) -> int:
@@ -194,7 +197,7 @@ def _open(
 
     arguments = with_variable(arguments, os.environ)
     if arguments.path is None and any(
-        word.partition("=")[0] == "--deepspeed_config" for word in arguments.overrides
+        argument.partition("=")[0] == "--deepspeed_config" for argument in arguments.overrides
     ):
         return _load_flags(arguments), arguments
     # a file of this package, or a preset
@@ -240,23 +243,25 @@ def _load_flags(arguments: CommandLine) -> Loaded:
     return migrate.load_flags(arguments.overrides, choice.count)
 
 
-def _config(words: list[str]) -> int:
+def _config(arguments: list[str]) -> int:
     """Show, check or explain a configuration, or migrate the configuration of another system."""
-    return Command("shardtrain config", CONFIG_VERBS, column=54, notes=help_pages.CONFIG).run(words)
+    return Command("shardtrain config", CONFIG_VERBS, column=54, notes=help_pages.CONFIG).run(
+        arguments
+    )
 
 
-def _config_show(words: list[str]) -> int:
-    return config_command.print_options(_open(split(words), "config")[0])
+def _config_show(arguments: list[str]) -> int:
+    return config_command.print_options(_open(split(arguments), "config")[0])
 
 
-def _config_check(words: list[str]) -> int:
+def _config_check(arguments: list[str]) -> int:
     opener = partial(_open, verb="config", keep_problems=True)
-    return int(import_part("shardtrain.train.preflight.preflight_command").main(words, opener))
+    return int(import_part("shardtrain.train.preflight.preflight_command").main(arguments, opener))
 
 
-def _train(words: list[str]) -> int:
+def _train(argv: list[str]) -> int:
     """Train as one rank if a launcher started this process. Otherwise start all ranks for this machine."""
-    arguments = split(words)
+    arguments = split(argv)
     if arguments.help:
         print(help_pages.train(), end="")
         return 0
@@ -305,7 +310,7 @@ def _train(words: list[str]) -> int:
             # Another node received a request to stop before the ranks ran.
             code = print_error(error)
     else:
-        code = _train_here(loaded, arguments, words)
+        code = _train_here(loaded, arguments, argv)
     return stop_status if code == failure.PREEMPTED else code
 
 
@@ -337,7 +342,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     local.leave(failure.stop_status(loaded.config) if code == failure.PREEMPTED else code)
 
 
-def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int:
+def _train_here(loaded: Loaded, arguments: CommandLine, argv: list[str]) -> int:
     """Check limits and configuration, choose the number of ranks, and run them from this process."""
     from shardtrain import config
     from shardtrain.launch import environment, local
@@ -391,7 +396,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
         code = local.run_rank(loaded, _trainer())
     else:
         check(None)
-        command = python_child.command("shardtrain", "train", *words)
+        command = python_child.command("shardtrain", "train", *argv)
         code = local.launch(loaded, choice.count, None, command, restarts, ends_process=True)
 
     # After the run: a comparison with the plan, a sample, and suggested commands.
@@ -399,7 +404,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
         print(line, file=sys.stderr)
     if code == 0:
         _show_sample(loaded)
-        for line in _next_commands(loaded, words):
+        for line in _next_commands(loaded, argv):
             print(line, file=sys.stderr)
     return code
 
@@ -442,7 +447,7 @@ def _show_sample(loaded: Loaded) -> None:
     from shardtrain.tools.generate import generate_command
 
     print("a sample, drawn at temperature 0.7:", file=sys.stderr, flush=True)
-    words = [
+    arguments = [
         "--from",
         config.job.dump_folder,
         *_own_code(config),
@@ -454,7 +459,7 @@ def _show_sample(loaded: Loaded) -> None:
     # The run has ended and is saved. A signal from now on only stops the sample; the exit status stays 0.
     stop_signals.handle_requests(signal.default_int_handler)
     try:
-        generate_command.main([*words, "--temperature", "0.7", "--top_p", "0.9", "--seed", "1"])
+        generate_command.main([*arguments, "--temperature", "0.7", "--top_p", "0.9", "--seed", "1"])
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("\nnote: the sample was stopped by a signal; the run had ended", file=sys.stderr)
@@ -479,7 +484,7 @@ def _own_code(config: Config) -> list[str]:
     return ["--config", str(Path(config.job.dump_folder) / RESOLVED_CONFIG)] if has_code else []
 
 
-def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
+def _next_commands(loaded: Loaded, arguments: Sequence[str]) -> list[str]:
     """Return suggested commands for a user at a terminal, with the activation of an environment made by a script."""
     activate = os.environ.get("SHARDTRAIN_ACTIVATE")
     if not activate and not sys.stderr.isatty():
@@ -493,14 +498,16 @@ def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
         commands.append(activate)
     if config.checkpoint.enable and not config.checkpoint.load_only:
         if prompt := config.metrics.sample_prompt.split("\n")[-1].strip():
-            code = "".join(f" {shlex.quote(word)}" for word in _own_code(config))
+            code = "".join(f" {shlex.quote(argument)}" for argument in _own_code(config))
             commands.append(
                 f"shardtrain generate {folder}{code} --prompt {shlex.quote(prompt)} --temperature 0.7"
             )
         # the same command line with twice the steps in place of those that it had
         steps = f"--training.steps={2 * config.training.steps}"
-        kept = [word for word in words if not word.startswith("--training.steps=")]
-        for place in [place for place, word in enumerate(kept) if word == "--training.steps"][::-1]:
+        kept = [argument for argument in arguments if not argument.startswith("--training.steps=")]
+        for place in [
+            place for place, argument in enumerate(kept) if argument == "--training.steps"
+        ][::-1]:
             del kept[place : place + 2]
         if config.training.epochs is None:
             commands.append(f"shardtrain train {shlex.join([*kept, steps])}")
@@ -518,10 +525,10 @@ def _trainer() -> Callable[[Loaded], object]:
     return main
 
 
-def _test(words: list[str]) -> int:
+def _test(arguments: list[str]) -> int:
     """Evaluate a checkpoint on the held-out sets of its task."""
     held_out = import_part("shardtrain.tools.held_out_eval.held_out_eval_command")
-    return int(held_out.main(words, partial(_open, verb="test")))
+    return int(held_out.main(arguments, partial(_open, verb="test")))
 
 
 def _has_tools() -> bool:
@@ -529,14 +536,14 @@ def _has_tools() -> bool:
     return importlib.util.find_spec("shardtrain.tools") is not None
 
 
-def _checkpoint(words: list[str]) -> int:
+def _checkpoint(arguments: list[str]) -> int:
     """List, verify, compare and convert checkpoints."""
-    return int(import_part("shardtrain.tools.checkpoint_command").main(words, FMENGINE_VERBS))
+    return int(import_part("shardtrain.tools.checkpoint_command").main(arguments, FMENGINE_VERBS))
 
 
-def _launch(words: list[str]) -> int:
+def _launch(arguments: list[str]) -> int:
     """Start a run on hosts or a cluster."""
-    return int(import_part("shardtrain.launch.launch_command").main(words, _refuse_unfit))
+    return int(import_part("shardtrain.launch.launch_command").main(arguments, _refuse_unfit))
 
 
 def _refuse_unfit(loaded: Loaded, world_size: int) -> None:
@@ -544,18 +551,18 @@ def _refuse_unfit(loaded: Loaded, world_size: int) -> None:
     import_part("shardtrain.tools.plan.planning").refuse_unfit(loaded, world_size)
 
 
-def _completion(words: list[str]) -> int:
+def _completion(arguments: list[str]) -> int:
     """Print the completion script of a shell."""
     from shardtrain.config import completion
 
-    print_requested_help(words[:1], help_pages.COMPLETION)
-    if len(words) != 1 or words[0] not in completion.SHELLS:
+    print_requested_help(arguments[:1], help_pages.COMPLETION)
+    if len(arguments) != 1 or arguments[0] not in completion.SHELLS:
         raise ConfigError(
             Problem(
                 "shardtrain completion",
-                " ".join(words) or None,
+                " ".join(arguments) or None,
                 rule="is not a shell that is known"
-                if len(words) == 1
+                if len(arguments) == 1
                 else "takes the name of one shell",
                 fix=(
                     'write eval "$(shardtrain completion bash)" into ~/.bashrc; zsh alike; for fish pipe it to source'
@@ -563,7 +570,7 @@ def _completion(words: list[str]) -> int:
                 where="command line",
             )
         )
-    print(completion.script(words[0], COMMAND.names))
+    print(completion.script(arguments[0], COMMAND.names))
     return 0
 
 

@@ -115,7 +115,7 @@ def test_verbs_of_data_are_the_modules_with_a_main():
     with_main = {
         file.stem
         for file in folder.glob("*.py")
-        if "\ndef main(words: list[str]) -> int:" in file.read_text()
+        if "\ndef main(arguments: list[str]) -> int:" in file.read_text()
     }
     assert with_main == {*data_command.VERBS, "data_command"}
 

@@ -25,20 +25,20 @@ same command on each node with its own current_node. Options of this package (`s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train or test as the file's ``mode`` requires, and return the exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         process.own_process()
-    if "--help" in words or "-h" in words:
+    if "--help" in argv or "-h" in argv:
         print(USAGE, end="")
         return 0
     try:
-        verb, path, rest = _read(words)
+        verb, path, rest = _read(argv)
     except ShardtrainError as error:
         return print_error(error)
     return cli.main([verb, path, *rest])
 
 
-def _read(words: list[str]) -> tuple[str, str, list[str]]:
+def _read(arguments: list[str]) -> tuple[str, str, list[str]]:
     """Return the verb, the path of the parameters file, and all other arguments.
 
     Raises:
@@ -48,17 +48,17 @@ def _read(words: list[str]) -> tuple[str, str, list[str]]:
     from shardtrain.compat.migrate import universal_trainer
 
     # --params is the only option of pytorch_universal_trainer. All others are options of this package.
-    rest = list(words)
+    rest = list(arguments)
     path = None
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
         if name != "--params":
             continue
         if equals:
             path = value
             del rest[index]
         else:
-            path = words[index + 1] if index + 1 < len(words) else ""
+            path = arguments[index + 1] if index + 1 < len(arguments) else ""
             del rest[index : index + 2]
         break
     if not path:

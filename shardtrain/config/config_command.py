@@ -14,13 +14,13 @@ def print_options(loaded: Loaded) -> int:
     return 0
 
 
-def print_help(words: list[str]) -> int:
+def print_help(argv: list[str]) -> int:
     """Print the help of a section or an option; return the exit status.
 
     The name may be followed by a configuration, which can add sections with ``job.custom_config_module``.
     """
-    name = words[0].lstrip("-") if words else ""
-    arguments = words[1:]
+    name = argv[0].lstrip("-") if argv else ""
+    arguments = argv[1:]
     path = None
     if arguments and not arguments[0].startswith("-"):
         path = arguments.pop(0)
@@ -32,15 +32,15 @@ def print_help(words: list[str]) -> int:
     return 0
 
 
-def print_schema(words: list[str]) -> int:
+def print_schema(arguments: list[str]) -> int:
     """Print the JSON schema of all options; return the exit status."""
     from shardtrain.config.json_schema import json_schema_text
 
-    if words:
+    if arguments:
         raise ConfigError(
             Problem(
                 "shardtrain config schema",
-                words[0],
+                arguments[0],
                 rule="takes no argument",
                 fix="shardtrain config schema > shardtrain.schema.json",
                 where="command line",

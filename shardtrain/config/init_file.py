@@ -61,15 +61,15 @@ QUESTIONS = (
 _WIDTH = 100
 
 
-def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
+def main(argv: Sequence[str], ask: Callable[[str], str] = input) -> int:
     """Write the file and its schema, and return the exit status.
 
     Raises:
         ConfigError: an argument or option is invalid.
         StorageError: the file cannot be written.
     """
-    arguments = [word for word in words if word not in ("--help", "-h")]
-    if len(arguments) < len(words):
+    arguments = [argument for argument in argv if argument not in ("--help", "-h")]
+    if len(arguments) < len(argv):
         known = textwrap.fill(f"presets: {', '.join(presets.names())}", 100, subsequent_indent="  ")
         print(USAGE.format(presets=known), end="")
         return 0
@@ -197,17 +197,17 @@ def _with_folder_model(loaded: Loaded) -> Loaded:
 
 
 def _asked(ask: Callable[[str], str]) -> list[str]:
-    words: list[str] = []
+    arguments: list[str] = []
     for option, question, usual in QUESTIONS:
         text = question.format(presets=", ".join(presets.names()))
         answer = ask(f"{text}{f' [{usual}]' if usual else ''}: ").strip() or usual
         if option == "preset":
-            words.append(answer)
+            arguments.append(answer)
         elif answer:
-            words += [option, answer]
+            arguments += [option, answer]
         if option == "--training.dataset_path" and answer:
-            words += ["--training.dataset", dataset_of(answer) or "text"]
-    return words
+            arguments += ["--training.dataset", dataset_of(answer) or "text"]
+    return arguments
 
 
 def _explained(loaded: Loaded) -> Iterator[str]:

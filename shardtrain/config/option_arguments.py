@@ -40,26 +40,26 @@ def read_arguments(
     seen = set[str]()
     at = 0
     while at < len(arguments):
-        word = arguments[at]
-        if not word.startswith("--") or word == "--":
+        argument = arguments[at]
+        if not argument.startswith("--") or argument == "--":
             # The argument is neither an option nor a value. Report all files of an expanded pattern
             # as one problem, and an option with a single dash together with its value.
             before = ""
             if at:
                 before = arguments[at - 1]
-            read.problems.append(_stray(word, before, kinds))
+            read.problems.append(_stray(argument, before, kinds))
             files = _expanded(arguments, at)
             if len(files) > 1:
                 read.problems[-1] = _pattern(arguments[at - 2], files)
                 at += len(files) - 2
             at += 1
-            is_option = word.startswith("-") and len(word) > 2 and "=" not in word
+            is_option = argument.startswith("-") and len(argument) > 2 and "=" not in argument
             if is_option and at < len(arguments) and not arguments[at].startswith("-"):
                 at += 1
             continue
 
         # Split the name from an attached value, and find the option that it sets.
-        name, equals, attached = word[2:].partition("=")
+        name, equals, attached = argument[2:].partition("=")
         name = nested.underscored(name)
         at += 1
         values: list[str] = []
@@ -91,7 +91,9 @@ def _expanded(arguments: Sequence[str], at: int) -> list[str]:
     suffix = Path(arguments[at - 1]).suffix
     if not suffix or suffix == ".toml":
         return []
-    return list(itertools.takewhile(lambda word: Path(word).suffix == suffix, arguments[at - 1 :]))
+    return list(
+        itertools.takewhile(lambda argument: Path(argument).suffix == suffix, arguments[at - 1 :])
+    )
 
 
 def _pattern(option: str, files: Sequence[str]) -> Problem:
@@ -107,37 +109,37 @@ def _pattern(option: str, files: Sequence[str]) -> Problem:
     )
 
 
-def _stray(word: str, before: str, kinds: Mapping[str, Any]) -> Problem:
+def _stray(argument: str, before: str, kinds: Mapping[str, Any]) -> Problem:
     """Return the problem of an argument that is neither an option nor a value, with the probable fix."""
-    if before.startswith("--") and (word.endswith(".toml") or word in presets.names()):
+    if before.startswith("--") and (argument.endswith(".toml") or argument in presets.names()):
         return Problem(
             "argument",
-            word,
+            argument,
             rule="follows an option, but the configuration must come first",
-            fix=f"write {word} before all options",
+            fix=f"write {argument} before all options",
             where=COMMAND_LINE,
         )
-    if word.endswith(".toml"):
+    if argument.endswith(".toml"):
         return Problem(
             "argument",
-            word,
+            argument,
             rule="is a second file",
             fix="use one configuration file, followed by options",
             where="",
         )
     rule = "belongs to no option"
     fix = "write options as --section.key VALUE"
-    meant = nested.underscored(word.lstrip("-").partition("=")[0])
+    meant = nested.underscored(argument.lstrip("-").partition("=")[0])
     previous = nested.underscored(before[2:])
     if meant in kinds:
-        fix = f"write --{word.lstrip('-')}"
-    elif word in presets.names():
+        fix = f"write --{argument.lstrip('-')}"
+    elif argument in presets.names():
         rule = "is a second configuration"
         fix = "name one file, and options after it"
     elif before.startswith("--") and _is_bool(kinds.get(previous)):
         rule = f"is neither true nor false, for --{previous}"
         fix = f"write --{previous} or --{previous} false"
-    return Problem("argument", word, rule, fix, COMMAND_LINE)
+    return Problem("argument", argument, rule, fix, COMMAND_LINE)
 
 
 def _add(

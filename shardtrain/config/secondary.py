@@ -55,10 +55,10 @@ def _is_about(problem: Problem, name: str) -> bool:
         return True
     # A rule for several options contains the dotted names or the keys of the others.
     key = name.rpartition(".")[2]
-    words = [name] if "." in name else []
+    names = [name] if "." in name else []
     if "_" in key:
-        words.append(key)
+        names.append(key)
     return any(
-        re.search(rf"(?<![\w.]){re.escape(word)}(?!\w)", f"{problem.rule} {problem.fix}")
-        for word in words
+        re.search(rf"(?<![\w.]){re.escape(mention)}(?!\w)", f"{problem.rule} {problem.fix}")
+        for mention in names
     )

@@ -90,11 +90,11 @@ def train(
     )
     if nodes.least < nodes.most:
         nodes = count_nodes(nodes, loaded, choice.count)
-    words = ["train"]
+    argv = ["train"]
     if arguments.path:
-        words.append(arguments.path)
-    words += arguments.overrides
-    return run(nodes, choice.count, words, loaded.config.checkpoint.grace_seconds, loaded)
+        argv.append(arguments.path)
+    argv += arguments.overrides
+    return run(nodes, choice.count, argv, loaded.config.checkpoint.grace_seconds, loaded)
 
 
 def _tell_others(nodes: Nodes, error: ShardtrainError) -> None:
@@ -174,7 +174,7 @@ def _tell_of_stop(
 
 def run_verb(
     verb: str,
-    words: Sequence[str],
+    argv: Sequence[str],
     config: Config,
     nproc: int | None,
     arguments: CommandLine | None = None,
@@ -187,7 +187,7 @@ def run_verb(
     if several is None:
         return None
     choice = choose_processes_here(config, nproc, several)
-    return run(several, choice.count, [verb, *words], grace_seconds=0)
+    return run(several, choice.count, [verb, *argv], grace_seconds=0)
 
 
 def run(
@@ -325,13 +325,13 @@ def _agent(
         if name.startswith("torch.distributed.elastic")
     ]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    program, *words = python_child.command("shardtrain", *command)
+    program, *arguments = python_child.command("shardtrain", *command)
     spec = WorkerSpec(
         role="shardtrain",
         local_world_size=ranks,
         entrypoint=program,
         # PyTorch replaces ${local_rank} in arguments, and "$$" with "$".
-        args=tuple(word.replace("$", "$$") for word in words),
+        args=tuple(argument.replace("$", "$$") for argument in arguments),
         rdzv_handler=rendezvous,
         max_restarts=nodes.max_restarts if training else 0,
         # The agent recognizes a stopped rank by a number of polls, which requires this interval.

@@ -109,20 +109,20 @@ def to_job(
         ConfigError: an argument would be changed on its way to the nodes, or would expose a secret.
     """
     launch = loaded.config.launch
-    words = python_child.remote_command(launch.python, "shardtrain", verb)
+    arguments = python_child.remote_command(launch.python, "shardtrain", verb)
     where = path
     if not where and loaded.path:
         where = presets.name_of(loaded.path)
     # Restore the "./" that Path has removed. Without it, a name that starts with
     # a dash would be parsed as an option.
     if where:
-        words.append(f"./{where}" if where.startswith("-") else where)
+        arguments.append(f"./{where}" if where.startswith("-") else where)
     # Skip the options of launch, which only apply to this machine. Skip job.config_file, because ``where``
     # already is the path of the configuration on the nodes.
-    words += without(overrides, "launch.", "job.config_file")
+    arguments += without(overrides, "launch.", "job.config_file")
     ranks = launch.nproc_per_node or launch.devices_per_node
     if ranks:
-        words += ["--nproc", str(ranks)]
+        arguments += ["--nproc", str(ranks)]
     # Only training is repeated after a failure, and works with fewer nodes.
     name = launch.name
     min_nodes = launch.min_nodes or launch.nodes
@@ -134,9 +134,9 @@ def to_job(
         max_restarts = 0
         retries = 0
     if max_restarts:
-        words += ["--max_restarts", str(max_restarts)]
+        arguments += ["--max_restarts", str(max_restarts)]
     environment = {**FABRICS[launch.fabric], **launch.env}
-    refuse_unsafe([*words, *environment.values()])
+    refuse_unsafe([*arguments, *environment.values()])
     text = None
     if loaded.path:
         text = loaded.path.read_text(encoding="utf-8")
@@ -152,7 +152,7 @@ def to_job(
         )
     return ClusterJob(
         name=name,
-        command=tuple(words),
+        command=tuple(arguments),
         nodes=launch.nodes,
         min_nodes=min_nodes,
         devices=launch.devices_per_node,
@@ -196,13 +196,13 @@ def without(overrides: Sequence[str], *names: str) -> list[str]:
     prefixes = tuple(name for name in names if name.endswith("."))
     kept = []
     is_kept = True
-    for word in overrides:
+    for argument in overrides:
         # The words that follow an option are its values.
-        if word.startswith("--"):
-            option = word[2:].partition("=")[0].replace("-", "_")
+        if argument.startswith("--"):
+            option = argument[2:].partition("=")[0].replace("-", "_")
             is_kept = option not in names and not option.startswith(prefixes)
         if is_kept:
-            kept.append(word)
+            kept.append(argument)
     return kept
 
 

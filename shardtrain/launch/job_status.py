@@ -97,17 +97,17 @@ def _run(name: str, verb: str) -> int:
     if platform == "kubernetes":
         by_kubectl = {"status": kubectl.status, "logs": kubectl.logs, "stop": kubectl.stop}
         return by_kubectl[verb](*parts)
-    words = _runai(parts, verb)
+    arguments = _runai(parts, verb)
     try:
         # Logs are followed without a timeout.
         if verb != "logs":
-            print(ask(words, fix="run this where the job was launched"), end="")
+            print(ask(arguments, fix="run this where the job was launched"), end="")
             return 0
-        return subprocess.run(words, check=False).returncode
+        return subprocess.run(arguments, check=False).returncode
     except FileNotFoundError:
         raise ConfigError(
             Problem(
-                words[0],
+                arguments[0],
                 None,
                 rule="does not exist on this machine",
                 fix="run this where the job was launched",
@@ -120,10 +120,10 @@ def _runai(parts: list[str], verb: str) -> list[str]:
     # Without a project, the command uses the current one of this machine.
     where = [] if project == "-" else ["-p", project]
     if cli == "v2":
-        word = {"status": "describe", "logs": "logs", "stop": "delete"}[verb]
-        return ["runai", "training", kind, word, name, *where]
-    words = {"status": ["describe", "job"], "logs": ["logs"], "stop": ["delete", "job"]}[verb]
-    return ["runai", *words, name, *where]
+        argument = {"status": "describe", "logs": "logs", "stop": "delete"}[verb]
+        return ["runai", "training", kind, argument, name, *where]
+    arguments = {"status": ["describe", "job"], "logs": ["logs"], "stop": ["delete", "job"]}[verb]
+    return ["runai", *arguments, name, *where]
 
 
 def folder_of(pid: int) -> Path:
@@ -174,10 +174,10 @@ def _started(pid: int) -> str:
     # On Linux a process without the file has ended.
     if process_identity.read_stat() is not None:
         return ""
-    words = ["ps", "-o", "lstart=", "-p", str(pid)]
+    arguments = ["ps", "-o", "lstart=", "-p", str(pid)]
     names = {**os.environ, "TZ": "UTC", "LC_ALL": "C"}
     return subprocess.run(
-        words, capture_output=True, text=True, check=False, env=names
+        arguments, capture_output=True, text=True, check=False, env=names
     ).stdout.strip()
 
 

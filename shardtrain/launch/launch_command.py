@@ -105,14 +105,16 @@ class Submission:
     submit: Callable[[], int]
 
 
-def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | None = None) -> int:
+def main(
+    arguments: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | None = None
+) -> int:
     """Run one action and return the exit status.
 
     ``refuse_unfit`` raises ConfigError if a run with the given number of ranks
     does not fit on ``launch.device``.
     """
-    action = words[0] if words else ""
-    rest = words[1:]
+    action = arguments[0] if arguments else ""
+    rest = arguments[1:]
     if action in ("--help", "-h") or "--help" in rest or "-h" in rest:
         print(HELP, end="")
         return 0
@@ -160,8 +162,10 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
             )
         )
     # A new launch: run all checks that do not need the cluster, render the text, then submit it.
-    words_of_run = [word for word in rest if word not in _DRY_RUN and word != _DOCTOR]
-    loaded, overrides = _load(words_of_run)
+    arguments_of_run = [
+        argument for argument in rest if argument not in _DRY_RUN and argument != _DOCTOR
+    ]
+    loaded, overrides = _load(arguments_of_run)
     _note_unused(action, loaded)
     launch = loaded.config.launch
     if launch.device and refuse_unfit and _DOCTOR not in rest:
@@ -306,9 +310,9 @@ def _note_local_paths(platform: str, loaded: config.Loaded) -> None:
         )
 
 
-def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
+def _load(arguments: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     """Load the configuration with expanded short options, and run all checks that do not need the cluster."""
-    line = split(_spelt_out(words))
+    line = split(_spelt_out(arguments))
     # launch sets these on each node, with different values.
     if line.nnodes or line.node_rank is not None or line.rdzv_endpoint:
         raise ConfigError(
@@ -345,13 +349,13 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     return loaded, line.overrides
 
 
-def _spelt_out(words: list[str]) -> list[str]:
+def _spelt_out(arguments: list[str]) -> list[str]:
     """Expand short options to their full names, and move them to the end, so a file name may follow them.
 
     >>> _spelt_out(["--nodes", "1:4", "run.toml", "--hosts=a,b"])
     ['run.toml', '--launch.min_nodes', '1', '--launch.nodes', '4', '--launch.ssh.hosts', 'a', 'b']
     """
-    short_options = take(words, {name: VerbOption(once=True) for name in SHORT})
+    short_options = take(arguments, {name: VerbOption(once=True) for name in SHORT})
     expanded: list[str] = []
     for name, text in short_options.own.items():
         # "--nodes 1:4" sets two options.
@@ -517,15 +521,15 @@ def _kubernetes(request: PlatformRequest) -> Submission:
 def _runai(request: PlatformRequest) -> Submission:
     job = request.job()
     launch = request.launch
-    words = runai.render(job, launch)
+    arguments = runai.render(job, launch)
     _note_resources(request.loaded, "runai")
 
     def submit() -> int:
-        runai.submit(words)
+        runai.submit(arguments)
         _report_submission(job_status.runai_id(job, launch), request)
         return 0
 
-    return Submission(f"{shlex.join(words)}\n", submit)
+    return Submission(f"{shlex.join(arguments)}\n", submit)
 
 
 PLATFORMS: dict[str, Callable[[PlatformRequest], Submission]] = {

@@ -357,18 +357,18 @@ def launch_verb(
     loaded: Loaded,
     num_processes: int,
     main: Main,
-    words: Sequence[str],
+    arguments: Sequence[str],
     accelerators: int,
 ) -> int:
     """Start ranks of a verb and return the exit status, like ``launch``.
 
     On Linux CPUs the ranks are forks that run ``main`` and inherit the imported torch. Forks do not work
     after CUDA was used, or with macOS's libraries. In these cases the ranks are new processes that run the
-    command line ``words``.
+    command line ``arguments``.
     """
     if accelerators == 0 and sys.platform == "linux":
         return launch(loaded, num_processes, main=main)
-    return launch(loaded, num_processes, command=python_child.command("shardtrain", *words))
+    return launch(loaded, num_processes, command=python_child.command("shardtrain", *arguments))
 
 
 def _attempt(

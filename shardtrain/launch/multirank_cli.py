@@ -24,7 +24,7 @@ class Verb:
     """Command to run: ``shardtrain NAME WORDS`` with ``nproc`` processes on ``device``."""
 
     name: str
-    words: list[str]
+    arguments: list[str]
     nproc: int
     device: str
     load: Callable[[], Callable[[], object]]
@@ -57,7 +57,7 @@ def start(verb: Verb) -> int:
     loaded = _launched(folder)
     accelerators = environment.count_accelerators(verb.device)
     code = local.launch_verb(
-        loaded, verb.nproc, lambda _: run(), [verb.name, *verb.words], accelerators
+        loaded, verb.nproc, lambda _: run(), [verb.name, *verb.arguments], accelerators
     )
     _close(folder, code)
     return code

@@ -27,19 +27,19 @@ checkpoint.keep_best, else latest). Paths can be URLs of an object store, such a
 """
 
 
-def main(words: Sequence[str], others: Mapping[str, CommandVerb] | None = None) -> int:
+def main(arguments: Sequence[str], others: Mapping[str, CommandVerb] | None = None) -> int:
     """Run one verb and return its exit status. ``others`` are additional verbs of other packages."""
     verbs = {**VERBS, **(others or {})}
     command = Command("shardtrain checkpoint", verbs, column=28, notes=_NOTES)
-    return command.run(words)
+    return command.run(arguments)
 
 
-def _paths(verb: str, number: int, words: Sequence[str]) -> list[Place]:
+def _paths(verb: str, number: int, arguments: Sequence[str]) -> list[Place]:
     """Return the ``number`` paths that a verb requires. Raise ConfigError for another number of arguments."""
     # An option that the verb does not have would otherwise be read as a path.
-    has_option = any(word.startswith("-") for word in words)
-    if len(words) == number and not has_option:
-        return [place(word) for word in words]
+    has_option = any(argument.startswith("-") for argument in arguments)
+    if len(arguments) == number and not has_option:
+        return [place(argument) for argument in arguments]
     plural = "s" if number > 1 else ""
     rule = f"requires exactly {number} path{plural}"
     example = "outputs" if verb in ("ls", "verify") else "outputs/checkpoint/step-100"
@@ -50,7 +50,7 @@ def _paths(verb: str, number: int, words: Sequence[str]) -> list[Place]:
     raise ConfigError(
         Problem(
             f"shardtrain checkpoint {verb}",
-            " ".join(words) or None,
+            " ".join(arguments) or None,
             rule=rule,
             fix=f"write it like: shardtrain checkpoint {verb} {example}",
             where="command line",
@@ -58,26 +58,26 @@ def _paths(verb: str, number: int, words: Sequence[str]) -> list[Place]:
     )
 
 
-def _take_step(words: Sequence[str]) -> tuple[list[str], str | None]:
+def _take_step(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Split ``--step NAME`` or ``--step=NAME`` off the arguments. Return the other arguments and NAME, or None."""
     step = None
     rest = []
-    remaining = iter(words)
-    for word in remaining:
-        option, _, name = word.partition("=")
+    remaining = iter(arguments)
+    for argument in remaining:
+        option, _, name = argument.partition("=")
         if option == "--step":
             # ``step_name`` rejects an empty name.
             if not name:
                 name = next(remaining, "")
             step = choice.step_name(name)
         else:
-            rest.append(word)
+            rest.append(argument)
     return rest, step
 
 
-def _list(words: Sequence[str]) -> int:
+def _list(arguments: Sequence[str]) -> int:
     # The folder may be one checkpoint, a Hugging Face folder, or a folder of checkpoints.
-    (folder,) = _paths("ls", 1, words)
+    (folder,) = _paths("ls", 1, arguments)
     if (folder / MANIFEST).exists():
         print(_line(folder, manifest.read(folder)))
         return 0
@@ -116,14 +116,14 @@ def _line(path: Place, stored: Manifest) -> str:
     return line
 
 
-def _interval(words: Sequence[str]) -> int:
+def _interval(arguments: Sequence[str]) -> int:
     """Print the optimal save interval of Young and Daly, and the useful share of time for intervals around it."""
     times: dict[str, float] = {"restart": 0.0}
     names = ("stall", "mttf", "restart")
     options = [f"--{known}" for known in names]
     # Options and values alternate. The value of a last option without one is "", which is not a time.
-    values = [*words[1::2], ""]
-    for name, value in zip(words[::2], values, strict=False):
+    values = [*arguments[1::2], ""]
+    for name, value in zip(arguments[::2], values, strict=False):
         if name not in options:
             raise ConfigError(
                 Problem(
@@ -179,8 +179,8 @@ def _size(path: Place) -> int:
         return -1
 
 
-def _verify(words: Sequence[str]) -> int:
-    (path,) = _paths("verify", 1, words)
+def _verify(arguments: Sequence[str]) -> int:
+    (path,) = _paths("verify", 1, arguments)
     paths: list[Place] = [path]
     if not (path / MANIFEST).exists():
         folder = _checkpoints_of(path)
@@ -243,8 +243,8 @@ def _one_checkpoint(path: Place, step: str | None) -> Place:
     return chosen.path
 
 
-def _diff(words: Sequence[str]) -> int:
-    rest, step = _take_step(words)
+def _diff(arguments: Sequence[str]) -> int:
+    rest, step = _take_step(arguments)
     path_a, path_b = (_one_checkpoint(path, step) for path in _paths("diff", 2, rest))
     print(f"comparing {path_a} and {path_b}")
     # Verify both before comparing, because differences of a damaged checkpoint mean nothing.
@@ -304,8 +304,8 @@ def _difference(name: str, a: Manifest, path_a: Place, b: Manifest, path_b: Plac
     return f"{count} of {gaps.numel()} elements differ, by at most {gaps.max().item():.3g}"
 
 
-def _weights(words: Sequence[str]) -> int:
-    rest, step = _take_step(words)
+def _weights(arguments: Sequence[str]) -> int:
+    rest, step = _take_step(arguments)
     path, output = _paths("weights", 2, rest)
     if isinstance(output, Path):
         output_target.require("FILE", output, "file")

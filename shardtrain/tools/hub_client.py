@@ -356,9 +356,12 @@ def _without_secrets(record: logging.LogRecord) -> bool:
     return True
 
 
-def refuse_token(words: Sequence[str], program: str) -> None:
+def refuse_token(arguments: Sequence[str], program: str) -> None:
     """Raise ConfigError if a command-line argument contains a Hugging Face access token."""
-    if any(word.partition("=")[0].replace("-", "_") in ("__hf_token", "__token") for word in words):
+    if any(
+        argument.partition("=")[0].replace("-", "_") in ("__hf_token", "__token")
+        for argument in arguments
+    ):
         raise ConfigError(
             Problem(
                 "--hf_token",
@@ -368,7 +371,7 @@ def refuse_token(words: Sequence[str], program: str) -> None:
             )
         )
     # A folder may be named hf_model. A token has about 34 letters and digits after hf_.
-    if any(re.match(r"hf_[A-Za-z0-9]{16,}", word) for word in words):
+    if any(re.match(r"hf_[A-Za-z0-9]{16,}", argument) for argument in arguments):
         raise ConfigError(
             Problem(
                 program,

@@ -20,9 +20,9 @@ from shardtrain.utils.redact import shown
 HELP_WORDS = ("help", "--help", "-h")
 
 
-def print_requested_help(words: Sequence[str], text: str) -> None:
+def print_requested_help(arguments: Sequence[str], text: str) -> None:
     """Print ``text`` and raise HelpPrinted if the arguments contain ``--help`` or ``-h``."""
-    if "--help" in words or "-h" in words:
+    if "--help" in arguments or "-h" in arguments:
         print(text, end="")
         raise HelpPrinted
 
@@ -143,7 +143,7 @@ class StrictArgumentParser(argparse.ArgumentParser):
         )
         raise ConfigError(f"{self.prog}: {message}; {fix}")
 
-    def read(self, words: Sequence[str]) -> argparse.Namespace:
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse the arguments.
 
         Raises:
@@ -151,8 +151,13 @@ class StrictArgumentParser(argparse.ArgumentParser):
             HelpPrinted: the arguments contain ``--help``, and the help has been printed.
         """
         # Print help before anything else is checked.
-        print_requested_help(words, self.format_help())
+        print_requested_help(arguments, self.format_help())
         # The first argument may be a value without its option.
-        if self._first and words and not words[0].startswith("-") and self._first not in words:
-            words = [self._first, *words]
-        return self.parse_args(list(words))
+        if (
+            self._first
+            and arguments
+            and not arguments[0].startswith("-")
+            and self._first not in arguments
+        ):
+            arguments = [self._first, *arguments]
+        return self.parse_args(list(arguments))

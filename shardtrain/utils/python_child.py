@@ -25,22 +25,22 @@ SAFE = "-P"
 _PACKAGE = Path(__file__).parents[1]
 
 
-def command(module: str, *words: str) -> list[str]:
+def command(module: str, *arguments: str) -> list[str]:
     """Return the command line that runs a module in a process of this interpreter.
 
     >>> command("shardtrain", "train")[1], command("shardtrain", "train")[3:]
     ('-P', ['shardtrain', 'train'])
     """
-    return [sys.executable, SAFE, __file__, module, *words]
+    return [sys.executable, SAFE, __file__, module, *arguments]
 
 
-def remote_command(python: str, module: str, *words: str) -> list[str]:
+def remote_command(python: str, module: str, *arguments: str) -> list[str]:
     """Return the command line that runs a module with the interpreter of another host or a container.
 
     >>> remote_command("python3", "shardtrain", "train")
     ['python3', '-P', '-m', 'shardtrain', 'train']
     """
-    return [python, SAFE, "-m", module, *words]
+    return [python, SAFE, "-m", module, *arguments]
 
 
 def arguments_of(command: Sequence[str]) -> list[str]:

@@ -23,9 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return cli.run(_dispatch, arguments)
 
 
-def _dispatch(words: list[str]) -> int:
+def _dispatch(arguments: list[str]) -> int:
     """Run the program that the first argument names."""
-    name = words[0] if words else None
+    name = arguments[0] if arguments else None
     if name in ("--help", "-h"):
         print(str(__doc__).replace("``", "`"), end="")
         return 0
@@ -42,7 +42,7 @@ def _dispatch(words: list[str]) -> int:
     module_name, function = PROGRAMS[name]
     module = importlib.import_module(f"shardtrain.compat.fmengine.{module_name}")
     program: Callable[[list[str]], int] = getattr(module, function)
-    return program(words[1:])
+    return program(arguments[1:])
 
 
 PROGRAMS = {

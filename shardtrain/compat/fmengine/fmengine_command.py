@@ -18,7 +18,7 @@ from shardtrain.utils.variables import is_whole_number
 _LOCAL_ONLY = "must be a local folder, because nothing is downloaded"
 
 
-def from_fmengine(words: Sequence[str]) -> int:
+def from_fmengine(arguments: Sequence[str]) -> int:
     """Run ``from-fmengine`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain checkpoint from-fmengine",
@@ -46,7 +46,7 @@ def from_fmengine(words: Sequence[str]) -> int:
     parser.add_argument("--adapter", action="store_true", help=adapter)
     alpha = "with --adapter: lora_alpha of the training JSON, which the weight files do not contain"
     parser.add_argument("--lora_alpha", type=float, help=alpha)
-    options = parser.read(words)
+    options = parser.read(arguments)
     output = options.output
     require_new(output)
     # Adapters do not need the model's weights.
@@ -72,7 +72,7 @@ def from_fmengine(words: Sequence[str]) -> int:
     return 0
 
 
-def to_fmengine(words: Sequence[str]) -> int:
+def to_fmengine(argv: Sequence[str]) -> int:
     """Run ``to-fmengine`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain checkpoint to-fmengine",
@@ -97,7 +97,7 @@ def to_fmengine(words: Sequence[str]) -> int:
     parser.add_argument(
         "--config", type=Path, help="the run's TOML (default: config.resolved.toml of the run)"
     )
-    options = parser.read(words)
+    options = parser.read(argv)
     output = options.output
     require_new(output)
     from shardtrain.compat.fmengine import folders
@@ -143,7 +143,7 @@ def to_fmengine(words: Sequence[str]) -> int:
     return 0
 
 
-def to_hf_format(words: Sequence[str]) -> int:
+def to_hf_format(arguments: Sequence[str]) -> int:
     """Run ``cli/to_hf_format.py`` with its own flags and return its exit status.
 
     The input may also be a shardtrain run.
@@ -180,7 +180,7 @@ def to_hf_format(words: Sequence[str]) -> int:
         type=float,
         help="lora_alpha of the training JSON, for adapters from FMEngine",
     )
-    options = parser.read([_dashed(word) for word in words])
+    options = parser.read([_dashed(argument) for argument in arguments])
     # FMEngine's script accepts several spellings of a boolean.
     switch = str(options.is_lora_tuned).lower()
     if switch not in ("true", "false", "yes", "no", "1", "0"):
@@ -242,7 +242,7 @@ def to_hf_format(words: Sequence[str]) -> int:
     return 0
 
 
-def from_hf(words: Sequence[str]) -> int:
+def from_hf(arguments: Sequence[str]) -> int:
     """Run ``scripts/conversions/llama/from_hf.py`` with its own flags and return its exit status."""
     parser = StrictArgumentParser(
         "from_hf.py", "Convert a Hugging Face folder to a folder for FMEngine's --init_ckpt."
@@ -261,7 +261,7 @@ def from_hf(words: Sequence[str]) -> int:
         help="new folder",
     )
     parser.add_argument("--mp_world_size", default="1", metavar="N", help="model-parallel ranks")
-    options = parser.read(words)
+    options = parser.read(arguments)
     folder = options.model_name_or_path
     # FMEngine's script would download the model.
     if not is_hub_folder(Path(folder)):
@@ -324,12 +324,12 @@ def _export(checkpoint: Path, output: Path, base: Path | None, adapters: bool) -
     from shardtrain.tools.convert.convert_command import export_main
 
     # An adapter needs the name of its base model, and a full model a tokenizer.
-    words = [str(checkpoint), f"--to={output}"]
+    arguments = [str(checkpoint), f"--to={output}"]
     if adapters:
-        words.append("--adapter")
+        arguments.append("--adapter")
     if base is not None:
-        words.append(f"--base_model={base}" if adapters else f"--tokenizer={base}")
-    return export_main(words)
+        arguments.append(f"--base_model={base}" if adapters else f"--tokenizer={base}")
+    return export_main(arguments)
 
 
 def _steps_of_run(folder: Path) -> dict[str, Path]:

@@ -51,10 +51,10 @@ _FORWARDED = ("NCCL_", "UCX_", "PYTHONPATH")
 """Prefixes of environment variables that DeepSpeed forwards to other hosts."""
 
 
-def train(words: list[str]) -> int:
+def train(arguments: list[str]) -> int:
     """Run ``cli/train.py`` and return its exit status."""
-    wants_help = "--help" in words or "-h" in words
-    if not wants_help and not _has_flag(words):
+    wants_help = "--help" in arguments or "-h" in arguments
+    if not wants_help and not _has_flag(arguments):
         raise ConfigError(
             Problem(
                 FLAG,
@@ -64,27 +64,27 @@ def train(words: list[str]) -> int:
                 where="command line",
             )
         )
-    return cli.main(["train", *words])
+    return cli.main(["train", *arguments])
 
 
-def _has_flag(words: Sequence[str]) -> bool:
+def _has_flag(arguments: Sequence[str]) -> bool:
     """True if the arguments contain FMEngine's flag for the DeepSpeed JSON."""
-    return any(word.partition("=")[0] == FLAG for word in words)
+    return any(argument.partition("=")[0] == FLAG for argument in arguments)
 
 
-def deepspeed(words: list[str]) -> int:
+def deepspeed(arguments: list[str]) -> int:
     """Run DeepSpeed's launcher with ``cli/train.py`` and return its exit status.
 
     Raises:
         ConfigError: an option does not exist, or the program is not ``cli/train.py``.
     """
-    if not words or words[0] in ("--help", "-h"):
+    if not arguments or arguments[0] in ("--help", "-h"):
         print(
             "usage: deepspeed [--num_gpus N] [--num_nodes N] [--hostfile FILE] [--include ...] [--exclude ...]"
         )
         print("                 [--master_addr HOST] [--master_port PORT] cli/train.py FLAGS...")
         return 0
-    options, flags = _split(list(words))
+    options, flags = _split(list(arguments))
     for name in ("num_gpus", "num_nodes", "master_port"):
         text = options.get(name, "1")
         if not (is_whole_number(text) and 0 < int(text) < 10**6):
@@ -112,38 +112,39 @@ def deepspeed(words: list[str]) -> int:
     return train(flags)
 
 
-def torchrun(words: list[str]) -> int:
+def torchrun(arguments: list[str]) -> int:
     """Replace this process with ``torchrun``, and FMEngine's ``cli/train.py`` with ``train`` of this package."""
     program = next(
-        (index for index, word in enumerate(words) if word.endswith("cli/train.py")), None
+        (index for index, argument in enumerate(arguments) if argument.endswith("cli/train.py")),
+        None,
     )
-    if program is not None and _has_flag(words[program:]):
-        words = [
-            *words[:program],
+    if program is not None and _has_flag(arguments[program:]):
+        arguments = [
+            *arguments[:program],
             "-m",
             "shardtrain.compat.fmengine",
             "train",
-            *words[program + 1 :],
+            *arguments[program + 1 :],
         ]
 
     # PyTorch's launcher then receives the signals of this process. Flush first, because execv discards
     # buffered output.
     sys.stdout.flush()
-    os.execv(sys.executable, python_child.command("torch.distributed.run", *words))
+    os.execv(sys.executable, python_child.command("torch.distributed.run", *arguments))
 
 
-def commands(words: list[str]) -> int:
+def commands(arguments: list[str]) -> int:
     """Write the commands ``deepspeed`` and ``torchrun`` into a folder for PATH, and print the folder.
 
     Raises:
         ConfigError: the folder contains other programs with these names.
     """
     program = "shardtrain.compat.fmengine"
-    if len(words) != 1 or words[0].startswith("-"):
+    if len(arguments) != 1 or arguments[0].startswith("-"):
         rule = "requires an output folder"
         fix = f'write it like export PATH="$(python -m {program} commands ~/.fmengine):$PATH"'
         raise ConfigError(Problem(f"{program} commands", None, rule, fix, "command line"))
-    folder = Path(words[0]).expanduser().absolute()
+    folder = Path(arguments[0]).expanduser().absolute()
     for name in ("deepspeed", "torchrun"):
         command = shlex.join(python_child.command(program, name))
         text = f'#!/bin/sh\nexec {command} "$@"\n'
@@ -160,13 +161,13 @@ def commands(words: list[str]) -> int:
     return 0
 
 
-def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
+def _split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the launcher's options by name without dashes, and the program's flags."""
     program = next(
-        (index for index, argument in enumerate(words) if _PROGRAM.fullmatch(argument)), len(words)
+        (index for index, argument in enumerate(argv) if _PROGRAM.fullmatch(argument)), len(argv)
     )
     parsed = take(
-        words[:program], dict.fromkeys((*_OPTIONS, *_ALIASES), VerbOption()), sorted(_IGNORED)
+        argv[:program], dict.fromkeys((*_OPTIONS, *_ALIASES), VerbOption()), sorted(_IGNORED)
     )
     unknown = ["--help"] if parsed.help else parsed.rest
     for argument in unknown:
@@ -190,7 +191,7 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
                 fix="start other programs with DeepSpeed itself",
             )
         )
-    if program == len(words):
+    if program == len(argv):
         raise ConfigError(
             Problem(
                 "deepspeed",
@@ -204,7 +205,7 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
     for name, value in parsed.own.items():
         if name not in _IGNORED:
             options[_ALIASES.get(name, name).removeprefix("--")] = value
-    return options, words[program + 1 :]
+    return options, argv[program + 1 :]
 
 
 def _host_options(options: dict[str, str]) -> list[str]:
@@ -235,7 +236,7 @@ def _host_options(options: dict[str, str]) -> list[str]:
                 )
             )
         return []
-    words = ["--hostfile", file]
+    arguments = ["--hostfile", file]
     for name, option in (
         ("include", "--include"),
         ("exclude", "--exclude"),
@@ -244,7 +245,7 @@ def _host_options(options: dict[str, str]) -> list[str]:
         ("master_addr", "--master_addr"),
     ):
         if name in options:
-            words += [option, options[name]]
+            arguments += [option, options[name]]
     if options.get("launcher", "pdsh") not in ("pdsh", "ssh"):
         raise ConfigError(
             Problem(
@@ -255,18 +256,18 @@ def _host_options(options: dict[str, str]) -> list[str]:
                 where="command line",
             )
         )
-    return words
+    return arguments
 
 
-def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -> int:
+def _on_hosts(options: dict[str, str], flags: Sequence[str], argv: list[str]) -> int:
     """Write the configuration of the flags to the shared output folder, and start the run on all hosts by ssh.
 
-    ``words`` are options of ``launch ssh``.
+    ``argv`` are options of ``launch ssh``.
     """
     from shardtrain.launch import hostfile, launch_command
 
     # Select the hosts as `launch ssh` will, to find the number of processes.
-    arguments = [f"--launch.ssh.hostfile={words[1]}"]
+    arguments = [f"--launch.ssh.hostfile={argv[1]}"]
     for name in ("include", "exclude"):
         if name in options:
             arguments.append(f"--launch.ssh.{name}={options[name]}")
@@ -287,9 +288,9 @@ def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -
         uses_fewer = first.slots is not None and processes_per_host < first.slots
         if uses_fewer and "include" not in options:
             devices = ",".join(map(str, range(processes_per_host)))
-            words = [*words, "--include", "@".join(f"{host.name}:{devices}" for host in hosts)]
+            argv = [*argv, "--include", "@".join(f"{host.name}:{devices}" for host in hosts)]
         else:
-            words = [*words, "--nproc", options["num_gpus"]]
+            argv = [*argv, "--nproc", options["num_gpus"]]
 
     # Write the flags as a TOML file to the output folder, which all hosts share.
     loaded = migrate.load_flags(flags, processes_per_host * len(hosts), follow=False)
@@ -302,10 +303,10 @@ def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -
 
     # Use the current folder, interpreter and environment variables on all hosts.
     variables = sorted(name for name in os.environ if name.startswith(_FORWARDED))
-    words = [*words, "--launch.workdir", os.getcwd(), "--launch.python", sys.executable]
+    argv = [*argv, "--launch.workdir", os.getcwd(), "--launch.python", sys.executable]
     if variables:
-        words += ["--launch.forward_env", *variables]
-    return launch_command.main(["ssh", str(file.absolute()), *words])
+        argv += ["--launch.forward_env", *variables]
+    return launch_command.main(["ssh", str(file.absolute()), *argv])
 
 
 def _local_devices(options: dict[str, str]) -> str:

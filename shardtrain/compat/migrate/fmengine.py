@@ -116,13 +116,13 @@ class FlagLine:
             )
         return [read(file)]
 
-    def refuse_stray(self, words: Sequence[str]) -> None:
+    def refuse_stray(self, argv: Sequence[str]) -> None:
         """Raise ConfigError for an argument without a flag, or for a flag with two different values."""
         # ``self.flags`` has the value of the last occurrence of each flag. Only the form --flag=value is
         # compared with earlier occurrences.
         values: dict[str, str] = {}
         expects_value = False
-        for argument in words:
+        for argument in argv:
             name, equals, value = argument.partition("=")
             if argument.startswith("--"):
                 key = name[2:].replace("-", "_")
@@ -184,17 +184,17 @@ def command_line(path: Path, text: str) -> FlagLine:
     for first_line, command in zip(first_lines, commands, strict=True):
         if command.lstrip().startswith("#"):
             continue
-        words: list[str] = []
+        arguments: list[str] = []
         line_numbers: list[int] = []
         for number, line in enumerate(command.split("\0"), first_line):
             try:
-                words_of_line = shlex.split(line.rstrip().removesuffix("&"), comments=True)
+                arguments_of_line = shlex.split(line.rstrip().removesuffix("&"), comments=True)
             except ValueError:
-                words_of_line = []
-            words += words_of_line
-            line_numbers += [number] * len(words_of_line)
-        if any(word.partition("=")[0] == FLAG for word in words):
-            return parse(words, path.name, path, line_numbers)
+                arguments_of_line = []
+            arguments += arguments_of_line
+            line_numbers += [number] * len(arguments_of_line)
+        if any(argument.partition("=")[0] == FLAG for argument in arguments):
+            return parse(arguments, path.name, path, line_numbers)
     raise ConfigError(
         Problem(
             "the file",
@@ -206,7 +206,7 @@ def command_line(path: Path, text: str) -> FlagLine:
 
 
 def parse(
-    words: Sequence[str], where: str, path: Path | None = None, lines: Sequence[int] = ()
+    arguments: Sequence[str], where: str, path: Path | None = None, lines: Sequence[int] = ()
 ) -> FlagLine:
     """Parse ``--flag value`` arguments. A flag without a value is true.
 
@@ -223,23 +223,23 @@ def parse(
     # arguments before the launcher to the shell.
     line = FlagLine(path or Path(where))
     start = 0
-    for number, word in enumerate(words):
+    for number, argument in enumerate(arguments):
         # The program comes before FMEngine's own flag.
-        if word.partition("=")[0] == FLAG:
+        if argument.partition("=")[0] == FLAG:
             break
-        if word.endswith(".py"):
+        if argument.endswith(".py"):
             start = number + 1
     launcher = start
-    for number, word in enumerate(words[:start]):
-        if re.search(r"(^|/)(deepspeed|torchrun)$", word):
+    for number, argument in enumerate(arguments[:start]):
+        if re.search(r"(^|/)(deepspeed|torchrun)$", argument):
             launcher = number
             break
-    for number, word in enumerate(words):
-        if not word.startswith("--") or number < launcher:
+    for number, argument in enumerate(arguments):
+        if not argument.startswith("--") or number < launcher:
             continue
-        name, equals, value = word[2:].partition("=")
+        name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
-        next_word = words[number + 1] if number + 1 < len(words) else ""
+        next_word = arguments[number + 1] if number + 1 < len(arguments) else ""
         is_program_next = number + 1 == start - 1
         text = next_word
         if equals:

@@ -204,7 +204,7 @@ def open_file(
 
 
 def load_flags(
-    words: Sequence[str], num_processes: int | None = None, follow: bool = True
+    arguments: Sequence[str], num_processes: int | None = None, follow: bool = True
 ) -> config.Loaded:
     """Return the configuration of FMEngine's flags mixed with overrides (flags with a dot, such as --optimizer.lr).
 
@@ -213,10 +213,10 @@ def load_flags(
     flags: list[str] = []
     own_flags: list[str] = []
     into = flags
-    for word in words:
-        if word.startswith("--"):
-            into = own_flags if "." in word.partition("=")[0] else flags
-        into.append(word)
+    for argument in arguments:
+        if argument.startswith("--"):
+            into = own_flags if "." in argument.partition("=")[0] else flags
+        into.append(argument)
     fmengine.parse(flags, "command line").refuse_stray(flags)
     return _followed(migrate([], num_processes, flags), own_flags, None, follow)
 

@@ -29,25 +29,25 @@ Each key is honoured, renamed, ignored (it does not change numbers) or unsupport
 """
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``shardtrain config migrate`` and return its exit status.
 
     Raises:
         ConfigError: a file is invalid or its system is unknown.
     """
     # Arguments after "--" are flags of FMEngine.
-    words = list(words)
+    argv = list(argv)
     flags: list[str] = []
-    if "--" in words:
-        place = words.index("--")
-        flags = words[place + 1 :]
-        words = words[:place]
-    print_requested_help(words, USAGE)
+    if "--" in argv:
+        place = argv.index("--")
+        flags = argv[place + 1 :]
+        argv = argv[:place]
+    print_requested_help(argv, USAGE)
     files: list[Path] = []
     output: Path | None = None
     nproc: int | None = None
-    while words:
-        argument = words.pop(0)
+    while argv:
+        argument = argv.pop(0)
         if not argument.startswith("-"):
             files.append(Path(argument))
             continue
@@ -56,8 +56,8 @@ def main(words: Sequence[str]) -> int:
             fix = "run `shardtrain config migrate --help` for a list of options"
             raise _refusal(argument, None, "does not exist", fix)
         # The value follows "=" or is the next argument.
-        if not equals and words:
-            text = words.pop(0)
+        if not equals and argv:
+            text = argv.pop(0)
         if name == "--nproc":
             if not (is_whole_number(text) and 0 < int(text) < 10**7):
                 raise _refusal(name, text, "must be a positive integer", "write it like --nproc 8")

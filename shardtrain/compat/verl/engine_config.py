@@ -141,17 +141,17 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
 
 def _arguments(settings: Mapping[str, Any], prefix: str = "--") -> list[str]:
     """Convert nested settings to command-line arguments."""
-    words = []
+    arguments = []
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            words += _arguments(value, f"{prefix}{name}.")
+            arguments += _arguments(value, f"{prefix}{name}.")
         elif isinstance(value, bool):
-            words.append(f"{prefix}{name}={str(value).lower()}")
+            arguments.append(f"{prefix}{name}={str(value).lower()}")
         elif isinstance(value, list | tuple):
-            words += [f"{prefix}{name}", *map(str, value)]
+            arguments += [f"{prefix}{name}", *map(str, value)]
         else:
-            words.append(f"{prefix}{name}={value}")
-    return words
+            arguments.append(f"{prefix}{name}={value}")
+    return arguments
 
 
 def _unsupported(model: Any, engine: EngineConfig, optimizer: Any) -> list[Problem]:

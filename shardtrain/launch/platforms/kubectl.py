@@ -195,14 +195,14 @@ def _require_answer() -> None:
             raise
 
 
-def _ask(words: Sequence[str], text: str = "", seconds: int = WAIT_SECONDS) -> str:
+def _ask(arguments: Sequence[str], text: str = "", seconds: int = WAIT_SECONDS) -> str:
     """Run kubectl and return its output.
 
     Raises:
         ConfigError: kubectl is missing, fails, or gets no reply. The message is one line with kubectl's text,
             without the log lines of its library.
     """
-    command = ["kubectl", *words, f"--request-timeout={max(seconds // 2, ANSWER_SECONDS)}s"]
+    command = ["kubectl", *arguments, f"--request-timeout={max(seconds // 2, ANSWER_SECONDS)}s"]
     try:
         done = subprocess.run(
             command,

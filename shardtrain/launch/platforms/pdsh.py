@@ -126,8 +126,8 @@ class Fan:
         self._listener.bind(str(path))
         self._listener.listen(len(plans))
         inside = [sys.executable, "-I", pdsh_rsh.__file__, str(path)]
-        words = ["pdsh", "-R", "exec", "-f", str(len(plans)), "-w", ",".join(names)]
-        words += [*(word.replace("%", "%%") for word in inside), "%n"]
+        arguments = ["pdsh", "-R", "exec", "-f", str(len(plans)), "-w", ",".join(names)]
+        arguments += [*(argument.replace("%", "%%") for argument in inside), "%n"]
         # Ignore the hosts that a user has configured for pdsh itself.
         names_of_pdsh = {
             key: value
@@ -135,7 +135,7 @@ class Fan:
             if key not in ("WCOLL", "PDSH_MODULE_DIR")
         }
         self._process = subprocess.Popen(
-            words,
+            arguments,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

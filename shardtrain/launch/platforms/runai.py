@@ -40,35 +40,35 @@ def render(job: ClusterJob, launch: Launch) -> list[str]:
 
 def _v2(job: ClusterJob, launch: Launch) -> list[str]:
     kind = ["pytorch"] if job.nodes > 1 else ["standard"]
-    words = ["runai", "training", *kind, "submit", job.name, *_common(job, launch)]
+    arguments = ["runai", "training", *kind, "submit", job.name, *_common(job, launch)]
     if job.devices:
-        words += ["--gpu-devices-request", str(job.devices)]
+        arguments += ["--gpu-devices-request", str(job.devices)]
     if job.cpus:
-        words += ["--cpu-core-request", str(job.cpus)]
+        arguments += ["--cpu-core-request", str(job.cpus)]
     if job.memory_gib:
-        words += ["--cpu-memory-request", f"{job.memory_gib}G"]
+        arguments += ["--cpu-memory-request", f"{job.memory_gib}G"]
     # The pod of the master is not one of the workers.
     if job.nodes > 1:
-        words += ["--workers", str(job.nodes - 1)]
+        arguments += ["--workers", str(job.nodes - 1)]
         if job.devices:
-            words += ["--master-gpu-devices-request", str(job.devices)]
-        words += _elastic(job)
+            arguments += ["--master-gpu-devices-request", str(job.devices)]
+        arguments += _elastic(job)
     for secret in job.secrets:
-        words += ["--env-secret", f"{secret.variable}={secret.name},key={secret.key}"]
-    return [*words, "--termination-grace-period", f"{job.grace_seconds}s"]
+        arguments += ["--env-secret", f"{secret.variable}={secret.name},key={secret.key}"]
+    return [*arguments, "--termination-grace-period", f"{job.grace_seconds}s"]
 
 
 def _v1(job: ClusterJob, launch: Launch) -> list[str]:
     kind = ["submit-dist", "pytorch"] if job.nodes > 1 else ["submit"]
-    words = ["runai", *kind, "--name", job.name, *_common(job, launch)]
+    arguments = ["runai", *kind, "--name", job.name, *_common(job, launch)]
     if job.devices:
-        words += ["--gpu", str(job.devices)]
+        arguments += ["--gpu", str(job.devices)]
     if job.cpus:
-        words += ["--cpu", str(job.cpus)]
+        arguments += ["--cpu", str(job.cpus)]
     if job.memory_gib:
-        words += ["--memory", f"{job.memory_gib}G"]
+        arguments += ["--memory", f"{job.memory_gib}G"]
     if job.nodes > 1:
-        words += [f"--workers={job.nodes - 1}", *_elastic(job)]
+        arguments += [f"--workers={job.nodes - 1}", *_elastic(job)]
     for name, value in job.environment.items():
         if value.startswith("SECRET:"):
             raise ConfigError(
@@ -80,26 +80,26 @@ def _v1(job: ClusterJob, launch: Launch) -> list[str]:
                 )
             )
     for secret in job.secrets:
-        words += ["-e", f"{secret.variable}=SECRET:{secret.name},{secret.key}"]
-    return words
+        arguments += ["-e", f"{secret.variable}=SECRET:{secret.name},{secret.key}"]
+    return arguments
 
 
 def _common(job: ClusterJob, launch: Launch) -> list[str]:
-    words = []
+    arguments = []
     if launch.runai.project:
-        words += ["-p", launch.runai.project]
-    words += ["-i", str(job.image)]
+        arguments += ["-p", launch.runai.project]
+    arguments += ["-i", str(job.image)]
     for name, value in job.environment.items():
-        words += ["-e", f"{name}={value}"]
+        arguments += ["-e", f"{name}={value}"]
     for mount in job.mounts:
-        words += ["--existing-pvc", f"claimname={mount.source},path={mount.path}"]
+        arguments += ["--existing-pvc", f"claimname={mount.source},path={mount.path}"]
     if job.shared_memory_gib:
-        words.append("--large-shm")
+        arguments.append("--large-shm")
     if launch.runai.node_pools:
-        words += ["--node-pools", ",".join(launch.runai.node_pools)]
+        arguments += ["--node-pools", ",".join(launch.runai.node_pools)]
     if job.workdir:
-        words += ["--working-dir", job.workdir]
-    return words
+        arguments += ["--working-dir", job.workdir]
+    return arguments
 
 
 def _elastic(job: ClusterJob) -> list[str]:
@@ -111,10 +111,10 @@ def _elastic(job: ClusterJob) -> list[str]:
     return ["--min-replicas", str(job.min_nodes - 1), "--max-replicas", str(job.nodes - 1)]
 
 
-def submit(words: list[str]) -> None:
+def submit(arguments: list[str]) -> None:
     """Run the command that submits a job.
 
     Raises:
         ConfigError: runai is not installed, or rejects the job.
     """
-    ask(words, "", "install Run:ai's command line and log in, or use --dry-run")
+    ask(arguments, "", "install Run:ai's command line and log in, or use --dry-run")

@@ -211,8 +211,8 @@ def _look(job: ClusterJob, launch: Launch) -> list[str]:
     # A container has its own folders. On a node without the job's folder, Slurm uses /tmp.
     folder = '"$PWD"' if launch.slurm.container == "none" else "''"
     container = _container(job, launch)
-    options = [word for word in container if launch.slurm.container == "pyxis"]
-    inside = [word for word in container if launch.slurm.container != "pyxis"]
+    options = [option for option in container if launch.slurm.container == "pyxis"]
+    inside = [option for option in container if launch.slurm.container != "pyxis"]
     name = job.image if inside else python
     step = [
         "srun",
@@ -296,24 +296,24 @@ def _container(job: ClusterJob, launch: Launch) -> list[str]:
     for mount in job.mounts:
         suffix = ":ro" if mount.read_only else ""
         mounts.append(f"{mount.source}:{mount.path}{suffix}")
-    words = []
+    arguments = []
     # Apptainer starts the command. Pyxis adds options to srun.
     if kind in ("apptainer", "singularity"):
-        words += [kind, "exec"]
+        arguments += [kind, "exec"]
         if job.devices:
-            words.append("--nv")
+            arguments.append("--nv")
         for text in mounts:
-            words += ["--bind", text]
+            arguments += ["--bind", text]
         if job.workdir:
-            words += ["--pwd", job.workdir]
-        words.append(image)
+            arguments += ["--pwd", job.workdir]
+        arguments.append(image)
     if kind == "pyxis":
-        words += [f"--container-image={image}", "--no-container-mount-home"]
+        arguments += [f"--container-image={image}", "--no-container-mount-home"]
         if mounts:
-            words.append(f"--container-mounts={','.join(mounts)}")
+            arguments.append(f"--container-mounts={','.join(mounts)}")
         if job.workdir:
-            words.append(f"--container-workdir={job.workdir}")
-    return words
+            arguments.append(f"--container-workdir={job.workdir}")
+    return arguments
 
 
 def note_missing(job: ClusterJob, launch: Launch) -> None:

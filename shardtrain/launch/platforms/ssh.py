@@ -137,11 +137,11 @@ def render(
             }
         if host.devices is not None:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.devices))
-        words = (*ssh, "--", host.address, inside)
+        arguments = (*ssh, "--", host.address, inside)
         plans.append(
             HostCommand(
                 host,
-                words,
+                arguments,
                 tuple(command),
                 variables,
                 job.environment,
@@ -165,13 +165,13 @@ def text(plans: Sequence[HostCommand]) -> str:
 
 def address_of(host: Host, launch: Launch) -> str:
     """Return the address of a host in ssh's configuration. The other hosts use it, too."""
-    words = ["ssh"]
+    arguments = ["ssh"]
     if launch.ssh.config_file:
-        words += ["-F", launch.ssh.config_file]
-    words += ["-G", "--", host.address]
+        arguments += ["-F", launch.ssh.config_file]
+    arguments += ["-G", "--", host.address]
     # An alias is resolved here, because the other hosts may not have this ssh configuration.
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return host.name
     for line in done.stdout.splitlines():

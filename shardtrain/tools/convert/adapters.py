@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardtrain.config import Config
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run ``shardtrain merge ADAPTERS --to CHECKPOINT`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain merge",
@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
     )
     dtype_help = "dtype of the merged weights (default: the dtype of the base weights)"
     parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help=dtype_help)
-    options = parser.read(words)
+    options = parser.read(arguments)
     from shardtrain.hf.folder_config import is_hub_folder
     from shardtrain.lora import peft
     from shardtrain.tools.convert.checkpoint_path import step_of

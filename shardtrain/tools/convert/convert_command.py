@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CHECKS = ("auto", "logits", "weights")
 
 
-def import_main(words: Sequence[str]) -> int:
+def import_main(arguments: Sequence[str]) -> int:
     """Run ``shardtrain import HF_DIR --to CHECKPOINT`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain import",
@@ -75,7 +75,7 @@ def import_main(words: Sequence[str]) -> int:
         default="auto",
         help="compare logits with transformers: see docs/hub.md",
     )
-    options = parser.read(words)
+    options = parser.read(arguments)
     from shardtrain import models
     from shardtrain.hf import importing
     from shardtrain.hf.hf_export import Export
@@ -133,7 +133,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
         )
 
 
-def export_main(words: Sequence[str]) -> int:
+def export_main(arguments: Sequence[str]) -> int:
     """Run ``shardtrain export FROM --to HF_DIR [--push ORG/NAME]`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain export",
@@ -189,8 +189,8 @@ def export_main(words: Sequence[str]) -> int:
     overwrite = "with --push, replace the repository's card even if somebody wrote or changed it"
     rarer.add_argument("--overwrite_card", action="store_true", help=overwrite)
     # A token on the command line would be visible to other users of the machine.
-    refuse_token(words, "shardtrain export")
-    options = parser.read(words)
+    refuse_token(arguments, "shardtrain export")
+    options = parser.read(arguments)
     for name in ("private", "overwrite_card"):
         if getattr(options, name) and not options.push:
             raise ConfigError(

@@ -73,10 +73,10 @@ class Report:
         return 0
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the verb and return its exit status."""
     number = VerbOption(number_of(), "8", once=True)
-    taken = take(words, {"--world_size": number, "--nproc": number}, ("--json",), USAGE)
+    taken = take(arguments, {"--world_size": number, "--nproc": number}, ("--json",), USAGE)
     loaded = load(*taken.configuration())
     world_size = taken.own.get("--world_size") or taken.own.get("--nproc")
     problems = list(check(loaded))

@@ -53,6 +53,6 @@ Use --help with a verb for its options.
 """
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run one verb and return its exit status."""
-    return Command("shardtrain data", VERBS, column=47, notes=_NOTES).run(words)
+    return Command("shardtrain data", VERBS, column=47, notes=_NOTES).run(arguments)

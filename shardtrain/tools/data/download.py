@@ -47,7 +47,7 @@ It has the files that are not complete and checked yet, and is removed at the en
 """
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run ``shardtrain data download`` and return its exit status.
 
     Raises:
@@ -55,8 +55,8 @@ def main(words: list[str]) -> int:
         DataError: a downloaded file differs from the size or hash that the hub reports.
         StorageError: the hub cannot be reached, or a file cannot be written.
     """
-    refuse_token(words, PROGRAM)
-    options = _parser().read(words)
+    refuse_token(arguments, PROGRAM)
+    options = _parser().read(arguments)
     kinds = ASSETS if options.all else options.assets
     options.assets = list(dict.fromkeys(kinds))  # each once
     if options.tokenizer_path and options.assets != ["tokenizer"]:

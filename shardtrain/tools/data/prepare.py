@@ -84,14 +84,14 @@ class PrepareJob:
     facts: Mapping[str, Any]
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the verb and return its exit status."""
     options = {
         "--output": VerbOption(output_target.folder_value, "FOLDER", once=True),
         "--processes": VerbOption(number_of(), "4", once=True),
         "--shard_tokens": VerbOption(number_of(), "100_000_000", once=True),
     }
-    taken = take(words, options, usage=USAGE)
+    taken = take(arguments, options, usage=USAGE)
     if not taken.own.get("--output"):
         raise ConfigError(
             Problem(

@@ -75,14 +75,14 @@ class ProbeReport:
         return not self.wrong and not has_fault
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the verb and return its exit status.
 
     Raises:
         ConfigError: the configuration is wrong, its documents are not kept apart, or its model is too large.
         DataError: no sequence of the data has two documents.
     """
-    taken = take(words, {}, usage=USAGE)
+    taken = take(arguments, {}, usage=USAGE)
     from shardtrain import config as configs
 
     loaded = configs.load(*taken.configuration())

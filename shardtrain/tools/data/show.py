@@ -100,11 +100,11 @@ class ShownRow:
     texts: list[tuple[str, list[TokenRun]]]
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the verb and return its exit status."""
     number = VerbOption(number_of(), "4", once=True)
     numbers = dict.fromkeys(("--step", "--rows", "--world_size", "--nproc"), number)
-    taken = take(words, numbers, ["--json"], USAGE)
+    taken = take(arguments, numbers, ["--json"], USAGE)
     world_size = taken.own.get("--world_size") or taken.own.get("--nproc")
     path, overrides = taken.configuration()
     config, world_size = _open(path, overrides, world_size)

@@ -106,7 +106,7 @@ class TrainingTexts:
                         raise DataError(f"{place_of(source, key)}: {document.reason}; {fix}")
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the verb and return its exit status.
 
     Raises:
@@ -114,16 +114,16 @@ def main(words: list[str]) -> int:
         DataError: a row has no text.
         StorageError: the folder cannot be written.
     """
-    print_requested_help(words, _parser().format_help())
-    if not words or words[0] != "train":
+    print_requested_help(arguments, _parser().format_help())
+    if not arguments or arguments[0] != "train":
         problem = Problem(
             "shardtrain data tokenizer",
-            words[0] if words else None,
+            arguments[0] if arguments else None,
             "requires an action",
             "use train",
         )
         raise ConfigError(problem)
-    options = _parser().read(words[1:])
+    options = _parser().read(arguments[1:])
     special = _check(options)
     folder = Path(options.output)
     texts = TrainingTexts(options.input, options.dataset, options.text_field, options.skip_bad_rows)

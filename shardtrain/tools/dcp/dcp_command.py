@@ -50,11 +50,11 @@ are set, too. The position in the data cannot be continued:
 """
 
 
-def from_dcp(words: Sequence[str]) -> int:
+def from_dcp(argv: Sequence[str]) -> int:
     """Run ``from-dcp`` and return its exit status."""
-    print_requested_help(words, _FROM_USAGE)
+    print_requested_help(argv, _FROM_USAGE)
     # The paths come first. All options except --optimizer are overrides of the configuration.
-    rest, with_optimizer = _take_optimizer(words)
+    rest, with_optimizer = _take_optimizer(argv)
     paths = []
     for argument in rest:
         if argument.startswith("-"):
@@ -92,24 +92,24 @@ def from_dcp(words: Sequence[str]) -> int:
     return 0
 
 
-def _take_optimizer(words: Sequence[str]) -> tuple[list[str], bool | None]:
-    """Return the words without ``--optimizer`` and its value, and the value. None if it is not given."""
-    for place, argument in enumerate(words):
+def _take_optimizer(argv: Sequence[str]) -> tuple[list[str], bool | None]:
+    """Return the arguments without ``--optimizer`` and its value, and the value. None if it is not given."""
+    for place, argument in enumerate(argv):
         name, equals, value = argument.partition("=")
         if name != "--optimizer":
             continue
         # The value follows after "=" or as the next argument, which may be missing.
         end = place + 1
         if not equals:
-            value = "".join(words[end : end + 1])
+            value = "".join(argv[end : end + 1])
             end += 1
         if value not in ("true", "false"):
             raise ConfigError(f"--optimizer={value} must be true or false")
-        return [*words[:place], *words[end:]], value == "true"
-    return list(words), None
+        return [*argv[:place], *argv[end:]], value == "true"
+    return list(argv), None
 
 
-def to_dcp(words: Sequence[str]) -> int:
+def to_dcp(arguments: Sequence[str]) -> int:
     """Run ``to-dcp`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain checkpoint to-dcp",
@@ -142,7 +142,7 @@ def to_dcp(words: Sequence[str]) -> int:
         type=Path,
         help="the run's TOML (default: config.resolved.toml of the run)",
     )
-    options = parser.read(words)
+    options = parser.read(arguments)
     # Fail for an existing folder before torch is imported and the checkpoint is read.
     require_new(options.output)
     from shardtrain.tools.convert.checkpoint_path import model_options, step_of

@@ -76,28 +76,28 @@ class DoctorOptions:
     num_ranks: int = 0
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the verb and return its exit status, see USAGE. Raise ConfigError for invalid options."""
     from shardtrain.launch import agent, environment
 
-    print_requested_help(words, USAGE)
-    request = read(words)
+    print_requested_help(arguments, USAGE)
+    request = read(arguments)
     if environment.is_rank(os.environ):
         _as_rank(request)
     # The configured launcher may start the doctor on other hosts. It then returns their exit status.
-    code = agent.run_verb("doctor", words, request.loaded.config, request.nproc)
+    code = agent.run_verb("doctor", arguments, request.loaded.config, request.nproc)
     if code is None:
-        return _here(request, list(words))
+        return _here(request, list(arguments))
     return code
 
 
-def read(words: Sequence[str]) -> DoctorOptions:
+def read(argv: Sequence[str]) -> DoctorOptions:
     """Parse the doctor's own options and those of ``train``. Raise ConfigError for invalid options."""
     options = {
         "--limit_seconds": VerbOption(_seconds, "30"),
         "--for_ranks": VerbOption(_num_ranks, "4096"),
     }
-    taken = take(words, options, ("--json", "--strict"))
+    taken = take(argv, options, ("--json", "--strict"))
     # The other words are those of train. Options of train that the doctor cannot honor are errors.
     arguments = split(taken.rest)
     if arguments.max_restarts:
@@ -148,7 +148,7 @@ def _num_ranks(text: str) -> int:
     return value
 
 
-def _here(request: DoctorOptions, words: list[str]) -> int:
+def _here(request: DoctorOptions, arguments: list[str]) -> int:
     """Start the ranks of this machine with the launcher of ``train``, and print rank 0's report."""
     from shardtrain.launch import environment, local
 
@@ -177,9 +177,9 @@ def _here(request: DoctorOptions, words: list[str]) -> int:
                 with heartbeat("importing PyTorch"):
                     from shardtrain.tools.doctor import rank  # noqa: F401
 
-            words = ["doctor", *words]
+            arguments = ["doctor", *arguments]
             status = local.launch_verb(
-                launched, choice.count, lambda _: _run(request), words, accelerators
+                launched, choice.count, lambda _: _run(request), arguments, accelerators
             )
             # Ranks that end without an error always write a report, unless something killed them.
             report = folder / REPORT

@@ -8,9 +8,9 @@ from functools import partial
 from shardtrain.tools.evaluate import evaluate_request
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the verb with its command-line arguments. Return the exit status."""
-    options = evaluate_request.read(words)
+    options = evaluate_request.read(arguments)
     from shardtrain.launch.multirank_cli import Verb, start
     from shardtrain.tools.generate import prompts
 
@@ -21,4 +21,4 @@ def main(words: list[str]) -> int:
 
     check_output = partial(prompts.check_output, options.output)
     device = options.device or "auto"
-    return start(Verb("evaluate", words, options.nproc, device, load, check_output))
+    return start(Verb("evaluate", arguments, options.nproc, device, load, check_output))

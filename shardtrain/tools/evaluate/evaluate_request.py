@@ -91,14 +91,14 @@ class EvaluateOptions(RowOptions, SetOptions):
     nproc: int = option(1, "number of processes; each layer is split over them (1)")
 
 
-def read(words: list[str]) -> EvaluateOptions:
+def read(arguments: list[str]) -> EvaluateOptions:
     """Parse a command line.
 
     Raises:
         ConfigError: options are invalid. The error lists all of them.
         HelpPrinted: the command line requests the help.
     """
-    values = vars(_parser().read(words))
+    values = vars(_parser().read(arguments))
     # Convert the texts of the command line to the types of the fields.
     values["data"], problems = _sets(values["data"])
     task_names = []
@@ -183,11 +183,11 @@ def _parser() -> StrictArgumentParser:
     return parser
 
 
-def _sets(words: list[str]) -> tuple[dict[str, Path], list[Problem]]:
+def _sets(argv: list[str]) -> tuple[dict[str, Path], list[Problem]]:
     """Return the datasets of ``--data`` by name, and the problems of wrong values."""
     paths: dict[str, Path] = {}
     problems = []
-    for argument in words:
+    for argument in argv:
         name, equals, text = argument.partition("=")
         path = Path(text)
         rule = ""

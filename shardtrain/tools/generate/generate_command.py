@@ -8,9 +8,9 @@ from functools import partial
 from shardtrain.tools.generate import generate_request
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the verb with its command-line arguments. Return the exit status."""
-    options = generate_request.read(words)
+    options = generate_request.read(arguments)
     from shardtrain.launch.multirank_cli import Verb, start
     from shardtrain.tools.generate import prompts
 
@@ -25,5 +25,5 @@ def main(words: list[str]) -> int:
 
     check_output = partial(prompts.check_output, options.output)
     return start(
-        Verb("generate", words, options.nproc, options.device or "auto", load, check_output)
+        Verb("generate", arguments, options.nproc, options.device or "auto", load, check_output)
     )

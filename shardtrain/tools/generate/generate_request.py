@@ -113,7 +113,7 @@ class GenerateOptions(TextOptions, PromptOptions):
     """The options of ``shardtrain generate``."""
 
 
-def read(words: list[str]) -> GenerateOptions:
+def read(arguments: list[str]) -> GenerateOptions:
     """Parse a command line.
 
     Raises:
@@ -125,7 +125,7 @@ def read(words: list[str]) -> GenerateOptions:
     )
     parser.usage = "shardtrain generate RUN (--prompt TEXT | --input FILE.jsonl --output FILE.jsonl) [OPTION ...]"
     parser.add_fields(GenerateOptions)
-    options = GenerateOptions(**vars(parser.read(words)))
+    options = GenerateOptions(**vars(parser.read(arguments)))
     problems = [*_prompt_problems(options), *_text_problems(options)]
     if problems:
         raise ConfigError(problems)

@@ -41,16 +41,16 @@ Opener = Callable[[CommandLine], tuple[Loaded, CommandLine]]
 file."""
 
 
-def main(words: list[str], open_config: Opener | None = None) -> int:
+def main(argv: list[str], open_config: Opener | None = None) -> int:
     """Run the verb with its command-line arguments. Return the exit status."""
-    options = _read(words, open_config or _open_toml)
+    options = _read(argv, open_config or _open_toml)
     from shardtrain.launch import agent, environment, local
 
     if environment.is_rank(os.environ):
         _as_rank(options)
 
     # On several nodes our launcher runs the verb on each node. Otherwise start the ranks here.
-    code = agent.run_verb("test", words, options.loaded.config, options.nproc, options.arguments)
+    code = agent.run_verb("test", argv, options.loaded.config, options.nproc, options.arguments)
     if code is not None:
         return code
     environment.set_allocator_default(os.environ)
@@ -67,12 +67,12 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
     if choice.count == 1:
         local.prepare(Path(options.launched.config.job.dump_folder), note_killed=True)
         return local.run_rank(options.launched, lambda _: held_out_eval_rank.main(options))
-    words = ["test", *words]
+    argv = ["test", *argv]
     return local.launch_verb(
         options.launched,
         choice.count,
         lambda _: held_out_eval_rank.main(options),
-        words,
+        argv,
         accelerators,
     )
 
@@ -104,14 +104,14 @@ def _open_toml(arguments: CommandLine) -> tuple[Loaded, CommandLine]:
     return configs.load(arguments.path, arguments.overrides), arguments
 
 
-def _read(words: list[str], open_config: Opener) -> HeldOutOptions:
+def _read(argv: list[str], open_config: Opener) -> HeldOutOptions:
     """Parse a command line. Raise ConfigError for invalid options, and HelpPrinted for ``--help``."""
     options = {
         "--step": VerbOption(step_name, "best"),
         "--checkpoint": VerbOption(),
         "--output": VerbOption(output_target.folder_value, "FOLDER"),
     }
-    taken = take(words, options, usage=HELP)
+    taken = take(argv, options, usage=HELP)
     values = taken.own
     arguments = split(taken.rest)
     loaded, arguments = open_config(arguments)

@@ -145,7 +145,7 @@ class PlanOptions:
         return cls(**fields)
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the verb and return its exit status.
 
     Raises:
@@ -154,7 +154,7 @@ def main(words: Sequence[str]) -> int:
     from shardtrain.facts import devices
     from shardtrain.tools.plan import hardware
 
-    taken = command_line.take(words, OPTIONS, FLAGS)
+    taken = command_line.take(argv, OPTIONS, FLAGS)
     if taken.help:
         margin = " " * 22
         names = ", ".join(devices.names())

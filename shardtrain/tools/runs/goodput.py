@@ -27,11 +27,11 @@ _MEANING_COLUMN = 37
 """Column at which the description of a row begins."""
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the table of a run folder. Raise ConfigError or DataError for invalid input."""
-    print_requested_help(words, USAGE)
-    if len(words) != 1 or words[0].startswith("-"):
-        given = " ".join(words) or None
+    print_requested_help(arguments, USAGE)
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        given = " ".join(arguments) or None
         raise ConfigError(
             Problem(
                 "shardtrain goodput",
@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> int:
                 where="command line",
             )
         )
-    folder = Path(words[0])
+    folder = Path(arguments[0])
     events_of_run, bad_lines = events.read(folder)
     attempts = attempts_of(events_of_run)
     if bad_lines:

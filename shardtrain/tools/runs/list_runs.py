@@ -14,7 +14,7 @@ from shardtrain.utils.redact import visible
 from shardtrain.utils.units import format_seconds
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the table and return the exit status. Raise ConfigError if the path is not a folder."""
     parser = StrictArgumentParser(
         "shardtrain runs",
@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> int:
         help="default: the current folder",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
-    options = parser.read(words)
+    options = parser.read(arguments)
     root = Path(options.folder)
     if not root.is_dir():
         raise ConfigError(

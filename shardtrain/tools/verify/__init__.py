@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 __all__ = ["VerifyTask", "compare_plan", "main", "plan", "probe", "reference", "shaken", "verify"]
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the verb and return its exit status, 0 or 4.
 
     Raises:
         ConfigError: an argument, the configuration, a requested mesh or the model file is invalid.
         DataError: a recording is missing or damaged.
     """
-    request = read(words)
+    request = read(arguments)
     if request.compare:
         from shardtrain.tools.verify import compare_recordings
 

@@ -76,14 +76,14 @@ class VerifyOptions:
     overrides: tuple[str, ...] = ()
 
 
-def read(words: Sequence[str]) -> VerifyOptions:
+def read(arguments: Sequence[str]) -> VerifyOptions:
     """Parse command-line arguments. Unknown options are overrides of the configuration.
 
     Raises:
         ConfigError: an option lacks its value or has no effect, or ``--steps`` is not a positive integer.
     """
     flags = ("--full", "--json", "--real", "--allow-impossible", "--quick")
-    taken = take(words, OPTIONS, flags, USAGE)
+    taken = take(arguments, OPTIONS, flags, USAGE)
     given = taken.own
     # Each mode ignores some options. An option without effect is an error.
     if "--compare" in given or "--rounding" in given:

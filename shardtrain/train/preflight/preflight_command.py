@@ -29,13 +29,13 @@ _OPTION = "--for-machine"
 _MACHINE = VerbOption(example="h100, or none, or here")
 
 
-def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, CommandLine]]) -> int:
+def main(argv: list[str], open_config: Callable[[CommandLine], tuple[Loaded, CommandLine]]) -> int:
     """Run the command and return its exit status.
 
     ``open_config`` reads the configuration as ``train`` does.
     """
     options = {_OPTION: _MACHINE, _OPTION.replace("-m", "_m"): _MACHINE}
-    taken = take(words, options, usage=USAGE)
+    taken = take(argv, options, usage=USAGE)
     arguments = split(taken.rest)
     loaded, arguments = open_config(arguments)
     name = next(iter(taken.own.values()), "here")

@@ -24,7 +24,7 @@ _MOST_RANKS = 16
 _FILE = re.compile(r"^rank(\d+)_trace\.json(\.gz)?$")
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the summary of the traces. Raise ConfigError or DataError for invalid input."""
     parser = StrictArgumentParser(
         "shardtrain profile",
@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
         "--top", type=int, default=10, metavar="N", help="number of operations to list (10)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.read(words)
+    options = parser.read(arguments)
     if options.top < 1:
         raise ConfigError(
             Problem(

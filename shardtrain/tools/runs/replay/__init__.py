@@ -54,15 +54,15 @@ class _Request:
     overrides: tuple[str, ...]
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the verb and return the exit status.
 
     Raises:
         ConfigError: an argument or the configuration is invalid.
         CheckpointError: no checkpoint before the step is usable.
     """
-    print_requested_help(words, USAGE)
-    request = _read(words)
+    print_requested_help(argv, USAGE)
+    request = _read(argv)
     if request.path and Path(request.path).is_dir():
         # The run may have moved since its configuration was written.
         moved = ("--job.dump_folder", request.path)
@@ -86,7 +86,7 @@ def main(words: Sequence[str]) -> int:
         )
     replayed = dataclasses.replace(loaded, config=config_of(loaded.config, replay_plan, output))
     # Ranks that are started as separate processes must share one folder, so pass it to them.
-    arguments = ["replay", *words]
+    arguments = ["replay", *argv]
     if not request.output:
         arguments += ["--output", str(output)]
     status = _start(replayed, replay_plan, request, arguments)
@@ -95,7 +95,9 @@ def main(words: Sequence[str]) -> int:
     return status
 
 
-def _start(loaded: Loaded, replay_plan: ReplayPlan, request: _Request, words: Sequence[str]) -> int:
+def _start(
+    loaded: Loaded, replay_plan: ReplayPlan, request: _Request, arguments: Sequence[str]
+) -> int:
     """Run as one of several ranks, or start the ranks."""
 
     def rank(replayed: Loaded) -> None:
@@ -125,16 +127,16 @@ def _start(loaded: Loaded, replay_plan: ReplayPlan, request: _Request, words: Se
     if accelerators == 0:
         from shardtrain.tools.runs.replay import replay_rank  # noqa: F401
 
-    return local.launch_verb(loaded, count, rank, words, accelerators)
+    return local.launch_verb(loaded, count, rank, arguments, accelerators)
 
 
-def _read(words: Sequence[str]) -> _Request:
+def _read(arguments: Sequence[str]) -> _Request:
     """Parse the command line. Raise ConfigError for invalid arguments."""
     options = {
         "--nproc": VerbOption(number_of("processes"), "2"),
         "--output": VerbOption(output_target.folder_value, "FOLDER"),
     }
-    taken = take(words, options)
+    taken = take(arguments, options)
     places, overrides = taken.places(2)
     if not places:
         raise _bad_step(None, "is not set")

@@ -16,7 +16,7 @@ _OTHER_SUFFIXES = (".pdf", ".png", ".svg", ".md", ".json", ".csv", ".txt")
 """Suffixes of formats that users may expect, but that the report does not write."""
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Write the page of the given runs and return the exit status. Raises ConfigError and StorageError."""
     parser = StrictArgumentParser(
         "shardtrain report",
@@ -33,7 +33,7 @@ def main(words: Sequence[str]) -> int:
         metavar="FILE",
         help="default: report.html",
     )
-    options = parser.read(words)
+    options = parser.read(arguments)
     if not 1 <= len(options.runs) <= _MOST_RUNS:
         given = len(options.runs) or None
         raise ConfigError(

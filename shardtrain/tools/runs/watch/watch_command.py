@@ -31,7 +31,7 @@ _BEFORE = ("\x1b[Z", "\x1b[A", "\x1b[D", "k", "h")
 _MOST_RUNS = 32
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Show the runs until the user presses q or Ctrl-C, or once with ``--once``. Raises ConfigError."""
     parser = StrictArgumentParser(
         "shardtrain watch",
@@ -57,7 +57,7 @@ def main(words: Sequence[str]) -> int:
         metavar="S",
         help="time between two updates (1)",
     )
-    options = parser.read(words)
+    options = parser.read(arguments)
     if not 0.1 <= options.interval_seconds <= 3600:
         raise ConfigError(
             Problem(
