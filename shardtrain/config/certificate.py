@@ -68,7 +68,7 @@ _PATHS = (
 """Options that name files or folders of the run's inputs."""
 _PYTHON_FILES = ("training.dataset", "validation.dataset")
 """Options that may name a Python file of the user, which a resume does not compare."""
-_ALSO_RECORDED = ("validation.enable",)
+_ALSO_RECORDED = ("validation.enable", "training.nonfinite_policy")
 """Options that a resume ignores, but that decide which dimensions a certificate has."""
 
 

@@ -463,7 +463,8 @@ def _take_constants(
                 # Module.__setattr__ is bypassed, because it would register the tensor as a buffer again
                 module._non_persistent_buffers_set.discard(name)
                 del module._buffers[name]
-                module.__dict__[name] = value
+                # ``detach``, because assigning an ``nn.Buffer`` in forward would register it, too, as in CTRL.
+                module.__dict__[name] = value.detach()
                 taken.append((module, name))
             elif value.dim() == 0:
                 # The constructor sets it, for example the exponents of an activation function of Apertus.

@@ -26,7 +26,7 @@ from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
 from shardtrain.layout import SPLIT_STYLES, Layout, style_of
 from shardtrain.lora import quantize, spec
-from shardtrain.train.preflight import own_files
+from shardtrain.train.preflight import longest_sequence, own_files
 from shardtrain.train.preflight.memory_fit import ParameterMemory
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
@@ -71,6 +71,7 @@ def _parameters(config: Config) -> list[ParameterMemory]:
             )
     task, module, shape, model = _model(config)
     layout = module.LAYOUT
+    longest_sequence.check(model, config)
     if config.parallelism.tensor_parallel_degree > 1:
         tensor_parallel.check(model, layout, config)
     if config.training.neftune_noise_alpha is not None:

@@ -96,9 +96,14 @@ def main(request: VerifyOptions, loaded: Loaded, engine: MeshEngine) -> int:
         print(json.dumps(document, indent=2))
     else:
         print(certificate_table.table(results))
-        verdict = "holds" if document["holds"] else "does not hold"
+        verdict = "does not hold"
+        if document["holds"]:
+            verdict = "holds"
+        elif all(result.holds for result in results):
+            verdict = "proves nothing, because no requested mesh is possible"
         print(f"\nthe certificate {verdict}: {request.certificate}, {document['seconds']:.0f} s")
-    return 0 if document["holds"] else 4
+    # With --allow-impossible, an impossible mesh is a success, although it proves nothing.
+    return 0 if all(result.holds for result in results) else 4
 
 
 def requested_dimensions(names: Sequence[str]) -> list[str]:
@@ -147,6 +152,8 @@ def check_all(
         compared[PRECISION] = _compare_precision(run, request, trainer, engine)
     for name, comparisons in compared.items():
         verdict = comparison.verdict_of(comparisons, accepts_impossible)
+        if request.allow_impossible and verdict == "not checked" and _is_impossible(comparisons):
+            verdict = "not possible"
         if (
             name == MESH
             and not request.meshes
@@ -156,6 +163,11 @@ def check_all(
             verdict = "not checked"
         results[name] = DimensionResult(name, verdict, tuple(comparisons))
     return [results[dimension.name] for dimension in DIMENSIONS]
+
+
+def _is_impossible(comparisons: Sequence[VariantResult]) -> bool:
+    """True if no requested mesh is possible."""
+    return all(comparison.verdict == "not possible" for comparison in comparisons)
 
 
 def _has_own_mesh(run: SmallRun, comparisons: Sequence[VariantResult]) -> bool:
@@ -177,7 +189,8 @@ def _run_variants(
     trials = [Trial(REFERENCE, reference, 1, ALL_STEPS, is_reference=True)]
     for of_dimension in variants.values():
         for variant in of_dimension:
-            trials += variant.trials
+            # Variants of a dimension may share a reference.
+            trials += [trial for trial in variant.trials if trial not in trials]
     answers = trial_runs.run_all(trials, run.folder) if variants else {}
     shaken: TrialErrors | None = None
     compared: dict[str, list[VariantResult]] = {}
@@ -190,6 +203,9 @@ def _run_variants(
                 shaken = shaken or _shaken(run)
                 result = _judge(name, variant, answers, shaken)
                 assert result is not None
+            if result.verdict == "differs" and variant.without_resume:
+                shaken = shaken or _shaken(run)
+                result = _with_cause_in_mesh(run, result, variant, answers[REFERENCE], shaken)
             compared[name].append(result)
     return compared
 
@@ -241,6 +257,28 @@ def _judge(
 
     shaken_errors = None if shaken is None else shaken.errors
     return comparison.judge(variant.label, errors, variant.is_exact, shaken_errors, explain)
+
+
+def _with_cause_in_mesh(
+    run: SmallRun,
+    result: VariantResult,
+    variant: Variant,
+    of_reference: TrialErrors,
+    shaken: TrialErrors,
+) -> VariantResult:
+    """Return the result of a resumed run. If one of its meshes also differs without a resume, name the mesh's cause."""
+    for on_mesh in variant.without_resume:
+        answers = trial_runs.run_all(on_mesh.trials, run.folder)
+        answers[REFERENCE] = of_reference
+        of_mesh = _judge("task", on_mesh, answers, shaken)
+        assert of_mesh is not None
+        if of_mesh.verdict == "differs":
+            cause = (
+                f"the checkpoint is not the cause, because {on_mesh.label} differs without a resume, too: "
+                f"{of_mesh.first}; {of_mesh.cause}"
+            )
+            return dataclasses.replace(result, cause=cause)
+    return result
 
 
 def _shaken(run: SmallRun) -> TrialErrors:

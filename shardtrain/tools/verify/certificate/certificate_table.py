@@ -19,8 +19,8 @@ class DimensionResult:
 
     Attributes:
         name: The dimension.
-        verdict: "holds", "differs", "failed", "not proven", "not checked", "does not apply" or "not
-            requested".
+        verdict: "holds", "differs", "failed", "not proven", "not checked", "not possible", "does not apply" or
+            "not requested". It is "not possible" if the user accepts impossible meshes, and no other was requested.
         comparisons: Results of its comparisons.
         reason: Reason why nothing was compared.
     """
@@ -33,7 +33,7 @@ class DimensionResult:
     @property
     def holds(self) -> bool:
         """True unless a number differs or a requested comparison was not made."""
-        return self.verdict in ("holds", "does not apply", "not requested")
+        return self.verdict in ("holds", "not possible", "does not apply", "not requested")
 
     @property
     def worst(self) -> WorstDifference | None:

@@ -8,17 +8,31 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardtrain.tools.verify import verify_report
-from shardtrain.tools.verify.certificate.trial import AVERAGE, NumberError
+from shardtrain.tools.verify.certificate.trial import AVERAGE, METRIC, RATE, SCALE, NumberError
 from shardtrain.tools.verify.verify_report import MOST, ROUNDING, MeshResult, Verdict
 
 USUAL = {
     **verify_report.USUAL,
     "initial": 0.0,
+    RATE: 0.0,
+    SCALE: 0.0,
+    METRIC: 1e-5,
     AVERAGE: verify_report.USUAL["weights"],
     "validation": 1e-5,
 }
-"""Tolerances of float32. Initial weights must be bitwise equal."""
-_ORDER = ("initial", "gradient", "loss", "norm", "weights", AVERAGE, "validation")
+"""Tolerances of float32. Initial weights must be bitwise equal, and numbers that no rank rounds must be equal."""
+_ORDER = (
+    "initial",
+    RATE,
+    SCALE,
+    "gradient",
+    "loss",
+    "norm",
+    METRIC,
+    "weights",
+    AVERAGE,
+    "validation",
+)
 """Order of the numbers of a step. A gradient names a tensor, so it comes before the loss."""
 
 

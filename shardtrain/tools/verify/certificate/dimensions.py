@@ -15,7 +15,7 @@ from shardtrain.config.schema.data_options import DataLoaderOptions
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.tools.verify.certificate import small_run
 from shardtrain.tools.verify.certificate.small_run import ROWS, STEPS, SmallRun
-from shardtrain.tools.verify.certificate.trial import Trial
+from shardtrain.tools.verify.certificate.trial import SKIPPED_STEP, Trial
 from shardtrain.tools.verify.meshes import changed, own_axes
 from shardtrain.utils.errors import ConfigError
 
@@ -39,12 +39,15 @@ class Variant:
         trials: Runs in order. Only the last one is compared; the others prepare it.
         is_exact: True if the numbers must be bitwise equal, because nothing is summed in another order.
         impossible: Reason why the variant is not supported.
+        without_resume: The meshes of a resumed run without the resume. They run if the variant differs, because
+            the cause may then be a mesh.
     """
 
     label: str
     trials: Sequence[Trial] = ()
     is_exact: bool = False
     impossible: str = ""
+    without_resume: Sequence[Variant] = ()
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,15 @@ def resume_variants(request: VariantRequest) -> Iterator[Variant]:
             continue
         stopped = Trial(f"{name}-before", before, ranks_before, (), stop_after=STOP_AFTER)
         resumed = Trial(name, after, ranks_after, later, resumes=stopped.name)
-        yield Variant(label, [stopped, resumed])
+        without = [_without_resume(run, name, mesh) for mesh in (first, second) if mesh]
+        yield Variant(label, [stopped, resumed], without_resume=without)
+
+
+def _without_resume(run: SmallRun, name: str, mesh: str) -> Variant:
+    """Return all steps on a mesh, without a resume."""
+    name = f"{name}-all-{mesh}"
+    loaded, plan = run.on_mesh(name, mesh)
+    return Variant(mesh, [Trial(name, loaded, plan.num_ranks, ALL_STEPS)])
 
 
 def _saving(run: SmallRun, name: str, mesh: str) -> tuple[Loaded, int]:
@@ -152,6 +163,71 @@ def _mesh_changes(request: VariantRequest) -> list[tuple[str, str]]:
     if request.is_quick:
         return [("dp_shard=2", "")]
     return [("dp_shard=2", "tp=2"), ("tp=2", "")]
+
+
+def skipped_reason(run: SmallRun) -> str:
+    """Only float16 and a policy let a run skip an update. Other runs stop."""
+    user = run.user.config
+    if derived.compute_dtype(user) == "float16" or user.training.nonfinite_policy == "skip":
+        return ""
+    return "a run in this precision stops at an overflow (training.nonfinite_policy)"
+
+
+def skipped_variants(request: VariantRequest) -> Iterator[Variant]:
+    """A run whose gradients overflow in one step, compared with a run that never computes this step."""
+    run = request.run
+    scales_loss = derived.compute_dtype(run.user.config) == "float16"
+    sections: dict[str, dict[str, Any]] = {}
+    if not scales_loss:
+        sections["training"] = {
+            "nonfinite_policy": "skip",
+            "nonfinite_max_skips": 1,
+            "nonfinite_max_skip_fraction": 0.01,
+        }
+    later = range(SKIPPED_STEP + 1, STEPS + 1)
+    computed = [step for step in ALL_STEPS if step != SKIPPED_STEP]
+    without = Trial(
+        "skipped-without",
+        run.varied("skipped-without", {}),
+        num_ranks=1,
+        steps=computed,
+        is_reference=True,
+        compared_with="skipped-without",
+        leaves_out=True,
+        scales_loss=scales_loss,
+    )
+
+    def trial(name: str, loaded: Loaded, num_ranks: int, **options: Any) -> Trial:
+        return Trial(
+            name,
+            loaded,
+            num_ranks,
+            compared_with=without.name,
+            overflows=True,
+            scales_loss=scales_loss,
+            **options,
+        )
+
+    label = f"overflow in step {SKIPPED_STEP}"
+    one = run.varied("skipped-one", sections)
+    yield Variant(f"one process, {label}", [without, trial("skipped-one", one, 1, steps=computed)])
+    saving = run.varied("skipped-resumed", {**sections, "checkpoint": SAVING})
+    stopped = trial("skipped-before", saving, 1, steps=(), stop_after=SKIPPED_STEP)
+    resumed = trial("skipped-resumed", saving, 1, steps=later, resumes=stopped.name)
+    yield Variant(f"one process, {label}, then resumed", [without, stopped, resumed])
+    names = ["dp_shard=2"]
+    if not request.is_quick:
+        names += ["tp=2", "pp=2"]
+    for mesh in list(request.meshes) or names:
+        name = f"skipped-{mesh}"
+        try:
+            loaded, plan = run.on_mesh(name, mesh)
+            loaded = run.checked(name, changed(loaded, sections, set(), ""))
+        except ConfigError as error:
+            yield Variant(f"{mesh}, {label}", impossible=one_line(error))
+            continue
+        on_mesh = trial(name, loaded, plan.num_ranks, steps=computed)
+        yield Variant(f"{mesh}, {label}", [without, on_mesh])
 
 
 def workers_variants(request: VariantRequest) -> Iterator[Variant]:
@@ -326,6 +402,7 @@ DIMENSIONS = (
     Dimension("packing", packing_reason, packing_variants),
     Dimension("workers", always_applies, workers_variants),
     Dimension("resume", always_applies, resume_variants),
+    Dimension("skipped", skipped_reason, skipped_variants),
     Dimension("recompute", always_applies, recompute_variants),
     Dimension("offload", always_applies, offload_variants),
     Dimension("compile", compile_reason, compile_variants),

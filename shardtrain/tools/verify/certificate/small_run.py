@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain import config as configs
-from shardtrain.config import Config, Loaded, ramps
+from shardtrain.config import Config, Loaded, folder_model, ramps
 from shardtrain.config.changes import class_of, show_value
 from shardtrain.config.derived import compute_dtype
 from shardtrain.config.load import value_of
@@ -298,13 +298,14 @@ def _defaults(section: Any) -> dict[str, Any]:
 def row_dependent(loaded: Loaded) -> list[str]:
     """Return options whose effect on a token depends on its row, by definition. The dimension packing does without.
 
-    NEFTune draws noise for each place of a row. The balance loss of experts is a sum over sequences.
+    NEFTune draws noise for each place of a row. The balance loss of experts is a sum over sequences. That of
+    transformers is none, because it pools all tokens of a step.
     """
     names = []
     if loaded.config.training.neftune_noise_alpha is not None:
         names.append(NOISE)
     sizes = model_shape(loaded) or {}
-    if sizes.get("balance_loss_coeff"):
+    if sizes.get("balance_loss_coeff") and loaded.config.model.name != folder_model.NAME:
         names.append(BALANCE_LOSS)
     return names
 

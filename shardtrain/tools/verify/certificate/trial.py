@@ -19,6 +19,17 @@ AVERAGE = "average"
 """Kind of the weights that are evaluated instead of the trained weights, such as moving averages."""
 
 
+RATE = "rate"
+"""Kind of the learning rate of a step."""
+SCALE = "scale"
+"""Kind of the loss scale of a step, if a trial scales its loss."""
+METRIC = "metric"
+"""Kind of the other metrics of a step, such as the losses of further tokens."""
+SKIPPED_STEP = 2
+"""Step whose update a trial of the dimension ``skipped`` skips."""
+INITIAL_SCALE = 1024.0
+"""Loss scale of such a trial before its first step."""
+
 TRAINING_MODE = "loss in training mode"
 """Name of the validation loss that modules in training mode compute. It is compared with the validation loss."""
 
@@ -41,6 +52,9 @@ class Trial:
         separates_documents: True to train every document of a packed sequence in its own sequence.
             Documents are those of the reader, and not those that the packing marks.
         is_shaken: True to move each initial weight to the next representable number above or below.
+        overflows: True if the gradients of one data rank overflow in ``SKIPPED_STEP``.
+        leaves_out: True to leave out ``SKIPPED_STEP``: its rows are read, and nothing is computed.
+        scales_loss: True to scale the loss, as for float16.
     """
 
     name: str
@@ -54,6 +68,9 @@ class Trial:
     shortens_documents: bool = False
     separates_documents: bool = False
     is_shaken: bool = False
+    overflows: bool = False
+    leaves_out: bool = False
+    scales_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,10 +78,11 @@ class NumberError:
     """Distance of a number of a trial from the same number of the reference.
 
     Attributes:
-        kind: "initial", "gradient", "loss", "norm", "weights", "average", or "validation".
+        kind: "initial", "rate", "scale", "gradient", "loss", "norm", "metric", "weights", "average", or
+            "validation".
         step: Step, from 1. Initial weights have step 0.
-        tensor: Name of the tensor or of the validation metric. Empty for the loss and the norm.
-        error: Relative for gradients and the norm, absolute for others.
+        tensor: Name of the tensor or of the metric. Empty for other numbers.
+        error: Relative for gradients and the norm, and for metrics above 1. Absolute for others.
         factor: Factor of a gradient, if it is a multiple of the reference's gradient. For a weight, the
             factor of the weight before the update that explains the error. Else None.
     """
@@ -92,6 +110,8 @@ class TrialFacts:
         core: Pattern of the paths of attention cores, or "".
         buffers: Names of the buffers whose values are compared.
         mode_module: First module whose outputs for the validation rows depend on the training mode, or "".
+        rates: Learning rate of each step.
+        scales: Loss scales of each step, one for each rank whose scale differs from the ranks before it.
     """
 
     layout_difference: str = ""
@@ -103,6 +123,8 @@ class TrialFacts:
     core: str = ""
     buffers: Sequence[str] = ()
     mode_module: str = ""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    scales: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -174,17 +174,19 @@ def separate_documents(batch: Batch, pad_id: int) -> Batch:
     Raises:
         ValueError: the batch does not mark its documents.
     """
-    if batch.documents_BT is None:
+    if batch.documents_BT is None or batch.lengths_B is None:
         raise ValueError("the batch does not mark its documents, so they attend to each other")
+    width = batch.tokens_BT.shape[1]
     rows = []
     for row in range(batch.tokens_BT.shape[0]):
+        is_text_T = torch.arange(width) < batch.lengths_B[row]
         for document in batch.documents_BT[row].unique(sorted=True):
-            is_of_document_T = batch.documents_BT[row] == document
-            if bool((batch.targets_BT[row, is_of_document_T] != IGNORE).any()):
+            # Also documents without targets, because the balance loss of experts counts all tokens.
+            is_of_document_T = is_text_T & (batch.documents_BT[row] == document)
+            if bool(is_of_document_T.any()):
                 rows.append(_one_document(batch, row, is_of_document_T, pad_id))
     if not rows:
         return batch
-    # Some rows may have no targets at all. The sums over targets are the same without them.
     columns = [torch.stack(column) for column in zip(*rows, strict=True)]
     tokens_BT, targets_BT, positions_BT, documents_BT, sample_ids_B, lengths_B = columns
     return Batch(tokens_BT, targets_BT, positions_BT, sample_ids_B, documents_BT, lengths_B)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from shardtrain.tools.verify.certificate.trial import (
     AVERAGE,
+    METRIC,
+    RATE,
+    SCALE,
     TRAINING_MODE,
     NumberError,
     TrialFacts,
@@ -27,6 +30,7 @@ SAME_SIZE = 1e-5
 _OTHER_ROWS = {
     "workers": "the order of rows depends on worker processes",
     "resume": "the run does not continue at its position in the data",
+    "skipped": "the position in the data must advance in a step without an update, too",
     "task": "check which rows each rank reads",
     "accumulation": "check the rows of a micro-batch",
 }
@@ -89,10 +93,14 @@ def cause_of(one: Differing) -> str:
     if one.first.kind == "validation":
         return "the validation rows or the divisor depend on ranks or batch size: sum over all rows, and divide once"
     step = str(one.first.step)
+    if one.first.kind == SCALE:
+        return _of_scale(one, step)
     # A run that continues at another position has no rows of this step.
     if one.facts.rows and one.facts.rows.get(step) != one.expected.rows.get(step):
         fix = _OTHER_ROWS.get(one.dimension, "check the order of the data")
         return f"step {step} has other rows than on one process: {fix}"
+    if one.first.kind == RATE:
+        return _of_rate(one, step)
     mine = one.facts.targets.get(step)
     theirs = one.expected.targets.get(step)
     if mine != theirs:
@@ -111,6 +119,28 @@ def cause_of(one: Differing) -> str:
     if gradients:
         return _scaled(one, gradients) or _forward(one) or _backward(one, gradients)
     return _of_numbers(one)
+
+
+def _of_scale(one: Differing, step: str) -> str:
+    scales = [f"{scale:g}" for scale in one.facts.scales.get(step, ())]
+    if len(scales) > 1:
+        return (
+            f"ranks have the loss scales {', '.join(scales)} in step {step}: "
+            "each rank decides by its own gradients, instead of by those of all ranks"
+        )
+    return (
+        f"the loss scale of step {step} is {', '.join(scales)}: an overflow halves it, "
+        "and a checkpoint contains it"
+    )
+
+
+def _of_rate(one: Differing, step: str) -> str:
+    mine = one.facts.rates.get(step)
+    theirs = one.expected.rates.get(step)
+    cause = f"the learning rate of step {step} is {mine:.4g} instead of {theirs:.4g}"
+    if one.dimension == "skipped":
+        return f"{cause}: the schedule counts a step without an update"
+    return f"{cause}: check the number of updates that the schedule counts"
 
 
 def _module(error: NumberError) -> str:
@@ -200,9 +230,16 @@ def _of_numbers(one: Differing) -> str:
         return "the gradients agree, the reported loss does not: check its sum over ranks and micro-batches"
     if one.first.kind == "norm":
         return "the gradients agree, their norm does not: check its sum over ranks and its tensors"
+    if one.first.kind == METRIC:
+        return (
+            f"the gradients agree, the metric {one.first.tensor} does not: "
+            "check its sum over ranks and micro-batches, and its divisor"
+        )
     module = _module(one.first)
     if one.first.kind == AVERAGE:
         cause = f"the weights agree, the average of {module} does not"
+        if one.dimension == "skipped":
+            return f"{cause}: it is updated in a step without an update"
         if one.dimension == "resume":
             return f"{cause}: the averages of the checkpoint are not loaded, or start again"
         return (
@@ -212,6 +249,11 @@ def _of_numbers(one: Differing) -> str:
         return (
             f"the gradients agree, the update of {module} does not: "
             "the optimizer states, the learning rate or the weights differ from the checkpoint's"
+        )
+    if one.dimension == "skipped":
+        return (
+            f"the gradients agree, the update of {module} does not: "
+            "the optimizer states change in a step without an update"
         )
     if one.first.tensor in one.facts.buffers:
         return (

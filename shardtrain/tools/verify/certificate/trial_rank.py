@@ -20,15 +20,21 @@ from torch.utils._pytree import tree_leaves
 from shardtrain import models
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.data import DataLoader
-from shardtrain.distributed import LOSS_AXES
+from shardtrain.distributed import BATCH_AXES, LOSS_AXES
 from shardtrain.distributed.process_group import World
 from shardtrain.layout import Draw
 from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import to_full
+from shardtrain.optim import LossScaler
 from shardtrain.tools.verify import dropout
 from shardtrain.tools.verify.certificate.trial import (
     AVERAGE,
+    INITIAL_SCALE,
+    METRIC,
+    RATE,
+    SCALE,
     SHAKEN,
+    SKIPPED_STEP,
     TRAINING_MODE,
     Trial,
     TrialFacts,
@@ -116,6 +122,8 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
     averages: list[Averages] = []
     outputs = OutputSizes()
     targets: dict[str, int] = {}
+    rates: dict[str, float] = {}
+    scales: dict[str, list[float]] = {}
 
     def step(run: trainer.Run) -> trainer.Outcome | None:
         if run.state.step == trial.stop_after:
@@ -126,6 +134,13 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
                 averages.append(Averages(run, trial.is_reference))
             _begin(run, numbers, trial)
             outputs.begin(run, trial)
+        if trial.leaves_out and run.state.step + 1 == SKIPPED_STEP:
+            _leave_out_step(run)
+        if trial.overflows and run.state.step + 1 == SKIPPED_STEP:
+            _overflow(run)
+        scale = 1.0
+        if run.scaler is not None:
+            scale = run.scaler.scale
         # If one gradient differs, clipping scales all of them. It also hides a common factor of all
         # gradients. So only the last step clips.
         of_run = run.config
@@ -141,8 +156,26 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
             if averages:
                 averages_of_run = averages[0]
             _keep_step(run, outcome, numbers, averages_of_run)
-            targets[str(run.state.step)] = int(outcome.global_tokens)
+            of_step = str(run.state.step)
+            targets[of_step] = int(outcome.global_tokens)
+            rates[of_step] = outcome.lr
+            if trial.scales_loss:
+                scales[of_step] = [scale]
+                if trial.leaves_out:
+                    scale = _expected_scale(run.state.step)
+                numbers.scalars[SCALE, run.state.step, ""] = scale
         return outcome
+
+    original_build = trainer.build
+
+    def build(*arguments: Any) -> trainer.Run:
+        run = original_build(*arguments)
+        # The run computes in float32, in which a power of two changes no digit. So the loss scale of float16
+        # is compared without the rounding of float16.
+        if trial.scales_loss:
+            interval = run.config.training.loss_scale_growth_interval
+            run.scaler = LossScaler(INITIAL_SCALE, max(interval, run.config.training.steps + 1))
+        return run
 
     mode_module = ""
 
@@ -175,6 +208,7 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
     log.setup(rank, num_ranks, dump_folder, config.metrics.save_log_file, console=False)
     # Patch the trainer instead of copying its loop, so the code under test is the code that users run.
     with ExitStack() as patches:
+        patches.enter_context(replaced(trainer, "build", build))
         patches.enter_context(replaced(trainer, "step", step))
         patches.enter_context(replaced(Validator, "run", validate))
         batches = TrialBatches(trial)
@@ -204,6 +238,8 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFa
         core=models.find(config.model.name).LAYOUT.context or "",
         buffers=list(started[0].runner.buffers()) if started else [],
         mode_module=mode_module,
+        rates=rates,
+        scales=scales,
     )
     return numbers, facts
 
@@ -254,6 +290,34 @@ def _begin(run: trainer.Run, numbers: TrialNumbers, trial: Trial) -> None:
     run.runner.update = recorded_update  # type: ignore[assignment,method-assign]
 
 
+def _leave_out_step(run: trainer.Run) -> None:
+    """Read the rows of a step, and count it as a step without an update, without the code of the trainer."""
+    for _ in range(run.dataloader.accumulation):
+        next(run.dataloader)
+    run.state.samples_consumed = run.dataloader.samples_consumed
+    run.state.step += 1
+
+
+def _overflow(run: trainer.Run) -> None:
+    """Let the gradients of the last data rank overflow in the next forward and backward pass."""
+    if run.mesh.rank(*BATCH_AXES) != run.mesh.size(*BATCH_AXES) - 1:
+        return
+    original = run.runner.forward_backward
+
+    def forward_backward(batches: Any, weight: Tensor) -> Tensor:
+        run.runner.forward_backward = original  # type: ignore[method-assign]
+        return original(batches, weight * math.inf)
+
+    run.runner.forward_backward = forward_backward  # type: ignore[method-assign]
+
+
+def _expected_scale(step: int) -> float:
+    """Return the loss scale of a step by the rule: an overflow halves the scale of the next step."""
+    if step > SKIPPED_STEP:
+        return INITIAL_SCALE / 2
+    return INITIAL_SCALE
+
+
 @torch.no_grad()
 def _draw_at_unit_gain(parameters: Mapping[str, Tensor], seed: int) -> None:
     """Draw trained matrices so that outputs are about as large as inputs.
@@ -302,8 +366,11 @@ class Averages:
 def _keep_step(
     run: trainer.Run, outcome: trainer.Outcome, numbers: TrialNumbers, averages: Averages | None
 ) -> None:
-    """Record loss, norm, weights, their averages and buffers after a step (a collective)."""
+    """Record loss, norm, metrics, weights, their averages and buffers after a step (a collective)."""
     step = run.state.step
+    numbers.scalars[RATE, step, ""] = outcome.lr
+    for name, value in run.runner.measures().items():
+        numbers.scalars[METRIC, step, name] = value
     # Only the last pipeline stage has a loss, and the other stages add zero.
     axes = ("pp", *LOSS_AXES)
     total = run.mesh.sum(outcome.loss_sum.detach().double(), over=axes).item()
@@ -339,19 +406,26 @@ def errors_of(numbers: TrialNumbers, reference: TrialNumbers) -> Iterator[tuple[
             totals[step] = value
     for key, value in numbers.scalars.items():
         if key in reference.scalars:
-            expected = reference.scalars[key]
-            # The error of a norm is relative, and the error of a loss is absolute.
-            scale = 1.0
-            if key[0] == "norm":
-                scale = expected
-            error = abs(value - expected) / max(scale, 1e-30)
-            yield key, _finite(error)
+            yield key, _scalar_error(key[0], value, reference.scalars[key])
     for key, tensor in numbers.tensors.items():
         expected_tensor = reference.tensors.get(key)
         if expected_tensor is None or expected_tensor.shape != tensor.shape:
             yield key, math.inf
         else:
             yield key, _tensor_error(key, tensor, expected_tensor, totals)
+
+
+def _scalar_error(kind: str, value: float, expected: float) -> float:
+    # A metric of a step may be undefined, such as a mean over nothing.
+    if kind == METRIC and math.isnan(value) and math.isnan(expected):
+        return 0.0
+    # The error of a norm is relative, and the error of a loss is absolute.
+    scale = 1.0
+    if kind == "norm":
+        scale = expected
+    elif kind == METRIC:
+        scale = max(1.0, abs(expected))
+    return _finite(abs(value - expected) / max(scale, 1e-30))
 
 
 def _tensor_error(key: Key, tensor: Tensor, expected: Tensor, totals: Mapping[int, float]) -> float:

@@ -115,6 +115,10 @@ def _facts_of(paths: Sequence[Path]) -> TrialFacts:
             for key, value in of_rank[name].items():
                 total[key] = total.get(key, 0) + value
         facts[name] = total
+    for of_rank in of_ranks[1:]:
+        for step, scales in of_rank["scales"].items():
+            known = facts["scales"].setdefault(step, [])
+            known += [scale for scale in scales if scale not in known]
     # Pipeline ranks have only the gradients of their stages.
     facts["num_gradients"] = max(of_rank["num_gradients"] for of_rank in of_ranks)
     return TrialFacts(**facts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,13 +18,37 @@ from shardtrain.tools.verify.verify_request import VerifyOptions
 from shardtrain.train import trainer
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "search"
-DOCUMENTS = (
+SHORT_DOCUMENTS = (
     *("--training.dataset", "jsonl", "--training.dataset_path", str(FIXTURES / "documents.jsonl")),
-    *("--training.seq_len", "32", "--model.overrides.num_layers", "2"),
+    *("--training.seq_len", "32"),
 )
+DOCUMENTS = (*SHORT_DOCUMENTS, "--model.overrides.num_layers", "2")
 
 ENGINE = MeshEngine(verify.comparable, verify.plan, verify.probe, verify.verify, verify.small_copy)
 Check = Callable[..., DimensionResult]
+
+
+def results_of(
+    options: Sequence[str],
+    folder: Path,
+    dimensions: tuple[str, ...] = (),
+    meshes: tuple[str, ...] = (),
+    quick: bool = True,
+) -> list[DimensionResult]:
+    """Check the dimensions of a configuration, all of them by default, and print each comparison."""
+    loaded = config.load(None, list(options))
+    run = small_run.prepare(loaded, meshes, Path(tempfile.mkdtemp(dir=folder)), verify.small_copy)
+    request = VerifyOptions(dimensions=dimensions, meshes=meshes, quick=quick)
+    results = certificate.check_all(run, request, trainer, ENGINE)
+    for result in results:
+        for one in result.comparisons:
+            print(f"\n{result.name}, {one.compared}: {one.verdict}: {one.first}; {one.cause}")
+    return results
+
+
+def verdicts_of(options: Sequence[str], folder: Path) -> dict[str, str]:
+    """Return the verdict of each dimension of a configuration."""
+    return {result.name: result.verdict for result in results_of(options, folder)}
 
 
 @pytest.fixture
@@ -38,15 +62,7 @@ def check(tmp_path: Path) -> Check:
         quick: bool = True,
         data: tuple[str, ...] = DOCUMENTS,
     ) -> DimensionResult:
-        loaded = config.load(None, [*data, *options])
-        run = small_run.prepare(
-            loaded, meshes, Path(tempfile.mkdtemp(dir=tmp_path)), verify.small_copy
-        )
-        request = VerifyOptions(dimensions=(dimension,), meshes=meshes, quick=quick)
-        results = certificate.check_all(run, request, trainer, ENGINE)
-        result = next(result for result in results if result.name == dimension)
-        for one in result.comparisons:
-            print(f"\n{dimension}, {one.compared}: {one.verdict}: {one.first}; {one.cause}")
-        return result
+        results = results_of((*data, *options), tmp_path, (dimension,), meshes, quick)
+        return next(result for result in results if result.name == dimension)
 
     return result_of

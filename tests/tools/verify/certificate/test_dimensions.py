@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from shardtrain import cli
 from shardtrain.data.batch import Batch
 from shardtrain.data.loader import DataLoader, MicroBatches
 from shardtrain.data.packing import fitted, packed_rows
@@ -17,10 +19,17 @@ from shardtrain.data.packing.token_buffer import MemoryTokenBuffer
 from shardtrain.data.streaming import stream_pack
 from shardtrain.distributed import activation_checkpoint, fsdp, runner
 from shardtrain.distributed import compile as compiling
+from shardtrain.distributed.multi_token_loss import MultiTokenLoss
 from shardtrain.train import validation
 from shardtrain.train.step_sums import StepSums
 
 DOCUMENTS = Path(__file__).parents[3] / "fixtures" / "search" / "documents.jsonl"
+SMALL = (
+    *("--training.dataset", "jsonl", "--training.dataset_path", str(DOCUMENTS)),
+    *("--training.seq_len", "32", "--model.overrides.num_layers", "2"),
+    *("--training.mixed_precision_param", "float32"),
+    *("--parallelism.data_parallel_shard_degree", "1"),
+)
 DIMENSIONS = ("mesh", "task", "accumulation", "workers", "resume", "recompute", "offload")
 
 
@@ -41,7 +50,8 @@ def test_a_divisor_that_each_rank_counts_itself(check, monkeypatch):
     assert "the loss of step 1 is divided by" in result.comparisons[0].cause
 
 
-def test_a_forgotten_reduction(check, monkeypatch):
+def gradients_are_averaged(monkeypatch):
+    """Divide the gradients by the number of ranks."""
     apply = fsdp.apply
 
     def average(model, layout, mesh, config):
@@ -51,6 +61,10 @@ def test_a_forgotten_reduction(check, monkeypatch):
                 module.set_gradient_divide_factor(2.0)
 
     monkeypatch.setattr(fsdp, "apply", average)
+
+
+def test_a_forgotten_reduction(check, monkeypatch):
+    gradients_are_averaged(monkeypatch)
     for dimension in ("mesh", "task"):
         result = check(dimension, meshes=("dp_shard=2",))
         assert result.verdict == "differs"
@@ -99,6 +113,18 @@ def test_a_resume_that_starts_again(check, monkeypatch):
     assert "continued at step 0 instead of 2" in result.comparisons[0].first
 
 
+def test_a_resume_on_a_mesh_that_differs_itself_names_the_mesh(check, monkeypatch):
+    """Without a resume, the same mesh has the same fault, so the checkpoint is not the cause."""
+    gradients_are_averaged(monkeypatch)
+    result = check("resume")
+    on_one_process, on_mesh = result.comparisons
+    assert on_one_process.verdict == "same"
+    assert on_mesh.verdict == "differs"
+    assert "the checkpoint is not the cause" in on_mesh.cause, on_mesh
+    assert "dp_shard=2 differs without a resume, too" in on_mesh.cause, on_mesh
+    assert "averaged where they must be summed" in on_mesh.cause, on_mesh
+
+
 def test_a_resume_that_forgets_the_optimizer(check, monkeypatch):
     monkeypatch.setattr("shardtrain.train.run.Run.optimizer_state_dict", lambda self: {})
     result = check("resume")
@@ -111,6 +137,67 @@ def test_a_requested_mesh_that_is_impossible_is_not_checked(check):
     result = check("task", meshes=("tp=3",))
     assert result.verdict == "not checked"
     assert not result.holds
+
+
+IMPOSSIBLE = {
+    "only": (("--mesh", "tp=3"), ("mesh", "task")),
+    "with a possible one": (("--mesh", "tp=3", "--mesh", "dp_shard=2"), ("mesh", "task")),
+    "other dimensions": (("--mesh", "tp=3"), ("task", "accumulation")),
+}
+"""Requested meshes, one of which is impossible, and dimensions."""
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_accepted_impossible_mesh_is_a_success(name, tmp_path, capsys):
+    """As without a certificate. But a certificate without a comparison proves nothing, and does not apply."""
+    meshes, dimensions = IMPOSSIBLE[name]
+    path = tmp_path / "certificate.json"
+    command = ["verify", *meshes, "--dimension", *dimensions, "--quick", *SMALL]
+    arguments = [*command, "--certificate", str(path)]
+    assert cli.main([*arguments, "--allow-impossible"]) == 0, capsys.readouterr()
+    document = json.loads(path.read_text())
+    verdicts = {one["name"]: one["verdict"] for one in document["dimensions"]}
+    is_compared = "holds" in verdicts.values()
+    assert document["holds"] == is_compared
+    text = capsys.readouterr().out
+    assert ("proves nothing, because no requested mesh is possible" in text) != is_compared
+    expected = "holds" if name == "with a possible one" else "not possible"
+    assert verdicts["task"] == expected
+    assert cli.main(["verify", *SMALL, "--check", str(path)]) == (0 if is_compared else 4)
+    # Without the flag, the mesh was requested and not compared.
+    assert cli.main(arguments) == 4
+
+
+METRICS = {
+    "mtp_loss_1": (
+        MultiTokenLoss,
+        ("--model.name", "deepseek_v3", "--model.overrides.num_nextn_predict_layers", "1"),
+    ),
+    "moe_max_load": (
+        runner.PlainRunner,
+        ("--model.name", "mixtral"),
+    ),
+}
+"""Metric -> class that returns it, and options of a run with it."""
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_metric_of_one_rank(check, monkeypatch, metric):
+    """Gradients are correct, and the value that a user sees is that of a rank."""
+    owner, options = METRICS[metric]
+    measures = owner.measures
+
+    def of_rank(self):
+        values = measures(self)
+        values[metric] *= 1 + 0.1 * torch.distributed.get_rank()
+        return values
+
+    monkeypatch.setattr(owner, "measures", of_rank)
+    result = check("task", *options, meshes=("dp_shard=2",))
+    (comparison,) = result.comparisons
+    assert result.verdict == "differs", result
+    assert f"metric of {metric} in step 1" in comparison.first, comparison
+    assert f"the metric {metric} does not: check its sum" in comparison.cause, comparison
 
 
 def test_a_batch_order_that_depends_on_workers(check, monkeypatch):
