@@ -94,18 +94,31 @@ class ChildWatch:
         self.pids = pids
         self.statuses: dict[int, int] = {}
         self.ended_at: dict[int, float] = {}
-        self.stopped_by_us: set[int] = set()
+        self._sent: dict[int, set[int]] = {}
+        """Signals that this process has sent to each rank."""
         self._looks_stopped: Counter[int] = Counter()
         self._failed_at = math.inf
         if self.signal_number:
             self.send(signal.Signals(self.signal_number))
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to each running rank, and record that this process caused its end."""
+        """Send a signal to each running rank, and record that it may be the cause of the rank's end."""
         for rank in self.pids.keys() - self.statuses.keys():
-            self.stopped_by_us.add(rank)
+            self.note_sent(rank, number)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
+
+    def note_sent(self, rank: int, number: int) -> None:
+        """Record a signal that this process has sent to a rank."""
+        self._sent.setdefault(rank, set()).add(number)
+
+    def has_caused(self, rank: int, status: int) -> bool:
+        """True if a rank may have ended with this status because of a signal of this process.
+
+        False for a rank that another signal killed, even if this process has asked it to stop.
+        """
+        sent = self._sent.get(rank, set())
+        return bool(sent) if status >= 0 else -status in sent
 
     def wait(self, each_look: Callable[[], object] = lambda: None) -> dict[int, int]:
         """Wait for all ranks and return their exit statuses. For a killed rank

@@ -76,6 +76,7 @@ class TrainingAgent(NodeAgent):
         self._are_done = False
         self._is_first_attempt = True
         self._is_second_interrupt = False
+        self._is_grace_over = False
         self._reports: NodeReports
 
     def explain_stop(self, signal_name: str) -> None:
@@ -83,7 +84,10 @@ class TrainingAgent(NodeAgent):
         stop_signals.handle_requests(signal.SIG_IGN)
         if self._are_running:
             self._watch.look()
-            self._watch.stopped_by_us.update(self._watch.pids)
+            for rank in self._watch.pids:
+                self._watch.note_sent(rank, signal.Signals[signal_name])
+                if self._is_grace_over:
+                    self._watch.note_sent(rank, signal.SIGKILL)
             self._explain(signal_name)
         elif not self._are_done:
             # The previous attempt failed, and the ranks were about to restart.
@@ -115,6 +119,8 @@ class TrainingAgent(NodeAgent):
 
         stop_signals.handle_requests(handle)
         super()._shutdown(death_sig, timeout)
+        # PyTorch has then killed the ranks that still ran.
+        self._is_grace_over = time.monotonic() - asked_at >= timeout
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         number, count = worker_group.group_rank, worker_group.group_world_size

@@ -648,7 +648,7 @@ def failures_of(
         report = failure.read_record(record_of(rank))
         is_done = status in FINE and (status != 0 or _done_path(record_of(rank)).exists())
         all_done = all_done and is_done
-        if report is None and not is_done and rank not in watch.stopped_by_us:
+        if report is None and not is_done and not watch.has_caused(rank, status):
             when = watch.ended_at[rank]
             report = (
                 failure.killed(rank, -status, when)

@@ -117,6 +117,34 @@ def test_a_rank_killed_by_a_signal_is_named_with_the_signal(tmp_path):
     assert record["retryable"] is True
 
 
+@pytest.mark.parametrize(
+    ("first", "victim", "number"),
+    cases(
+        [("launcher", 0, signal.SIGKILL)],
+        nightly=[
+            ("launcher", 1, signal.SIGKILL),
+            ("launcher", 1, signal.SIGSEGV),
+            ("rank", 0, signal.SIGKILL),
+            ("rank", 1, signal.SIGBUS),
+        ],
+    ),
+)
+def test_a_rank_killed_during_a_request_to_stop_is_named(tmp_path, first, victim, number):
+    """The launcher has sent the rank a signal, too, but not the one that killed it."""
+    process = start(tmp_path, "stubborn")
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    requests = [(process.pid, signal.SIGTERM), (pids(tmp_path)[victim], number)]
+    for pid, sent in requests if first == "launcher" else reversed(requests):
+        os.kill(pid, sent)
+    _, err = process.communicate(timeout=patience.seconds(30))
+    assert process.returncode == 6
+    (line,) = err.splitlines()
+    assert f"rank {victim} (host" in line
+    assert f"was killed by signal {number.value}" in line
+    record = json.loads((tmp_path / "exit.json").read_text())
+    assert (record["code"], record["rank"], record["retryable"]) == (6, victim, True)
+
+
 def test_each_problem_of_a_configuration_has_its_own_line(tmp_path):
     code, _, err, _ = run(tmp_path, "config")
     assert code == 2
