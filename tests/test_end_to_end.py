@@ -285,8 +285,8 @@ def test_ranks_with_different_data_stop_before_the_first_step(
         assert isinstance(error, ConfigError)
         assert error.exit_code == 2
         host = socket.gethostname()
-        where = f"on rank 1 (host {host}) is not the same as on rank 0 (host {host})"
-        assert "the training data differ between ranks" in str(error)
+        where = f"is not the same as on rank 0 (host {host})"
+        assert f"rank 1 on {host}: the training data differ between ranks" in str(error)
         assert where in str(error)
         assert "different-" in str(error), "the message does not name the file"
         assert rank["different"].losses == []

@@ -43,12 +43,13 @@ class Listing:
 
     Attributes:
         witnesses: selects some files from the result of ``once``.
-        difference: compares rank 0's result with the node's. Describes the difference as "lacks ..." or "has
-            ...", and returns "" if both have the same files and sizes.
+        content: a hash of what must be equal in all copies, such as names and sizes. By default, nothing must be.
+        difference: describes how the content of the second of two results differs, as "lacks ..." or "has ...".
     """
 
     witnesses: Callable[[Any], Sequence[Witness]]
-    difference: Callable[[Any, Any], str]
+    content: Callable[[Any], str] = lambda result: ""
+    difference: Callable[[Any, Any], str] = lambda result, other: ""
 
 
 class Ranks(Protocol):

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import platform
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from shardtrain import __version__
 from shardtrain.config.schema import Config
+from shardtrain.utils import majority
 from shardtrain.utils.errors import ConfigError, PeerError
 
 OWN_TO_A_NODE = ("job.dump_folder",)
@@ -29,8 +31,8 @@ _HEARD_SECONDS = 5.0
 """Maximum time that rank 0 waits for the other ranks to read its error message before it raises."""
 _OPTIONS = "options"
 
-RankReport = tuple[dict[str, str], dict[str, Any]]
-"""A rank's facts, and its options that differ from rank 0's options."""
+RankReport = tuple[dict[str, str], dict[str, Any], str]
+"""A rank's facts, its options that differ from rank 0's options, and its host."""
 
 
 def facts_of(config: Config, world_size: int) -> dict[str, str]:
@@ -52,8 +54,8 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
     Every rank calls it with the store of the rendezvous, before other uses.
 
     Raises:
-        ConfigError: ranks differ. All ranks raise the same message, which names the difference and the
-            ranks.
+        ConfigError: ranks differ. All ranks raise the same message, which names the difference, and first a rank
+            that differs from most others.
         PeerError: on rank 0, other ranks have not arrived within comm.init_timeout_seconds.
     """
     # Keys need no number of the restart, because this store belongs to one attempt
@@ -71,7 +73,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
         for name in {*options, *first_options}:
             if options.get(name) != first_options.get(name):
                 differing[name] = options.get(name)
-        store.set(f"facts-{rank}", json.dumps([facts, differing]))
+        store.set(f"facts-{rank}", json.dumps([facts, differing, socket.gethostname()]))
     refusal = store.get("agreed").decode()
     if not refusal:
         return
@@ -90,23 +92,26 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
 def _compare(store: Any, config: Config, facts: Mapping[str, str], world_size: int) -> str:
     """Wait for the facts of all ranks. Return a description of the differences, or an empty string.
 
-    Returns early when a rank differs.
+    If a rank differs, wait for the others only ``_HEARD_SECONDS``. They decide which rank is named.
     """
     deadline = time.monotonic() + config.comm.init_timeout_seconds
-    reports: dict[int, RankReport] = {0: (dict(facts), {})}
+    reports: dict[int, RankReport] = {0: (dict(facts), {}, socket.gethostname())}
     missing = list(range(1, world_size))
     differs = False
-    while missing and not differs:
+    while missing:
         # Poll a limited number of ranks at a time, to limit the load on the store. Ranks that have not
         # arrived go to the end of the queue.
         polled = missing[:_RANKS_PER_POLL]
         missing = missing[_RANKS_PER_POLL:]
         arrived = [rank for rank in polled if store.check([f"facts-{rank}"])]
         for rank in arrived:
-            rank_facts, differing = json.loads(store.get(f"facts-{rank}"))
-            reports[rank] = rank_facts, differing
-            differs |= rank_facts != facts
+            reports[rank] = tuple(json.loads(store.get(f"facts-{rank}")))
+            if reports[rank][0] != facts and not differs:
+                differs = True
+                deadline = min(deadline, time.monotonic() + _HEARD_SECONDS)
         missing += [rank for rank in polled if rank not in reports]
+        if differs and time.monotonic() >= deadline:
+            break
         if missing and time.monotonic() > deadline:
             missing.sort()
             limit = f"comm.init_timeout_seconds={config.comm.init_timeout_seconds}"
@@ -115,44 +120,52 @@ def _compare(store: Any, config: Config, facts: Mapping[str, str], world_size: i
                 f"rank {ranks} has not arrived within {limit}; look at its log, or raise the limit"
             )
         time.sleep(0 if arrived else _POLL_SECONDS)
-    return "; ".join(_differences(facts, reports, _flat(config)))
+    if not differs:
+        return ""
+    # The exit report names the rank at the start of the message.
+    facts_by_rank = {rank: json.dumps(report[0]) for rank, report in reports.items()}
+    rank, other = majority.named(facts_by_rank)
+    sentences = "; ".join(_differences(reports, rank, other, _flat(config)))
+    return f"rank {rank} on {reports[rank][2]}: {sentences}"
 
 
 def _differences(
-    facts: Mapping[str, str], reports: Mapping[int, RankReport], options: Mapping[str, Any]
+    reports: Mapping[int, RankReport], rank: int, other: int, first_options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield a sentence for each fact that differs, and one for the first rank whose options differ."""
-    for name in facts:
+    """Yield a sentence for each fact that differs, and one for the first option in which two ranks differ.
+
+    Args:
+        first_options: Options of rank 0.
+    """
+    for name in reports[0][0]:
         # The hash of all options does not help a reader. The options themselves follow below.
         if name == _OPTIONS:
             continue
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, (rank_facts, _) in sorted(reports.items()):
-            ranks_by_value.setdefault(rank_facts.get(name, "none"), []).append(rank)
-        if len(ranks_by_value) == 1:
+        value_of_rank = {number: report[0].get(name, "none") for number, report in reports.items()}
+        by_size = majority.groups(value_of_rank)
+        if len(by_size) == 1:
             continue
-        values = []
-        for value, ranks in ranks_by_value.items():
-            values.append(f"{value} on rank {_short(ranks, 4)}")
+        values = [f"{value} on rank {_short(ranks, 4)}" for value, ranks in by_size]
         yield (
             f"ranks differ in {name}: {', '.join(values)}; "
             "start all of them from one environment with one command"
         )
-    # Options are many, so name only the first option of the first rank.
-    for rank, (_, differing) in sorted(reports.items()):
-        if not differing:
-            continue
-        name = min(differing)
-        more = ""
-        if len(differing) > 1:
-            more = f" (and {len(differing) - 1} more)"
-        first_value = json.dumps(options.get(name))
-        value = json.dumps(differing[name])
-        yield (
-            f"ranks differ in options: {name}={first_value} on rank 0 and {value} on rank {rank}{more}; "
-            "give every rank the same file and command line"
-        )
+    # Options are many, so name only the first option of the two ranks. One of them is rank 0.
+    differing = reports[rank][1] | reports[other][1]
+    if not differing:
         return
+    name = min(differing)
+    more = ""
+    if len(differing) > 1:
+        more = f" (and {len(differing) - 1} more)"
+    values_by_rank = []
+    for number in (other, rank):
+        value = reports[number][1].get(name, first_options.get(name))
+        values_by_rank.append(f"{json.dumps(value)} on rank {number}")
+    yield (
+        f"ranks differ in options: {name}={' and '.join(values_by_rank)}{more}; "
+        "give every rank the same file and command line"
+    )
 
 
 def _short(ranks: list[int], limit: int) -> str:

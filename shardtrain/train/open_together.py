@@ -1,9 +1,10 @@
 """Open the same data on all ranks, while only one rank reads the storage.
 
 Rank 0 lists the files and broadcasts the result, so the load on the storage does not grow with the number of
-ranks. The first rank of every other node then checks a few of the listed files. If a file is missing, all
-ranks stop with an error that names the rank and its host. If sizes, times or inodes differ, the node has its
-own copy of the folder. The first rank of that node then lists this copy for its node.
+ranks. The first rank of every other node then checks a few of the listed files. If the data do not exist there, all
+ranks stop with an error that names the rank and its host. If files are missing, or their sizes, times or inodes
+differ, the node has its own copy of the folder. The first rank of that node then lists this copy for its node. If
+copies have different files, the error names a node that differs from most others.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from shardtrain.data import shared_opening
 from shardtrain.data.shared_opening import Listing, Look, Witness, decode, encode
 from shardtrain.distributed.rendezvous import gloo_sockets
 from shardtrain.ops import host_collectives
-from shardtrain.utils import activity, bounded_reads, errors, process_identity
+from shardtrain.utils import activity, bounded_reads, errors, majority, process_identity
 from shardtrain.utils.errors import (
     ConfigError,
     DataError,
@@ -86,7 +87,7 @@ class Together:
             # Only one rank per node checks its files, to limit the load on shared storage.
             if not self._is_first_of_node or self._rank == 0:
                 return False
-            return place != first_place or _differs_here(listing.witnesses(result))
+            return place != first_place or _differs_here(listing.witnesses(result), place)
 
         # Find the nodes with a separate copy. These are collectives, so every rank must call all of them in this
         # order, whatever its own result.
@@ -121,7 +122,7 @@ class Together:
         the node's first rank. If this rank has a different path than that rank, it opens the data itself.
 
         Raises:
-            ConfigError: the node's copy has different files than rank 0's data.
+            ConfigError: nodes have copies with different files.
         """
 
         def read() -> Any:
@@ -134,17 +135,14 @@ class Together:
             if place != source_place:
                 self._opened_by_this_rank.add(place)
                 return look()
-            if listing is None or place != first_place:
-                return node_result
-            # Files may differ in time and inode, but all copies must have the same names and sizes.
-            difference = listing.difference(result, node_result)
-            if difference:
-                rule = f"is a copy on this node, which {difference}"
-                fix = "give every node a complete copy"
-                raise ConfigError(f"{_rank_and_host()}{Problem('the data', place, rule, fix)}")
             return node_result
 
-        return all_ranks_agree(read)
+        node_result = all_ranks_agree(read)
+        # The path of another rank may be the same data under another name, which cannot be compared.
+        if listing is not None:
+            own_result = node_result if place == first_place else result
+            _require_equal_copies(first_place, listing, result, own_result)
+        return node_result
 
     def _broadcast_result(
         self, place: str, look: Look, source: int, group: dist.ProcessGroup | None
@@ -269,11 +267,36 @@ def all_ranks_agree(action: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def _differs_here(witnesses: Sequence[Witness]) -> bool:
-    """True if a file that rank 0 listed has a different size, time or inode on this node.
+def _require_equal_copies(place: str, listing: Listing, first_result: Any, own_result: Any) -> None:
+    """Raise ConfigError on all ranks unless all copies of the data have the same content (a collective).
+
+    Args:
+        first_result: The result of rank 0, on all ranks.
+        own_result: The result for the copy of this node.
+    """
+    distinct, number_of_rank = gather_distinct_json(listing.content(own_result))
+    if len(distinct) == 1:
+        return
+    # One of the two ranks is rank 0, so the other one has the results of both.
+    rank, other = majority.named(dict(enumerate(number_of_rank)))
+    difference = ""
+    if dist.get_rank() == rank != 0:
+        difference = listing.difference(first_result, own_result)
+    elif dist.get_rank() == other != 0:
+        difference = listing.difference(own_result, first_result)
+    difference = "".join(all_gather_json(difference))
+    hosts = all_gather_json(socket.gethostname())
+    where = f"rank {other} (host {hosts[other]})"
+    rule = f"is a copy on this node, which differs from the copy of {where}: it {difference}"
+    fix = "give every node a complete copy"
+    raise ConfigError(f"rank {rank} on {hosts[rank]}: {Problem('the data', place, rule, fix)}")
+
+
+def _differs_here(witnesses: Sequence[Witness], place: str) -> bool:
+    """True if a file that rank 0 listed at ``place`` is missing on this node, or has another size, time or inode.
 
     Raises:
-        ConfigError: a file does not exist here. The message names this rank, its host and the file.
+        ConfigError: ``place`` does not exist here. The message names this rank, its host and the file.
         StorageError: the storage does not answer.
     """
     differs = False
@@ -284,6 +307,8 @@ def _differs_here(witnesses: Sequence[Witness]) -> bool:
             trouble = bounded_reads.trouble(file.path, error)
             if trouble is not None:
                 raise StorageError(f"{_rank_and_host()}{trouble}") from error
+            if os.path.exists(place):
+                return True
             rule = f"does not exist on this host, but rank 0 lists it ({error.strerror})"
             fix = "mount the same storage on every node, or give each a complete copy"
             raise ConfigError(
@@ -298,23 +323,24 @@ def require_same_data(stream: Any, data: str) -> None:
     """Check that all ranks read the same data, and raise ConfigError on all ranks if not (a collective).
 
     Without this check, ranks with different data would train without an error, but repeat some rows and miss
-    others. The message names ``data``, a file that differs, and two hosts.
+    others. The message names ``data``, a file that differs, a rank that differs from most others, and two hosts.
     """
     fingerprints, number_of_rank = gather_distinct_json(stream.fingerprint)
     if len(fingerprints) == 1:
         return
-    # Compare rank 0 with the first rank that has another fingerprint.
-    rank = number_of_rank.index(1)
+    rank, other = majority.named(dict(enumerate(number_of_rank)))
     listings, listing_of_rank = gather_distinct_json(dict(stream.sampled_files))
-    first_files = listings[0]
-    other_files = listings[listing_of_rank[rank]]
-    names = sorted(first_files.keys() | other_files.keys())
-    differing = [name for name in names if first_files.get(name) != other_files.get(name)]
+    files = listings[listing_of_rank[rank]]
+    other_files = listings[listing_of_rank[other]]
+    names = sorted(files.keys() | other_files.keys())
+    differing = [name for name in names if files.get(name) != other_files.get(name)]
     subject = differing[0] if differing else "tokenizer, data options or versions"
     hosts = all_gather_json(socket.gethostname())
-    where = f"on rank {rank} (host {hosts[rank]}) is not the same as on rank 0 (host {hosts[0]})"
+    where = f"is not the same as on rank {other} (host {hosts[other]})"
     fix = "give every rank the same files and the same versions"
-    raise ConfigError(f"{data} differ between ranks: {subject} {where}; {fix}")
+    raise ConfigError(
+        f"rank {rank} on {hosts[rank]}: {data} differ between ranks: {subject} {where}; {fix}"
+    )
 
 
 def _rank_and_host() -> str:

@@ -48,7 +48,7 @@ def facts(ranks: int) -> dict[str, str]:
 
 
 def test_each_arrived_rank_costs_two_requests() -> None:
-    store = Store(4096, {rank: [facts(4096), {}] for rank in range(1, 4096)})
+    store = Store(4096, {rank: [facts(4096), {}, "host"] for rank in range(1, 4096)})
     config_consistency.check(Config(), store, 0, 4096)
     assert store.requests == 2 * 4095 + 1
 
@@ -58,13 +58,13 @@ def test_polling_for_missing_ranks_costs_the_same_for_any_number_of_ranks(
 ) -> None:
     """Each round polls a fixed number of ranks, and finds late ranks wherever they are in the order."""
     rounds: list[int] = []
-    store = Store(4096, {rank: [facts(4096), {}] for rank in range(1, 4000)})
+    store = Store(4096, {rank: [facts(4096), {}, "host"] for rank in range(1, 4000)})
 
     def sleep(seconds: float) -> None:
         rounds.append(store.requests)
         if len(rounds) == 300:
             store.keys |= {
-                f"agreement/facts-{rank}": json.dumps([facts(4096), {}])
+                f"agreement/facts-{rank}": json.dumps([facts(4096), {}, "host"])
                 for rank in range(4000, 4096)
             }
 
@@ -78,7 +78,7 @@ def test_polling_for_missing_ranks_costs_the_same_for_any_number_of_ranks(
 def test_differing_rank_is_named_before_others_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_consistency, "_HEARD_SECONDS", 0)
     with pytest.raises(ConfigError, match="number of ranks: 300 on rank 0, 200 on rank 270"):
-        config_consistency.check(Config(), Store(300, {270: [facts(200), {}]}), 0, 300)
+        config_consistency.check(Config(), Store(300, {270: [facts(200), {}, "host"]}), 0, 300)
 
 
 def test_missing_ranks_are_named_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +87,8 @@ def test_missing_ranks_are_named_in_order(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(config_consistency.time, "sleep", lambda seconds: None)
     config = Config(comm=Comm(init_timeout_seconds=60))
     own_facts = config_consistency.facts_of(config, 100)
-    store = Store(100, {rank: [own_facts, {}] for rank in range(1, 100) if rank not in (40, 3)})
+    store = Store(
+        100, {rank: [own_facts, {}, "host"] for rank in range(1, 100) if rank not in (40, 3)}
+    )
     with pytest.raises(PeerError, match="rank 3, 40 has not arrived"):
         config_consistency.check(config, store, 0, 100)

@@ -7,6 +7,7 @@ import gc
 import json
 import mmap
 import os
+import socket
 import statistics
 import sys
 import threading
@@ -443,20 +444,25 @@ def test_ranks_with_equal_options_continue():
     assert run_ranks(3, agree, {1: {"job": {"dump_folder": "elsewhere"}}}) == [""] * 3
 
 
-def test_ranks_with_different_options_stop_and_the_option_is_named():
-    errors = run_ranks(3, agree, {2: {"optimizer": {"lr": 0.5}}})
+@pytest.mark.parametrize(
+    ("rates", "named", "other"),
+    [([1, 1, 5], 2, 0), ([1, 5, 1], 1, 0), ([5, 1, 1], 0, 1), ([1, 2, 3], 1, 0)],
+)
+def test_rank_whose_options_differ_from_most_others_is_named(rates, named, other):
+    options = {rank: {"optimizer": {"lr": float(rate)}} for rank, rate in enumerate(rates)}
+    errors = run_ranks(3, agree, options)
+    differing = f"{rates[other]}.0 on rank {other} and {rates[named]}.0 on rank {named}"
     assert set(errors) == {
-        "ConfigError: ranks differ in options: optimizer.lr=0.01 on rank 0 and 0.5 on rank 2; give every rank the same "
-        "file and command line"
+        f"ConfigError: rank {named} on {socket.gethostname()}: ranks differ in options: optimizer.lr={differing}; "
+        "give every rank the same file and command line"
     }
 
 
-def test_ranks_with_different_versions_stop_and_both_versions_are_named():
+def test_ranks_with_different_versions_stop_and_all_versions_are_named():
     errors = run_ranks(3, agree, {}, {1: {"torch": "1.0"}, 2: {"torch": "1.0"}})
     assert len(set(errors)) == 1
-    assert errors[0].startswith("ConfigError: ranks differ in torch: ")
-    # Rank 0 stops comparing at the first difference, so the message names the rank that reported first.
-    assert "1.0 on rank 1" in errors[0] or "1.0 on rank 2" in errors[0]
+    start = f"ConfigError: rank 0 on {socket.gethostname()}: ranks differ in torch: "
+    assert errors[0].startswith(f"{start}1.0 on rank 1, 2, 2.")
 
 
 def test_missing_rank_is_named():

@@ -26,6 +26,7 @@ from shardtrain.data import open_dataloader, shared_opening
 from shardtrain.data.prepared.shard_writer import ShardWriter
 from shardtrain.data.sources import Request, _data_files, _hub, every_row
 from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer, open_tokenizer
+from shardtrain.launch import failure
 from shardtrain.train import open_together
 from shardtrain.train.open_together import Together, together
 from shardtrain.utils import activity
@@ -37,7 +38,7 @@ LINE = '{{"text": "the words of document {}, which are some more than sixteen of
 
 def write(kind: str, folder: Path) -> dict[str, Any]:
     """Write a dataset into a folder, and return the options that select it."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     lines = []
     for number in range(COUNT):
         lines.append("".join(LINE.format(f"{number}-{line}") for line in range(6)))
@@ -312,21 +313,21 @@ def test_one_rank_checks_the_copy_of_a_node(nodes: Path, per_node: int) -> None:
         [
             (
                 "a sampled file is missing",
-                r"data/000\.jsonl\" does not exist on this host, but rank 0 lists it \(No such file",
+                r'the data="data" is a copy on this node, which differs .* rank 0 \(host \S+\): it lacks 000\.jsonl;',
             )
         ],
         nightly=[
             (
                 "an unsampled file is missing",
-                r'the data="data" is a copy on this node, which lacks 005\.jsonl, which rank',
+                r"differs from the copy of rank 0 \(host \S+\): it lacks 005\.jsonl;",
             ),
             (
                 "one file is longer",
-                r"which has 005\.jsonl of \d+ bytes, which has \d+ bytes on rank 0",
+                r"it has 005\.jsonl of \d+ bytes instead of \d+;",
             ),
             (
                 "an additional file",
-                r"which has 999\.jsonl of \d+ bytes, which does not exist on rank 0",
+                r"it has the additional file 999\.jsonl of \d+ bytes;",
             ),
             ("no folder", r"data/000\.jsonl\" does not exist on this host"),
         ],
@@ -351,6 +352,54 @@ def test_rank_that_lacks_listed_files_is_named_on_all(
     assert "\n" not in text
     assert re.match(r"rank 2 on \S+: ", text) and re.search(message, text), text
     assert others == [(kind, code, text)] * 3
+
+
+# data of each node -> the rank that the error names, and the rank to compare it with
+NAMED = {
+    "01": (1, 0), "001": (2, 0), "010": (1, 0), "100": (0, 1), "012": (1, 0), "0001": (3, 0), "0010": (2, 0),
+    "0100": (1, 0), "1000": (0, 1), "0011": (2, 0), "0110": (1, 0), "0120": (1, 0), "1200": (0, 2),
+}  # fmt: skip
+CHANGES = ("another size", "another content", "a missing file")
+
+
+def open_and_compare(rank: int, folder: Path) -> str:
+    """Return the error of this rank, whose data are in its own folder."""
+    os.environ["LOCAL_RANK"] = "0"
+    open_together._node_number = lambda: rank
+    os.chdir(folder / str(rank))
+    config = config_of({"dataset": "jsonl", "dataset_path": "data"})
+    try:
+        with together(config):
+            stream = open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+        open_together.require_same_data(stream, "the data")
+    except ShardtrainError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("variants", cases(["01", "100"], nightly=sorted({*NAMED} - {"01", "100"})))
+@pytest.mark.parametrize("change", CHANGES)
+def test_node_that_differs_from_most_others_is_named(
+    tmp_path: Path, variants: str, change: str
+) -> None:
+    for rank, variant in enumerate(variants):
+        write("jsonl", tmp_path / str(rank) / "data")
+        file = tmp_path / str(rank) / f"data/00{variant}.jsonl"
+        if change == "another size":
+            file.write_text(LINE.format("longer") * 9)
+        elif change == "another content":
+            for other in range(3):
+                same_size = LINE.format(("y" if str(other) == variant else "x") * 50)
+                (tmp_path / str(rank) / f"data/00{other}.jsonl").write_text(same_size)
+        else:
+            file.unlink()
+    errors = run_ranks(len(variants), open_and_compare, tmp_path)
+    named, other = NAMED[variants]
+    assert len(set(errors)) == 1
+    assert re.match(rf"rank {named} on \S+: ", errors[0]), errors[0]
+    assert f"rank {other} (host " in errors[0]
+    report = failure.describe(ConfigError(errors[0]), rank=9)
+    assert report.rank == named, "exit.json names another rank than the message"
 
 
 def test_error_of_the_opening_rank_is_raised_on_all(nodes: Path) -> None:

@@ -244,22 +244,24 @@ class FileList(Sequence[File]):
             witnesses.append(Witness(self.option, file.path, file.size, file.mtime_ns, file.inode))
         return witnesses
 
+    def content(self) -> str:
+        """Return a hash of the names and sizes, which are equal in all copies of the data."""
+        digest = hashlib.sha256(self._names.data)
+        digest.update(self._sizes.data)
+        return digest.hexdigest()
+
     def difference(self, other: FileList) -> str:
         """Describe how another list of the same place differs, as the end of a sentence. Empty if it is equal."""
-        # Compare the arrays first: usually they are equal, and dictionaries of a million names are slow.
-        has_same_names = np.array_equal(self._names, other._names)
-        if has_same_names and np.array_equal(self._sizes, other._sizes):
-            return ""
         sizes = dict(zip(self.names(), self._sizes.tolist(), strict=True))
         other_names = set(other.names())
         for name in sizes:
             if name not in other_names:
-                return f"lacks {name}, which rank 0 lists"
+                return f"lacks {name}"
         for name, size in zip(other.names(), other._sizes.tolist(), strict=True):
             if name not in sizes:
-                return f"has {name} of {size} bytes, which does not exist on rank 0"
+                return f"has the additional file {name} of {size} bytes"
             if sizes[name] != size:
-                return f"has {name} of {size} bytes, which has {sizes[name]} bytes on rank 0"
+                return f"has {name} of {size} bytes instead of {sizes[name]}"
         return ""
 
 
@@ -439,14 +441,17 @@ def list_files(
     def witnesses(arrays: Any) -> list[Witness]:
         return file_list(arrays).witnesses()
 
-    def difference(arrays: Any, local_arrays: Any) -> str:
-        return file_list(arrays).difference(file_list(local_arrays))
+    def content(arrays: Any) -> str:
+        return file_list(arrays).content()
+
+    def difference(arrays: Any, other_arrays: Any) -> str:
+        return file_list(arrays).difference(file_list(other_arrays))
 
     def list_here() -> dict[str, Any]:
         return _list(place, request, wanted, endings, empty)
 
     # Ranks exchange arrays, because objects for many files are large and slow to send.
-    listing = Listing(witnesses=witnesses, difference=difference)
+    listing = Listing(witnesses, content, difference)
     return file_list(shared_opening.once(place, list_here, listing))
 
 

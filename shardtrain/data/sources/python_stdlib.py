@@ -59,7 +59,8 @@ def open_folder(root: Path) -> Table:
 
     listing = Listing(
         witnesses=lambda arrays: opened(arrays).witnesses(),
-        difference=lambda arrays, local_arrays: opened(arrays).difference(opened(local_arrays)),
+        content=lambda arrays: opened(arrays).content(),
+        difference=lambda arrays, other_arrays: opened(arrays).difference(opened(other_arrays)),
     )
     return Library(opened(shared_opening.once(str(root), lambda: _list(root), listing)))
 

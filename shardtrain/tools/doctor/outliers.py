@@ -1,4 +1,4 @@
-"""Find ranks that differ from the majority, and slow ranks. Pure functions of values by rank.
+"""Report ranks that differ from the majority, and find slow ranks. Pure functions of values by rank.
 
 A rank is slow if its modified z-score is below -3.5 (Iglewicz and Hoaglin, How to Detect and Handle Outliers,
 1993). The score is the distance from the median in units of 1.4826 times the median absolute deviation. A
@@ -9,12 +9,10 @@ deviation. With two ranks, a rank is slow if its rate is below half of the other
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
 from shardtrain.tools.doctor.result import EQUAL, Finding, Reports, Verdict
-
-T = TypeVar("T", bound=Hashable)
+from shardtrain.utils.majority import groups, odd
 
 OUTLIER = 3.5
 LEAST_SPREAD = 0.05
@@ -25,31 +23,6 @@ If rates are almost equal, 1 % below the median is no outlier.
 SLOW = 0.7
 """Fraction of the median. An outlier above it is fast enough and is not reported."""
 SURELY_SLOW = 0.5
-
-
-def groups(values: Mapping[int, T]) -> list[tuple[T, list[int]]]:
-    """Return (value, ranks) pairs, the largest group first. Ties are ordered by their lowest rank."""
-    ranks_of: dict[T, list[int]] = {}
-    for rank in sorted(values):
-        ranks_of.setdefault(values[rank], []).append(rank)
-    # Groups are created in the order of their lowest rank, which a stable sort keeps for ties.
-    return sorted(ranks_of.items(), key=lambda group: len(group[1]), reverse=True)
-
-
-def odd(values: Mapping[int, T]) -> list[int]:
-    """Return the ranks that differ from the majority. Without a majority, return all ranks.
-
-    >>> odd({0: "a", 1: "a", 2: "b"}), odd({0: "a", 1: "b"}), odd({0: "a", 1: "a"})
-    ([2], [0, 1], [])
-    """
-    by_size = groups(values)
-    if len(by_size) < 2:
-        return []
-    largest = by_size[0][1]
-    second = by_size[1][1]
-    if len(second) == len(largest):
-        return sorted(values)
-    return sorted(set(values) - set(largest))
 
 
 def slow(rates: Mapping[int, float]) -> list[int]:

@@ -20,7 +20,7 @@ from shardtrain.checkpoint.storage import SPARE, Place
 from shardtrain.config.assets import is_built_in
 from shardtrain.config.rules.data_rules import datasets
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.outliers import equal, odd, slow
+from shardtrain.tools.doctor.outliers import equal, slow
 from shardtrain.tools.doctor.result import (
     Facts,
     Finding,
@@ -32,6 +32,7 @@ from shardtrain.tools.doctor.result import (
     warn_if,
 )
 from shardtrain.utils.errors import PeerError, ShardtrainError
+from shardtrain.utils.majority import odd
 from shardtrain.utils.units import GIB, MIB, format_bytes, format_seconds
 
 AREA = "storage"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtrain.tools.doctor.outliers import equal, groups, odd, slow
+from shardtrain.tools.doctor.outliers import equal, slow
 from shardtrain.tools.doctor.result import Reports
+from shardtrain.utils.majority import groups, named, odd
 
 sizes = st.integers(3, 64)
 
@@ -74,3 +75,16 @@ def test_a_row_names_the_versions_and_their_ranks():
     assert row.ranks == (1,)
     assert "2.12 on host-1 (rank 1)" in row.measured
     assert "2.13 on host-0 (rank 0), host-2 (rank 2)" in row.measured
+
+
+@given(
+    st.lists(st.sampled_from("abc"), min_size=2, max_size=12).filter(
+        lambda texts: len(set(texts)) > 1
+    )
+)
+def test_an_error_names_a_rank_outside_the_largest_group(texts):
+    values = dict(enumerate(texts))
+    rank, other = named(values)
+    assert other == groups(values)[0][1][0]
+    assert values[rank] != values[other]
+    assert 0 in (rank, other), "a description relative to rank 0 would not suffice"
