@@ -182,29 +182,32 @@ class Watch(TorchFunctionMode):
     def _check(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         inputs = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        place = (
-            f"in {self.stack[-1]}" if self.stack and self.stack[-1] else "in the model's forward"
-        )
+        place = "in the model's forward"
+        if self.stack and self.stack[-1]:
+            place = f"in {self.stack[-1]}"
 
-        # A new tensor with the length of the sequence counts tokens. With tensor parallelism, the model's
-        # own forward has all tokens and may count them.
-        may_count = "core" not in self._where and len(self.stack) <= 1
-        is_counted = not may_count and not inputs and any(self.length in x.shape for x in outputs)
-        if not self._finds_unused_counts:
-            is_counted = self._uses_counts(name, inputs, outputs)
-        if is_counted:
+        if self._counts_tokens(name, inputs, outputs):
             rule = f"counts its tokens with {name} {place}, but a rank only has a part of them"
-            fix = (
-                "use the positions that forward receives"
-                if self._finds_unused_counts
-                else self._fix
-            )
+            fix = self._fix
+            if self._finds_unused_counts:
+                fix = "use the positions that forward receives"
             self.found = Broken(rule, fix)
 
         token_inputs = [x for x in inputs if x.is_floating_point() and self.length in x.shape]
         if token_inputs and outputs and self._mixes(name, token_inputs[0], args, kwargs, outputs):
             rule = f"mixes tokens outside of {self._where} with {name} {place}, but a rank only has a part of them"
             self.found = Broken(rule, self._fix)
+
+    def _counts_tokens(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+        """True if the operation counts the tokens of a sequence, or uses their number."""
+        if not self._finds_unused_counts:
+            return self._uses_counts(name, inputs, outputs)
+        # With tensor parallelism, the model's own forward has all tokens and may count them.
+        may_count = "core" not in self._where and len(self.stack) <= 1
+        if may_count or inputs:
+            return False
+        # A new tensor with the length of the sequence counts tokens.
+        return any(self.length in x.shape for x in outputs)
 
     def _uses_counts(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
         """True if a function applies counted tokens to activations.

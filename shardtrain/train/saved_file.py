@@ -188,24 +188,14 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
         )
     states = _states(weights, translation)
     live_states = optim.state_tensors(run.optimizer, run.runner.optimizer_parameters().items())
-    state_names = {name.rpartition(".")[2] for name in live_states}
-    other_states = sorted(state_names - {*_MOMENTS, "step"})
-    if other_states:
-        raise CheckpointError(
-            f"{path} contains Adam's state, but this run's optimizer also needs {', '.join(other_states)}"
-        )
+    _check_is_adam(path, live_states)
 
     # Load the model and the optimizer.
     _fill(weights, tensors, translation)
     for name, tensor in live_states.items():
         parameter, _, state_name = name.rpartition(".")
         value = states[str(translation.sources[parameter])][state_name]
-        if not isinstance(value, Stored):
-            local_tensor(tensor).fill_(value)
-            continue
-        full_tensor = weights.file.tensor(value)
-        local_value = full_tensor[local_slices(tensor)] if tensor.dim() else full_tensor.reshape(())
-        local_tensor(tensor).copy_(local_value)
+        _fill_state(tensor, value, weights)
     _load_scaler(run, weights, path)
 
     # Set the counts and the position in the data.
@@ -220,6 +210,29 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
             "rates differ from the original run's"
         )
     logger.info(f"continuing from {path} at step {step}")
+
+
+def _check_is_adam(path: Path, live_states: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if the run's optimizer has states that Adam does not have."""
+    state_names = {name.rpartition(".")[2] for name in live_states}
+    other_states = sorted(state_names - {*_MOMENTS, "step"})
+    if other_states:
+        raise CheckpointError(
+            f"{path} contains Adam's state, but this run's optimizer also needs {', '.join(other_states)}"
+        )
+
+
+def _fill_state(tensor: Tensor, value: Any, weights: FileWeights) -> None:
+    """Fill this rank's part of a state of the optimizer with a number or a tensor of the file."""
+    local = local_tensor(tensor)
+    if not isinstance(value, Stored):
+        local.fill_(value)
+        return
+    full_tensor = weights.file.tensor(value)
+    if tensor.dim():
+        local.copy_(full_tensor[local_slices(tensor)])
+    else:
+        local.copy_(full_tensor.reshape(()))
 
 
 def _num_updates(weights: FileWeights, step: int) -> int:

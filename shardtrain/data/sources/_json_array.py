@@ -6,7 +6,7 @@ import json
 import re
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,50 +92,72 @@ def open_array(file: File, max_row_bytes: int) -> ArrayPart:
     starts = array("q")
     stops = array("q")
     lines = array("q")
-    # one pass over the text: an element, a comma, an element, ...; count lines up to the current element
-    place = _after(text, text.index("[") + 1)
-    line = 1
-    counted = 0
-    more = not text.startswith("]", place)
-    ends = _Ends(text, max_row_bytes)
     limit = sandbox.limits().seconds
     since = time.thread_time()
-    # A JSON decoder finds the end of each element without keeping its value.
+    place = 0
+    line = 1
     try:
-        while more:
-            stop = ends.after(place)
+        for start, stop in _elements(text, max_row_bytes):
             if len(starts) % _LOOK_EVERY == 0 and time.thread_time() - since > limit:
                 rule = f"takes more than data.artefact_seconds={limit} to read"
-                raise _broken(file, text, place, rule, "raise it, or write one object per line")
+                raise _broken(file, text, start, rule, "raise it, or write one object per line")
             if len(starts) == MAX_ELEMENTS:
                 rule = f"is one JSON array of more than {MAX_ELEMENTS} elements"
-                raise _broken(file, text, place, rule, "write one object per line")
-            line += text.count("\n", counted, place)
-            counted = place
-            starts.append(place)
+                raise _broken(file, text, start, rule, "write one object per line")
+            line += text.count("\n", place, start)
+            place = start
+            starts.append(start)
             stops.append(stop)
             lines.append(line)
-            place = _after(text, stop)
-            more = text.startswith(",", place)
-            place = _after(text, place + 1) if more else place
-        # The array must be closed, and nothing may follow it.
-        if not text.startswith("]", place):
-            raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
-        end = _after(text, place + 1)
-        if end != len(text):
-            raise json.JSONDecodeError("Expecting nothing after the array's end", text, end)
     except json.JSONDecodeError as error:
         raise _broken(file, text, error.pos, f"is not a JSON array: {error.msg}") from error
     except RecursionError as error:
-        raise _broken(file, text, place, "is nested too deeply") from error
+        raise _broken(file, text, _after_last(text, stops), "is nested too deeply") from error
     except ValueError as error:
-        raise _broken(file, text, place, "contains a number with too many digits") from error
+        rule = "contains a number with too many digits"
+        raise _broken(file, text, _after_last(text, stops), rule) from error
     elements = {
         "starts": np.array(starts, np.int64),
         "stops": np.array(stops, np.int64),
         "lines": np.array(lines, np.int64),
     }
     return ArrayPart(file, elements, max_row_bytes, text)
+
+
+def _elements(text: str, max_row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the start and end of each element of a JSON array, in characters.
+
+    A JSON decoder finds the end of an element without keeping its value.
+
+    Raises:
+        json.JSONDecodeError: the text is not a JSON array.
+        RecursionError: an element is nested too deeply.
+        ValueError: an element contains a number with too many digits.
+    """
+    ends = _Ends(text, max_row_bytes)
+    place = _after(text, text.index("[") + 1)
+    has_more = not text.startswith("]", place)
+    while has_more:
+        stop = ends.after(place)
+        yield place, stop
+        place = _after(text, stop)
+        has_more = text.startswith(",", place)
+        if has_more:
+            place = _after(text, place + 1)
+    # The array must be closed, and nothing may follow it.
+    if not text.startswith("]", place):
+        raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
+    end = _after(text, place + 1)
+    if end != len(text):
+        raise json.JSONDecodeError("Expecting nothing after the array's end", text, end)
+
+
+def _after_last(text: str, stops: Sequence[int]) -> int:
+    """Return the start of the element after the last complete one, for a message."""
+    if not stops:
+        return _after(text, text.index("[") + 1)
+    comma = _after(text, stops[-1])
+    return _after(text, comma + 1)
 
 
 class _Ends:

@@ -220,62 +220,90 @@ def _column(
     width = _WIDTHS.get(kind, _TEXT_BYTES)
     if kind == "FIXED_LEN_BYTE_ARRAY":
         width = _COPIES * max(schema.length, 1)
-    dictionary: Page | None = None
-    buffered_bytes = 0
-    longest_page = 0
-    plain = 0
-    num_values = 0
-    num_chosen = 0
-    has_hidden_lengths = False
-    chosen = []
-    # Add up the pages. The decoder holds one page at a time, before and after decompression.
+    sums = _PageSums()
     for page in _pages(window, chunk, clock):
-        buffered_bytes = max(buffered_bytes, page.compressed + page.uncompressed)
-        if page.kind == _DICTIONARY:
-            dictionary = page
-        elif page.kind in (_DATA, _DATA_V2):
-            longest_page = max(longest_page, page.uncompressed)
-            num_values += page.num_values
-            if page.encoding in _DICTIONARY_ENCODINGS:
-                num_chosen += page.num_values
-                chosen.append(page)
-            else:
-                plain += page.uncompressed
-            has_hidden_lengths = has_hidden_lengths or page.encoding in _PREFIX_ENCODINGS
+        sums.add(page)
 
     # A short reference may select a long text of the dictionary, so texts can grow on decoding. First
     # assume the worst case, and read the references only if that would exceed the limit.
     longest_text = 0
     chosen_text = 0
-    if dictionary is not None:
-        buffered_bytes += dictionary.uncompressed + dictionary.compressed
-        buffered_bytes += _DICTIONARY_ENTRY_BYTES * dictionary.num_values
-        if kind == "BYTE_ARRAY" and num_chosen:
-            longest_text = dictionary.uncompressed
-            chosen_text = num_chosen * longest_text
-            limit = GROWS_FROM_BYTES if is_list else DECODED_BYTES
-            if chosen_text > limit:
-                reader = _PageReader(descriptor, chunk.compression)
-                chosen_text = reader.chosen_text(dictionary, chosen, schema)
+    num_chosen = sum(page.num_values for page in sums.chosen_pages)
+    if kind == "BYTE_ARRAY" and sums.dictionary is not None and num_chosen:
+        longest_text = sums.dictionary.uncompressed
+        chosen_text = longest_text * num_chosen
+        limit = GROWS_FROM_BYTES if is_list else DECODED_BYTES
+        if chosen_text > limit:
+            reader = _PageReader(descriptor, chunk.compression)
+            chosen_text = reader.chosen_text(sums.dictionary, sums.chosen_pages, schema)
     # For values other than texts, ``width`` is the full size.
-    if kind != "BYTE_ARRAY":
-        longest_page = 0
-        plain = 0
-    decoded = num_values * (width + _OBJECT_BYTES) + chosen_text + plain
+    longest_page = 0
+    plain = 0
+    if kind == "BYTE_ARRAY":
+        longest_page = sums.longest_page
+        plain = sums.plain
+    decoded = sums.num_values * (width + _OBJECT_BYTES) + chosen_text + plain
     elements = 0
     if is_list:
-        elements = num_values * (width + _LEVEL_BYTES) + chosen_text + plain
+        elements = sums.num_values * (width + _LEVEL_BYTES) + chosen_text + plain
     return ColumnMemory(
         disk=max(chunk.total_compressed_size, 1),
-        buffered=buffered_bytes,
+        buffered=sums.buffered,
         width=width,
         longest_page=longest_page,
         plain=plain,
         longest_text=longest_text,
         elements=elements,
         decoded=decoded,
-        has_hidden_lengths=has_hidden_lengths,
+        has_hidden_lengths=sums.has_hidden_lengths,
     )
+
+
+class _PageSums:
+    """Sums over the pages of a column.
+
+    Attributes:
+        dictionary: The page with the dictionary, if there is one.
+        chosen_pages: Pages whose values refer to the dictionary.
+        num_values: Number of values.
+        plain: Bytes of pages without references.
+        longest_page: Bytes of the largest data page.
+        has_hidden_lengths: True if an encoding does not show the length of its texts.
+    """
+
+    def __init__(self) -> None:
+        self.dictionary: Page | None = None
+        self.chosen_pages: list[Page] = []
+        self.num_values = 0
+        self.plain = 0
+        self.longest_page = 0
+        self.has_hidden_lengths = False
+        self._largest_page = 0
+
+    @property
+    def buffered(self) -> int:
+        """Bytes that the decoder holds: the dictionary, and one page before and after decompression."""
+        if self.dictionary is None:
+            return self._largest_page
+        of_dictionary = self.dictionary.uncompressed + self.dictionary.compressed
+        entries = _DICTIONARY_ENTRY_BYTES * self.dictionary.num_values
+        return self._largest_page + of_dictionary + entries
+
+    def add(self, page: Page) -> None:
+        """Add a page."""
+        self._largest_page = max(self._largest_page, page.compressed + page.uncompressed)
+        if page.kind == _DICTIONARY:
+            self.dictionary = page
+        if page.kind not in (_DATA, _DATA_V2):
+            return
+        self.longest_page = max(self.longest_page, page.uncompressed)
+        self.num_values += page.num_values
+        if page.encoding in _DICTIONARY_ENCODINGS:
+            self.chosen_pages.append(page)
+        else:
+            self.plain += page.uncompressed
+        if page.encoding in _PREFIX_ENCODINGS:
+            self.has_hidden_lengths = True
 
 
 def _pages(window: _Window, chunk: Any, clock: _Clock) -> Iterator[Page]:

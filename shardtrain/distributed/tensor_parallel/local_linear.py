@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardtrain.distributed.local_weights import local_weight
+
+_SUMMED = (Partial(),)
+"""Placement of a gradient of which each rank has a part of the sum."""
 
 
 def multiply_local_parts(linear: nn.Linear) -> None:
@@ -23,39 +28,25 @@ def multiply_local_parts(linear: nn.Linear) -> None:
     splits_outputs = linear.weight.placements == (Shard(0),)  # type: ignore[attr-defined]
     if not splits_outputs and linear.weight.placements != (Shard(1),):  # type: ignore[attr-defined]
         return
-    partial_sum = (Partial(),)
 
     def forward(x: Tensor) -> Tensor:
         weight = linear._parameters["weight"]
         bias = linear._parameters.get("bias")
         if not isinstance(weight, DTensor):
             return original_forward(x)
-
-        # Find the local input. The output is plain if sequences are exchanged through shared memory.
-        is_dtensor = isinstance(x, DTensor)
-        stays_plain = hasattr(x, "for_local_products") if splits_outputs else not is_dtensor
-        if stays_plain and splits_outputs:
-            x_local, gradient = x.for_local_products  # type: ignore[attr-defined]
-            # A hook on the input must see the complete gradient, which only the DTensor provides.
-            if x._backward_hooks or x.retains_grad:
-                x_local = x.to_local(grad_placements=partial_sum)  # type: ignore[attr-defined]
-            elif (
-                gradient is not None
-                and torch.is_grad_enabled()
-                and not torch.is_autocast_enabled("cpu")
-            ):
-                bias_O = bias.to_local() if isinstance(bias, DTensor) else None
-                return gradient.product(linear, x_local, weight, bias_O)  # type: ignore[no-any-return]
-        elif stays_plain:
-            x_local = x
-        elif is_dtensor and splits_outputs and x.placements == (Replicate(),):
-            # Each rank computes only part of the gradient of a replicated input, so it is summed over ranks.
-            x_local = x.to_local(grad_placements=partial_sum)
-        elif is_dtensor and not splits_outputs and x.placements == (Shard(x.ndim - 1),):
-            x_local = x.to_local()
-        else:
-            # DTensor must redistribute any other input first.
+        x_local = _local_columns(x) if splits_outputs else _local_rows(x)
+        if x_local is None:
+            # DTensor must redistribute the input first.
             return original_forward(x)
+
+        # The output is plain if sequences are exchanged through shared memory.
+        stays_plain = not isinstance(x, DTensor)
+        if splits_outputs:
+            stays_plain = hasattr(x, "for_local_products")
+        gradient = _sequence_gradient(x) if splits_outputs else None
+        if gradient is not None:
+            bias_O = bias.to_local() if isinstance(bias, DTensor) else None
+            return gradient.product(linear, x_local, weight, bias_O)  # type: ignore[no-any-return]
 
         # Hide each parameter behind an instance attribute of the same name, so forward sees a plain tensor.
         linear.__dict__["weight"] = local_weight(weight)
@@ -71,7 +62,7 @@ def multiply_local_parts(linear: nn.Linear) -> None:
         # its gradient is summed over ranks.
         mesh = weight.device_mesh
         if not splits_outputs and isinstance(bias, DTensor):
-            local_bias = bias.to_local(grad_placements=partial_sum)
+            local_bias = bias.to_local(grad_placements=_SUMMED)
             is_first = mesh.get_local_rank() == 0
             out = out + local_bias * float(is_first)
         if stays_plain:
@@ -80,3 +71,39 @@ def multiply_local_parts(linear: nn.Linear) -> None:
         return DTensor.from_local(out, mesh, (placement,), run_check=False)
 
     linear.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _local_columns(x: Tensor) -> Tensor | None:
+    """Return the local input of a layer whose outputs are split, or None if DTensor must redistribute it."""
+    if hasattr(x, "for_local_products"):
+        x_local, _ = x.for_local_products
+        if not _is_watched(x):
+            return x_local  # type: ignore[no-any-return]
+    elif not isinstance(x, DTensor) or x.placements != (Replicate(),):
+        return None
+    # Each rank computes only part of the gradient of a replicated input, so it is summed over ranks.
+    return x.to_local(grad_placements=_SUMMED)  # type: ignore[no-any-return, attr-defined]
+
+
+def _local_rows(x: Tensor) -> Tensor | None:
+    """Return the local input of a layer whose inputs are split, or None if DTensor must redistribute it."""
+    if not isinstance(x, DTensor):
+        return x
+    if x.placements != (Shard(x.ndim - 1),):
+        return None
+    return x.to_local()
+
+
+def _sequence_gradient(x: Tensor) -> Any | None:
+    """Return the object that computes the product and the gradient of a gathered sequence, if it is needed."""
+    if not hasattr(x, "for_local_products") or _is_watched(x):
+        return None
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return None
+    _, gradient = x.for_local_products
+    return gradient
+
+
+def _is_watched(x: Tensor) -> bool:
+    """True if a hook must see the complete gradient of the input, which only the DTensor provides."""
+    return bool(x._backward_hooks) or x.retains_grad

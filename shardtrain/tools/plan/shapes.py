@@ -284,24 +284,14 @@ def read(config: Config) -> ModelShape:
         if kind not in layer_by_kind:
             layer_shape = _layer(layer, layer_path, layout, shape)
             if is_network:
-                attention = network_layout.attention_function(model)
                 layer_shape = replace(
                     layer_shape,
-                    attention=attention,
+                    attention=network_layout.attention_function(model),
                     saved=saved_by_path.get(name),
                     experts=_with_traced_gate(layer_shape.experts, layer, compute_width),
                 )
             if base_dtype != "training":
-                # Frozen weights are restored to the compute dtype one at a time.
-                largest_numel = 0
-                for linear in quantize.held(layer):
-                    numel = linear.in_features * linear.out_features
-                    largest_numel = max(largest_numel, numel)
-                layer_shape = replace(
-                    layer_shape,
-                    low_bits_bytes=quantize.count(layer, config),
-                    restored_numel=largest_numel,
-                )
+                layer_shape = _quantized(layer_shape, layer, config)
             if is_of_images:
                 assert isinstance(task, ImageText)
                 layer_shape = _of_tower(layer_shape, task)
@@ -318,10 +308,9 @@ def read(config: Config) -> ModelShape:
         )
 
     # The modules before and after the layers. Their embedding and head may be one tensor.
+    first, last = layout.first, layout.last
     if is_network:
         first, last = network_layout.outside_blocks(model)
-    else:
-        first, last = layout.first, layout.last
     tied = False
     for names in tied_names(model):
         if any(_is_inside(name, last) for name in names):
@@ -337,6 +326,23 @@ def read(config: Config) -> ModelShape:
         tied=tied,
         num_params=num_params,
         flops_per_token=flops(seq_len) + flops_per_row / seq_len,
+    )
+
+
+def _quantized(layer_shape: Layer, layer: nn.Module, config: Config) -> Layer:
+    """Return the shape of a layer whose frozen weights are stored in few bits.
+
+    The weights are restored to the compute dtype one at a time.
+    """
+    from shardtrain.lora import quantize  # imports DTensor, which takes half a second
+
+    largest_numel = 0
+    for linear in quantize.held(layer):
+        largest_numel = max(largest_numel, linear.in_features * linear.out_features)
+    return replace(
+        layer_shape,
+        low_bits_bytes=quantize.count(layer, config),
+        restored_numel=largest_numel,
     )
 
 
