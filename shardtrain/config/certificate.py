@@ -194,7 +194,7 @@ def read(path: str, option: str) -> tuple[dict[str, Any], str]:
         StorageError: the storage does not answer.
     """
     try:
-        data = bounded_reads.whole(path, MAX_BYTES)
+        data = bounded_reads.read_all(path, MAX_BYTES)
     except OSError as error:
         raise bounded_reads.unreadable(
             option, path, error, "write it with shardtrain verify --certificate"
@@ -376,7 +376,7 @@ def _fingerprint_of_file(path: Path) -> str:
     if status.st_size > MAX_HASHED_BYTES:
         return f"size {status.st_size}, modified {status.st_mtime_ns}"
     try:
-        return _sha256(bounded_reads.whole(path, MAX_HASHED_BYTES))
+        return _sha256(bounded_reads.read_all(path, MAX_HASHED_BYTES))
     except OSError as error:
         return f"cannot be read ({error.strerror})"
 

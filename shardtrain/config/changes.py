@@ -232,7 +232,7 @@ def file_hashes(config: Config) -> dict[str, str]:
     for option, path in named_files(config):
         if path.endswith(".py") and class_of(option) == "error":
             hashes[option] = hashlib.sha256(
-                bounded_reads.whole(path, own_file.MAX_BYTES)
+                bounded_reads.read_all(path, own_file.MAX_BYTES)
             ).hexdigest()
     return hashes
 

@@ -40,7 +40,7 @@ class VerbOption:
 class Taken:
     """Options of a verb that were given, by name, and the remaining arguments."""
 
-    own: dict[str, Any] = field(default_factory=dict)
+    verb_options: dict[str, Any] = field(default_factory=dict)
     rest: tuple[str, ...] = ()
     help: bool = False
 
@@ -77,7 +77,7 @@ def take(
         HelpPrinted: the arguments contain --help, and ``usage`` was printed.
 
     >>> take(["run.toml", "--processes", "4", "--training.seq_len", "8"], {"--processes": VerbOption(int)})
-    Taken(own={'--processes': 4}, rest=('run.toml', '--training.seq_len', '8'), help=False)
+    Taken(verb_options={'--processes': 4}, rest=('run.toml', '--training.seq_len', '8'), help=False)
     """
     own_options: dict[str, Any] = {}
     rest: list[str] = []
@@ -212,10 +212,12 @@ def split(arguments: Sequence[str]) -> CommandLine:
     taken = take(arguments, OWN)
     path, overrides = taken.configuration()
     own_options = {
-        name[2:]: value for name, value in taken.own.items() if not name.startswith("--job.")
+        name[2:]: value
+        for name, value in taken.verb_options.items()
+        if not name.startswith("--job.")
     }
     for name in ("--job.config_file", "--job.config-file"):
-        named = taken.own.get(name)
+        named = taken.verb_options.get(name)
         if named is not None and path not in (None, named):
             raise ConfigError(two_files(named, str(path)))
         path = named or path

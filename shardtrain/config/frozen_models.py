@@ -249,7 +249,9 @@ def _num_rows(loaded: Loaded) -> int | None:
         # A transformers model has the number in its config.json, unless an override sets it.
         try:
             file = Path(str(loaded.config.model.overrides["path"])) / "config.json"
-            num_rows = checked_json.parse(bounded_reads.whole(file, _MAX_BYTES)).get("vocab_size")
+            num_rows = checked_json.parse(bounded_reads.read_all(file, _MAX_BYTES)).get(
+                "vocab_size"
+            )
         except (OSError, ValueError, KeyError, AttributeError):
             return None
     return num_rows if isinstance(num_rows, int) else None
@@ -309,7 +311,7 @@ def _tokens(file: Path) -> dict[int, str] | None:
     """Return the tokens of a tokenizer.json by ascending id, or None if it cannot be read."""
     try:
         content: Mapping[str, Any] = checked_json.parse(
-            bounded_reads.whole(file, _MAX_BYTES), memory_bytes=checked_json.LARGE_MEMORY_BYTES
+            bounded_reads.read_all(file, _MAX_BYTES), memory_bytes=checked_json.LARGE_MEMORY_BYTES
         )
         vocab = content["model"]["vocab"]
         if isinstance(vocab, dict):

@@ -580,7 +580,7 @@ def _count_ids(file: Path) -> int | None:
     """Return the largest id of a tokenizer.json plus one, or None if it cannot be read."""
     try:
         content: Any = checked_json.parse(
-            bounded_reads.whole(file, _MOST_TOKENIZER_BYTES),
+            bounded_reads.read_all(file, _MOST_TOKENIZER_BYTES),
             memory_bytes=checked_json.LARGE_MEMORY_BYTES,
         )
         # WordPiece and BPE map pieces to ids. Unigram lists its pieces in the order of the ids.

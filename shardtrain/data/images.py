@@ -69,7 +69,7 @@ class Image:
         if self.content:
             return self.content
         try:
-            return bounded_reads.whole(self.path, max_bytes)
+            return bounded_reads.read_all(self.path, max_bytes)
         except OSError as error:
             raise _unreadable(self.path, error, max_bytes) from error
 

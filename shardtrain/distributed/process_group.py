@@ -60,7 +60,7 @@ def pick_device_type(wanted: str) -> str:
     Raises:
         ConfigError: the requested device does not exist.
     """
-    available = accelerator.found()
+    available = accelerator.device_type()
     if wanted == "auto":
         # Fall back to the CPU if training does not support the accelerator that exists.
         return available if available in ACCELERATOR_TYPES else "cpu"

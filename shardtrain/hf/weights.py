@@ -82,7 +82,7 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
             return {}
         raise _no_weights(folder, index)
     try:
-        content = bounded_reads.whole(path, MAX_JSON_BYTES)
+        content = bounded_reads.read_all(path, MAX_JSON_BYTES)
         table = checked_json.parse(content, memory_bytes=checked_json.LARGE_MEMORY_BYTES)
         file_of_tensor = table["weight_map"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:

@@ -109,7 +109,7 @@ def read_json(path: Path, memory_bytes: int = checked_json.MEMORY_BYTES) -> Mapp
         CheckpointError: it is missing, is not an object, or takes more than ``memory_bytes``.
     """
     try:
-        data = bounded_reads.whole(path, MAX_JSON_BYTES)
+        data = bounded_reads.read_all(path, MAX_JSON_BYTES)
         content = checked_json.parse(data, memory_bytes=memory_bytes)
     except (FileNotFoundError, NotADirectoryError):
         fix = "give a folder with config.json and safetensors"

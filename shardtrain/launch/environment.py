@@ -237,7 +237,7 @@ def count_accelerators(device: str = "auto") -> int:
         return 0
     from shardtrain.ops import accelerator
 
-    found_type = accelerator.found()
+    found_type = accelerator.device_type()
     wanted = ACCELERATOR_TYPES if device == "auto" else (device,)
     if found_type not in wanted:
         return 0
@@ -253,7 +253,7 @@ def device_type(wanted: str, accelerators: int) -> str:
         return "cpu"
     from shardtrain.ops import accelerator
 
-    return accelerator.found()
+    return accelerator.device_type()
 
 
 def has_device_files() -> bool:

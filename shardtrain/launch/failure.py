@@ -345,7 +345,9 @@ def write_record(failure: Failure, path: str | os.PathLike[str]) -> None:
 def read_record(path: str | os.PathLike[str]) -> Failure | None:
     """Read the failure that a rank has written. Return None if the file does not exist or is incomplete."""
     try:
-        return from_fields(json.loads(bounded_reads.whole(path, _MAX_RECORD_BYTES))["shardtrain"])
+        return from_fields(
+            json.loads(bounded_reads.read_all(path, _MAX_RECORD_BYTES))["shardtrain"]
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

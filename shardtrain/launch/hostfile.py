@@ -110,7 +110,7 @@ def read_hostfile(path: Path) -> list[Host]:
         ConfigError: the file cannot be read, or a line has another format.
     """
     try:
-        lines = bounded_reads.whole(path, 2**24).decode("utf-8-sig").splitlines()
+        lines = bounded_reads.read_all(path, 2**24).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             Problem(

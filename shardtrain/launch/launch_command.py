@@ -357,7 +357,7 @@ def _spelt_out(arguments: list[str]) -> list[str]:
     """
     short_options = take(arguments, {name: VerbOption(once=True) for name in SHORT})
     expanded: list[str] = []
-    for name, text in short_options.own.items():
+    for name, text in short_options.verb_options.items():
         # "--nodes 1:4" sets two options.
         least, colon, most = text.partition(":")
         if name == "--nodes" and colon:

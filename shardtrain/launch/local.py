@@ -624,7 +624,7 @@ def _done_path(record: Path) -> Path:
 def _read_end(done: Path) -> dict[str, Any]:
     """Return ``failure.own_end()`` of a finished rank, or {} if it could not be written."""
     with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads(bounded_reads.whole(done, 2**20)))
+        return dict(json.loads(bounded_reads.read_all(done, 2**20)))
     return {}
 
 

@@ -111,7 +111,7 @@ def _watch(
                     end("a second SIGINT")
                 if interrupted_at == -math.inf:
                     interrupted_at = time.monotonic()
-        if stop.asked() and not notified:
+        if stop.is_requested() and not notified:
             notified = True
             notify_launcher()
             # Interrupt the main thread: another thread may have received the signal, and there is no

@@ -117,7 +117,7 @@ class StopRequest:
         )
         return LOOK_SECONDS + work
 
-    def asked(self) -> bool:
+    def is_requested(self) -> bool:
         """True if there is a request. The end of the job becomes a request ``margin_seconds`` before it."""
         # Without checkpoints there is no reason to stop before the end of the job.
         job_ends = self.can_save and self._end < math.inf
@@ -135,7 +135,7 @@ class StopRequest:
         The flag is 0 without a request, and 1 with a request. ``NOT_IN_TIME`` is added if a save would not
         fit into the remaining time (95 % quantile of earlier saves).
         """
-        if not self.asked():
+        if not self.is_requested():
             return 0.0
         # One sum over ranks shows if any rank has a request, and if the time of any rank is too short.
         return 1.0 + NOT_IN_TIME * ((self.saves.quantile() or 0.0) > self.remaining_seconds())
@@ -145,14 +145,14 @@ class StopRequest:
         try:
             try:
                 self._reading = True
-                return None if self.asked() else action()
+                return None if self.is_requested() else action()
             finally:
                 self._reading = False
         except Interrupted:
             return None
         except RuntimeError:
             # The signal may also have killed a process that prepares batches.
-            if self.asked():
+            if self.is_requested():
                 return None
             raise
 

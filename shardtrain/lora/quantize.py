@@ -132,7 +132,7 @@ def check_installed(kind: str) -> None:
         _torchao()
 
 
-def take_out(model: nn.Module, layout: Layout, kind: str) -> None:
+def remove_quantized_weights(model: nn.Module, layout: Layout, kind: str) -> None:
     """Remove the weights that will be quantized from a model on the meta device, in place.
 
     Raises:
@@ -161,8 +161,8 @@ def take_out(model: nn.Module, layout: Layout, kind: str) -> None:
         linear.register_parameter("weight", None)
 
 
-def held(module: nn.Module) -> list[FrozenLinear]:
-    """Return the modules below ``module`` whose weights ``take_out`` has removed."""
+def quantized_linears(module: nn.Module) -> list[FrozenLinear]:
+    """Return the modules below ``module`` whose weights ``remove_quantized_weights`` has removed."""
     linears = [inner for inner in module.modules() if isinstance(inner, FrozenLinear)]
     return [linear for linear in linears if linear.weight is None]
 
@@ -171,7 +171,7 @@ def count(module: nn.Module, config: Config) -> int:
     """Add a ``DryRunWeight`` for each removed weight, and return the total size in bytes."""
     dtype = getattr(torch, config.training.dtype)
     total = 0
-    for linear in held(module):
+    for linear in quantized_linears(module):
         packed = DryRunWeight(
             (linear.out_features, linear.in_features), config.lora.base_dtype, dtype
         )

@@ -19,7 +19,7 @@ APPLE = {"mps"}
 """Apple's GPUs. PyTorch has no float64 and no collectives there, and they use the host's memory."""
 
 
-def found() -> str:
+def device_type() -> str:
     """Return the type of this host's accelerator, such as "cuda" (also for ROCm) or "xpu". "" if it has none."""
     if not torch.accelerator.is_available():
         return ""
@@ -79,7 +79,7 @@ def pins_memory(device: torch.device | str | None = None) -> bool:
 
     None checks for any accelerator. Apple's GPUs use the host's memory.
     """
-    kind = found() if device is None else torch.device(device).type
+    kind = device_type() if device is None else torch.device(device).type
     return bool(kind) and is_accelerator(kind) and not is_apple(kind)
 
 

@@ -130,7 +130,7 @@ def _load_quantized(
         for part in runner.parts:
             named_modules += part.named_modules()
         for name, linear in named_modules:
-            # quantize.take_out has removed the weights that are to be quantized.
+            # quantize.remove_quantized_weights has removed the weights that are to be quantized.
             if not isinstance(linear, FrozenLinear) or linear.weight is not None:
                 continue
             # Read the unsharded weight, and keep only its quantized copy.

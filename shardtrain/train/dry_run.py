@@ -122,7 +122,7 @@ def build(config: Config, world: process_group.World) -> DryRun:
     flops_per_token = flops(seq_len) + task.planned_flops_per_row(model) / seq_len
     names = [name for name, _ in model.named_parameters()]
     base_names = [name for name in names if name not in added]
-    quantize.take_out(model, layout, config.lora.base_dtype)
+    quantize.remove_quantized_weights(model, layout, config.lora.base_dtype)
     num_layers = len(getattr(model, layout.layers))
     init_weights.plan(base_names, module.initial(shape), layout, num_layers)
     runner = distributed.parallelize(model, layout, mesh, config, task.num_outputs(shape))
@@ -186,7 +186,7 @@ def _build_frozen(
     module, shape = models.configured(config.model)
     model = task.adapt(models.build(module, shape), module.LAYOUT)
     spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
-    quantize.take_out(model, module.LAYOUT, config.lora.base_dtype)
+    quantize.remove_quantized_weights(model, module.LAYOUT, config.lora.base_dtype)
     runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
     with fake_backend.materialized(runner):
         (part,) = runner.parts

@@ -75,7 +75,7 @@ def build_model(
     draws = init_weights.plan(base_names, module.initial(shape), layout, num_layers) | added
     if config.lora.base_dtype != quantize.WHOLE:
         quantize.check_installed(config.lora.base_dtype)
-        quantize.take_out(model, layout, config.lora.base_dtype)
+        quantize.remove_quantized_weights(model, layout, config.lora.base_dtype)
     if may_compile and not expert_parallel.has_experts([model]):
         config = compile.decided(config, mesh, flops(config.training.seq_len))
 

@@ -72,7 +72,7 @@ def kind(path: str | os.PathLike[str]) -> Literal["folder", "file", "other", ""]
     return "file" if stat.S_ISREG(mode) else "other"
 
 
-def whole(path: str | os.PathLike[str], most: int) -> bytes:
+def read_all(path: str | os.PathLike[str], most: int) -> bytes:
     """Return the bytes of a regular file of at most ``most`` bytes.
 
     Reading a pipe would block. A device has no end, although its reported size is 0.

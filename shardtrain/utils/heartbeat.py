@@ -80,7 +80,7 @@ def heartbeat(
     what: str,
     seconds: float | None = None,
     say: Callable[[str], None] = _print,
-    far: Callable[[], str] = str,
+    progress: Callable[[], str] = str,
 ) -> Iterator[None]:
     """Report regularly how long the block has taken, and on Linux the bytes it read from and wrote to disk.
 
@@ -91,14 +91,14 @@ def heartbeat(
         seconds: Silence before a line. Default: ``SHARDTRAIN_HEARTBEAT_SECONDS``, or 5. With 0 nothing is
             printed.
         say: Prints a line. Default: to standard error.
-        far: Returns the progress as text.
+        progress: Returns the progress as text.
     """
     # 0 disables the report.
     seconds = silence_seconds() if seconds is None else seconds
     if not seconds:
         yield
         return
-    line = _line(what, far)
+    line = _line(what, progress)
     silence = _Silence(silent_since(), 0)
 
     def tell() -> float:
@@ -185,7 +185,7 @@ class WaitingHeartbeat:
         _silence.until = time.monotonic()
 
 
-def _line(what: str, far: Callable[[], str] = str) -> Callable[[], str]:
+def _line(what: str, progress: Callable[[], str] = str) -> Callable[[], str]:
     """Return a function that formats the current line. Time and bytes count from this call."""
     started = time.monotonic()
     read, written = _disk_bytes()
@@ -194,7 +194,7 @@ def _line(what: str, far: Callable[[], str] = str) -> Callable[[], str]:
         now_read, now_written = _disk_bytes()
         # Whole seconds are enough for work that takes several.
         seconds = format_seconds(round(time.monotonic() - started))
-        parts = [f"{what}: {', '.join(part for part in (far(), seconds) if part)}"]
+        parts = [f"{what}: {', '.join(part for part in (progress(), seconds) if part)}"]
         if now_read > read:
             parts.append(f"{format_bytes(now_read - read)} read")
         if now_written > written:

@@ -124,7 +124,7 @@ def fault(path: str, kind: FileKind) -> tuple[str, str] | None:
 
 def parse(path: str | Path) -> ast.Module:
     """Return the syntax tree of a file; raises SyntaxError, ValueError or OSError if it cannot be read as Python."""
-    content = bounded_reads.whole(path, MAX_BYTES)
+    content = bounded_reads.read_all(path, MAX_BYTES)
     try:
         return ast.parse(content)  # with bytes, it accepts the same encodings as Python
     # For very deep expressions, the parser raises these instead of SyntaxError.

@@ -15,7 +15,7 @@ def test_options_of_the_verb_are_extracted_from_the_arguments() -> None:
         ["--flag"],
     )
     assert taken.configuration() == ("run.toml", ("--a.b", "1", "2"))
-    assert taken.own == {"--output": "o", "--n": 1000, "--flag": True}
+    assert taken.verb_options == {"--output": "o", "--n": 1000, "--flag": True}
     assert take(["--x.y", "1", "-h"], {}).help
 
 
@@ -26,7 +26,7 @@ def test_a_list_ends_at_the_next_option_and_may_be_repeated() -> None:
         {"--mesh": mesh},
         ["--json"],
     )
-    assert taken.own == {"--mesh": ["tp=2", "pp=2", "cp=2"], "--json": True}
+    assert taken.verb_options == {"--mesh": ["tp=2", "pp=2", "cp=2"], "--json": True}
     assert taken.rest == (
         "--a.b",
         "1",
@@ -48,7 +48,7 @@ def test_an_option_without_a_value_or_given_twice_is_refused() -> None:
     for arguments in (["--n", "--other"], ["--n="], ["--n"]):
         with pytest.raises(ConfigError, match="--n has no value"):
             take(arguments, {"--n": number})
-    assert take(["--n", "1", "--n", "2"], {"--n": number}).own == {"--n": 2}
+    assert take(["--n", "1", "--n", "2"], {"--n": number}).verb_options == {"--n": 2}
     with pytest.raises(ConfigError, match="--n is given twice"):
         take(["--n", "1", "--n", "2"], {"--n": VerbOption(number_of(), once=True)})
 

@@ -42,13 +42,13 @@ def test_device_is_the_requested_or_the_best_available_one(
     requested, available, expected, monkeypatch
 ) -> None:
     monkeypatch.setattr(
-        accelerator, "found", lambda: {True: "cuda", False: ""}.get(available, available)
+        accelerator, "device_type", lambda: {True: "cuda", False: ""}.get(available, available)
     )
     assert pick_device_type(requested) == expected
 
 
 def test_missing_device_is_an_error(monkeypatch) -> None:
-    monkeypatch.setattr(accelerator, "found", lambda: "")
+    monkeypatch.setattr(accelerator, "device_type", lambda: "")
     with pytest.raises(
         ConfigError, match=r'training.device="cuda" finds no such device; use "cpu"'
     ):

@@ -46,10 +46,10 @@ def test_backends_of_every_device_include_gloo_for_cpu_counts():
 
 
 def test_accelerator_found_by_pytorch_is_used(monkeypatch):
-    assert accelerator.found() == ""
+    assert accelerator.device_type() == ""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    assert accelerator.found() == "xpu"
+    assert accelerator.device_type() == "xpu"
     assert accelerator.pins_memory()
 
 
@@ -127,7 +127,7 @@ def answers_of_fake_device():
     answers["name"] = accelerator.name(device)
     answers["memory"] = accelerator.total_memory_bytes(device)
     answers["peak"] = read_peak(NAME)
-    answers["found"] = accelerator.found()
+    answers["device_type"] = accelerator.device_type()
     answers["history"] = accelerator.records_memory_history(device)
     with pretending() as mode:
         accelerator.finish(device)
@@ -147,7 +147,7 @@ def test_queries_work_on_any_kind_of_device():
         "name": "Pretended 80GB",
         "memory": 80 << 30,
         "peak": DeviceMemory(3.0, 4.0, 80.0, 0, 0),
-        "found": NAME,
+        "device_type": NAME,
         "history": False,
         "waits": ["synchronize", "Stream.synchronize"],
         "requested": 2,

@@ -163,9 +163,9 @@ def test_model_card_ignores_special_files(kind: Callable[[Path], None], tmp_path
 
 def test_file_is_read_up_to_the_bound(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345678")
-    assert bounded_reads.whole(tmp_path / "file", 8) == b"12345678"
+    assert bounded_reads.read_all(tmp_path / "file", 8) == b"12345678"
     with pytest.raises(OSError, match="larger than 7 bytes"):
-        bounded_reads.whole(tmp_path / "file", 7)
+        bounded_reads.read_all(tmp_path / "file", 7)
 
 
 def socket_file(path: Path) -> None:

@@ -160,6 +160,8 @@ def use_manual_clock(
 
 def test_line_contains_the_progress() -> None:
     lines: list[str] = []
-    with heartbeat("measuring", seconds=0.01, say=lines.append, far=lambda: "3 of 9 sequences"):
+    with heartbeat(
+        "measuring", seconds=0.01, say=lines.append, progress=lambda: "3 of 9 sequences"
+    ):
         patience.wait_for(lambda: bool(lines), 10)
     assert re.match(r"measuring: 3 of 9 sequences, \d", lines[0])

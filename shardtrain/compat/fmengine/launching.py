@@ -202,7 +202,7 @@ def _split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             )
         )
     options = {}
-    for name, value in parsed.own.items():
+    for name, value in parsed.verb_options.items():
         if name not in _IGNORED:
             options[_ALIASES.get(name, name).removeprefix("--")] = value
     return options, argv[program + 1 :]

@@ -78,7 +78,7 @@ def facts_of_folder(folder: str | None) -> dict[str, Any]:
     """Return the fields of config.json in a model folder. {} if the file is missing or invalid."""
     try:
         facts = checked_json.parse(
-            bounded_reads.whole(Path(folder or "").expanduser() / "config.json", MAX_BYTES)
+            bounded_reads.read_all(Path(folder or "").expanduser() / "config.json", MAX_BYTES)
         )
     except (OSError, ValueError, RecursionError):
         return {}

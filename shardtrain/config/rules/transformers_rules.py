@@ -104,7 +104,7 @@ def _read(folder: str) -> Mapping[str, Any] | str:
     """Return the folder's config.json, or the rule that it violates."""
     path = Path(folder) / "config.json"
     try:
-        content = checked_json.parse(bounded_reads.whole(path, _MAX_BYTES))
+        content = checked_json.parse(bounded_reads.read_all(path, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return "has no config.json"
     except OSError as error:

@@ -256,7 +256,7 @@ def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int,
         status = path.stat()
         if status.st_size > MAX_INDEX_BYTES:
             raise _broken(path, option, f"has more than {MAX_INDEX_BYTES} bytes")
-        content = bounded_reads.whole(path, MAX_INDEX_BYTES)
+        content = bounded_reads.read_all(path, MAX_INDEX_BYTES)
         return content, (status.st_size, status.st_mtime_ns, status.st_ino)
     except OSError as error:
         raise bounded_reads.unreadable(option, path, error) from error

@@ -156,7 +156,7 @@ def files_beside(folder: Path) -> dict[str, bytes]:
     contents = {}
     for name in (*_CONFIGS, _TEMPLATE, *templates):
         if os.path.lexists(folder / name):
-            contents[name] = bounded_reads.whole(folder / name, _MAX_FILE_BYTES)
+            contents[name] = bounded_reads.read_all(folder / name, _MAX_FILE_BYTES)
     return contents
 
 

@@ -40,10 +40,10 @@ def folder_of(environment: Mapping[str, str]) -> Path | None:
     folder = meeting_folder(environment)
     if not folder:
         return None
-    return own(Path(folder))
+    return checked_folder(Path(folder))
 
 
-def own(folder: Path) -> Path:
+def checked_folder(folder: Path) -> Path:
     """Return ``folder`` after checking that only this user can enter it.
 
     Raises:
@@ -169,7 +169,7 @@ def _own_folder(environment: Mapping[str, str]) -> Path:
     for place in places:
         with contextlib.suppress(OSError, StorageError):
             place.mkdir(mode=0o700, parents=place == places[-1], exist_ok=True)
-            return own(place)
+            return checked_folder(place)
     raise StorageError(
         f"none of {', '.join(map(str, places))} can be made a folder for the rendezvous that only this user can enter; "
         "set XDG_RUNTIME_DIR to such a folder"

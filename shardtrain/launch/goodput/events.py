@@ -115,7 +115,7 @@ def read(folder: Path) -> tuple[list[Event], int]:
     """
     path = folder / FILE
     try:
-        content = bounded_reads.whole(path, MAX_BYTES)
+        content = bounded_reads.read_all(path, MAX_BYTES)
     except OSError as error:
         rule = f"{path} cannot be read ({error.strerror})"
         raise DataError(

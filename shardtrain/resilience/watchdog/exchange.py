@@ -89,7 +89,7 @@ class HeartbeatExchange:
             else:
                 self._store.wait([node], timedelta(seconds=FOLDER_SECONDS))
                 path = self._store.get(node).decode()
-                folder = private_store.own(Path(path))
+                folder = private_store.checked_folder(Path(path))
             self._node = FolderStore(folder)
             self._folder = folder
 

@@ -125,7 +125,7 @@ def is_own(text: str) -> bool:
 def exported(folder: Path) -> str:
     """Return the identity of the exported weights from the card of a folder, or "" if the card is not shardtrain's."""
     try:
-        text = bounded_reads.whole(folder / CARD, _MAX_BYTES).decode("utf-8", "replace")
+        text = bounded_reads.read_all(folder / CARD, _MAX_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
     mark = _MARK.search(text)
@@ -326,7 +326,7 @@ def _license(source: FolderSource | None) -> str:
     if source is None:
         return ""
     try:
-        text = bounded_reads.whole(source.where / CARD, _MAX_BYTES).decode("utf-8", "replace")
+        text = bounded_reads.read_all(source.where / CARD, _MAX_BYTES).decode("utf-8", "replace")
     except (OSError, TypeError):
         return ""
     front = _FRONT.match(text.replace("\r\n", "\n"))

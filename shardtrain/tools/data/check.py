@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
     number = VerbOption(number_of(), "8", once=True)
     taken = take(arguments, {"--world_size": number, "--nproc": number}, ("--json",), USAGE)
     loaded = load(*taken.configuration())
-    world_size = taken.own.get("--world_size") or taken.own.get("--nproc")
+    world_size = taken.verb_options.get("--world_size") or taken.verb_options.get("--nproc")
     problems = list(check(loaded))
     if world_size:
         problems += machine_notes(loaded, world_size, None, None)
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
     if not world_size:
         world_size = environment.choose_processes_here(loaded.config, None).count
     report = examine(loaded.config, world_size)
-    if "--json" in taken.own:
+    if "--json" in taken.verb_options:
         document = {
             "datasets": report.tables,
             "warnings": report.warnings,

@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
         "--shard_tokens": VerbOption(number_of(), "100_000_000", once=True),
     }
     taken = take(arguments, options, usage=USAGE)
-    if not taken.own.get("--output"):
+    if not taken.verb_options.get("--output"):
         raise ConfigError(
             Problem(
                 "--output",
@@ -107,11 +107,11 @@ def main(arguments: list[str]) -> int:
     if problems:
         raise ConfigError(problems)
 
-    processes = taken.own.get("--processes") or len(os.sched_getaffinity(0))
-    folder = Path(taken.own["--output"])
+    processes = taken.verb_options.get("--processes") or len(os.sched_getaffinity(0))
+    folder = Path(taken.verb_options["--output"])
     # Progress is saved, so Ctrl-C is a normal end.
     try:
-        for job in jobs(loaded.config, folder, taken.own.get("--shard_tokens")):
+        for job in jobs(loaded.config, folder, taken.verb_options.get("--shard_tokens")):
             print(visible(prepare(job, processes)), flush=True)
     except KeyboardInterrupt:
         print("stopped; the same command continues from here", file=sys.stderr)
@@ -394,7 +394,7 @@ class _Work:
         # The file is written atomically, so a file that cannot be read is not from a kill.
         try:
             state: dict[str, Any] = checked_json.parse(
-                bounded_reads.whole(path, _MOST_STATE_BYTES),
+                bounded_reads.read_all(path, _MOST_STATE_BYTES),
                 memory_bytes=checked_json.LARGE_MEMORY_BYTES,
             )
             _same_facts(self.job, state["facts"])

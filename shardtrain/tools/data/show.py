@@ -105,20 +105,20 @@ def main(arguments: list[str]) -> int:
     number = VerbOption(number_of(), "4", once=True)
     numbers = dict.fromkeys(("--step", "--rows", "--world_size", "--nproc"), number)
     taken = take(arguments, numbers, ["--json"], USAGE)
-    world_size = taken.own.get("--world_size") or taken.own.get("--nproc")
+    world_size = taken.verb_options.get("--world_size") or taken.verb_options.get("--nproc")
     path, overrides = taken.configuration()
     config, world_size = _open(path, overrides, world_size)
     # Find the first row of the step. Ramps change the number and the length of sequences per step.
-    step = taken.own.get("--step", 1)
+    step = taken.verb_options.get("--step", 1)
     sizes = derived.step_sizes(config, world_size)
     first = sizes.after(0, step - 1)
     length = sizes.length_at(first) or config.training.seq_len
     sequences_per_row = config.training.seq_len // length
     sequences_of_step = sizes.batch_at(first) * sequences_per_row
-    count = min(taken.own.get("--rows", 3), sequences_of_step)
+    count = min(taken.verb_options.get("--rows", 3), sequences_of_step)
 
     # Print color codes only to a terminal.
-    as_json = "--json" in taken.own
+    as_json = "--json" in taken.verb_options
     color = sys.stdout.isatty() and not config.metrics.disable_color_printing
     if not as_json:
         print(_LEGEND[color])

@@ -169,7 +169,7 @@ def content_if_done(folder: Path, unit: Unit) -> dict[str, Any] | None:
     """
     # Files of an interrupted preparation may be damaged in any way. Such a unit is simply tokenized again.
     try:
-        content = bounded_reads.whole(folder / unit_name(unit, "json"), 2**28)
+        content = bounded_reads.read_all(folder / unit_name(unit, "json"), 2**28)
         done = checked_json.parse(content, memory_bytes=checked_json.LARGE_MEMORY_BYTES)
         for ending, sha256 in done["files"].items():
             if _sha256(folder / unit_name(unit, ending)) != sha256:

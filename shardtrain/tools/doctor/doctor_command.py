@@ -123,11 +123,11 @@ def read(argv: Sequence[str]) -> DoctorOptions:
     return DoctorOptions(
         loaded,
         arguments.nproc,
-        json="--json" in taken.own,
-        strict="--strict" in taken.own,
-        limit_seconds=taken.own.get("--limit_seconds", LIMIT_SECONDS),
+        json="--json" in taken.verb_options,
+        strict="--strict" in taken.verb_options,
+        limit_seconds=taken.verb_options.get("--limit_seconds", LIMIT_SECONDS),
         has_config=arguments.path is not None or bool(arguments.overrides),
-        num_ranks=taken.own.get("--for_ranks", 0),
+        num_ranks=taken.verb_options.get("--for_ranks", 0),
     )
 
 

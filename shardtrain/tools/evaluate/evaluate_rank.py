@@ -53,7 +53,7 @@ def run(options: EvaluateOptions) -> None:
             results["sets"] = {}
         for name, section in sections.items():
             progress = sets.RowsRead()
-            with heartbeat(f"measuring {name}", heartbeat_seconds, far=progress.text):
+            with heartbeat(f"measuring {name}", heartbeat_seconds, progress=progress.text):
                 # The run's validation set has the run's [data] options. Another dataset may have other columns.
                 opened_for_set = opened
                 if options.data:

@@ -112,7 +112,7 @@ def _read(argv: list[str], open_config: Opener) -> HeldOutOptions:
         "--output": VerbOption(output_target.folder_value, "FOLDER"),
     }
     taken = take(argv, options, usage=HELP)
-    values = taken.own
+    values = taken.verb_options
     arguments = split(taken.rest)
     loaded, arguments = open_config(arguments)
     config = loaded.config

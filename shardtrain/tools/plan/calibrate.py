@@ -138,7 +138,7 @@ def learn_report(path: Path, device: Device) -> Measured:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise wrong(f"has more than {_MOST_BYTES} bytes, so it is not a report")
-        report = checked_json.parse(bounded_reads.whole(path, _MOST_BYTES))
+        report = checked_json.parse(bounded_reads.read_all(path, _MOST_BYTES))
         rates = report["rates"]
         name = str(report["device"])
         flops = {}

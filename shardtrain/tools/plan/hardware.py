@@ -188,7 +188,7 @@ def _tables(value: Any) -> dict[str, dict[str, Any]]:
 
 def _read(path: Path, option: str) -> dict[str, Any]:
     try:
-        return parse_toml(bounded_reads.whole(path, MAX_FILE_BYTES).decode("utf-8-sig"))
+        return parse_toml(bounded_reads.read_all(path, MAX_FILE_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(
             Problem(

@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
     # Check all arguments before torch is imported.
-    options = PlanOptions.of(taken.own)
+    options = PlanOptions.of(taken.verb_options)
     arguments = command_line.split(taken.rest)
     for name in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts"):
         value = getattr(arguments, name)

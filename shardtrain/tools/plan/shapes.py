@@ -269,7 +269,7 @@ def read(config: Config) -> ModelShape:
         layout = network_layout.of(model, layout, tensor_ranks, expert_ranks)
     base_dtype = config.lora.base_dtype if config.lora.enable else "training"
     if base_dtype != "training":
-        quantize.take_out(model, layout, base_dtype)
+        quantize.remove_quantized_weights(model, layout, base_dtype)
 
     # Layers of one kind become one object, because memory and time are counted once per object.
     image_paths: Collection[str] = ()
@@ -337,7 +337,7 @@ def _quantized(layer_shape: Layer, layer: nn.Module, config: Config) -> Layer:
     from shardtrain.lora import quantize  # imports DTensor, which takes half a second
 
     largest_numel = 0
-    for linear in quantize.held(layer):
+    for linear in quantize.quantized_linears(layer):
         largest_numel = max(largest_numel, linear.in_features * linear.out_features)
     return replace(
         layer_shape,

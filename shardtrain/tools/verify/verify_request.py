@@ -84,7 +84,7 @@ def read(arguments: Sequence[str]) -> VerifyOptions:
     """
     flags = ("--full", "--json", "--real", "--allow-impossible", "--quick")
     taken = take(arguments, OPTIONS, flags, USAGE)
-    given = taken.own
+    given = taken.verb_options
     # Each mode ignores some options. An option without effect is an error.
     if "--compare" in given or "--rounding" in given:
         return _comparison(given, taken.rest)

@@ -108,7 +108,7 @@ def _parameters(config: Config) -> list[ParameterMemory]:
                 trained=parameter.requires_grad,
             )
         )
-    quantize.take_out(model, layout, config.lora.base_dtype)
+    quantize.remove_quantized_weights(model, layout, config.lora.base_dtype)
     return parameters
 
 
@@ -139,7 +139,7 @@ def _build_on_ranks(config: Config, world_size: int) -> None:
         task, module, shape, model = _model(config)
         spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
         names = [name for name, _ in model.named_parameters()]
-        quantize.take_out(model, module.LAYOUT, config.lora.base_dtype)
+        quantize.remove_quantized_weights(model, module.LAYOUT, config.lora.base_dtype)
         with fake_backend.join(rank, world_size) as world:
             mesh = distributed.build(config, world)
             runner = distributed.parallelize(

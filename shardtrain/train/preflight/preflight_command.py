@@ -38,7 +38,7 @@ def main(argv: list[str], open_config: Callable[[CommandLine], tuple[Loaded, Com
     taken = take(argv, options, usage=USAGE)
     arguments = split(taken.rest)
     loaded, arguments = open_config(arguments)
-    name = next(iter(taken.own.values()), "here")
+    name = next(iter(taken.verb_options.values()), "here")
     target = None
     if name == "here":
         target = _here(loaded, arguments)

@@ -227,7 +227,7 @@ def test_storage_errors_are_not_reported_as_damage(
             ):
                 look()
     with monkeypatch.context() as patch:
-        patch.setattr(bounded_reads, "whole", fails)
+        patch.setattr(bounded_reads, "read_all", fails)
         with pytest.raises(StorageError, match=rf"cannot read {folder}/{INDEX}"):
             ShardTokenBuffer(folder)
     line.check_unchanged()

@@ -58,7 +58,7 @@ def trainer(mode):
             time.sleep(60)
         if mode == "wait":
             (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
-            while not signals.current().asked():
+            while not signals.current().is_requested():
                 time.sleep(0.02)
             raise Preempted("saved at step 3")
         signals.current().is_starting = False  # like the trainer in its first step

@@ -151,8 +151,8 @@ def _read(arguments: Sequence[str]) -> _Request:
     if not 1 <= first <= last:
         raise _bad_step(places[0], rule)
     path = places[1] if len(places) > 1 else None
-    nproc = taken.own.get("--nproc")
-    output = taken.own.get("--output")
+    nproc = taken.verb_options.get("--nproc")
+    output = taken.verb_options.get("--output")
     return _Request(first, last, path, nproc, output, overrides)
 
 
