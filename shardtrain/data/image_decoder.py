@@ -7,7 +7,6 @@ after it died.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -15,7 +14,8 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,10 +46,11 @@ class ImageDecoder:
         self._max_pixels = max_pixels
         self._child: subprocess.Popen[bytes] | None = None
         self._owner = 0
+        self._end_child: Callable[[], object] | None = None
         libraries.load("PIL.Image", "task.name", "image_text", INSTALL)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_max_pixels": self._max_pixels, "_child": None, "_owner": 0}
+        return {"_max_pixels": self._max_pixels, "_child": None, "_owner": 0, "_end_child": None}
 
     def size(self, content: bytes) -> tuple[int, int]:
         """Return width and height of an image as displayed. The beginning of the file suffices for most formats.
@@ -71,13 +72,8 @@ class ImageDecoder:
 
     def close(self) -> None:
         """End the child."""
-        if self._child is not None and self._owner == os.getpid():
-            self._child.kill()
-            self._child.wait()
-            for pipe in (self._child.stdin, self._child.stdout):
-                assert pipe is not None
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        if self._end_child is not None:
+            self._end_child()
         self._child = None
 
     def _ask(self, content: bytes, decodes: bool) -> tuple[tuple[int, int], bytes]:
@@ -129,8 +125,21 @@ class ImageDecoder:
         # A child that does not read must not block this process.
         os.set_blocking(self._child.stdin.fileno(), False)
         self._owner = os.getpid()
-        atexit.register(self.close)
+        # The child ends with this object, at the latest when the process exits.
+        self._end_child = weakref.finalize(self, _end, self._child, self._owner)
         return self._child
+
+
+def _end(child: subprocess.Popen[bytes], owner: int) -> None:
+    """End a child and close its pipes, in the process that started it. A fork of this process must not."""
+    if os.getpid() != owner:
+        return
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):
+            pipe.close()
 
 
 def _verdict(status: int, limits: sandbox.Limits) -> str:

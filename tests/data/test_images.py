@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import os
+import signal
 import struct
 import zlib
 from collections.abc import Iterator
@@ -316,6 +318,27 @@ def test_requests_to_stop_do_not_end_the_decoder(decoder: ImageDecoder) -> None:
         os.kill(child.pid, number)
         assert decoder.decode(content).shape == expected
     assert decoder._child is child
+
+
+def test_the_child_ends_with_its_decoder_but_not_with_a_fork_of_it() -> None:
+    """A program that opens datasets one after another must not collect children."""
+    decoder = ImageDecoder(MAX_PIXELS)
+    decoder.decode(png(0))
+    child = decoder._child
+    assert child is not None
+
+    # A forked data worker drops its copy of the decoder. The parent's child must survive.
+    fork = os.fork()
+    if fork == 0:
+        del decoder
+        os._exit(0)
+    os.waitpid(fork, 0)
+    np.testing.assert_array_equal(decoder.decode(png(1)), pixels(1))
+    assert child.poll() is None
+
+    del decoder
+    gc.collect()
+    assert child.poll() == -signal.SIGKILL
 
 
 def test_a_decoder_that_takes_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
