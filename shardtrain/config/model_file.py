@@ -121,7 +121,7 @@ def _no_file(name: str) -> Problem:
     near = nearest(name, names)
     known = "the models folder is empty"
     if names:
-        known = f"models are {', '.join(names)}"
+        known = f"models are {', '.join(names)}; transformers is any architecture of that library: docs/models.md"
     return Problem(
         "model.name",
         name,

@@ -77,6 +77,21 @@ def read_task_file(name: str) -> TaskFacts:
     return TaskFacts({"loss": "min", **metrics}, degrees)
 
 
+# Names of tasks in other programs.
+_OTHER_NAMES = {
+    "causal_lm": "language_model",
+    "dpo": "preference",
+    "ipo": "preference",
+    "mlm": "masked_language_model",
+    "pretrain": "language_model",
+    "reward": "reward_model",
+    "rm": "reward_model",
+    "seq2seq": "sequence_to_sequence",
+    "sft": "language_model",
+    "vlm": "image_text",
+}
+
+
 def has_task(name: str) -> bool:
     """True if the source of a task file may bind ``Task``. Raises ConfigError like ``read_task_file``."""
     return any(own_file.binds(node, "Task") for node in ast.walk(_parse(name)))
@@ -85,7 +100,7 @@ def has_task(name: str) -> bool:
 def _parse(name: str) -> ast.Module:
     path = Path(name) if name.endswith(".py") else TASKS_FOLDER / f"{name}.py"
     if not path.is_file() or (not name.endswith(".py") and name not in task_names()):
-        near = nearest(name, task_names())
+        near = _OTHER_NAMES.get(name.lower()) or nearest(name, task_names())
         hint = f"did you mean {near}? " if near else ""
         raise ConfigError(
             Problem(

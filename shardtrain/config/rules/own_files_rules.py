@@ -111,7 +111,7 @@ def _check_named(
             loaded,
             option,
             rule=f"must be one of {', '.join(known)}",
-            fix=f"{suggestion}or a path that ends in .py",
+            fix=f"{suggestion}or a path that ends in .py: docs/extend.md",
         )
 
 
