@@ -20,7 +20,7 @@ from tiny import make_run, tiny_config
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Model
 from shardtrain.distributed.activation_memory import LiveMemory
-from shardtrain.lora.quantize import held
+from shardtrain.lora.quantize import quantized_linears
 from shardtrain.ops import chosen_kernels
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.tools.plan import job_sizes, rank_memory, schedule, shapes
@@ -120,7 +120,9 @@ def measured_bytes(rank: int, config: Any, kernels: rank_memory.Kernels = "cpu")
         local_tensor(p).untyped_storage()._cdata: local_tensor(p).untyped_storage().nbytes()
         for p in parameters
     }
-    low_bits = sum(module.low_bits.bytes for part in run.runner.parts for module in held(part))
+    low_bits = sum(
+        module.low_bits.bytes for part in run.runner.parts for module in quantized_linears(part)
+    )
     return sum(weights.values()) + low_bits + counted.most
 
 
