@@ -247,6 +247,9 @@ def _traced_attention_bytes(
         # Keys and values are repeated for all heads
         score_matrices = tokens * job.seq_len * heads * _bytes_per_score(layer, width)
         total += tokens * (heads - kv_heads) * (layer.qk_dim + layer.v_dim) * width
+    elif layer.limit and job.cp == 1:
+        # PyTorch's attention converts the mask of a window to the compute dtype, and saves this copy.
+        total += tokens * job.seq_len * width
     if job.cp > 1 and job.cp_method == "allgather":
         # Keys and values of all ranks, and the output of each part
         total += (job.cp - 1) * (k + v) + out

@@ -275,18 +275,20 @@ def read(config: Config) -> ModelShape:
     image_paths: Collection[str] = ()
     if isinstance(task, ImageText):
         image_paths = cast(Any, model).image_modules.keys()
+    limits = _limits_of_network(model, shape, config) if is_network else {}
     layer_by_kind: dict[tuple[object, ...], Layer] = {}
     layer_shapes = []
     for layer_path, layer in all_layers(model, layout).items():
         name = layer_path.removeprefix(f"{layout.layers}.")
         is_of_images = any(name.startswith(f"{path}.") for path in image_paths)
-        kind = (is_of_images, *_kind(layer))
+        kind = (is_of_images, limits.get(name, 0), *_kind(layer))
         if kind not in layer_by_kind:
             layer_shape = _layer(layer, layer_path, layout, shape)
             if is_network:
                 layer_shape = replace(
                     layer_shape,
                     attention=network_layout.attention_function(model),
+                    limit=limits.get(name, 0),
                     saved=saved_by_path.get(name),
                     experts=_with_traced_gate(layer_shape.experts, layer, compute_width),
                 )
@@ -380,6 +382,20 @@ def _of_tower(layer: Layer, task: ImageText) -> Layer:
 def _is_inside(name: str, paths: Iterable[str]) -> bool:
     """True if a parameter belongs to one of these modules."""
     return any(name.startswith(f"{path}.") for path in paths)
+
+
+def _limits_of_network(model: Any, shape: Any, config: Config) -> dict[str, int]:
+    """Return the tokens that a token attends to in each block of a ``transformers`` network with a window."""
+    paths = [path for path in model.blocks if path not in model.tower_blocks]
+    reaches = shape.attention_reaches
+    # Without a reach for each block, it is not known which blocks have a window.
+    if len(reaches) != len(paths):
+        return {}
+    limits = {}
+    for path, reach in zip(paths, reaches, strict=True):
+        if 0 < reach < config.training.seq_len:
+            limits[path] = int(reach)
+    return limits
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:

@@ -82,7 +82,8 @@ def stage_bytes(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels
     layers = _layers(model, job, index, kernels)
     # Sines and cosines of the rotary embedding, in float32.
     angles = 2 * tokens * (model.layers[0].qk_dim // 2) * 4
-    kept = angles
+    shared = angles + _mask_bytes(model, job, index)
+    kept = shared
     recomputed = 0
     for layer in layers:
         kept += layer.kept
@@ -110,7 +111,7 @@ def stage_bytes(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels
         )
     if len(layers) > 1:
         reduced = buffers.all_shards - buffers.embed_shard - buffers.layer_shard
-        of_first = angles + layers[0].working
+        of_first = shared + layers[0].working
         moments.append(
             Moment("backward of the first layer", of_first, buffers.backward_of_layer, reduced)
         )
@@ -138,6 +139,24 @@ def stage_bytes(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels
         waiting=_waiting_bytes(model, job, index),
         moments=tuple(moments),
     )
+
+
+def _mask_bytes(model: ModelShape, job: PlannedJob, index: int) -> int:
+    """Return the bytes of the masks that the layers of a stage of a ``transformers`` network share.
+
+    A causal mask without a window is an argument of the attention function, except of an eager one. Context
+    parallelism needs no masks.
+    """
+    if job.cp > 1:
+        return 0
+    masks = {}
+    for number in job.stages[index]:
+        layer = model.layers[number]
+        if layer.attention == "eager":
+            masks[layer.limit] = job.compute_width
+        elif layer.attention and layer.limit:
+            masks[layer.limit] = 1
+    return sum(masks.values()) * job.local_tokens * job.seq_len
 
 
 def _head_moments(

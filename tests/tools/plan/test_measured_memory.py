@@ -367,6 +367,12 @@ NETWORKS: dict[str, dict[str, Any]] = {
     },
     "glm4": {"intermediate_size": 384},
     "olmo2": {"intermediate_size": 384},
+    # each layer with a window saves a copy of its mask
+    "olmo3": {
+        "intermediate_size": 384,
+        "sliding_window": 64,
+        "layer_types": ("sliding_attention", "full_attention") * 2,
+    },
     "phi3": {"intermediate_size": 384},
     "qwen3_moe": {"moe_intermediate_size": 96, "num_experts": 8},
     "gpt_oss": {
@@ -396,6 +402,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
             # every rank computes all heads, or all hidden features
             (2, mesh(tensor_parallel_degree=2), "phi3"),
             (2, mesh(tensor_parallel_degree=2), "olmo2"),
+            (2, mesh(tensor_parallel_degree=2), "olmo3"),
             (2, mesh(tensor_parallel_degree=2), "glm4"),
             (2, mesh(expert_parallel_degree=2), "qwen3_moe"),
         ],
