@@ -36,6 +36,12 @@ from shardtrain.utils.log import logger, without_torchao_warnings
 _OPTION = "model.overrides.path"
 _MAX_WARNING_CHARS = 500
 _MAX_CONSTANT_NUMEL = 1 << 20
+_MAX_VALUES = 64
+"""Maximum size of a parameter whose values are kept, unless it is all zeros or all ones."""
+_FROM_NUMBERS = ("lift_fresh", "scalar_tensor", "full", "zeros", "ones", "arange", "linspace")
+"""Operations whose results follow from numbers."""
+_UNKNOWN = ("empty", "rand", "normal", "uniform", "bernoulli", "multinomial", "exponential")
+"""Parts of the names of operations that return new memory or random numbers."""
 KINDS = {
     "sequence_to_sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -463,6 +469,8 @@ class _InitRecorder(TorchDispatchMode):
         self._draws: dict[tuple[int, int], Draw] = {}
         self._kept: list[Tensor] = []
         """References to results of operations, because the address of a freed result may be used again."""
+        self._values: set[int] = set()
+        """Storages of small tensors whose values follow from numbers, without memory or random numbers as inputs."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -470,6 +478,7 @@ class _InitRecorder(TorchDispatchMode):
         output = func(*args, **kwargs)
         is_on_meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
         if not is_on_meta:
+            self._follow_values(name, output, args)
             return output
 
         numbers = [float(value) for value in args[1:] if isinstance(value, int | float)]
@@ -485,6 +494,24 @@ class _InitRecorder(TorchDispatchMode):
             self._record_scaled(output, self._known(args[0]), abs(factor))
         return output
 
+    def _follow_values(self, name: str, output: Any, args: Sequence[Any]) -> None:
+        """Record whether the result of an operation follows from numbers."""
+        if not isinstance(output, Tensor) or output.numel() > _MAX_VALUES:
+            return
+        inputs = [value for value in args if isinstance(value, Tensor)]
+        is_unknown = any(part in name for part in _UNKNOWN)
+        follows = bool(inputs) and not is_unknown and all(map(self._is_value, inputs))
+        storage = output.untyped_storage()._cdata
+        if follows or name in _FROM_NUMBERS:
+            self._values.add(storage)
+            self._kept.append(output)
+        else:
+            # An operation in place may replace the values by random numbers.
+            self._values.discard(storage)
+
+    def _is_value(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._values
+
     def _record_scaled(self, output: Tensor, draw: Draw | None, factor: float) -> None:
         """Record the result of a multiplication, which ``_init_weights`` may copy to a parameter."""
         if draw is not None and draw.distribution in ("normal", "truncated_normal", "uniform"):
@@ -496,8 +523,15 @@ class _InitRecorder(TorchDispatchMode):
         return self._draws.get(by_storage) or self._draws.get(by_object)
 
     def record_constant(self, meta_param: Tensor, value: Tensor) -> None:
-        """Record a parameter that is constructed as all zeros or all ones, such as the weight of a norm."""
+        """Record a parameter that is constructed from numbers: zeros or ones of any size, and other small ones.
+
+        Examples are the weight of a norm, and the exponents of the activation function of Apertus.
+        """
         if not 0 < value.numel() <= _MAX_CONSTANT_NUMEL or not value.is_floating_point():
+            return
+        if self._is_value(value):
+            values = value.detach().float().clone()
+            self._store(meta_param, Draw("computed", compute=lambda _: values))
             return
         low, high = value.detach().aminmax()
         constant = float(low)

@@ -147,6 +147,51 @@ def losses_and_numbers(rank: int, config: Config) -> tuple[list[float], dict[str
     return losses, numbers
 
 
+class Constructed(torch.nn.Module):
+    """Parameters that a constructor computes, or fills with random numbers or memory of any content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = torch.nn.Parameter(torch.log(torch.expm1(torch.tensor(0.8))).unsqueeze(0))
+        self.drawn = torch.nn.Parameter(torch.rand(1))
+        self.drawn_in_place = torch.nn.Parameter(torch.full((1,), 0.5).normal_())
+        self.from_drawn = torch.nn.Parameter(torch.tensor(2.0) * torch.rand(1))
+        self.memory = torch.nn.Parameter(torch.empty(1))
+        self.like_known = torch.nn.Parameter(torch.empty_like(torch.tensor([0.8])))
+
+
+def test_only_parameters_that_follow_from_numbers_keep_their_values() -> None:
+    recorder = architecture._InitRecorder()
+    with torch.device("cpu"), architecture._parameters_on_meta(recorder), recorder:
+        module = Constructed()
+    draws = {name: recorder.draw(parameter) for name, parameter in module.named_parameters()}
+    known = draws.pop("known")
+    assert known.compute(0).item() == pytest.approx(math.log(math.expm1(0.8)))
+    assert all(math.isnan(draw.std) for draw in draws.values()), draws
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_apertus_starts_from_random_weights(lora: bool, tmp_path: Path) -> None:
+    """The exponents of its activation function are parameters, which only its constructor sets."""
+    import transformers
+
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    network = transformers.ApertusConfig(**sizes, **heads, **BYTES)
+    path = tmp_path / "apertus"
+    network.architectures = ["ApertusForCausalLM"]
+    network.save_pretrained(path)
+    sections = {"lora": {"enable": True, "random_base": True, "rank": 2}} if lora else {}
+    config = hf_tiny(
+        path,
+        tmp_path / "run",
+        checkpoint={"initial_load_path": None, "initial_load_in_hf": False},
+        **sections,
+    )
+    losses, _ = run_ranks(1, losses_and_numbers, config)[0]
+    assert all(map(math.isfinite, losses))
+
+
 def test_numbers_of_an_activation_function_keep_their_values(tmp_path: Path) -> None:
     """The activation of Apertus registers two numbers as saved buffers, and ``_init_weights`` does not set them."""
     import transformers
