@@ -28,6 +28,7 @@ from shardtrain.config.rules.pipeline_rules import DEGREE
 from shardtrain.distributed import chain
 from shardtrain.distributed.chain import HIDDEN_STATES, ChainNames
 from shardtrain.ops.no_token_chosen import NoTokenChosen
+from shardtrain.ops.trial_failure import failure_of
 from shardtrain.utils.errors import ConfigError, Problem
 
 _TOKENS = 16
@@ -304,10 +305,8 @@ class _Trace:
         except ConfigError:
             raise
         except Exception as error:  # a network may raise any exception
-            first_line = (str(error).splitlines() or [""])[0]
-            raise self._refusal(
-                f"its forward fails in a test pass ({type(error).__name__}: {first_line})"
-            ) from None
+            copies = {self._layer_path(index): layer for index, layer in enumerate(self._layers)}
+            raise self._refusal(f"it {failure_of(error, model, copies)}") from None
         if self._num_layers_called < len(self._layers):
             missing = self._layer_path(self._num_layers_called)
             raise self._refusal(f"it does not call {missing}")

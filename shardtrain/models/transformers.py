@@ -24,6 +24,7 @@ from shardtrain.models import balance_loss, expert_parameters, experts_interface
 from shardtrain.ops.targets import IGNORE
 from shardtrain.ops.tied import tied_names
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
 
 AS_IS = True
 """The layout is derived from each model instead of declared, and weights keep their names in
@@ -213,6 +214,8 @@ class Model(nn.Module):
         self.passes_positions = False
         """True if positions are passed even without documents, because each row is only part of a sequence."""
         self._drops = c.dropout
+        if c.dropout:
+            _warn_without_dropout(self.hf.config, c)
         self.train()
         # initial_buffers maps names to the values of saved buffers that do not start at zero
         self._constants, self.initial_buffers = _take_constants(self.hf, c)
@@ -388,6 +391,36 @@ class Model(nn.Module):
             value = owner.__dict__[name]
             if value.device != device:
                 owner.__dict__[name] = value.to(device)
+
+
+_warned: set[str] = set()
+"""Folders without dropout of which a warning was logged."""
+
+
+def _warn_without_dropout(hf_config: Any, c: Config) -> None:
+    """Log a warning, once per folder, if all dropout rates of a network are zero."""
+    rates = dict(_dropout_rates(hf_config.to_dict()))
+    if any(rates.values()) or c.path in _warned:
+        return
+    _warned.add(c.path)
+    names = ", ".join(rates) or "none"
+    logger.warning(
+        f"model.overrides.dropout=true has no effect: all dropout rates of {c.class_name} are 0 ({names}); "
+        "set them in config.json, or remove the option"
+    )
+
+
+def _dropout_rates(content: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the names and values of dropout rates, also in the parts of a config with several models.
+
+    >>> dict(_dropout_rates({"attn_pdrop": 0.1, "text_config": {"attention_dropout": 0.0}, "token_dropout": True}))
+    {'attn_pdrop': 0.1, 'attention_dropout': 0.0}
+    """
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from _dropout_rates(value)
+        elif "drop" in str(key) and type(value) in (int, float):
+            yield key, value
 
 
 def initial(c: Config) -> dict[str, Draw]:

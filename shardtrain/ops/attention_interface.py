@@ -26,6 +26,7 @@ from shardtrain.ops import token_mixing
 from shardtrain.ops.attention_core import Broken
 from shardtrain.ops.meta_autocast import meta_autocast
 from shardtrain.ops.no_token_chosen import NoTokenChosen
+from shardtrain.ops.trial_failure import failure_of
 
 ROUTED = "shardtrain_core"
 """Name under which ``transformers`` knows the function that calls our cores."""
@@ -201,10 +202,7 @@ def trace(model: Any, seq_len: int) -> dict[str, AttentionCall]:
     if watch.found:
         raise Untraceable(watch.found)
     if failure is not None:
-        text = (str(failure).splitlines() or [""])[0]
-        raise Untraceable(
-            Broken(f"fails on the meta device: {type(failure).__name__}: {text}", _FIX)
-        )
+        raise Untraceable(Broken(failure_of(failure, copied), _FIX))
     if not calls:
         raise Untraceable(Broken("never calls the attention function of transformers", _FIX))
     return calls
@@ -262,7 +260,10 @@ class _Mask:
 
 
 def _changes_its_mask(path: str) -> Broken:
-    rule = f"reads or changes its attention mask in {path}, and our cores only know causal masks, windows and chunks"
+    rule = (
+        f"reads or changes its attention mask in {path}, "
+        "but attention over split sequences only supports causal masks, windows and chunks"
+    )
     return Broken(rule, _FIX)
 
 

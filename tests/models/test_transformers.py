@@ -230,7 +230,7 @@ def rejection(rank: int, config: Config) -> str:
 def test_missing_plan_is_rejected(tmp_path: Path) -> None:
     degrees = {"tensor_parallel_degree": 2}
     text = run_ranks(2, rejection, config_for("gpt2", tmp_path, parallelism=degrees))[0]
-    assert "needs the plan of GPT2LMHeadModel, which does not exist" in text
+    assert "requires a tensor-parallel plan, and transformers has none for GPT2LMHeadModel" in text
 
 
 def copy_with(name: str, path: Path, **changes: Any) -> Path:

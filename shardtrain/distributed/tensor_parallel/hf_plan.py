@@ -125,7 +125,9 @@ def resolve(model: Any, config: Config) -> Resolved:
         derived = hf_derived_plan.derive(model, ranks)
         plan = derived
     if not plan:
-        raise refuse.error(f"needs the plan of {model.config_name}, which does not exist")
+        raise refuse.error(
+            f"requires a tensor-parallel plan, and transformers has none for {model.config_name}"
+        )
     unknown = sorted(set(plan.values()) - STYLES.keys())
     if unknown:
         names = ", ".join(unknown)

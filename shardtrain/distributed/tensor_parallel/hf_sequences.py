@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from shardtrain.distributed.chain import HIDDEN_STATES
 from shardtrain.distributed.tensor_parallel.meta_pass import MetaPass
 from shardtrain.ops.meta_autocast import meta_autocast
+from shardtrain.ops.trial_failure import failure_of
 from shardtrain.ops.user_state import trial
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -177,8 +178,7 @@ class _Trial(MetaPass):
             raise
         except Exception as error:
             # Shapes do not fit, or the network needs values, which meta tensors do not have.
-            first_line = (str(error).splitlines() or [""])[0]
-            raise Unsplittable(f"fails in a test with split sequences: {first_line}") from None
+            raise Unsplittable(failure_of(error, self._model)) from None
         if self._num_finished != len(self._blocks):
             raise Unsplittable("does not call each block once and in order")
 

@@ -62,7 +62,7 @@ def _declared(content: Any) -> Iterator[int]:
     for key, value in content.items():
         if isinstance(value, dict):
             yield from _declared(value)
-        elif type(value) is int and value > 0 and any(part in key for part in _KEYS):
+        elif type(value) is int and value > 0 and any(part in str(key) for part in _KEYS):
             yield value
 
 

@@ -213,7 +213,12 @@ def problems(folder: Path, ranks: int, **options: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "changes", "ranks", "message"),
     [
-        ("gpt2", {}, 2, "needs the plan of GPT2LMHeadModel, which does not exist"),
+        (
+            "gpt2",
+            {},
+            2,
+            "requires a tensor-parallel plan, and transformers has none for GPT2LMHeadModel",
+        ),
         ("llama", {}, 4, "does not divide the 2 heads of hf.model.layers.0.self_attn.k_proj"),
         (
             "llama",
@@ -254,7 +259,10 @@ def test_plan_is_derived_from_the_usual_projections(tmp_path: Path) -> None:
 def test_no_plan_is_derived_for_attention_with_other_weights(tmp_path: Path) -> None:
     """The norms of StableLM 2 12B have a weight for each head, and a rank would use those of other heads."""
     (problem,) = problems(config_folder("stablelm", tmp_path / "folder", qk_layernorm=True), 2)
-    assert "needs the plan of StableLmForCausalLM, which does not exist" in problem
+    assert (
+        "requires a tensor-parallel plan, and transformers has none for StableLmForCausalLM"
+        in problem
+    )
 
 
 def test_unknown_style_is_refused_by_name_before_ranks_start(
