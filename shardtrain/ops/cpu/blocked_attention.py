@@ -20,7 +20,7 @@ head, H head. In a block: r rows, k key-value heads, P = r k pairs of row and ke
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,11 +28,8 @@ from torch import Tensor
 
 from shardtrain.ops.sliding_window import Band, mask
 
-_QUERIES = {2: 128, 4: 64}
-"""Queries per block by bytes per element.
-
-More queries make larger products, but compute more masked scores.
-"""
+_QUERIES = 64
+"""Queries per block. More queries make larger products, but compute more masked scores."""
 _SCORES_BYTES = 1 << 20
 """Size of a block of scores.
 
@@ -84,6 +81,8 @@ def attend_in_pieces(
     scale = _resolved(scale, q_BlNH)
     out_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
     lse_BNl = empty_lse(q_BlNH)
+    scores_memory = _Memory(lse_BNl)
+    rounded_memory = _Memory(q_BlNH)
     for batch, queries, keys, band in pieces:
         q_BKGlH = _grouped(q_BlNH[batch, queries], heads)
         k_BKmH, v_BKmH = keys_values_2BKsH[:, batch, :, keys]
@@ -92,7 +91,7 @@ def attend_in_pieces(
         for block in _blocks(q_BKGlH, k_BKmH, band, lse_BNl.dtype):
             q_PXH = _pairs(q_BKGlH[block.queries]).to(lse_BNl.dtype) * (scale * math.log2(math.e))
             k_PmH = _keys(k_BKmH, block).to(lse_BNl.dtype)
-            scores_PXm = torch.bmm(q_PXH, k_PmH.transpose(1, 2))
+            scores_PXm = scores_memory.product(q_PXH, k_PmH.transpose(1, 2))
             for key_range, mask_nm in block.masks:
                 scores_PXm.unflatten(1, (-1, len(mask_nm)))[..., key_range] += mask_nm
             largest_PX1 = scores_PXm.amax(dim=-1, keepdim=True)
@@ -100,7 +99,7 @@ def attend_in_pieces(
             sums_PX1 = weights_PXm.sum(dim=-1, keepdim=True)
             # Normalize the weights instead of the output. The output would be rounded to 16 bits before
             # and after.
-            p_PXm = weights_PXm.div_(sums_PX1).to(q_BlNH.dtype)
+            p_PXm = rounded_memory.rounded(weights_PXm.div_(sums_PX1))
             out_rkGnH = out_BKGlH[block.queries]
             out_PXH = torch.bmm(p_PXm, _keys(v_BKmH, block))
             out_rkGnH.copy_(out_PXH.view(out_rkGnH.shape))
@@ -150,6 +149,9 @@ def attend_in_pieces_backward(
     # sums.
     dq_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
     sums_2BKsH = torch.zeros_like(keys_values_2BKsH, dtype=exact)
+    scores_memory = _Memory(lse_BNl)
+    derivatives_memory = _Memory(lse_BNl)
+    rounded_memory = _Memory(q_BlNH)
     for batch, queries, keys, band in pieces:
         q_BKGlH = _grouped(q_BlNH[batch, queries], heads)
         gradient_BKGlH = _grouped(gradient_BlNH[batch, queries], heads)
@@ -163,19 +165,22 @@ def attend_in_pieces_backward(
             # Compute scores with keys as rows. Then only one of the five products reads a matrix by columns.
             scaled_q_PXH = q_PXH.to(exact) * (scale * math.log2(math.e))
             lse_P1X = lse_BKGl[block.queries].reshape(len(q_PXH), 1, -1)
-            scores_PmX = torch.bmm(k_PmH.to(exact), scaled_q_PXH.transpose(1, 2)).sub_(lse_P1X)
+            scores_PmX = scores_memory.product(k_PmH.to(exact), scaled_q_PXH.transpose(1, 2))
+            scores_PmX.sub_(lse_P1X)
             for key_range, mask_nm in block.masks:
                 mask_m1n = mask_nm.t().contiguous()[:, None]
                 scores_Pmgn = scores_PmX[:, key_range].unflatten(2, (-1, len(mask_nm)))
                 scores_Pmgn.add_(mask_m1n)
             p_PmX = scores_PmX.exp2_()
-            _add_product(dv_PmH, p_PmX.to(q_PXH.dtype), gradient_PXH)
-            # ds = scale p (dp - sum of p dp over keys). Flash kernels compute the sum as gradient times
+            _add_product(dv_PmH, rounded_memory.rounded(p_PmX), gradient_PXH)
+            # ds = scale (p dp - p (sum of p dp over keys)). Flash kernels compute the sum as gradient times
             # output, which includes the rounding error of a 16-bit output.
             scaled_PXH = gradient_PXH.to(exact) * scale
-            dp_PmX = torch.bmm(v_PmH.to(exact), scaled_PXH.transpose(1, 2))
-            sums_P1X = torch.linalg.vecdot(dp_PmX, p_PmX, dim=1).unsqueeze(1)
-            ds_PmX = dp_PmX.sub_(sums_P1X).mul_(p_PmX).to(q_PXH.dtype)
+            dp_PmX = derivatives_memory.product(v_PmH.to(exact), scaled_PXH.transpose(1, 2))
+            p_dp_PmX = dp_PmX.mul_(p_PmX)
+            sums_P1X = p_dp_PmX.sum(dim=1, keepdim=True)
+            exact_ds_PmX = p_dp_PmX.addcmul_(p_PmX, sums_P1X, value=-1)
+            ds_PmX = rounded_memory.rounded(exact_ds_PmX)
             _add_product(dk_PmH, ds_PmX, q_PXH)
             dq_rkGnH = dq_BKGlH[block.queries]
             dq_PXH = torch.bmm(ds_PmX.transpose(1, 2), k_PmH)
@@ -224,15 +229,41 @@ class ScoreBlock(NamedTuple):
     masks: list[tuple[slice, Tensor]]
 
 
+class _Memory:
+    """Memory of a matrix of scores that all blocks use in turn.
+
+    New memory for each block would take longer, because the system clears its pages.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._flat = like.new_empty(0)
+
+    def product(self, left_Pac: Tensor, right_Pcb: Tensor) -> Tensor:
+        """Return the product (P, a, b). It is valid until the next use of this memory."""
+        out_Pab = self._matrix((*left_Pac.shape[:2], right_Pcb.size(2)))
+        return torch.bmm(left_Pac, right_Pcb, out=out_Pab)
+
+    def rounded(self, x_Pab: Tensor) -> Tensor:
+        """Return the matrix in the dtype of this memory, without a copy if it has this dtype."""
+        if x_Pab.dtype == self._flat.dtype:
+            return x_Pab
+        return self._matrix(x_Pab.shape).copy_(x_Pab)
+
+    def _matrix(self, shape: Sequence[int]) -> Tensor:
+        elements = math.prod(shape)
+        if self._flat.numel() < elements:
+            self._flat = self._flat.new_empty(elements)
+        return self._flat[:elements].view(shape)
+
+
 def _blocks(
     q_BKGlH: Tensor, k_BKsH: Tensor, band: Band, dtype: torch.dtype
 ) -> Iterator[ScoreBlock]:
     """Yield the blocks of a piece. ``dtype`` is the dtype of the scores."""
     rows, heads, groups, num_queries, _ = q_BKGlH.shape
     num_keys = k_BKsH.size(2)
-    queries_at_once = _QUERIES[min(q_BKGlH.element_size(), 4)]
-    for start in range(0, num_queries, queries_at_once):
-        stop = min(start + queries_at_once, num_queries)
+    for start in range(0, num_queries, _QUERIES):
+        stop = min(start + _QUERIES, num_queries)
         low = max(0, band.first + start)
         high = min(num_keys, band.last + stop)
         queries = slice(start, stop)
