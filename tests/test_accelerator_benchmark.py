@@ -39,10 +39,12 @@ def test_each_part_prints_rows(part):
     command = [sys.executable, str(BENCHMARK), "--part", part, "--device", "cpu", "--tiny"]
     done = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(120))
     assert done.returncode == 0, done.stderr
+
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert rows
     assert {row["part"] for row in rows} == {part}
     assert not [(row["case"], row["error"]) for row in rows if "error" in row]
+
     for row in rows:
         for name, value in row.items():
             assert not isinstance(value, float) or math.isfinite(value), (name, row)
@@ -71,14 +73,19 @@ def test_rows_are_stored_and_an_unknown_part_is_reported(tmp_path):
         text=True,
         timeout=patience.seconds(120),
     )
+
     assert done.returncode == 0, done.stderr
+
     rows = [
         json.loads(line) for line in (tmp_path / "accelerator-cpu.jsonl").read_text().splitlines()
     ]
+
     assert [row["part"] for row in rows] == ["capabilities"]
+
     wrong = forked.run(
         [*command, "--only", "sped"], capture_output=True, text=True, timeout=patience.seconds(60)
     )
+
     assert wrong.returncode == 2
     assert "capabilities" in wrong.stderr
 
@@ -92,6 +99,7 @@ def test_the_session_of_a_gpu_names_parts_and_cases_that_exist():
     known = {"speed": accelerator.SPEED, "experts": accelerator.EXPERTS}
     known["options"] = accelerator.option_cases()
     parts = re.findall(r"^part (\w+)(?: --cases \"(.*)\")?$", SESSION.read_text(), re.MULTILINE)
+
     assert {name for name, _ in parts} == set(accelerator.PARTS)
     for name, texts in parts:
         for text in filter(None, texts.split(",")):
@@ -105,5 +113,6 @@ def test_a_wrong_argument_of_the_session_is_reported(tmp_path):
         text=True,
         timeout=patience.seconds(30),
     )
+
     assert done.returncode == 2
     assert "usage" in done.stderr

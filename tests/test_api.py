@@ -99,7 +99,9 @@ def test_single_steps_equal_the_command_line_and_restore_the_process(tmp_path: P
         "1",
     ]
     done = forked.run(command, capture_output=True, text=True)
+
     assert done.returncode == 0, done.stderr
+
     expected = losses(tmp_path / "cli")
     before = process_state()
     with shardtrain.Trainer("debug", options(tmp_path / "hand")) as trainer:
@@ -107,6 +109,7 @@ def test_single_steps_equal_the_command_line_and_restore_the_process(tmp_path: P
         while (result := trainer.step()) is not None:
             results.append(result)
         assert trainer.state.step == 4
+
     assert {result.step: result.loss for result in results} == expected
     assert (tmp_path / "hand" / "checkpoint" / "step-4" / "manifest.json").exists()
     assert process_state() == before
@@ -119,7 +122,9 @@ def test_run_resumes_bitwise_in_the_same_process(tmp_path: Path) -> None:
     with shardtrain.Trainer("debug", options(tmp_path / "parts")) as trainer:
         first = [trainer.step(), trainer.step()]
     state = shardtrain.Trainer("debug", options(tmp_path / "parts")).train()
+
     assert state == straight
+
     expected = losses(tmp_path / "straight")
     assert [result.loss for result in first if result] == [expected[1], expected[2]]
     assert losses(tmp_path / "parts") == {step: expected[step] for step in (3, 4)}
@@ -130,6 +135,7 @@ def test_generate_and_evaluate_equal_the_verbs(tmp_path: Path, capsys) -> None:
     shardtrain.Trainer("debug", options(tmp_path / "run")).train()
     model = shardtrain.load_model(tmp_path / "run")
     assert re.fullmatch(r"OpenedModel\(llama3, .*step-4, float32 on cpu\)", repr(model))
+
     texts = shardtrain.generate(model, ["mesh ", "loss"], max_new_tokens=5)
     capsys.readouterr()
     for prompt, text in zip(["mesh ", "loss"], texts, strict=True):
@@ -148,6 +154,7 @@ def test_generate_and_evaluate_equal_the_verbs(tmp_path: Path, capsys) -> None:
             == 0
         )
         assert capsys.readouterr().out == text + "\n"
+
     data = tmp_path / "held_out.txt"
     data.write_text("mesh shard gather reduce\n" * 20)
     evaluation = shardtrain.evaluate(model, data, seq_len=16)
@@ -160,6 +167,7 @@ def test_generate_and_evaluate_equal_the_verbs(tmp_path: Path, capsys) -> None:
         "--seq_len",
         "16",
     ]
+
     assert cli.main(arguments) == 0
     assert json.loads(capsys.readouterr().out)["sets"]["held_out"] == evaluation
 
@@ -171,6 +179,7 @@ def test_run_of_single_steps_opens_as_a_model(tmp_path: Path) -> None:
     (text,) = shardtrain.generate(
         shardtrain.load_model(tmp_path / "run"), "mesh ", max_new_tokens=3
     )
+
     assert isinstance(text, str)
 
 
@@ -184,6 +193,7 @@ def test_environment_changes_of_the_user_persist(
         trainer.step()
         monkeypatch.setenv("CHANGED_BY_THE_USER", "after")
         monkeypatch.setenv("SET_BY_THE_USER", "1")
+
     assert (os.environ["CHANGED_BY_THE_USER"], os.environ["SET_BY_THE_USER"]) == ("after", "1")
     assert set(os.environ) - names == {"SET_BY_THE_USER"}
 
@@ -202,6 +212,7 @@ def test_type_checker_knows_the_names(tmp_path: Path) -> None:
     )  # fmt: skip
     revealed = re.findall(r'Revealed type is "(.*?)"', done.stdout)
     old_style = ["Union[shardtrain.api.StepResult, None]", "builtins.list[builtins.str]"]
+
     assert revealed in (["shardtrain.api.StepResult | None", "list[str]"], old_style), done.stdout
 
 
@@ -213,6 +224,7 @@ def test_verify_returns_a_result_per_mesh(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[model]\nname = "llama3"\nflavor = "debugmodel"\n')
     (result,) = shardtrain.verify(path, meshes=["tp=2"], steps=1)
+
     assert (result.mesh, result.verdict, result.initial) == ("tp=2", "same", 0)
     with pytest.raises(
         ConfigError, match=r"mesh tp=3: parallelism.tensor_parallel_degree=3 does not divide"
@@ -243,6 +255,7 @@ def blocks(text: str) -> list[str]:
 def test_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
     parts = blocks((ROOT / "docs" / "python.md").read_text(encoding="utf-8"))
     assert len(parts) >= 4
+
     (tmp_path / "all.py").write_text("\n".join(parts))
     done = forked.run(
         [sys.executable, "all.py"],
@@ -251,4 +264,5 @@ def test_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
         text=True,
         timeout=patience.seconds(120),
     )
+
     assert done.returncode == 0, done.stderr[-2000:]

@@ -20,12 +20,15 @@ def test_every_path_in_the_text_exists() -> None:
         for path in re.findall(r"`([a-z_0-9/]+/(?:[a-z_0-9]+\.py)?)`", PAGE)
         if "my_" not in path
     ]
+
     assert len(paths) > 30
+
     missing = [
         path
         for path in paths
         if not ((ROOT / "shardtrain" / path).exists() or (ROOT / path).exists())
     ]
+
     assert not missing
 
 
@@ -33,6 +36,7 @@ def test_table_of_changes_names_existing_files_and_tests() -> None:
     table = PAGE.partition("\n## To change one thing\n")[2].partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 15
+
     for row in rows:
         _, change, edited, tests, _ = row.split("|")
         files = re.findall(r"`([\w/]+(?:\.\w+|/))`", edited)
@@ -94,6 +98,7 @@ def test_the_table_of_rooms_lists_every_import() -> None:
         for room in graph.keys() | listed.keys()
         if listed.get(room) != graph.get(room)
     }
+
     assert wrong == {}, (
         "docs/architecture.md, Where things are: make the last column the rooms that are imported"
     )

@@ -32,6 +32,7 @@ def test_each_architecture_has_a_result_on_each_mesh(columns: list[str]) -> None
     assert {(cell["architecture"], cell["mesh"]) for cell in cells} >= {
         (name, mesh) for name in installed() for mesh in columns
     }
+
     for cell in cells:
         if cell["verdict"] == "refused":
             assert cell["option"] and cell["text"], cell

@@ -140,7 +140,9 @@ def test_no_flipped_bit_is_used(ranks: int, mode: str, in_store: bool, tmp_path:
     store = f"bucket://{checkpoint}" if in_store else ""
     config = config_of(folder, mode, store)
     code, output = storage_faults.run(config, ranks, None)
+
     assert code == 0, output
+
     chosen = random.Random(f"flips {SEED}{ranks} {mode}{store and ' store'}")
     failures = []
     contents = Contents([FileToHash("rows.txt", config.training.dataset_path or "", "o")], folder)
@@ -174,4 +176,5 @@ def test_no_flipped_bit_is_used(ranks: int, mode: str, in_store: bool, tmp_path:
             if effect := judge(config, path, original):
                 failures.append(f"{bit}: {effect}")
             path.write_bytes(content)
+
     assert not failures, "\n".join(failures)

@@ -97,5 +97,6 @@ def test_a_byte_order_mark_changes_nothing(name: str, tmp_path: Path) -> None:
         file = tmp_path / name
         file.write_bytes(mark + text.encode())
         results.append(read(file))
+
     assert results[0] == results[1]
     assert results[0]

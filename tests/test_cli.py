@@ -80,17 +80,21 @@ def test_help_of_each_verb_has_an_example(capsys, verb):
     except SystemExit as end:  # raised by argparse
         code = end.code
     out, err = capsys.readouterr()
+
     assert (code, err) == (0, "")
     assert out.startswith(f"usage: shardtrain {verb}")
+
     examples = re.findall(
         rf"^(?:example: |  )(?:eval \"\$\()?(shardtrain {verb}\b.+)", out, flags=re.MULTILINE
     )
+
     assert examples, out
     assert all(len(line) <= 120 for line in out.splitlines())
 
 
 def test_options_and_presets_in_the_help_of_train_exist(capsys):
     assert cli.main(["train", "--help"]) == 0
+
     out = capsys.readouterr().out
     option_names = set(re.findall(r"--([a-z_]+\.[a-z_]+)", out))
     assert len(option_names) >= 10
@@ -117,6 +121,7 @@ def test_verbs_of_data_are_the_modules_with_a_main():
         for file in folder.glob("*.py")
         if "\ndef main(arguments: list[str]) -> int:" in file.read_text()
     }
+
     assert with_main == {*data_command.VERBS, "data_command"}
 
 
@@ -142,6 +147,7 @@ def test_each_verb_of_data_has_help_and_imports_torch_only_if_needed(verb):
         env=environment,
         check=False,
     )
+
     assert done.returncode == 0, done.stderr or "torch was imported"
     assert f"shardtrain data {verb}" in done.stdout
 
@@ -204,7 +210,9 @@ def test_all_problems_are_reported_together_before_any_process_starts(capsys):
         "cpu",
     )
     code, out, err = answer(capsys, *arguments)
+
     assert (code, out) == (2, "")
+
     lines = err.splitlines()
     assert all(line.startswith("error[2]: ") for line in lines)
     assert any("training.steps=0" in line for line in lines)
@@ -220,6 +228,7 @@ def test_show_prints_each_option_with_its_origin(capsys):
     code, out, _ = answer(
         capsys, "config", "show", str(ROOT / "configs/debug.toml"), "--training.steps", "7"
     )
+
     assert code == 0
     assert "steps = 7  # command line" in out
     assert "seed = 42  # default" in out
@@ -231,6 +240,7 @@ def test_every_configuration_of_the_repository_passes_the_check(capsys, name):
     code, out, _ = answer(
         capsys, "config", "check", str(ROOT / "configs" / name), "--for-machine", "none"
     )
+
     assert code == 0, out
     assert "0 errors" in out
 
@@ -270,6 +280,7 @@ def test_help_of_verbs_does_not_import_torch():
         text=True,
         timeout=patience.seconds(60),
     )
+
     assert done.returncode == 0, done.stderr
 
 
@@ -288,6 +299,7 @@ def test_only_a_real_run_imports_torch(arguments):
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False
     )
+
     assert done.returncode == 0, done.stderr
 
 
@@ -309,10 +321,12 @@ def test_one_process_needs_no_launcher(tmp_path):
     arguments = ["train", *ONE_STEP, *TINY, "--nproc", "1", "--job.dump_folder", str(tmp_path)]
     # as set by run_train.sh
     done = shell(*arguments, SHARDTRAIN_ACTIVATE="source here/bin/activate")
+
     assert done.returncode == 0, done.stderr
     assert "training with 1 process (from --nproc)" in done.stderr
     assert "step:  1  loss:" in done.stderr
     assert "no configuration is named: this is the preset debug" in done.stderr
+
     suggestions = done.stderr.splitlines()[-4:]
     assert [line[6:].split(" --")[0] for line in suggestions] == [
         "source here/bin/activate", f"shardtrain generate {tmp_path}", "shardtrain train",
@@ -328,6 +342,7 @@ def test_train_module_runs_the_train_verb(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", "--training.stepz", "3"])
     # The command exits immediately if background threads are left, such as those of the test runner.
     monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])
+
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("shardtrain.train", run_name="__main__")
     assert ended.value.code == 2
@@ -363,6 +378,7 @@ def test_torchrun_starts_the_same_command(tmp_path, module):
         },
         check=False,
     )
+
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("step:  1  loss:") == 1
     assert '"code": 0' in (tmp_path / "exit.json").read_text()
@@ -401,11 +417,14 @@ def test_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
         _, rest = process.communicate(timeout=patience.seconds(60))
     finally:
         process.kill()
+
     assert process.returncode == 6, lines
+
     messages = [line for line in rest.splitlines() if not line[:4].isdigit()]
     assert len(messages) == 1, "there are other lines, such as a traceback"
     assert messages[0].startswith("error[6]: rank 1 (host ")
     assert "was killed by signal 9" in messages[0]
+
     record = json.loads((tmp_path / "exit.json").read_text())
     assert (record["code"], record["rank"], record["retryable"]) == (6, 1, True)
     assert record["last_step"] >= 20
@@ -462,6 +481,7 @@ def test_ranks_share_the_cores_before_torch_counts_them(monkeypatch, tmp_path, n
     # called in this process for one rank
     monkeypatch.setattr(preflight, "require", lambda *arguments: trainer())
     monkeypatch.setattr(cli, "_trainer", trainer)
+
     with pytest.raises(ImportsTorchError, match=rf"^{threads}$"):
         cli._train(["debug", "--nproc", str(nproc), "--job.dump_folder", str(tmp_path)])
 
@@ -475,6 +495,7 @@ def test_signal_during_the_closing_sample_only_ends_the_sample(
         "shardtrain.tools.generate.generate_command.main", lambda words: signal.raise_signal(number)
     )
     cli._show_sample(load("debug", [f"--job.dump_folder={tmp_path}", "--checkpoint.enable"]))
+
     assert "stopped by a signal" in capsys.readouterr().err
     # a second signal must not change the status either
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
@@ -488,7 +509,9 @@ def test_suggested_downloads_name_existing_kinds_of_files():
         for line in path.read_text().splitlines()
         if "data download --repo_id" in line
     ]
+
     assert len(lines) > 5
+
     for path, line in lines:
         assets = re.search(r"--assets ((?:\w+ ?)+)", line)
         kinds = set(assets[1].split()) if assets else set()
@@ -522,5 +545,6 @@ runpy.run_module("shardtrain", run_name="__main__", alter_sys=True)
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=patience.seconds(60), preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
+
     assert done.returncode == -signal.SIGINT
     assert done.stderr == ("" if phase == "importing" else "stopped by SIGINT\n")

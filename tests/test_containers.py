@@ -38,10 +38,13 @@ def test_image_runs_as_non_root_and_its_command_receives_signals(path):
     users = [value for name, value in stage if name == "USER"]
     assert users
     assert users[-1] not in ("0", "root")
+
     (entry,) = [value for name, value in stage if name == "ENTRYPOINT"]
     assert json.loads(entry) == ["shardtrain"], "a shell would not forward signals"
+
     (command,) = [value for name, value in stage if name == "CMD"]
     assert json.loads(command) == ["train"], "a file here would override the CONFIG_FILE of a job"
+
     (default,) = [re.search(r"CONFIG_FILE=(\S+)", value) for name, value in stage if name == "ENV"]
     assert default
     assert (ROOT / default[1]).is_file()
@@ -53,6 +56,7 @@ def test_image_has_one_copy_of_the_package(path):
     assert not [value for value in copies if value.split()[0] == "shardtrain"], (
         "a second copy would hide the first"
     )
+
     # Every source of a COPY exists, and the ignore file does not exclude it.
     not_ignored = path.with_name(f"{path.name}.dockerignore").read_text().split()
     for name, value in instructions(path):
@@ -71,12 +75,15 @@ def test_versions_are_pinned_and_no_secret_is_named(path):
         "a base without a version"
     )
     assert not re.search(r"TOKEN|API_KEY|PASSWORD|SECRET", text)
+
     build_arguments = set(re.findall(r"^ARG (\w+)=", text, re.MULTILINE))
     assert build_arguments <= {"BASE", "TORCH_INDEX"}, "build arguments are stored in the image"
+
     # Each build argument has a default.
     arguments = re.findall(r"^ARG .*$", text, re.MULTILINE)
     assert all(re.fullmatch(r"ARG \w+=\S+", argument) for argument in arguments)
     assert not re.search(r"\bADD\b|curl|wget|sudo|latest|--privileged", text)
+
     installs = [line for line in re.sub(r"\\\n", " ", text).splitlines() if "pip install" in line]
     assert installs
     assert all("--no-cache-dir" in line for line in installs)

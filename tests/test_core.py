@@ -113,7 +113,9 @@ def test_few_files_of_the_core_need_what_it_lacks() -> None:
         for path, missing in core_tests.files().items()
         if missing
     ]
+
     assert len(left_out) <= MOST_LEFT_OUT, "\n".join(left_out)
+
     shares = [core_tests.share(number, SHARES) for number in range(1, SHARES + 1)]
     assert sum(map(len, shares)) + len(left_out) == len(core_tests.files())
     assert all(shares)
@@ -138,4 +140,5 @@ def test_the_tests_of_the_core_pass_in_an_environment_without_tools(
         programs / "python", *words, *files, cwd=clone, seconds=60 * (minutes + 5)
     )
     passed = re.search(r"(\d+) passed", output)
+
     assert passed is not None and int(passed[1]) >= FEWEST_PASSED, output[-2000:]

@@ -129,6 +129,7 @@ def test_insufficient_data_in_memory_are_refused_before_the_first_step(
             f"training.steps=100 exceeds the {step} steps of training data; use more data, set "
             f'training.steps={step}, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)'
         )
+
     assert not list((root / "memory-error/checkpoint").glob("step-*"))
 
 
@@ -138,7 +139,9 @@ def test_every_row_is_read_once_before_the_end(kind: str, runs: list[dict[str, E
     for rank in runs:
         for ids in rank[f"{kind} stop"].sample_ids:
             counts.update(i for i in ids if i >= 0)
+
     assert set(counts.values()) == {1}
+
     # 30 documents of 60 bytes with BOS and EOS; the first token of each stream (two readers) is not a target
     tokens = runs[0][f"{kind} stop"].state["tokens_seen"]
     assert tokens == 30 * 62 - (1 if kind == "memory" else 2)
@@ -156,12 +159,15 @@ def test_ended_run_resumes_with_repeat(runs: list[dict[str, Ended]]) -> None:
     ended, continued, straight = (
         runs[0][f"memory {name}"] for name in ("stop", "continues", "straight")
     )
+
     assert continued.error is None
     assert straight.error is None
     assert len(continued.losses) == STEPS - ended.state["step"]
+
     # the last step before the end is not full; the resumed run starts with the first unread row
     ids = [i for i in sample_ids("memory stop") if i >= 0] + sample_ids("memory continues")
     expected = sample_ids("memory straight")
+
     assert ids[: len(expected)] == expected[: len(ids)]
     assert runs[0]["stream continues"].error is None
     assert runs[0]["stream continues"].state["step"] == STEPS
@@ -187,6 +193,7 @@ def test_changed_file_is_named_on_resume(tmp_path: Path) -> None:
     (tmp_path / "changed").mkdir()
     write_data(tmp_path)
     first, second = run_ranks(1, other_data, tmp_path)[0]
+
     assert first.error is None
     assert isinstance(second.error, ConfigError)
     assert second.error.exit_code == 2
@@ -223,6 +230,7 @@ def test_run_without_target_tokens_fails(tmp_path: Path) -> None:
     (tmp_path / "long.jsonl").write_text(json.dumps(row) + "\n")
     for name in ("prompts-3", "prompts-12"):
         (tmp_path / name).mkdir()
+
     for rank in run_ranks(2, only_prompts, tmp_path):
         for steps, ended in zip((3, 10), rank, strict=True):
             assert isinstance(ended.error, DataError)
@@ -249,10 +257,12 @@ def test_epochs_are_complete_if_a_resume_changes_the_batch_size(tmp_path: Path) 
     (tmp_path / "batches").mkdir()
     write_data(tmp_path)
     first, second, third = run_ranks(1, with_other_batches, tmp_path)[0]
+
     # 30 documents of 62 tokens are 1,859 targets or 30 rows of 64; of 60 rows in two epochs, 6 steps of 4 read 24
     assert (first.error, second.error, third.error) == (None, None, None)
     assert len(first.losses) == 6
     assert len(second.losses) == 5
+
     ids = [
         sample
         for ended in (first, second)
@@ -260,6 +270,7 @@ def test_epochs_are_complete_if_a_resume_changes_the_batch_size(tmp_path: Path) 
         for sample in step
         if sample >= 0
     ]
+
     assert Counter(ids) == Counter({sample: 2 for sample in range(30)})
     assert third.losses == []
     assert third.state == second.state

@@ -265,6 +265,7 @@ def test_the_page_on_images_runs_with_a_tiny_model(shell, tmp_path):
             command = command.replace("photos/", f"{tmp_path}/photos/") + " --max_new_tokens 4"
         done = shell(command)
         assert done.returncode == 0, f"`{line}`\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
     assert (tmp_path / "outputs/checkpoint/step-2-hf/preprocessor_config.json").is_file()
 
 
@@ -308,6 +309,7 @@ def test_first_pages_run_from_an_installed_wheel_in_an_empty_folder(tmp_path, na
 
     lines = [line for _, line in commands([ROOT / f"docs/{name}.md"]) if not line.startswith("./")]
     assert lines
+
     run_commands(shell, lines, here)
 
 
@@ -346,7 +348,9 @@ def test_migration_pages_name_existing_options_and_verbs(page):
     rows = [
         line for line in page.read_text().splitlines() if line.startswith("|") and "---" not in line
     ]
+
     assert rows
+
     for row in rows:
         cell = row.split("|")[-2]
         for name in re.findall(r"(?<![\w/.])[a-z_]+(?:\.[A-Za-z_0-9]+)+(?!\w*[/(])", cell):
@@ -383,6 +387,7 @@ def test_each_claim_of_the_readme_links_to_the_page_with_its_command():
         (ROOT / "README.md").read_text().partition("## What was measured")[2].split("\n## ")[0]
     )
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+
     assert len(rows) >= 5
     assert all(re.search(r"\]\(docs/\w+\.md\) \|$", row) for row in rows)
 

@@ -293,6 +293,7 @@ def test_dropout_of_replicated_activations_is_refused(tmp_path: Path) -> None:
         "DroppingAttention(c.dim, c.num_heads, c.num_heads, c.head_dim, rate=c.dropout)",
     )
     file.write_text(text)
+
     for message in run_ranks(2, refusal_of, str(file)):
         assert message.startswith(
             "parallelism.tensor_parallel_degree=2 applies dropout in blocks.0.attn.early"
@@ -312,14 +313,18 @@ def test_dropout_after_a_rowwise_linear_is_allowed_next_to_replicated_modules(
     text = (Path(__file__).parent / "models/others/mla_moe.py").read_text()
     definition = "self.out = nn.Linear(c.num_heads * c.nope_dim, c.dim, bias=False)"
     result = "return self.out(out[..., : self.nope_dim].flatten(2))"
+
     assert definition in text
     assert result in text
+
     text = text.replace(definition, f"{definition}\n        self.drop = nn.Dropout(0.1)")
     text = text.replace('{"tiny": {}}', '{"small": {}}')
     file.write_text(
         text.replace(result, "return self.drop(self.out(out[..., : self.nope_dim].flatten(2)))")
     )
+
     assert run_ranks(2, num_dropouts, str(file)) == [4, 4]
+
     file.write_text(text.replace("self.latent_norm(latent)", "self.drop(self.latent_norm(latent))"))
     for message in run_ranks(2, refusal_of, str(file)):
         assert message.startswith(

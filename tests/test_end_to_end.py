@@ -93,6 +93,7 @@ def test_configuration_of_these_tests_is_valid(folder: Path) -> None:
 
 def test_run_writes_exactly_these_files(folder: Path, runs: list[Any]) -> None:
     assert all(ended.error is None for ended, _, _ in runs)
+
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     checkpoints = {
         f"checkpoint/step-{step}/{name}"
@@ -104,8 +105,10 @@ def test_run_writes_exactly_these_files(folder: Path, runs: list[Any]) -> None:
     }
     logs = {"logs/rank-0.log", "logs/rank-1.log"}
     events = {name for name in files if name.startswith("tb/")}
+
     assert len(events) == 1
     assert "events.out.tfevents" in next(iter(events))
+
     expected = (
         {"config.resolved.toml", "asked/for.toml", "metrics.jsonl", "goodput.jsonl"}
         | {"shardtrain.schema.json", "asked/shardtrain.schema.json"}
@@ -114,6 +117,7 @@ def test_run_writes_exactly_these_files(folder: Path, runs: list[Any]) -> None:
         | logs
         | events
     )
+
     assert files == expected
 
 
@@ -133,6 +137,7 @@ def test_metrics_are_written_at_step_1_every_log_freq_and_the_last(
     records = [record_of(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
     assert [record["step"] for record in records] == [1, 4, 8, 10]
     assert all(list(record) == KEYS for record in records)
+
     losses = runs[0][0].losses
     start = 0
     for record in records:
@@ -150,6 +155,7 @@ def test_the_learning_rate_is_that_of_the_schedule(folder: Path, runs: list[Any]
     expected = [
         learning_rate(config.optimizer, config.lr_scheduler, 10, step) for step in range(10)
     ]
+
     assert runs[0][0].lrs == runs[1][0].lrs == expected
 
 
@@ -160,6 +166,7 @@ def test_tensorboard_has_the_steps_and_tags_of_the_history(folder: Path, runs: l
     events = EventAccumulator(str(file))
     events.Reload()
     tags = events.Tags()["scalars"]
+
     assert {
         "loss_metrics/global_avg_loss",
         "loss_metrics/global_max_loss",
@@ -205,8 +212,10 @@ def test_checkpoint_records_its_progress_and_data(folder: Path, runs: list[Any])
         "nonfinite_skips": 0,
     }
     order_hash = facts["state"].pop("order_hash")
+
     assert facts["state"] == counts
     assert facts["weights_only"] is False
+
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     hash_by_step = {record["step"]: record["order_hash"] for record in records}
     assert hash_by_step[4] == f"{order_hash:016x}"
@@ -255,6 +264,7 @@ def test_epochs_set_the_exact_number_of_steps_and_each_epoch_sees_every_sample(
 ) -> None:
     runs_of_ranks = [rank["epochs"] for rank in others]
     assert all(run.error is None and run.state["step"] == 16 for run in runs_of_ranks)
+
     steps = range(len(runs_of_ranks[0].losses))
     ids = [sample for step in steps for run in runs_of_ranks for sample in run.sample_ids[step]]
     # the last step is not full
@@ -330,6 +340,7 @@ def test_late_rank_ends_the_others_in_bounded_time(tmp_path: Path) -> None:
     limit = round(patience.seconds(1))
     punctual, late_rank = run_ranks(2, late, tmp_path, limit)
     kind, code, text, seconds = punctual
+
     assert (kind, code) == ("PeerError", 6)
     assert text.startswith(
         f"step 3: all_reduce did not complete: Timed out waiting {limit}000ms"
@@ -337,6 +348,7 @@ def test_late_rank_ends_the_others_in_bounded_time(tmp_path: Path) -> None:
     assert "comm.train_timeout_seconds" in text
     assert "\n" not in text
     assert seconds >= limit  # the limit of later steps, not the 300 s of the first step
+
     # the peer of the late rank has exited
     kind, code, text, _ = late_rank
     assert (kind, code) == ("PeerError", 6) and text.startswith(

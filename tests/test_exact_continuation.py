@@ -217,6 +217,7 @@ def test_two_halves_equal_one_run(straight: Any, resumed: Any, kind: str) -> Non
         assert half.scaler == full.scaler
         assert_bitwise(half.weights, full.weights)
         assert_bitwise(half.optimizer, full.optimizer)
+
     if kind == "float16":
         assert straight[kind][0][0].scaler["scale"] != 65536
 
@@ -256,6 +257,7 @@ def test_another_mesh_loads_the_same_bits_and_continues_like_the_original_run(
     kind = OTHER[change][0]
     original = straight[kind][0][0]
     stored = saved_tensors(root, kind)
+
     for after, _, loaded in resumed[change]:
         assert_bitwise(loaded, stored)
         assert after.error is None

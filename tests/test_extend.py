@@ -19,7 +19,9 @@ def test_files_of_the_page_train_together_and_launch(tmp_path: Path) -> None:
         (ROOT / "docs/extend.md").read_text(),
         re.M | re.S,
     )
+
     assert len(blocks) == 10
+
     for name, text in blocks:
         (tmp_path / name).write_text(text)
 
@@ -40,5 +42,6 @@ def test_files_of_the_page_train_together_and_launch(tmp_path: Path) -> None:
         line.split(",")[0] for line in (tmp_path / "out/losses.csv").read_text().splitlines()
     ] == ["1", "2", "3"]
     assert (tmp_path / "out/checkpoint/best.json").exists()
+
     run("generate", "out", "--config", "run.toml", "--prompt", "a row", "--max_new_tokens", "2")
     assert "train run.toml" in run("launch", "my_platform.py", "run.toml", "--dry-run")

@@ -25,6 +25,7 @@ def test_no_page_disagrees_with_its_result_file() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "docs/figures.py", "--check"], capture_output=True, text=True
     )
+
     assert done.returncode == 0, (
         f"run python docs/figures.py; these pages differ: {done.stdout}{done.stderr}"
     )

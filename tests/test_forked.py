@@ -61,6 +61,7 @@ def test_fork_behaves_like_a_new_interpreter(
         )  # fmt: skip
         # only the last line of a traceback is equal, because a fork has additional frames
         answers.append((done.returncode, done.stdout, done.stderr.splitlines()[-1:]))
+
     assert answers[0] == answers[1]
 
 
@@ -71,6 +72,7 @@ def test_terminated_fork_closes_its_pipes() -> None:
     ) as process:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=patience.seconds(60))
+
     assert process.returncode == -signal.SIGTERM
 
 
@@ -86,6 +88,7 @@ def test_inspecting_the_stack_of_a_fork_reads_no_source(tmp_path: Path) -> None:
     done = forked.run(
         [sys.executable, str(program)], capture_output=True, text=True, timeout=patience.seconds(60)
     )
+
     assert (done.stdout, done.stderr) == ("['inner', 'outer']\n", "")
 
 
@@ -102,4 +105,5 @@ def test_fork_of_a_process_that_has_compiled_can_compile(tmp_path: Path) -> None
     done = forked.run(
         [sys.executable, str(program)], capture_output=True, text=True, timeout=patience.seconds(60)
     )
+
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

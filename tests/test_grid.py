@@ -259,6 +259,7 @@ def test_gradient_norm_of_bfloat16_weights_equals_one_process(
         norms.append(
             run_tiny(ranks, replace(tiny, model=model, training=training), 2)[0].grad_norms
         )
+
     assert norms[1] == pytest.approx(norms[0], rel=5e-4)
 
 
@@ -335,6 +336,7 @@ def test_each_family_equals_one_process(num_ranks: int, pairs: list[tuple[str, s
             expected = one_process(family, num_layers(ALL[num_ranks][mesh]))
             assert differences(result, expected) == [], f"{family} on {mesh}, rank {rank}"
             names_of_weights[mesh, family].update(result.final)
+
     # together, the pipeline stages hold all weights
     for (
         mesh,

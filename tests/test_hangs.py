@@ -55,13 +55,16 @@ def assert_named(folder: Path, rank: int, phase: str) -> None:
 def test_hanging_rank_is_named_with_its_phase(tmp_path, place, rank):
     assert end(run(config(tmp_path), place, (rank,))) == 6
     assert_named(tmp_path, rank, PLACES[place])
+
     other = 1 - rank
     assert "all_" in log(tmp_path, other)
+
     for living in range(2):
         if place != "stop" or living == other:
             assert "most recent call first" in log(tmp_path, living), (
                 "a live rank did not write its stacks"
             )
+
     assert f"rank {other}: phase" in log(tmp_path, other), "the phases of all ranks are missing"
 
 
@@ -80,6 +83,7 @@ def test_hanging_rank_reports_itself_if_the_store_does_not_answer(tmp_path):
 
 def test_ranks_in_different_collectives_are_both_named_with_their_lines(tmp_path):
     assert end(run(config(tmp_path), "mismatch", (1,))) == 6
+
     report = record(tmp_path)
     assert (report["code"], report["phase"]) == (6, "step")
     assert "rank 0 in all_reduce (grad_clip.py:" in report["message"]
@@ -101,6 +105,7 @@ def test_slow_write_of_a_trace_is_not_a_hang(tmp_path):
     run_config = dataclasses.replace(
         config(tmp_path), profiling=Profiling(enable_profiling=True, profile_freq=5)
     )
+
     assert end(run(run_config, "long trace", (0, 1))) == 0
     assert record(tmp_path)["last_step"] == STEPS
 
@@ -116,20 +121,24 @@ def test_start_longer_than_its_limit_is_not_a_hang(tmp_path, place, culprits):
     run_config = config(tmp_path, comm={"init_timeout_seconds": 4 * LIMIT})
     assert end(run(run_config, place, culprits)) == 0
     assert record(tmp_path)["last_step"] == STEPS
+
     # a rank that opens data regularly reports it to the others
     logged = [
         line
         for line in log(tmp_path, 0).splitlines()
         if "WARNING phase compile of step 1 has taken" in line
     ]
+
     assert len(logged) == (place == "long first step")
 
 
 def test_with_a_foreign_launcher_rank_0_is_named_although_it_hosts_the_store(tmp_path):
     ranks = run_foreign(config(tmp_path), "stop", (0,))
     assert end(ranks[1]) == 6
+
     os.kill(ranks[0].pid, signal.SIGKILL)
     assert end(ranks[0]) == -signal.SIGKILL
+
     report = record(tmp_path)
     assert (report["code"], report["rank"], report["phase"]) == (6, 0, "step")
     assert "has not answered" in report["message"]
@@ -156,6 +165,7 @@ def test_briefly_stopped_rank_continues(tmp_path):
     wait_for(lambda: pid.exists() and is_stopped(int(pid.read_text())))
     time.sleep(LIMIT / 4)
     os.kill(int(pid.read_text()), signal.SIGCONT)
+
     assert end(process) == 0
 
 
@@ -200,4 +210,5 @@ def test_random_hangs_are_attributed_correctly(tmp_path):
         f"\n{HANGS} hangs with comm.hang_timeout_seconds={LIMIT}: {len(wrong)} wrong reports {wrong}"
     )
     print(f"from the hang to the end of all ranks: median {middle:.1f} s, longest {longest:.1f} s")
+
     assert len(wrong) <= HANGS // 100, wrong

@@ -267,6 +267,7 @@ def test_rooms_that_import_each_other_are_detected() -> None:
         "shardtrain.b.z": {"shardtrain.a.x"},
         "shardtrain.b.y": set(),
     }
+
     assert rooms_that_import_each_other(graph) == [("a", "b")]
 
 

@@ -95,6 +95,7 @@ def test_background_save_writes_the_values_at_the_time_of_the_call(
         assert manager.saved_step == 0
         go.set()
         assert manager.finish()
+
     assert manager.steps() == [1]
     assert manager.saved_step == 1
     assert_is_of_its_step(tmp_path / "checkpoint/step-1")
@@ -111,6 +112,7 @@ def test_end_of_a_background_save_is_noticed_at_the_next_step(manager: Checkpoin
         eventually(lambda: manager.saving.writing is not None and manager.saving.writing.ended)
         exchange_flags(manager)
         manager.poll()
+
     assert manager.saving.writing is None
     assert manager.saved_step == 1
 
@@ -129,6 +131,7 @@ def test_second_background_save_is_skipped_and_counted(
         manager.finish()
     save(manager, 4)
     manager.finish()
+
     assert manager.steps() == [1, 4]
 
 
@@ -139,6 +142,7 @@ def test_last_save_waits_for_the_previous_one_and_blocks_until_written(
         save(manager, 1)
         threading.Timer(0.2, go.set).start()
         manager.save(2, weights(2), rest(2), facts(2), last=True)
+
     assert manager.steps() == [1, 2]
     assert manager.saved_step == 2
     assert manager.saving.writing is None
@@ -151,6 +155,7 @@ def test_staging_buffer_is_reused(manager: Checkpoints) -> None:
         manager.finish()
         assert manager._staging._buffer is not None
         places.add(manager._staging._buffer.data_ptr())
+
     assert len(places) == 1
 
 
@@ -162,6 +167,7 @@ def test_close_after_an_error_waits_briefly_for_the_save_in_flight(
         save(manager, 1)
         threading.Timer(0.1, go.set).start()
         manager.close()
+
     assert manager.steps() == [1]
 
 
@@ -177,6 +183,7 @@ def test_close_after_an_error_cancels_a_save_that_takes_too_long(
         manager.close()
         assert manager.steps() == []
         assert not list((tmp_path / "checkpoint").glob("lease*"))
+
     assert writing is not None
     assert writing.wait(patience.seconds(WAIT_SECONDS))
     assert writing.failed
@@ -235,6 +242,7 @@ def test_loss_of_the_lease_is_never_tolerated(tmp_path: Path, group: None) -> No
         go.set()
         with pytest.raises(ConfigError, match="was taken over by"):
             manager.finish()
+
     assert manager.steps() == []
 
 
@@ -324,6 +332,7 @@ def test_background_save_on_ranks_matches_a_blocking_one_and_fails_on_all_ranks(
             background_manifest.files,
             background_manifest.facts,
         )
+
     assert len({answer["error"] for answer in answers}) == 1
     assert "rank 1 on" in answers[0]["error"]
     assert f"errno {errno.ENOSPC}" in answers[0]["error"]
@@ -385,6 +394,7 @@ def test_background_saves_change_no_numbers_and_failures_are_reported_within_a_s
         assert failed.state["step"] == 3, (
             "the failed save is that of step 2, reported one step later"
         )
+
     for name in ("blocking", "async"):
         assert len(list((tmp_path / name / "checkpoint").glob("step-*"))) == 4
 
@@ -415,6 +425,7 @@ def test_stop_request_waits_for_the_save_in_flight_and_saves_the_newest_step(
         threading.Timer(0.2, go.set).start()
         with pytest.raises(Preempted, match="everything is saved in .*step-2"):
             shutdown.leave(stopping_run(tmp_path, manager, 60.0), manager)
+
     assert manager.steps() == [1, 2]
 
 
@@ -449,6 +460,7 @@ def test_markers_of_other_saves_are_ignored_and_broken_ones_are_errors(tmp_path:
         async_save.wait_for_markers(tmp_path, [1], "new", check_cancelled)
     assert async_save.wait_for_markers(tmp_path, [2], "new", lambda: None) == [file]
     assert not (tmp_path / "rank-00002.done").exists(), "the marker is not part of the checkpoint"
+
     for text in ("", "[]", "{", "3", '["new"]', '["new", "a", "b", "c"]', "[" * 4000):
         (tmp_path / "rank-00003.done").write_text(text)
         with pytest.raises(StorageError, match=r"rank-00003\.done: it is not a valid marker"):

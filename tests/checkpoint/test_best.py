@@ -103,15 +103,18 @@ def test_best_checkpoint_is_not_deleted_until_a_better_one_exists(
     ):
         save(manager, step, loss)
         assert manager.steps() == expected, step
+
     assert read_pointer(folder) == {
         "step": 7,
         "metric": "validation.loss",
         "mode": "min",
         "value": 1.5,
     }
+
     checkpoint_command.main(["ls", str(folder)])
     lines = capsys.readouterr().out.splitlines()
     assert [("best: validation.loss 1.5" in line) for line in lines] == [True, False, False]
+
     manager.close()
     again = Checkpoints(config(tmp_path))
     saved_best = manifest.read(folder / "step-9").facts["best"]
@@ -119,7 +122,9 @@ def test_best_checkpoint_is_not_deleted_until_a_better_one_exists(
     again.best.load(saved_best, folder)
     for step in (10, 11, 12):
         save(again, step, 1.55)
+
     assert again.steps() == [7, 11, 12]
+
     again.close()
 
 
@@ -139,9 +144,11 @@ def test_stale_or_broken_pointer_is_rewritten(
     assert read_pointer(folder)["step"] == 1
     assert manager.steps() == [1, 2]
     assert "cannot write" in caplog.text
+
     save(manager, 3, 2.5)
     assert read_pointer(folder)["step"] == 2
     assert manager.steps() == [2, 3]
+
     for text in (
         "",
         "{}",
@@ -153,8 +160,10 @@ def test_stale_or_broken_pointer_is_rewritten(
         (folder / "best.json").write_text(text)
         assert read_pointer(folder) == {}
     save(manager, 4, 2.5)
+
     assert read_pointer(folder)["step"] == 2
     assert not list(folder.glob("best.json.*"))
+
     manager.close()
 
 
@@ -170,7 +179,9 @@ def test_run_whose_pointer_could_not_be_written_ends_without_an_error(
         caplog.clear()
         (tmp_path / "checkpoint/best.json").unlink()
         shutdown.log_best_step(run, manager)
+
     assert not caplog.text
+
     manager.close()
 
 
@@ -199,6 +210,7 @@ def test_state_of_another_metric_is_ignored(tmp_path: Path, caplog: Any) -> None
     best.observe(4, {"loss": 1.0})
     other = Best(config(tmp_path, best_mode="max"))
     other.load(best.to_dict(), tmp_path)
+
     assert other.step == -1
     assert "this run compares validation.loss (max)" in caplog.text
 
@@ -207,7 +219,9 @@ def test_some_steps_are_never_deleted(tmp_path: Path, group: None) -> None:
     manager = Checkpoints(config(tmp_path, keep_best="", keep_every_n_steps=4))
     for step in range(1, 12):
         save(manager, step)
+
     assert manager.steps() == [4, 8, 10, 11]
+
     manager.close()
 
 
@@ -280,6 +294,7 @@ def test_run_without_improvement_saves_and_ends_on_all_ranks_also_after_a_resume
         assert answer["more"].state["step"] == 10, (
             "with more patience the run continues, and step 6 is better"
         )
+
     folder = tmp_path / "once/checkpoint"
     assert read_pointer(folder)["step"] == 6
     assert {path.name for path in folder.glob("step-*")} == {

@@ -40,6 +40,7 @@ def test_ls_lists_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     (folder / "step-4/rank-00000.bin").unlink()
     (folder / "step-5").mkdir()
     assert run("ls", folder) == 0
+
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["step-2", "step-4", "step-5", "step-6"]
     assert "1 rank  4 tensors  whole" in lines[0]
@@ -51,26 +52,33 @@ def test_ls_accepts_a_run_a_step_and_a_hugging_face_folder(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("ls", folder) == 0
+
     listed = capsys.readouterr().out
     assert run("ls", folder.parent) == 0
     assert capsys.readouterr().out == listed
     assert run("ls", folder / "step-2") == 0
     assert capsys.readouterr().out == listed.splitlines()[0] + "\n"
+
     hub = folder.parent / "hf"
     hub.mkdir()
     assert run("ls", hub) == 5
     assert "contains a step-N folder; name a step-N folder" in capsys.readouterr().err
+
     (hub / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     tensors = {"a": torch.zeros(4), "b": torch.zeros(2, dtype=torch.bfloat16)}
     save_file(tensors, hub / "model.safetensors", metadata={"format": "pt"})
+
     assert run("ls", hub) == 0
+
     line = capsys.readouterr().out
     assert "GPT2LMHeadModel  2 tensors  1 bfloat16, 1 float32" in line
     assert "missing" not in line
+
     (hub / "model.safetensors.index.json").write_text(
         '{"weight_map": {"c": "model-2.safetensors"}}'
     )
     (hub / "model.safetensors").write_bytes((hub / "model.safetensors").read_bytes()[:-1])
+
     assert run("ls", hub) == 0
     assert "missing or cut: model-2.safetensors, model.safetensors" in capsys.readouterr().out
 
@@ -83,11 +91,14 @@ def test_ls_prints_one_line_for_a_folder_with_missing_or_oversized_fields(
     (tmp_path / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {str(number): f"{number}.safetensors" for number in range(1000)}})
     )
+
     assert run("ls", tmp_path) == 0
+
     line = capsys.readouterr().out
     assert "  no architecture  0 tensors" in line
     assert "and 980 more" in line
     assert "None" not in line
+
     for key in ({"architectures": ["A" * 10**6]}, {"model_type": "A" * 10**6}):
         config.write_text(json.dumps(key))
         assert run("ls", tmp_path) == 0
@@ -104,12 +115,15 @@ def test_verify_reads_every_byte_and_names_each_bad_file(
     assert run("verify", folder / "step-2") == 0
     assert run("verify", folder) == 0
     assert "notes.txt is not part of the checkpoint" in capsys.readouterr().out
+
     for step in (2, 4):
         file = folder / f"step-{step}/rank-00000.bin"
         content = bytearray(file.read_bytes())
         content[3] ^= 16
         file.write_bytes(content)
+
     assert run("verify", folder) == 5
+
     output = capsys.readouterr()
     assert "step-2: rank-00000.bin is damaged" in output.err
     assert "step-4: rank-00000.bin is damaged" in output.err
@@ -125,10 +139,12 @@ def test_diff_reports_equality_and_the_largest_difference(
     assert run("diff", folder / "step-2", folder / "step-2") == 0
     assert "0 of 4 tensors differ" in capsys.readouterr().out
     assert run("diff", folder / "step-2", folder / "step-4") == 1
+
     out = capsys.readouterr().out
     assert "model.a: 24 of 24 elements differ, by at most 2\n" in out
     assert "state: differs" in out
     assert run("diff", folder / "step-2", folder / "step-6") == 1
+
     out = capsys.readouterr().out
     assert f"model.b: only in {folder / 'step-2'}" in out
     assert "data_cursors: differs" in out
@@ -142,6 +158,7 @@ def test_diff_and_weights_accept_a_run_folder_and_print_the_checkpoint_used(
         assert f"comparing {folder / 'step-6'} and {folder / 'step-6'}" in capsys.readouterr().out
     assert run("weights", folder.parent, tmp_path / "newest.safetensors") == 0
     assert sorted(load_file(tmp_path / "newest.safetensors")) == ["a"]
+
     (tmp_path / "empty").mkdir()
     capsys.readouterr()
     assert run("diff", tmp_path / "empty", folder) == 5
@@ -164,6 +181,7 @@ def test_weights_neither_replaces_a_file_nor_leaves_a_partial_one(
     else:
         output.symlink_to(elsewhere if plant == "link" else tmp_path / "absent")
     before = sorted(path.name for path in place.iterdir())
+
     assert run("weights", folder / "step-4", output) == 2
     assert sorted(path.name for path in place.iterdir()) == before
     assert not (tmp_path / "absent").exists()
@@ -177,6 +195,7 @@ def test_weights_are_written_once_and_completely(
 ) -> None:
     output = tmp_path / "weights.safetensors"
     assert run("weights", folder / "step-4", output) == 0
+
     opened = load_file(output)
     assert sorted(opened) == ["a", "b"]
     assert opened["b"] == 4
@@ -185,6 +204,7 @@ def test_weights_are_written_once_and_completely(
     assert "exists" in capsys.readouterr().err
     assert load_file(output)["b"] == 4
     assert run("weights", folder / "step-2", tmp_path / "no/such/folder") == 8
+
     (folder / "step-2/rank-00000.bin").write_bytes(b"")
     assert run("weights", folder / "step-2", tmp_path / "other.safetensors") == 5
     assert not (tmp_path / "other.safetensors").exists()
@@ -215,6 +235,7 @@ def test_shards_of_any_split_are_assembled(tmp_path: Path, shape: tuple[int, ...
     stored = Manifest(
         1, 1, "r", "x", (TensorFile("rank-00000.bin", len(data), ""),), {"a": tensor}, {}
     )
+
     assert bytes(whole_bytes(stored, tmp_path, tensor)) == full.numpy().tobytes()
     assert torch.equal(read_whole(stored, tmp_path, "a"), full)
 
@@ -251,4 +272,5 @@ def test_inspecting_a_folder_does_not_import_torch(folder: Path, tmp_path: Path,
         text=True,
         timeout=patience.seconds(60),
     )
+
     assert done.returncode == 0, done.stderr or "torch was imported"

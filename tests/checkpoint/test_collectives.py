@@ -90,6 +90,7 @@ def test_all_ranks_receive_the_same_values(answers: list[dict[str, Any]]) -> Non
         "all ranks gather": [0, 1, 2],
         "after the errors": 0,
     }
+
     for answer in answers:
         assert {name: answer[name] for name in expected} == expected
     assert [answer["gathered on rank 0"] for answer in answers] == [["", "x", "xx"], [], []]
@@ -184,6 +185,7 @@ def test_errors_keep_their_type_on_other_ranks() -> None:
         PeerError("p"),
         ConfigError(Problem("a.b", 1, "is", "fix")),
     ]
+
     for error in kinds:
         with pytest.raises(type(error)) as caught:
             collectives._raise_alike(error, [type(error).__name__, str(error)])

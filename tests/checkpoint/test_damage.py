@@ -45,6 +45,7 @@ def test_flipped_bits_are_rejected(folder: Path) -> None:
     dice = random.Random(3)
     files = sorted((folder / "checkpoint/step-4").iterdir())
     assert {path.suffix for path in files} == {".json", ".bin"}
+
     contents = {path: path.read_bytes() for path in files}
     for number in range(FLIPS):
         path = files[number % len(files)]
@@ -53,6 +54,7 @@ def test_flipped_bits_are_rejected(folder: Path) -> None:
         path.write_bytes(changed)
         assert_rejected(folder, 4, path.name)
         path.write_bytes(contents[path])
+
     assert_is_of_its_step(folder / "checkpoint/step-4")
 
 
@@ -90,6 +92,7 @@ def test_special_files_are_rejected_without_blocking(folder: Path, kind: str) ->
         os.mkfifo(path)
     elif kind == "device":
         path.symlink_to("/dev/zero")
+
     assert_rejected(folder, 4, path.name)
 
 
@@ -105,7 +108,9 @@ def test_newest_valid_checkpoint_is_used_and_skipped_ones_are_logged(
     (folder / "checkpoint/step-4/rank-00000.bin").write_bytes(b"short")
     (folder / "checkpoint/step-6").mkdir()
     newest = checkpoints(folder).to_continue()
+
     assert newest == folder / "checkpoint/step-2"
+
     lines = [record.message for record in caplog.records if "skipped" in record.message]
     assert len(lines) == 2
     assert all("continuing from step-2" in line for line in lines)

@@ -44,7 +44,9 @@ def test_run_of_an_earlier_version_is_resumed(folder: Path, ranks: int) -> None:
     }
     command = [sys.executable, "-m", "shardtrain", "train", "run.toml", "--nproc", str(ranks)]
     done = forked.run(command, cwd=folder, capture_output=True, text=True)
+
     assert done.returncode == 0, done.stderr
+
     logged = losses(folder / "run")
     assert sorted(logged) == [1, 2, 3, 4, 5, 6]
     assert all(logged[step] == earlier[step] for step in (1, 2, 3)), (
@@ -58,6 +60,7 @@ def test_checkpoint_of_an_earlier_version_exports_to_the_same_bytes(folder: Path
     assert cli.main(["export", "run", "--to", "out", "--check", "weights"]) == 0, (
         capfd.readouterr().err
     )
+
     weights = folder / "out" / "model.safetensors"
     assert load_file(weights)["model.embed_tokens.weight"].shape == (272, 16)
     assert hashlib.sha256(weights.read_bytes()).hexdigest() == EXPORT_SHA256

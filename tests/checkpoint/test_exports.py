@@ -70,8 +70,10 @@ def test_export_is_canceled_when_time_is_short(manager: Checkpoints) -> None:
     begin(manager)
     assert any("-hf.tmp-" in name for name in names(manager))
     assert manager.saved_step == 1
+
     manager.cancel_export()
     assert names(manager) == ["step-1"]
+
     manager.save(2, weights(2), rest(2), facts(2), last=False, wait=True)
     assert names(manager) == ["step-1", "step-2"], "step 2 is saved without an export"
 

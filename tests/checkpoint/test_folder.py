@@ -89,6 +89,7 @@ def test_tensors_are_loaded_in_place(tmp_path: Path) -> None:
     facts = checkpoints(tmp_path).load(
         tmp_path / "checkpoint/step-3", model_weights, optimizer_state
     )
+
     assert facts == {**FACTS, "weights_only": False, "replicas_compared": 0}
     for loaded, expected in ((model_weights, weights(3)), (optimizer_state, rest(3))):
         assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
@@ -133,6 +134,7 @@ def test_incomplete_checkpoints_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "checkpoint/step-50/rank-00000.bin").write_bytes(b"a part")
     (tmp_path / "checkpoint/step-40.tmp/manifest.json").touch()
     (tmp_path / "checkpoint/step-70").write_text("a file")
+
     assert manager.steps() == [20]
     assert manager.to_continue() == tmp_path / "checkpoint/step-20"
 
@@ -161,7 +163,9 @@ def test_resuming_an_earlier_step_logs_that_later_ones_remain(
     save(tmp_path, 5, 10, 15)
     with caplog.at_level(logging.WARNING, logger="shardtrain"):
         checkpoints(tmp_path, load_step=5).to_continue()
+
     assert "steps 10, 15 stay in" in caplog.text
+
     caplog.clear()
     checkpoints(tmp_path, load_step=15).to_continue()
     assert "stay in" not in caplog.text
@@ -180,6 +184,7 @@ def test_run_resumed_from_an_earlier_step_keeps_its_new_checkpoints(tmp_path: Pa
     manager.to_continue()
     for step in (3, 4):
         manager.save(step, weights(step), rest(step), FACTS, False)
+
     assert folder(tmp_path) == ["step-10", "step-3", "step-4", "step-9"]
 
 
@@ -188,6 +193,7 @@ def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     manager.save(3, weights(8), rest(8), FACTS, False)
     into = weights()
     checkpoints(tmp_path).load(tmp_path / "checkpoint/step-3", into, rest())
+
     assert torch.equal(into["model.a"], weights(8)["model.a"])
     assert folder(tmp_path) == ["step-3"]
 
@@ -223,7 +229,9 @@ def test_retention_deletes_only_checkpoints_of_its_run(tmp_path: Path) -> None:
             tmp_path / f"other/checkpoint/step-{step}", tmp_path / f"run/checkpoint/step-{step}"
         )
     continue_run(tmp_path / "run", 5, 6, 7, keep_latest_k=2, load_step=3)
+
     assert folder(tmp_path / "run") == ["step-1", "step-4", "step-6", "step-7"]
+
     continue_run(tmp_path / "run", 8, keep_latest_k=2)
     assert folder(tmp_path / "run") == ["step-1", "step-4", "step-7", "step-8"], (
         "the id of the run survives restarts"
@@ -237,6 +245,7 @@ def test_run_with_a_renamed_or_copied_folder_deletes_its_own_checkpoints(
     save(tmp_path / "old", 1, 2, 3, keep_latest_k=0).close()
     (shutil.move if how == "renamed" else shutil.copytree)(tmp_path / "old", tmp_path / "new")
     continue_run(tmp_path / "new", 4, keep_latest_k=2)
+
     assert folder(tmp_path / "new") == ["step-3", "step-4"]
     assert how == "renamed" or folder(tmp_path / "old") == ["step-1", "step-2", "step-3"]
 
@@ -251,6 +260,7 @@ def test_run_of_an_earlier_version_deletes_its_checkpoints_and_none_with_a_run_i
     shutil.copytree(tmp_path / "other/checkpoint/step-1", tmp_path / "run/checkpoint/step-1")
     continue_run(tmp_path / "run", 5, keep_latest_k=2)
     continue_run(tmp_path / "run", 6, keep_latest_k=2)
+
     assert folder(tmp_path / "run") == ["step-1", "step-5", "step-6"]
 
 
@@ -265,6 +275,7 @@ def test_retention_in_an_object_store_deletes_only_checkpoints_of_its_run(tmp_pa
     retention.delete_old(
         stored, saved=5, keep=2, forever=0, spare=-1, origin="mine", removals=retention.Removals()
     )
+
     assert retention.steps(stored) == [1, 3, 4, 5]
 
 
@@ -305,11 +316,14 @@ def test_stray_entry_is_logged_at_start_and_moved_aside_by_a_save_of_its_step(
     save(tmp_path, 9).close()
     path = tmp_path / "checkpoint/step-12"
     description = entry(path)
+
     assert checkpoint_command.main(["ls", str(tmp_path)]) == 0
     assert f"step-12  cannot be used: checkpoint {path}" in capsys.readouterr().out
+
     manager = checkpoints(tmp_path)
     assert manager.to_continue() == tmp_path / "checkpoint/step-9"
     assert f"step-12 {description}: skipped, continuing from step-9" in caplog.text
+
     manager.save(12, weights(12), rest(12), FACTS, False)
     manager.close()
     assert checkpoints(tmp_path).to_continue() == path
@@ -338,6 +352,7 @@ def test_checkpoint_of_another_run_is_moved_aside_by_a_save_of_its_step(tmp_path
     save(tmp_path / "run", 2).close()
     shutil.copytree(tmp_path / "other/checkpoint/step-3", tmp_path / "run/checkpoint/step-3")
     continue_run(tmp_path / "run", 3, load_step=2)
+
     assert entries(tmp_path / "run") == ["step-2", "step-3", "step-3.aside"]
 
 
@@ -348,16 +363,20 @@ def test_leftovers_of_an_interrupted_save_are_ignored_and_deleted_after_an_hour(
     partial.mkdir(parents=True)
     (partial / "rank-00007.bin").write_bytes(b"of eight ranks")
     save(tmp_path, 3)
+
     assert sorted(p.name for p in (tmp_path / "checkpoint/step-3").iterdir()) == [
         "manifest.json",
         "rank-00000.bin",
     ]
     assert folder(tmp_path) == ["step-3", "step-3.tmp-0123"], "another run may still be writing it"
+
     checkpoints(tmp_path).to_continue()
     assert folder(tmp_path) == ["step-3", "step-3.tmp-0123"]
+
     for path in (partial, *partial.iterdir()):
         os.utime(path, (path.stat().st_mtime - 3700,) * 2)
     checkpoints(tmp_path).to_continue()
+
     assert folder(tmp_path) == ["step-3"], "after an hour nobody is writing it"
 
 
@@ -399,10 +418,12 @@ def test_last_save_can_contain_only_weights_in_a_safetensors_file(
         name.removeprefix("model."): t.to(getattr(torch, dtype))
         for name, t in weights(1 / 3).items()
     }
+
     assert opened.keys() == expected.keys()
     for name, tensor in expected.items():
         assert opened[name].dtype == tensor.dtype
         assert torch.equal(opened[name], tensor)
+
     torch.save(opened, tmp_path / "weights.pt")  # the conversion to .pt in docs/checkpoints.md
     assert torch.load(tmp_path / "weights.pt", weights_only=True).keys() == expected.keys()
     assert manifest.read(tmp_path / "checkpoint/step-3").facts["weights_only"] is True
@@ -415,6 +436,7 @@ def test_weights_only_checkpoint_initializes_a_run_of_any_dtype(tmp_path: Path, 
     save(tmp_path, 3, last=True, last_save_model_only=True, export_dtype=dtype)
     into = weights()
     checkpoints(tmp_path).load(tmp_path / "checkpoint/step-3", into, {})
+
     assert into["model.b"].dtype == torch.float32
     assert torch.equal(into["model.b"], weights(3)["model.b"].to(getattr(torch, dtype)).float())
 

@@ -48,11 +48,13 @@ def test_checkpoint_of_each_format_version_loads_bitwise(folder: Path, tmp_path:
         "optimizer.matrix.step": torch.tensor(0.0),
     }
     facts = checkpoints(tmp_path, load_only=True).load(folder, weights, optimizer_state)
+
     assert torch.equal(weights["model.matrix"], torch.arange(12.0).reshape(3, 4) / 8)
     assert torch.equal(weights["model.half"], torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
     assert int(weights["model.scalar"]) == 7
     assert torch.equal(optimizer_state["optimizer.matrix.exp_avg"], torch.full((3, 4), 0.25))
     assert float(optimizer_state["optimizer.matrix.step"]) == 3
+
     state = TrainState()
     state.load(facts["state"])
     assert (state.step, state.samples_consumed, state.tokens_seen, state.order_hash) == (
@@ -82,10 +84,12 @@ def test_unsupported_version_is_rejected_with_its_writer_and_the_newest_supporte
     (folder / "manifest.json").write_bytes(
         b'{"sha256": "%s",' % hashlib.sha256(signed_text).hexdigest().encode() + signed_text
     )
+
     with pytest.raises(CheckpointError) as caught:
         checkpoints(tmp_path, load_only=True, load_step=3).to_continue()
     assert caught.value.exit_code == 5
     assert "\n" not in str(caught.value)
+
     if isinstance(version, int) and not isinstance(version, bool):
         message = (
             f"has format version {version}, written by shardtrain 9.8; "

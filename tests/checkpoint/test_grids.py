@@ -50,6 +50,7 @@ def test_compressed_boxes_round_trip(data: st.DataObject) -> None:
         size = tuple(sizes[number].tolist())
         expected.append(Chunk(offset, size, int(files[number]), int(begins[number])))
     chunks = [chunk for grid in grids for chunk in grid.chunks()]
+
     assert sorted(chunks, key=lambda chunk: chunk.offsets) == expected
 
     # Each grid knows its own boxes and files.
@@ -75,6 +76,7 @@ def test_compressed_boxes_round_trip(data: st.DataObject) -> None:
         shared_box = overlap((chunk.offsets, chunk.sizes), box)
         if shared_box:
             expected_overlaps.append((chunk, shared_box))
+
     assert sorted(overlaps, key=lambda pair: pair[0].offsets) == expected_overlaps
 
 
@@ -82,9 +84,11 @@ def test_evenly_split_tensor_is_one_grid_on_any_number_of_ranks() -> None:
     offsets, sizes = cut([[2] * 1024])
     grids = compress(offsets, sizes, np.arange(1024), np.zeros(1024, np.int64))
     assert grids == [Grid((0,), (2,), 0, 0, (Axis(1024, 0, 1),))]
+
     # FSDP splits dimension 0, and tensor parallelism dimension 1. The last FSDP rank has a shorter part.
     offsets, sizes = cut([[3] * 127 + [1], [4] * 8])
     grids = compress(offsets, sizes, np.arange(1024), np.zeros(1024, np.int64))
+
     assert grids == [
         Grid((0, 0), (3, 4), 0, 0, (Axis(8, 1, 1), Axis(127, 0, 8))),
         Grid((381, 0), (1, 4), 1016, 0, (Axis(8, 1, 1),)),

@@ -169,6 +169,7 @@ def test_ranks_compute_the_boxes_of_all_ranks() -> None:
     tables = [answer["table"] for answer in answers]
     for table in tables:
         table.pop("only two", None)
+
     assert all(table == tables[0] for table in tables), (
         "tables differ, although ranks have the same layout"
     )

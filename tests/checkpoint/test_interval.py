@@ -38,10 +38,13 @@ def test_seconds_count_from_the_end_of_the_previous_save() -> None:
     clock = Clock()
     interval = Interval(Checkpoint(interval_type="seconds", interval=30), clock)
     assert not interval.is_time()
+
     clock.now += 29.9
     assert not interval.is_time()
+
     clock.now += 0.1
     assert interval.is_time()
+
     interval.restart()
     assert not interval.is_time()
     assert not Interval(
@@ -76,11 +79,14 @@ def test_automatic_interval_follows_the_measured_stall() -> None:
     interval = Interval(Checkpoint(interval_type="automatic", mean_time_to_failure_hours=7.9))
     for _ in range(3):
         interval.note(1.0)
+
     assert interval.seconds == pytest.approx(238.5, abs=0.1)
+
     interval.note(100.0)
     assert interval.seconds == pytest.approx(238.5, abs=0.1), (
         "one slow save of four changes nothing"
     )
+
     for _ in range(9):
         interval.note(4.0)
     assert interval.seconds == pytest.approx(2 * 238.5, abs=0.1)
@@ -110,6 +116,7 @@ def test_interval_is_logged_when_it_changes_by_a_fifth(caplog: pytest.LogCapture
         assert caplog.text.count("saving every") == 1
         for _ in range(9):
             interval.note(2.0)
+
     assert caplog.text.count("saving every") == 2
 
 
@@ -137,6 +144,7 @@ def test_command_prints_the_interval_and_the_useful_share(
         checkpoint_command.main(["interval", "--stall", "1", "--restart", "4min", "--mttf", "7.9h"])
         == 0
     )
+
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "save every 3m58s (sqrt(2 * stall * mttf) = 238 s)"
     assert lines[2] == "every      3m58s: 98.3 % of the time is training"

@@ -49,10 +49,13 @@ def test_saves_wait_for_files_that_appear_late(tmp_path: Path, mode: str, kind: 
     for ended in run_ranks(2, start, tmp_path, mode, kind, LAG_SECONDS):
         assert ended.error is None
         assert len(ended.losses) == STEPS
+
     names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
     assert names == {"step-1", "step-2", *(["step-2-hf"] if mode == "hub export" else [])}
+
     log = (tmp_path / "logs/rank-0.log").read_text()
     assert f"{os.uname().nodename}, the node of rank 0, saw files of other nodes" in log
+
     if kind == "absent":  # at start, ranks wait for an empty probe file
         assert f"checkpoint.folder: {os.uname().nodename} saw a file of rank 0" in log
 

@@ -79,9 +79,11 @@ def test_lease_of_a_killed_process_is_taken_over_and_logged(
     holder.join(patience.seconds(10))
     taken = Lease(tmp_path)
     taken.acquire()
+
     assert "took over" in caplog.text
     assert f"process {holder.pid}" in caplog.text
     assert "no longer exists" in caplog.text
+
     taken.check()
     taken.release()
     assert list(tmp_path.iterdir()) == []
@@ -101,6 +103,7 @@ def test_lease_of_another_host_is_respected_while_it_is_renewed(
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
     beats = iter(range(100, 200))
     monkeypatch.setattr(lease, "_modified", lambda path: next(beats))
+
     with pytest.raises(ConfigError, match="process 1 on another.host"):
         Lease(tmp_path).acquire()
 
@@ -141,6 +144,7 @@ def test_lease_of_another_host_is_taken_over_after_observed_silence(
     watch = Watch(monkeypatch)
     monkeypatch.setattr(lease, "_age_seconds", age_seconds)
     Lease(tmp_path).acquire()
+
     assert watch.now - 1000 == watched
     assert f"(watched for {watched} s)" in caplog.text
     assert lease.read(path)["pid"] == os.getpid()
@@ -156,6 +160,7 @@ def test_clock_jump_does_not_expire_a_lease_that_is_renewed(
     last_beat = path.stat().st_mtime - jump
     os.utime(path, (last_beat, last_beat))
     Watch(monkeypatch, lambda now: os.utime(path) if now == 9.0 else None)  # the next beat
+
     with pytest.raises(ConfigError, match="process 1 on another.host"):
         Lease(tmp_path).acquire()
 
@@ -185,7 +190,9 @@ def test_holder_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if path.stat().st_mtime > 0:
             break
         own_lease._ended.wait(0.01)
+
     assert path.stat().st_mtime > 0
+
     own_lease.release()
 
 
@@ -195,6 +202,7 @@ def test_silent_process_that_is_alive_on_this_host_keeps_its_lease(tmp_path: Pat
         tmp_path, host=socket.gethostname(), pid=parent, process_start=lease._process_start(parent)
     )
     os.utime(tmp_path / "lease.json", (0, 0))
+
     with pytest.raises(ConfigError, match=f"being written by process {parent}"):
         Lease(tmp_path).acquire()
 
@@ -209,6 +217,7 @@ def test_process_in_another_container_or_machine_with_this_host_name_counts_as_a
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
     beats = iter(range(100, 200))
     monkeypatch.setattr(lease, "_modified", lambda path: next(beats))
+
     with pytest.raises(ConfigError, match="being written by process"):
         Lease(tmp_path).acquire()
 
@@ -224,10 +233,12 @@ def test_deleted_lease_is_written_again_by_its_holder(
     if removed == "folder":
         folder.rmdir()
     own_lease.check()
+
     assert lease.read(folder / "lease.json")["nonce"] == own_lease.nonce
     assert "written again" in caplog.text
     with pytest.raises(ConfigError, match="another job.dump_folder"):
         acquire_in_another_process(folder)
+
     own_lease.release()
     assert list(folder.iterdir()) == []
 
@@ -265,8 +276,10 @@ def test_unreadable_lease_is_retried_and_renewal_continues(
     failures_left[0] = 5
     own_lease.check()
     failures_left[0] = 10**9
+
     with pytest.raises(OSError, match="Stale file handle"):
         own_lease.check()
+
     failures_left[0] = 0
     os.utime(path, (0, 0))
     patience.wait_for(lambda: path.stat().st_mtime > 0, 10, "the next beat")
@@ -294,6 +307,7 @@ def test_writer_that_lost_its_lease_stops_before_the_commit(
         "lease.json",
         "step-2",
     ]
+
     manager.close()
     assert (tmp_path / "checkpoint/lease.json").exists(), (
         "a lease of another process must not be deleted"
@@ -307,6 +321,7 @@ def test_load_only_run_needs_no_lease(tmp_path: Path, caplog: pytest.LogCaptureF
     write(tmp_path / "checkpoint")
     with caplog.at_level(logging.WARNING):
         assert checkpoints(tmp_path, load_only=True).to_continue() is not None
+
     assert not caplog.text
 
 
@@ -325,6 +340,7 @@ def test_sweep_keeps_recent_entries_and_those_of_the_holder(tmp_path: Path) -> N
     young.touch()
     os.utime(young, (now + 3000, now + 3000))
     gone = retention.sweep(tmp_path, "aa", now + 3700)
+
     assert sorted(path.name for path in gone) == ["step-2.tmp-bb", "step-3.trash-cc"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "other",
@@ -376,4 +392,5 @@ def test_special_file_in_place_of_a_lease_is_refused_without_watching_it(
         assert "lease.json" in message
         assert f"{kind}, not the lease of a run" in message
         assert message.endswith("remove it, or use another job.dump_folder")
+
     assert [path.name for path in tmp_path.iterdir()] == ["lease.json"]

@@ -68,6 +68,7 @@ def test_manifest_round_trips() -> None:
         7, 2, "run", "shardtrain", files, tensors, {"state": {"order_hash": 2**64 - 1}}
     )
     data = original.to_bytes()
+
     assert manifest.parse(data, PATH) == original
     assert json.loads(data)["step"] == 7, "any JSON parser can read it"
 
@@ -180,6 +181,7 @@ def test_hostile_manifests_run_no_code_and_open_no_files() -> None:
         watching[0] = False
         gc.enable()
     unsafe_kinds = ("exec", "compile", "import", "open", "os", "subprocess", "pickle")
+
     assert not [event for event in events if event.split(".")[0] in unsafe_kinds]
 
 
@@ -221,9 +223,11 @@ def test_forged_value_in_any_field_is_rejected_or_safe(data: st.DataObject) -> N
         parsed = manifest.parse(signed(changed(*leaf, value=value)), PATH)
     except CheckpointError:
         return
+
     for file in parsed.files:
         assert "/" not in file.name
         assert file.name not in ("", ".", "..")
+
     for tensor in parsed.tensors.values():
         for chunk in tensor.chunks():
             size = chunk.numel * ITEM_BYTES[tensor.dtype]
@@ -245,9 +249,11 @@ def test_boxes_of_a_grid_tile_the_tensor_and_a_missing_or_extra_one_does_not(
             for start, size in zip(starts, sizes, strict=True)
         ]
     shape = tuple(map(sum, edges))
+
     assert check_tiling(shape, boxes) == ""
     assert check_tiling(shape, boxes[1:]) != ""
     assert check_tiling(shape, [*boxes, boxes[0]]) != ""
+
     if len(boxes) > 1 and boxes[0][1] == boxes[1][1]:
         assert check_tiling(shape, [boxes[1], *boxes[1:]]) == "overlap"
     assert all(overlap(one, other) is None for one in boxes for other in boxes if one != other)
@@ -263,6 +269,7 @@ def test_huge_file_is_not_read(tmp_path: Path) -> None:
 def test_manifest_module_imports_only_the_standard_library() -> None:
     check: Callable[[str], bool] = sys.modules.__contains__
     assert check("shardtrain.checkpoint.manifest")
+
     source = Path(manifest.__file__).read_text()
     assert "import torch" not in source
     assert "numpy" not in source
@@ -271,6 +278,7 @@ def test_manifest_module_imports_only_the_standard_library() -> None:
 def test_manifest_too_large_to_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = manifest.parse(signed(json.dumps(BODY)), PATH)
     assert 0 < manifest.least_bytes(parsed.tensors) <= len(parsed.to_bytes())
+
     monkeypatch.setattr(manifest, "MAX_BYTES", len(parsed.to_bytes()) - 1)
     with pytest.raises(
         CheckpointError,
@@ -384,6 +392,7 @@ def test_hugging_face_folder_is_rejected_with_the_option_that_reads_it(tmp_path:
         CheckpointError, match="Hugging Face folder.* checkpoint.initial_load_in_hf = true"
     ) as refused:
         manifest.read(tmp_path)
+
     message = str(retention.unusable(tmp_path, str(refused.value)))
     assert message.count("checkpoint.initial_load_in_hf") == 1
     assert "use another checkpoint" not in message

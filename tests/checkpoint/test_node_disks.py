@@ -192,6 +192,7 @@ def test_rollback_deletes_undone_steps_on_all_nodes(
     shutil.copytree(saved[0], tmp_path / "disks")
     shutil.copytree(tmp_path / "disks/a/checkpoint/step-2", tmp_path / "disks/b/checkpoint/step-2")
     run_ranks(2, undo, tmp_path / "disks")
+
     assert sorted(
         path.parent.parent.name for path in tmp_path.glob("disks/*/checkpoint/step-*")
     ) == ["a", "b"]

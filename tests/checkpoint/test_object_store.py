@@ -81,8 +81,10 @@ def test_commands_find_the_checkpoints_of_a_run_by_its_folder(tmp_path: Path) ->
     save(stored(), 5)
     config = Config(checkpoint=Checkpoint(folder=FOLDER))
     chosen = locate_checkpoint.find_checkpoint(tmp_path, config)
+
     assert str(chosen.path) == f"{FOLDER}/step-5"
     assert isinstance(chosen.path, ObjectPath)
+
     empty = Config(checkpoint=Checkpoint(folder="memory://bucket/empty"))
     with pytest.raises(
         CheckpointError, match="neither it nor memory://bucket/empty has a folder step-N"
@@ -93,6 +95,7 @@ def test_commands_find_the_checkpoints_of_a_run_by_its_folder(tmp_path: Path) ->
 def test_saved_checkpoints_are_listed_and_loaded() -> None:
     manager = stored(keep_latest_k=2)
     assert manager.to_continue() is None
+
     for step in (5, 10, 100):
         save(manager, step)
     assert manager.steps() == [10, 100]
@@ -100,6 +103,7 @@ def test_saved_checkpoints_are_listed_and_loaded() -> None:
     assert str(signals.newest_checkpoint(place(FOLDER))) == f"{FOLDER}/step-100"
     assert_step_is_intact(10)
     assert_step_is_intact(100)
+
     manager.close()
     assert [name.partition("/")[2].partition("-")[0] for name in names()] == [
         "manifest.json",
@@ -115,6 +119,7 @@ def test_saving_a_step_again_replaces_its_objects() -> None:
     manager.save(3, weights(8), rest(8), facts(8), last=False)
     loaded = weights(-1)
     stored(load_only=True).load(place(f"{FOLDER}/step-3"), loaded, {})
+
     assert torch.equal(loaded["model.b"], torch.tensor(8.0))
     assert len(names()) == len(old)
     assert names() != old
@@ -143,8 +148,10 @@ def test_deletion_takes_one_request_and_expands_no_wildcards(folder, requests, m
         MemoryFileSystem, "rm", lambda self, keys: (deleted_keys.append(keys), remove(self, keys))
     )
     objects.unlink_all([ObjectPath(store, address) for address in own_addresses])
+
     assert len(deleted_keys) == requests
     assert names() == [name.removeprefix("memory:/") for name in other_addresses]
+
     objects.unlink_all([])
 
 
@@ -158,6 +165,7 @@ def test_store_without_bulk_deletion_deletes_one_object_at_a_time(monkeypatch) -
         store.pipe_file(path.address, b"bytes")
     monkeypatch.setattr(MemoryFileSystem, "rm", refuse)
     objects.unlink_all(paths)
+
     assert not names()
 
 
@@ -170,10 +178,13 @@ def test_checkpoint_without_a_manifest_is_ignored_and_swept() -> None:
     # the marker of a background save that was killed
     draft = dataclasses.replace(place(FOLDER) / "step-3", suffix="-0af3-1")
     async_save.write_marker(draft, 1, "0123abcd", TensorFile("rank-00001-0af3-1.bin", 8, "ab" * 32))
+
     with pytest.raises(CheckpointError, match="has no such step, nor any other"):
         stored(load_step=3, load_only=True).to_continue()
+
     again = stored()
     assert again.to_continue() is None
+
     again.close()
     assert names() == ["step-3/notes.txt"]
 
@@ -187,6 +198,7 @@ def test_damaged_checkpoint_is_skipped() -> None:
     for damaged in (intact[:-1], intact + b"0", bytes([intact[0] ^ 1]) + intact[1:]):
         (place(FOLDER) / name).put(damaged, new=False)
         assert str(manager.to_continue()) == f"{FOLDER}/step-2"
+
     with pytest.raises(CheckpointError, match="rank-00000-"):
         stored(load_step=4, load_only=True).to_continue()
 
@@ -208,6 +220,7 @@ def test_active_lease_is_respected_and_a_lost_one_stops_its_writer(
     first.to_continue()
     save(first, 1)
     as_other_host(pid=1, process_start=lease._process_start(1))
+
     with pytest.raises(
         ConfigError, match=r"checkpoint\.folder: memory://bucket/run is being written by process 1"
     ):
@@ -236,6 +249,7 @@ def test_store_without_conditional_writes_is_logged(caplog: pytest.LogCaptureFix
         assert "cannot refuse" not in caplog.text
         memory.rm(f"{FOLDER}/{lease.LEASE}")
         stored_through(Plain()).to_continue()
+
     assert caplog.text.count("this store cannot reject a second writer") == 1
 
 
@@ -251,6 +265,7 @@ def test_lease_of_another_host_is_taken_over_when_it_is_not_renewed(
     second.to_continue()
     save(second, 1)
     second.close()
+
     assert not any(name == lease.LEASE for name in names())
 
     third = stored()
@@ -374,6 +389,7 @@ def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(late: bool
             failed_saves += 1
             assert FOLDER in message and "\n" not in message and "errno" in message, message
         manager.close()
+
     assert failed_saves > 10
 
 
@@ -401,11 +417,14 @@ def test_kill_at_any_call_keeps_the_newest_saved_checkpoint() -> None:
         assert newest in (saved_step, saved_step + 1)
         for step in stored().steps():
             assert_step_is_intact(step)
+
     assert newest > 20
     assert 150 < number < 299
+
     last = stored()
     last.to_continue()
     last.close()
+
     assert all(
         name.startswith(tuple(f"step-{step}/" for step in last.steps())) for name in names()
     ), "leftovers are swept"
@@ -444,6 +463,7 @@ def test_command_accepts_addresses(tmp_path: Path, capsys: pytest.CaptureFixture
     save(manager, 1)
     save(manager, 2)
     manager.close()
+
     assert checkpoint_command.main(["ls", FOLDER]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "step-1",
@@ -461,6 +481,7 @@ def test_command_accepts_addresses(tmp_path: Path, capsys: pytest.CaptureFixture
         checkpoint_command.main(["weights", f"{FOLDER}/step-2", f"{FOLDER}/w.safetensors"])
     with pytest.raises(CheckpointError, match="has no checkpoint"):
         checkpoint_command.main(["ls", "memory://nothing/here"])
+
     (name,) = [name for name in names() if name.startswith("step-2/rank")]
     (place(FOLDER) / name).put(b"cut", new=False)
     with pytest.raises(CheckpointError, match="has 3 bytes instead of"):
@@ -500,6 +521,7 @@ def test_unsafe_address_is_rejected(folder: str, rule: str) -> None:
     problems = [
         str(problem) for problem in check(Loaded(dataclasses.replace(Config(), checkpoint=options)))
     ]
+
     assert len(problems) == bool(rule)
     assert all(rule in line and "secret" not in line for line in problems)
 
@@ -529,11 +551,13 @@ def test_requests_for_the_markers_of_a_background_save_do_not_grow_with_ranks(ra
         async_save.write_marker(folder, rank, "0123abcd", written[rank])
     async_save.write_marker(folder, 1, "earlier", written[0])
     store.requests = 0
+
     assert (
         async_save.wait_for_markers(folder, range(1, ranks), "0123abcd", lambda: None)
         == written[1:]
     )
     assert store.requests <= 3
+
     left = [path.name for path in folder.list_below()]
     assert len(left) == 1
     assert "_earlier_" in left[0]

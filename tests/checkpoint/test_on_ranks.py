@@ -187,6 +187,7 @@ def test_damaged_newest_checkpoint_is_skipped_with_a_log_line(
     for rank in runs:
         assert rank[f"{name}, any step"].error is None
         assert rank[f"{name}, any step"].losses == rank["good"].losses[2:]
+
     log = (root / name / "logs/rank-0.log").read_text()
     damaged = "step-3 has no manifest.json" if name == "manifest missing" else "rank-00001.bin"
     assert damaged in log
@@ -222,6 +223,7 @@ def test_accepted_change_takes_effect_and_is_recorded_in_later_checkpoints(
         assert rank["precision accepted"].error is None
         assert rank["precision accepted"].scaler["scale"] > 1
         assert rank["freed"].error is None
+
     history = manifest.read(root / "changed/checkpoint/step-5").facts["accepted_changes"]
     assert [(entry["step"], entry["option"], entry["old"], entry["new"]) for entry in history] == [
         (3, "optimizer.lr", 0.01, 0.02),
@@ -248,6 +250,7 @@ def test_export_contains_the_weights_of_the_run(root: Path, runs: list[dict[str,
     weights_file.write(root / "export/checkpoint/step-3", root / "weights.safetensors")
     opened = load_file(root / "weights.safetensors")
     weights = runs[0]["export"].weights
+
     assert sorted(opened) == sorted(weights)
     for name, weight in weights.items():
         assert torch.equal(opened[name], weight.to(torch.bfloat16)), name

@@ -246,8 +246,10 @@ def test_every_state_after_a_power_loss_has_the_old_or_the_new_checkpoint(
         disk.keep_states()
         final = disk.seen
     manager.close()
+
     assert total > 10
     assert len(disk.states) > 100
+
     found_new = 0
     for number, (_, tree) in enumerate(disk.states):
         crashed = tmp_path / f"crash-{number}"
@@ -263,6 +265,7 @@ def test_every_state_after_a_power_loss_has_the_old_or_the_new_checkpoint(
     print(
         f"\n{total} changes of the disk, {len(disk.states)} states, {found_new} with the new checkpoint"
     )
+
     assert 0 < found_new < len(disk.states)
 
 
@@ -278,5 +281,6 @@ def test_save_without_fsync_is_detected(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.undo()
     manager.close()
     build(tmp_path / "crash", last[0])  # the state with the fewest bytes
+
     with pytest.raises(CheckpointError, match=r"step-1 has no manifest\.json"):
         checkpoints(tmp_path / "crash", load_only=True).to_continue()

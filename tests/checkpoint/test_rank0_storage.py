@@ -96,6 +96,7 @@ def test_unshared_disks_are_reported_before_the_first_step(
         assert "\n" not in str(error)
         assert 'checkpoint.storage = "first_node"' in str(error)
         assert "job.dump_folder" in str(error)
+
     assert not [*root.glob("node-0/refused/checkpoint/*"), *root.glob("shared/checkpoint/probe-*")]
 
 
@@ -115,6 +116,7 @@ def test_first_node_stores_the_checkpoints_of_all(
         assert shared_file.read_bytes() == node_file.read_bytes(), (
             "bytes differ from those in a shared folder"
         )
+
     assert not (root / "node-1/run/checkpoint").exists()
 
 

@@ -67,6 +67,7 @@ def test_newest_k_complete_checkpoints_and_all_later_ones_are_kept(
     complete = set(data.draw(st.lists(st.sampled_from(own_steps)))) if own_steps else set()
     deleted = to_delete(own_steps, keep, complete)
     kept_complete = sorted(complete - {*deleted})
+
     assert kept_complete[-keep:] == sorted(complete)[-keep:] if keep else deleted == []
     assert not deleted or len(kept_complete) >= keep
     assert to_delete([step for step in own_steps if step not in deleted], keep, complete) == [], (
@@ -283,7 +284,9 @@ def test_deletion_renames_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     save(manager, 2)
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
     retention.discard(tmp_path / "checkpoint/step-2")
+
     assert manager.steps() == []
+
     names = [path.name for path in (tmp_path / "checkpoint").glob("step-*")]
     assert len(names) == 1
     assert names[0].startswith("step-2.trash-")
@@ -306,11 +309,14 @@ def test_a_save_does_not_wait_until_old_files_are_removed(
     manager = checkpoints(tmp_path, keep_latest_k=2)
     for step in (1, 2, 3, 4):
         save(manager, step)
+
     assert manager.steps() == [3, 4]
     assert not removed
+
     may_remove.set()
     patience.wait_for(lambda: len(removed) == 2, 10)
     manager.close()
+
     assert sorted(name.partition(".")[0] for name in removed) == ["step-1", "step-2"]
 
 
@@ -323,6 +329,7 @@ def test_a_process_without_threads_removes_old_checkpoints_itself(
     (tmp_path / "step-1.trash-0").mkdir()
     monkeypatch.setattr(threading.Thread, "start", refuse)
     retention.Removals().start(tmp_path / "step-1.trash-0")
+
     assert not list(tmp_path.iterdir())
 
 
@@ -365,7 +372,9 @@ def test_leftovers_of_a_dead_writer_are_deleted_immediately_and_others_after_an_
         "step-2.tmp-0123ab",
         "step-6.tmp-0abc01",
     ]
+
     assert sorted(path.name for path in tmp_path.iterdir()) == remaining
+
     retention.sweep(tmp_path, "0123ab", time.time() + 3700, ())
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "best.json",
@@ -384,8 +393,10 @@ def test_manifest_is_read_once_however_many_saves_follow(
     for step in range(1, 9):
         save(manager, step)
     manager.close()
+
     assert manager.steps() == [6, 7, 8]
     assert len(parsed) == len(set(parsed)) <= 8
+
     (tmp_path / "checkpoint/step-8/rank-00000.bin").write_bytes(b"")
     assert not is_complete(tmp_path / "checkpoint/step-8"), (
         "only manifests are cached: file sizes must be checked each time"
@@ -403,5 +414,6 @@ def test_save_checks_only_keep_checkpoints_however_many_are_permanent(tmp_path, 
     retention.delete_old(
         tmp_path, saved=3000, keep=2, forever=10, spare=0, origin="", removals=retention.Removals()
     )
+
     assert checked == ["step-3000", "step-2990"]
     assert len(list(tmp_path.iterdir())) == 300

@@ -133,6 +133,7 @@ def test_random_kills_lose_nothing(
         )
         gained += newest_after_kill > newest
         newest = newest_after_kill
+
     assert gained > (kills * share / 4 if kills == KILLS else 0), (
         "kills must also hit during and between saves, not only before the first one"
     )
@@ -176,4 +177,5 @@ def test_kill_before_each_change_of_the_disk_loses_nothing(
         ranks[0].join(patience.seconds(60))
         assert ranks[0].exitcode == -signal.SIGKILL
         newest = max(newest, assert_nothing_is_lost(root, kill_ranks(ranks, receiver)))
+
     assert newest >= 3

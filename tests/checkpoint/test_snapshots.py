@@ -187,7 +187,9 @@ def test_newest_complete_snapshot_is_restored(
     make_nodes(tmp_path, nodes)
     log_bytes = len((tmp_path / "run/logs/rank-0.log").read_text())
     results = run_ranks(len(nodes), start, tmp_path, nodes, None, {})
+
     assert line in results[0][1][log_bytes:]
+
     for ended, log in results:
         assert ended.error is None and len(ended.losses) == STEPS - expected, log
         if len(nodes) == 3:
@@ -195,7 +197,9 @@ def test_newest_complete_snapshot_is_restored(
             assert_bitwise(ended.weights, undisturbed.weights)
         else:
             assert ended.losses == pytest.approx(undisturbed.losses[expected:], rel=1e-6)
+
     assert not [*(tmp_path / "memory").glob("*/loading-*")]
+
     newest = {record.step for _, record in snapshot_folder.records(tmp_path / "memory" / nodes[0])}
     # step 6 is saved to disk, and the last step too
     assert newest <= {NEWEST - 1, NEWEST}
@@ -213,7 +217,9 @@ def test_batch_size_of_a_snapshot_is_kept_on_fewer_ranks(tmp_path: Path) -> None
     run_ranks(2, start_with_default_batch, tmp_path, "ab", 3)
     shutil.rmtree(tmp_path / "memory/b")
     (ended,) = run_ranks(1, start_with_default_batch, tmp_path, "a", None)
+
     assert ended.error is None and len(ended.losses) == STEPS - 3
+
     log = (tmp_path / "run/logs/rank-0.log").read_text()
     assert "training.global_batch_size=2 is taken from the checkpoint" in log
 
@@ -223,6 +229,7 @@ def test_snapshots_stop_with_one_warning_if_memory_is_short(tmp_path: Path) -> N
     results = run_ranks(2, start, tmp_path, "ab", 4, {"memory": "short", "interval": 100})
     warnings = [line for line in results[0][1].splitlines() if "WARNING" in line]
     (line,) = [line for line in warnings if "snapshot" in line]
+
     assert "checkpoint.snapshot_interval=1: no more snapshots, because they need" in line
     assert "1000 B are free" in line
     assert [*(tmp_path / "memory").glob("*/*/*")] == []
@@ -253,6 +260,7 @@ def test_run_without_a_launcher_is_rejected(tmp_path: Path) -> None:
 def test_each_rank_sends_to_the_next_node(node_of: list[int], targets: list[int | None]) -> None:
     ring = Ring(node_of)
     assert [ring.target(rank) for rank in range(len(node_of))] == targets
+
     for rank, target in enumerate(targets):
         for node in set(node_of):
             nodes_with_file = (
@@ -327,6 +335,7 @@ def test_folder_of_others_is_rejected(tmp_path: Path, planted: str) -> None:
         folder.chmod(0o755)
     elif planted == "file":
         folder.write_text("")
+
     with pytest.raises(ConfigError, match=snapshot_folder.VARIABLE):
         snapshot_folder.of_rank({snapshot_folder.VARIABLE: str(folder)})
 
@@ -336,7 +345,9 @@ def test_record_is_valid_only_for_its_file(tmp_path: Path) -> None:
     for generation in snapshot_folder.GENERATIONS:
         (tmp_path / generation).mkdir()
     snapshot_folder.write_record(tmp_path / "0", record)
+
     assert snapshot_folder.records(tmp_path) == [(0, record)]
+
     path = snapshot_folder._record_path(tmp_path / "0", record.name)
     path.rename(path.with_name("rank-00001.bin.done"))
     assert snapshot_folder.records(tmp_path) == []
@@ -351,7 +362,9 @@ def test_launcher_creates_and_removes_a_private_folder(
         assert folder.parent == tmp_path
         assert snapshot_folder.of_rank(variables) == folder
         assert snapshot_folder.newest_step(variables) == -1
+
     assert not folder.exists()
+
     with snapshot_folder.created(config(tmp_path, snapshot_interval=0), 0) as variables:
         assert variables == {}
     with (

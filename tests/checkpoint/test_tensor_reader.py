@@ -110,6 +110,7 @@ def test_any_box_of_tensors_saved_by_any_mesh_is_read_exactly(data: st.DataObjec
         patch.setattr(files, "PIECE_BYTES", most_bytes)
         patch.setattr(tensor_reader, "MOST_PIECES", most_pieces)
         tensor_reader.read(filled, manifest, Path(name))
+
     for key, tensor in filled.items():
         assert torch.equal(tensor, expected[key].to(tensor.dtype))
 
@@ -170,6 +171,7 @@ def test_at_most_one_piece_is_read_at_a_time(
     monkeypatch.setattr(files, "PIECE_BYTES", 60)
     filled = {"model.experts": torch.zeros_like(saved, dtype=dtype)}
     tensor_reader.read(filled, manifest, tmp_path)
+
     assert torch.equal(filled["model.experts"], saved.to(dtype))
     assert bytes_read == 2 * [56, 56, 28]
     assert sum(bytes_read) == saved.numel() * ITEM_BYTES["float32"]
@@ -182,6 +184,7 @@ def test_pieces_of_16384_files_are_stored_in_arrays(monkeypatch: pytest.MonkeyPa
     manifest = Manifest(1, 16384, "run", "test", (), stored, {})
     filled = {name: torch.empty(16384, 4) for name in stored}
     pieces = tensor_reader._next_pieces(tensor_reader._find(filled, manifest))
+
     assert pieces is not None
     assert len(pieces.files) == 8 * 16384 == tensor_reader.MOST_PIECES
     assert sum(column.nbytes for column in pieces[:5]) == 40 * len(pieces.files)

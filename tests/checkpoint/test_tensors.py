@@ -64,6 +64,7 @@ def test_only_one_file_is_open_at_a_time(
     monkeypatch.setattr(tensor_reader, "MOST_PIECES", most)
     filled = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
     tensor_reader.read(filled, manifest, tmp_path)
+
     assert all(torch.equal(filled[name], saved[name]) for name in saved)
     assert len(opened) == len(closed) == (FILES if most == 2 * FILES else 2 * FILES)
 
@@ -89,6 +90,7 @@ def test_adjacent_pieces_are_read_together(
         filled["model.a"] = filled["model.a"].T.contiguous().T
         tensor_reader.read(filled, manifest, tmp_path)
         assert all(torch.equal(filled[name], saved[name].to(dtype)) for name in saved)
+
     # With 16 bytes, the reader reads one row at a time.
     assert buffers_per_read == 3 * ([2] * FILES if most_bytes >= 40 else [1] * 3 * FILES)
 
@@ -97,6 +99,7 @@ def test_truncated_file_is_rejected(tmp_path: Path) -> None:
     manifest, saved = write_checkpoint(tmp_path)
     last = tmp_path / manifest.files[-1].name
     last.write_bytes(last.read_bytes()[:-1])
+
     with pytest.raises(CheckpointError, match="became shorter"):
         tensor_reader.read(
             {name: torch.zeros_like(tensor) for name, tensor in saved.items()}, manifest, tmp_path
@@ -128,7 +131,9 @@ def test_damage_check_reads_each_byte_once_over_all_ranks(tmp_path: Path) -> Non
     by_rank = run_ranks(3, read_by_check, tmp_path)
     # No file is read by two ranks.
     assert sum(len(read) for read in by_rank) == FILES
+
     together = {name: count for read in by_rank for name, count in read.items()}
     assert together == {file.name: file.bytes for file in manifest.files}
+
     shares = [sum(read.values()) for read in by_rank]
     assert max(shares) - min(shares) <= max(file.bytes for file in manifest.files)

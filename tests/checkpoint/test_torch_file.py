@@ -64,6 +64,7 @@ def test_weights_in_any_layout_of_torch_save_are_imported(
         }
     torch.save(saved, tmp_path / "old.pt")
     out = tmp_path / "ours"
+
     assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "old.pt"), str(out), *words()]) == 0
     assert (
         cli.main(
@@ -78,12 +79,14 @@ def test_weights_in_any_layout_of_torch_save_are_imported(
         )
         == 0
     )
+
     capsys.readouterr()
     # the step differs
     assert cli.main(["checkpoint", "diff", str(out), str(tmp_path / "same")]) in (
         0,
         1,
     )
+
     output = capsys.readouterr().out
     assert ": equal" in output
     assert "0 of 21 tensors differ" in output
@@ -104,7 +107,9 @@ def test_hostile_file_runs_no_code_and_is_rejected_in_one_line(
         torch.save(table, file)
     else:
         file.write_bytes(b"text" if name == "text" else bombs(canary)[name])
+
     assert cli.main(["checkpoint", "from-dcp", str(file), str(tmp_path / "out"), *words()]) == 5
+
     error = capfd.readouterr().err
     assert len(error.strip().splitlines()) == 1
     assert "checkpoint.pt" in error

@@ -16,6 +16,7 @@ def test_step_counts_samples_tokens_and_applied_updates() -> None:
         state.advance(
             samples_consumed=8 * (step + 1), tokens=500, row_hashes=2**62, applied=applied
         )
+
     assert state == TrainState(
         step=5,
         updates=2,
@@ -32,6 +33,7 @@ def test_only_consecutive_skips_are_counted() -> None:
     for applied in (False, False, True, False):
         state.advance(1, 1, 0, applied)
         skips.append(state.nonfinite_skips)
+
     assert skips == [1, 2, 0, 1]
 
 
@@ -55,7 +57,9 @@ def test_missing_counter_is_rejected_and_unknown_ones_are_ignored() -> None:
     values = TrainState(3, 3, 3, 3, 0).to_dict()
     state = TrainState()
     state.load({**values, "of a later version": 1})
+
     assert state.step == 3
+
     del values["tokens_seen"]
     with pytest.raises(CheckpointError, match="tokens_seen=None"):
         state.load(values)

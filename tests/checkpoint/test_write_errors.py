@@ -80,9 +80,11 @@ def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(
         faults = Faults(patch)
         save_to_the_end(manager, 3)  # this save also deletes step 1, so it makes every kind of call
         calls = dict(faults.counts)
+
     assert (
         calls["write"] >= 2 and calls["fsync"] >= 4 and calls["rename"] >= 1 and calls["mkdir"] == 1
     ), calls
+
     step = 3
     failed_saves = 0
     for name, count in calls.items():
@@ -201,6 +203,7 @@ def test_save_without_enough_free_space_does_not_begin(
     monkeypatch.setattr(files, "free_bytes", lambda _: 100)
     created: list[Any] = []
     monkeypatch.setattr(Path, "mkdir", lambda *a, **_: created.append(a))
+
     with pytest.raises(
         StorageError, match=r"100 bytes are free and \d+ are needed; nothing was changed"
     ):
@@ -215,7 +218,9 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
     manager = checkpoints(tmp_path)
     save(manager, 1)
+
     assert_is_of_its_step(tmp_path / "checkpoint/step-1")
+
     shutil.rmtree(tmp_path)
 
 
@@ -251,4 +256,5 @@ def test_files_are_synced_before_the_checkpoint_is_renamed(
         "rename",
         "fsync checkpoint",
     ]
+
     assert order[: len(expected)] == expected

@@ -59,9 +59,11 @@ def test_a_model_survives_a_round_trip_through_layer_files(
         for s in range(shards)
     }
     expected |= {f"mp_rank_{s:02d}_model_states.pt" for s in range(shards)}
+
     assert {path.name for path in (folder / STEP).iterdir()} == expected
     assert (folder / "latest").read_text() == STEP
     assert cli.main(["export", str(folder), "--to", str(tmp_path / "back"), "--check=weights"]) == 0
+
     same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
 
 
@@ -96,6 +98,7 @@ def test_layer_files_match_fmengine_s_format(good_folder: Path) -> None:
                     full = full.chunk(2, 1)[shard]
                 assert torch.equal(part, full)
     state = torch.load(good_folder / STEP / "mp_rank_01_model_states.pt", weights_only=True)
+
     assert (state["mp_world_size"], state["global_steps"], state["module"]) == (2, 1, None)
 
 
@@ -136,6 +139,7 @@ def test_files_as_fmengine_writes_them_are_read(good_folder: Path, tmp_path: Pat
             {n: t[:VOCABULARY] for n, t in imported.items()},
             {n: t[:VOCABULARY] for n, t in hf.items()},
         )
+
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "global_step5", "global_step5-hf", "latest", "latest-hf", "trained",
     ]  # fmt: skip
@@ -158,7 +162,9 @@ def test_adapters_of_a_step_become_a_peft_folder(tmp_path: Path) -> None:
         str(tmp_path / "out"),
         "--adapter",
     ]
+
     assert cli.main([*arguments, "--lora_alpha", "16"]) == 0
+
     from safetensors.torch import load_file
 
     adapters = load_file(str(tmp_path / "out/adapter_model.safetensors"))
@@ -167,6 +173,7 @@ def test_adapters_of_a_step_become_a_peft_folder(tmp_path: Path) -> None:
     assert all(
         torch.equal(adapters[f"{prefix}{name}.weight"], tensor) for name, tensor in parts.items()
     )
+
     import peft
     from hub_folders import build
 
@@ -174,6 +181,7 @@ def test_adapters_of_a_step_become_a_peft_folder(tmp_path: Path) -> None:
         build("llama2", num_hidden_layers=1), str(tmp_path / "out")
     )
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
+
     assert layer.scaling["default"] == 4.0
     assert torch.equal(layer.lora_A["default"].weight, parts["self_attn.q_proj.lora_A"])
 
@@ -262,6 +270,7 @@ def test_a_hostile_file_runs_nothing_and_is_one_line(
         assert len(error.strip().splitlines()) == 1
         assert "layer_01-model_00" in error
         assert "\x1b" not in error
+
     assert [path.name for path in tmp_path.iterdir()] == ["fm"]
 
 
@@ -329,6 +338,7 @@ def test_missing_and_surplus_tensors_are_named_without_writing(
         assert message in error
         assert len(error.strip().splitlines()) == 1
         assert ".tmp-" not in error, "the message must name the user's folder"
+
     assert [path.name for path in tmp_path.iterdir()] == ["fm"]
 
 
@@ -350,6 +360,7 @@ def test_an_indivisible_model_is_rejected_with_a_fix(
         ]
         assert cli.main(arguments) == 2
         assert message in capfd.readouterr().err
+
     assert list(tmp_path.iterdir()) == []
 
 
@@ -358,7 +369,9 @@ def test_without_latest_the_newest_step_is_read(good_folder: Path, tmp_path: Pat
     shutil.copytree(good_folder, folder)
     shutil.copytree(folder / STEP, folder / "global_step12")
     (folder / "latest").unlink()
+
     assert step_of(folder).name == "global_step12"
+
     (folder / "latest").write_text("../" * 300)
     with pytest.raises(CheckpointError, match="latest names"):
         LayerWeights(folder)

@@ -48,4 +48,5 @@ def test_the_engine_passes_its_checks_in_verl(checks):
         text=True,
         timeout=patience.seconds(380),
     )
+
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -156,6 +156,7 @@ def test_torchtitan_2025_02(
         steps,
     )
     assert (c.lr_scheduler.name, c.lr_scheduler.warmup_steps) == ("linear_linear", warmup)
+
     p = c.parallelism
     assert (
         p.data_parallel_replicate_degree,
@@ -170,6 +171,7 @@ def test_torchtitan_2025_02(
     assert (c.compile.enable, c.activation_checkpoint.mode) == (large, mode)
     assert (c.checkpoint.enable, c.checkpoint.last_save_model_only) == (enable, False)
     assert c.checkpoint.folder == ("/checkpoints" if enable else "checkpoint")
+
     float8 = c.quantize.linear.float8
     assert float8.enable_fsdp_float8_all_gather is large
     assert float8.precompute_float8_dynamic_scale_for_fsdp is large
@@ -285,10 +287,12 @@ def test_the_command_line_takes_old_names_and_beats_the_file(tmp_path: Path) -> 
     loaded = read(
         tmp_path, text, "--training.compile", "--training.local_batch_size=5", "--training.steps=40"
     )
+
     assert values(
         loaded, "compile.enable", "training.local_batch_size", "lr_scheduler.warmup_steps"
     ) == (True, 5, 20)
     assert loaded.origins["compile.enable"] == "command line"
+
     loaded = read(
         tmp_path,
         "[training]\nlocal_batch_size = 3\n",
@@ -296,6 +300,7 @@ def test_the_command_line_takes_old_names_and_beats_the_file(tmp_path: Path) -> 
         "6",
         "--job.no_print_args",
     )
+
     assert values(loaded, "training.local_batch_size", "job.print_config") == (6, False)
 
 
@@ -304,6 +309,7 @@ def test_options_without_a_counterpart_are_reported_as_ignored(tmp_path: Path) -
         tmp_path,
         "[job]\nuse_for_integration_test = true\n[experimental]\nenable_compiled_autograd = true\n",
     )
+
     assert len(loaded.notices) == 2
     assert all(" is ignored: " in notice for notice in loaded.notices)
 
@@ -423,6 +429,7 @@ def test_transformers_modeling_backend_is_a_model_of_transformers(tmp_path: Path
     model = "[model]\nname = 'transformers_modeling_backend'\nflavor = 'full'\n"
     model += "[hf_transformers]\nmodel = 'Qwen/Qwen3-4B'"
     loaded = read(tmp_path, model)
+
     assert loaded.config.model.name == "transformers"
     assert any("hf_assets_path" in notice for notice in loaded.notices)
 
@@ -454,6 +461,7 @@ def test_ineffective_options_are_reported(tmp_path: Path) -> None:
         assert check(loaded) == []
         assert any(option in note and "without effect" in note for note in notes(loaded))
     forgotten = read(tmp_path, "[checkpoint]\ninitial_load_path = 'x'")
+
     assert [problem.option for problem in check(forgotten)] == ["checkpoint.initial_load_path"]
 
 
@@ -546,6 +554,7 @@ def test_files_of_other_systems_have_no_note_about_torchtitan_s_angles(tmp_path)
     loaded = load_settings(
         migration.settings, ["--model.name", "llama3", "--model.flavor", "8B"], follow=False
     )
+
     assert migration.entries
     assert angles(dataclasses.replace(loaded, renames=tuple(map(str, migration.entries)))) == ""
 
@@ -556,6 +565,7 @@ def test_a_notice_of_a_rename_is_not_a_warning(tmp_path):
     loaded = read(tmp_path, text)
     assert len(loaded.notices) == 3
     assert loaded.renames == loaded.notices
+
     mask = "[model]\nname = 'llama3'\nflavor = '8B_flex'\n"
     for changed in (mask, "[model]\nattn_mask_type = 'block_causal'\n"):
         loaded = read(tmp_path, changed)
@@ -563,6 +573,7 @@ def test_a_notice_of_a_rename_is_not_a_warning(tmp_path):
         assert len(warnings) == 1
         assert "positions restart in each" in warnings[0]
     loaded = read(tmp_path, "[training]\nbatch_size = 2\nlocal_batch_size = 2\n")
+
     assert [
         "too, as here" in notice for notice in loaded.notices if notice not in loaded.renames
     ] == [True]

@@ -82,6 +82,7 @@ def test_changed_files_versions_and_code_are_named(tmp_path):
     path = write(tmp_path / "c.json", *options, code_sha256="0", versions={"torch": "1.0"})
     rows.write_text('{"text": "two"}\n')
     found = "\n".join(state(path, *options).changes)
+
     assert "training.dataset_path: the file or folder has other contents" in found
     assert 'version of torch: "1.0" -> ' in found
     assert "the code of shardtrain has changed" in found
@@ -156,6 +157,7 @@ def test_a_check_does_not_import_torch(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
+
     assert result.stdout.splitlines()[1:] == ["0", "False"], result
 
 
@@ -166,6 +168,7 @@ def test_exit_status_and_json_of_a_check(tmp_path, capsys):
     assert cli.main(["verify", "--check", path, "--optimizer.lr", "1"]) == 4
     assert "optimizer.lr: 0.0008 -> 1.0" in capsys.readouterr().out
     assert cli.main(["verify", "--check", path, "--json", "--optimizer.lr", "1"]) == 4
+
     answer = json.loads(capsys.readouterr().out)
     assert answer["changes"] == ["optimizer.lr: 0.0008 -> 1.0"]
     assert answer["exit_code"] == 4
@@ -175,9 +178,11 @@ def test_exit_status_and_json_of_a_check(tmp_path, capsys):
 def test_a_certificate_that_cannot_be_written_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match="is a folder"):
         certificate.require_writable(str(tmp_path), "--certificate")
+
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is not a folder that you can write to"):
         certificate.require_writable(str(tmp_path / "file" / "c.json"), "--certificate")
+
     certificate.require_writable(str(tmp_path / "new" / "c.json"), "--certificate")
     assert not (tmp_path / "new").exists()
 

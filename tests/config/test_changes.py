@@ -60,6 +60,7 @@ def test_a_change_is_detected_exactly_if_it_matters(option: str) -> None:
         config, training=dataclasses.replace(config.training, global_batch_size=64)
     )
     wanted = [option] if option in COMPARED else []
+
     assert differing(config, changed(config, option)) == wanted
     assert differing(config, config) == []
 
@@ -69,9 +70,11 @@ def test_another_mesh_with_the_same_batch_is_the_same_run() -> None:
     fixed = changed(Config(), "training.global_batch_size")
     assert differing(fixed, fixed, ranks=(2, 4)) == []
     assert differing(of_mesh, of_mesh, ranks=(2, 4)) == ["training.global_batch_size"]
+
     halved = dataclasses.replace(
         of_mesh, training=dataclasses.replace(of_mesh.training, local_batch_size=4)
     )
+
     assert differing(of_mesh, halved, ranks=(2, 4)) == []
 
 
@@ -98,16 +101,19 @@ def test_writing_out_a_default_is_not_a_change() -> None:
     assert differing(
         plain, dataclasses.replace(plain, lr_scheduler=LRScheduler(total_steps=61))
     ) == ["lr_scheduler.total_steps"]
+
     longer = dataclasses.replace(schedule, training=Training(steps=90))
     assert differing(plain, longer) == []  # the schedule of the original run continues
     assert differing(plain, dataclasses.replace(plain, training=Training(steps=90))) == [
         "training.steps"
     ]
+
     facts = read_model_file(plain.model.name)
     sizes = shape(facts, plain.model.flavor, plain.model.overrides)
     explicit = dataclasses.replace(
         plain, model=Model(overrides={"num_layers": 2, "vocab_size": sizes["vocab_size"]})
     )
+
     assert differing(plain, explicit) == [] == differing(explicit, plain)
     assert differing(
         plain, dataclasses.replace(plain, model=Model(overrides={"num_layers": 3}))
@@ -123,7 +129,9 @@ def test_infinite_numbers_and_hostile_records_stay_one_line_of_json() -> None:
     config = dataclasses.replace(
         Config(), training=dataclasses.replace(Config().training, max_norm=float("inf"))
     )
+
     assert differing(config, config) == []
+
     hostile = {"optimizer.lr": "\n\x1b[31m" + "x" * 9999, "training.max_norm": {"a": [None]}}
     for change in changes.find(hostile, Config(), 1):
         assert str(change).isprintable()
@@ -140,10 +148,13 @@ def problems(*options: str) -> list[str]:
 
 def test_only_acceptable_changes_can_be_listed() -> None:
     assert problems("optimizer.lr", "training.max_norm") == problems("all") == []
+
     (problem,) = problems("optimizer.lrr")
     assert 'did you mean "optimizer.lr"?' in problem
     assert "is not an option" in problem
+
     (problem,) = problems("metrics.log_freq")
     assert "may be changed freely" in problem
+
     (problem,) = problems("debug.seed")
     assert 'exclude_from_loading = ["dataloader"]' in problem

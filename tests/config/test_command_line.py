@@ -14,6 +14,7 @@ def test_options_of_the_verb_are_extracted_from_the_arguments() -> None:
         {"--output": VerbOption(), "--n": VerbOption(number_of())},
         ["--flag"],
     )
+
     assert taken.configuration() == ("run.toml", ("--a.b", "1", "2"))
     assert taken.verb_options == {"--output": "o", "--n": 1000, "--flag": True}
     assert take(["--x.y", "1", "-h"], {}).help
@@ -26,6 +27,7 @@ def test_a_list_ends_at_the_next_option_and_may_be_repeated() -> None:
         {"--mesh": mesh},
         ["--json"],
     )
+
     assert taken.verb_options == {"--mesh": ["tp=2", "pp=2", "cp=2"], "--json": True}
     assert taken.rest == (
         "--a.b",

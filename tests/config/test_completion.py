@@ -46,8 +46,10 @@ def test_bash_offers_verbs_options_presets_and_values() -> None:
     assert completed("shardtrain", "tr") == {"train"}
     assert completed("shardtrain", "re") == {"report", "replay"}
     assert "llama3_8b" in completed("shardtrain", "train", "llama3")
+
     steps = completed("shardtrain", "train", "--training.ste")
     assert steps == {f"--{name}" for name in options() if name.startswith("training.ste")} != set()
+
     modes = {"selective", "full", "memory_budget", "none"}
     assert completed("shardtrain", "train", "--activation_checkpoint.mode", "") == modes
     assert completed("shardtrain", "train", "--activation_checkpoint.mode=") == modes
@@ -59,7 +61,9 @@ def test_bash_offers_unusual_file_names_unchanged(tmp_path: Path) -> None:
     names = {"my run.toml", "my * run.toml", "my$(touch run).toml", "my`touch run`.toml", "myrun"}
     for name in names:
         (tmp_path / name).touch()
+
     assert completed("shardtrain", "plan", "my", folder=tmp_path) == names
+
     with_space = {"my run.toml", "my * run.toml"}
     assert completed("shardtrain", "config", "check", r"my\ ", folder=tmp_path) == with_space
     assert {path.name for path in tmp_path.iterdir()} == names
@@ -68,9 +72,11 @@ def test_bash_offers_unusual_file_names_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shell", completion.SHELLS)
 def test_each_shell_accepts_its_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(("completion", shell)) == 0
+
     script = capsys.readouterr().out
     assert all(verb in script for verb in VERBS)
     assert "training.steps" in script
+
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=patience.seconds(60))

@@ -76,6 +76,7 @@ def test_values_and_origins_come_from_file_and_command_line(tmp_path: Path, modu
         run, ["--reward.kind", "last", "--reward.names", "p", "q", "--reward.weights.b=4"]
     )
     reward = loaded.config.reward
+
     assert (reward.scale, reward.kind, reward.names) == (2.0, "last", ["p", "q"])
     assert reward.weights == {"a": 3.0, "b": 4.0}
     assert loaded.config.optimizer.trust == 1.0
@@ -118,6 +119,7 @@ def test_saved_configuration_loads_to_an_equal_one(tmp_path: Path, module: str) 
     ).config
     saved = tmp_path / "saved.toml"
     saved.write_text(resolved_toml(config))
+
     assert "[reward]" in saved.read_text()
     assert load(saved).config == config
 
@@ -160,6 +162,7 @@ def test_changed_value_on_resume_is_an_error_that_can_be_accepted(module: str) -
         None, [*arguments, "--reward.scale", "2", "--checkpoint.accept_changes", "reward.scale"]
     )
     (change,) = changes.find(saved, loaded.config, 1)
+
     assert (change.option, change.kind) == ("reward.scale", "error")
     assert not list(changes.check_accepted(loaded))
 
@@ -197,6 +200,7 @@ def test_invalid_file_is_one_line(tmp_path: Path, text: str) -> None:
     module = write(tmp_path, text)
     with pytest.raises(ConfigError) as error:
         load(None, ["--job.custom_config_module", module])
+
     message = str(error.value)
     assert INVALID[text] in message
     assert "\n" not in message

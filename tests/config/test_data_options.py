@@ -62,6 +62,7 @@ def test_tables_of_a_file_become_dataclasses_with_a_line_for_each_key(tmp_path: 
     loaded = read(tmp_path, TEXT)
     assert loaded.config.data == Data(sources=SOURCES, stages=STAGES)
     assert isinstance(loaded.config.data.sources["web"].weight, float)
+
     lines = {
         "data.sources": 1,
         "data.sources.web": 1,
@@ -77,6 +78,7 @@ def test_tables_of_a_file_become_dataclasses_with_a_line_for_each_key(tmp_path: 
         "data.stages.1.weights": 12,
         "data.stages.1.weights.web": 13,
     }
+
     assert {name: loaded.origins[name] for name in lines} == {
         name: f"run.toml:{line}" for name, line in lines.items()
     }
@@ -106,6 +108,7 @@ def test_the_entries_of_an_array_of_tables_have_separate_lines() -> None:
     lines = key_lines(
         "[[a]]\nx = 1\n[a.b]\ny = 1\n[[a]]\nx = 2\n[[a.c]]\nz = 1\n[[a.c]]\nz = 2\n[d]\ne = [\n{f = 1},\n{f = 2}]\n"
     )
+
     assert lines[("a", "0", "x")] == 2
     assert lines[("a", "0", "b", "y")] == 4
     assert lines[("a", "1", "x")] == 6
@@ -124,6 +127,7 @@ def test_arguments_change_add_and_replace_entries(tmp_path: Path) -> None:
     )
     sources = loaded.config.data.sources
     stages = loaded.config.data.stages
+
     assert sources["web"] == DataSource(dataset_path="web.jsonl", weight=0.3)
     assert sources["my-code"] == DataSource("text", "code", epochs=2, text_field="body")
     assert sources["new"] == DataSource("tsv")
@@ -144,6 +148,7 @@ def test_a_table_argument_is_merged_and_a_list_replaces_the_old_one(tmp_path: Pa
         "[{weights = {x = 1}}]",
     ]
     data = read(tmp_path, TEXT, arguments).config.data
+
     assert data.sources == {
         **SOURCES,
         "web": DataSource(dataset_path="web.jsonl", weight=5.0),
@@ -453,6 +458,7 @@ def test_all_problems_of_a_mixture_are_reported_together(tmp_path: Path) -> None
     text = "[data.sources.a]\ndataset = 'x'\nweight = -1\n[data.sources.b]\nepochs = 0\n"
     text += "[[data.stages]]\nweights.c = 1\n"
     options = {problem.option for problem in check(read(tmp_path, text))}
+
     assert options == {
         "data.sources.a.dataset",
         "data.sources.b.dataset_path",
@@ -530,6 +536,7 @@ def test_paths_of_all_sources_must_exist_and_patterns_match(tmp_path: Path) -> N
     )
     problems = {problem.option: str(problem) for problem in machine_notes(read(tmp_path, text))}
     named = ("data.sources.b", "data.sources.d", "validation")
+
     assert list(problems) == [*(f"{name}.dataset_path" for name in named), "data.chat_template"]
     assert "matches no file" in problems["data.sources.b.dataset_path"]
     assert problems["validation.dataset_path"].startswith("run.toml:14: ")
@@ -543,6 +550,7 @@ def test_show_and_the_resolved_file_hold_every_field_of_every_entry(tmp_path: Pa
     assert "weight = 3.0  # run.toml:3\n" in text
     assert text.count("[[data.stages]]") == 2
     assert "until_tokens = 1000000  # run.toml:9" in text
+
     (tmp_path / "again.toml").write_text(resolved_toml(loaded.config))
     assert load(tmp_path / "again.toml").config == loaded.config
     assert "[data.sources]" in resolved_toml(Config())
@@ -580,4 +588,5 @@ def test_the_data_options_are_read_without_torch() -> None:
         timeout=patience.seconds(60),
         check=True,
     )
+
     assert result.stdout.strip() == "[]"

@@ -78,6 +78,7 @@ def test_the_choice_of_the_nearest_flavor_does_not_change_the_model(
     described = describe(write(config_of(family), tmp_path / "hf"))
     neighbours = [(name, flavor) for name, flavor in FLAVORS if HUBS[name] is described.hub]
     assert neighbours
+
     for name, flavor in neighbours:
         overrides = describe_folder.overrides_of(described.hub, name, flavor, described.values)
         built = dataclasses.asdict(models.shape_of(models.find(name), flavor, overrides, "rmsnorm"))
@@ -96,9 +97,11 @@ def test_a_sigmoid_router_is_kept_with_a_softmax_flavor(tmp_path: Path) -> None:
     assert (described.name, described.flavor) == ("deepseek_v3", "16B"), (
         "expected the neighbouring flavor"
     )
+
     config = models.shape_of(
         models.find(described.name), described.flavor, described.overrides, "rmsnorm"
     )
+
     assert (config.score_func, config.group_top_k, config.load_balance_coeff) == (
         "sigmoid",
         2,
@@ -134,6 +137,7 @@ def test_fields_reported_as_unused_change_no_logit(family: str, tmp_path: Path) 
             torch.nn.init.normal_(parameter, std=0.1)
         with torch.no_grad():
             pair.append(model(torch.arange(40).reshape(1, -1), torch.arange(40).reshape(1, -1)))
+
     assert torch.equal(*pair)
 
 
@@ -150,6 +154,7 @@ def test_a_reader_knows_every_key_of_the_class_in_transformers(name: str) -> Non
     values = {**dict.fromkeys(keys), **hub.defaults}
     fields = Fields(values, "config.json", hub.defaults)
     hub.read(fields)
+
     assert fields.notices(hub.architecture) == ()
 
 
@@ -241,9 +246,11 @@ def test_an_import_compares_logits_and_reports_the_difference(
 ) -> None:
     folder = save(build("llama3"), tmp_path / "hf")
     assert main(["import", str(folder), "--to", str(tmp_path / "a")]) == 0
+
     captured = capsys.readouterr()
     assert "transformers returns the same logits: largest error" in captured.out
     assert "Loading weights" not in captured.err
+
     read = importing.recognise
 
     def wrong(*arguments: Any) -> Any:
@@ -256,8 +263,10 @@ def test_an_import_compares_logits_and_reports_the_difference(
     assert main(["import", str(folder), "--to", str(tmp_path / "b")]) != 0
     assert "transformers' logits differ by" in capsys.readouterr().err
     assert main(["import", str(folder), "--to", str(tmp_path / "c"), "--check", "weights"]) == 0
+
     monkeypatch.setattr(
         "shardtrain.hf.logits.why_not", lambda _: "two float32 copies require too much"
     )
+
     assert main(["import", str(folder), "--to", str(tmp_path / "d")]) == 0
     assert "logits were not compared: two float32 copies" in capsys.readouterr().out

@@ -132,6 +132,7 @@ def test_most_fixes_can_be_applied() -> None:
         for problem in find("debug", {name: value})
     ]
     named = [problem for problem, command_line in reported if list(fixed(problem, command_line))]
+
     assert len(named) > 60
     assert len(named) / len(reported) > 0.7
 

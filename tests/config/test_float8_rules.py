@@ -100,6 +100,7 @@ def test_an_unknown_optimizer_is_the_only_problem_of_early_steps():
         "--training.max_norm=inf",
         "--optimizer.name=SGD",
     ]
+
     assert problems(*arguments).count("optimizer.") == problems("--optimizer.name=SGD").count(
         "optimizer."
     )
@@ -121,6 +122,7 @@ def test_mx_on_a_cpu_is_rejected_with_a_fix():
     )
     assert 'quantize.linear.mx.recipe_name = "mxfp8_emulated"' in str(problem)
     assert len(str(problem).splitlines()) == 1
+
     (problem,) = machine_notes(load("debug", MX[:1]), 1, "xpu", 1)
     assert "which xpu does not support" in str(problem)
     assert (
@@ -165,6 +167,7 @@ def test_ineffective_and_mesh_dependent_mx_options_are_reported(arguments, messa
     reported = [
         note for note in notes(load("debug", [*MX, *arguments])) if "mx." in note or "MX" in note
     ]
+
     assert message in "".join(reported)
     assert bool(reported) == bool(message)
 
@@ -178,6 +181,7 @@ def test_an_update_in_backward_and_accumulation_exclude_each_other():
     (problem,) = machine_notes(
         load("debug", [*arguments, "--training.local_batch_size=8"]), 2, "cpu", 0
     )
+
     assert "is more than one pass of 2 data-parallel ranks" in str(problem)
     assert (
         machine_notes(load("debug", [*arguments, "--training.local_batch_size=32"]), 2, "cpu", 0)

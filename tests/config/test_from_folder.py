@@ -70,6 +70,7 @@ def test_a_folder_used_for_sizes_may_have_another_tokenizer(folder: Path, tmp_pa
         for problem in check(at(folder, *arguments))
         if "model.hf_assets_path" in str(problem)
     ]
+
     (tmp_path / "empty").mkdir()
     problems = [str(problem) for problem in check(at(tmp_path / "empty", *arguments))]
     assert any("has no effect with model.tokenizer_path" in line for line in problems)
@@ -80,6 +81,7 @@ def test_options_of_the_user_override_the_folder(folder: Path) -> None:
     assert loaded.config.model.overrides["num_layers"] == 1
     assert loaded.config.model.overrides["dim"] == 64
     assert loaded.origins["model.overrides.num_layers"] == "command line"
+
     named = at(folder, "--model.flavor", "debugmodel").config.model
     assert (named.name, named.flavor, dict(named.overrides)) == ("llama3", "debugmodel", {})
 
@@ -90,6 +92,7 @@ def test_an_unsupported_architecture_uses_transformers(tmp_path: Path) -> None:
         loaded = at(folder, *arguments)
         assert loaded.config.model.name == "transformers"
         assert loaded.config.model.overrides == {"path": str(folder)}
+
     assert "model_type='gpt2' is not one of" in at(folder).notices[0]
 
 
@@ -165,4 +168,5 @@ def test_no_torch_is_imported_for_it(folder: Path) -> None:
         timeout=patience.seconds(60),
         check=True,
     )
+
     assert result.stdout.strip() == "False"

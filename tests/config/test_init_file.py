@@ -17,14 +17,18 @@ from shardtrain.config import init_file, load, presets
 def test_the_file_is_the_configuration_of_the_preset(preset: str, tmp_path: Path) -> None:
     path = tmp_path / "new" / "run.toml"
     assert cli.main(["init", str(path), preset, "--training.steps", "77"]) == 0
+
     written = config.load(path, [])
     meant = config.load(presets.FOLDER / f"{preset}.toml", ["--training.steps", "77"])
     assert written.config == meant.config
+
     lines = path.read_text().splitlines()
     assert max(map(len, lines)) <= 120
+
     for number, line in enumerate(lines):  # each option has a comment line
         if " = " in line and not line.startswith("#"):
             assert lines[number - 1].startswith("#") or "." in line.partition(" = ")[0], line
+
     for name in init_file.FIRST:
         assert any(name.rpartition(".")[2] in line for line in lines)
 
@@ -39,10 +43,12 @@ def test_given_options_are_written_and_the_next_commands_printed(
         )
         == 0
     )
+
     table = tomllib.loads(Path("mine.toml").read_text())
     assert table["training"]["dataset_path"] == "a.txt"
     assert table["model"]["flavor"] == "2.6M"
     assert "shardtrain train mine.toml" in capsys.readouterr().out
+
     Path("a.txt").write_text("words " * 400_000)
     assert cli.main(["config", "check", "mine.toml"]) == 0
 
@@ -63,6 +69,7 @@ def test_a_wrong_argument_is_one_line_and_writes_nothing(
     monkeypatch.chdir(tmp_path)
     Path("there.toml").write_text("")
     assert cli.main(["init", *arguments]) == 2
+
     error = capsys.readouterr().err
     assert message in error
     assert len(error.strip().splitlines()) == 1
@@ -75,14 +82,17 @@ def test_an_existing_schema_is_kept_if_equal_or_replaced_with_a_note(
     monkeypatch.chdir(tmp_path)
     schema = Path("shardtrain.schema.json")
     assert cli.main(["init", "first.toml"]) == 0
+
     written = schema.read_text()
     stamp = schema.stat()
     assert "replaced" not in capsys.readouterr().err
     assert cli.main(["init", "second.toml"]) == 0
     assert schema.stat() == stamp
     assert "replaced" not in capsys.readouterr().err
+
     schema.write_text("{}")
     assert cli.main(["init", "third.toml"]) == 0
+
     note = "note: replaced shardtrain.schema.json, which was not the schema of this version\n"
     assert schema.read_text() == written
     assert capsys.readouterr().err == note
@@ -92,7 +102,9 @@ def test_an_interactive_user_is_prompted(tmp_path: Path, capsys, monkeypatch) ->
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     answers = iter(["llama3_8b", "corpus/*.jsonl", "", "500"])
+
     assert init_file.main([str(tmp_path / "a.toml")], lambda question: next(answers)) == 0
+
     written_config = config.load(tmp_path / "a.toml", []).config
     assert (
         written_config.training.dataset,
@@ -112,11 +124,13 @@ def test_the_next_commands_can_be_pasted_for_any_file_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "my run's.toml", "debug"]) == 0
+
     commands = [
         shlex.split(line)
         for line in capsys.readouterr().out.splitlines()
         if line.startswith("  shardtrain ")
     ]
+
     assert len(commands) == 3
     assert all(command[-1] == "my run's.toml" for command in commands)
 
@@ -161,11 +175,14 @@ def test_a_hugging_face_folder_replaces_the_model_of_the_preset(
     monkeypatch.chdir(tmp_path)
     folder = write_model_folder(tmp_path / "folder", **config)
     arguments = [folder if option == "FOLDER" else option for option in options]
+
     assert cli.main(["init", "tuned.toml", "debug", *arguments]) == 0
+
     table = tomllib.loads(Path("tuned.toml").read_text())
     assert table["model"] == {"name": name, "flavor": "from_folder", "hf_assets_path": folder}
     assert "sample_prompt" not in table["metrics"]
     assert "description" not in table["job"]
+
     model = load("tuned.toml").config.model
     assert model.name == name
     assert name == "transformers" or model.overrides["dim"] == 64
@@ -184,10 +201,13 @@ def test_a_named_flavor_and_a_folder_with_only_a_tokenizer_keep_the_model(
         "--metrics.sample_prompt",
         "Once",
     ]
+
     assert cli.main(["init", "named.toml", "debug", *options]) == 0
+
     named = tomllib.loads(Path("named.toml").read_text())
     assert named["model"]["name"] == "llama3"
     assert named["metrics"]["sample_prompt"] == "Once"
+
     (tmp_path / "tokenizer").mkdir()
     assert cli.main(["init", "tokenizer.toml", "debug", "--model.hf_assets_path", "tokenizer"]) == 0
     assert tomllib.loads(Path("tokenizer.toml").read_text())["model"]["flavor"] == "2.6M"

@@ -23,6 +23,7 @@ def test_command_line_beats_file_beats_default(tmp_path: Path) -> None:
     file = write(tmp_path, "[training]\nsteps = 50\nseq_len = 64\nlocal_batch_size = 2\n")
     loaded = load(file, ["--training.seq_len", "128"])
     training = loaded.config.training
+
     assert (training.steps, training.seq_len, training.local_batch_size) == (50, 128, 2)
     assert training.max_norm == Config().training.max_norm
     assert loaded.config.optimizer == Config().optimizer
@@ -71,6 +72,7 @@ def test_a_file_in_the_current_directory_never_replaces_a_preset(
     planted = tmp_path / name
     planted.write_text("[training]\nsteps = 7\n")
     refused = f'job.config_file="{name}" is the name of a preset and of a file in this folder'
+
     for read in (
         lambda: load(name),
         lambda: load(f"./{name}"),
@@ -80,6 +82,7 @@ def test_a_file_in_the_current_directory_never_replaces_a_preset(
             read()
     assert load(None, preset=name).path == presets.file_of(name)
     assert load(planted).config.training.steps == 7
+
     planted.unlink()
     planted.mkdir()
     assert load(name).path == presets.file_of(name)
@@ -99,6 +102,7 @@ def test_the_file_may_be_named_by_an_option_and_two_are_refused(tmp_path: Path) 
         loaded = load(path, arguments)
         assert loaded.config.training.steps == 7
         assert loaded.path == file
+
     for read in (
         lambda arguments: load("a.toml", arguments),
         lambda arguments: split(["a.toml", *arguments]),
@@ -174,6 +178,7 @@ def test_an_argument_sets_its_option(arguments: list[str], option: str, value: o
     assert got == value
     assert type(got) is type(value)
     assert loaded.origins[option] == "command line"
+
     changed = {name for name in loaded.origins if loaded.is_set(name)}
     assert {name for name in changed if not name.startswith("model.overrides.")} == {option}
 
@@ -182,6 +187,7 @@ def test_a_switch_does_not_take_the_next_option_for_its_value() -> None:
     config = load(
         None, ["--compile.enable", "--training.steps", "1", "--debug.deterministic"]
     ).config
+
     assert (config.compile.enable, config.training.steps, config.debug.deterministic) == (
         True,
         1,
@@ -246,6 +252,7 @@ def test_origins_are_lines_in_any_toml_notation(tmp_path: Path) -> None:
         "quantize.linear.float8.filter_fqns": 18,
         "quantize.linear.mx.recipe_name": 18,
     }
+
     assert {name: f"run.toml:{line}" for name, line in expected.items()} == {
         name: origin for name, origin in origins.items() if name in expected
     }
@@ -275,6 +282,7 @@ def test_load_and_check_never_import_torch(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
+
     assert result.stdout.split() == ["False", "False"]
 
 

@@ -113,6 +113,7 @@ def test_async_tensor_parallelism_falls_back_on_a_cpu_with_a_notice(tmp_path: Pa
     loaded = read(tmp_path, text)
     for device, devices in (("cpu", 0), ("cuda", 2)):
         assert machine_notes(loaded, 2, device, devices) == []
+
     (note,) = without_effect_on_a_cpu(loaded.config)
     assert note.startswith("parallelism.enable_async_tensor_parallel=true has no effect on a CPU")
 
@@ -122,6 +123,7 @@ def test_compiling_on_cpu_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert_one(machine_notes(loaded, 1, "cpu", 0), "compile.enable=true needs a C++ compiler")
     assert machine_notes(loaded, 1, "cuda", 1) == []
+
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/clang++" if name == "clang++" else None)
     assert machine_notes(loaded, 1, "cpu", 0) == []
 
@@ -142,6 +144,7 @@ def test_a_missing_folder_of_a_pretrained_model_requires_the_model(tmp_path: Pat
         "does not exist",
         "correct the path, download the tokenizer",
     )
+
     weights = f'[checkpoint]\nenable = true\ninitial_load_in_hf = true\ninitial_load_path = "{tmp_path}/none"\n'
     problems = machine_notes(read(tmp_path, folder + weights))
     assert {p.option for p in problems} == {"model.hf_assets_path", "checkpoint.initial_load_path"}
@@ -165,12 +168,15 @@ def test_a_tokenizer_must_exist_be_readable_and_fit_the_model(tmp_path: Path) ->
         "holds no tokenizer.json or tokenizer.model",
         '"bytes"',
     )
+
     write_tokenizer(tmp_path, 16)
     assert machine_notes(read(tmp_path, assets)) == []
+
     write_tokenizer(tmp_path, 17)
     assert_one(
         machine_notes(read(tmp_path, assets)), "has 17 ids", "vocab_size of 16", "to 17 or more"
     )
+
     (tmp_path / "tokenizer.json").write_text("{")
     assert_one(machine_notes(read(tmp_path, assets)), "cannot be read")
     assert_one(
@@ -178,9 +184,11 @@ def test_a_tokenizer_must_exist_be_readable_and_fit_the_model(tmp_path: Path) ->
         "tokenizer_path",
         "does not exist",
     )
+
     (tmp_path / "tokenizer.model").write_bytes(b"")
     old = f'[model]\ntokenizer_path = "{tmp_path / "tokenizer.model"}"\n'
     assert machine_notes(read(tmp_path, old)) == []  # checking its content requires its library
+
     (tmp_path / "vocab.txt").write_text("a")
     odd = f'[model]\ntokenizer_path = "{tmp_path / "vocab.txt"}"\n'
     assert_one(machine_notes(read(tmp_path, odd)), "is not a .json or .model file", "download")
@@ -205,6 +213,7 @@ def test_packages_that_are_not_installed_are_named(
     problems = machine_notes(
         read(tmp_path, "[metrics]\n" + "".join(f"{k} = {v}\n" for k, v in sinks.items()))
     )
+
     assert [p.option for p in problems] == [f"metrics.{name}" for name in sinks]
     assert "pip install wandb" in problems[0].fix
 
@@ -234,8 +243,10 @@ def test_an_unavailable_option_stops_a_run_with_a_message(
     if not any(name == option for name, *_ in UNAVAILABLE):
         pytest.skip(f"{option} is available now")
     loaded = read(tmp_path, text)
+
     with pytest.raises(ConfigError) as caught:
         require(loaded)
+
     lines = [str(p) for p in caught.value.problems]
     assert any(
         option in line and "not available yet" in line and line.startswith("run.toml:2")
@@ -247,6 +258,7 @@ def test_a_run_is_refused_with_all_its_problems_at_once(tmp_path: Path) -> None:
     text = "[training]\nsteps = 0\n[parallelism]\ntensor_parallel_degree = 4\n[validation]\nenable = true\n"
     with pytest.raises(ConfigError) as caught:
         require(read(tmp_path, text), 6, "cpu", 0)
+
     options_named = {p.option for p in caught.value.problems}
     assert options_named >= {"training.steps", "parallelism.tensor_parallel_degree"}
     assert len(caught.value.problems) >= 2
@@ -256,6 +268,7 @@ def test_a_run_reports_renamed_and_ineffective_options(tmp_path: Path) -> None:
     lines = require(
         read(tmp_path, "[training]\nbatch_size = 2\n[validation]\nfreq = 3\n"), 2, "cpu", 0
     )
+
     assert len(lines) == 2
     assert "batch_size" in lines[0]
     assert "validation.freq" in lines[1]
@@ -264,6 +277,7 @@ def test_a_run_reports_renamed_and_ineffective_options(tmp_path: Path) -> None:
 def test_too_many_ranks_are_rejected_with_the_limit() -> None:
     loaded = load("llama3_8b", [])
     assert not list(mesh_notes(loaded, MAX_RANKS))
+
     (problem,) = mesh_notes(loaded, MAX_RANKS + 8)
     assert problem.option == "--nproc"
     assert f"more than {MAX_RANKS:,} ranks" in problem.rule
@@ -278,6 +292,7 @@ def test_too_many_nodes_for_the_hang_timeout_are_rejected_with_a_fix(
 ) -> None:
     problem = watching_problem(load("debug", []), ranks, local_ranks)
     assert (problem is None) == (least is None)
+
     nodes = ranks // local_ranks
     if problem is not None:
         assert problem.option == "comm.hang_timeout_seconds"
@@ -285,6 +300,7 @@ def test_too_many_nodes_for_the_hang_timeout_are_rejected_with_a_fix(
         loaded = load("debug", [f"--comm.hang_timeout_seconds={least}"])
         assert watching_problem(loaded, ranks, local_ranks) is None
         assert nodes / beat_seconds(least, nodes) <= NODES_PER_SECOND
+
     assert (
         watching_problem(load("debug", ["--comm.hang_timeout_seconds=0"]), ranks, local_ranks)
         is None
@@ -301,6 +317,7 @@ def test_only_a_folder_that_was_never_written_is_refused_on_a_read_only_disk(
         folder.mkdir()
     (used / "step-4").mkdir()
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+
     assert machine_rules._why_not_writable(used) == ""
     for folder in (empty, empty / "new"):
         assert "not writable" in machine_rules._why_not_writable(folder)

@@ -48,6 +48,7 @@ def test_facts_are_read_from_the_text_and_the_file_is_never_run(tmp_path: Path) 
         BASE + 'FLAVORS = {"tiny": {"dim": 8}, "call": dict(num_layers=3), "own": Config(dim=9)}\n',
     )
     facts = read_model_file(name)
+
     assert facts.path == Path(name)
     assert facts.fields["vocab_size"] == ("int", 10000)
     assert facts.fields["dim"] == ("int", 64)
@@ -62,6 +63,7 @@ def test_overrides_beat_the_flavor_and_the_flavor_beats_the_defaults(tmp_path: P
         write(tmp_path, BASE + 'FLAVORS: dict = {"tiny": {"dim": 8, "num_layers": 3}}\n')
     )
     sizes = shape(facts, "tiny", {"num_layers": 4})
+
     assert (sizes["dim"], sizes["num_layers"], sizes["num_heads"]) == (8, 4, 6)
     with pytest.raises(KeyError):
         shape(facts, "huge", {})
@@ -77,7 +79,9 @@ def test_config_may_come_from_another_model_file_or_extend_its_config(
     )
     text = "from shardtrain.models.base import Config as Base\nclass Config(Base):\n    extra: int = 1\nFLAVORS = {}\n"
     write(tmp_path, text, "extended.py")
+
     assert read_model_file("imported").fields["dim"] == ("int", 64)
+
     extended = read_model_file("extended").fields
     assert extended["dim"] == ("int", 64)
     assert extended["extra"] == ("int", 1)
@@ -100,6 +104,7 @@ def test_an_incomplete_model_file_is_a_config_error(
     name = write(tmp_path, text)
     with pytest.raises(ConfigError, match=fragment):
         read_model_file(name)
+
     problems = check(load(None, ["--model.name", name]))
     assert len(problems) == 1
     assert fragment in str(problems[0])
@@ -114,7 +119,9 @@ def test_a_user_defined_model_is_checked_like_those_of_the_package(tmp_path: Pat
         "tiny",
         "--parallelism.tensor_parallel_degree",
     ]
+
     assert check(load(None, [*arguments, "2"])) == []
+
     problems = check(load(None, [*arguments, "4"]))
     assert len(problems) == 1
     # 6 heads, 6 KV heads by default, vocabulary of 10000: the common divisors are 1 and 2.
@@ -124,6 +131,7 @@ def test_a_user_defined_model_is_checked_like_those_of_the_package(tmp_path: Pat
 
 def test_every_model_of_the_package_can_be_read_and_its_flavors_name_fields() -> None:
     assert {"llama2", "llama3"} <= set(model_names())
+
     for name in model_names():
         facts = read_model_file(name)
         for flavor, fields in facts.flavors.items():

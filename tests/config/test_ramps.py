@@ -46,6 +46,7 @@ def test_steps_from_any_position_use_consecutive_rows(batch_ramp, start, count):
     starts = [start]
     while starts[-1] <= start + count:
         starts.append(starts[-1] + sizes.batch_at(starts[-1]))
+
     for step, (first, after) in enumerate(pairwise(starts)):
         assert sizes.after(start, step) == first
         for row in range(first, after):

@@ -93,6 +93,7 @@ def test_each_metric_has_its_direction(tmp_path: Path) -> None:
         path.write_text(CLASSIFICATION + HELD_OUT + checkpoint.format(metric))
         assert task_file.best_mode(config.load(path).config) == mode
     path.write_text(CLASSIFICATION + HELD_OUT + checkpoint.format("accuracy") + 'best_mode = "min"')
+
     assert task_file.best_mode(config.load(path).config) == "min"
 
 
@@ -101,11 +102,14 @@ def test_a_file_that_builds_on_a_task_has_its_metrics_and_is_never_run(tmp_path:
     file.write_text(
         "from shardtrain.tasks.classification import Classification\nraise SystemExit\n"
     )
+
     assert task_file.read_task_file(str(file)) == task_file.read_task_file("classification")
+
     file.write_text("METRICS = {'f': 'max'}\nDEGREES = ()\n")
     assert task_file.read_task_file(str(file)) == task_file.TaskFacts(
         {"loss": "min", "f": "max"}, ()
     )
+
     file.write_text("METRICS = dict(f=max)\n")
     with pytest.raises(ConfigError, match="not literals of names"):
         task_file.read_task_file(str(file))

@@ -97,11 +97,15 @@ def test_tables_of_any_names_and_values_reload_with_a_line_for_each_key(
     file = tmp_path_factory.getbasetemp() / "tables.toml"
     file.write_bytes(resolved_toml(config).encode())
     loaded = load(file)
+
     assert loaded.config == config
+
     keys = [
         name for name in loaded.origins if name.startswith(tuple(f"{table}." for table in TABLES))
     ]
+
     assert all(loaded.origins[name].startswith("tables.toml:") for name in keys)
+
     file.write_bytes(show(loaded).encode())
     assert load(file).config == config
 
@@ -121,6 +125,7 @@ def test_a_value_written_as_toml_reads_back_with_its_type(value: Any) -> None:
 def test_the_resolved_default_config_is_the_default_and_names_unset_options() -> None:
     text = resolved_toml(Config())
     assert "# epochs: unset (integer or unset)" in text
+
     table = tomllib.loads(text)
     unset = {name for name, option in options().items() if option.default is None}
     for name in options():
@@ -141,11 +146,13 @@ def test_show_names_the_origin_of_every_value_and_is_valid_toml(tmp_path: Path) 
     file.write_text("[training]\nbatch_size = 4\nsteps = 50\n[model.overrides]\ndim = 64\n")
     loaded = load(file, ["--optimizer.lr", "3e-4"])
     text = show(loaded)
+
     assert "steps = 50  # run.toml:3\n" in text
     assert "local_batch_size = 4  # run.toml:2\n" in text
     assert "lr = 0.0003  # command line\n" in text
     assert "beta1 = 0.9  # default\n" in text
     assert "dim = 64  # run.toml:5\n" in text
+
     (tmp_path / "again.toml").write_text(text)
     assert load(tmp_path / "again.toml").config == loaded.config
 
@@ -173,7 +180,9 @@ def test_questionable_schedules_are_notes(tmp_path: Path, text: str, fragment: s
     file = tmp_path / "run.toml"
     file.write_text(text)
     loaded = load(file)
+
     assert not check(loaded)
+
     (note,) = notes(loaded)
     assert fragment in note
 

@@ -133,6 +133,7 @@ def test_every_option_of_its_models_experiments_and_v0_3_is_known_or_replaced(na
     if name in options() or name in aliases.ALIASES:
         return
     fix = suggestion(name)
+
     assert fix.startswith(("remove it: ", "set "))
     with pytest.raises(ConfigError, match="is not an option") as error:
         configs.load(None, [f"--{name}=1"])

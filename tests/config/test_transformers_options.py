@@ -38,6 +38,7 @@ def test_the_folder_of_the_tokenizer_is_that_of_the_model(folder: Path) -> None:
     loaded = config.load(
         None, ["--model.name", "transformers", "--model.hf_assets_path", str(folder)]
     )
+
     assert loaded.config.model.overrides == {"path": str(folder)}
     assert config.load(None, []).config.model.overrides == {}
     assert problems(folder) == ""
@@ -93,12 +94,15 @@ def test_balance_loss_is_rejected_with_other_tasks_and_compile(folder: Path) -> 
     override = "--model.overrides.balance_loss_coeff=0.1"
     assert problems(folder, override) == ""
     assert "balance loss of experts" in problems(folder, override, *compile_arguments)
+
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, "output_router_logits": True}))
     assert problems(folder) == ""
     assert "balance loss of experts" in problems(folder, *compile_arguments)
+
     without = "--model.overrides.balance_loss_coeff=0"
     assert problems(folder, without, *compile_arguments) == ""
+
     text_of_problems = problems(folder, "--task.name=masked_language_model")
     assert "is not supported with task.name=masked_language_model" in text_of_problems
     assert "is not supported" not in problems(folder, without, "--task.name=masked_language_model")
@@ -130,6 +134,7 @@ def test_a_folder_without_a_model_is_named(text: str | None, message: str, tmp_p
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     text_of_problems = problems(tmp_path)
+
     assert "model.hf_assets_path" in text_of_problems
     assert message in text_of_problems
     assert "\n" not in text_of_problems
@@ -170,4 +175,5 @@ def test_the_check_imports_neither_torch_nor_transformers(folder: Path) -> None:
         timeout=patience.seconds(60),
         check=True,
     )
+
     assert result.stdout.strip() == "[] []"

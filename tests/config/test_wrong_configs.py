@@ -763,6 +763,7 @@ def test_all_problems_of_file_and_command_line_are_reported_together(tmp_path: P
     text = '[training]\nsetps = 3\nsteps = 1.5\n[optimzer]\nlr = 1\n[optimizer]\nimplementation = "no"\n'
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, text, ["--training.seq-lenn", "1", "--optimizer.lr=x"])
+
     lines = str(caught.value).splitlines()
     assert len(lines) == 6
     for option in (

@@ -86,12 +86,14 @@ def test_file_changed_during_a_run_stops_it(kind, change, workers, tmp_path):
     )
     next(stream)
     change(file)
+
     with pytest.raises(ConfigError) as caught:
         for _ in range(40):
             next(stream)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
     reopened = replace(training, dataloader=DataLoaderOptions())
     if change is not replace_by_a_copy and change is not edit:
         with pytest.raises(ConfigError):  # starting or resuming a run fails too

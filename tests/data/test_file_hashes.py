@@ -105,15 +105,18 @@ def test_changed_rows_of_equal_size_are_detected(
     file = tmp_path / "rows.jsonl"
     write_rows(file)
     assert run_ranks(ranks, run, config_of(tmp_path, "rows", 4), small_bytes)[0] == ("", 4)
+
     size = file.stat().st_size
     write_rows(file, "a", *between_samples(file))
     assert file.stat().st_size == size
+
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0]
     assert "rows.jsonl" in message
     assert "at equal size" in message
     assert "exclude_from_loading" in message
     # small files are hashed before the first step, large ones in a thread that reports after at most one step here
     assert steps <= (0 if small_bytes else 1)
+
     if not small_bytes:
         assert "this start trained on it after step 4" in message
         [again, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0]
@@ -121,6 +124,7 @@ def test_changed_rows_of_equal_size_are_detected(
         assert steps == 0
         assert "rows.jsonl differ at equal size" in again
     write_rows(file)
+
     assert run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0] == ("", 4)
 
 
@@ -130,6 +134,7 @@ def test_checkpoint_trained_on_changed_content_is_rejected_after_the_file_is_res
     file = tmp_path / "rows.jsonl"
     write_rows(file)
     assert run_ranks(1, run, config_of(tmp_path, "rows", 4), 0)[0] == ("", 4)
+
     write_rows(file, "a", *between_samples(file))
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0, 3)[0]
     assert steps == 3
@@ -137,6 +142,7 @@ def test_checkpoint_trained_on_changed_content_is_rejected_after_the_file_is_res
     assert (tmp_path / "run/checkpoint/step-6").is_dir(), (
         "step 6 must be saved, before the file was hashed"
     )
+
     write_rows(file)
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0)[0]
     assert steps == 0
@@ -158,10 +164,12 @@ def test_file_replaced_before_it_was_hashed_is_reported(
     first.expect(recorded)
     first.start(4)
     unproven = first.unproven()
+
     assert first.record() == recorded
     assert unproven["rows.jsonl"].startswith("4 ")
     assert Contents([file_entry]).find_replaced_file(recorded, unproven) == []
     assert not caplog.text
+
     write_rows(file)
     os.utime(file, ns=(1, 1))
     assert Contents([file_entry]).find_replaced_file(recorded, unproven) == []
@@ -179,12 +187,15 @@ def test_prepared_shard_that_differs_from_its_index_stops_the_run(tmp_path: Path
         "--output",
         str(tmp_path / "shards"),
     ]
+
     assert prepare.main([*arguments, "--model.hf_assets_path", "bytes"]) == 0
+
     tokens = tmp_path / "shards" / "tokens-00000.bin"
     with tokens.open("r+b") as opened:
         opened.seek(tokens.stat().st_size // 2)
         opened.write(b"\x07")
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "shards", 4))[0]
+
     assert "tokens-00000.bin" in message
     assert "does not match its SHA-256 in index.json" in message
     assert steps == 0
@@ -216,13 +227,16 @@ def test_file_is_hashed_once_and_again_after_a_change(
     assert hashed == ["one", "two"]
     assert look().record() == first.record()
     assert hashed == ["one", "two"]
+
     before = paths[0].stat()
     data = bytearray(paths[0].read_bytes())
     data[500] ^= 1
     paths[0].write_bytes(data)
     # the modification time does not show the change
     os.utime(paths[0], ns=(before.st_atime_ns, before.st_mtime_ns))
+
     assert look().expect(first.record()) == ["one"]
+
     (tmp_path / file_hashes.NOTES).write_text("[1, {")  # broken notes only cost time
     assert look().expect(first.record()) == ["one"]
 
@@ -238,15 +252,19 @@ def test_hashing_ends_with_the_run_and_reports_unhashed_files(
     path.write_bytes(bytes(10_000_000))
     contents = Contents([FileToHash("large", str(path), "training.dataset_path")])
     contents.check_now()
+
     assert contents.record() == {}
+
     contents.start(0)
     thread = contents._thread
     assert thread is not None
     assert "are identified by size and samples until their hashes are computed" in caplog.text
+
     contents.close()
     patience.wait_for(lambda: not thread.is_alive(), 10)
     assert "1 of 1 data files were not hashed when the run ended" in caplog.text
     assert contents.record() == {}
+
     broken = Contents([FileToHash("large", str(path), "training.dataset_path", indexed="0" * 64)])
     broken._hash(broken._files["large"], 1.0)
     assert isinstance(broken.problem, ConfigError)

@@ -104,6 +104,7 @@ def test_images_are_in_the_order_of_their_places(folder: Path, decoder: ImageDec
     ]
     row = {"messages": [*question(PLACE), *second], "images": ["0.png", "3.png"]}
     messages, images = read(folder, row)
+
     assert [image.name for image in images] == ["0.png", "2.png", "3.png"]
     assert messages[2]["content"] == [PLACE, PLACE]
 
@@ -112,6 +113,7 @@ def test_a_place_within_a_text(folder: Path) -> None:
     text = "Compare <image> with\n<image>\nand say why."
     conversation = [{"from": "human", "value": text}, {"from": "gpt", "value": "No."}]
     messages, _ = read(folder, {"conversations": conversation, "image": ["0.png", "1.png"]})
+
     assert messages[0] == {
         "role": "user",
         "content": [
@@ -129,6 +131,7 @@ def test_a_row_of_text_may_contain_the_mark_of_a_place(folder: Path) -> None:
         {"role": "user", "content": "What is <image>?"},
         {"role": "assistant", "content": "A mark."},
     ]
+
     assert read(folder, {"messages": conversation, "images": []}) == (conversation, [])
 
 
@@ -198,6 +201,7 @@ def test_refused_rows(name: str, folder: Path) -> None:
         answer = read(folder, row)
     except Unusable as error:
         answer = error.reason
+
     assert isinstance(answer, str | BadRow)
     assert reason in str(answer)
     assert "\n" not in str(answer)
@@ -313,10 +317,13 @@ def test_requests_to_stop_do_not_end_the_decoder(decoder: ImageDecoder) -> None:
     content = png(0)
     expected = decoder.decode(content).shape
     child = decoder._child
+
     assert child is not None
+
     for number in stop_signals.FROM_OUTSIDE:
         os.kill(child.pid, number)
         assert decoder.decode(content).shape == expected
+
     assert decoder._child is child
 
 
@@ -382,6 +389,7 @@ def test_modes_of_pixels(mode: str, decoder: ImageDecoder) -> None:
     kind = "TIFF" if mode == "CMYK" else "PNG"
     file = io.BytesIO()
     image.save(file, kind)
+
     assert decoder.decode(file.getvalue()).shape == (SIZES[0][1], SIZES[0][0], 3)
 
 
@@ -391,6 +399,7 @@ def test_the_orientation_in_exif_is_applied(decoder: ImageDecoder) -> None:
     exif[0x0112] = 6
     content = encoded("JPEG", exif=exif.tobytes())
     width, height = SIZES[0]
+
     assert decoder.size(content) == (height, width)
     assert decoder.decode(content).shape == (width, height, 3)
 
@@ -404,6 +413,7 @@ def test_a_missing_file_and_others_that_are_no_image(folder: Path, decoder: Imag
         with pytest.raises(BadImage) as refused:
             Image(name, str(folder / name)).decode(decoder, MAX_BYTES)
         reasons[name] = str(refused.value)
+
     assert reasons["none.png"] == "does not exist"
     assert reasons["large.png"] == f"is larger than data.max_image_bytes={MAX_BYTES}"
     assert reasons["pipe.png"].startswith("cannot be read (")
@@ -415,7 +425,10 @@ def test_the_size_of_a_large_file_is_read_from_its_beginning(folder: Path) -> No
     noise = np.random.default_rng(0).integers(0, 255, (300, 300, 3), dtype=np.uint8)
     path = folder / "noise.png"
     PillowImage.fromarray(noise).save(path)
+
     assert path.stat().st_size > 2 * 64 * 1024
+
     decoder = ImageDecoder(MAX_PIXELS)
     assert Image("noise.png", str(path)).size(decoder, max_bytes=1) == (300, 300)
+
     decoder.close()

@@ -93,6 +93,7 @@ def test_stream_starts_at_any_number_of_samples(config):
         next(open_rank(config, samples_consumed=13)).sample_ids_B.tolist()
         == sample_at(range(13, 13 + GLOBAL_BATCH), NUM_SAMPLES, seed=7).tolist()
     )
+
     far_batch = next(open_rank(config, samples_consumed=10**15))
     assert far_batch.sample_ids_B.shape == (GLOBAL_BATCH,)
 
@@ -101,6 +102,7 @@ def test_batch_contains_the_rows_of_its_samples(config):
     stream = open_rank(config)
     batch = next(stream)
     line = [256, *range(33, 124), 257]
+
     for row, sample in enumerate(batch.sample_ids_B.tolist()):
         assert batch.tokens_BT[row].tolist() == line[sample * SEQ_LEN : (sample + 1) * SEQ_LEN]
         assert (
@@ -132,6 +134,7 @@ def test_without_loop_all_ranks_end_together_after_each_sample_once(config, rank
     per_rank = [list(open_rank(config, r, ranks, accumulation=2, loop=False)) for r in range(ranks)]
     # 23 samples in steps of 8: three steps, and one padding row
     assert {len(batches) for batches in per_rank} == {2 * 3}
+
     batches = list(itertools.chain(*per_rank))
     ids = torch.cat([batch.sample_ids_B for batch in batches]).tolist()
     assert sorted(ids) == [-1, *range(NUM_SAMPLES)]
@@ -151,6 +154,7 @@ def test_epochs_are_logged_at_powers_of_two(config, caplog):
         while stream.samples_consumed < 10 * NUM_SAMPLES:
             next(stream)
     epochs = [2, 4, 8]
+
     assert [r.getMessage() for r in caplog.records] == [
         f"dataset text is being re-looped (epoch {n})" for n in epochs
     ]
@@ -172,6 +176,7 @@ def test_fingerprint_changes_only_with_data_tokens_length_and_seed(config, tmp_p
     )
     assert open_rank(replace(config, debug=Debug(seed=8))).fingerprint != first
     assert open_rank(config, shuffle=False).fingerprint != first
+
     (tmp_path / "a.txt").write_text("x" * 91)
     assert open_rank(config).fingerprint != first
 
@@ -183,6 +188,7 @@ def test_validation_reads_its_own_section(config):
     stream = open_dataloader(
         config, batch_rank=0, num_batch_ranks=1, accumulation=1, section=validation
     )
+
     assert next(stream).tokens_BT.shape == (3, 6)
     with pytest.raises(ConfigError, match=r"validation.dataset="):
         open_dataloader(
@@ -205,6 +211,7 @@ def test_data_ends_as_configured(config):
     for on_data_end, end in ends.items():
         assert open_rank(with_training(config, on_data_end=on_data_end)).end == end
     assert open_rank(with_training(config, epochs=3)).end == 3 * NUM_SAMPLES
+
     stream = open_rank(with_training(config, on_data_end="error"))
     assert len(list(stream)) == 3
     assert stream.samples_consumed == NUM_SAMPLES, "padding rows must not count as samples"
@@ -216,6 +223,7 @@ def test_dead_worker_is_a_one_line_error(config):
     for worker in stream._batches._workers:
         worker.kill()
         worker.join()
+
     with pytest.raises(DataError, match=r"^a data worker process died: [^\n]*$"):
         for _ in range(20):
             next(stream)
@@ -263,11 +271,14 @@ def test_stream_logs_once_that_it_starts_over(config, tmp_path, caplog, workers)
     for _ in range(45):
         next(stream)
     messages = [record.getMessage() for record in caplog.records]
+
     assert messages == ["dataset jsonl is being re-looped (epoch 2)"]
+
     cursors = stream.cursors()
     stream.seek(stream.samples_consumed, cursors)
     for _ in range(5):
         next(stream)
+
     assert len(caplog.records) == 1
 
 
@@ -286,6 +297,7 @@ def test_source_that_starts_over_is_named_although_another_ends(config, tmp_path
     with caplog.at_level(logging.WARNING):
         stream = open_rank(mixture_of(config, tmp_path, epochs=1))
         assert len(list(stream)) == stream.end // GLOBAL_BATCH + 1
+
     assert {record.getMessage()[:34] for record in caplog.records} == {
         "dataset first is being re-looped ("
     }
@@ -294,6 +306,7 @@ def test_source_that_starts_over_is_named_although_another_ends(config, tmp_path
 
 def test_rows_of_each_source_are_counted_equally_on_all_ranks(config, tmp_path):
     assert open_rank(config).rows_of_sources == {}  # not reported for a single source
+
     mixed = mixture_of(config, tmp_path, weight=3.0)
     for rank in range(2):
         stream = open_rank(mixed, rank=rank, ranks=2)
@@ -327,6 +340,7 @@ def test_repeated_tokenization_by_several_processes_is_logged(
         jsonl_config(config, tmp_path, 300, readers=readers), dataloader=DataLoaderOptions(workers)
     )
     stream = open_rank(config, ranks=ranks)
+
     assert stream.num_readers == readers
     assert ("each document is tokenized by" in caplog.text) is warns
 
@@ -335,6 +349,7 @@ def test_death_of_a_worker_is_recognized_in_any_report():
     dead = death_of_worker(
         RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. \nmore")
     )
+
     assert isinstance(dead, DataError)
     assert dead.exit_code == 3
     assert "\n" not in str(dead)
@@ -391,5 +406,6 @@ def test_ramp_reads_the_rows_of_each_step_on_any_number_of_ranks(tmp_path, worke
         size = 4 if position < 8 else 8
         expected.append([int(next(one).sample_ids_B[0]) for _ in range(size)])
         position += size
+
     assert rows_of_steps(1) == expected
     assert rows_of_steps(2) == expected

@@ -24,6 +24,7 @@ def test_every_prefix_contains_each_source_in_its_share(given_weights, length):
     sources, _ = Mixture([Stage(tuple(given_weights))]).locate(np.arange(length))
     share = np.array(given_weights) / sum(given_weights)
     counts = np.bincount(sources, minlength=len(given_weights))
+
     # Each row is in the middle of its interval. A tie with another source can shift it by one position.
     assert (np.abs(counts - share * length) <= len(given_weights)).all()
 
@@ -37,7 +38,9 @@ def test_row_numbers_of_a_source_have_no_gaps_across_stages(first, second, stop,
     mixture = Mixture([Stage(tuple(first[:count]), stop), Stage(tuple(second[:count]))])
     sources, numbers = mixture.locate(np.arange(position, position + 400))
     before = mixture.rows_before(position)
+
     assert before.sum() == position
+
     for source in range(count):
         numbers_of_source = numbers[sources == source].tolist()
         first_number = int(before[source])
@@ -71,6 +74,7 @@ def test_positions_beyond_a_billion_are_as_cheap_as_the_first():
     sources, numbers = mixture.locate(np.array([10**12]))
     source = int(sources[0])
     number = int(numbers[0])
+
     assert mixture.rows_before(10**12)[source] == number
     assert number == pytest.approx(10**12 * shares[source], rel=1 / CYCLE)
 
@@ -83,6 +87,7 @@ def test_hundreds_of_sources_need_little_memory():
     sources, numbers = mixture.locate(np.arange(10**9 - 500, 10**9 + 500))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+
     assert peak < 8 * 2**20, (
         "a full table of 500 sources and 65,536 positions would take 250 MiB per stage"
     )

@@ -104,6 +104,7 @@ def test_text_column_of_a_source_is_rejected_if_its_format_has_none(form: str) -
         for problem in check(load(None, [*arguments, "--data.sources.web.text_field=body"]))
     ]
     expected = f'data.sources.web.text_field="body" has no effect on the format {form}; remove it'
+
     assert (problems == []) if form == "text" else any(expected in problem for problem in problems)
 
 
@@ -125,7 +126,9 @@ def test_messages_prompt_is_trained_with_the_template_file(tmp_path: Path) -> No
         "--data.format=prompt_completion", f"--data.chat_template={tmp_path}/chat.jinja",
     ]  # fmt: skip
     loaded = load(None, arguments)
+
     assert check(loaded) == []
+
     (document,) = open_encoder(open_tokenizer("bytes"), loaded.config.data).encode([ROWS[1]])
     tokenizer = open_tokenizer("bytes")
     assert tokenizer.decode(document.tokens) == '[{"name": "f"}]user:q;assistant:a;'

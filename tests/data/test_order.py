@@ -39,6 +39,7 @@ def test_epochs_and_seeds_give_different_orders(n):
         for epoch in range(8):
             positions = epoch * n + np.arange(n)
             orders.add(sample_at(positions, n, seed).tobytes())
+
     assert len(orders) == 4 * 8
 
 
@@ -59,6 +60,7 @@ def test_slots_and_neighbors_are_uncorrelated():
     n = 20_000
     order = sample_at(np.arange(n), n, seed=7)
     following = sample_at(n + np.arange(n), n, seed=7)
+
     # The correlation of two independent orders has the standard deviation 1 / sqrt(n) = 0.007.
     assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.035
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.035

@@ -219,10 +219,12 @@ def test_ranks_workers_and_resumes_change_no_samples_or_tokens(kind, tmp_path):
     for ranks in (1, 2, 4):
         for workers in (0, 2) if ranks < 4 else (0,):
             assert sequence(config, [(ranks, STEPS)], workers) == expected, (ranks, workers)
+
     for workers in (0, 2):
         resumed = [(2, 2), (4, 1), (1, 3), (2, 3)]
         assert sequence(config, resumed, workers) == expected, workers
     other_workers = [(1, 3, 2), (1, 2, 8), (1, 4, 2)]
+
     assert sequence(config, other_workers, workers=0) == expected
 
 
@@ -230,6 +232,7 @@ def test_seed_changes_the_order_and_its_hash(tmp_path):
     config = config_of("jsonl", tmp_path)
     first = sequence(config, [(1, 4)], 0)
     other_sequence = sequence(replace(config, debug=Debug(seed=12)), [(1, 4)], 0)
+
     assert first[0] != other_sequence[0]
     assert first[1] != other_sequence[1]
 
@@ -269,4 +272,5 @@ def test_every_token_is_a_target_once_per_epoch_on_any_number_of_ranks(kind, tmp
                     targets += int((row != IGNORE).sum())
         rows.pop(-1, None)
         counted[ranks] = rows, targets
+
     assert counted[1] == counted[3]

@@ -110,6 +110,7 @@ def test_template_compares_messages_as_usual() -> None:
         "{{ messages is eq(messages) }} {{ 2 < 3 > 1 }} {{ missing == 1 }} {{ 'e' in 'hello' }}",
         {},
     )
+
     assert template.render([{"role": "user", "content": "x"}]) == "True True 3 True True False True"
 
 
@@ -144,6 +145,7 @@ def test_conversation_of_10_000_messages_is_compared_in_each_turn(body: str) -> 
         for number in range(10_000)
     ]
     text = "{% for m in messages %}" + body + "{{ m.content }}{% endfor %}"
+
     assert len(ChatTemplate(text, {}).render(messages)) > 10_000 * 200
 
 
@@ -189,6 +191,7 @@ def test_tokenizer_that_would_exhaust_the_process_is_rejected(name: str, tmp_pat
     change, message = TOKENIZERS[name]
     file = bpe_folder(tmp_path) / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+
     with pytest.raises(ConfigError, match=message) as refused:
         open_tokenizer(str(tmp_path))
     assert len(str(refused.value).splitlines()) == 1
@@ -216,7 +219,9 @@ def test_parquet_file_with_many_repeated_values_is_tried_first(tmp_path: Path) -
     )
     path = tmp_path / "bomb.parquet"
     pq.write_table(pa.table({"text": ["hello"], "more": nothing}), path, compression="none")
+
     assert path.stat().st_size < 1000
+
     with (
         _limits(memory_bytes=2**28),
         pytest.raises(DataError, match="needs more than data.artefact_memory_bytes"),
@@ -293,6 +298,7 @@ def test_arrow_file_larger_than_the_limit_is_memory_mapped(tmp_path: Path) -> No
     path = _arrow(tmp_path / "a.arrow", pa.array(["a" * 5_000_000] * 60))
     with _limits(memory_bytes=2**28):
         source = sources.find("huggingface").open_source(sources.Request(path=path))
+
     assert source.num_rows == 60
     assert len(source.row(59)["text"]) == 5_000_000
 
@@ -305,6 +311,7 @@ def test_row_counts_its_memory_in_python(tmp_path: Path) -> None:
         pa.array([0] * 2000, pa.int8()), pa.array(["a" * 8_000_000])
     )
     bounds = pa.array([0, 2000], pa.int32())
+
     for column in (
         pa.ListArray.from_arrays(bounds, many),
         pa.ListArray.from_arrays(pa.array([0, 10**9], pa.int32()), pa.nulls(10**9)),
@@ -313,6 +320,7 @@ def test_row_counts_its_memory_in_python(tmp_path: Path) -> None:
         for row in rows_of_batch(pa.table({"text": column}), 2**24):
             assert isinstance(row, sources.BadRow)
             assert "data.max_row_bytes" in str(row)
+
     labels = pa.array(["good", None, "bad"] * 50).dictionary_encode()
     turns = pa.array([[{"role": "user", "content": "x" * 10}] * 3] * 150)
     table = pa.table(
@@ -322,6 +330,7 @@ def test_row_counts_its_memory_in_python(tmp_path: Path) -> None:
             "of": pa.array([[("k", 1)]] * 150, pa.map_("string", "int8")),
         }
     )
+
     assert list(rows_of_batch(table.slice(1, 100), 1000)) == table.slice(1, 100).to_pylist()
 
 
@@ -339,4 +348,5 @@ def test_accepted_artifact_is_not_tried_again(
     monkeypatch.setattr(sandbox, "_ask", lambda request: trials.append(request) or "")
     for _ in range(2):
         sandbox.open_in_child("tokenizer", {}, f"key of {tmp_path}")
+
     assert len(trials) == 1

@@ -87,8 +87,10 @@ def test_artefact_on_which_the_child_fails_is_refused(
     endings = {"arrow file": "a.arrow", "saved folder": "saved"}
     path = write(tmp_path / endings.get(name, "a.parquet"))
     monkeypatch.setattr(sandbox, "_ask", fail(error_number))
+
     with pytest.raises(StorageError if error_number else expected) as raised:
         rows(kind, path)
+
     message = str(raised.value)
     assert str(path) in message
     assert "the decoder is out of tables" in message
@@ -106,8 +108,10 @@ def test_tokenizer_on_which_the_child_fails_is_refused(
     # Another test of this process may have opened the same files.
     monkeypatch.setattr(sandbox, "_opened_before", set())
     monkeypatch.setattr(sandbox, "_ask", lambda request: answer(["first problem", "second"]))
+
     with pytest.raises(ConfigError, match="^first problem\nsecond$"):
         open_tokenizer(str(folder))
+
     monkeypatch.setattr(sandbox, "_ask", fail(errno.EIO))
     with pytest.raises(StorageError, match="out of tables"):
         open_tokenizer(str(folder))
@@ -139,6 +143,7 @@ def test_memory_error_that_a_reader_wraps_is_a_refusal(
     monkeypatch.setattr(sandbox_child.os, "_exit", lambda code: None)
     sandbox_child.main()
     verdict = sandbox._verdict(capfdbinary.readouterr().out, 0)
+
     assert verdict == "needs more than data.artefact_memory_bytes=5 to open"
 
 
@@ -148,7 +153,9 @@ def test_row_group_on_which_the_child_fails_is_a_bad_row(
     pytest.importorskip("pyarrow")
     path = large_group(tmp_path / "a.parquet")
     monkeypatch.setattr(sandbox, "_ask", fail())
+
     assert rows("parquet", path) == [sources.BadRow("the rest of the row group is damaged")]
+
     monkeypatch.setattr(sandbox, "_ask", fail(errno.EIO))
     with pytest.raises(StorageError, match="out of tables"):
         rows("parquet", path)

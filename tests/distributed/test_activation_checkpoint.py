@@ -187,6 +187,7 @@ def test_linear_with_bias_is_named_by_the_shape_of_its_weight() -> None:
         with Watch() as watch:
             model(torch.ones(2, 3, requires_grad=True)).sum().backward()
         counts[pattern] = watch.operations["addmm"]
+
     # three in forward. Recomputed: the second of three; or the named one, and the second of the two others
     assert counts == {"layers.0.9": 3 + 1, "layers.0.0": 3 + 2, "2": 3 + 2}
 
@@ -198,7 +199,9 @@ def test_inputs_are_offloaded_to_the_host_only_if_configured(monkeypatch) -> Non
         torch.autograd.graph, "save_on_cpu", lambda **k: opened.append(k) or original(**k)
     )
     _watch(MODES["full"])
+
     assert opened == []
+
     _watch({**MODES["every 2nd"], "cpu_offload": True})
     # one per recomputed layer; pinned memory needs an accelerator
     assert opened == [{"pin_memory": False}] * 2
@@ -209,6 +212,7 @@ def test_names_never_change(mode: str) -> None:
     module, model = _model()
     before = list(model.state_dict())
     activation_checkpoint.apply(model, module.LAYOUT, MESH, _config(MODES[mode]))
+
     assert list(model.state_dict()) == before
     assert [name for name, _ in model.named_modules()] == [
         name for name, _ in _model()[1].named_modules()
@@ -225,6 +229,7 @@ def test_memory_budget_configures_the_compiler_and_wraps_no_layers(monkeypatch) 
             model, module.LAYOUT, MESH, _config({"mode": "memory_budget", "memory_budget": 0.25})
         )
         assert compiler.activation_memory_budget == 0.25
+
     assert [layer.forward for layer in model.layers.values()] == forwards
 
 

@@ -239,6 +239,7 @@ def test_options_without_support_are_refused(section, option, value):
         config, training=dataclasses.replace(config.training, device="mps")
     )
     problems = problems_of(Loaded(config), 1, "mps", 1)
+
     assert [problem.option for problem in problems] == [f"{section}.{option}"]
     assert "mps" in str(problems[0])
 

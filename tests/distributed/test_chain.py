@@ -125,14 +125,17 @@ def test_data_path_other_than_x_is_rejected(
     if is_frozen:  # frozen like a model with adapters: gradients reveal nothing
         model.requires_grad_(False)
         model.layers["3"].requires_grad_(True)
+
     with pytest.raises(ConfigError) as raised:
         chain.check(model, LAYOUT, PARTS, 2)
+
     message = str(raised.value)
     expected = (
         BROKEN[run]
         if not is_frozen
         else BROKEN[run].replace("layers.0.linear.", "the output of embed")
     )
+
     assert expected in message
     assert "\n" not in message
 
@@ -147,6 +150,7 @@ def test_weight_of_another_module_is_rejected() -> None:
         model.head = Head(8, 16)
     # not a submodule, so no parameter name shows that the weight is shared
     model.head.others = [model.embed]
+
     with pytest.raises(ConfigError, match="head uses embed.weight in addition to x"):
         chain.check(model, LAYOUT, PARTS, 2)
 
@@ -160,4 +164,5 @@ def test_valid_chain_passes_for_any_split_and_is_unchanged(
     names = [name for part in PARTS for name in part]
     for at in itertools.pairwise([0, *range(1, len(names)), len(names)]):
         chain.check(model, LAYOUT, [names[: at[0]], names[at[0] :]] if at[0] else [names], 2)
+
     assert [list(vars(module)) for module in model.modules()] == before

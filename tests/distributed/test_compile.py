@@ -97,6 +97,7 @@ def test_long_run_on_a_cpu_is_compiled_unless_disabled(monkeypatch) -> None:
     # also with AMX
     assert _decided(training={"mixed_precision_param": "bfloat16", "steps": 100_000}) is True
     assert _decided(compile={"enable": False}) is False
+
     short = {"steps": 200}  # 400 seconds of the fastest core
     assert _decided(training=short) is None
     assert _decided(training=short, compile={"enable": True}) is True
@@ -185,6 +186,7 @@ def test_truncated_libraries_of_killed_runs_are_removed(tmp_path, monkeypatch, c
     with FileLock(Path(codecache.get_lock_dir()) / "locked.lock", timeout=1):
         compile._remove_cut_libraries()
         remaining = {path.name for path in folder.iterdir()}
+
     assert remaining == {"locked.main.cpp", "locked.main.so", "whole.main.so"}
     assert sorted(record.args or record.getMessage() for record in caplog.records) == [
         f"removed {folder / name}.main.so, which a killed run left half written"
@@ -221,6 +223,7 @@ def test_names_never_change_and_numbers_match_eager_mode() -> None:
     compiled, _ = _apply(enable=True)
     assert list(compiled.state_dict()) == list(plain.state_dict())
     assert not any("_orig_mod" in name for name, _ in compiled.named_modules())
+
     tokens = torch.arange(16).view(1, 16)
     positions = torch.arange(16)[None]
     # the backend "eager" uses the same kernels
@@ -239,6 +242,7 @@ def test_names_never_change_and_numbers_match_eager_mode() -> None:
 def test_loss_is_compiled_if_configured(options: dict[str, Any], passed: bool) -> None:
     chunk = compile.chunk_loss(_config(**options))
     assert (chunk is not None) is passed
+
     if chunk is not None:
         torch.manual_seed(0)
         logits = torch.randn(2, 3, 5)

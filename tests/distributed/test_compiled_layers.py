@@ -243,6 +243,7 @@ def _uncompiled_layer(rank: int, model: type[Kinds], config: Config) -> str | No
 @pytest.mark.parametrize("options", [{"mode": "none"}, {"mode": "full"}])
 def test_layer_with_a_graph_break_is_logged(options: dict[str, Any]) -> None:
     assert run_ranks(1, _uncompiled_layer, Kinds, _toy_config(**options)) == [None]
+
     (report,) = run_ranks(1, _uncompiled_layer, Broken, _toy_config(**options))
     assert report is not None
     assert report.startswith("compile.enable: ")
@@ -262,6 +263,7 @@ def test_product_named_in_one_layer_is_recomputed_only_there(pattern: str, graph
     (compiled,) = run_ranks(
         num_ranks, _compiled, dataclasses.replace(config, activation_checkpoint=options)
     )
+
     assert compiled.graphs == [graphs, graphs]
 
 
@@ -307,6 +309,7 @@ def test_compiled_backward_recomputes_the_operations_of_eager_recomputation(
     (backward,) = run_ranks(num_ranks, _operations_in_backward, config)
     # two products for the gradients of each linear layer: input and weight
     assert sorted(names["mm"] - 2 * 7 for names in backward) == products
+
     name = "_scaled_dot_product_flash_attention_for_cpu"
     assert max(names[name] for names in backward) == attention
 
@@ -339,6 +342,7 @@ def test_inputs_of_a_compiled_layer_are_offloaded_and_its_weights_are_not(settin
     config = dataclasses.replace(
         config, compile=dataclasses.replace(config.compile, backend="aot_eager")
     )
+
     for moved in run_ranks(num_ranks, _offloaded_shapes, config):
         assert sum(shape[-1] == SHAPE["dim"] and len(shape) == 3 for shape in moved) == LAYERS
         # two rows, or weights
@@ -365,4 +369,5 @@ def test_pytorch_warning_about_selective_recomputation_is_suppressed() -> None:
     config = dataclasses.replace(
         config, compile=dataclasses.replace(config.compile, backend="aot_eager")
     )
+
     assert run_ranks(num_ranks, _warnings, config) == [["another"]]

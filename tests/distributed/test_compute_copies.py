@@ -105,6 +105,7 @@ def test_copies_are_bitwise_equal_to_fsdp(name: str) -> None:
     """FSDP is the reference: on one process it casts, computes, accumulates and reduces without communication."""
     config = _config(**OPTIONS[name])
     assert derived.computes_with_copies(config, 1, has_experts=name == "experts")
+
     copies = run_ranks(1, _steps, config, False)[0]
     sharded = run_ranks(1, _steps, config, True)[0]
     assert copies.losses == sharded.losses
@@ -301,6 +302,7 @@ def test_checkpoints_with_and_without_fsdp_resume_bitwise_in_each_other(tmp_path
         parallelism=parallelism,
         checkpoint={"enable": True, "interval": 2},
     )
+
     for straight, *others in run_ranks(2, _continued, tmp_path, config):
         for mixed_run in others:
             assert mixed_run.error is None
@@ -325,7 +327,9 @@ def test_two_forward_passes_before_one_backward_sum_their_gradients() -> None:
     compute_copies.use(model, torch.bfloat16)
     inputs = [torch.randn(4, 8).bfloat16() for _ in range(2)]
     (model(inputs[0]).sum() + model(inputs[1]).sum()).backward()
+
     assert model.inner.weight.dtype == model.inner.weight.grad.dtype == torch.float32
+
     # the gradient of a sum over outputs is the sum of the inputs, accumulated in bfloat16 (8 bits)
     expected = sum(input.float().sum(0) for input in inputs).expand(8, 8)
     torch.testing.assert_close(model.inner.weight.grad, expected, rtol=2**-7, atol=2**-6)
@@ -379,4 +383,5 @@ def test_forward_sees_changes_of_parameters_since_the_previous_one() -> None:
         weight.add_(1.0)
         torch.testing.assert_close(model(input), before + 8, rtol=2**-7, atol=0)
     compute_copies.drop(model)
+
     assert model.inner.weight is weight

@@ -71,6 +71,7 @@ def test_polling_for_missing_ranks_costs_the_same_for_any_number_of_ranks(
     monkeypatch.setattr(config_consistency.time, "sleep", sleep)
     config_consistency.check(Config(), store, 0, 4096)
     requests_per_round = [after - before for before, after in itertools.pairwise(rounds)]
+
     assert max(requests_per_round) <= 2 * config_consistency._RANKS_PER_POLL
     assert len(rounds) < 320
 
@@ -90,5 +91,6 @@ def test_missing_ranks_are_named_in_order(monkeypatch: pytest.MonkeyPatch) -> No
     store = Store(
         100, {rank: [own_facts, {}, "host"] for rank in range(1, 100) if rank not in (40, 3)}
     )
+
     with pytest.raises(PeerError, match="rank 3, 40 has not arrived"):
         config_consistency.check(config, store, 0, 100)

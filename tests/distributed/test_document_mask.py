@@ -268,6 +268,7 @@ def test_packed_documents_match_separate_ones(run: str) -> None:
     results = run_ranks(
         num_ranks, measure, config_of("llama3", sections, num_ranks), [packed_batch()]
     )
+
     assert_same(results, reference("llama3"), 1e-5)
 
 
@@ -322,6 +323,7 @@ def test_packed_documents_of_every_family_match_separate_ones(family: str, run: 
     results = run_ranks(
         num_ranks, measure, config_of(family, sections, num_ranks), [packed_batch()]
     )
+
     assert_same(results, reference(family), 1e-5)
 
 
@@ -345,6 +347,7 @@ def test_one_document_id_for_all_tokens_changes_nothing(run: str) -> None:
     constant = dataclasses.replace(batch, documents_BT=torch.full_like(batch.tokens_BT, 7))
     config = config_of("llama3", sections, num_ranks)
     without = run_ranks(num_ranks, measure, config, [batch])
+
     for with_one_id, without_ids in zip(
         run_ranks(num_ranks, measure, config, [constant]), without, strict=True
     ):

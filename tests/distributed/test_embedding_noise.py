@@ -77,7 +77,9 @@ def test_meshes_change_no_number(mesh: str) -> None:
     config = noisy(parallelism, **training)
     alone = in_one_process(config.model.overrides["num_layers"])
     without = in_one_process(config.model.overrides["num_layers"], None)
+
     assert abs(alone.losses[0] - without.losses[0]) > 1e-5
+
     for result in run_tiny(ranks, config):
         initial = {name: weight for name, weight in alone.initial.items() if name in result.initial}
         assert_same_numbers(result, dataclasses.replace(alone, initial=initial))
@@ -123,7 +125,9 @@ def test_networks_of_transformers_have_equal_numbers_on_meshes(
     alphas = {"neftune_noise_alpha": ALPHA}
     (without,) = run_tiny(1, hf_tiny(path, tmp_path), 2)
     (alone,) = run_tiny(1, hf_tiny(path, tmp_path, training=alphas), 2)
+
     assert abs(alone.losses[0] - without.losses[0]) > 1e-5
+
     config = hf_tiny(path, tmp_path, training=alphas, parallelism=parallelism)
     for result in run_tiny(ranks, config, 2):
         initial = {name: weight for name, weight in alone.initial.items() if name in result.initial}
@@ -212,6 +216,7 @@ def test_magnitude_is_that_of_the_document_as_an_unpacked_row() -> None:
         torch.testing.assert_close(packed[3:8] * math.sqrt(5), unpacked[3:8] * math.sqrt(10))
         assert packed.isfinite().all()
     padded = noise_of(rows([7], 10, lengths_B=torch.tensor([8])))[0]
+
     torch.testing.assert_close(padded[:8] * math.sqrt(8), unpacked[:8] * math.sqrt(10))
 
 
@@ -232,6 +237,7 @@ def test_validation_has_no_noise(tmp_path: Path) -> None:
         line = (tmp_path / name / "validation.jsonl").read_text().splitlines()[-1]
         losses.append((ended.losses[0], json.loads(line)["loss"]))
     (plain_training, plain_validation), (training, validation) = losses
+
     assert validation == plain_validation
     assert training != plain_training
 

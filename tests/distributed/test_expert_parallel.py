@@ -151,6 +151,7 @@ def test_fused_experts_match_step_by_step_experts(
         results.append(
             run_tiny(2, family_config("qwen3_moe", activation_checkpoint={"mode": mode}))[0]
         )
+
     assert_same_numbers(*results)
 
 
@@ -196,6 +197,7 @@ def test_latent_attention_without_query_compression_splits_over_heads(
     expected = run_tiny(
         1, family_config("deepseek_v3", overrides, training={"local_batch_size": 8}), 3
     )[0]
+
     for result in run_tiny(2, family_config("deepseek_v3", overrides, parallelism=parallelism), 3):
         assert_same_numbers(result, expected)
 
@@ -307,6 +309,7 @@ def test_padded_rows_have_the_gradients_of_unpadded_rows(family: str) -> None:
     """Otherwise padding (62 of 100 tokens here) would influence balance losses and router biases."""
     expected = unpadded(family)
     assert expected.facts["filler"] == 0
+
     meshes: list[tuple[int, dict[str, int]]] = [
         (1, {}),
         (2, {"tp": 2, "ep": 2}),
@@ -397,6 +400,7 @@ def test_forced_balance_loads_all_experts_equally() -> None:
     config = family_config(
         "qwen3_moe", parallelism=degrees(ep=2), debug={"moe_force_load_balance": True}
     )
+
     for _, measures in run_ranks(2, biases, config, 1):
         assert measures["moe_max_load"] == 1.0
 
@@ -479,6 +483,7 @@ def test_more_ranks_than_experts_change_no_number() -> None:
     expected = run_tiny(
         1, family_config("deepseek_v3", overrides, training={"local_batch_size": 8}), 4
     )[0]
+
     for result in run_tiny(
         4, family_config("deepseek_v3", overrides, parallelism=degrees(ep=2)), 4
     ):

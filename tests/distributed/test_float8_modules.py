@@ -101,6 +101,7 @@ def test_float8_on_a_mesh_changes_no_number(recipe, mesh):
     initial = {name: weight for stage in results for name, weight in stage.initial.items()}
     gradients = {name: gradient for stage in results for name, gradient in stage.gradients.items()}
     result = dataclasses.replace(results[0], initial=initial, gradients=gradients)
+
     assert_same_numbers(result, one_process(recipe), loss=1e-4, grad_norm=1e-3)
     for name, gradient in one_process(recipe).gradients.items():
         assert (result.gradients[name] - gradient).norm() <= 5e-3 * gradient.norm(), name
@@ -187,12 +188,14 @@ def test_gathering_in_float8_is_bitwise_equal_and_sends_half():
         _gather,
         {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True},
     )
+
     for gathered in (each, once):
         for (loss, gradients, *_), (expected, all_expected, *_) in zip(
             gathered, plain, strict=True
         ):
             assert torch.equal(loss, expected)
             assert all(torch.equal(a, b) for a, b in zip(gradients, all_expected, strict=True))
+
     *_, sent, sums, _, _ = plain[0]
     *_, sent8, sums8, numbers, weights = each[0]
     # 7 linear layers in each of two layers
@@ -246,6 +249,7 @@ def test_float8_option_of_a_torchtrain_file_works(tmp_path, line):
     }
     config = dataclasses.replace(tiny_config(**sections), quantize=loaded.config.quantize)
     losses = run_tiny(1, config, 2)[0].losses
+
     assert losses[1] < losses[0]
     assert losses != run_tiny(1, tiny_config(training={"local_batch_size": 8}), 2)[0].losses
 
@@ -264,6 +268,7 @@ def test_recomputation_with_float8_is_bitwise_equal(changes):
         with_float8({"recipe_name": "rowwise"}, training={"local_batch_size": 8}, **changes),
         STEPS,
     )[0]
+
     assert result.losses == one_process("rowwise").losses
     assert result.grad_norms == one_process("rowwise").grad_norms
 
@@ -309,9 +314,11 @@ def test_small_layers_are_skipped_on_request():
     }
     small = {"filter_fqns": [float8_modules.SMALL]}
     tensorwise = _converted(with_float8({**small, "recipe_name": "tensorwise"}, model=large))
+
     # 512 features
     assert "layers.0.attn.wq" in tensorwise
     assert "layers.0.attn.wk" not in tensorwise
+
     rowwise = _converted(with_float8({**small, "recipe_name": "rowwise"}, model=large))
     assert rowwise == [f"layers.{layer}.ffn.{name}" for layer in (0, 1) for name in ("w1", "w3")]
 
@@ -320,6 +327,7 @@ def test_layers_with_unsupported_sizes_are_skipped_and_counted(caplog):
     config = with_float8({"filter_fqns": ["wq"]}, model={"overrides": {"ffn_dim": 136}})
     with caplog.at_level(logging.INFO):
         assert len(_converted(config)) == 7
+
     assert (
         "quantize.linear.float8: 7 linear layers compute in float8, tensorwise, emulated; not converted: 2 by "
         "filter_fqns, 6 with sizes that are not multiples of 16" in caplog.text
@@ -350,5 +358,6 @@ def test_unknown_experts_are_rejected():
         config.quantize, grouped_mm=QuantizeGroupedMM(float8=Float8GroupedMM(["experts"]))
     )
     model = dataclasses.replace(config.model, converters=[GROUPED])
+
     with pytest.raises(ConfigError, match="names no experts of this model"):
         _converted(dataclasses.replace(config, quantize=grouped, model=model))

@@ -63,6 +63,7 @@ def test_mx_on_a_mesh_changes_no_number(mesh):
     initial = {name: weight for stage in results for name, weight in stage.initial.items()}
     gradients = {name: gradient for stage in results for name, gradient in stage.gradients.items()}
     result = dataclasses.replace(results[0], initial=initial, gradients=gradients)
+
     assert_same_numbers(result, one_process(), loss=1e-4, grad_norm=1e-3)
     for name, gradient in one_process().gradients.items():
         assert (result.gradients[name] - gradient).norm() <= 5e-3 * gradient.norm(), name
@@ -99,6 +100,7 @@ def test_mx_is_one_graph():
     x.grad = None
     out = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
     out.sum().backward()
+
     assert torch.equal(out, plain)
     assert torch.equal(x.grad, expected)
 
@@ -126,6 +128,7 @@ def test_loss_curve_stays_close_to_bfloat16(monkeypatch, rule, apart, steps):
     monkeypatch.setitem(microscaling.RECIPES, "mxfp8_emulated", (rule, True))
     plain = _curve("", steps)
     losses = _curve(rule, steps)
+
     assert plain[-1] < plain[0] - steps / 40
     assert 0 < max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= apart
 
@@ -143,6 +146,7 @@ def test_file_of_torchtitan_trains_in_mx(tmp_path):
     }
     config = dataclasses.replace(tiny_config(**sections), quantize=loaded.config.quantize)
     losses = run_tiny(1, config, 2)[0].losses
+
     assert losses[1] < losses[0]
     assert losses != run_tiny(1, tiny_config(training={"local_batch_size": 8}), 2)[0].losses
 
@@ -174,6 +178,7 @@ def test_head_is_skipped_unless_requested_by_either_name(caplog):
     with caplog.at_level(logging.INFO):
         assert len(_converted(with_mx())) == 14
     expected = "quantize.linear.mx: 14 linear layers compute in MX, mxfp8_emulated; not converted: 1 by filter"
+
     assert expected in caplog.text
     assert len(_converted(with_mx({"filter_fqns": []}))) == 15
     assert "head" not in _converted(with_mx({"filter_fqns": ["head"]}))
@@ -245,6 +250,7 @@ def test_gpu_without_mx_products_is_rejected(monkeypatch, recipe, capability, hi
     if recipe == "mxfp8_emulated" or (capability >= (10, 0) and not hip):
         float8_modules.convert(model, layout, _Gpu(), config)  # type: ignore[arg-type]
         return
+
     with pytest.raises(ConfigError) as refused:
         float8_modules.convert(model, layout, _Gpu(), config)  # type: ignore[arg-type]
     assert len(str(refused.value).splitlines()) == 1

@@ -260,6 +260,7 @@ def test_names_never_change_and_memory_is_contiguous() -> None:
             module, shape_of(module, "debugmodel", SHAPE, "rmsnorm")
         ).named_parameters()
     ]
+
     for sections, (parameters, state, optimized, packed) in zip(
         COMBINATIONS, run_ranks(2, _names)[0], strict=True
     ):
@@ -345,6 +346,7 @@ def test_prefetch_is_bitwise_equal(ranks, sections):
         )
         config = replace(config, model=model)
     ahead, plain = (run_ranks(ranks, _run_with_prefetch, config, ahead) for ahead in (True, False))
+
     # the embedding and both layers prefetch
     assert ahead[0][1] >= 3
     assert plain[0][1] == 0

@@ -66,6 +66,7 @@ def test_parameters_that_cannot_be_sharded_are_rejected_by_name(
     change(model)
     with pytest.raises(ConfigError) as raised:
         fsdp._check_parameters(model, LAYOUT)
+
     message = str(raised.value)
     assert REFUSED[change] in message
     assert "\n" not in message

@@ -54,6 +54,7 @@ def _gradient_norms(rank: int, meshes: list[dict]) -> list[tuple[float, float]]:
 def test_norm_is_that_of_the_full_gradient_on_every_mesh(num_ranks: int) -> None:
     by_rank = run_ranks(num_ranks, _gradient_norms, MESHES[num_ranks])
     assert all(pairs == by_rank[0] for pairs in by_rank)  # bitwise equal on all ranks
+
     pairs = by_rank[0]
     for norm, expected in pairs:
         assert norm == pytest.approx(expected, rel=1e-12)  # squares are summed in float64
@@ -192,9 +193,11 @@ def test_parameters_without_gradient_are_skipped() -> None:
     with_gradient = torch.ones(3, requires_grad=True)
     without = torch.ones(4, requires_grad=True)
     assert gradient_norm([with_gradient, without], Alone()).item() == 0.0
+
     scale_gradients([with_gradient, without], 0.5)
     with_gradient.grad = torch.tensor([3.0, 4.0, 0.0])
     assert gradient_norm([with_gradient, without], Alone()).item() == pytest.approx(5.0)
+
     scale_gradients([with_gradient, without], 0.5)
     assert with_gradient.grad.tolist() == [1.5, 2.0, 0.0]
     assert without.grad is None

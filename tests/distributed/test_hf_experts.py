@@ -52,6 +52,7 @@ def test_split_experts_have_the_numbers_of_one_process(
     training = {"local_batch_size": 2 if mesh == "pp2 ep2" else 1}
     expected = run_ranks(1, first_step, hf_tiny(path, tmp_path / "one"))[0]
     config = hf_tiny(path, tmp_path / "split", parallelism=degrees, training=training)
+
     assert difference(run_ranks(ranks, first_step, config), expected) <= 1e-5
 
 
@@ -88,6 +89,7 @@ def test_experts_that_cannot_be_split_are_rejected_by_name(kind: str, tmp_path: 
     model = models.build(
         module, models.shape_of(module, "folder", {"path": str(tmp_path)}, "rmsnorm")
     )
+
     with pytest.raises(ConfigError) as raised:
         hf_experts.check(model, tiny_config(parallelism={"expert_parallel_degree": 2}))
     assert message in str(raised.value)

@@ -42,6 +42,7 @@ def test_stages_have_the_numbers_of_one_process(name: str, mesh: str, tmp_path: 
     ranks, degrees = MESHES[mesh]
     expected = run_ranks(1, first_step, hf_tiny(path, tmp_path / "one"))[0]
     results = run_ranks(ranks, first_step, hf_tiny(path, tmp_path / "piped", parallelism=degrees))
+
     assert difference(results, expected) <= 1e-5
 
 
@@ -76,6 +77,7 @@ def test_options_have_the_numbers_of_one_process(options: str, tmp_path: Path) -
     sections = OPTIONS[options]
     expected = run_ranks(1, first_step, hf_tiny(path, tmp_path / "one", **sections))[0]
     config = hf_tiny(path, tmp_path / "piped", parallelism=piped(2, "ZBVZeroBubble"), **sections)
+
     assert difference(run_ranks(2, first_step, config), expected) <= 1e-5
 
 
@@ -92,6 +94,7 @@ def test_explicit_stages_use_names_of_transformers(tmp_path: Path) -> None:
     ]
     expected = run_ranks(1, first_step, hf_tiny(path, tmp_path / "one"))[0]
     degrees = piped(2, "1F1B", module_fqns_per_model_part=parts)
+
     assert (
         difference(
             run_ranks(2, first_step, hf_tiny(path, tmp_path / "piped", parallelism=degrees)),
@@ -127,12 +130,15 @@ def test_run_over_packed_documents_resumes_without_stages_and_exports_the_same_w
     degrees = piped(2, "Interleaved1F1B")
     first = run_ranks(2, train_whole, packed_run(path, tmp_path / "cut", degrees), 2)[0]
     resumed = run_ranks(1, train_whole, packed_run(path, tmp_path / "cut", {}))[0]
+
     assert straight.error is None
     assert resumed.error is None
     assert first.error is None
     assert [*first.losses, *resumed.losses] == pytest.approx(straight.losses, rel=1e-5)
+
     piped_run = run_ranks(2, train_whole, packed_run(path, tmp_path / "piped", degrees))[0]
     assert piped_run.error is None
+
     exports = [next((tmp_path / name).rglob("model.safetensors")) for name in ("straight", "piped")]
     expected, exported = map(load_file, exports)
     assert exported.keys() == expected.keys()
@@ -194,6 +200,7 @@ def test_network_that_is_no_chain_is_rejected_by_name(kind: str, tmp_path: Path)
     model = models.build(
         module, models.shape_of(module, "folder", {"path": str(tmp_path)}, "rmsnorm")
     )
+
     with pytest.raises(ConfigError) as raised:
         hf_stages.trace(model)
     assert message in str(raised.value)

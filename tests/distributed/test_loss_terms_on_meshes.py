@@ -36,7 +36,9 @@ def test_meshes_change_no_number(mesh: str) -> None:
     ranks, parallelism, training = MESHES[mesh]
     alone = run_tiny(1, tiny_config(training={"local_batch_size": 8, **TERMS}))[0]
     plain = run_tiny(1, tiny_config(training={"local_batch_size": 8}))[0]
+
     assert abs(alone.losses[0] - plain.losses[0]) > 1e-3
+
     config = tiny_config(
         parallelism=parallelism, training={"local_batch_size": 8, **training, **TERMS}
     )
@@ -65,6 +67,7 @@ def test_validation_loss_is_the_plain_cross_entropy(compiled: bool, tmp_path: Pa
         line = (tmp_path / name / "validation.jsonl").read_text().splitlines()[-1]
         losses.append((ended.losses[0], json.loads(line)["loss"]))
     (plain_training, plain_validation), (training, validation) = losses
+
     assert validation == plain_validation
     assert training > plain_training + 1e-3
 

@@ -127,6 +127,7 @@ def test_fsdp_mesh_begins_with_the_replicate_axis_if_there_is_one(described) -> 
     axes_of_ranks = [(facts["data"], facts["data_size"]) for facts in described[0]]
     replicate_and_shard = ("dp_replicate", "dp_shard")
     with_context = ("dp_replicate", "dp_shard_cp")
+
     assert axes_of_ranks == [
         (("dp_shard",), 2),
         (replicate_and_shard, 4),

@@ -298,8 +298,10 @@ def test_float8_rounds_alike_on_every_mesh() -> None:
     }
     (plain,) = run_ranks(1, step, config(2, overrides), True)
     (rounded,) = run_ranks(1, step, config(2, overrides, **sections), True)
+
     assert rounded["losses"] != plain["losses"]
     assert rounded["losses"] == pytest.approx(plain["losses"], rel=0.02)
+
     name = "mtp_layers.2.attn.wo.weight"
     assert not torch.equal(rounded["gradients"][name], plain["gradients"][name])
     for result in run_ranks(2, step, config(2, overrides, **sections), True):
@@ -311,8 +313,10 @@ def test_targets_stay_in_their_document_and_row() -> None:
     targets_BT = torch.tensor([[2, 3, IGNORE, 5, IGNORE, 7]])
     documents_BT = torch.tensor([[0, 0, 0, 1, 1, 1]])
     ahead = tokens_ahead(tokens_BT, documents_BT, 2)
+
     assert ahead[0, :, 0].tolist() == [2, 3, 0, 5, 6, 0]
     assert ahead[0, :, 1].tolist() == [3, 0, 0, 6, 0, 0]
+
     targets = targets_ahead(targets_BT, documents_BT, 2)
     assert targets[0, :, 0].tolist() == [3, IGNORE, IGNORE, IGNORE, 7, IGNORE]
     assert targets[0, :, 1].tolist() == [IGNORE, IGNORE, IGNORE, 7, IGNORE, IGNORE]
@@ -350,9 +354,12 @@ def test_flops_count_layers_and_their_head() -> None:
     (_, plain_params, plain), (model, params, flops) = values
     (layer,) = model.mtp_layers.values()
     own = sum(p.numel() for p in layer.parameters())
+
     assert params == plain_params + own
+
     experts = sum(p.numel() for p in layer.moe.experts.parameters())
     active = own - experts + experts * SHAPE["top_k"] // SHAPE["num_experts"]
     attention = 12 * SHAPE["num_heads"] * shape.head_dim * TOKENS
     head = model.head.weight.numel()
+
     assert flops(TOKENS) - plain(TOKENS) == 6 * (active + head) + attention

@@ -60,6 +60,7 @@ def test_weight_read_by_another_module_is_found(where: str, tmp_path: Path) -> N
     module = models.find(str(path))
     reads = outside_reads.read_elsewhere(models.build(module, module.Config()), module.LAYOUT)
     readers = {"in the head": "head", "in the model's forward": "the model's own forward"}
+
     assert reads == ({"embed.weight": readers[where]} if where in readers else {})
 
 
@@ -71,6 +72,7 @@ def test_fsdp_with_a_weight_read_by_another_module_changes_no_number(
     fsdp_config = config(tmp_path / "model.py", FILES[where])
     (alone,) = run_ranks(1, train_steps, fsdp_config, STEPS)
     together: list[Result] = run_ranks(2, train_steps, fsdp_config, STEPS)
+
     for rank in together:
         assert rank.losses == pytest.approx(alone.losses, abs=1e-5)
         assert rank.grad_norms == pytest.approx(alone.grad_norms, rel=1e-5)

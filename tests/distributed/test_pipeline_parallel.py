@@ -69,6 +69,7 @@ def test_stages_divide_the_model_and_keep_its_names(schedule: str) -> None:
                 + sum(name.split(".")[0] in ("embed", "norm", "head") for name in names)
                 >= 3
             )
+
     assert sorted(names) == sorted(name for name, _ in full_model.named_parameters())
 
 
@@ -198,6 +199,7 @@ def test_schedule_from_a_file_changes_no_number(tmp_path: Path) -> None:
     file.write_text("\n".join(lines) + "\n")
     parallelism = piped(schedule="PipelineScheduleMulti", pipeline_parallel_schedule_csv=str(file))
     parallelism["pipeline_parallel_layers_per_stage"] = 2
+
     for result in run_tiny(2, deep_config(parallelism=parallelism), steps=5):
         assert_same_losses(result)
 
@@ -218,6 +220,7 @@ def test_schedule_file_with_split_backward_changes_no_number(tmp_path: Path) -> 
     config = dataclasses.replace(
         config, parallelism=dataclasses.replace(config.parallelism, **by_file)
     )
+
     for result in run_tiny(2, config, 2):
         assert result.losses == pytest.approx(one_process_apart().losses, abs=1e-5)
         assert result.grad_norms == pytest.approx(one_process_apart().grad_norms, rel=1e-6)
@@ -277,6 +280,7 @@ def test_code_that_every_stage_would_repeat_is_rejected(name: str, tmp_path: Pat
     path.write_text(text)
     module = models.find(str(path))
     full_model = models.build(module, models.shape_of(module, "tiny", {}, "rmsnorm"))
+
     with pytest.raises(ConfigError) as error:
         pipeline_parallel.cut(
             full_model, module.LAYOUT, FakeMesh(2, 0), deep_config(parallelism=piped())
@@ -295,6 +299,7 @@ def test_split_names_that_do_not_cover_the_model_are_rejected() -> None:
     full_model = models.build(
         module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm")
     )
+
     with pytest.raises(ConfigError, match="does not cover the model.*head.*layers.2"):
         pipeline_parallel.cut(full_model, module.LAYOUT, FakeMesh(2, 0), config)  # type: ignore[arg-type]
 

@@ -338,4 +338,5 @@ def test_step_waits_once_for_the_accelerator_and_mixes_no_devices(mesh):
         if mesh not in MESHES
         else [case for case in covering() if case[3] == mesh]
     )
+
     assert in_a_fork(broken, chosen) == []

@@ -170,6 +170,7 @@ def test_factors_equal_the_paper_in_float64(name: str, has_documents: bool) -> N
         exact = max(float(largest_N.max()) for largest_N in largest.values())
         assert step["measures"]["max_attention_logit"] == pytest.approx(exact, rel=1e-4)
     num_heads = STEPS * groups * shape.num_layers
+
     assert 0 < num_clipped < num_heads, (num_clipped, num_heads)
 
 
@@ -236,6 +237,7 @@ def test_meshes_change_no_number(name: str) -> None:
         config = clipped(THRESHOLD, training={"local_batch_size": 8}, data=data)
         expected = run_tiny(1, config, STEPS)[0]
     results = run_tiny(num_ranks, clipped(THRESHOLD, parallelism=parallelism, data=data), STEPS)
+
     for result in results:
         assert_bitwise(result.final, results[0].final)
         assert_same_weights(result, expected)
@@ -281,7 +283,9 @@ def test_latent_attention_and_prediction_layers_are_clipped_on_meshes() -> None:
     (expected,) = run_tiny(1, replace(clipped(0.02, training=training), model=model), STEPS)
     (unclipped,) = run_tiny(1, replace(clipped(0.0, training=training), model=model), STEPS)
     name = "mtp_layers.2.attn.wq_b.weight"
+
     assert expected.final[name].norm() < 0.9 * unclipped.final[name].norm()
+
     for parallelism in (
         {"tensor_parallel_degree": 2, "context_parallel_degree": 2},
         {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2},
@@ -321,10 +325,13 @@ def test_logits_in_blocks_equal_those_at_once(monkeypatch: pytest.MonkeyPatch) -
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1, 1, 1, 1]])
     at_once = max_attention_logits(q, k, documents, 3, 0.5)
     monkeypatch.setattr("shardtrain.ops.attention_logits._MAX_NUMEL", 1)
+
     assert torch.equal(max_attention_logits(q, k, documents, 3, 0.5), at_once)
+
     # the query of token 8 is in document 2, which began at token 7
     alone = max_attention_logits(q[:1, -1:], k[:1], documents[:1], 3, 0.5)
     products = (q[0, -1].view(2, 2, 8) * 0.5 @ k[0, 7:].permute(1, 2, 0)).amax(-1).flatten()
+
     torch.testing.assert_close(alone, products)
 
 
@@ -338,10 +345,13 @@ def test_own_attention_without_powers_is_rejected() -> None:
     module, shape = models.configured(tiny_config().model)
     model = models.build(module, shape)
     qk_clip.check(model, module.LAYOUT)
+
     with pytest.raises(ConfigError, match="LAYOUT.context of the model does not name"):
         qk_clip.check(model, replace(module.LAYOUT, context=""))
+
     for layer in model.layers.values():
         layer.attn = torch.nn.Sequential()
         layer.attn.core = torch.nn.Identity()
+
     with pytest.raises(ConfigError, match=r"requires the method qk_clip_powers of layers\.0\.attn"):
         qk_clip.check(model, module.LAYOUT)

@@ -125,6 +125,7 @@ def test_losses_are_those_of_the_rows_of_each_source(data: dict[str, Any], tmp_p
     config = mixed(tmp_path / "run", **data)
     (expected,) = run_ranks(1, by_hand, config)
     first = records(config)[0]
+
     for name in NAMES:
         assert first[f"loss_of/{name}"] == pytest.approx(expected[name], abs=1e-5)
     assert_parts_add_up(first)
@@ -168,6 +169,7 @@ def test_option_changes_no_other_number(tmp_path: Path) -> None:
     job = dataclasses.replace(on.job, dump_folder=str(tmp_path / "off"))
     with_losses = records(on)
     without = records(dataclasses.replace(on, metrics=metrics, job=job))
+
     for record, other in zip(with_losses, without, strict=True):
         assert record["loss"] == pytest.approx(other["loss"], abs=1e-6)
         assert record["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-6)
@@ -194,6 +196,7 @@ def test_validation_does_not_count(tmp_path: Path) -> None:
         local_batch_size=2,
     )
     found = records(dataclasses.replace(config, validation=validation))
+
     for record in found:
         assert_parts_add_up(record, targets=8 * 64)
 
@@ -218,6 +221,7 @@ def test_chunks_are_divided_where_the_group_changes(
     )
     losses_N.sum().backward()
     expected = [losses_N[6:18].sum().item(), (losses_N[:6].sum() + losses_N[18:].sum()).item()]
+
     torch.testing.assert_close(sums, torch.tensor(expected, dtype=torch.float64), atol=1e-5, rtol=0)
     torch.testing.assert_close(logits.grad, plain.grad, atol=1e-6, rtol=0)
     assert loss.item() == pytest.approx(sum(expected), abs=1e-4)

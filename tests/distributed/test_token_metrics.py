@@ -93,6 +93,7 @@ def test_metric_is_the_mean_over_target_tokens_on_every_mesh(tmp_path: Path, mes
         assert ended.error is None
     for ended in run_ranks(1, trained, tmp_path / "plain", [], "one process"):
         assert ended.error is None
+
     logged_steps = logged(tmp_path / "run")
     assert [step for step, _, _ in logged_steps] == [1, 2, 3, 4]
     for (_, loss, values), (_, plain_loss, nothing) in zip(
@@ -112,6 +113,7 @@ def test_resumed_run_logs_the_same_metrics(tmp_path: Path) -> None:
     run_ranks(1, trained, tmp_path / "straight", paths, "one process")
     run_ranks(1, trained, tmp_path / "killed", paths, "one process", 3)
     run_ranks(1, trained, tmp_path / "killed", paths, "one process")
+
     assert logged(tmp_path / "killed") == logged(tmp_path / "straight")
 
 
@@ -135,12 +137,14 @@ def test_invalid_metric_file_is_an_error_with_its_name(
     path = tmp_path / "my_metric.py"
     if text is not None:
         path.write_text(text)
+
     assert (
         main(
             ["config", "check", "debug", f"--metrics.token_metrics={path}", "--training.device=cpu"]
         )
         == 2
     )
+
     (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "my_metric.py" in line]
     assert "metrics.token_metrics=" in line
     assert message in line
@@ -156,8 +160,10 @@ def test_metrics_require_the_language_model_task_and_distinct_names(tmp_path: Pa
         "--training.device=cpu",
         f"--metrics.token_metrics={paths[0]}",
     ]
+
     assert main([*arguments, "--task.name=kto"]) == 2
     assert 'is not supported with task.name="kto"' in "".join(capsys.readouterr())
+
     again = written(tmp_path / "more")[0]
     assert main([*arguments[:-1], f"--metrics.token_metrics={paths[0]},{again}"]) == 2
     assert "files with the same name" in "".join(capsys.readouterr())

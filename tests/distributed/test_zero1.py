@@ -103,6 +103,7 @@ def test_split_states_update_like_the_full_parameter(num_ranks, replicas, shards
     results = run_ranks(num_ranks, _train, num_ranks, replicas, shards, fused)
     unsplit = results[0]["unsplit"]
     assert all(facts["unsplit"] == unsplit for facts in results)
+
     for name, shape in SHAPES.items():
         covered = torch.zeros(shape)
         for facts in results:
@@ -110,7 +111,9 @@ def test_split_states_update_like_the_full_parameter(num_ranks, replicas, shards
         # otherwise each number is updated by exactly one rank
         expected = replicas if name in unsplit else 1
         assert torch.equal(covered, torch.full(shape, float(expected))), name
+
     assert "one" in unsplit  # a single number cannot be split
+
     if shards == 1:
         assert "norm" not in unsplit
         sizes = [facts["numel"] for facts in results]
@@ -128,6 +131,7 @@ def test_fused_adamw_supports_non_contiguous_memory() -> None:
     for parameter in (gapped, packed):
         parameter.grad = torch.ones(3, 2)
         torch.optim.AdamW([parameter], lr=0.1, fused=True).step()
+
     assert torch.equal(gapped, packed)
 
 

@@ -77,6 +77,7 @@ NO_DRIVER_NAME = {"h100-96gb"}
 def test_driver_name_selects_its_row(driver: str) -> None:
     row, peak = DRIVERS[driver]
     assert devices.find(driver) == row
+
     dtype = "bfloat16" if "bfloat16" in ROWS[row]["flops"] else "float16"
     assert (
         peak_flops(driver, f"torch.{dtype}")
@@ -94,6 +95,7 @@ def test_plan_check_and_mfu_agree_on_a_device(name: str) -> None:
     """All three use the same memory and peaks, or report that training does not support the device."""
     device = hardware.find(name)
     assert device.name == name
+
     loaded = configs.load(None, [])
     if name in TRAINABLE:
         checked = machine.named(name, loaded, 1)

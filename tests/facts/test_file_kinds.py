@@ -29,10 +29,12 @@ def test_every_command_takes_the_same_files(name, dataset, tmp_path):
     file.write_bytes(gzip.compress(json.dumps({"text": "a"}).encode()))
     assert file_kinds.dataset_of(name) == dataset
     assert evaluate_request.read(["--from", "run", "--data", f"held={file}"]).data == {"held": file}
+
     if name.endswith(".json"):  # as a configuration, such a file is one of another trainer
         return
     problems = []
     parse_file(file, problems)
+
     assert f"--training.dataset {dataset} " in problems[0].fix
 
 

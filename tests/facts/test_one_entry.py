@@ -72,12 +72,16 @@ def test_an_optimizer_is_one_entry_and_one_file(monkeypatch: pytest.MonkeyPatch)
     assert not [
         problem for problem in config.problems_of(loaded, 1) if problem.option == "optimizer.name"
     ]
+
     job = job_sizes.of_config(loaded.config, 1, num_layers=2)
     assert (job.states, job.state_width) == (3, 2)
+
     built = build([("weight", torch.nn.Parameter(torch.zeros(2)))], loaded.config.optimizer)
     assert isinstance(built, torch.optim.SGD)
+
     drawn = {
         search_space._training(random.Random(seed), "llama3").get("optimizer.name")
         for seed in range(200)
     }
+
     assert "Steepest" in drawn

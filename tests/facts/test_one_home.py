@@ -141,6 +141,7 @@ def test_no_table_is_written_twice() -> None:
             f"{sorted(elements)} is no longer written twice: remove it from ALLOWED"
         )
         del repeated[elements]
+
     assert [
         f"{sorted(elements)} in {', '.join(map(str, places))}"
         for elements, places in repeated.items()
@@ -157,6 +158,7 @@ def test_nothing_repeats_a_table_of_facts() -> None:
             name = repeated_fact(table, known, nearly=folder == "shardtrain")
             if name and (f"{folder}/{table.file}", name) not in REPEATS_FACTS:
                 repeats.append(f"{folder}/{table.file}:{table.line} repeats {name}")
+
     assert repeats == []
 
 
@@ -173,7 +175,9 @@ def test_no_constant_is_written_twice() -> None:
                 places["", value].add(file)
     repeated = {key: files for key, files in places.items() if len(files) > 1}
     unused = INDEPENDENT.keys() - {name for name, _ in repeated}
+
     assert not unused, f"{sorted(unused)} are no longer written twice: remove them from INDEPENDENT"
+
     found = [f"{name} = {value!r} in {sorted(files)}" for (name, value), files in repeated.items()]
     assert [line for line in found if line.partition(" = ")[0] not in INDEPENDENT] == []
 
@@ -318,6 +322,7 @@ def test_plans_import_the_constants_of_kernels() -> None:
                 copied.append(
                     f"tools/plan/{path.name}:{node.lineno} writes {value}, as {kernels[value]}"
                 )
+
     assert copied == []
 
 

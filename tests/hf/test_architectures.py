@@ -110,6 +110,7 @@ def test_logits_are_equal_and_the_folder_survives_a_round_trip(
     source = folder(name, tmp_path / "hf")
     back = tmp_path / "back"
     recognised = recognise(source)
+
     assert recognised.name == "transformers"
     assert len(recognised.notices) == 1
     # Both commands compare logits in float32, and fail above 1e-4 of the largest.
@@ -121,6 +122,7 @@ def test_logits_are_equal_and_the_folder_survives_a_round_trip(
     assert json.loads((back / "config.json").read_text()) == json.loads(
         (source / "config.json").read_text()
     )
+
     before, after = (load_file(path / "model.safetensors") for path in (source, back))
     assert {name: t.dtype for name, t in before.items()} == {
         name: t.dtype for name, t in after.items()
@@ -172,6 +174,7 @@ def test_logits_with_scaled_rotary_positions_equal_those_of_transformers(
         "--check",
         "logits",
     ]
+
     assert main(arguments) == 0
     assert "transformers returns the same logits" in capsys.readouterr().out
 
@@ -184,7 +187,9 @@ def test_a_model_that_transformers_cannot_compute_is_one_line(tmp_path: Path, ca
         tmp_path / "hf"
     )
     arguments = ["import", str(tmp_path / "hf"), "--to"]
+
     assert main([*arguments, str(tmp_path / "one"), "--check", "logits"]) == 2
+
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert (
         f"error[2]: {tmp_path / 'hf'}: transformers cannot compute logits: RuntimeError: "
@@ -221,6 +226,7 @@ def test_a_config_error_of_transformers_is_one_line(
     for _ in range(2):
         architecture.build(str(tmp_path / "odd"), "LlamaForCausalLM", "auto")
     (warning,) = [record.getMessage() for record in caplog.records]
+
     assert warning.count("beta_fast field must be greater") == 1
     assert len(warning.splitlines()) == 1
     with pytest.raises(

@@ -63,14 +63,18 @@ def test_an_import_exports_bitwise(name: str, ranks: int, tmp_path: Path, capsys
     run_ranks(ranks, seed_checkpoint, config)
     output = tmp_path / "out"
     arguments = [str(tmp_path / "run/checkpoint/step-0"), "--to", str(output), "--check", "logits"]
+
     assert export_main([*arguments, "--config", str(toml(name, tmp_path))]) == 0
+
     captured = capsys.readouterr()
     assert "transformers returns the same logits" in captured.out
     assert "Loading weights" not in captured.err
+
     before, after = (load_file(path / "model.safetensors") for path in (folder(name), output))
     # Shared tensors may be stored under another of their names.
     assert all(torch.equal(after[key], before[key]) for key in before.keys() & after.keys())
     assert len(before.keys() ^ after.keys()) <= 2
+
     described = [json.loads((path / "config.json").read_text()) for path in (folder(name), output)]
     assert described[0]["architectures"] == described[1]["architectures"]
     assert described[0]["model_type"] == described[1]["model_type"]
@@ -150,10 +154,13 @@ def test_a_truncated_file_another_model_and_converted_names_are_one_line(tmp_pat
     source = rewritten("gpt2", tmp_path / "cut", lambda tensors: tensors)
     file = source / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
+
     assert "is truncated" in begun("gpt2", source, tmp_path)
+
     other = begun("gpt2", folder("opt"), tmp_path / "b")
     assert "contains another model than" in other
     assert other.startswith("ConfigError")
+
     experts = begun("mixtral", folder("mixtral"), tmp_path / "c")
     # by version
     assert isinstance(experts, dict) or "that only transformers can convert" in experts
@@ -172,7 +179,9 @@ def test_a_new_head_is_initialized_for_another_architecture(tmp_path: Path) -> N
         training={"dataset": "jsonl", "dataset_path": str(rows)},
     )
     weights = run_ranks(1, started, config)[0]
+
     assert isinstance(weights, dict), weights
+
     expected = load_file(folder("bart") / "model.safetensors")
     key = "model.encoder.layers.1.fc1.weight"
     assert torch.equal(weights[f"hf.{key}"], expected[key])

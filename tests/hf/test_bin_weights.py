@@ -65,6 +65,7 @@ def test_several_files_are_found_with_their_index(tmp_path: Path) -> None:
     with BinWeights(tmp_path / "two") as weights:
         assert [float(weights.read(name, ())[0]) for name in weights.names()] == [1.0, 2.0]
     index.write_text('{"weight_map": {"w1": "../pytorch_model-1.bin"}}')
+
     with pytest.raises(CheckpointError, match="is not a file name like pytorch_model.bin"):
         BinWeights(tmp_path / "two")
 
@@ -180,6 +181,7 @@ def test_weights_of_a_wrapped_model_have_the_names_of_the_model(
         assert [float(weights.read(name, ())[0]) for name in weights.names()] == [0.0, 1.0]
     # transformers does not read such safetensors files, so there is no reference.
     save_file(tensors, tmp_path / "model.safetensors")
+
     with pytest.raises(
         CheckpointError, match=rf"save model\.{prefix.partition('.')[0]}\.state_dict\(\) instead"
     ):
@@ -232,6 +234,7 @@ def test_import_and_run_read_the_same_weights_as_from_safetensors(
     folder = old(modern, tmp_path / "old", form, parts)
     output = tmp_path / "checkpoint"
     back = tmp_path / "back"
+
     assert main(["import", str(folder), "--to", str(output)]) == 5, (
         "a load must not fall back to a pickle"
     )
@@ -243,12 +246,14 @@ def test_import_and_run_read_the_same_weights_as_from_safetensors(
     assert (
         "logits were not compared: transformers would unpickle the file" in capsys.readouterr().out
     )
+
     files = source.of_checkpoint(output, manifest.read(output))
     assert files is not None
     assert files.read("generation_config.json") == b'{"temperature": 0.5}'
 
     # The export of the import, and the weights of a run, are bitwise equal with the dtypes of the file.
     assert main(["export", str(output), "--to", str(back), "--check", "weights"]) == 0
+
     expected, exported = (load_file(path / "model.safetensors") for path in (modern, back))
     recognised = recognise(folder)
     module = models.find(recognised.name)
@@ -256,6 +261,7 @@ def test_import_and_run_read_the_same_weights_as_from_safetensors(
     model = models.build(module, recognised.config).to_empty(device="cpu")
     tensors = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
     importing.fill(tensors, folder, module, recognised.config, legacy_bin=True)
+
     assert {name: t.dtype for name, t in exported.items()} == {
         name: t.dtype for name, t in expected.items()
     }
@@ -273,6 +279,7 @@ def test_an_import_runs_nothing_of_a_pickle(
     canary = tmp_path / "canary"
     (folder / BIN).write_bytes(bombs(canary)[kind])
     capfd.readouterr()
+
     assert main(["import", str(folder), "--to", str(tmp_path / "checkpoint"), "--legacy_bin"]) == 5
     assert str(folder / BIN) in capfd.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]

@@ -77,13 +77,16 @@ def test_an_import_writes_dequantized_weights(
     importing.to_checkpoint(folder, tmp_path / "checkpoint", dtype="float32")
     stored = manifest.read(tmp_path / "checkpoint")
     imported = read_whole(stored, tmp_path / "checkpoint", "model.layers.0.attn.wo.weight")
+
     assert torch.equal(imported, expected(numbers, "model.layers.0.self_attn.o_proj.weight"))
+
     experts = read_whole(stored, tmp_path / "checkpoint", "model.layers.1.moe.experts.w2")
     for number in range(8):
         assert torch.equal(
             experts[number],
             expected(numbers, f"model.layers.1.mlp.experts.{number}.down_proj.weight"),
         )
+
     importing.to_checkpoint(folder, tmp_path / "other")
     assert {t.dtype for t in manifest.read(tmp_path / "other").tensors.values()} == {"float32"}, (
         "must be the dtype of the embedding"
@@ -97,6 +100,7 @@ def test_a_run_starts_from_dequantized_weights_on_any_mesh(
     several = run_ranks(4, start, quantized(config_for(folder, tmp_path / "four", "fsdp=2 tp=2")))[
         0
     ]
+
     assert torch.equal(
         single["layers.0.attn.wo.weight"],
         expected(numbers, "model.layers.0.self_attn.o_proj.weight"),
@@ -111,6 +115,7 @@ def test_the_quantization_option_must_match_the_folder(
     kind, text = run_ranks(1, refused, config_for(folder, tmp_path / "run", "one"))[0]
     assert kind == "ConfigError"
     assert "initial_load_in_hf_quantized=false must be true for quantized weights" in text
+
     plain = save(build("deepseek_v3"), tmp_path / "plain")
     kind, text = run_ranks(1, refused, quantized(config_for(plain, tmp_path / "run", "one")))[0]
     assert kind == "ConfigError"
@@ -125,10 +130,12 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     incomplete = dict(tensors)
     tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
     save_file(tensors, folder / "model.safetensors")
+
     with pytest.raises(
         CheckpointError, match="is not an fp8 weight with a float32 for each block of 8 x 12"
     ):
         importing.to_checkpoint(folder, tmp_path / "checkpoint")
+
     del incomplete[f"{name}_scale_inv"]
     save_file(incomplete, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"with an unsupported dtype: {name}"):

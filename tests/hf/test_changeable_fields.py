@@ -70,8 +70,10 @@ def run(config: Config) -> Ended:
 def test_a_run_may_change_positions_and_window(way: str, field: str, tmp_path: Path) -> None:
     changed = run(config_of(way, "llama3", tmp_path / "changed", {field: ACCEPTED[field]}))
     assert changed.error is None, changed.error
+
     as_it_is = run(config_of(way, "llama3", tmp_path / "as_it_is", {}))
     assert changed.losses != as_it_is.losses
+
     log = (tmp_path / "changed/run/logs/rank-0.log").read_text()
     assert f"model.overrides.{field}={ACCEPTED[field]!r} is used" in log
 
@@ -81,13 +83,16 @@ def test_a_run_may_change_positions_and_window(way: str, field: str, tmp_path: P
 )
 def test_the_exported_folder_has_the_changed_value(way: str, tmp_path: Path, capsys: Any) -> None:
     assert run(config_of(way, "llama3", tmp_path, {"rope_theta": 1e6})).error is None
+
     trained = tmp_path / "run"
     if "adapters" in way:
         trained = tmp_path / "merged"
         assert cli.main(["merge", str(tmp_path / "run"), "--to", str(trained)]) == 0
     arguments = [str(trained), "--to", str(tmp_path / "out"), "--check", "logits"]
+
     assert export_main(arguments) == 0
     assert "transformers returns the same logits" in capsys.readouterr().out
+
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert (written.get("rope_parameters") or written)["rope_theta"] == 1e6
 
@@ -98,8 +103,10 @@ def test_a_peft_folder_cannot_hold_the_changed_value_and_export_prints_it(
     way: str, overrides: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:
     assert run(config_of(way, "llama3", tmp_path, overrides)).error is None
+
     capsys.readouterr()
     assert export_main([str(tmp_path / "run"), "--adapter", "--to", str(tmp_path / "peft")]) == 0
+
     printed = capsys.readouterr().out
     assert printed.count(
         "set them in config.json of the base model: rope_theta=1000000.0\n"
@@ -136,8 +143,11 @@ def test_a_field_of_a_flavor_must_match_the_weights(tmp_path: Path) -> None:
     positions["rope_theta"] = 2 * theta
     (folder / "config.json").write_text(json.dumps(fields))
     config = config_of("in_hf", "llama3", tmp_path, {})
+
     assert "rope_theta" not in config.model.overrides
+
     config = dataclasses.replace(
         config, checkpoint=dataclasses.replace(config.checkpoint, initial_load_path=str(folder))
     )
+
     assert f"rope_theta={float(theta)!r} instead of {2 * float(theta)!r}" in str(run(config).error)

@@ -127,8 +127,10 @@ def test_an_exported_run_has_the_same_scores(
     base = save(build(family), tmp_path / "base")
     run_config = config_of(base, tmp_path / "run", task, checkpoint={"last_save_in_hf": True})
     step = trained(run_config)
+
     assert cli.main(["export", str(step), "--to", str(tmp_path / "hf")]) == 0
     assert "transformers returns the same logits" in capsys.readouterr().out
+
     rows, expected = run_ranks(1, scores, run_config)[0]
     for folder in (tmp_path / "hf", step.with_name("step-2-hf")):
         assert_scores(folder, rows, expected)
@@ -158,8 +160,10 @@ def test_adapters_of_a_classifier_export_and_merge(family: str, task: str, tmp_p
     )
     step = trained(run_config)
     rows, expected = run_ranks(1, scores, run_config)[0]
+
     # PEFT with the base model and the adapters.
     assert cli.main(["export", str(step), "--to", str(tmp_path / "peft"), "--adapter"]) == 0
+
     base_model = transformers.AutoModelForSequenceClassification.from_pretrained(
         base, num_labels=expected.shape[1], dtype=torch.float32
     )
@@ -176,6 +180,7 @@ def test_adapters_of_a_classifier_export_and_merge(family: str, task: str, tmp_p
         task,
         lora={**dataclasses.asdict(run_config.lora), "initial_load_path": str(tmp_path / "peft")},
     )
+
     torch.testing.assert_close(run_ranks(1, scores, again)[0][1], expected, atol=1e-6, rtol=0)
     # The merged weights are a complete folder.
     assert cli.main(["merge", str(step), "--to", str(tmp_path / "merged")]) == 0
@@ -202,11 +207,13 @@ def test_a_classifier_folder_loads_completely_and_trains_further(tmp_path: Path)
         run_config,
         model=dataclasses.replace(run_config.model, hf_assets_path=str(tmp_path / "bpe")),
     )
+
     assert cli.main(["export", str(trained(run_config)), "--to", str(tmp_path / "hf")]) == 0
     assert (
         json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"]
         == tokenizer.pad_id
     )
+
     expected = run_ranks(1, scores, run_config)[0][1]
     fields = {"path": str(tmp_path / "hf")}
     model = dataclasses.replace(
@@ -231,6 +238,7 @@ def test_a_classifier_folder_loads_completely_and_trains_further(tmp_path: Path)
             "does not contain the head"
             not in (Path(job.dump_folder) / "logs" / "rank-0.log").read_text()
         )
+
     assert "does not contain the head" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
 
 
@@ -266,5 +274,6 @@ def test_a_folder_that_does_not_fit_the_task_is_rejected(
         run_config.model, name="transformers", flavor="folder", overrides={"path": str(folder)}
     )
     run_config = dataclasses.replace(run_config, model=model)
+
     assert message in str(run_ranks(1, train_whole, run_config)[0].error)
     assert message in str(meta_model.build(run_config)[0][0])  # also found by "config check"

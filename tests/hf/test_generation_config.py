@@ -152,7 +152,9 @@ def test_the_export_of_a_run_stops_where_the_run_stops(
     back = tmp_path / "back"
     config = run_of(base(tmp_path / "base"), run, form, from_scratch)
     capfd.readouterr()
+
     assert main(["export", str(run), "--to", str(back), "--check", "weights"]) == 0
+
     logged = capfd.readouterr().out
     assert f"config.json: eos_token_id {None if from_scratch else 2} -> {EOS}" in logged
     assert f"generation_config.json: eos_token_id {None if from_scratch else 2} -> {eos}" in logged
@@ -167,6 +169,7 @@ def test_the_export_of_a_run_stops_where_the_run_stops(
             "bos_token_id": BOS,
             "eos_token_id": EOS,
         } == fields_of(folder, "config.json")
+
     arguments = [
         "--to",
         str(tmp_path / "unaligned"),
@@ -174,17 +177,21 @@ def test_the_export_of_a_run_stops_where_the_run_stops(
         "weights",
         "--keep_generation_config",
     ]
+
     assert main(["export", str(run), *arguments]) == 0
+
     unaligned = (
         dict.fromkeys(("bos_token_id", "eos_token_id"))
         if from_scratch
         else {"bos_token_id": 1, "eos_token_id": 2}
     )
+
     assert fields_of(tmp_path / "unaligned", "config.json") == {
         **fields_of(back, "config.json"),
         **unaligned,
     }
     assert not (tmp_path / "unaligned" / GENERATION).exists()
+
     of_run, of_transformers = texts(back, form == "chat", capfd, run)
     of_export, _ = texts(back, form == "chat", capfd)
     assert (
@@ -255,6 +262,7 @@ def test_tokens_are_aligned_like_in_transformers_trainer(
     )
     # Compare sets of ids: transformers also moves a listed end token to the front.
     settings_after = read_settings(aligned)
+
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         for ours, theirs in (
             (aligned.config, model.config),
@@ -262,10 +270,12 @@ def test_tokens_are_aligned_like_in_transformers_trainer(
         ):
             assert ids(ours.get(key)) == ids(getattr(theirs, key)), key
     assert settings_after.get("temperature") == (None if in_generation == "no file" else 0.6)
+
     # Unchanged files keep their bytes.
     again, no_changes = with_tokens(
         aligned, {"bos_token_id": [BOS], "eos_token_id": [EOS], "pad_token_id": []}
     )
+
     assert changes
     assert again == aligned
     assert not no_changes
@@ -304,8 +314,10 @@ def test_prepared_conversations_are_recognized_by_their_shards(tmp_path: Path) -
         "--training.dataset_path",
         str(rows),
     ]
+
     assert (
         main(["data", "prepare", "--output", str(shards), "--data.format", "chat", *arguments]) == 0
     )
+
     config = tiny_config(training={"dataset": "tokens", "dataset_path": str(shards)})
     assert trained_tokens(open_tokenizer(str(folder)), config)["eos_token_id"] == [EOS, TURN_END]

@@ -46,10 +46,13 @@ def test_new_rows_are_the_mean_and_the_exported_folder_has_them(name: str, tmp_p
     ended = train(1, config)
     rows = config.model.overrides["vocab_size"]
     step = next((tmp_path / "run" / "checkpoint").glob("step-*"))
+
     assert cli.main(["export", str(step), "--to", str(tmp_path / "hf"), "--check", "logits"]) == 0
+
     model_class = getattr(transformers, SHAPES[name][0])
     grown = model_class.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     before = model_class.from_pretrained(folder(name), dtype=torch.float32)
+
     assert grown.config.get_text_config().vocab_size == rows
     for new, old in (
         (grown.get_input_embeddings().weight, before.get_input_embeddings().weight),
@@ -58,11 +61,13 @@ def test_new_rows_are_the_mean_and_the_exported_folder_has_them(name: str, tmp_p
         assert new.shape[0] == rows
         assert torch.equal(new[: rows - 9], old)
         torch.testing.assert_close(new[rows - 9 :], old.mean(0).expand(9, -1), atol=1e-6, rtol=0)
+
     # config.json is otherwise unchanged.
     saved, original = (
         json.loads((path / "config.json").read_text())
         for path in (tmp_path / "hf", Path(folder(name)))
     )
+
     assert {key for key in original if saved.get(key) != original[key]} <= {
         "vocab_size",
         "dtype",
@@ -86,6 +91,7 @@ def test_new_rows_are_equal_on_every_mesh(
     parts = train(
         ranks, config_of(name, tmp_path / "parts", 12, training=rows, parallelism=degrees)
     )
+
     assert parts.losses == pytest.approx(single.losses, abs=1e-5)
     for key, weight in parts.weights.items():
         torch.testing.assert_close(weight, single.weights[key], atol=1e-5, rtol=0, msg=key)
@@ -103,8 +109,10 @@ def test_adapters_with_new_rows_open_in_peft(tmp_path: Path) -> None:
     config = config_of("qwen3", tmp_path / "run", 7, lora=lora)
     train(1, config)
     step = next((tmp_path / "run" / "checkpoint").glob("step-*"))
+
     assert cli.main(["export", str(step), "--to", str(tmp_path / "peft"), "--adapter"]) == 0
     assert cli.main(["merge", str(step), "--to", str(tmp_path / "merged")]) == 0
+
     resolved = str(tmp_path / "run" / "config.resolved.toml")
     arguments = [
         "export",
@@ -116,7 +124,9 @@ def test_adapters_with_new_rows_open_in_peft(tmp_path: Path) -> None:
         "--check",
         "weights",
     ]
+
     assert cli.main(arguments) == 0
+
     model_class = getattr(transformers, SHAPES["qwen3"][0])
     base = model_class.from_pretrained(folder("qwen3"), dtype=torch.float32)
     base.resize_token_embeddings(config.model.overrides["vocab_size"])
@@ -142,4 +152,5 @@ def test_the_number_of_rows_is_required(tmp_path: Path) -> None:
         overrides={k: v for k, v in run_config.model.overrides.items() if k != "vocab_size"},
     )
     problems = "\n".join(map(str, check(Loaded(dataclasses.replace(run_config, model=model)))))
+
     assert "requires the number of rows" in problems

@@ -96,9 +96,11 @@ def test_published_weights_are_trained_and_exported(tmp_path: Path) -> None:
     folder = published(tmp_path / "hf", num_depths=2)
     output = trained(folder, tmp_path / "run", num_depths=2)
     back = tmp_path / "back"
+
     assert main(["export", str(output), "--to", str(back), "--check", "weights"]) == 0
     assert shapes_of(back) == shapes_of(folder)
     assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 2
+
     tensors = tensors_of(back)
     before = tensors_of(folder)
     num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
@@ -118,21 +120,26 @@ def test_export_can_drop_them_for_transformers(tmp_path: Path) -> None:
     folder = published(tmp_path / "hf")
     output = trained(folder, tmp_path / "run")
     full, small = tmp_path / "full", tmp_path / "small"
+
     assert main(["export", str(output), "--to", str(full), "--check", "weights"]) == 0
+
     # the logits of transformers are compared with ours
     arguments = ["export", str(output), "--to", str(small), "--drop_mtp", "--check", "logits"]
     assert main(arguments) == 0
+
     num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     extra = {name for name in shapes_of(full) if name.startswith(f"model.layers.{num_layers}.")}
     assert extra
     assert shapes_of(small).keys() == shapes_of(full).keys() - extra
     assert json.loads((small / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
     # transformers ignores the layers in the other folder
     tokens = torch.arange(12).unsqueeze(0)
     logits = []
     for path in (full, small):
         model = transformers.AutoModelForCausalLM.from_pretrained(path)
         logits.append(model.eval()(tokens).logits)
+
     assert torch.equal(*logits)
 
 
@@ -140,8 +147,10 @@ def test_import_keeps_them_on_request(tmp_path: Path) -> None:
     folder = published(tmp_path / "hf")
     checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
     arguments = ["import", str(folder), "--to", str(checkpoint), "--keep_mtp", "--check", "weights"]
+
     assert main(arguments) == 0
     assert main(["export", str(checkpoint), "--to", str(back), "--check", "weights"]) == 0
+
     tensors = tensors_of(folder)
     assert tensors_of(back).keys() == tensors.keys()
     for name, tensor in tensors_of(back).items():
@@ -162,11 +171,14 @@ def test_export_counts_those_of_a_run_from_a_config_alone(
         (folder / "config.json").write_text(json.dumps(fields))
     output = trained(folder, tmp_path / "run", num_depths, from_weights=False)
     back, checkpoint, again = tmp_path / "back", tmp_path / "checkpoint", tmp_path / "again"
+
     assert main(["export", str(output), "--to", str(back), "--check", "weights"]) == 0
+
     # and once more through an import
     arguments = ["import", str(back), "--to", str(checkpoint), "--check", "weights"]
     assert main([*arguments, *["--keep_mtp"] * num_depths]) == 0
     assert main(["export", str(checkpoint), "--to", str(again), "--check", "weights"]) == 0
+
     num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     for path in (back, again):
         written = json.loads((path / "config.json").read_text())
@@ -182,6 +194,7 @@ def test_export_of_a_class_of_transformers_has_none(tmp_path: Path) -> None:
     fields["num_nextn_predict_layers"] = 1
     (folder / "config.json").write_text(json.dumps(fields))
     checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
+
     assert main(["import", str(folder), "--to", str(checkpoint), "--check", "weights"]) == 0
     assert main(["export", str(checkpoint), "--to", str(back), "--check", "weights"]) == 0
     assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 0
@@ -192,7 +205,9 @@ def test_generate_ignores_them(tmp_path: Path, capsys: Any) -> None:
     output = trained(folder, tmp_path / "run")
     small = tmp_path / "small"
     arguments = ["export", str(output), "--to", str(small), "--drop_mtp", "--check", "weights"]
+
     assert main(arguments) == 0
+
     capsys.readouterr()
     texts = []
     for path in (output, small):
@@ -201,6 +216,7 @@ def test_generate_ignores_them(tmp_path: Path, capsys: Any) -> None:
             arguments += ["--tokenizer", "bytes"]
         assert main([*arguments, "--dtype", "float32", "--temperature", "0"]) == 0
         texts.append(capsys.readouterr().out)
+
     assert texts[0] == texts[1]
 
 
@@ -239,6 +255,7 @@ def test_folders_without_them_are_refused(
     folder = published(tmp_path / "hf")
     damage(folder)
     arguments = ["import", str(folder), "--to", str(tmp_path / "out"), "--keep_mtp"]
+
     assert main(arguments) in (2, 5)
     assert message in capsys.readouterr().err
 

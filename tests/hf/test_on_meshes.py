@@ -43,10 +43,12 @@ def test_a_run_starts_from_the_weights_of_a_folder(family: str, mesh: str, tmp_p
     for part in parts:
         weights |= part
     state = reference.state_dict()
+
     assert torch.equal(weights["embed.weight"], state["model.embed_tokens.weight"])
     assert torch.equal(
         weights["layers.1.attn.wo.weight"], state["model.layers.1.self_attn.o_proj.weight"]
     )
+
     if family in ("qwen3_moe", "mixtral", "deepseek_v3"):
         # transformers stores all experts of a layer in one tensor, with the gates first.
         fused = state["model.layers.1.mlp.experts.gate_up_proj"]
@@ -64,12 +66,15 @@ def test_an_unreadable_file_stops_every_rank(tmp_path: Path) -> None:
     victim = sorted(folder.glob("model-*.safetensors"))[1]
     victim.write_bytes(victim.read_bytes()[:-10])
     answers = run_ranks(4, refused, config)
+
     assert {name for name, _ in answers} == {"CheckpointError"}
     assert all(victim.name in text for _, text in answers)
+
     run_config = config_for(folder, tmp_path / "alone", "one")
     model = dataclasses.replace(
         run_config.model, overrides={**run_config.model.overrides, "num_heads": 8}
     )
     name, text = run_ranks(1, refused, dataclasses.replace(run_config, model=model))[0]
+
     assert name == "ConfigError"
     assert "num_heads=8 instead of 4" in text

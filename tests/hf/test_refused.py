@@ -220,6 +220,7 @@ def test_a_folder_that_does_not_fit_is_refused(case: str, folder: Path, tmp_path
     change, kind, text = CASES[case]
     change(folder)
     before = sorted(tmp_path.iterdir())
+
     with pytest.raises(kind, match=text):
         importing.to_checkpoint(folder, tmp_path / "checkpoint")
     assert sorted(tmp_path.iterdir()) == before, "files were left behind"
@@ -231,9 +232,11 @@ def test_import_and_export_survive_a_round_trip(folder: Path, tmp_path: Path, ca
     assert main(["import", str(folder), "--to", str(checkpoint)]) == 0
     assert 'name = "llama3"' in capsys.readouterr().out
     assert main(["export", str(checkpoint), "--to", str(back), "--shard_gigabytes", "0.001"]) == 0
+
     out = capsys.readouterr().out
     assert "all weights were read back and are equal" in out
     assert "same logits" in out
+
     pair = [load_file(where / "model.safetensors") for where in (folder, back)]
     assert pair[0].keys() == pair[1].keys()
     assert all(torch.equal(pair[0][name], pair[1][name]) for name in pair[0])
@@ -273,6 +276,7 @@ def test_files_next_to_the_weights_are_checked(
 ) -> None:
     change(folder)
     assert main(["import", str(folder), "--to", str(folder.parent / "checkpoint")]) in (2, 5)
+
     error = capsys.readouterr().err
     assert re.search(message, error)
     assert error.count("\n") == 1
@@ -285,6 +289,7 @@ def test_a_vocabulary_grows_by_the_mean_of_its_rows(folder: Path, tmp_path: Path
 
     model = importing.to_checkpoint(folder, tmp_path / "checkpoint", vocab_size=276)
     assert model.overrides["vocab_size"] == 276
+
     stored = manifest.read(tmp_path / "checkpoint")
     old = load_file(folder / "model.safetensors")
     for ours, theirs in (
@@ -306,6 +311,7 @@ def test_index_checks_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     checked: list[str] = []
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", lambda path: checked.append(path.name) or exists(path))
+
     assert weights.read_index(tmp_path, weights.SINGLE, weights.INDEX) == weight_map
     assert sorted(set(checked) & set(files)) == files
     assert len(checked) < 10

@@ -121,6 +121,7 @@ def test_an_untouched_folder_survives_a_round_trip(family: str, tmp_path: Path) 
     folder = published(save(build(family, vocab_size=400), tmp_path / "hf"))
     checkpoint = str(tmp_path / "checkpoint")
     back = tmp_path / "back"
+
     assert main(["import", str(folder), "--to", checkpoint, "--check", "weights"]) == 0
     assert main(["export", checkpoint, "--to", str(back), "--check", "weights"]) == 0
     assert_same_folder(folder, back)
@@ -140,6 +141,7 @@ def test_an_untouched_folder_of_transformers_survives_a_round_trip(
     published(folder, {"max_position_embeddings": 64})
     checkpoint = str(tmp_path / "checkpoint")
     back = tmp_path / "back"
+
     assert main(["import", str(folder), "--to", checkpoint]) == 0
     assert main(["export", checkpoint, "--to", str(back), "--check", "weights"]) == 0
     assert_same_folder(folder, back)
@@ -167,6 +169,7 @@ def test_only_the_changes_of_a_run_differ(older: bool, tmp_path: Path) -> None:
         "--check",
         "weights",
     ]
+
     assert main(arguments) == 0
     assert main(["export", checkpoint, "--to", str(tmp_path / "grown"), "--check", "weights"]) == 0
     assert fields_of(tmp_path / "grown") == {**fields_of(folder), "vocab_size": 416}
@@ -205,10 +208,12 @@ def test_files_of_a_model_are_kept_through_two_runs(tmp_path: Path) -> None:
     folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
     run_on(folder, tmp_path / "one", folder, in_hf=True)
     first = tmp_path / "one/checkpoint"
+
     assert_same_folder(folder, first / "step-1-hf", OF_BYTES, weights=False)
     assert any(
         not torch.equal(t, tensors(folder)[n]) for n, t in tensors(first / "step-1-hf").items()
     )
+
     run_on(folder, tmp_path / "two", first / "step-1", in_hf=False)
     assert_same_folder(folder, tmp_path / "two/checkpoint/step-1-hf", OF_BYTES, weights=False)
     # Also with the command, from the run folder.
@@ -224,6 +229,7 @@ def test_files_of_a_model_are_kept_through_two_runs(tmp_path: Path) -> None:
 def test_files_of_a_model_are_kept_through_adapters_and_their_merge(tmp_path: Path) -> None:
     folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
     assert train(1, adapter_config(folder, tmp_path / "run"))[0].error is None
+
     merged = str(tmp_path / "merged")
     assert main(["merge", str(tmp_path / "run/checkpoint/step-4"), "--to", merged]) == 0
     assert main(["export", merged, "--to", str(tmp_path / "back"), "--check", "weights"]) == 0
@@ -238,6 +244,7 @@ def test_existing_files_in_the_target_are_kept(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     (target / "README.md").write_text("mine")
+
     for arguments in (["export", str(folder)], ["import", str(folder)]):
         assert main([*arguments, "--to", str(target)]) == 2
         assert texts(target) == {"README.md": b"mine"}
@@ -262,6 +269,7 @@ def test_names_in_a_checkpoint_stay_inside_the_folder(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="is not a valid file"):
             source.of_checkpoint(tmp_path / "checkpoint", dataclasses.replace(stored, facts=facts))
     facts = {**stored.facts, source.FACT: {"LICENSE": [0, 2**40]}}
+
     with pytest.raises(CheckpointError, match="is not a valid file"):
         source.of_checkpoint(tmp_path / "checkpoint", dataclasses.replace(stored, facts=facts))
 
@@ -276,11 +284,14 @@ def test_an_import_opens_without_its_source_folder(name: str, tmp_path: Path, ca
         save(build(name, vocab_size=512), folder)
     bpe_folder(folder)
     arguments = ["--prompt", "hello", "--max_new_tokens", "4", "--device", "cpu"]
+
     assert main(["generate", "--from", str(folder), *arguments]) == 0
+
     expected = capsys.readouterr().out
     assert (
         main(["import", str(folder), "--to", str(tmp_path / "imported"), "--check", "weights"]) == 0
     )
+
     shutil.rmtree(folder)
     capsys.readouterr()
     assert main(["generate", "--from", str(tmp_path / "imported"), *arguments]) == 0
@@ -288,6 +299,7 @@ def test_an_import_opens_without_its_source_folder(name: str, tmp_path: Path, ca
     assert (
         main(["export", str(tmp_path / "imported"), "--to", str(folder), "--check", "logits"]) == 0
     )
+
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "hello world"}\n')
     outputs = []
@@ -304,4 +316,5 @@ def test_an_import_opens_without_its_source_folder(name: str, tmp_path: Path, ca
         capsys.readouterr()
         assert main([*arguments, "--device", "cpu"]) == 0
         outputs.append(json.loads(capsys.readouterr().out)["sets"])
+
     assert outputs[0] == outputs[1]

@@ -87,7 +87,9 @@ def test_the_saved_folder_equals_an_export(mesh: str, async_mode: str, tmp_path:
         async_mode=async_mode,
         interval=100,
     )
+
     assert train(config, ranks).error is None
+
     folder = tmp_path / "run/checkpoint"
     assert sorted(path.name for path in folder.glob("step-*")) == [
         "step-1",
@@ -95,6 +97,7 @@ def test_the_saved_folder_equals_an_export(mesh: str, async_mode: str, tmp_path:
         "step-2",
         "step-2-hf",
     ]
+
     module = models.find(config.model.name)
     shape = models.shape_of(
         module, config.model.flavor, config.model.overrides, config.model.norm_type
@@ -118,6 +121,7 @@ def test_the_weights_are_rounded_to_the_requested_dtype(dtype: str, tmp_path: Pa
         for file in folder.glob("*.safetensors")
         for name, tensor in load_file(file).items()
     }
+
     assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, dtype)}
     assert torch.equal(
         weights["lm_head.weight"], ended.weights["head.weight"].to(getattr(torch, dtype))
@@ -164,6 +168,7 @@ def test_a_run_may_continue_after_a_failed_save_of_a_folder(
     )
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=5))
     ended = train(config, ranks=2)
+
     assert ended.error is None
     assert ended.state["step"] == 5
     assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*")) == [
@@ -182,6 +187,7 @@ def test_a_run_that_ends_with_its_data_writes_the_folder(tmp_path: Path) -> None
         dataclasses.replace(config, training=dataclasses.replace(config.training, **changed))
     )
     last = ended.state["step"]
+
     assert ended.error is None
     assert 0 < last < 50
     assert (tmp_path / f"checkpoint/step-{last}-hf/config.json").is_file()
@@ -192,6 +198,7 @@ def test_leftovers_of_a_killed_export_are_deleted(tmp_path: Path) -> None:
     (tmp_path / "step-2-hf.trash-01234567").mkdir()
     (tmp_path / "step-2-hf").mkdir()
     retention.sweep(tmp_path, "own", now=2e9 + 1e9)
+
     assert [path.name for path in tmp_path.iterdir()] == ["step-2-hf"]
 
 
@@ -203,15 +210,18 @@ def test_a_model_without_a_transformers_class_is_rejected_before_the_first_step(
         config, model=dataclasses.replace(config.model, norm_type="layernorm")
     )
     ended = train(config)
+
     assert isinstance(ended.error, ConfigError)
     assert "norm_type" in str(ended.error)
     assert not ended.losses
+
     labels = reviews.config(
         checkpoint={"enable": True, "last_save_in_hf": True}, job={"dump_folder": str(tmp_path)}
     )
     model = dataclasses.replace(labels.model, name="llama4", flavor="debugmodel", overrides={})
     ended = train(dataclasses.replace(labels, model=model))
     message = "transformers has no class like Llama4ForCausalLM with a classification head"
+
     assert isinstance(ended.error, ConfigError)
     assert message in str(ended.error)
     assert not ended.losses

@@ -79,11 +79,13 @@ def test_export_has_what_converter_and_server_read(tmp_path: Path, family: str, 
     folder = exported(tmp_path, family, tied)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     architecture, gguf_name = ARCHITECTURES[family]
+
     assert config["architectures"] == [architecture]
     assert config["tie_word_embeddings"] is tied
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
     for key in REQUIRED:
         assert config[key], key
+
     rope = config.get("rope_parameters") or config
     assert rope["rope_theta"]
 
@@ -94,6 +96,7 @@ def test_export_has_what_converter_and_server_read(tmp_path: Path, family: str, 
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 stored[name] = file.get_tensor(name)
+
     for name, tensor in stored.items():
         assert tensor.dtype == torch.bfloat16
         assert tensor_names.get_name(name, try_suffixes=(".weight", ".bias")), name
@@ -104,11 +107,13 @@ def test_export_has_what_converter_and_server_read(tmp_path: Path, family: str, 
     # Tokenizer: vocabulary, merges, special tokens and chat template
     special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=config["vocab_size"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
     assert special.merges
     assert special.special_token_ids["bos"] == tokenizer.bos_token_id
     assert special.special_token_ids["eos"] == tokenizer.eos_token_id
     assert special.chat_template == tokenizer.chat_template == against.CHAT
     assert len(tokenizer) <= config["vocab_size"]
+
     end = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     assert tokenizer.eos_token_id in (end if isinstance(end, list) else [end])
 

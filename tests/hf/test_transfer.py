@@ -32,6 +32,7 @@ def test_a_folder_is_unchanged_after_import_and_export(family: str, tmp_path: Pa
     reference = build(family)
     folder = save(reference, tmp_path / "hf", shard_bytes=20_000)
     assert (folder / "model.safetensors.index.json").exists()
+
     model, wanted = imported(folder, tmp_path / "checkpoint")
     ours = logits.own_model(wanted)
     # Float32 rounding is about 1e-5 for logits up to 10. The reference of Qwen3-Next subtracts cumulative sums of
@@ -54,10 +55,13 @@ def test_a_folder_is_unchanged_after_import_and_export(family: str, tmp_path: Pa
     error, scale = logits.largest_error(wanted)
     assert error <= tolerance
     assert scale > 0.1
+
     again, _ = imported(wanted.output, tmp_path / "again")
     assert again == model
+
     first, second = (manifest.read(tmp_path / name) for name in ("checkpoint", "again"))
     assert first.tensors.keys() == second.tensors.keys()
+
     for name in first.tensors:
         pair = [
             tensors.read_whole(m, tmp_path / f, name)
@@ -85,6 +89,7 @@ def test_gradients_equal_those_of_transformers(family: str, tmp_path: Path) -> N
         expected = reference.get_parameter(str(model.hub.source(name, model.config))).grad
         actual = ours.get_parameter(name).grad
         assert (actual - expected).norm() <= 1e-4 * expected.norm(), name
+
     assert recognise(tmp_path / "hf") == model
 
 
@@ -98,6 +103,7 @@ def test_the_older_form_of_config_json_is_read(tmp_path: Path) -> None:
         "rope_scaling": {**rope, "type": rope.pop("rope_type")},
     }
     (folder / "config.json").write_text(json.dumps(fields))
+
     assert recognise(folder) == before
 
 

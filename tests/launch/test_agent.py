@@ -44,6 +44,7 @@ def test_an_agent_that_restarts_its_ranks_still_ends_at_a_request(tmp_path):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     }
     node_agent._stop_workers(node_agent.get_worker_group())
+
     assert {number: signal.getsignal(number) for number in handlers} == handlers
 
 
@@ -80,6 +81,7 @@ def test_a_node_that_cannot_run_says_so_before_it_tells_the_others(tmp_path, ran
             assert process.stderr.read() in ("", TELLING)
         finally:
             process.kill()
+
     assert '"code": 7' in (tmp_path / "exit.json").read_text()
 
 
@@ -116,6 +118,7 @@ def test_threads_in_a_store_do_not_abort_the_end_of_a_node(end):
     ended = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=patience.seconds(60)
     )
+
     assert (ended.returncode, ended.stdout) == (75, "done\n"), ended.stderr
 
 
@@ -140,6 +143,7 @@ def test_a_node_that_is_stopped_while_it_waits_leaves_no_temporary_folder(tmp_pa
             assert process.wait(patience.seconds(30)) == 75
         finally:
             process.kill()
+
     assert not [*(tmp_path / "tmp").glob("shardtrain-*")]
 
 
@@ -171,7 +175,9 @@ def test_a_node_without_its_data_ends_all_nodes_with_the_reason(tmp_path, lackin
     finally:
         for node in nodes_of_run:
             node.kill()
+
     assert [node.returncode for node in nodes_of_run] == [2, 2], outputs
+
     for rank, text in enumerate(outputs):
         (line,) = [line for line in text.splitlines() if line.startswith("error[")]
         assert "missing.txt" in line, text

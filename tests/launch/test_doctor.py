@@ -49,11 +49,14 @@ def test_the_doctor_is_submitted_like_the_training(platform):
     arguments += ["--hosts", "a,b"] if platform == "ssh" else []
     training = launch(*arguments)
     doctor = launch(*arguments, "--doctor")
+
     assert training.returncode == doctor.returncode == 0, doctor.stderr
+
     # A manifest has one argument per line. Other platforms have them on one line, some quoted.
     training_command, doctor_command = (
         re.sub(r'[\s",()]|- ', " ", submission.stdout).split() for submission in (training, doctor)
     )
+
     assert training_command[training_command.index("train") - 1] == "shardtrain"
     assert doctor_command[doctor_command.index("doctor") - 1] == "shardtrain"
     assert "--max_restarts" in training_command
@@ -69,6 +72,7 @@ def test_a_doctor_that_reports_problems_is_not_restarted(kind):
     loaded = config.load(None, arguments)
     job = to_job(loaded, arguments, verb="doctor")
     text = kubernetes.render(job, loaded.config.launch)
+
     assert job.retries == 0
     for manifest in yaml.safe_load_all(text):
         assert not {
@@ -118,7 +122,9 @@ def test_two_hosts_are_examined_together_and_one_report_comes_back(tmp_path):
             "--launch.env.SHARDTRAIN_LOCAL_ADDR=127.0.0.1", f"--job.dump_folder={tmp_path}", "--training.device=cpu",
             "--training.dataset=text", "--training.dataset_path=README.md", XDG_STATE_HOME=str(tmp_path),
         )  # fmt: skip
+
     assert result.returncode == 0, result.stderr
+
     lines = [line for line in result.stderr.splitlines() if "2 ranks on " in line]
     assert len(lines) == 1, "only rank 0 may report on all ranks"
     assert "all_reduce" in result.stderr

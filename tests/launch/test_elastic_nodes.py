@@ -93,12 +93,15 @@ def test_a_run_goes_on_without_a_node_and_takes_it_back(tmp_path, number, status
             75,
         ]
     end = record(folder)
+
     assert (end["code"], end["last_step"]) == (75, newest(folder))
+
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if "loss" in line]
     assert list(dict.fromkeys(steps)) == list(range(1, newest(folder) + 1))
     # Only the steps since the last checkpoint are repeated, and only after a kill.
     assert len(steps) - len(set(steps)) < (6 if number == signal.SIGKILL else 1)
+
     hashes: dict[int, str] = {}
     assert all(
         hashes.setdefault(line["step"], line["order_hash"]) == line["order_hash"]

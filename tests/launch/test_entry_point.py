@@ -107,6 +107,7 @@ def test_the_script_trains_with_two_ranks_in_an_empty_environment(tmp_path):
     names = bare(tmp_path, NGPU="2", LOG_RANK="0,1")
     command = [str(ROOT / "run_llama_train.sh"), *options(tmp_path / "run", 5)]
     [(code, stderr)] = ended(start(command, names))
+
     assert code == 0, stderr
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5]
     assert "training with 2 processes" in stderr
@@ -132,6 +133,7 @@ def test_a_signal_to_the_script_reaches_the_ranks_which_save(tmp_path):
         process.send_signal(signal.SIGTERM)
     finally:
         [(code, stderr)] = ended(process)
+
     assert code == 75, stderr
     assert newest(tmp_path / "run") > 0
     assert record(tmp_path / "run")["code"] == 75
@@ -182,6 +184,7 @@ def test_the_status_of_a_stopped_run_is_the_configured_one(tmp_path, how):
         process.send_signal(signal.SIGTERM)
     finally:
         [(code, stderr)] = ended(process)
+
     assert code == (75 if failure.SUPERVISED in names else 3), stderr
     assert "stopped[75]" in stderr
     assert record(tmp_path / "run")["code"] == 75
@@ -198,10 +201,13 @@ def test_a_node_waits_for_a_later_one_and_each_rank_has_its_log(tmp_path, first)
     port = free_port()
     arguments = options(tmp_path / "run", 2)
     early = node(first, port, arguments, tmp_path)
+
     assert early.stderr is not None
     assert "meeting at" in early.stderr.readline()
+
     time.sleep(2)  # it is waiting for the other node by now
     assert early.poll() is None
+
     late = node(1 - first, port, arguments, tmp_path)
     for code, stderr in ended(early, late):
         assert code == 0, stderr
@@ -222,8 +228,10 @@ def test_two_nodes_with_different_clocks_train_one_run_and_end(tmp_path, ahead):
     arguments = options(tmp_path / "run", 2)
     pair = [node(0, port, arguments, tmp_path), node(1, port, arguments, tmp_path, ahead)]
     results = ended(*pair)
+
     assert [code for code, _ in results] == [0, 0], results
     assert list(losses(tmp_path / "run")) == [1, 2]
+
     start_line = json.loads((tmp_path / "run/goodput.jsonl").read_text().splitlines()[0])
     assert start_line["world_size"] == 2
     assert sum("the clock of node 1 (127.0.0.1) is" in stderr for _, stderr in results) == 1
@@ -236,6 +244,7 @@ def test_a_node_that_never_comes_is_reported_in_one_line(tmp_path, number):
         node(number, port, options(tmp_path / "run", 2), tmp_path, RDZV_TIMEOUT="2")
     )
     [line] = errors(stderr)
+
     assert code == 6
     assert line.startswith("error[6]")
     assert f"127.0.0.1:{port}" in line
@@ -251,7 +260,9 @@ def test_two_nodes_with_two_configurations_do_not_train(tmp_path):
     other = options(tmp_path / "run", 2, **{"optimizer.lr": 0.5})
     pair = [node(0, port, options(tmp_path / "run", 2), tmp_path), node(1, port, other, tmp_path)]
     results = ended(*pair)
+
     assert [code for code, _ in results] == [2, 2], results
+
     lines = [line for _, stderr in results for line in errors(stderr)]
     assert lines and all("optimizer.lr=" in line and "0.5 on rank 1" in line for line in lines), (
         results
@@ -278,6 +289,7 @@ def test_refused_ranks_replace_the_exit_file_of_an_earlier_attempt(tmp_path):
             forked.Popen,
         )
     )
+
     assert code == 2 and "training.global_batch_size=4" in stderr, stderr
     assert record(tmp_path / "run")["code"] == 2
     assert record(tmp_path / "run")["retryable"] is False
@@ -295,6 +307,7 @@ def test_stale_variables_of_another_launcher_are_ignored(tmp_path):
     names = bare(tmp_path, NGPU="1", **stale, **salloc)
     command = [sys.executable, "-m", "shardtrain", "train", *options(tmp_path / "run", 2)]
     [(code, stderr)] = ended(start(command, names, forked.Popen))
+
     assert code == 0, stderr
     assert list(losses(tmp_path / "run")) == [1, 2]
 
@@ -331,6 +344,7 @@ def test_an_impossible_environment_is_one_line_without_importing_torch(tmp_path,
         *options(tmp_path / "run", 2),
     ]
     [(code, stderr)] = ended(start(command, bare(tmp_path, **names)))
+
     assert code == 2 and len(errors(stderr)) == 1, stderr
     assert "| torch\n" not in stderr
     assert not (tmp_path / "run").exists()

@@ -64,6 +64,7 @@ def test_existing_variables_are_kept():
     names = {**SRUN, "MASTER_PORT": "1"}
     environment.adopt_slurm(names)
     assert names["MASTER_PORT"] == "1"
+
     # set by another launcher under srun
     ranked = {
         **SRUN,
@@ -72,7 +73,9 @@ def test_existing_variables_are_kept():
         "LOCAL_RANK": "0",
     }
     environment.adopt_slurm(ranked)
+
     assert ranked == {**SRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
     # exported by hand, without LOCAL_RANK
     script = {
         **SRUN,
@@ -81,6 +84,7 @@ def test_existing_variables_are_kept():
         "MASTER_ADDR": "gpu08",
     }
     environment.adopt_slurm(script)
+
     assert (script["LOCAL_RANK"], script["MASTER_ADDR"]) == ("1", "gpu08")
 
 
@@ -128,6 +132,7 @@ def test_impossible_ranks_are_reported_in_one_line(names, message):
 
 def test_empty_variables_make_no_rank_and_single_runs_drop_them():
     assert not environment.is_rank({"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""})
+
     names = {"RANK": "1", "WORLD_SIZE": "2"}
     environment.set_process_defaults(names, 1, 8, alone=True)
     assert "RANK" not in names
@@ -181,6 +186,7 @@ def test_defaults_share_the_cores_and_keep_what_the_user_set():
     environment.set_process_defaults(names, 2, 8, alone=True)
     assert names["OMP_NUM_THREADS"] == "7"
     assert names["GLOO_SOCKET_IFNAME"].startswith("lo")
+
     other: dict[str, str] = {}
     environment.set_process_defaults(other, 3, 8, alone=False)
     assert other["OMP_NUM_THREADS"] == "2"
@@ -203,6 +209,8 @@ def test_an_imported_torch_gets_its_number_of_threads(monkeypatch, omp_threads, 
         os, "environ", {} if omp_threads is None else {"OMP_NUM_THREADS": omp_threads}
     )
     environment.set_process_defaults(os.environ, 2, 8, alone=False)
+
     assert calls == expected
+
     environment.set_process_defaults({}, 2, 8, alone=False)  # variables for another process
     assert calls == expected

@@ -66,7 +66,9 @@ def test_dstack_passes_the_place_of_each_node(tmp_path: Path) -> None:
         "DSTACK_MASTER_NODE_IP": "10.0.0.1",
     }
     words = arguments("\n".join(read("dstack.yml")["commands"]), tmp_path, variables)
+
     assert words[:2] == ["train", "my_run.toml"]
+
     options = dict(zip(words[2::2], words[3::2], strict=True))
     assert options["--nnodes"] == "2"
     assert options["--node_rank"] == "1"

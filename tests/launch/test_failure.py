@@ -106,6 +106,7 @@ def test_errors_that_a_user_can_fix_show_no_class_and_no_source_line(kind):
     assert failure.lines(report, "out/rank-3.log", 1) == [
         f"error[{status}]: the data end; use more; see out/rank-3.log"
     ]
+
     (line,) = failure.lines(report, "out/rank-3.log", world_size=4)
     assert (
         line
@@ -146,8 +147,10 @@ def test_the_culprit_is_the_first_rank_that_is_not_a_peer(tmp_path):
     peer = caught(RuntimeError(GLOO), 0)
     first = caught(RuntimeError("a"), 1)
     second = caught(RuntimeError("b"), 2)
+
     assert failure.culprit([second, peer, first]).rank == 1
     assert failure.culprit([peer]).rank == 0
+
     died = failure.killed(3, 9, time_seconds=first.time_seconds - 1)
     assert failure.culprit([peer, first, died]).rank == 3
 
@@ -156,6 +159,7 @@ def test_a_record_survives_a_round_trip_and_has_torchelastic_s_format(tmp_path):
     report = caught(ConfigError(["one", "two"]))
     failure.write_record(report, tmp_path / "error.json")
     assert failure.read_record(tmp_path / "error.json") == report
+
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["message"].startswith("ConfigError: one two")
     assert set(message["extraInfo"]) == {"py_callstack", "timestamp"}
@@ -174,6 +178,7 @@ def test_the_exit_file_has_every_documented_field(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 20, "loss": null}\n{"ste')
     report = caught(PeerError("gone"), rank=2)
     failure.write_exit(tmp_path, report, report.exit_code)
+
     assert json.loads((tmp_path / "exit.json").read_text()) == {
         "code": 6,
         "class": "PeerError",
@@ -189,6 +194,7 @@ def test_the_exit_file_of_a_run_without_a_step_has_the_same_fields(tmp_path):
     failure.write_exit(tmp_path, None, 6)
     record = json.loads((tmp_path / "exit.json").read_text())
     assert record["last_step"] is None
+
     failure.write_exit(tmp_path, None, 0, step=3)
     assert record.keys() == json.loads((tmp_path / "exit.json").read_text()).keys()
 
@@ -216,14 +222,17 @@ def test_a_full_disk_leaves_the_exit_file_in_reserved_space_or_the_named_file(
     failure.reserve_exit(tmp_path)
     monkeypatch.setattr(atomic_io, "write", full)
     failure.write_exit(tmp_path, None, 8)
+
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == 8
     assert os.listdir(tmp_path) == ["exit.json"]
     assert capsys.readouterr().err == ""
+
     (tmp_path / "exit.json").unlink()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     failure.write_exit(tmp_path / "gone", None, 8)
     report = capsys.readouterr().err
+
     assert "cannot write" in report
     assert (
         json.loads(Path(report.rpartition(" it was written to ")[2].strip()).read_text())["code"]
@@ -245,17 +254,21 @@ def test_a_storage_error_at_the_start_leaves_an_exit_file(
     start(tmp_path / "new")
     record = json.loads((tmp_path / "new/exit.json").read_text())
     assert (record["code"], record["class"], record["retryable"]) == (8, "StorageError", True)
+
     used = tmp_path / "held/checkpoint"
     used.mkdir(parents=True)
     (used / "lease.json").write_text(json.dumps({**lease.own_fields("aa"), "host": "another.host"}))
     start(tmp_path / "held")
+
     assert os.listdir(tmp_path / "held") == ["checkpoint"], (
         "must not write to the folder of a run that may be alive"
     )
+
     monkeypatch.setattr(atomic_io, "write", full)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     start(tmp_path / "full")
     report = capsys.readouterr().err
+
     assert (
         json.loads(Path(report.rpartition(" it was written to ")[2].strip()).read_text())["code"]
         == 8
@@ -269,5 +282,6 @@ def test_the_log_of_a_user_error_has_the_full_message_and_no_traceback(
     message = f"a.jsonl:3: {'long ' * 200}is wrong; correct it"
     failure.append_trace(caught(kind(message), rank=1), tmp_path / "rank-1.log")
     assert (tmp_path / "rank-1.log").read_text() == f"error[{kind.exit_code}]: {message}\n"
+
     failure.append_trace(caught(StorageError("no answer"), rank=1), tmp_path / "rank-2.log")
     assert "Traceback" in (tmp_path / "rank-2.log").read_text()

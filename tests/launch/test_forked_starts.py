@@ -62,6 +62,7 @@ def test_no_rank_of_many_starts_in_a_row_is_lost(ranks: int, tmp_path: Path) -> 
     )
     process.start()
     process.join(patience.seconds(30 + 2 * STARTS))
+
     assert process.exitcode == 0, (tmp_path / "terminal").read_text()[-2000:]
     assert "has threads" not in (tmp_path / "terminal").read_text()
 
@@ -78,6 +79,7 @@ def test_a_fork_of_a_process_that_has_threads_is_reported(tmp_path: Path) -> Non
     process.start()
     process.join(patience.seconds(60))
     output = (tmp_path / "terminal").read_text()
+
     assert process.exitcode == 0
     assert "warning: this process has threads (a-thread-of-the-user) and forks its ranks" in output
 
@@ -110,6 +112,7 @@ def test_a_rank_that_dies_before_the_last_fork_is_reported_like_others(tmp_path:
     process.start()
     process.join(patience.seconds(60))
     output = (tmp_path / "terminal").read_text()
+
     assert process.exitcode == 6 and "rank 1" in output and "was killed by signal 9" in output, (
         output
     )

@@ -86,8 +86,10 @@ def test_a_first_node_that_cannot_run_tells_each_other_node_and_no_stranger():
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert stranger.recv(64) == b""
+
     with pytest.raises(OutOfMemoryError, match="^ulimit -u=3$"):
         greeting.await_store(endpoint, 30)
+
     greeting.send_refusal(endpoint, "a key", b"this node cannot run either")
     server.join(patience.seconds(10))
     assert not server.is_alive(), "both nodes have been told"
@@ -126,6 +128,7 @@ def test_a_stranger_at_the_endpoint_is_named(kind, monkeypatch):
     monkeypatch.setattr(greeting, "CONNECT_SECONDS", 0.2)
     with program(behave) as port, pytest.raises(error) as raised:
         greeting.await_store(f"127.0.0.1:{port}", 1)
+
     assert message in str(raised.value)
     assert f"127.0.0.1:{port}" in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1
@@ -165,6 +168,7 @@ def test_a_silent_name_service_does_not_extend_the_wait(monkeypatch):
     monkeypatch.setattr(greeting.socket, "create_connection", lambda *_, **__: never.wait())
     with pytest.raises(PeerError, match="no reply, after 1 s"):
         greeting.await_store("slow.invalid:1", 1)
+
     never.set()
 
 
@@ -207,8 +211,10 @@ def test_a_silent_client_does_not_keep_a_node_from_serving(monkeypatch):
     monkeypatch.setattr(greeting, "rendezvous_listener", listen_to_a_client)
     began = time.monotonic()
     greeting.claim(f"127.0.0.1:{free_port()}", 600).close()
+
     assert clients
     assert time.monotonic() - began < greeting.CONNECT_SECONDS
+
     for client in clients:
         client.close()
 
@@ -267,8 +273,10 @@ def test_a_port_in_use_is_reported_immediately():
 
 def test_a_node_without_a_node_rank_serves_the_endpoint_or_finds_its_server():
     assert greeting.find_place(f"127.0.0.1:{free_port()}", 30)
+
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert not greeting.find_place(f"127.0.0.1:{store.port}", 30)
+
     with program(answer) as port, pytest.raises(ConfigError, match="another program"):
         greeting.find_place(f"127.0.0.1:{port}", 30)
     with pytest.raises(
@@ -295,5 +303,6 @@ def test_a_long_wait_is_reported_once_with_its_cause(monkeypatch, capsys):
     monkeypatch.setattr(greeting, "QUIET_SECONDS", 0.1)
     with pytest.raises(PeerError):
         greeting.await_store("nothing.invalid:1", 1)
+
     [line] = capsys.readouterr().err.splitlines()
     assert line == "waiting for nothing.invalid:1: Name or service not known"

@@ -220,6 +220,7 @@ def test_every_variable_of_bash_arrives_or_is_rejected(tmp_path):
             record.arrived(job)
             record.read("srun")
             arrived.append(name)
+
     assert {"HF_HOME", "TERM", "V1", "LC_ALL"} <= set(arrived)
 
 
@@ -234,8 +235,10 @@ def test_a_forwarded_variable_dropped_by_sbatch_ends_the_job(tmp_path):
     record = Recorder(tmp_path, **CLUSTER)
     text = slurm.render(replace(job_of([]), forwarded=("A_TOKEN",)), Launch())
     record.run(["bash"], text, A_TOKEN="a\nb $(touch canary)", **STEP)
+
     assert record.variables()["A_TOKEN"] == "a\nb $(touch canary)"
     assert "canary" not in text
+
     result = subprocess.run(
         ["bash"],
         input=text,
@@ -244,6 +247,7 @@ def test_a_forwarded_variable_dropped_by_sbatch_ends_the_job(tmp_path):
         capture_output=True,
         timeout=patience.seconds(30),
     )
+
     assert result.returncode != 0
     assert "A_TOKEN: was not passed on by sbatch" in result.stderr
 
@@ -289,6 +293,7 @@ def test_ids_that_a_platform_would_misread_are_rejected():
 @pytest.mark.parametrize("verb", ["status", "logs", "stop"])
 def test_a_malformed_id_is_reported_in_one_line(capsys, verb, name):
     assert main(["launch", verb, name]) == 2
+
     output = capsys.readouterr()
     assert "is not a job ID" in output.err
     assert len(output.err.splitlines()) == 1
@@ -305,15 +310,19 @@ def test_nodes_open_configurations_of_any_name(tmp_path, monkeypatch, capsys, na
     monkeypatch.chdir(tmp_path)
     Path(name).write_text('[launch]\nimage = "i"\n[launch.ssh]\nhosts = ["a"]\n')
     path = f"./{name}" if name.startswith("-") else name
+
     for platform in ("local", "slurm", "ssh", "runai"):
         assert main(["launch", platform, path, "--dry-run"]) == 0
         assert path in capsys.readouterr().out.replace("'\"'\"'", "'") or platform == "ssh"
+
     command = to_job(config.load(path), []).command
     assert command[5] == path
+
     (tmp_path / "at").mkdir()
     record = Recorder(tmp_path / "at", **CLUSTER)
     record.run(["bash"], slurm.render(replace(job_of([]), command=command), Launch()), **STEP)
     same(command[1:], record.read("argv"))
+
     # On the node, ``train`` parses the path as a file, not as an option.
     assert main(["config", "check", *command[5:]]) == 0
 
@@ -369,7 +378,9 @@ def test_names_that_no_platform_accepts_are_rejected_in_one_line(option, value):
 
 def test_a_path_with_a_quote_is_one_argument_in_a_dry_run(capsys):
     assert main(["launch", "slurm", "--dry-run", "--job.description", "it's $(touch canary)"]) == 0
+
     line = next(
         line for line in capsys.readouterr().out.splitlines() if line.startswith("command=(")
     )
+
     assert shlex.split(line[len("command=(") : -1])[-1] == "it's $(touch canary)"

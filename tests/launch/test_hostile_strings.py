@@ -129,6 +129,7 @@ def test_ssh_passes_on_variables_with_any_value(tmp_path):
     job = replace(job_of([]), forwarded=tuple(names))
     plan = ssh.render(job, Launch(), [Host("a")], "a", "id")[0]
     expected = {**names, "PYTHONUNBUFFERED": "1", "SHARDTRAIN_SUPERVISED": "1"}
+
     assert json.loads(plan.message(names))["environment"] == expected
     assert not [value for value in values if len(value) > 6 and value in ssh.text([plan])]
 

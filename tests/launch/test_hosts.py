@@ -70,6 +70,7 @@ def test_a_job_refused_by_runai_is_one_line_with_status_2(tmp_path, monkeypatch,
     stub.write_text("#!/bin/sh\necho 'Error: workload not found' >&2\nexit 1\n")
     stub.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
     with pytest.raises(ConfigError, match="runai failed: Error: workload not found; ") as error:
         getattr(job_status, verb)("runai/v2/pytorch/-/run")
     assert error.value.exit_code == 2
@@ -143,6 +144,7 @@ def test_slots_are_the_ranks_and_chosen_devices_are_the_visible_ones():
     plans = ssh.render(
         JOB, Launch(), [Host("a", slots=2, devices=(1, 3)), Host("b", slots=2)], "10.0.0.1", "id"
     )
+
     assert plans[0].command[-2:] == ("--nproc", "2")
     assert plans[0].environment["CUDA_VISIBLE_DEVICES"] == "1,3"
     assert "CUDA_VISIBLE_DEVICES" not in plans[1].environment
@@ -174,6 +176,7 @@ def test_options_that_pdsh_does_not_support_are_rejected(monkeypatch):
     plans = ssh.render(JOB, Launch(), [Host("a", port=1), Host("a", port=2)], "a", "id")
     with pytest.raises(ConfigError, match="two hosts have the same"):
         pdsh.Fan(plans)
+
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="requires pdsh, which is not installed"):
         pdsh.Fan(plans[:1])
@@ -215,6 +218,7 @@ def test_a_reused_process_id_is_not_a_launch(tmp_path, monkeypatch, capsys):
     for other in (after_reboot, later_process):
         (folder / "started").write_text(other)
         job_status.stop(f"ssh/{os.getpid()}")
+
     assert capsys.readouterr().out.split("\n") == [
         "running",
         "running",

@@ -67,6 +67,7 @@ def test_an_object_that_cannot_be_deleted_is_named(tmp_path, requests):
     (tmp_path / "refused").write_text(
         f"{CREATE} TrainJob: forbidden\n{DELETE} ConfigMap: forbidden\n"
     )
+
     with pytest.raises(
         ConfigError, match="configmap/shardtrain was created and could not be removed"
     ):
@@ -78,6 +79,7 @@ def test_an_unreachable_cluster_creates_nothing(tmp_path, requests):
         "The connection to the server a:1 was refused - did you specify the right host or port?"
     )
     (tmp_path / "refused").write_text(f"get --raw /version: {message}\n")
+
     with pytest.raises(ConfigError, match="current-context"):
         kubectl.create(manifests(tmp_path))
     assert requests() == ["get --raw /version"]
@@ -85,12 +87,14 @@ def test_an_unreachable_cluster_creates_nothing(tmp_path, requests):
 
 def test_stop_deletes_every_created_object(tmp_path, requests):
     assert kubectl.stop("team", "trainjob", "run") == 0
+
     objects = "configmaps,trainingruntimes.trainer.kubeflow.org"
     labels = "--selector app.kubernetes.io/name=shardtrain,app.kubernetes.io/instance=run"
     assert requests()[1:] == [
         "--namespace team delete trainjobs.trainer.kubeflow.org run --wait=false",
         f"--namespace team delete {objects} {labels} --wait=false --ignore-not-found",
     ]
+
     for manifest in yaml.safe_load_all(manifests(tmp_path)):
         manifest_labels = manifest["metadata"]["labels"]
         assert manifest_labels["app.kubernetes.io/name"] == "shardtrain"
@@ -100,6 +104,7 @@ def test_stop_deletes_every_created_object(tmp_path, requests):
 def test_logs_follow_the_pods_of_the_job_and_require_one(tmp_path, requests):
     assert kubectl.logs("team", "trainjob", "run") == 0
     assert "logs --selector jobset.sigs.k8s.io/jobset-name=run --follow" in requests()[-1]
+
     (tmp_path / "pods").write_text("")
     with pytest.raises(ConfigError, match="no pods in team"):
         kubectl.logs("team", "trainjob", "run")

@@ -122,6 +122,7 @@ def test_commands_that_need_torch_report_its_absence_in_one_line(arguments):
         timeout=patience.seconds(60),
         check=False,
     )
+
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert re.fullmatch(
@@ -145,6 +146,7 @@ def test_one_file_is_rendered_for_every_platform_without_torch_and_secrets(
         *more,
         XDG_STATE_HOME=str(tmp_path),
     )
+
     assert result.returncode == 0, result.stderr
     assert result.stderr == NOTES.get(platform, "").format(file=config_file)
     assert "2e-05" in result.stdout
@@ -166,7 +168,9 @@ def test_resources_that_a_platform_grants_only_on_request_are_reported():
         meant = run(platform, "--dry-run", "--image", "x", "--training.device", "cpu")
         assert meant.returncode == 0
         assert "no GPU" not in meant.stderr
+
     assert "launch.cpus_per_node is not set" in run("slurm", "--dry-run", *devices).stderr
+
     for platform in ("kubernetes", "runai"):
         assert "launch.shared_memory_gib is not set" in run(platform, "--dry-run", *devices).stderr
         nothing = ["--checkpoint.enable=false"]  # checkpoints would need a volume
@@ -252,14 +256,18 @@ def test_runai_receives_only_documented_flags(tmp_path, config_file, cli):
         f"--launch.runai.cli={cli}",
         PATH=f"{stub.parent}:{os.environ['PATH']}",
     )
+
     assert result.returncode == 0, result.stderr
+
     arguments = record.read_text().split("\0")[:-1]
     assert arguments == COMMANDS[cli].replace("FILE", str(config_file)).split()
+
     flags = {
         argument.partition("=")[0]
         for argument in arguments[: arguments.index("--")]
         if argument.startswith("-")
     }
+
     assert flags <= FLAGS[cli]
     assert not any(argument.startswith("--environment") for argument in arguments)
     assert result.stdout == f"runai/{cli}/pytorch/team/run\n"
@@ -297,8 +305,10 @@ def test_local_paths_missing_in_a_container_are_noted(tmp_path, platform, is_fil
     file.write_text("[training]\nsteps = 10\n")
     arguments = [platform, str(file), "--dry-run", "--image", "x", *data]
     note = run(*arguments).stderr
+
     assert (f"the configuration {file}" in note) is is_file_named
     assert (f"training.dataset_path {tmp_path / 'rows.jsonl'}" in note) is (platform != "slurm")
+
     mounted = run(*arguments, "--launch.mounts", f"claim:{tmp_path}").stderr
     assert "paths of this machine" not in mounted
     assert "paths of this machine" not in run(platform, "debug", "--dry-run", "--image", "x").stderr
@@ -308,6 +318,7 @@ def test_one_pod_and_an_elastic_range_become_runai_options(config_file):
     single = run("runai", config_file, "--dry-run", "--nodes", "1").stdout
     assert single.startswith("runai training standard submit run ")
     assert "--workers" not in single
+
     elastic = run("runai", config_file, "--dry-run", "--nodes", "2:4").stdout
     assert "--workers 3 " in elastic
     assert "--min-replicas 1 --max-replicas 3 " in elastic
@@ -323,6 +334,7 @@ def test_an_elastic_pytorchjob_has_only_workers(config_file):
         "maxRestarts": 2,
     }
     assert list(spec["pytorchReplicaSpecs"]) == ["Worker"]
+
     result = run("kubernetes", config_file, "--dry-run", "--nodes=1:4")
     policy = list(yaml.safe_load_all(result.stdout))[-1]["spec"]["elasticPolicy"]
     assert policy["maxRestarts"] == 6, "by default, a lost pod must not end the other pods"
@@ -385,6 +397,7 @@ def test_bad_input_is_reported_in_one_line(tmp_path, arguments, message):
         else arguments
     )
     result = run(*arguments, XDG_STATE_HOME=str(tmp_path))
+
     assert result.returncode == 2, (result.stdout, result.stderr)
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -395,13 +408,16 @@ def test_a_program_that_is_missing_or_refuses_is_reported_in_one_line(tmp_path, 
     empty = tmp_path / "empty"
     empty.mkdir()
     result = run("kubernetes", config_file, PATH=str(empty))
+
     assert result.returncode == 2
     assert "kubectl" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
     stub = empty / "runai"
     stub.write_text("#!/bin/sh\necho 'project team: quota exceeded' >&2\nexit 1\n")
     stub.chmod(0o755)
     result = run("runai", config_file, PATH=f"{empty}:/bin:/usr/bin")
+
     assert result.returncode == 2
     assert "quota exceeded" in result.stderr.splitlines()[-1]
     assert [line for line in result.stderr.splitlines()[:-1] if not line.startswith("note: ")] == []
@@ -412,6 +428,7 @@ def test_job_verbs_call_the_platform_s_command(tmp_path):
     for name in ("runai", "scancel", "scontrol"):
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {shlex.quote(str(record))}\n')
         (tmp_path / name).chmod(0o755)
+
     for arguments in (
         ["logs", "runai/v2/pytorch/team/run"], ["stop", "runai/v1/standard/-/run"], ["stop", "slurm/12_3"],
     ):  # fmt: skip
@@ -445,6 +462,7 @@ def test_launch_local_is_train_with_the_variables_of_launch(tmp_path):
         timeout=patience.seconds(60),
         check=False,
     )
+
     assert result.returncode == 2
     assert "NGPU" in result.stderr
 

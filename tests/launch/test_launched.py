@@ -26,18 +26,23 @@ def test_launches_are_listed(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["launch", "status"]) == 0
     assert "nothing has been launched from this machine" in capsys.readouterr().out
+
     launched.note("slurm/1234", "outputs/first")
     (tmp_path / "cluster.py").write_text(PLATFORM)
     arguments = ["launch", "cluster.py", "debug", "--job.dump_folder", "outputs/second"]
+
     assert cli.main([*arguments, "--dry-run"]) == 0
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "17"
+
     path = tmp_path / "state/shardtrain/launched.jsonl"
     with path.open("a") as file:
         file.write(
             '{"id": 3}\nnot JSON\n[]\n{"id": "\\u001b[31m", "run": "x", "time": 1}\n'
         )  # lines of another program
+
     assert cli.main(["launch", "status"]) == 0
+
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["LAUNCHED", "ID", "RUN"]
     assert "\x1b" not in "".join(lines)

@@ -165,6 +165,7 @@ def test_a_signal_to_the_parent_reaches_every_rank_and_their_status_passes_throu
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     process.send_signal(number)
     _, err = process.communicate(timeout=patience.seconds(30))
+
     assert process.returncode == 75
     assert err.splitlines() == ["stopped[75]: saved at step 3"]
     assert json.loads((tmp_path / "exit.json").read_text())["retryable"] is True
@@ -175,7 +176,9 @@ def test_a_second_interrupt_kills_unresponsive_ranks(tmp_path):
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     process.send_signal(signal.SIGINT)
     time.sleep(1.5)  # within ONE_REQUEST_SECONDS both would count as one request
+
     assert process.poll() is None
+
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=patience.seconds(30))
     assert process.returncode == 76
@@ -188,6 +191,7 @@ def test_unresponsive_ranks_end_after_the_grace_period(tmp_path):
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=patience.seconds(30))
+
     assert process.returncode == 76
     assert err.splitlines() == [
         "stopped[76]: stopped by SIGTERM when the grace period was over without saving"
@@ -250,6 +254,7 @@ def test_a_run_of_one_process_follows_the_same_contract(tmp_path):
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
     )
+
     assert (code, err, record["code"]) == (0, [], 0)
 
 
@@ -282,6 +287,7 @@ def test_a_signal_to_a_run_of_one_process_is_reported_and_recorded(tmp_path):
     wait_for(lambda: (tmp_path / "ready-0").exists())
     process.terminate()
     _, err = process.communicate(timeout=patience.seconds(30))
+
     assert process.returncode == json.loads((tmp_path / "exit.json").read_text())["code"] == 76
     assert err.splitlines()[-1] == (
         "stopped[76]: stopped by SIGTERM (no checkpoints in this run) without saving"
@@ -305,6 +311,7 @@ def test_a_killed_run_is_noted_unless_a_run_may_be_in_progress(tmp_path, capfd):
     local.prepare(tmp_path, note_killed=True)
     local.prepare(tmp_path, note_killed=False)
     assert not capfd.readouterr().err
+
     local.prepare(tmp_path, note_killed=True)
     assert "was killed after step 0" in capfd.readouterr().err
 
@@ -318,10 +325,13 @@ def test_a_run_is_alive_if_its_lease_is_held(tmp_path, monkeypatch, is_alive):
     loaded = load(None, [f"--job.dump_folder={tmp_path}"], preset="debug")
     (tmp_path / "checkpoint").mkdir()
     assert not local.has_live_run(loaded)
+
     acquired = lease.Lease(tmp_path / "checkpoint")
     acquired.acquire()
     monkeypatch.setattr(lease, "why_free", lambda holder: "" if is_alive else lease.DEAD)
+
     assert local.has_live_run(loaded) == is_alive
+
     acquired.release()
 
 

@@ -255,6 +255,7 @@ def test_a_stop_request_before_the_nodes_meet_ends_all_nodes(tmp_path, monkeypat
             assert f"stopped[75]: stopped by {who}" in run.last_line(rank)
             assert "Traceback" not in run.text(rank)
     end = record(tmp_path / "run")
+
     assert (end["code"], end["rank"], end["last_step"]) == (75, None, None)
 
 
@@ -268,4 +269,5 @@ def test_two_interrupts_end_a_node_that_would_tell_the_others(tmp_path, monkeypa
         run.wait_for_line(1, "telling the other nodes that this one stops")
         wait_for(lambda: run.nodes[1].send_signal(signal.SIGINT) or run.nodes[1].poll() is not None)
         assert run.status(1) == 75
+
     assert json.loads((tmp_path / "run/exit.json").read_text())["code"] == 75

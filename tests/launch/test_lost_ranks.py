@@ -163,7 +163,9 @@ def test_each_fault_on_each_host_is_explained_on_both(tmp_path, how, fault, rank
         if is_signal:
             os.kill(int((tmp_path / "pid").read_text()), getattr(signal, fault))
         outputs = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
+
     assert [host.returncode for host in hosts] == [code] * len(hosts), outputs
+
     for text in outputs:
         lines = [line for line in text.splitlines() if "error[" in line or "stopped[" in line]
         assert len(lines) == 1 and re.search(message, lines[0]) and "Traceback" not in text, text
@@ -171,11 +173,13 @@ def test_each_fault_on_each_host_is_explained_on_both(tmp_path, how, fault, rank
             f"rank {rank} (host " in lines[0] and f"logs/rank-{rank}.log" in lines[0]
         )
     end = record(tmp_path / "run")
+
     assert end["code"] == code
     assert re.fullmatch(kind, end["class"])
     assert re.search(message, end["message"])
     assert end["rank"] == (None if code == 75 else rank)
     assert code != 75 or end["last_step"] == newest(tmp_path / "run")
+
     for number in (0, 1):
         json.loads((tmp_path / f"run/logs/node-{number}.json").read_text())
 
@@ -198,11 +202,14 @@ def test_a_node_whose_agent_is_killed_is_named_by_the_other_one(tmp_path, victim
                 not rank_of_victim.exists() or "(zombie)" in (rank_of_victim / "status").read_text()
             )
         )
+
     assert hosts[1 - victim].returncode == 6, stderr
+
     (line,) = [line for line in stderr.splitlines() if "error[" in line or "stopped[" in line]
     assert f"rank {victim} (host " in line
     assert "was lost with its node" in line
     assert f"logs/rank-{victim}.log" in line
+
     end = record(tmp_path / "run")
     assert (end["code"], end["rank"], end["retryable"]) == (6, victim, True)
 
@@ -219,6 +226,7 @@ def test_a_second_interrupt_of_one_host_ends_both_with_the_same_reason(tmp_path,
         time.sleep(2 * ONE_REQUEST_SECONDS)
         hosts[host].send_signal(signal.SIGINT)
         outputs = [one.communicate(timeout=patience.seconds(90))[1] for one in hosts]
+
     assert [one.returncode for one in hosts] == [76, 76], outputs
     for text in outputs:
         assert text.count("stopped[76]: stopped by a second SIGINT without saving") == 1, text
@@ -252,6 +260,7 @@ def test_a_signal_while_python_starts_ends_both_hosts_without_a_trace(tmp_path, 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with started("train --nnodes 2", tmp_path) as hosts:
         outputs = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
+
     assert [host.returncode for host in hosts] == [75, 75], outputs
     for text in outputs:
         assert f"stopped[75]: stopped by {name} before the first step" in text
@@ -276,13 +285,16 @@ def test_a_limit_of_one_host_ends_both_and_both_name_it(tmp_path, refused, name,
     limits = {refused: (getattr(resource, f"RLIMIT_{name}"), value)}
     with started("train --nnodes 2", tmp_path, limits=limits) as hosts:
         told = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
+
     assert [host.returncode for host in hosts] == [7, 7], told
+
     flag = {"NOFILE": "n", "NPROC": "u", "AS": "v"}[name]
     words = rf"ulimit -{flag}=\S+( MiB)? must be at least .* for 1 rank on host {socket.gethostname()}, "
     for text in told:
         (line,) = [line for line in text.splitlines() if "error[" in line]
         assert re.search(rf"error\[7\]: {words}", line), text
     end = record(tmp_path / "run")
+
     assert (end["code"], end["rank"], end["retryable"]) == (7, None, False)
     assert re.match(words, end["message"])
 
@@ -307,12 +319,14 @@ def test_nodes_that_fail_to_meet_write_exit_json(tmp_path, monkeypatch, name, no
     loaded = load(None, [f"--job.dump_folder={tmp_path}"], preset="debug")
     if before is not None:
         failure.write_exit(tmp_path, None, before)
+
     with pytest.raises(PeerError), local.lost_peers_in_exit_json(loaded):
         if meanwhile is not None:
             failure.write_exit(tmp_path, None, meanwhile)
         raise PeerError(
             "the meeting at node-a:29500 of 2 nodes did not complete within 600 s: 1 joined; check the others"
         )
+
     end = record(tmp_path)
     assert (end["code"], end["rank"]) == (code, None)
     assert code != 6 or ("did not complete" in end["message"] and end["retryable"])
@@ -335,6 +349,7 @@ def test_a_cut_session_ends_the_launcher_with_the_status_in_exit_json(tmp_path):
         os.kill(int(of_host_b[0]), signal.SIGKILL)
         stderr = launcher.communicate(timeout=patience.seconds(90))[1]
     end = record(tmp_path / "run")
+
     assert launcher.returncode == end["code"] == 75, stderr
     assert "the connection to host host-b was lost" in stderr
     assert end["last_step"] == newest(tmp_path / "run")

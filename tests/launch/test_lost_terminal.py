@@ -72,11 +72,14 @@ def test_a_run_without_its_terminal_completes(kind: str, ranks: int, tmp_path: P
             result = forked.run(
                 command(tmp_path, ranks), stdout=end, stderr=end, timeout=patience.seconds(120)
             )
+
     assert result.returncode == 0
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == 0
+
     steps = [
         json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
     ]
+
     assert steps == [1, 2, 3]
     assert "step:  3" in (tmp_path / "logs/rank-0.log").read_text()
 
@@ -103,6 +106,7 @@ def test_output_of_a_command_without_a_stdout_is_reported(verb: str) -> None:
         [sys.executable, "-m", "shardtrain", *verb.split()],
         stderr=subprocess.PIPE, text=True, timeout=patience.seconds(60), preexec_fn=closed(1),
     )  # fmt: skip
+
     assert (result.returncode, result.stderr) == (
         8,
         "error[8]: stdout is closed, so the output is lost; redirect it to a file or /dev/null\n",
@@ -172,6 +176,7 @@ def test_system_failures_are_one_line(kind: str, tmp_path: Path) -> None:
         timeout=patience.seconds(120),
     )  # fmt: skip
     lines = [line for line in result.stderr.splitlines() if not line.startswith("shardtrain ")]
+
     assert result.returncode == code and len(lines) == 1, result.stderr
     assert lines[0].startswith(f"error[{code}]: ")
     assert message in lines[0]
@@ -194,6 +199,7 @@ def test_a_verb_that_starts_no_ranks_refuses_an_unusable_compiler_cache_in_one_l
         text=True,
         timeout=patience.seconds(120),
     )
+
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.startswith(

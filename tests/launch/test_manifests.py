@@ -70,6 +70,7 @@ def test_a_trainjob_and_its_runtime_match_kubeflow_trainer(arguments):
     )
     assert returned("trainer_v1alpha1_train_job", "TrainerV1alpha1TrainJob", job) == job
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]
     assert_pod(pod)
@@ -83,11 +84,13 @@ def test_a_trainjob_and_its_runtime_match_kubeflow_trainer(arguments):
 def test_a_jobset_matches_its_published_model(arguments):
     (job,) = manifests("jobset", arguments)
     assert returned("jobset_v1alpha2_job_set", "JobsetV1alpha2JobSet", job) == job
+
     (node,) = job["spec"]["replicatedJobs"]
     inner = node["template"]["spec"]
     assert inner["parallelism"] == inner["completions"]
     assert inner["completionMode"] == "Indexed"
     assert_pod(inner["template"])
+
     names = {
         entry["name"]: entry.get("value")
         for entry in inner["template"]["spec"]["containers"][0].get("env", [])
@@ -121,7 +124,9 @@ def test_every_mounted_volume_exists_including_the_configuration(tmp_path, kind)
     path = tmp_path / "run.toml"
     path.write_text("[training]\nsteps = 5\n")
     first, *rest = manifests(kind, EVERYTHING, path)
+
     assert returned("io_k8s_api_core_v1_config_map", "IoK8sApiCoreV1ConfigMap", first) == first
+
     for pod in _pods(rest):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         (container,) = pod["containers"]

@@ -89,6 +89,7 @@ def test_nodes_with_any_clocks_meet_in_one_world_and_the_difference_is_named(nam
     clocks = CLOCKS[name]
     worlds = run_ranks(len(clocks), meet, free_port(), clocks)
     assert sorted(worlds) == [(number, len(clocks)) for number in range(len(clocks))]
+
     warnings = re.findall(
         r"the clock of node \d \(127.0.0.1\) is (\d+) s (ahead of|behind)", capfd.readouterr().err
     )
@@ -97,6 +98,7 @@ def test_nodes_with_any_clocks_meet_in_one_world_and_the_difference_is_named(nam
     differences = [
         int(seconds) * (1 if direction == "ahead of" else -1) for seconds, direction in warnings
     ]
+
     assert sorted(differences) == pytest.approx(sorted(expected), abs=patience.seconds(1)), (
         "all nodes must compare their clocks at the same moment"
     )
@@ -139,6 +141,7 @@ def test_a_node_that_waits_for_one_that_cannot_run_ends_with_its_reason(secret, 
         0.5, greeting.send_refusal, (nodes_of_run.endpoint, nodes_of_run.refusal_key, reason)
     )
     later.start()
+
     with pytest.raises(OutOfMemoryError, match="^ulimit -u=13 is too small$"):
         rendezvous.next_rendezvous()
 
@@ -203,10 +206,12 @@ def test_a_node_is_lost_when_its_heartbeat_has_not_changed_for_fifteen_seconds(m
     beat(*other, wrong_clock)
     for passed[0] in (0, 10, 14):
         assert sees_other()
+
     passed[0] = 20
     beat(*other, wrong_clock + datetime.timedelta(seconds=5))
     for passed[0] in (20, 30, 34):
         assert sees_other(), "a heartbeat must count from the time of its arrival"
+
     passed[0] = 36
     assert not sees_other()
 
@@ -240,11 +245,15 @@ def test_a_removed_node_returns_to_its_round_and_is_missing_only_without_it(monk
     rendezvous = Meeting.from_backend("run", dist.HashStore(), backend, 2, 2, "127.0.0.1")
     rendezvous._members = {rendezvous.own_node: 1}
     rendezvous.state.complete = True
+
     assert rendezvous.missing_members() == []
+
     passed[0] = 9
     assert rendezvous.missing_members() == [], "it may return"
+
     passed[0] = 11
     assert rendezvous.missing_members() == [1]
+
     rendezvous._keep_alive()
     assert rendezvous.state.participants == {rendezvous.own_node: 1}
     assert rendezvous.missing_members() == []
@@ -253,6 +262,7 @@ def test_a_removed_node_returns_to_its_round_and_is_missing_only_without_it(monk
     rendezvous.state.participants.clear()
     rendezvous.state.round = 1
     rendezvous._keep_alive()
+
     assert not rendezvous.state.participants
 
 
@@ -269,6 +279,7 @@ def test_a_pause_of_this_process_does_not_count_against_other_nodes(monkeypatch)
         assert other in reader.state.participants
     passed[0] = 56
     beat(own_node, reader, now + datetime.timedelta(seconds=passed[0]))
+
     assert other not in reader.state.participants
 
 
@@ -316,6 +327,7 @@ def test_a_node_reports_that_it_waits_for_others(monkeypatch, capsys):
     timeout = pytorch.RendezvousTimeout(join=3 * second)
     rendezvous = Meeting.from_backend("run", dist.HashStore(), backend, 2, 2, "127.0.0.1", timeout)
     rendezvous.counts = [2]
+
     with pytest.raises(pytorch.RendezvousTimeoutError):
         rendezvous.next_rendezvous()
     assert capsys.readouterr().err.count("waiting for other nodes: 1 of 2 have joined\n") == 1
@@ -368,6 +380,7 @@ def test_nodes_that_wait_count_once_a_larger_number_can_work(
     rendezvous.counts = counts
     rendezvous.state.participants = dict(enumerate(range(members)))
     monkeypatch.setattr(pytorch.DynamicRendezvousHandler, "num_nodes_waiting", lambda _: waiting)
+
     assert rendezvous.num_nodes_waiting() == counted
 
 
@@ -432,7 +445,9 @@ def test_a_store_that_does_not_reply_ends_no_healthy_run(monkeypatch):
         pytorch.DynamicRendezvousHandler, "num_nodes_waiting", lambda _: never.wait()
     )
     monkeypatch.setattr(meeting, "LOST_SECONDS", 0.1)
+
     assert rendezvous.num_nodes_waiting() == 0
+
     never.set()
 
 
@@ -444,8 +459,10 @@ def test_a_store_that_does_not_reply_ends_nodes_that_meet(monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(pytorch.DynamicRendezvousHandler, "next_rendezvous", lambda _: never.wait())
     monkeypatch.setattr(meeting, "SILENT_SECONDS", 0.1)
+
     with pytest.raises(RendezvousConnectionError, match="does not reply"):
         rendezvous.next_rendezvous()
+
     never.set()
 
 
@@ -509,6 +526,7 @@ def test_nodes_that_were_started_with_different_numbers_of_nodes_are_refused(nam
             errors.append("")
         except (ConfigError, RendezvousStateError) as error:
             errors.append(str(error))
+
     assert errors[0] == "" and expected in errors[1], errors
     assert bool(expected) == bool(errors[1]), errors
 
@@ -532,6 +550,7 @@ def test_a_missing_answer_times_out_and_errors_are_raised():
     never = threading.Event()
     with pytest.raises(TimeoutError):
         within(0.1, never.wait)
+
     never.set()
     with pytest.raises(ZeroDivisionError):
         within(None, lambda: 1 // 0)

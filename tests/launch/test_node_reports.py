@@ -96,6 +96,7 @@ def test_two_nodes_name_the_same_cause(tmp_path, end):
     if end == "asked to stop":  # each node names its own first rank: all have saved the same step
         assert [cause.exit_code for cause in causes] == [75, 75]
         return
+
     assert [cause and (cause.rank, cause.exit_code) for cause in causes] == [expected] * 2
     for number in (0, 1):
         assert (tmp_path / f"logs/node-{number}.json").exists()
@@ -139,9 +140,11 @@ def test_a_silent_node_is_named_if_no_rank_is_to_blame(tmp_path, monkeypatch):
         )
         remaining, _lost = list(reports)
     cause = remaining.explain([PEERS[0], PEERS[1]], False, tmp_path)
+
     assert cause
     assert (cause.rank, cause.exit_code) == (2, 6)
     assert "did not report" in cause.message
+
     local_cause = remaining.explain([LEFT, PEERS[0]], False, tmp_path)
     assert local_cause and local_cause.rank == 1, (
         "a cause on this node takes precedence over a lost node"
@@ -155,10 +158,13 @@ def test_a_node_whose_ranks_fail_later_does_not_wait_for_one_that_has_ended(tmp_
         first, second = nodes.map(
             lambda number: NodeReports(store, "run", number, 2, number), range(2)
         )
+
     assert first.explain([], True, tmp_path) is None
+
     cause = within(
         patience.seconds(30), lambda: second.explain([failure.killed(1, 9, 10.0)], False, tmp_path)
     )
+
     assert cause
     assert cause.rank == 1
 
@@ -197,6 +203,7 @@ def test_two_nodes_with_the_same_node_rank_are_refused_on_both(node_ranks, is_re
         errors = list(nodes.map(meet, range(2)))
     host = socket.gethostname()
     expected = f"--node_rank=1 is set on 2 nodes ({host}, {host}); use a different rank on each node, from 0"
+
     assert errors == [expected if is_refused else ""] * 2
 
 
@@ -277,11 +284,15 @@ def test_a_lost_store_is_not_called_again_and_its_node_is_named(tmp_path, monkey
         _first, second = nodes.map(
             lambda number: NodeReports(store, "run", number, 2, 2 * number), range(2)
         )
+
     assert not second.others_have_failed()
+
     store.is_lost.set()
     assert second.others_have_failed()
+
     calls = store.calls
     assert second.others_have_failed()
+
     cause = second.explain([PEERS[2], PEERS[3]], False, tmp_path)
     assert cause
     assert (cause.rank, cause.exit_code) == (0, 6)
@@ -296,6 +307,7 @@ def test_a_report_that_is_not_signed_with_the_secret_of_the_nodes_is_refused(tmp
     store = dist.HashStore()
     NodeReports(store, "run", 0, 1, first_rank=0)
     store.set("shardtrain/nodes/node/0", '[0, "stranger", null]')
+
     with pytest.raises(RendezvousStateError, match="not signed"):
         NodeReports(_Frozen(store, frozen="shardtrain/nodes/node/0"), "run", 0, 1, first_rank=0)
 
@@ -335,16 +347,21 @@ def test_a_forged_report_of_one_node_does_not_change_those_of_others(
         first, second, third = nodes.map(
             lambda number: NodeReports(store, "run", number, 3, number), range(3)
         )
+
     assert third.explain([KILLED], False, tmp_path) == KILLED
+
     store.set("shardtrain/nodes/end/0", FORGED[name])
     store.set("shardtrain/nodes/end/1", FORGED[name])
     cause = second.explain([PEERS[1]], False, tmp_path)
+
     assert cause
     assert replace(cause, time_seconds=KILLED.time_seconds) == KILLED
+
     store.set("shardtrain/nodes/end/2", FORGED[name])
     store.set("shardtrain/nodes/end/0", FORGED[name])
     store.set("shardtrain/nodes/end/1", "[]")
     cause = first.explain([LEFT], False, tmp_path)
+
     assert cause == LEFT, "a node must not read its own report from the store"
 
 
@@ -353,6 +370,7 @@ def test_a_node_ignores_a_forged_report_in_its_name(tmp_path, monkeypatch):
     store = _Frozen(dist.HashStore(), frozen="shardtrain/nodes/end/0")
     reports = NodeReports(store, "run", 0, 1, 0)
     store.store.set(store.frozen, forged(exit_code=75))
+
     assert reports.explain([KILLED], False, tmp_path) == KILLED
 
 

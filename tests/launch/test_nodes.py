@@ -233,11 +233,14 @@ def test_restarts_and_join_timeout_are_read():
     place = nodes.find(
         NOTHING, {**RUNAI, "MAX_RESTARTS": "3", "PET_MAX_RESTARTS": "5", "RDZV_TIMEOUT": "30"}
     )
+
     assert place is not None
     assert (place.max_restarts, place.join_seconds) == (3, 30)
+
     place = nodes.find(split(["--max_restarts", "1"]), {**RUNAI, "MAX_RESTARTS": "3"})
     assert place is not None
     assert (place.max_restarts, place.join_seconds) == (1, 600)
+
     place = nodes.find(split(["--max_restarts", "0"]), {**RUNAI, "MAX_RESTARTS": "3"})
     assert place is not None
     assert place.max_restarts == 0
@@ -263,6 +266,7 @@ def test_a_node_starts_the_requested_ranks_or_one_per_device(requested, names, a
     assert (
         nodes.choose_processes(Config(), requested, names, place, accelerators, 16).count == count
     )
+
     single = environment.choose_processes(Config(), requested, names, accelerators, 16).count
     assert single == count
 
@@ -328,8 +332,10 @@ def test_impossible_numbers_of_nodes_are_reported_at_the_start(
     place = nodes.find(NOTHING, {"PET_NNODES": text, "MASTER_ADDR": "a"})
     loaded = load(None, [f"--training.global_batch_size={batch}", "--training.local_batch_size=1"])
     node_counts = nodes.count_nodes(place, loaded, ranks)
+
     assert list(node_counts.counts) == counts
     assert node_counts.first_decides is (batch == -1)
+
     stderr = capsys.readouterr().err
     assert bool(stderr) is bool(note)
     assert re.search(note, stderr)

@@ -41,10 +41,13 @@ def test_a_platform_file_shows_and_submits_the_same_text(tmp_path, capsys):
         "--training.steps",
         "3",
     ]
+
     assert main([*arguments, "--dry-run"]) == 0
+
     dry_run = capsys.readouterr().out
     assert dry_run.startswith("# first on 2\n")
     assert "--training.steps 3" in dry_run
+
     queue = tmp_path / "my_platform.queue"
     assert not queue.exists()
     assert main(arguments) == 0

@@ -106,9 +106,11 @@ def test_two_pods_train_one_is_terminated_and_the_same_command_resumes(tmp_path)
         for process in pods:
             process.kill()
         raise
+
     for code, stderr in ended(pods):
         assert code == 75, stderr
         assert "Traceback" not in stderr
+
     saved = newest(tmp_path)
     assert 1 < saved < steps
     assert record(tmp_path)["code"] == 75
@@ -138,6 +140,7 @@ def test_the_same_image_runs_on_one_node_without_the_variables(tmp_path):
         timeout=patience.seconds(TIMEOUT),
         check=False,
     )
+
     assert result.returncode == 0, result.stderr
     assert list(losses(tmp_path / "run")) == [1, 2]
     assert "2 processes (from NGPU)" in result.stderr

@@ -141,15 +141,18 @@ def test_a_job_is_created_shown_and_stopped_and_the_server_stores_every_field(
     arguments = ["kubernetes", config_file, *arguments_of(kind, f"run-{name}", "ml", *EXTRAS[name])]
     result = launch(server.config(), *arguments)
     assert result.returncode == 0, result.stderr
+
     job = result.stdout.strip()
     assert job == f"kubernetes/ml/{kind}/run-{name}"
     assert result.stderr == ""
+
     for sent in yaml.safe_load_all(launch(server.config(), *arguments, "--dry-run").stdout):
         group, _, version = sent["apiVersion"].rpartition("/")
         plural = ".".join(filter(None, [f"{sent['kind'].lower()}s", group]))
         stored = server.get(plural, sent["metadata"]["name"], "--namespace", "ml")
         assert is_stored(stored, sent), (version, sent, stored)
     status = launch(server.config(), "status", job)
+
     assert status.returncode == 0
     assert f"run-{name}" in status.stdout
     assert launch(server.config(), "stop", job).returncode == 0
@@ -216,9 +219,11 @@ def test_the_server_finds_errors_that_schemas_miss(server, config_file):
         "spec": spec,
     }
     result = server.kubectl("create", "--dry-run=server", "--filename", "-", text=json.dumps(pod))
+
     assert result.returncode
     assert "volumeMounts" in result.stderr
     assert "Not found" in result.stderr
+
     wrong = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -227,6 +232,7 @@ def test_the_server_finds_errors_that_schemas_miss(server, config_file):
     result = server.kubectl(
         "create", "--filename", "-", text=json.dumps({**wrong, "spec": {"replicatedJob": []}})
     )
+
     assert result.returncode
     assert 'unknown field "replicatedJob"' in result.stderr
 
@@ -270,7 +276,9 @@ def test_a_refused_launch_leaves_no_objects(server, config_file, kind):
         "--type=merge",
     ]
     result = server.kubectl(*patch, "--patch", json.dumps(status))
+
     assert result.returncode == 0, result.stderr
+
     result = launch(server.config(), "kubernetes", config_file, *arguments_of(kind, "run", where))
     assert_refused(result, "exceeded quota", f"count/{plural}", "request less")
     assert ours(server, where) == []
@@ -279,6 +287,7 @@ def test_a_refused_launch_leaves_no_objects(server, config_file, kind):
 def test_a_name_in_use_is_reported_and_its_objects_stay(server, config_file):
     arguments = ["kubernetes", config_file, *arguments_of("trainjob", "taken", "ml")]
     assert launch(server.config(), *arguments).returncode == 0
+
     before = ours(server, "ml")
     assert_refused(launch(server.config(), *arguments), "already exists", "--name")
     # Without a configuration file there is no ConfigMap of that name, but the runtime exists.
@@ -294,12 +303,16 @@ def test_a_missing_namespace_or_kind_is_named(server, config_file):
     result = launch(
         server.config(), "kubernetes", config_file, *arguments_of("pytorchjob", "run", "nowhere")
     )
+
     assert_refused(result, 'namespaces "nowhere" not found', "launch.kubernetes.namespace")
+
     definitions = kube_server.kube_schemas.definitions(kube_server.MODELS)
     jobset = next(
         definition for definition in definitions if definition["spec"]["names"]["kind"] == "JobSet"
     )
+
     assert server.kubectl("delete", "crd", jobset["metadata"]["name"]).returncode == 0
+
     try:
         result = launch(
             server.config(), "kubernetes", config_file, *arguments_of("jobset", "run", "ml")
@@ -310,6 +323,7 @@ def test_a_missing_namespace_or_kind_is_named(server, config_file):
         )
     finally:
         server.define(jobset)
+
     assert ours(server, "ml") == []
 
 
@@ -340,10 +354,12 @@ def test_a_missing_right_is_reported_and_created_objects_are_deleted(server, con
         config_file,
         *arguments_of("pytorchjob", "run", "guest"),
     )
+
     assert_refused(
         result, "forbidden", "pytorchjobs", "someone", "ask the cluster's administrators"
     )
     assert ours(server, "guest") == []
+
     allow(server, "writer", ("", "configmaps", ["create"]))
     result = launch(
         server.config("someone"),
@@ -351,6 +367,7 @@ def test_a_missing_right_is_reported_and_created_objects_are_deleted(server, con
         config_file,
         *arguments_of("pytorchjob", "run", "writer"),
     )
+
     assert_refused(result, "forbidden", "configmap/run was created and could not be removed")
     assert ours(server, "writer") == ["configmap/run"]
 
@@ -366,6 +383,7 @@ def test_a_deleted_job_and_one_without_pods_are_reported_immediately(server, con
         server.config(), "kubernetes", config_file, *arguments_of("jobset", "early", "ml")
     )
     job = result.stdout.strip()
+
     assert_refused(launch(server.config(), "logs", job), "has no pods")
     assert server.kubectl("delete", "jobset", "early", "--namespace", "ml").returncode == 0
     assert ours(server, "ml") == ["configmap/early"]
@@ -401,5 +419,6 @@ def test_an_unreachable_cluster_is_reported_within_the_limit(
         result = launch(path, verb, *arguments)
         seconds = time.monotonic() - began
     fixes = {"context": "use-context", "user": "log in", "nobody": "current-context"}
+
     assert_refused(result, "kubectl", next(fix for name, fix in fixes.items() if name in state))
     assert seconds < ANSWER_SECONDS

@@ -126,6 +126,7 @@ def test_two_pods_train_and_after_a_request_to_stop_the_same_command_continues(
                 pod.kill()
         assert codes == ([75, 75] if attempt == 1 else [0, 0]), [pod.output() for pod in running]
         assert attempt == 2 or 5 <= newest(folder / "out") < steps
+
     assert started(folder) == [2 * ranks] * 2, "each attempt has two pods with this many ranks"
     assert list(losses(folder / "out")) == list(range(1, steps + 1)), "a step was lost or repeated"
 
@@ -185,7 +186,9 @@ def test_an_elastic_job_continues_without_a_pod_and_after_its_return(tmp_path, h
     finally:
         for pod in running:
             pod.kill()
+
     assert started(folder)[num_attempts - 1 :] == [2, 1, 2]
+
     check(folder, tmp_path / "undisturbed")
 
 

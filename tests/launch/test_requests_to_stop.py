@@ -131,6 +131,7 @@ def test_starting_ranks_that_wait_for_lost_peers_end_before_the_grace_period(tmp
     process = fork(_launch_waiting, config(tmp_path, grace=3600))
     wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)))
     os.kill(process.pid, signal.SIGTERM)
+
     assert end(process) == record(tmp_path)["code"] == 75
     assert "before the first step" in record(tmp_path)["message"]
     assert no_orphans(tmp_path)
@@ -153,6 +154,7 @@ def test_a_stop_request_in_any_phase_saves_and_loses_no_step(tmp_path, straight,
     # the request must arrive before the phase continues, or the run stops one step later
     time.sleep(0.1)
     (tmp_path / "go").touch()
+
     assert end(process) == record(tmp_path)["code"] == 75
     assert record(tmp_path)["class"] == "Preempted"
     assert record(tmp_path)["retryable"]
@@ -161,6 +163,7 @@ def test_a_stop_request_in_any_phase_saves_and_loses_no_step(tmp_path, straight,
     )
     assert record(tmp_path)["rank"] is None, "no rank is to blame for a request"
     assert no_orphans(tmp_path)
+
     if held_rank == 1:
         assert check_cancelled(tmp_path, run_config) == straight
 
@@ -179,8 +182,10 @@ def test_a_hanging_data_worker_does_not_block_its_rank(tmp_path, whom):
         for path in tmp_path.glob("pid-*"):
             os.kill(int(path.read_text()), signal.SIGTERM)
     os.kill(process.pid, signal.SIGTERM)
+
     assert end(process) == 75
     assert newest(tmp_path) == HELD - 1
+
     wait_for(lambda: no_orphans(tmp_path))
 
 
@@ -195,6 +200,7 @@ def test_every_stop_signal_has_the_same_effect(tmp_path, number):
         signal.signal(number, previous)
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, number)
+
     assert end(process) == 75
     assert (
         f"stopped by {number.name} after step {HELD - 1}; everything is saved"
@@ -212,6 +218,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, phase):
     os.kill(int((tmp_path / "pid-0").read_text()), signal.SIGUSR1)
     time.sleep(0.3)
     (tmp_path / "go").touch()
+
     assert end(process) == 75
     assert newest(tmp_path) == PHASES[phase] == max(losses(tmp_path))
     assert no_orphans(tmp_path)
@@ -228,6 +235,7 @@ def test_ranks_of_another_launcher_agree_on_the_step_to_stop_at(tmp_path, mesh):
     os.kill(ranks[1].pid, signal.SIGTERM)
     time.sleep(0.3)
     (tmp_path / "go").touch()
+
     assert [end(rank) for rank in ranks] == [75, 75]
     assert record(tmp_path)["code"] == 75
     assert newest(tmp_path) == HELD
@@ -238,6 +246,7 @@ def test_a_save_that_exceeds_the_grace_period_keeps_the_previous_checkpoint(tmp_
     process = run(config(tmp_path, grace=3), "slow second save")
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, signal.SIGTERM)
+
     assert end(process) == record(tmp_path)["code"] == 76
     assert record(tmp_path)["message"].endswith(
         "the last checkpoint is " + str(tmp_path / "checkpoint/step-2")
@@ -252,6 +261,7 @@ def test_a_save_expected_to_exceed_the_grace_period_is_not_started(tmp_path):
     os.kill(process.pid, signal.SIGTERM)
     time.sleep(0.1)
     (tmp_path / "go").touch()
+
     assert end(process) == record(tmp_path)["code"] == 76
     assert "would have taken longer" in record(tmp_path)["message"]
     assert record(tmp_path)["message"].endswith(
@@ -265,7 +275,9 @@ def test_two_interrupts_end_the_run_immediately(tmp_path):
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, signal.SIGINT)
     time.sleep(3 * ONE_REQUEST_SECONDS)
+
     assert process.is_alive()
+
     os.kill(process.pid, signal.SIGINT)
     process.join(patience.seconds(20))  # shorter than the grace period
     assert end(process) == record(tmp_path)["code"] == 76
@@ -280,6 +292,7 @@ def test_an_interrupt_of_the_process_group_is_one_request(tmp_path):
     for pid in pids:  # as a terminal does; the launcher also forwards its signal
         os.kill(pid, signal.SIGINT)
     (tmp_path / "go").touch()
+
     assert end(process) == record(tmp_path)["code"] == 75
     assert newest(tmp_path) == HELD
     assert no_orphans(tmp_path)
@@ -292,6 +305,7 @@ def test_a_request_after_the_last_step_is_not_a_failure(tmp_path, saves):
     os.kill(process.pid, signal.SIGHUP)
     time.sleep(0.3)
     (tmp_path / "go").touch()
+
     assert end(process) == record(tmp_path)["code"] == 0
     assert no_orphans(tmp_path)
 
@@ -308,13 +322,16 @@ def test_a_second_run_does_not_change_the_folder_of_the_first(tmp_path, first_sa
     holder = (tmp_path / "pid-0").read_text()
     second_config = config(tmp_path, enable=second_saves)
     second = run(second_config)
+
     assert end(second) == 2
     assert not (tmp_path / "exit.json").exists()
     assert all(
         b"error" not in path.read_bytes()[len(before) :] for path, before in log_files.items()
     )
+
     lines = judge(Loaded(second_config), machine.this_machine(Loaded(second_config), 2)).lines
     assert any(f"is being written by process {holder} on" in line for line in lines), lines
+
     (tmp_path / "go").touch()
     assert end(process) == record(tmp_path)["code"] == 0
 
@@ -331,7 +348,9 @@ def test_one_rank_of_another_launcher_reports_an_error_that_all_raise(
     monkeypatch.setattr(train.optim, "set_learning_rate", fail)
     ranks = run_foreign(config(tmp_path))
     codes = [end(rank) for rank in ranks]
+
     assert codes == [getattr(raised, "exit_code", 1)] * 2
+
     lines = [line for line in capfd.readouterr().err.splitlines() if "error[" in line]
     assert len(lines) == 1 and str(raised) in lines[0], lines
     assert record(tmp_path)["code"] == codes[0]
@@ -346,6 +365,7 @@ def test_two_interrupts_immediately_end_ranks_of_another_launcher(tmp_path):
         for rank in ranks:
             os.kill(rank.pid, signal.SIGINT)
         time.sleep(3 * ONE_REQUEST_SECONDS)
+
     assert [end(rank) for rank in ranks] == [76, 76]
     assert newest(tmp_path) == 2
     assert record(tmp_path)["code"] == 76
@@ -361,7 +381,9 @@ def test_a_run_saves_itself_before_its_slurm_job_ends(tmp_path, monkeypatch, pha
     run_config = dataclasses.replace(
         run_config, comm=dataclasses.replace(run_config.comm, hang_timeout_seconds=0)
     )
+
     assert end(run(run_config, phase, 0)) == 75
+
     saved = tmp_path / "checkpoint" / f"step-{newest(tmp_path)}"
     assert saved.stat().st_mtime < finish
     assert "the end of the Slurm job" in record(tmp_path)["message"]
@@ -382,10 +404,12 @@ def test_a_job_that_is_requeued_after_each_step_has_one_loss_curve(tmp_path, str
             end(run(run_config, "signals itself", requeued % 2)) == record(tmp_path)["code"] == 75
         )
         assert newest(tmp_path) == requeued + 1 == max(losses(tmp_path))
+
     assert check_cancelled(tmp_path, run_config) == straight
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == STEPS, (
         "a step is missing or repeated"
     )
+
     accounted = account(attempts_of(events.read(tmp_path)[0]))
     assert (accounted.attempts, accounted.failures) == (STEPS, 0)
     assert accounted.seconds["lost"] == 0
@@ -396,6 +420,7 @@ def test_without_checkpoints_a_run_stops_immediately(tmp_path):
     process = run(config(tmp_path, enable=False), "data", 0)
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, signal.SIGTERM)
+
     assert end(process) == record(tmp_path)["code"] == 76
     assert record(tmp_path)["message"] == (
         "stopped by SIGTERM (no checkpoints in this run) without saving"
@@ -441,6 +466,7 @@ def test_ranks_save_when_the_signal_kills_torchrun(tmp_path):
         wait_for((tmp_path / "exit.json").exists)
     finally:
         process.kill()
+
     assert record(tmp_path)["code"] == 75
     assert newest(tmp_path) == max(losses(tmp_path))
 
@@ -463,5 +489,6 @@ def test_a_signal_after_the_end_of_a_run_prints_no_traceback(tmp_path):
     )
     process.start()
     process.join(patience.seconds(30))
+
     assert process.exitcode == 0
     assert (tmp_path / "stderr").read_text() == ""

@@ -54,6 +54,7 @@ def _launch(run_config, max_restarts, fault):
 def test_a_killed_rank_costs_one_restart_and_changes_no_loss(tmp_path, rank):
     (tmp_path / "undisturbed").mkdir()
     assert end(fork(_launch, config(tmp_path / "undisturbed"), 0, lambda: None)) == 0
+
     run_config = config(tmp_path)
     assert end(fork(_launch, run_config, 1, lambda: kill_once(tmp_path, 4, rank))) == 0
     assert record(tmp_path)["code"] == 0
@@ -100,6 +101,7 @@ def test_a_rank_killed_during_a_restart_costs_one_restart(tmp_path, capfd):
     ]
     assert list(losses(tmp_path)) == list(range(1, STEPS + 1))
     assert no_orphans(tmp_path)
+
     accounted = account(attempts_of(events.read(tmp_path)[0]))
     assert (accounted.attempts, accounted.saves) == (2, 3)
     assert accounted.seconds["restart"] > 0
@@ -120,6 +122,7 @@ def always_killed():
 @LINUX
 def test_an_error_repeated_in_the_same_step_ends_the_restarts_and_names_the_data(tmp_path, capfd):
     assert end(fork(_launch, config(tmp_path), 100, always)) == CRASH_LOOP
+
     exit_record = record(tmp_path)
     assert exit_record["code"] == CRASH_LOOP
     assert exit_record["class"] == "CrashLoop"

@@ -212,10 +212,13 @@ def test_each_cell_of_the_table(tmp_path, capfd, name, phase, ranks):
     (tmp_path / "go").touch()
     expected = TABLE[name][phase]
     status = end(process)
+
     assert (128 - status if status < 0 else status) == expected.code
+
     wait_for(lambda: no_orphans(tmp_path))
     run_folder = tmp_path / "run"
     assert (run_folder / "exit.json").exists() == expected.writes_exit_json
+
     err = (tmp_path / "err").read_text()
     if expected.writes_exit_json:
         assert record(run_folder)["code"] == expected.code
@@ -226,7 +229,9 @@ def test_each_cell_of_the_table(tmp_path, capfd, name, phase, ranks):
             expected.line.partition(" after step")[0].partition("{kept}")[0].format(reason=reason)
         )
         assert err.count(f"stopped[{expected.code}]: {start_of_line}") == 1, err
+
     assert "Traceback" not in err
+
     if name in KILLED and phase not in (ARGUMENTS, PREFLIGHT):
         local.prepare(run_folder, note_killed=True)
         assert "was killed" in capfd.readouterr().err
@@ -274,10 +279,13 @@ def test_a_signal_to_all_processes_is_one_request(tmp_path, name, phase, ranks, 
     status = end(process)
     expected = TABLE[name][STARTING if phase == READER else phase]
     err = (tmp_path / "err").read_text()
+
     assert status == expected.code, err
+
     wait_for(lambda: not any(map(alive, pids)))
     run_folder = tmp_path / "run"
     assert (run_folder / "exit.json").exists() == expected.writes_exit_json
+
     if expected.writes_exit_json:
         assert record(run_folder)["code"] == expected.code
     assert err.count("stopped[") == bool(expected.line) and "error[" not in err, err
@@ -289,7 +297,9 @@ def test_a_request_to_the_preflight_process_stops_the_run(tmp_path, number):
     process = start(tmp_path, PREFLIGHT, "--nproc", "2")
     os.kill(int((tmp_path / "pid-preflight").read_text()), number)
     expected = TABLE[number.name][PREFLIGHT]
+
     assert end(process) == record(tmp_path / "run")["code"] == expected.code
+
     line = expected.line.format(reason=number.name)
     assert f"stopped[{expected.code}]: {line}\n" in (tmp_path / "err").read_text()
 
@@ -339,6 +349,7 @@ def test_a_signal_during_imports_ends_according_to_the_table(tmp_path, name, mod
     (tmp_path / "go").touch()
     _, err = process.communicate(timeout=patience.seconds(60))
     expected = TABLE[name][IMPORTS[module]]
+
     assert process.returncode == expected.code
     assert err == f"stopped[{expected.code}]: {expected.line.format(reason=name)}\n"
     assert (tmp_path / "run/exit.json").exists() == expected.writes_exit_json
@@ -366,7 +377,9 @@ def test_a_waiting_node_ends_according_to_the_table(tmp_path, name, phase):
     # There is no other node, so telling the others takes two thirds of the grace period.
     process = start(tmp_path, phase, *arguments, "--checkpoint.grace_seconds", "1")
     send(process.pid, name)
+
     assert end(process) == record(tmp_path / "run")["code"] == TABLE[name][PREFLIGHT].code
+
     line = run_ends.BEFORE_FIRST_STEP.line.format(reason=name.partition(" ")[0])
     assert f"stopped[75]: {line}\n" in (tmp_path / "err").read_text()
 
@@ -395,7 +408,9 @@ def test_a_node_with_starting_ranks_ends_according_to_the_table(tmp_path, name, 
     wait_for(lambda: children.read_text())
     time.sleep(0.5)
     send(process.pid, name)
+
     assert end(process) == record(tmp_path / "run")["code"] == TABLE[name]["ranks starting"].code
+
     line = run_ends.BEFORE_FIRST_STEP.line.format(reason=name)
     assert (tmp_path / "err").read_text().count(f"stopped[75]: {line}\n") == 1
 
@@ -417,7 +432,9 @@ def test_a_node_that_is_starting_the_processes_of_ranks_ends_as_the_table_says(
         "1",
     ]
     process = fork(_command, tmp_path, "processes", [*words, "--training.global_batch_size", "4"])
+
     assert end(process) == record(tmp_path / "run")["code"] == 75
+
     line = run_ends.BEFORE_FIRST_STEP.line.format(reason="SIGTERM")
     assert (tmp_path / "err").read_text().count(f"stopped[75]: {line}\n") == 1
 
@@ -456,6 +473,7 @@ def test_a_node_waits_for_its_ranks_however_often_it_is_asked(tmp_path, names, c
     wait_for((tmp_path / "ready").exists)
     for name in names:
         send(process.pid, name)
+
     assert end(process) == record(tmp_path / "run")["code"] == code
     assert bool(newest(tmp_path / "run")) == (code == 75)
 
@@ -467,6 +485,7 @@ def test_a_signal_after_the_end_stops_the_sample_but_keeps_the_status(tmp_path, 
     process = start(tmp_path, "sample", "--nproc", "1", "--metrics.sample_prompt", "a")
     send(process.pid, name)
     (tmp_path / "go").touch()
+
     assert end(process) == record(tmp_path / "run")["code"] == 0
     assert "the sample was stopped by a signal" in (tmp_path / "err").read_text()
 
@@ -493,12 +512,15 @@ def test_a_check_that_is_killed_or_stopped_is_named_and_tried_again(
     status = end(process)
     lines = (tmp_path / "err").read_text().splitlines()
     what = "the process that checks data, tokenizer and model before ranks start"
+
     assert [line for line in lines if line.startswith(f"error[6]: {what} {cause}")], lines
     assert status == record(tmp_path / "run")["code"] == (0 if restarts else 6)
     assert ("restart 1 of 1" in lines) == bool(restarts)
+
     if not restarts:
         assert record(tmp_path / "run")["retryable"]
         assert not record(tmp_path / "run")["message"].endswith("log")
+
     assert no_orphans(tmp_path)
 
 
@@ -555,12 +577,15 @@ def test_a_refusal_of_the_preflight_is_in_exit_json(tmp_path, name, way):
     (tmp_path / "run.toml").write_text(RUN)
     code = REFUSALS[name][1]
     assert end(fork(_refused, tmp_path, name, way)) == code
+
     err = (tmp_path / "err").read_text()
     assert err.count(f"error[{code}]: ") == 1 and "Traceback" not in err, err
+
     if name == "configuration" and way != "a rank of torchrun":
         assert not (tmp_path / "run").exists()
         return
     written = record(tmp_path / "run")
+
     assert (written["code"], written["rank"], written["retryable"]) == (
         code,
         None,
@@ -591,6 +616,7 @@ def table() -> str:
 def test_the_documentation_matches_the_table_and_the_messages():
     text = (Path(__file__).parents[2] / "docs/launch.md").read_text()
     assert table() in text, table()
+
     values = {
         "step": 41,
         "folder": "outputs/checkpoint/step-41",

@@ -30,16 +30,21 @@ def test_nodes_with_one_secret_exchange_states() -> None:
     store = dist.HashStore()
     first = node(store)
     second = node(store)
+
     assert first.get_state() is None
+
     written = first.set_state(b"one\nstate")
     assert written
     assert (written[0], written[2]) == (b"one\nstate", True)
+
     read = second.get_state()
     assert read
     assert read[0] == b"one\nstate"
+
     replaced = second.set_state(b"two", read[1])
     assert replaced
     assert (replaced[0], replaced[2]) == (b"two", True)
+
     late = first.set_state(b"three", written[1])
     assert late and (late[0], late[2]) == (b"two", False), "somebody was faster"
 
@@ -56,6 +61,7 @@ def test_a_signed_state_is_not_a_pickle_for_nodes_without_the_secret() -> None:
     store = dist.HashStore()
     node(store).set_state(pickle.dumps("state"))
     state = C10dRendezvousBackend(store, "run").get_state()
+
     assert state
     with pytest.raises(pickle.UnpicklingError):
         pickle.loads(state[0])
@@ -74,6 +80,7 @@ def test_nodes_with_a_secret_do_not_unpickle_a_stranger_s_state(
     )
     stranger = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))
     stranger.set(KEY, b64encode(pickle.dumps(Bomb(canary))).decode())
+
     with pytest.raises(RendezvousStateError if secret else Exception):
         handler.next_rendezvous()
     assert canary.exists() is (not secret), (

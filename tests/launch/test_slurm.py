@@ -58,6 +58,7 @@ def test_each_option_has_its_directive():
         "--launch.slurm.time_limit_minutes=150", "--launch.slurm.directives=[\"--exclusive\"]",
         "--checkpoint.grace_seconds=50",
     )  # fmt: skip
+
     assert directives(text) == {
         "job-name": "run", "nodes": "1", "ntasks-per-node": "1", "gpus-per-node": "8", "cpus-per-task": "96",
         "mem": "64G", "partition": "gpu", "account": "me", "qos": "high", "time": "2:30:00", "output": "run-%j.log",
@@ -84,6 +85,7 @@ def test_apptainer_receives_mounts_devices_and_the_folder():
         "--launch.fabric=infiniband",
     )  # fmt: skip
     step = last_step(text)
+
     assert (
         "apptainer exec --nv --bind /scratch/hf:/hf --bind /data:/data:ro --pwd /src run.sif"
         in step
@@ -100,6 +102,7 @@ def test_pyxis_receives_the_same_as_options_of_srun():
         '--launch.mounts=["/data:/data:ro"]',
     )
     step = last_step(text)
+
     assert (
         "--container-image=reg/run:1 --no-container-mount-home --container-mounts=/data:/data:ro"
         in step
@@ -128,13 +131,16 @@ def test_shellcheck_accepts_every_script(name):
     result = subprocess.run(
         ["bash", "-n"], input=text, capture_output=True, text=True, timeout=patience.seconds(60)
     )
+
     assert (result.returncode, result.stderr) == (0, "")
+
     if not shutil.which("shellcheck"):
         pytest.skip("bash reads it; no shellcheck here: .ci/components.sh installs it")
     command = ["shellcheck", "--severity=warning", "--shell=bash", "-"]
     result = subprocess.run(
         command, input=text, capture_output=True, text=True, timeout=patience.seconds(60)
     )
+
     assert result.returncode == 0, result.stdout
 
 
@@ -143,6 +149,7 @@ def test_the_host_suffix_is_used_in_the_endpoint_and_for_each_node():
     text = script("--launch.nodes=2", "--launch.slurm.host_suffix=i")
     assert 'SHARDTRAIN_RDZV_ENDPOINT="${hosts[0]}i:$port"' in text
     assert "export SHARDTRAIN_HOST_SUFFIX=i\n" in text
+
     names = {"SHARDTRAIN_NNODES": "2", "SHARDTRAIN_RDZV_ENDPOINT": "n1i:1", "SLURM_NODEID": "1",
              "SHARDTRAIN_HOST_SUFFIX": "i", "SLURMD_NODENAME": "n2"}  # fmt: skip
     assert nodes.find(split([]), names).local_address == "n2i"
@@ -207,6 +214,7 @@ def test_a_program_missing_on_a_node_is_named_with_a_fix(tmp_path):
         )
     )
     result = shimmed(tmp_path, ["bash", str(batch)], SLURMD_NODENAME="n1")
+
     assert result.returncode == 2
     assert (
         "error[2]: n1: no xpptainer here; install it, load its module in launch.slurm.setup"
@@ -222,6 +230,7 @@ def test_a_job_signalled_before_its_handlers_is_requeued(tmp_path):
     batch = tmp_path / "batch"
     batch.write_text(script("--launch.nodes=2", f"--launch.python={python}"))
     result = shimmed(tmp_path, ["bash", str(batch)])
+
     assert result.returncode == 138
     assert f"requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
 
@@ -241,7 +250,9 @@ def test_only_the_task_of_a_sweep_that_ended_is_requeued(tmp_path, code):
         script(f"--launch.python={python}", '--launch.slurm.sweep=["--optimizer.lr 1e-4"]')
     )
     names = {"SLURM_ARRAY_JOB_ID": str(os.getpid()), "SLURM_ARRAY_TASK_ID": "0"}
+
     assert shimmed(tmp_path, ["bash", str(batch)], **names).returncode == code
+
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [call for call in calls if call.startswith("requeue")] == [f"requeue {os.getpid()}_0"]
 
@@ -282,8 +293,10 @@ def test_retryable_codes_are_requeued_with_a_limit_for_failures(
     else:
         batch.write_text((ROOT / "multinode_trainer.slurm").read_text())
     result = shimmed(tmp_path, ["bash", str(batch)], **names, PYTHON=str(python), MAX_REQUEUES="3")
+
     assert result.returncode == code, result.stderr
     assert queued_again(tmp_path) == (failures < CODES[code])
+
     log_line = f"queued again after code {code}: failure {failures + 1} of at most 3"
     assert (log_line in result.stdout) == (queued_again(tmp_path) and code not in (75, 138))
 
@@ -293,6 +306,7 @@ def test_requeued_codes_are_those_documented_as_retryable():
         r"^\| (\d+) \| .* \| ?(\w*) \| `tests", (ROOT / "docs/launch.md").read_text(), re.MULTILINE
     )
     table = {int(code): retry in ("yes", "later") for code, retry in rows}
+
     assert {code for code, retry in table.items() if retry} == failure.RETRYABLE
     assert all(bool(CODES[code]) == retry for code, retry in table.items())
 
@@ -316,6 +330,7 @@ def test_a_stopped_job_is_requeued_for_every_configured_status(tmp_path, stop_ex
     result = shimmed(
         tmp_path, ["bash", str(batch)], PYTHON=str(python), STOP_STATUS=str(stop_exit_code)
     )
+
     assert result.returncode == stop_exit_code, result.stderr
     assert queued_again(tmp_path)
 
@@ -342,12 +357,14 @@ def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed
     result = shimmed(
         tmp_path, command, **variables, PYTHON=sys.executable, CONFIG_FILE="configs/debug.toml"
     )
+
     assert result.returncode == 0, result.stderr
     assert list(losses(tmp_path)) == [1, 2]
     assert f"on {ranks} x cpu" in result.stderr
     assert ("but no device is visible" in result.stderr) == ("SLURM_JOB_GPUS" in variables), (
         "hidden GPUs must be reported"
     )
+
     text = (ROOT / "multinode_trainer.slurm").read_text()
     assert len(re.findall(r"--nodes=", text)) == 1, "the number of nodes must appear only once"
 
@@ -381,19 +398,24 @@ def test_a_real_slurm_requeues_a_job_that_lost_a_process_of_a_node(cluster, tmp_
     )  # fmt: skip
     wait_for(lambda: newest(folder) > 0, 180)
     agents, ranks = processes(folder)
+
     assert len(agents) == len(ranks) == 2
+
     restarts = int(shown(cluster, job)["Restarts"])
     os.kill((agents if victim == "agent" else ranks)[-1], signal.SIGKILL)
     wait_for(lambda: int(shown(cluster, job).get("Restarts", 0)) > restarts, 180)
     saved = newest(folder)
     wait_for(lambda: newest(folder) > saved, 240)
     log = (tmp_path / f"{victim}-{job}.log").read_text()
+
     assert re.search(
         r"^queued again after code (6|137): failure \d of at most 6$", log, re.MULTILINE
     ), log
+
     steps = list(losses(folder))
     assert steps == list(range(1, steps[-1] + 1))
     assert launch(cluster, "stop", f"slurm/{job}").returncode == 0
+
     wait_for(lambda: not running(folder), 60)
 
 
@@ -419,16 +441,20 @@ def test_a_real_slurm_runs_it_on_two_nodes_and_requeues_it_after_a_signal(cluste
     )
     wait_for(lambda: shown(cluster, job).get("Restarts") == "1", 120)
     saved = newest(folder)
+
     assert saved > 1
+
     wait_for(lambda: max(losses(folder)) > saved, 180)
     steps = list(losses(folder))  # the run may continue during this check
     assert steps == list(range(1, steps[-1] + 1)), "a step was lost or repeated"
+
     status = launch(cluster, "status", f"slurm/{job}").stdout
     assert re.fullmatch(
         rf"slurm/{job}: RUNNING on \S+ for [\d:]+, queued again 1 time, log {log}\n", status
     ), status
     assert "on 2 x cpu" in launch(cluster, "logs", f"slurm/{job}").stdout
     assert launch(cluster, "stop", f"slurm/{job}").returncode == 0
+
     wait_for(lambda: shown(cluster, job)["JobState"] == "CANCELLED", 60)
     wait_for(lambda: not running(folder), 60)
 

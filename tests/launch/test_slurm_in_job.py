@@ -74,8 +74,10 @@ def test_a_missing_dependency_is_one_line_per_node_and_ends_the_job(
         *(option.format(**names) for option in options),
     )
     line = end_of(cluster, job)
+
     assert ": FAILED on " in line
     assert ", exit code 2, log " in line
+
     lines = errors(tmp_path / f"lacks-{job}.log")
     nodes = sorted(re.match(rf"error\[2\]: (\S+): {message}", line)[1] for line in lines)
     assert len(nodes) == 2
@@ -98,7 +100,9 @@ def test_a_folder_that_one_node_lacks_is_reported_by_that_node(cluster, tmp_path
     job = submit(
         cluster, tmp_path, *arguments, f"--launch.env.PYTHONPATH={Path(__file__).parents[2]}"
     )
+
     assert ", exit code 2, log " in end_of(cluster, job)
+
     (line,) = errors(tmp_path / f"unseen-{job}.log")
     assert re.fullmatch(
         rf"error\[2\]: z\S+: {folder} is not on this node; use a folder that all nodes see, .*",
@@ -121,7 +125,9 @@ def test_a_deleted_configuration_is_reported_by_each_node(cluster, tmp_path):
         text=True,
         timeout=patience.seconds(60),
     ).stdout.strip()
+
     assert ", exit code 2, log " in end_of(cluster, job)
+
     lines = errors(tmp_path / f"gone-{job}.log")
     assert len(lines) == 2
     assert all(f"no configuration {path} here; use a folder that" in line for line in lines)
@@ -155,6 +161,7 @@ def test_a_port_in_use_is_skipped(cluster, tmp_path):
         taken.kill()
         taken.wait()
     endpoint = re.fullmatch(r"127\.0\.0\.1:(\d+)\n", result.stdout)
+
     assert endpoint and int(endpoint[1]) > port, result
 
 
@@ -182,17 +189,21 @@ def test_each_task_of_a_sweep_has_its_folder_and_fails_independently(cluster, tm
         re.match(rf"slurm/{job}_(\d): (\w+) on .*, log {tmp_path}/sweep-{job}_\1\.log$", line)
         for line in lines()
     ]
+
     assert [(state[1], state[2]) for state in states] == [
         ("0", "COMPLETED"),
         ("1", "FAILED"),
         ("2", "COMPLETED"),
     ]
     assert [sorted(losses(folder / f"sweep-{task}")) for task in (0, 2)] == [[1, 2], [1, 2]]
+
     text = (folder / "sweep-2/config.resolved.toml").read_text()
     assert "lr = 0.0003" in text
     assert "seed = 7" in text
+
     logs = launch(cluster, "logs", f"slurm/{job}").stdout
     assert [f"==> {tmp_path}/sweep-{job}_{task}.log <==" in logs for task in range(3)] == [True] * 3
+
     task_log = launch(cluster, "logs", f"slurm/{job}_1").stdout
     assert "/nowhere" in task_log
     assert "==>" not in task_log
@@ -224,11 +235,14 @@ def test_a_requeued_task_of_a_sweep_resumes_in_its_folder_and_stops_independentl
     saved = newest(task_folder)
     wait_for(lambda: max(losses(task_folder)) > saved, 300)
     steps = list(losses(task_folder))  # the run continues during this check
+
     assert steps == list(range(1, steps[-1] + 1)), "a step was lost or repeated"
     assert launch(cluster, "stop", f"slurm/{job}_1").returncode == 0
+
     wait_for(lambda: shown(cluster, f"{job}_1")["JobState"] == "CANCELLED", 120)
     assert shown(cluster, f"{job}_0")["JobState"] == "RUNNING"
     assert launch(cluster, "stop", f"slurm/{job}").returncode == 0
+
     wait_for(lambda: not running(folder), 120)
 
 
@@ -253,8 +267,10 @@ def test_a_saved_run_that_cannot_be_requeued_is_reported(cluster, tmp_path):
     subprocess.run(
         ["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=patience.seconds(60)
     )
+
     assert ": FAILED on " in (line := end_of(cluster, job))
     assert "exit code 75" in line
+
     (line,) = errors(tmp_path / f"once-{job}.log")
     assert line.endswith("saved, but Slurm did not requeue it; submit it again to continue")
     assert newest(folder) == max(losses(folder))
@@ -271,11 +287,13 @@ def test_a_run_saves_before_the_time_limit_of_its_job_and_is_requeued(cluster, t
     )  # fmt: skip
     wait_for(lambda: shown(cluster, job).get("Restarts") == "1", 390)
     text = (tmp_path / f"limit-{job}.log").read_text()
+
     assert re.search(
         r"stopped by (SIGUSR1|the end of the Slurm job).*; everything is saved", text
     ), text[-2000:]
     assert newest(folder) == max(losses(folder))
     assert launch(cluster, "stop", f"slurm/{job}").returncode == 0
+
     wait_for(lambda: not running(folder), 120)
 
 
@@ -297,10 +315,12 @@ def test_a_container_has_its_mounts_and_cannot_write_read_only_ones(cluster, tmp
         "--launch.slurm.container=apptainer", f"--launch.image={sandbox}", "--launch.env.HF_HOME=/hf",
         f'--launch.mounts=["{root}:/src:ro", "{folder}:/runs", "{cache}:/hf", "{text}:{text}:ro"]',
     )  # fmt: skip
+
     assert ": COMPLETED on " in end_of(cluster, job), (tmp_path / f"box-{job}.log").read_text()[
         -3000:
     ]
     assert list(losses(folder)) == [1, 2]
+
     script = launch(cluster, "slurm", "--launch.slurm.container=apptainer", f"--launch.image={sandbox}",
                     f'--launch.mounts=["{cache}:/hf:ro"]', "--dry-run").stdout  # fmt: skip
     container = re.search(
@@ -309,6 +329,7 @@ def test_a_container_has_its_mounts_and_cannot_write_read_only_ones(cluster, tmp
     result = subprocess.run(
         ["bash", "-c", f"{container} touch /hf/x"], env=cluster, capture_output=True, text=True
     )
+
     assert result.returncode
     assert "Read-only file system" in result.stderr
     assert not list(cache.iterdir())

@@ -73,6 +73,7 @@ def test_an_impossible_job_is_one_line_with_a_fix_and_is_not_queued(cluster, cas
     arguments, texts = REFUSED[case]
     result = launch(cluster, "slurm", "debug", "--name=never", *arguments)
     assert (result.returncode, result.stdout) == (2, "")
+
     errors = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
     assert len(errors) == 1 and all(text in errors[0] for text in texts), result.stderr
     assert "never" not in queued(cluster)
@@ -83,11 +84,13 @@ def test_a_job_that_must_wait_is_queued_with_a_note_and_its_status_explains_it(c
     assert result.returncode == 0
     assert "PartitionDown" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
     name = result.stdout.strip()
     status = launch(cluster, "status", name).stdout
     assert status.startswith(
         f"{name}: PENDING, PartitionDown: the partition is closed; the job starts when it opens, log /"
     )
+
     early = launch(cluster, "logs", name)
     assert early.returncode == 2
     assert "has no log yet" in early.stderr
@@ -156,6 +159,7 @@ def test_a_forgotten_job_is_looked_up_in_the_accounting(cluster, tmp_path):
     (tmp_path / "sacct").chmod(0o755)
     names = {**cluster, "PATH": f"{tmp_path}:{PATH}"}
     result = launch(names, "status", "slurm/999999")
+
     assert result.stdout == "slurm/999999: TIMEOUT on n[1-2] for 02:00:10, exit code 0, signal 15\n"
 
 
@@ -165,6 +169,7 @@ def test_a_missing_image_or_folder_is_noted_before_submission(cluster):
         cluster, "slurm", "--launch.slurm.partition=closed", "--launch.slurm.container=apptainer",
         "--launch.image=/nowhere/run.sif",
     )  # fmt: skip
+
     assert result.returncode == 0
     assert (
         "launch.image=/nowhere/run.sif does not exist on this machine; it must exist on all nodes"
@@ -186,6 +191,7 @@ def test_permanent_pending_reasons_are_recognized(reason, lasts):
     explanation, never_starts = meaning(reason)
     assert explanation
     assert never_starts is lasts
+
     line = SlurmRecord("7", "PENDING", reason=reason, count="2").line()
     assert line.startswith(f"slurm/7: PENDING on 2 nodes, {reason}: ")
     assert line.endswith("will not start") is lasts
@@ -199,5 +205,6 @@ def test_messages_name_existing_options():
         r"launch\.[a-z_.]+",
         " ".join([*REFUSALS.values(), *(explanation for explanation, _ in REASONS.values())]),
     )
+
     assert named
     assert set(named) <= set(options())

@@ -33,6 +33,7 @@ def test_kill_costs_at_most_one_completed_step(tmp_path: Path) -> None:
     path = ROOT / "benchmarks/snapshot_kills.py"
     spec = importlib.util.spec_from_file_location("snapshot_kills", path)
     assert spec is not None and spec.loader is not None
+
     benchmark = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = benchmark
     spec.loader.exec_module(benchmark)
@@ -44,10 +45,12 @@ def test_kill_costs_at_most_one_completed_step(tmp_path: Path) -> None:
     kinds = benchmark.run(tmp_path / "killed", STEPS, KILLS, start)
     assert len(kinds) == KILLS
     assert max(benchmark.lost_steps(tmp_path / "killed"), default=0) <= 1
+
     benchmark.run(tmp_path / "undisturbed", STEPS, 0, start)
     killed = dict(benchmark.logged(tmp_path / "killed"))
     assert killed == dict(benchmark.logged(tmp_path / "undisturbed"))
     assert len(killed) == STEPS
+
     # The agents have removed their folders. That of a killed agent is removed by the next start.
     left = {*temporary.SHARED_MEMORY.glob("shardtrain-snapshots-*")} - before
     with temporary.temporary_folder():

@@ -128,13 +128,16 @@ def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue(tmp_path, ssh
     finally:
         launcher.kill()
     saved = newest(folder)
+
     assert saved > 0
     assert record(folder)["code"] == 75
+
     wait_for(lambda: not marked(folder), 10)
 
     result = run(
         [argument.replace("steps=100000", f"steps={saved + 1}") for argument in arguments], tmp_path
     )
+
     assert result.returncode == 0, result.stderr
     assert max(losses(folder)) == saved + 1
     assert "on 2 x cpu" in result.stderr
@@ -142,10 +145,12 @@ def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue(tmp_path, ssh
     assert "[host-a] " in result.stderr
     assert "[host-b] " in result.stderr
     assert "hf-canary" not in result.stderr
+
     name = result.stdout.strip()
     logs = run([sys.executable, "-m", "shardtrain", "launch", "logs", name], tmp_path)
     assert "[host-a] " in logs.stdout
     assert "[host-b] " in logs.stdout
+
     status = run([sys.executable, "-m", "shardtrain", "launch", "status", name], tmp_path)
     assert status.stdout == "ended with 0\n"
     assert not marked(folder)
@@ -167,10 +172,13 @@ def test_a_killed_launcher_leaves_nothing_on_the_hosts(tmp_path, ssh_config, via
     launcher.wait()
     # The ssh connections are separate processes, which detect the end of their input.
     wait_for(lambda: not marked(tmp_path / "run"), 60)
+
     assert not marked(tmp_path / "run")
+
     status = run(
         [sys.executable, "-m", "shardtrain", "launch", "status", f"ssh/{launcher.pid}"], tmp_path
     )
+
     assert (
         status.stdout == "ended without an exit status: it was killed, or its machine went down\n"
     )
@@ -199,7 +207,9 @@ def test_a_host_that_cannot_start_is_named_in_one_line_and_no_host_starts(
             for w in arguments
         ]
     result = run([*arguments, *more, via], tmp_path)
+
     assert result.returncode == 2, result.stderr
+
     lines = [line for line in result.stderr.splitlines() if line.startswith("error[")]
     assert len(lines) == 1
     assert message in lines[0]
@@ -227,8 +237,10 @@ def test_a_host_whose_interpreter_has_no_torch_is_reported_before_anything_start
         if not w.startswith("--launch.python")
     ]
     result = run([*arguments, f"--launch.python={python}"], tmp_path)
+
     assert result.returncode == 2
     assert not folder.exists()
+
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error[")]
     assert "cannot start shardtrain" in line
     assert "has no package torch; install shardtrain and torch on it" in line
@@ -249,7 +261,9 @@ def test_hosts_that_refuse_the_key_are_named_in_one_line(tmp_path, ssh_config, v
     ]
     config.write_text("\n".join(lines) + "\n")
     result = run(command(config, tmp_path / "run", via), tmp_path)
+
     assert result.returncode == 2
+
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error[")]
     assert 'host="host-a, host-b" cannot be reached by ssh' in line
     assert "Permission denied" in line
@@ -262,6 +276,7 @@ def test_a_busy_port_ends_all_hosts_with_one_line(tmp_path, ssh_config, via):
             w for w in command(ssh_config, tmp_path / "run", via) if "rendezvous_port" not in w
         ]
         result = run([*arguments, f"--launch.ssh.rendezvous_port={port}"], tmp_path)
+
     assert result.returncode == 2, result.stderr
     assert f"127.0.0.1:{port}" in result.stderr
     assert "Address already in use" in result.stderr

@@ -222,7 +222,9 @@ def test_a_host_that_does_not_answer_is_reported_within_the_limit(
         network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={limit}", hosts=hosts
     )
     result = run(arguments, tmp_path)
+
     assert time.monotonic() - before < limit + patience.seconds(MACHINE_SECONDS)
+
     _is_refused(result, tmp_path / "run", expected)
 
 
@@ -331,7 +333,9 @@ def test_a_host_without_package_interpreter_or_folder_is_reported(
     before = time.monotonic()
     with network.hosts["host-b"].shows(tmp_path / hidden, tmp_path / "nothing"):
         result = run(arguments, tmp_path)
+
     assert time.monotonic() - before < TELLS_SECONDS + patience.seconds(MACHINE_SECONDS)
+
     _is_refused(result, tmp_path / "run", ['host="host-b" cannot start', *expected])
 
 
@@ -345,7 +349,9 @@ def test_a_host_without_the_configuration_file_is_reported_and_the_others_stop(n
         before = time.monotonic()
         result = run(command(network, tmp_path / "run", config=f"{here}/run.toml"), tmp_path)
         assert time.monotonic() - before < TELLS_SECONDS + patience.seconds(MACHINE_SECONDS)
+
     assert result.returncode == 2, result.stderr
+
     (line,) = errors(result.stderr)
     assert line.startswith("[host-b] error[2]: ")
     assert f"{here}/run.toml" in line

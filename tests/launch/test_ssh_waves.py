@@ -46,6 +46,7 @@ def options(monkeypatch):
 def test_hosts_are_contacted_in_waves_and_started_when_all_have_answered(tmp_path, options):
     ready = f"touch answered/$$; echo {remote_agent.READY} {__version__} -"
     assert ssh_connections.SshConnections(plans(tmp_path, ready), options, tmp_path)() == 0
+
     seen = [int(line) for line in (tmp_path / "seen").read_text().split()]
     assert len(seen) == HOSTS
     assert 1 < max(seen) <= AT_ONCE
@@ -57,6 +58,7 @@ def test_no_host_receives_the_command_if_one_in_a_later_wave_fails(tmp_path, opt
         "[ $(ls answered | wc -l) -lt 20 ] || { echo no python here; exit 3; }; touch answered/$$; "
     )
     ready = f"{last} echo {remote_agent.READY} {__version__} -"
+
     with pytest.raises(ConfigError, match="cannot start shardtrain: no python here"):
         ssh_connections.SshConnections(plans(tmp_path, ready), options, tmp_path)()
     assert not (tmp_path / "received").exists()
@@ -84,8 +86,10 @@ def test_all_hosts_that_cannot_start_are_named_with_their_reasons(tmp_path, monk
         host("key-1", "echo 'me@key-1: Permission denied (publickey).'", "exit 255"),
         host("key-2", "echo 'me@key-2: Permission denied (publickey).'", "exit 255"),
     ]
+
     with pytest.raises(ConfigError) as raised:
         ssh_connections.SshConnections(plans, options, tmp_path)()
+
     lines = str(raised.value).splitlines()
     reasons = {
         'host="closed"': "cannot be reached by ssh: connect: Connection refused",
@@ -94,6 +98,7 @@ def test_all_hosts_that_cannot_start_are_named_with_their_reasons(tmp_path, monk
         'host="silent"': "did not start shardtrain within 4 s",
         'host="key-1, key-2"': "cannot be reached by ssh: me@key-1: Permission denied (publickey).",
     }
+
     assert len(lines) == len(reasons)
     for line, (name, reason) in zip(lines, reasons.items(), strict=True):
         assert line.startswith(f"{name} {reason}")
@@ -137,6 +142,7 @@ def test_the_launcher_ends_with_the_code_that_hosts_wrote_to_exit_json(name, tmp
     thread = threading.Thread(target=interrupt)
     thread.start()
     assert ssh_connections.SshConnections(plans, options, tmp_path)() == expected
+
     thread.join()
 
 

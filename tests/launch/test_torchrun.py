@@ -164,12 +164,14 @@ def test_a_run_that_loses_a_node_continues_with_the_other_and_sees_the_same_data
     steps = 60
     port = free_port()
     folder = tmp_path / "elastic"
+
     assert (
         start(*arguments(tmp_path / "undisturbed", steps), "--nproc", "1").wait(
             patience.seconds(WAIT_SECONDS)
         )
         == 0
     )
+
     agents = [elastic(port, folder, steps, is_host) for is_host in (True, False)]
     try:
         wait_for(lambda: num_steps(folder) > 8, WAIT_SECONDS)
@@ -188,12 +190,14 @@ def test_a_run_that_gains_a_node_continues_with_both_and_sees_the_same_data(tmp_
     steps = 250
     port = free_port()
     folder = tmp_path / "elastic"
+
     assert (
         start(*arguments(tmp_path / "undisturbed", steps), "--nproc", "1").wait(
             patience.seconds(WAIT_SECONDS)
         )
         == 0
     )
+
     begins = tmp_path / "begins"
     agents = [elastic(port, folder, steps, is_host=False, begins=begins)]
     try:

@@ -112,6 +112,7 @@ def test_both_command_lines_keep_their_meaning(
     ds_json(tmp_path / "configs/llama.json", 8, 32)
     (tmp_path / "run.sh").write_text(line)
     migration = migrate.migrate([tmp_path / "run.sh"])
+
     assert {setting.option: setting.value for setting in migration.settings} == SNAPSHOT | changed
     assert migration.unsupported == ()
 
@@ -137,6 +138,7 @@ def test_booleans_are_values_or_bare_flags_and_launchers_add_flags(
         "3",
     ]
     loaded = load_flags(flags, 1)
+
     assert loaded.config.checkpoint.load_only
     assert any(
         "num_workers" in notice and "FMEngine ignores it" in notice for notice in loaded.notices
@@ -157,6 +159,7 @@ def test_ranks_beyond_the_stages_are_replicas(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text("deepspeed --num_gpus 4 --num_nodes 2 cli/train.py " + " ".join(flags))
     settings = {setting.option: setting.value for setting in migrate.migrate([script]).settings}
+
     assert settings["parallelism.data_parallel_replicate_degree"] == 4
 
 
@@ -180,6 +183,7 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
     )
     folder = hf_folder(tmp_path / "hf")
     data = jsonl(tmp_path / "data.jsonl")
+
     assert (
         cli.main(
             [
@@ -193,6 +197,7 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
         )
         == 0
     )
+
     flags = f"--init_ckpt {tmp_path}/mp2 --data_path {data} --max_seq_len {length} --train_steps {steps} "
     flags += f"--pipe_parallel_size 2 --deepspeed_config {file} --output_dir {tmp_path}/out"
     stages = run_ranks(2, steps_of_flags, flags.split(), steps)
@@ -241,6 +246,7 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
                 corrected = (second / (1 - 0.95 ** (step + 1))).sqrt().add_(1e-6)
                 p.addcdiv_(first / (1 - 0.9 ** (step + 1)), corrected, value=-rate)
                 p.grad = None
+
     for name, weight in weights.items():
         torch.testing.assert_close(
             weight, parameters[str(HUB.source(name))].detach(), rtol=0, atol=1e-6
@@ -285,15 +291,19 @@ def test_a_user_s_folder_trains_and_converts_back_in_three_commands(tmp_path: Pa
         "--in-model-path output --out-model-path out --base-model hf --step latest",
     )
     steps = values(folder / "output")
+
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert [step["lr"] for step in steps] == pytest.approx(
         [1e-6 + 4.9e-5 * math.log(t + 1) / math.log(50) for t in range(3)], rel=1e-12
     )
+
     before = tensors(folder / "hf")
     after = tensors(folder / "out")
     assert before.keys() == after.keys()
+
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == set(before)
+
     # The trained weights survive a bitwise round trip through per-layer files.
     newest = str(folder / "output/checkpoint/step-3")
     assert (
@@ -306,6 +316,7 @@ def test_a_user_s_folder_trains_and_converts_back_in_three_commands(tmp_path: Pa
         )
         == 0
     )
+
     same(tensors(folder / "again"), after)
 
 
@@ -324,6 +335,7 @@ def test_a_lora_block_trains_only_adapters(tmp_path: Path) -> None:
     assert all(".lora_" in name for name in adapters)
     assert len(adapters) == 2 * 4 * 2
     assert any(bool(tensor.any()) for name, tensor in adapters.items() if "lora_B" in name)
+
     fields = json.loads((folder / "adapter/adapter_config.json").read_text())
     assert (fields["r"], fields["lora_alpha"]) == (4, 8)
     assert fields["base_model_name_or_path"] == "hf"
@@ -335,6 +347,7 @@ def test_adapters_of_a_mistral_are_on_queries_and_values(tmp_path: Path) -> None
         tmp_path / "mistral_lora.json", 1, 4, lora={"r": 4, "lora_alpha": 16, "lora_dropout": 0.1}
     )
     flags = f"--init_ckpt {tmp_path}/hf --deepspeed_config {file} --data_path d.jsonl"
+
     assert load_flags(flags.split(), 1).config.lora.target_modules == ["q_proj", "v_proj"]
 
 
@@ -369,10 +382,12 @@ def test_shell_commands_and_a_slurm_script_run_unchanged(tmp_path: Path) -> None
     program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained --mp_world_size 1")
     shell(f"{ours}\ndeepspeed {TRAIN}")
     assert len(values(folder / "output")) == 3
+
     flags = TRAIN.partition("cli/train.py ")[2].replace("./output", "./second")
     shell(f"{ours}\ntorchrun --nnodes 1 --nproc-per-node 2 --node_rank 0 cli/train.py {flags}")
     for first, second in zip(values(folder / "output"), values(folder / "second"), strict=True):
         assert first["loss"] == second["loss"]
+
     flags = flags.replace("./second", "/workspace/third").replace(
         "--pipe_parallel_size 2", "--pipe_parallel_size 1"
     )
@@ -380,9 +395,11 @@ def test_shell_commands_and_a_slurm_script_run_unchanged(tmp_path: Path) -> None
     flags = flags.replace("/workspace/", "./")  # the stub has no mounts, only its working folder
     shell(f"{ours}\n{SCRIPT.replace('PORT', str(free_port())).replace('FLAGS', flags)}")
     third = values(folder / "third")
+
     assert [step["loss"] for step in third] == pytest.approx(
         [v["loss"] for v in values(folder / "output")], rel=2e-3
     )
+
     record = [line.split() for line in (folder / "record").read_text().splitlines()]
     assert [command[command.index("--node_rank") + 1] for command in record] == ["0", "1"]
     for command in record:
@@ -446,6 +463,7 @@ def test_a_wrong_flag_is_one_line_before_ranks_start(
     file = ds_json(tmp_path / "llama.json", 1, 4)
     arguments = ["train", "--nproc", "2", f"--deepspeed_config={file}", *flags.split()]
     assert cli.main(arguments) == 2
+
     error = capfd.readouterr().err.strip().splitlines()
     assert len(error) == 1 and message in error[0], error
 
@@ -497,6 +515,7 @@ def test_a_wrong_argument_of_its_programs_is_one_line(
     finally:
         os.chdir(before)
     error = capfd.readouterr().err
+
     assert code in (2, 5)
     assert len(error.strip().splitlines()) == 1
     assert message in error
@@ -551,8 +570,10 @@ def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
     result = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit
     )
+
     assert result.returncode == 0, result.stderr[-3000:]
     assert [step["step"] for step in values(folder / "output")] == [1, 2, 3]
+
     record = (folder / "record").read_text()
     assert "host-a" in record
     assert "host-b" in record
@@ -585,8 +606,10 @@ def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) ->
         assert arguments[workdir + 1] == str(folder)
         assert "NCCL_DEBUG" in arguments[arguments.index("--launch.forward_env") :]
     monkeypatch.setattr(launching, "train", lambda arguments: calls.append(arguments) or 0)
+
     assert launching.deepspeed(f"--hostfile hostfile --include node2 {flags}".split()) == 0
     assert calls.pop() == ["--nproc", "4", *flags.split()[1:]]
+
     settings = (folder / "out/fmengine.toml").read_text()
     assert 'hf_assets_path = "hf"' in settings
     assert 'flavor = "from_folder"' in settings
@@ -612,4 +635,5 @@ def test_the_window_size_flag_overrides_that_of_the_folder(family: str, tmp_path
     mask = torch.where((seen >= 0) & (seen < 4), 0.0, float("-inf")).expand(len(tokens), 1, 32, 32)
     logits = model(tokens, attention_mask=mask).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
     assert losses[0] == pytest.approx(loss.item(), rel=1e-5)

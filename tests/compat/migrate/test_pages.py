@@ -76,6 +76,7 @@ def test_every_documented_variable_is_in_the_source(name):
     table = PAGES[name].partition("## Variables")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
     assert len(rows) > 4
+
     for variables, answer in rows:
         for variable in re.findall(r"`([A-Z_]+)`", variables):
             of_others = re.search(
@@ -91,6 +92,7 @@ def test_commands_for_run_ai_use_published_flags():
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGES["runai"], flags=re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
     assert len(lines) == 6
+
     for line in lines:
         program, *arguments = shlex.split(line)
         assert program == "runai"

@@ -49,11 +49,14 @@ def test_every_key_has_one_answer_with_its_line(tmp_path, name):
     file = write(tmp_path, name)
     migration = migrate([file])
     keys = [entry.key for entry in migration.entries if entry.verdict != "default"]
+
     assert len(keys) == len(set(keys))
+
     defaults = [entry.option for entry in migration.entries if entry.verdict == "default"]
     others = {entry.option for entry in migration.entries if entry.verdict != "default"}
     assert len(defaults) == len(set(defaults))
     assert not others & set(defaults)
+
     lines = file.read_text().splitlines()
     for entry in migration.entries:
         if entry.verdict == "default":
@@ -75,6 +78,7 @@ def test_the_toml_has_the_same_settings_and_migrate_is_idempotent(tmp_path, name
     toml = tmp_path / "new.toml"
     toml.write_text(text)
     again = config.load_settings(migrate([toml]).settings, path=toml, follow=False)
+
     assert again.config == first.config
     assert config.set_toml(again) == text
     assert again.notices == ()
@@ -177,6 +181,7 @@ def test_presets_of_fmengine_keep_their_meaning(tmp_path, name):
     c = config.load_settings(migration.settings).config
     first = learning_rate(c.optimizer, c.lr_scheduler, 1000, 0)
     lora = (c.lora.rank, c.lora.alpha, c.lora.dropout) if c.lora.enable else None
+
     assert (
         c.training.local_batch_size,
         c.training.global_batch_size,
@@ -192,12 +197,14 @@ def test_presets_of_fmengine_keep_their_meaning(tmp_path, name):
     assert c.activation_checkpoint.mode == "full"
     assert c.activation_checkpoint.cpu_offload == (name == "7b")
     assert not c.training.enable_cpu_offload  # DeepSpeed ignores it at the top level
+
     if c.training.mixed_precision_param == "float16":
         assert (c.training.initial_loss_scale, c.training.loss_scale_growth_interval) == (
             4096.0,
             1000,
         )
     dead = {"lr-decay-style", "warmup", "min_lr"}
+
     assert {entry.key for entry in migration.entries if entry.verdict == "ignored"} >= dead
 
 
@@ -245,6 +252,7 @@ def test_schedules_of_deepspeed_that_end_are_followed(tmp_path, scheduler, expec
     migration = taken(tmp_path, "ds.json", {**LLAMA, "scheduler": scheduler})
     names = ["name", "warmup_steps", "warmup_type", "lr", "total_steps", "min_lr_factor"]
     options = [f"{'optimizer' if name == 'lr' else 'lr_scheduler'}.{name}" for name in names]
+
     assert of(migration, *options) == expected
     assert not migration.unsupported
     assert config.check(config.load_settings(migration.settings)) == []
@@ -280,6 +288,7 @@ def test_unsupported_schedule_keys_are_reported(tmp_path):
     }
     migration = taken(tmp_path, "ds.json", {**LLAMA, "scheduler": cosine})
     reasons = {entry.key.rpartition(".")[2]: entry.text for entry in migration.unsupported}
+
     assert reasons.keys() == {"warmup_max_lr", "warmup_min_ratio"}
     assert "starts at 0" in reasons["warmup_min_ratio"]
 
@@ -351,6 +360,7 @@ def test_flags_of_fmengine_are_combined_with_its_json(tmp_path):
     script.write_text("set -e\n\ndeepspeed " + flags.replace(" --", " \\\n  --") + "\n")
     both = migrate([script, json_file])
     script_only = migrate([script])
+
     assert of(
         both, "job.dump_folder", "training.seq_len", "training.steps", "metrics.log_freq"
     ) == [
@@ -367,6 +377,7 @@ def test_flags_of_fmengine_are_combined_with_its_json(tmp_path):
         s.option: s.value for s in both.settings
     }
     assert next(entry for entry in both.entries if entry.key == "max_seq_len").where == "run.sh:8"
+
     same = migrate([json_file], flags=["deepspeed", *flags.split()])
     assert {s.option: s.value for s in same.settings} == {s.option: s.value for s in both.settings}
 
@@ -379,6 +390,7 @@ def test_parameters_yml_keeps_its_meaning(tmp_path, monkeypatch):
     file = write(tmp_path, "parameters.yml")
     migration = migrate([file])
     c = config.load_settings(migration.settings, follow=False).config
+
     assert (c.model.name, c.model.overrides["num_labels"]) == ("transformers", 2)
     assert "~" not in c.job.dump_folder
     assert c.job.dump_folder.startswith(str(tmp_path))
@@ -423,6 +435,7 @@ def test_sharding_flags_of_fairscale_are_followed(tmp_path, name):
     parallelism = config.load_settings(
         taken(tmp_path, "parameters.yml", text).settings, follow=False
     ).config.parallelism
+
     assert {key: getattr(parallelism, key) for key in SHARDING[name]} == SHARDING[name]
 
 
@@ -438,6 +451,7 @@ def test_a_custom_key_requires_a_task_file(tmp_path):
     )
     migration = taken(tmp_path, "parameters.yml", text)
     (entry,) = migration.unsupported
+
     assert entry.key == "transformers-params.margin"
     assert "task.options" in entry.text
 
@@ -448,6 +462,7 @@ def test_accumulation_needs_the_number_of_processes(tmp_path):
         2,
         2 * 8 * 4,
     ]
+
     accelerate = write(tmp_path, "accelerate.yaml")
     together = migrate([file, accelerate])
     assert of(together, "training.global_batch_size", "launch.nproc_per_node") == [2 * 8 * 2, 2]
@@ -474,6 +489,7 @@ def test_auto_defers_to_the_other_file(tmp_path):
         )
     )
     migration = migrate([ours, auto], 2)
+
     assert of(migration, "optimizer.lr", "training.max_norm", "training.global_batch_size") == [
         3e-4,
         1.0,
@@ -501,6 +517,7 @@ def test_strategies_of_fsdp_are_followed(tmp_path, strategy, expected):
         "parallelism.fsdp_reshard_after_forward",
         "parallelism.data_parallel_replicate_degree",
     )
+
     assert (reshard, copies or 1) == expected
 
 
@@ -551,8 +568,10 @@ def test_all_adapter_options_of_a_file_are_followed(tmp_path, name):
         True,
     ]
     assert not migration.unsupported
+
     without = taken(tmp_path, "plain.yml", ADAPTERS["axolotl.yml"].replace("adapter: lora\n", ""))
     assert not [setting for setting in without.settings if setting.option.startswith("lora.")]
+
     verdicts = {entry.key: entry.verdict for entry in without.entries}
     assert {verdicts[key] for key in ("lora_r", "lora_modules_to_save", "peft_use_dora")} == {
         "ignored"
@@ -563,6 +582,7 @@ def test_train_accepts_such_a_file_with_a_notice(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(LLAMA, indent=1))
     loaded = load(file, ["--training.steps", "3"])
+
     assert (loaded.config.training.steps, loaded.config.training.local_batch_size) == (3, 8)
     assert loaded.origins["training.local_batch_size"] == "ds.json:2"
     assert "recognized as a file of DeepSpeed" in loaded.notices[0]
@@ -576,6 +596,7 @@ def test_config_reads_such_a_file_like_train(tmp_path, by_option, capsys):
     assert (
         cli.main(["config", "check", *arguments, "--nproc", "2", "--training.device", "cpu"]) == 0
     )
+
     output = capsys.readouterr().out
     for key in ("lr-decay-style", "warmup", "min_lr"):
         assert re.search(rf"ignored +llama.json:\d+: {key} = ", output), key
@@ -592,8 +613,10 @@ def test_defaults_for_missing_data_and_model_are_reported(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(LLAMA))
     notices = "\n".join(load(file).notices)
+
     assert 'training.dataset = "python_stdlib"' in notices
     assert 'model.name = "llama3"' in notices
+
     named = "\n".join(load(file, ["--model.flavor", "8B", "--training.dataset", "c4"]).notices)
     assert "name no" not in named
 
@@ -605,6 +628,7 @@ def test_code_of_a_repository_is_refused(tmp_path, name):
         '  "trust_remote_code": true,\n' if name.endswith("json") else "trust_remote_code: true\n"
     )
     text = text.replace("{\n", "{\n" + line, 1) if name.endswith("json") else line + text
+
     assert "trust_remote_code" in {entry.key for entry in taken(tmp_path, name, text).unsupported}
 
 
@@ -645,6 +669,7 @@ def test_two_files_that_contradict_each_other_are_refused(tmp_path):
     first = write(tmp_path, "training_arguments.json")
     other = tmp_path / "ds.json"
     other.write_text('{"train_micro_batch_size_per_gpu": 4}')
+
     with pytest.raises(
         ConfigError, match=r"training.local_batch_size=4 contradicts 2 at training_arguments.json:2"
     ):
@@ -674,6 +699,7 @@ def test_a_hostile_file_runs_nothing_and_ends_soon(tmp_path, name):
     else:
         with pytest.raises(ConfigError):
             migrate([file])
+
     assert not (tmp_path / "ran").exists()
 
 
@@ -685,7 +711,9 @@ def test_migrate_prints_every_note_of_check(tmp_path, capsys, name):
     example = ROOT / "examples/migrate" / name
     cli.main(["config", "check", str(example), "--for-machine", "none"])
     notes = re.findall(r"^note: (.*)", capsys.readouterr().out, re.MULTILINE)
+
     assert cli.main(["config", "migrate", str(example), "-o", str(tmp_path / "new.toml")]) == 0
+
     printed = re.sub(r"^(note: |renamed +)", "", capsys.readouterr().out, flags=re.MULTILINE)
     missing = [note for note in notes if note.partition(": ")[2] not in printed]
     assert notes
@@ -713,6 +741,7 @@ def test_optimizers_of_8_bits_stay_of_8_bits(tmp_path, system):
         text = re.sub(r"torch.optim.AdamW", "bitsandbytes.optim.PagedAdamW8bit", file.read_text())
         assert "PagedAdamW8bit" in text
         migration = taken(tmp_path, "bits.yaml", text)
+
     assert of(migration, "optimizer.name") == ["AdamW8bit"]
 
 
@@ -727,6 +756,7 @@ def test_losses_and_packing_of_trl_are_followed(tmp_path):
     }
     migration = taken(tmp_path, "dpo.json", {**arguments, **dpo})
     options = ("name", "beta", "loss_type", "label_smoothing", "nll_weight")
+
     assert of(migration, *(f"task.{option}" for option in options)) == [
         "preference",
         0.2,

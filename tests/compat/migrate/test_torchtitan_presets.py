@@ -51,6 +51,7 @@ def test_presets_of_qwen3_and_deepseek_v3_keep_their_values(
 ):
     c = config.load(PRESETS / "torchtitan_v0_2_2" / f"{file}.toml").config
     assert (c.model.name, c.model.flavor, c.model.converters) == (name, flavor, [])
+
     o = c.optimizer
     s = c.lr_scheduler
     assert (o.name, o.lr, o.beta1, o.beta2, o.eps, o.weight_decay) == (
@@ -63,6 +64,7 @@ def test_presets_of_qwen3_and_deepseek_v3_keep_their_values(
     )
     assert (s.name, s.warmup_steps, s.decay_ratio) == ("warmup_stable_decay", warmup, ratio)
     assert (s.decay_type, s.min_lr_factor, s.total_steps) == (decay, least, None)
+
     t = c.training
     assert (t.local_batch_size, t.global_batch_size, t.seq_len, t.steps) == (
         batch,
@@ -76,6 +78,7 @@ def test_presets_of_qwen3_and_deepseek_v3_keep_their_values(
         "float32",
         "bfloat16",
     )
+
     p = c.parallelism
     assert (
         p.data_parallel_replicate_degree,
@@ -91,6 +94,7 @@ def test_presets_of_qwen3_and_deepseek_v3_keep_their_values(
     assert c.compile.enable is (file in ("deepseek_v3_16b", "deepseek_v3_671b"))
     assert not c.checkpoint.enable
     assert c.compile.components == (["loss"] if c.compile.enable else ["model", "loss"])
+
     deepseek = name == "deepseek_v3"
     assert c.quantize.linear.float8.filter_fqns == (
         ["output", "router.gate"] if deepseek else ["output"]
@@ -153,14 +157,17 @@ def test_an_unedited_preset_builds_at_its_number_of_ranks(
     monkeypatch.setenv("NGPU", str(ranks))
     code = cli.main(["train", str(PRESETS / f"{name}.toml"), *FAKE])
     out, err = capsys.readouterr()
+
     assert code == 0, err
     assert f"builds rank 0 of {ranks} " in out
     assert "nothing was trained" in out
     assert parameters is None or f", {parameters} parameters\n" in out
+
     sizes = re.findall(r"^  (?:pp|dp_replicate|dp_shard|cp|tp) +(\d+)", out, re.MULTILINE)
     product = 1
     for size in sizes:
         product *= int(size)
+
     assert len(sizes) == 5
     assert product == ranks
     assert re.search(r"^  sum +[\d.]+ [GM]iB", out, re.MULTILINE), (
@@ -175,9 +182,11 @@ def test_missing_requirements_are_reported_and_stop_training(monkeypatch, capsys
     loaded = config.load(file)
     notes = config.require_to_build(loaded, 128)
     missing = [line for line in notes if line.startswith("a training would stop here: ")]
+
     assert len(missing) == 1
     assert "model.tokenizer_path" in missing[0]
     assert cli.main(["train", file, "--nproc", "8"]) == 2
+
     err = capsys.readouterr().err
     assert all(line.removeprefix("a training would stop here: ") in err for line in missing)
     assert "needs float8 matmuls" in err

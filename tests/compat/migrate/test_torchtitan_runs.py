@@ -135,9 +135,11 @@ def test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags(torchtrain
     result = noted.run(
         torchtrain, line, NGPU="2", LOG_RANK="0,1", CONFIG_FILE="./train_configs/debug_model.toml"
     )
+
     assert result.returncode == 0, result.stderr
     assert "training with 2 processes" in result.stderr
     assert "[rank1]" in result.stderr
+
     logged = scalars(torchtrain / "outputs/tb")
     assert {
         "loss_metrics/global_avg_loss",
@@ -147,15 +149,19 @@ def test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags(torchtrain
     } <= set(logged)
     assert list(logged["wps"]) == [1, 5, 10]
     assert logged["wps"] == logged["throughput(tps)"]
+
     renames = [
         line for line in result.stderr.splitlines() if "training.batch_size is called" in line
     ]
+
     assert renames and all(" INFO " in line for line in renames), "a rename must not be a warning"
+
     # Linear warm-up over int(10 * 0.2) steps, then decay to 1/8 of the peak.
     lr = {
         event["step"]: event["lr"]
         for event in map(json.loads, (torchtrain / "outputs/metrics.jsonl").open())
     }
+
     assert lr[1] == pytest.approx(8e-4 / 3)
     assert lr[10] == pytest.approx(8e-4 / 8)
     assert (torchtrain / "outputs/profiling/traces/iteration_10/rank1_trace.json").is_file()
@@ -193,6 +199,7 @@ def test_torchrun_runs_train_py_like_torchtrain_s_script(torchtrain):
     result = subprocess.run(
         line, cwd=torchtrain, env=names, capture_output=True, text=True, timeout=limit
     )
+
     assert result.returncode == 0, result.stderr
     assert list(losses(torchtrain / "outputs")) == [1, 10]
     assert "on 2 x cpu" in result.stdout + result.stderr
@@ -223,7 +230,9 @@ def test_torchtitan_s_own_script_starts_this_trainer(torchtitan):
     line = "./run_train.sh --training.seq_len 32 --training.local_batch_size 1 --training.steps 3 --training.device cpu"
     line += " --metrics.enable_tensorboard"
     arguments, names = noted.command_of(torchtitan, line, NGPU="2", TRAIN_FILE="shardtrain.train")
+
     assert "--nproc_per_node=2" in arguments
+
     port = free_port()
     ranks = [as_torchrun(arguments, rank, 2, port, names) for rank in (0, 1)]
     started = [
@@ -237,6 +246,7 @@ def test_torchtitan_s_own_script_starts_this_trainer(torchtitan):
     finally:
         for process in started:
             process.kill()
+
     assert [process.returncode for process in started] == [0, 0], outputs
     assert list(losses(torchtitan / "outputs")) == [1, 2, 3]
     assert "on 2 x cpu" in outputs[0]
@@ -253,6 +263,7 @@ def test_its_fake_backend_builds_any_number_of_ranks(torchtitan):
         COMM_MODE="fake_backend",
         TRAIN_FILE="shardtrain.train",
     )
+
     assert result.returncode == 0 and "builds rank 0 of 64" in result.stdout, result.stderr
 
 
@@ -262,6 +273,7 @@ def test_a_missing_torchtitan_file_is_one_line(torchtitan):
         torchtitan, line, CONFIG_FILE="gone.toml", TRAIN_FILE="shardtrain.train"
     )
     result = noted.run_words(torchtitan, *as_torchrun(arguments, 0, 1, free_port(), names))
+
     assert result.returncode == 2
     assert result.stdout == ""
     assert [line[:9] for line in result.stderr.splitlines()] == ["error[2]:"]
@@ -318,6 +330,7 @@ def test_each_feature_is_one_line_of_toml_and_changes_no_loss(torchtitan, featur
         result = noted.run_words(torchtitan, arguments, noted.environment())
         assert result.returncode == 0, result.stderr
         results.append(losses(torchtitan / name))
+
     assert list(results[0]) == [1, 2, 3]
     assert_same(results[1], results[0], 1e-4)
 
@@ -338,13 +351,17 @@ def test_bfloat16_weights_load_with_torch_load(torchtitan):
     line += "--checkpoint.last_save_model_only"
     names = noted.environment()
     result = noted.run_words(torchtitan, line.split(), names)
+
     assert result.returncode == 0, result.stderr
+
     result = noted.run_words(
         torchtitan,
         ["-m", "shardtrain", "checkpoint", "to-dcp", "outputs", "dcp", "--model-only"],
         names,
     )
+
     assert result.returncode == 0, result.stderr
+
     arguments = [
         "-m",
         "torch.distributed.checkpoint.format_utils",
@@ -352,7 +369,9 @@ def test_bfloat16_weights_load_with_torch_load(torchtitan):
         "dcp",
         "weights.pt",
     ]
+
     assert noted.run_words(torchtitan, arguments, names).returncode == 0
+
     weights = torch.load(torchtitan / "weights.pt", weights_only=True)
     assert weights["tok_embeddings.weight"].shape == (2048, 256)
     assert len(weights) > 50
@@ -372,7 +391,9 @@ def test_a_seed_checkpoint_of_one_process_starts_any_mesh(torchtitan):
     names = noted.environment()
     seed = ["--nproc", "1", "--checkpoint.create_seed_checkpoint", "--debug.seed", "7"]
     result = noted.run_words(torchtitan, [*arguments, *seed], names)
+
     assert result.returncode == 0 and newest(torchtitan / "outputs") == 0, result.stderr
+
     shutil.copytree(torchtitan / "outputs", torchtitan / "split")
     for folder, more in (
         ("outputs", ["--nproc", "1"]),
@@ -384,6 +405,7 @@ def test_a_seed_checkpoint_of_one_process_starts_any_mesh(torchtitan):
         assert result.returncode == 0, result.stderr
     single = losses(torchtitan / "outputs")
     split = losses(torchtitan / "split")
+
     assert list(single) == [1]
     assert_same(split, single, 1e-5)
 
@@ -411,6 +433,7 @@ def test_a_pod_of_runai_submit_trains_without_job_variables(runai):
         "PET_NNODES": "",
     }
     result = noted.run(runai, f"{TRAIN} --training.steps 2", **names)
+
     assert result.returncode == 0, result.stderr
     assert list(losses(runai.parent / "claim")) == [1, 2]
     assert "training with 2 processes" in result.stderr
@@ -456,6 +479,7 @@ def test_two_pods_of_the_tutorial_save_when_one_is_evicted_and_resume(runai):
 
     for code, stderr in both("SIGTERM"):
         assert code == 75 and "Traceback" not in stderr, stderr
+
     saved = newest(claim)
     assert 1 < saved < steps
     assert record(claim)["code"] == 75

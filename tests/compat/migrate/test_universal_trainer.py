@@ -207,7 +207,9 @@ def test_twenty_steps_match_a_plain_loop(tmp_path: Path, ranks: int) -> None:
     file = write_folder(folder, gpus=ranks, batch_size=8 // ranks)
     results = run_ranks(ranks, body, configured(file, ranks), STEPS)
     original = Original(folder, 2e-3, 3 * 9)
+
     assert [len(rows) for rows in joined(results)[:9]] == [8] * 8 + [3]
+
     for rows, loss, rate in zip(
         joined(results), results[0]["losses"], results[0]["rates"], strict=True
     ):
@@ -215,6 +217,7 @@ def test_twenty_steps_match_a_plain_loop(tmp_path: Path, ranks: int) -> None:
         # 20 steps of Adam amplify float32 rounding, which depends on the processor: 1.5e-6 with AVX2.
         assert loss == pytest.approx(expected_loss, abs=5e-6)
         assert rate == pytest.approx(their_rate, rel=1e-12)
+
     assert_weights(original, results[0]["weights"], 5e-6)
 
 
@@ -229,6 +232,7 @@ def test_rates_match_the_closed_form(tmp_path: Path, options: dict[str, Any], st
     warmup = [2e-3 * step / 3 for step in range(3)]
     decay = [2e-3 * (300 - step) / 297 for step in range(3, 300)]
     wanted = [*warmup, *decay]
+
     assert rates == pytest.approx(wanted, rel=1e-12, abs=0)
     assert run_ranks(1, body, config, 0)[0]["total"] == steps
 
@@ -250,6 +254,7 @@ def test_sharding_flags_change_no_loss(tmp_path: Path, name: str) -> None:
     sharded = run_ranks(
         2, body, configured(write_folder(tmp_path / "sharded", **SHARDING[name]), 2), 4
     )[0]
+
     assert sharded["losses"] == pytest.approx(plain["losses"], abs=1e-6)
 
 
@@ -277,6 +282,7 @@ def test_a_global_batch_is_split_over_as_many_devices_as_divide_it(tmp_path: Pat
         ]
         assert len(notices) == (devices > 1)
     single, shared = (run_ranks(ranks, body, configured(file, ranks), 4)[0] for ranks in (1, 3))
+
     assert shared["losses"] == pytest.approx(single["losses"], abs=1e-6)
 
 
@@ -298,15 +304,19 @@ def test_a_run_resumes_from_an_original_checkpoint(
         folder, continue_training=True, continue_training_path=saved, **values
     )
     results = run_ranks(ranks, body, configured(file, ranks), 6)
+
     assert (results[0]["first"], results[0]["total"]) == (10, 27)
+
     for rows, loss, rate in zip(
         joined(results), results[0]["losses"], results[0]["rates"], strict=True
     ):
         expected_loss, their_rate = original.take(rows)
         assert loss == pytest.approx(expected_loss, abs=1e-6)
         assert rate == pytest.approx(their_rate, rel=1e-12)
+
     assert_weights(original, results[0]["weights"], 1e-6)
     assert [len(rows) for rows in joined(results)] == [8] * 6  # steps 11 to 16, with 9 per epoch
+
     half = configured(
         rewrite_parameters(
             folder, continue_training=True, continue_training_path=saved, use_native_fp16=True
@@ -314,6 +324,7 @@ def test_a_run_resumes_from_an_original_checkpoint(
         1,
     )
     result = run_ranks(1, body, half, 0)[0]
+
     assert result["scale"] == {"scale": 1024.0, "finite_steps": 0}
 
 
@@ -388,6 +399,7 @@ def test_a_mismatched_file_is_named_and_changes_nothing(tmp_path: Path, kind: st
     file = rewrite_parameters(
         folder, gpus=1, continue_training=True, continue_training_path=folder / "checkpoint-1"
     )
+
     assert run_ranks(1, refused, configured(file, 1), message) == [True]
     assert not (folder / "checkpoint-1.ran").exists()
     assert not list((folder / "models").rglob("step-*"))
@@ -458,6 +470,7 @@ def test_errors_in_parameters_yml_are_named_with_their_line(tmp_path: Path, name
     (tmp_path / "empty.py").write_text("x = 1\n")
     extra = values.get("own", "").format(hooks=tmp_path / "hooks.py", empty=tmp_path / "empty.py")
     file = folders.write_parameters(tmp_path, **{**values, "own": extra.removesuffix("\n")})
+
     with pytest.raises(ConfigError, match=message):
         migrate.open_file(file)
 
@@ -475,6 +488,7 @@ def test_a_tilde_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.M
     migration = migrate.migrate([tmp_path / "parameters.yml"])
     c = configs.load_settings(migration.settings, follow=False).config  # the folder does not exist
     base = str(tmp_path / "a folder" / "x")
+
     assert (c.job.dump_folder, c.model.hf_assets_path) == (base, base)
     assert (c.training.dataset_path, c.task.name) == (
         f"{base}/sentiment-train",
@@ -517,30 +531,39 @@ def test_an_original_folder_trains_and_tests_unchanged(tmp_path: Path, epochs: i
     folder = tmp_path / "a user's folder"
     folders.make(folder, train=104, num_epochs=epochs, max_length=16)
     result = command(folder, "--params=parameters.yml")
+
     assert result.returncode == 0, result.stderr[-3000:]
+
     models = folder / "models" / "baseline"
     # 104 rows, 2 x 8 per step
     assert steps_of(models) == [7 * epoch for epoch in range(1, epochs + 1)]
+
     logs = [models / "logger_logs" / f"training_{rank}.log" for rank in (0, 1)]
     assert all(log.read_text() for log in logs)
     assert list((models / "tensorboard_logs").rglob("events*"))
+
     accuracies = {
         line["step"]: line["accuracy"]
         for line in map(json.loads, (models / "validation.jsonl").read_text().splitlines())
     }
     best = next(step for step, value in accuracies.items() if value == max(accuracies.values()))
+
     assert json.loads((models / "checkpoint" / "best.json").read_text())["step"] == best
+
     before = logs[0].read_text()
     # the run is complete, and the log is appended to
     again = command(folder, "--params=parameters.yml")
+
     assert again.returncode == 0
     assert steps_of(models)[-1] == 7 * epochs
     assert logs[0].read_text().startswith(before)
     assert len(logs[0].read_text()) > len(before)
+
     folders.write_parameters(folder, mode="test", max_length=16)
     tested = command(folder, "--params", "parameters.yml")
     assert tested.returncode == 0, tested.stderr[-3000:]
     assert f"step-{best}" in tested.stderr
+
     for name, count in (("dev", 50), ("test", 70)):
         results = json.loads((models / f"{name}_results.json").read_text())
         lines = (models / f"{name}_prediction.txt").read_text().splitlines()
@@ -554,7 +577,9 @@ def test_an_original_folder_trains_and_tests_unchanged(tmp_path: Path, epochs: i
         assert (
             results["Accuracy"] == sum(a == b for a, b in zip(lines, labels, strict=True)) / count
         )
+
     assert json.loads((models / "dev_results.json").read_text())["Accuracy"] == accuracies[best]
+
     arguments = [
         "-m",
         "shardtrain",
@@ -564,6 +589,7 @@ def test_an_original_folder_trains_and_tests_unchanged(tmp_path: Path, epochs: i
         "exported",
     ]
     exported = forked.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True)
+
     assert exported.returncode == 0, exported.stderr[-3000:]
     assert (
         transformers.BartForSequenceClassification.from_pretrained(
@@ -592,16 +618,20 @@ def test_an_original_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
     ]
     (folder / "data" / "sentiment-test").write_text("".join(f"{text}\n" for text in texts))
     result = command(folder, "--params=parameters.yml", "--checkpoint", "checkpoint-50")
+
     assert result.returncode == 0, result.stderr[-3000:]
+
     models = folder / "models" / "baseline"
     assert not (models / "test_results.json").exists()
     assert (models / "dev_results.json").exists()
+
     predictions = (models / "test_prediction.txt").read_text().split()
     original.model.eval()
     wanted = [
         original.model(torch.tensor([original.tokenizer(text)["input_ids"]])).logits
         for text in texts
     ]
+
     assert predictions == [str(int(logits.argmax())) for logits in wanted]
     assert len(set(predictions)) == 2
 
@@ -627,13 +657,16 @@ def test_two_nodes_meet_with_current_node(tmp_path: Path) -> None:
     first = forked.Popen([*line, "--params=parameters.yml"], **quiet)
     time.sleep(5)
     second = forked.Popen([*line, "--params=second.yml"], **quiet)
+
     assert [process.wait(patience.seconds(120)) for process in (first, second)] == [0, 0]
+
     models = folder / "models" / "baseline"
     assert {log.name for log in (models / "logger_logs").iterdir()} == {
         "training_0.log",
         "training_1.log",
     }
     assert steps_of(models) == [7]
+
     plain = losses_of(models)
     for name, flags in SHARDING.items():
         values_of_run = {
@@ -665,6 +698,7 @@ def test_wrong_files_are_reported_in_one_line(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
+
     assert trained.returncode == 2
     assert "is for testing, but this command trains" in trained.stderr
 
@@ -706,7 +740,9 @@ def test_hooks_are_overridden_one_at_a_time(tmp_path: Path, name: str) -> None:
     hooks.write_text(head + HOOKS[name])
     extra = f"    hooks_file: '{hooks}'\n    margin: 0.3"
     config = configured(folders.write_parameters(tmp_path, gpus=1, own=extra, **places), 1)
+
     assert not configs.check(configs.Loaded(config))
+
     seen, loss = run_ranks(1, hooked, config)[0]
     assert seen
     assert loss == run_ranks(1, hooked, plain)[0][1]
@@ -727,15 +763,20 @@ def test_the_template_trains_a_custom_model(tmp_path: Path) -> None:
     ).replace("2000 ", "400 ")
     (tmp_path / "parameters.yml").write_text(text.replace("batch_size: 16", "batch_size: 8"))
     result = command(tmp_path, "--params=parameters.yml")
+
     assert result.returncode == 0, result.stderr[-3000:]
+
     (tmp_path / "parameters.yml").write_text(
         (tmp_path / "parameters.yml").read_text().replace("'train'", "'test'")
     )
+
     assert command(tmp_path, "--params=parameters.yml").returncode == 0
+
     models = tmp_path / "outputs" / "universal_trainer"
     for part in ("dev", "test"):
         assert json.loads((models / f"{part}_results.json").read_text())["Accuracy"] > 0.9
         assert len((models / f"{part}_prediction.txt").read_text().splitlines()) == 400
+
     marks = re.findall(r"# -----> ([\w ]+):", (EXAMPLE / "hooks.py").read_text())
     assert {
         "tokenizer",
@@ -755,6 +796,7 @@ def test_the_steps_of_the_shipped_file_are_counted(tmp_path: Path) -> None:
     (tmp_path / "data" / "sentiment-train").write_text("good\t1\n" * 67_348 + "bad\t0")
     file = folders.write_parameters(tmp_path, data_dir=tmp_path / "data", batch_size=256)
     c = configs.load_settings(migrate.migrate([file]).settings, follow=False).config
+
     assert (
         c.checkpoint.interval,
         c.metrics.log_freq,

@@ -172,9 +172,11 @@ def test_a_checkpoint_continues_on_another_mesh_and_exports_to_transformers(
     assert loaded_rate == rate
     for name, tensor in weights.items():
         assert_close(loaded_weights[name], tensor)
+
     # the exported folder contains the weights of the first step, which transformers loads
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "global_step_1/huggingface")
     before = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
     for name, tensor in exported.state_dict().items():
         assert not torch.equal(tensor, before[name])
         # the second step moves a weight by at most the rate
@@ -263,6 +265,7 @@ def test_an_option_without_effect_is_refused_in_one_line(folder, changes, messag
         "model": model_config(folder, **changes.pop("model", {})),
         "optimizer": optimizer_config(**changes.pop("optimizer", {})),
     }
+
     with pytest.raises(AssertionError) as raised:
         run_ranks(1, make_engine, folder, {**made, **changes})
     assert "shardtrain.utils.errors.ConfigError: " in str(raised.value)

@@ -75,6 +75,7 @@ def test_verls_ppo_configuration_selects_the_engine_for_all_roles(folder):
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     frozen = omega_conf_to_dataclass(reference)
     critic = omega_conf_to_dataclass(config.critic)
+
     assert [one.engine.strategy for one in (actor, frozen, critic)] == ["shardtrain"] * 3
     assert actor.engine.tensor_parallel_degree == frozen.engine.tensor_parallel_degree == 2
     assert frozen.engine.options == {"compile": {"enable": True}}
@@ -174,6 +175,7 @@ def test_verls_sft_trainer_resumes_on_another_mesh(folder, tmp_path):
     (stopped / "metrics.jsonl").unlink()
     rest = losses(1, folder, stopped, *schedule, "trainer.total_training_steps=5")
     steps = [line for line in first + rest if "train/loss" in line]
+
     assert len(steps) == 5
     for line, same in zip(steps, [line for line in expected if "train/loss" in line], strict=True):
         assert line == pytest.approx(same, rel=1e-4, abs=1e-5)

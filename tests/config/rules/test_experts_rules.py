@@ -110,6 +110,7 @@ def test_ranks_that_follow_from_the_world_are_checked_too(tmp_path: Path) -> Non
     config = loaded(tmp_path, f"{MIXTRAL}[parallelism]\nexpert_parallel_degree = 4")
     assert check(config) == []
     assert [str(p) for p in machine_notes(config, world_size=4)] == []
+
     (problem,) = machine_notes(config, world_size=6)
     assert "expert_parallel_degree=4 does not divide the 6 ranks" in str(problem)
 
@@ -134,6 +135,7 @@ def test_flavors_with_experts_of_torchtitans_qwen3_are_found(tmp_path: Path) -> 
     config = loaded(tmp_path, '[model]\nname = "qwen3"\nflavor = "30B-A3B"')
     assert config.config.model.name == "qwen3_moe"
     assert any("qwen3_moe" in notice for notice in config.notices)
+
     from_line = loaded(tmp_path, '[model]\nname = "qwen3"', "--model.flavor", "debugmodel_moe")
     assert from_line.config.model.name == "qwen3_moe"
     assert loaded(tmp_path, '[model]\nname = "qwen3"\nflavor = "8B"').config.model.name == "qwen3"

@@ -109,6 +109,7 @@ def test_an_impossible_split_is_one_problem_with_a_fix(
     file = tmp_path / "run.toml"
     file.write_text(TINY + table + "\n")
     problems = [str(problem) for problem in config.check(config.load(file, arguments))]
+
     assert len(problems) == 1, problems
     for text in texts:
         assert text in problems[0]
@@ -122,6 +123,7 @@ def test_every_schedule_has_a_config_that_checks(tmp_path: Path, schedule: str) 
     file.write_text(
         TINY + f'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "{schedule.lower()}"\n'
     )
+
     assert config.check(config.load(file)) == []
 
 
@@ -136,6 +138,7 @@ def test_only_schedules_that_pytorch_cannot_run_reject_fewer_micro_batches_than_
     )
     loaded = config.load(file, ["--training.local_batch_size", "1"])
     rejected = any("micro-batches" in problem.rule for problem in config.check(loaded))
+
     assert rejected == (schedule in (*stages.SINGLE, "DualPipeV"))
     assert any("ranks are idle for most of a step" in note for note in config.notes(loaded))
 
@@ -146,8 +149,10 @@ def test_too_few_micro_batches_are_found_once_the_ranks_are_known(tmp_path: Path
     loaded = config.load(
         file, ["--training.local_batch_size", "1", "--training.global_batch_size", "8"]
     )
+
     assert config.check(loaded) == []
     assert config.machine_notes(loaded, world_size=4) == []
+
     problems = [str(problem) for problem in config.machine_notes(loaded, world_size=16)]
     assert len(problems) == 1
     assert (
@@ -183,6 +188,7 @@ def test_ranks_hold_every_stage_once(schedule: str, degree: int) -> None:
         for rank in range(degree)
         for stage in stages.stages_of_rank(schedule, rank, degree, count)
     ]
+
     assert sorted(assigned) == list(range(count))
 
 
@@ -190,9 +196,11 @@ def test_an_ineffective_overlap_is_noted(tmp_path: Path) -> None:
     option = "pipeline_parallel_expert_parallel_overlap"
     file = tmp_path / "run.toml"
     file.write_text(TINY + f"pipeline_parallel_degree = 2\n{option} = true\n")
+
     assert any(
         option in note and "without effect" in note for note in config.notes(config.load(file))
     )
+
     file.write_text(TINY + "pipeline_parallel_degree = 2\n")
     assert not any(option in note for note in config.notes(config.load(file)))
 
@@ -259,6 +267,7 @@ def test_the_cost_of_recomputation_with_a_split_backward_is_reported() -> None:
     for mode, is_reported in (("full", True), ("none", False)):
         notes = config.notes(config.load(None, [*split, "--activation_checkpoint.mode", mode]))
         assert any("about ten times as often as 1F1B" in note for note in notes) is is_reported
+
     assert not config.notes(config.load(None, [*split[:2], "--activation_checkpoint.mode", "full"]))
 
 
@@ -266,6 +275,7 @@ def test_a_stage_that_is_named_needs_no_layer() -> None:
     parts = '[["embed"], ["layers.0", "norm", "head"]]'
     arguments = ["--parallelism.pipeline_parallel_degree", "2", "--model.overrides.num_layers", "1"]
     named = ["--parallelism.module_fqns_per_model_part", parts]
+
     assert any(
         "exceeds the 1 layers" in str(problem)
         for problem in config.check(config.load(None, arguments))

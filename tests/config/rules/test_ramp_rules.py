@@ -116,6 +116,7 @@ def test_number_of_ranks_must_divide_all_sizes(tmp_path: Path) -> None:
     path.write_text(TINY.replace("data_parallel_shard_degree = 2", ""))
     loaded = config.load(path, [BATCH, "[[0, 8], [4, 20], [6, 28], [9, 64]]"])
     found = [str(problem) for problem in mesh_notes(loaded, world_size=4)]
+
     assert any("has 8, 20, 28, which must be multiples of 16" in problem for problem in found)
 
 
@@ -123,7 +124,9 @@ def test_ramp_beyond_the_last_step_is_a_note(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(TINY)
     loaded = config.load(path, [BATCH, "[[0, 8], [40, 16]]", "--training.steps", "40"])
+
     assert not config.check(loaded)
+
     text = "training.batch_ramp: the run ends after 40 steps, before step 40 of the ramp"
     assert text in config.notes(loaded)
 
@@ -139,5 +142,6 @@ def test_options_read_the_same_from_a_file_and_the_command_line(tmp_path: Path) 
     from_file = config.load(path).config.training
     path.write_text(TINY)
     from_line = config.load(path, [BATCH, "[[0, 8], [4, 16]]"]).config.training
+
     assert from_file == from_line
     assert ramps.batch_sizes(from_file) == [8, 16]

@@ -169,6 +169,7 @@ def test_tokens_and_masks_match_transformers(tmp_path, style, chat):
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
     document = encode(path, {"messages": messages, "tools": tools})
+
     assert document.tokens.tolist() == expected["input_ids"]
     assert document.learned.astype(int).tolist() == expected["assistant_masks"]
     assert 0 < document.learned.sum() < len(document.tokens)
@@ -182,6 +183,7 @@ def test_turns_are_the_same_with_and_without_marks(tmp_path, style, chat):
     row = {"messages": TURNS} if chat == "turns" else {"messages": WITH_TOOLS, "tools": TOOLS}
     marked = encode(folder_of(tmp_path / "marked", TEMPLATES[style]), row)
     plain = encode(folder_of(tmp_path / "plain", without_marks(TEMPLATES[style])), row)
+
     assert plain.tokens.tolist() == marked.tokens.tolist()
     assert plain.learned.tolist() == marked.learned.tolist()
 
@@ -192,6 +194,7 @@ def test_assistant_text_and_end_of_turn_are_learned(tmp_path):
         "  I am well,\nthank you. 🦜<|im_end|>",
         "naïve café <|x|> {{ }} \n\n<|im_end|>",
     ]
+
     call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}</tool_call><|im_end|>'
     row = {"messages": WITH_TOOLS, "tools": TOOLS}
     assert learned_text(path, row) == [call, "21 degrees<|im_end|>", "Hello<|im_end|>"]
@@ -224,6 +227,7 @@ def test_other_tokenizers_learn_the_same_text(tmp_path, kind):
     expected = [message["content"] + end for message in TURNS if message["role"] == "assistant"]
     # sentencepiece drops the space before the first word of a text it decodes
     learned = learned_text(tmp_path, {"messages": TURNS})
+
     assert [text.lstrip() for text in learned] == [text.lstrip() for text in expected]
 
 
@@ -232,6 +236,7 @@ def test_bos_from_the_template_appears_once(tmp_path):
     bos = open_tokenizer(str(tmp_path)).bos_id
     assert document.tokens[0] == bos
     assert (document.tokens == bos).sum() == 1
+
     document = encode(folder_of(tmp_path, CHATML), {"messages": TURNS})
     assert (document.tokens == bos).sum() == 0
 
@@ -266,6 +271,7 @@ def test_role_header_is_not_learned_without_a_generation_prompt(tmp_path):
         tmp_path,
         "{% for m in messages %}{{ '<|h|>' + m.role + '<|/h|>' + m.content + '<|eot|>' }}{% endfor %}",
     )
+
     assert learned_text(path, {"messages": TURNS[:2]}) == ["  I am well,\nthank you. 🦜<|eot|>"]
 
 
@@ -276,6 +282,7 @@ def test_marks_within_a_macro_are_located(tmp_path):
         "{% endif %}\n{% endfor %}"
     )
     path = folder_of(tmp_path, template)
+
     assert learned_text(path, {"messages": TURNS[:2]}) == ["  I am well,\nthank you. 🦜</s>"]
 
 
@@ -285,6 +292,7 @@ def test_marks_around_text_that_is_changed_later_are_rejected():
         "{{ x | trim }}",
         {},
     )
+
     with pytest.raises(Unusable, match="changes the text inside its"):
         write(template, TURNS[:2])
 
@@ -294,6 +302,7 @@ def test_marks_that_exclude_the_end_token_are_logged(tmp_path, caplog):
     path = folder_of(tmp_path, template)
     encoder = open_encoder(open_tokenizer(str(path)), Data(format="chat"))
     encoder.encode([{"messages": TURNS}, {"messages": TURNS}])
+
     assert [
         record.getMessage()
         for record in caplog.records
@@ -307,12 +316,14 @@ def test_sharegpt_rows_become_messages(tmp_path):
     speakers = {"user": "human", "assistant": "gpt"}
     row = {"conversations": [{"from": speakers[m["role"]], "value": m["content"]} for m in TURNS]}
     expected = encode(path, {"messages": TURNS})
+
     for document in (
         encode(path, row),
         encode(path, {"talk": row["conversations"]}, messages_field="talk"),
     ):
         assert document.tokens.tolist() == expected.tokens.tolist()
         assert document.learned.tolist() == expected.learned.tolist()
+
     call = {
         "from": "function_call",
         "value": '{"name": "get_weather", "arguments": {"city": "Paris"}}',
@@ -322,6 +333,7 @@ def test_sharegpt_rows_become_messages(tmp_path):
         call,
         {"from": "observation", "value": "21"},
     ]
+
     assert '"arguments": {"city": "Paris"}' in learned_text(path, row)[-1]
 
 
@@ -343,6 +355,7 @@ def test_text_parts_nulls_and_json_tools_are_equivalent_forms(tmp_path):
     # arguments as a JSON string, as in OpenAI's format; the template must not quote it again
     parts[1]["tool_calls"] = [text_call]
     document = encode(path, {"messages": parts, "tools": json.dumps(TOOLS)})
+
     assert document.tokens.tolist() == expected.tokens.tolist()
     assert document.learned.tolist() == expected.learned.tolist()
 
@@ -355,6 +368,7 @@ def test_template_that_expects_arguments_as_text_gets_text():
     )
     call = {"function": {"name": "f", "arguments": '{"a":1}'}}
     message = {"role": "assistant", "content": "x", "tool_calls": [call]}
+
     assert write(template, [message]).text == 'x{"a":1}!f'
 
 
@@ -398,9 +412,11 @@ def test_invalid_conversations_are_bad_rows_with_a_reason(tmp_path, name):
 def test_empty_conversation_is_harmless_and_a_deeply_nested_one_is_rejected(tmp_path):
     path = folder_of(tmp_path, CHATML)
     assert encode(path, {"messages": []}) == BadRow("the conversation is empty", harmless=True)
+
     deep: object = "x"
     for _ in range(5000):
         deep = [deep]
+
     assert (
         "nested more than 100 deep"
         in encode(path, {"messages": [{"role": "user", "content": deep}]}).reason
@@ -411,6 +427,7 @@ def test_exception_raised_by_the_template_is_the_reason(tmp_path):
     result = encode(
         folder_of(tmp_path, INST), {"messages": [{"role": "system", "content": "x"}, *TURNS]}
     )
+
     assert (
         result.reason
         == "the chat template refuses the conversation: Only user and assistant roles are supported!"
@@ -428,6 +445,7 @@ def test_missing_chat_template_is_an_error_with_the_option(tmp_path):
         open_encoder(
             open_tokenizer(str(path)), Data(format="chat", chat_template=str(tmp_path / "absent"))
         )
+
     (tmp_path / "broken.jinja").write_text("{% for x in %}")
     with pytest.raises(
         ConfigError, match=r'data.chat_template=".*broken.jinja" is not a Jinja template \(line 1'
@@ -443,6 +461,7 @@ def test_template_that_drops_a_tool_call_makes_a_bad_row(tmp_path):
         {**message, "content": message["content"] or "let me get_weather"} for message in WITH_TOOLS
     ]
     result = encode(folder_of(tmp_path, ZEPHYR), {"messages": messages, "tools": TOOLS})
+
     assert isinstance(result, BadRow)
     assert "drops the tool call of turn 2" in result.reason
 
@@ -454,6 +473,7 @@ def test_option_overrides_the_template_of_the_tokenizer(tmp_path):
     with_template, without_template = (
         Data(format="chat", chat_template=name) for name in (str(tmp_path / "own.jinja"), None)
     )
+
     assert (
         open_encoder(tokenizer, with_template).fingerprint
         != open_encoder(tokenizer, without_template).fingerprint
@@ -513,6 +533,7 @@ def test_batched_rows_encode_like_single_rows(tmp_path):
         else:
             assert np.array_equal(document.tokens, alone.tokens)
             assert np.array_equal(document.learned, alone.learned)
+
     assert encoder.encode([]) == []
 
 
@@ -629,11 +650,14 @@ def test_conversation_with_text_that_the_template_drops_is_a_bad_row(
         assert isinstance(result, BadRow)
         assert result.reason == f"the chat template drops {dropped}; use a template that writes it"
         return
+
     assert isinstance(result, Document), result
     assert "Blue." in tokenizer.decode(result.tokens[result.learned])
+
     expected_texts = [
         message["content"].split("</think>")[-1].removesuffix("/no_think") for message in messages
     ]
+
     assert all(text in tokenizer.decode(result.tokens) for text in expected_texts)
 
 
@@ -657,6 +681,7 @@ def test_reasoning_is_passed_under_the_key_that_the_template_reads(tmp_path, key
     rows = [{"messages": [USER, message]} for message in (thought, no_thought, thought)]
     documents = open_encoder(tokenizer, Data(format="chat")).encode(rows)
     expected = ["<think>Water is blue.</think>Blue.", "Blue.", "<think>Water is blue.</think>Blue."]
+
     assert [
         tokenizer.decode(message.tokens[message.learned]).removesuffix("<|eot|>")
         for message in documents
@@ -670,6 +695,7 @@ def test_empty_reasoning_is_accepted_by_a_template_without_reasoning(tmp_path):
     thought, empty = encoder.encode(
         [{"messages": [USER, {**ANSWER, "reasoning_content": text}]} for text in ("Hm.", "")]
     )
+
     assert isinstance(thought, BadRow)
     assert isinstance(empty, Document)
 
@@ -713,7 +739,9 @@ def test_content_in_several_parts_is_rendered_as_in_transformers(tmp_path, templ
                 text if template == NO_REASONING else [{"type": "text", "text": text}]
             )
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
+
     assert document.tokens.tolist() == reference.apply_chat_template(chat)["input_ids"]
+
     text = tokenizer.decode(document.tokens[document.learned], keep_special=True)
     assert text in (learned + "<|eot|>", learned + "<|im_end|>")
 
@@ -759,9 +787,11 @@ def test_template_variables_of_a_row_work_as_in_transformers(tmp_path, kwargs):
     expected_prompt = reference.apply_chat_template(
         [USER], add_generation_prompt=True, **variables
     )["input_ids"]
+
     assert (expected == reference.apply_chat_template([USER, ANSWER])["input_ids"]) == (
         not variables
     )
+
     for form in ("chat", "prompt_completion"):
         (document,) = open_encoder(tokenizer, Data(format=form)).encode([row])
         assert document.tokens.tolist() == expected
@@ -770,6 +800,7 @@ def test_template_variables_of_a_row_work_as_in_transformers(tmp_path, kwargs):
     prompt = GenerationPrompts(tokenizer, Data(), conversations).row(
         PromptRow("a:1", "", row), "prompt", "tools"
     )
+
     assert prompt == expected_prompt
 
 
@@ -789,6 +820,7 @@ def test_invalid_template_variables_make_a_bad_row(tmp_path, kwargs, reason):
     result = encode(
         folder_of(tmp_path, THINKING), {"messages": [USER, ANSWER], "chat_template_kwargs": kwargs}
     )
+
     assert isinstance(result, BadRow)
     assert reason in result.reason
 
@@ -805,11 +837,14 @@ def test_keys_that_only_other_trainers_read_are_logged_once(tmp_path, form, capl
         "image": None,
     }
     encoder.encode([plain])
+
     assert caplog.messages == []
+
     weighed = [{**ANSWER, "weight": 0}]
     row = {**plain, "images": ["a.png"], "messages": [USER, *weighed], "completion": weighed}
     encoder.encode([row, row])
     encoder.encode([row])
+
     assert caplog.messages == [
         "column 'images' is not used: TRL reads images from it",
         "key of messages 'weight' is not used: OpenAI excludes turns with weight 0 from the loss",
@@ -834,6 +869,7 @@ def test_newline_after_a_turn_is_learned_with_learn_turn_separator(tmp_path, for
         texts[encoder.fingerprint] = tokenizer.decode(
             document.tokens[document.learned], keep_special=True
         )
+
     assert list(texts.values()) == ["Blue.<|im_end|>" * 2, "Blue.<|im_end|>\n" * 2]
 
 
@@ -881,8 +917,10 @@ def test_template_without_end_of_turn_is_logged_and_turn_end_inserts_one(
     encoder = open_encoder(tokenizer, Data(format=form, turn_end=end))
     for _ in range(2):
         (document,) = encoder.encode([row])
+
     assert tokenizer.decode(document.tokens[document.learned], keep_special=True) == learned
     assert [ADVICE in message for message in caplog.messages] == [True] * is_warned
+
     if template == NO_END:
         assert tokenizer.decode(document.tokens, keep_special=True).count("</s>") == (end == "</s>")
         assert (encoder.fingerprint == open_encoder(tokenizer, Data(format=form)).fingerprint) == (
@@ -890,6 +928,7 @@ def test_template_without_end_of_turn_is_logged_and_turn_end_inserts_one(
         )
     ends = end_tokens(tokenizer, Data(format=form, turn_end=end), has_conversations=True)
     of_turn = "<|im_end|>" if template == SEPARATED else end
+
     assert {tokenizer.decode([token], keep_special=True) for token in ends} == {
         "</s>",
         of_turn or "</s>",

@@ -245,4 +245,5 @@ def test_hostile_thinking_block_is_parsed_in_linear_time() -> None:
         "{% for m in messages %}" + LINE + "<|end|>{% endfor %}" + PROMPT, SPECIAL
     )
     written = write(template, messages_of([ASK, {**SAY, "content": content}], "messages"))
+
     assert [written.text[start:stop] for start, stop in written.spans] == [content + "<|end|>"]

@@ -47,11 +47,13 @@ def test_tokens_decode_to_the_prompt_and_the_completion(kind: str, pair: tuple[s
     ((prompt_ids, completion_ids, shared),) = encode_pairs(tokenizer, [pair])
     joined = tokenizer.encode(prompt + completion)
     ids = np.concatenate((prompt_ids, completion_ids))
+
     assert prompt_ids.tolist() == tokenizer.encode(prompt).tolist(), (
         "the prompt must have the tokens it has in generation"
     )
     assert tokenizer.decode(ids) == tokenizer.decode(joined)
     assert shared is (joined[: len(prompt_ids)].tolist() != prompt_ids.tolist())
+
     if not shared:
         assert ids.tolist() == joined.tolist()
 
@@ -79,6 +81,7 @@ def test_no_space_is_inserted_if_joining_changes_characters(kind, has_nfc, pair,
     tokenizer = open_tokenizer(str(tmp_path))
     ((prompt_ids, completion_ids, shared),) = encode_pairs(tokenizer, [pair])
     text = tokenizer.decode(np.concatenate((prompt_ids, completion_ids)), keep_special=True)
+
     assert shared
     assert text.strip().replace("<unk>", "\u0308") == "".join(pair)
 
@@ -88,6 +91,7 @@ def test_word_split_by_the_end_of_the_prompt_is_noted() -> None:
     encoder = PromptEncoder(tokenizer, Data(format="prompt_completion"))
     rows = [{"prompt": "hel", "completion": "lo world"}, {"prompt": "A:", "completion": " two"}]
     split, plain = encoder.encode(rows)
+
     assert isinstance(split, Document)
     assert isinstance(plain, Document)
     assert SHARED_TOKEN in split.notes
@@ -154,13 +158,17 @@ def test_bos_and_eos_written_in_a_row_are_not_added_again(
         cut = text.index(" ")
         row = {"prompt": text[:cut], "completion": text[cut:]}
         (document,) = PromptEncoder(tokenizer, Data()).encode([row])
+
     assert isinstance(document, Document)
+
     bos = tokenizer.bos_id
     eos = tokenizer.eos_id
     tokens = document.tokens.tolist()
+
     assert (tokens[0], tokens[-1]) == (bos, eos)
     assert tokens.count(bos) == tokens.count(eos) == 1
     assert tuple(note for note in document.notes if note != SHARED_TOKEN) == notes
+
     if form == "prompt_completion":
         assert document.learned is not None and document.learned[-1], (
             "the end of the completion must be learned"

@@ -101,6 +101,7 @@ def test_completion_is_learned_and_its_prompt_is_not():
     document = encode({"prompt": "2+2=", "completion": "4"}, format="prompt_completion")
     assert document.tokens.tolist() == [BOS, *ids("2+2=4"), EOS]
     assert document.learned.tolist() == [False] * 5 + [True, True]
+
     fields = {"prompt_field": "q.text", "completion_field": "a"}
     nested = encode({"q": {"text": "2+2="}, "a": "4"}, format="prompt_completion", **fields)
     assert nested.tokens.tolist() == document.tokens.tolist()
@@ -112,6 +113,7 @@ def test_no_token_spans_prompt_and_completion(tmp_path):
         {"prompt": "t", "completion": "he"}, tokenizer=tokenizer, format="prompt_completion"
     )
     learned = document.tokens[document.learned]
+
     assert tokenizer.decode(learned) == "he"
     assert learned[-1] == tokenizer.eos_id
     assert tokenizer.decode(document.tokens[~document.learned]) == "t"
@@ -194,11 +196,14 @@ def test_only_the_completion_of_a_messages_prompt_is_learned(tmp_path, template)
     }
     options = {"format": "prompt_completion", "chat_template": str(tmp_path / "chat.jinja")}
     document = encode(row, **options)
+
     assert BYTES.decode(document.tokens) == "<user>1.<assistant>one.<user>2.<assistant>two."
     assert BYTES.decode(document.tokens[document.learned]) == "two."
+
     results = open_encoder(BYTES, Data(**options)).encode(
         [{"prompt": "a", "completion": "b"}, row, {"prompt": "c"}]
     )
+
     assert [type(result) for result in results] == [Document, Document, BadRow]
     assert results[1].tokens.tolist() == document.tokens.tolist()
 
@@ -224,6 +229,7 @@ def test_batched_rows_encode_like_single_rows(form):
             assert document == alone
         else:
             assert document.tokens.tolist() == alone.tokens.tolist()
+
     assert encoder.encode([]) == []
 
 
@@ -245,6 +251,7 @@ def test_fingerprint_covers_every_option_that_changes_documents(tmp_path):
     fingerprints.append(
         open_encoder(open_tokenizer(str(bpe_folder(tmp_path / "t"))), Data()).fingerprint
     )
+
     assert len(set(fingerprints)) == len(fingerprints)
     assert all(len(fingerprint) == 64 for fingerprint in fingerprints)
     assert open_encoder(BYTES, Data(packing="padded")).fingerprint == fingerprints[0]

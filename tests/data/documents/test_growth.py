@@ -70,6 +70,7 @@ def test_rows_that_expand_a_thousandfold_hit_the_memory_limit(tmp_path: Path) ->
         open_training(path, artefact_memory_bytes=2**26)
     assert len(str(refused.value).splitlines()) == 1
     assert 'data.mode to "stream"' in str(refused.value)
+
     open_training(path, artefact_memory_bytes=2**26, mode="memory")
 
 
@@ -80,6 +81,7 @@ def test_rows_that_expand_without_documents_hit_the_time_limit(
     tick_on_each_call(monkeypatch, growth, "process_time")
     sandbox.set_limits(sandbox.Limits(seconds=3))
     empty = (((0, number), {"text": ""}) for number in itertools.count())
+
     with pytest.raises(
         DataError, match=r"seconds=3 to read: it expanded from 10 bytes to 1\d{3} so far"
     ):
@@ -91,6 +93,7 @@ def test_ordinary_text_has_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> Non
     tick_on_each_call(monkeypatch, growth, "process_time")
     sandbox.set_limits(sandbox.Limits(seconds=3))
     rows = [((0, number), {"text": "word " * 100}) for number in range(1000)]
+
     assert list(Growth("a", 1000 * 500 // 15).rows(rows)) == rows
     assert list(Growth("on a hub", None).rows(rows)) == rows
 
@@ -116,6 +119,7 @@ def test_buffer_is_never_in_memory_twice(size: int, has_mask: bool) -> None:
     MemoryTokenBuffer(documents(), 100, growth)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
+
     assert peak < 1.25 * counted_bytes
 
 
@@ -124,6 +128,7 @@ def test_buffer_keeps_and_counts_its_documents() -> None:
     buffer = MemoryTokenBuffer(documents, 100, Growth("a", 10))
     assert buffer.tokens(0, 8).tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
     assert buffer.num_documents == 3
+
     sandbox.set_limits(sandbox.Limits(memory_bytes=700))
     with pytest.raises(
         DataError, match="data.artefact_memory_bytes=700 of memory when it is read completely"
@@ -147,6 +152,7 @@ def test_decompression_of_one_row_has_a_time_limit(
     tick_on_each_call(monkeypatch, _compressed, "thread_time")
     sandbox.set_limits(sandbox.Limits(seconds=20))
     rows = every_row(jsonl.open_source(Request(str(path))))
+
     assert next(rows)[1] == {"text": "a"}
     with pytest.raises(
         DataError, match=r"a.jsonl.gz\" takes more than data.artefact_seconds=20 of decompression"
@@ -180,6 +186,7 @@ def test_compressed_row_is_not_read_beyond_the_size_limit(
     path.write_bytes(PACK[ending](first + contents))
     reader = tsv if kind == "an open quote" else jsonl
     rows = [row for _, row in every_row(reader.open_source(Request(str(path), max_row_bytes=1000)))]
+
     assert rows[0] == {"text": "a"}
     assert "contains more than 1.00 MiB without the end of a row" in str(rows[1])
     assert len(rows) == 2
@@ -190,6 +197,7 @@ def test_long_row_of_a_compressed_file_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "%s"}\n{"text": "b"}\n' % (b"a" * 10_000)))
     rows = [row for _, row in every_row(jsonl.open_source(Request(str(path), max_row_bytes=1000)))]
+
     assert "is longer than data.max_row_bytes" in str(rows[0])
     assert rows[1:] == [{"text": "b"}]
 
@@ -204,6 +212,7 @@ def test_compressed_file_with_many_rows_has_no_time_limit(
     )
     tick_on_each_call(monkeypatch, _compressed, "thread_time")
     sandbox.set_limits(sandbox.Limits(seconds=20))
+
     assert len(list(every_row(jsonl.open_source(Request(str(path)))))) == 3000
 
 
@@ -228,14 +237,17 @@ def test_json_array_is_read_by_element_within_the_time_limit(
         assert rows[-1] == {"text": "b" * 60}
     monkeypatch.setattr(_json_array, "_MOVE_CHARACTERS", 1)
     path.write_text('[{"text": "a"},\n[' + "[]," * 100 + "[]], {}]")
+
     with pytest.raises(
         DataError, match="a.json:2: is not a JSON array: an element is longer than 80 characters"
     ):
         jsonl.open_source(Request(str(path), max_row_bytes=80))
+
     path.write_text("[" + "{}," * 50 + "{}]")
     monkeypatch.setattr(_json_array, "_LOOK_EVERY", 1)
     tick_on_each_call(monkeypatch, _json_array, "thread_time")
     sandbox.set_limits(sandbox.Limits(seconds=20))
+
     with pytest.raises(
         DataError, match="a.json:1: takes more than data.artefact_seconds=20 to read"
     ):
@@ -264,6 +276,7 @@ def test_stream_without_documents_ends_with_an_error(monkeypatch: pytest.MonkeyP
         "Feed", (), {"encoder": encoder, "num_readers": 1, "lost": stream.LostDocuments("a")}
     )()
     reader._walk, reader._index = Walk(), 0
+
     with pytest.raises(
         DataError,
         match=r"a.jsonl:\d+: found no document in \d+ rows and data.artefact_seconds=2 of",

@@ -34,8 +34,10 @@ def test_every_layout_of_a_conversation_is_split_alike() -> None:
         {"prompt": [ASK], "chosen": "Blue.", "rejected": "Red."},
         full_answers,
     ]
+
     for row in shapes:
         assert split_row(row) == ([ASK], [GOOD], [BAD]), row
+
     more = {"prompt": "Sea?", "chosen": [SYSTEM, ASK, GOOD], "rejected": [SYSTEM, ASK, BAD]}
     assert split_row(more) == ([SYSTEM, ASK], [GOOD], [BAD])
 
@@ -50,6 +52,7 @@ def test_equal_answers_have_a_prompt() -> None:
 
 def test_texts_have_a_prompt_column_or_a_common_beginning() -> None:
     assert split_row({"prompt": "a", "chosen": "b", "rejected": "c"}) == ("a", "b", "c")
+
     # hh-rlhf: the answer begins after the speaker's name, even if both answers begin with the same words
     sides = {"chosen": HUMAN + " The blue.", "rejected": HUMAN + " The red."}
     assert split_row(sides) == (HUMAN, " The blue.", " The red.")

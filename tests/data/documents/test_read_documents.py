@@ -78,8 +78,10 @@ def test_skipped_rows_are_counted_by_reason_with_the_first_places():
     documents, tally = read(
         Rows(2000, bad=[0, 7, 900, 1999]), BadRows(skip=True, max_fraction=0.002)
     )
+
     assert (len(documents), tally.num_bad, tally.rows) == (1996, 4, 2000)
     assert tally.reasons() == ["4 rows: is not JSON (a.jsonl:1, a.jsonl:8, a.jsonl:901, ...)"]
+
     BadRows(skip=True, max_fraction=0.002).judge(tally, "dataset x")
 
 
@@ -99,6 +101,7 @@ def test_error_names_the_main_reasons_and_the_number_of_others():
         for _ in range(number + 1):
             tally.add_bad(BadRow(f"reason {number}"), f"a:{number}")
     line = tally.main_reasons()
+
     assert line.startswith("5 rows: reason 4 (a:4, a:4, a:4, ...); ")
     assert line.endswith("3 rows: reason 2 (a:2, a:2, a:2); and 2 more reasons")
 
@@ -122,6 +125,7 @@ def test_tallies_of_parts_add_up():
         keyed = (((0, index), source.row(index)) for index in range(start, start + 150))
         list(read_documents(source, Bytes(), policy, part, keyed))
         merged.merge(part)
+
     assert merged == total
 
 
@@ -131,7 +135,9 @@ def test_huge_rows_are_not_in_memory_together(monkeypatch):
     numbers_of_chunks = []
     for chunk in chunks(rows):
         numbers_of_chunks.append([number for (_, number), _ in chunk])
+
     assert numbers_of_chunks == [[0, 1], [2], [3, 4, 5]]
+
     many = [((0, i), {"text": "x"}) for i in range(600)]
     monkeypatch.setattr(reading, "CHARACTERS_AT_ONCE", 10**9)
     assert [len(chunk) for chunk in chunks(many)] == [256, 256, 88]

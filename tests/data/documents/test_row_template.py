@@ -37,12 +37,15 @@ def test_any_table_becomes_a_text_a_pair_or_a_conversation_by_template(tmp_path:
     text = encode(
         QUESTION, template={"text": "Q: {{ question }} ({{ year }})\nA: {{ answer.text }}\n"}
     )
+
     assert BYTES.decode(text.tokens) == "Q: 2+2? (1999)\nA: 4\n"
+
     pair = {"prompt": "Q: {{ question }}\nA:", "completion": " {{ answer.text }}"}
     assert halves(encode(QUESTION, format="prompt_completion", template=pair)) == (
         "Q: 2+2?\nA:",
         " 4",
     )
+
     chat = tmp_path / "chat.jinja"
     chat.write_text(
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -54,12 +57,15 @@ def test_any_table_becomes_a_text_a_pair_or_a_conversation_by_template(tmp_path:
         "assistant": "{{ answer.text }}",
     }
     conversation = encode(QUESTION, format="chat", chat_template=str(chat), template=turns)
+
     assert halves(conversation) == ("[user]2+2?[assistant]", "4"), (
         "an empty system turn must be dropped"
     )
+
     conversation = encode(
         {**QUESTION, "hint": "Add."}, format="chat", chat_template=str(chat), template=turns
     )
+
     assert halves(conversation) == ("[system]Add.[user]2+2?[assistant]", "4")
 
 
@@ -88,10 +94,12 @@ def test_source_template_takes_precedence_and_changes_the_fingerprint() -> None:
     assert (
         BYTES.decode(encode(QUESTION, source, template={"text": "{{ question }}"}).tokens) == "1999"
     )
+
     prints = {
         open_encoder(BYTES, Data(template=t)).fingerprint
         for t in ({}, {"text": "a"}, {"text": "b"})
     }
+
     assert len(prints) == 3
 
 
@@ -99,15 +107,19 @@ def test_alpaca_reads_instruction_input_and_output() -> None:
     row = {"instruction": "Add.", "input": "2+2", "output": "4"}
     source = DataSource(dataset="alpaca")
     prompt, completion = halves(encode(row, source, format="prompt_completion"))
+
     assert completion == "4"
     assert prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n2+2\n\n### Response:\n")
+
     prompt, _ = halves(encode({**row, "input": ""}, source, format="prompt_completion"))
     assert prompt.startswith("Below is an instruction that describes a task. Write")
     assert "Input" not in prompt
+
     text = encode(row, source)
     assert BYTES.decode(text.tokens).endswith("2+2\n\n### Response:\n4")
     assert BYTES.decode(encode({**row, "text": "verbatim"}, source).tokens) == "verbatim"
     assert alpaca.TEMPLATES.keys() == {"text", "prompt_completion", "chat"}
+
     without = {key: value for key, value in row.items() if key != "input"}
     pair = encode(without, source, format="prompt_completion")
     assert "Input" not in halves(pair)[0]
@@ -174,7 +186,9 @@ def test_template_creates_the_rows_of_a_task(tmp_path: Path) -> None:
     rows = [{"title": "a", "body": "b", "label": 1}, {"title": "c", "body": "d", "label": 0}]
     text = '[task]\nname = "classification"\n[data.template]\ntext = "{{ title }}: {{ body }}"\n'
     loaded = config_of(tmp_path, rows, text)
+
     assert list(check(loaded)) == []
+
     documents = Classification(loaded.config).read_rows("train")
     assert [BYTES.decode(document.tokens) for document in documents] == ["a: b", "c: d"]
 
@@ -205,7 +219,9 @@ def test_long_answers_are_split_from_their_questions_only_on_request(tmp_path: P
     cut = rows_of(tmp_path, "")
     assert ("Sea?blue and de", "blue and dee") in cut
     assert all(not read.startswith("e") for read, _ in cut)
+
     dropped = rows_of(tmp_path, 'long_documents = "drop"\n')
     assert [learned for _, learned in dropped] == ["b"]
+
     split = rows_of(tmp_path, 'long_documents = "split"\n')
     assert any("p and wide" in learned for _, learned in split)

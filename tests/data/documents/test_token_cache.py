@@ -74,6 +74,7 @@ def test_cached_tokens_equal_computed_ones(
     caplog.set_level(logging.INFO)
     first = opened(file)
     assert (tokenized.times, len(list(own_cache.iterdir()))) == (1, 1)
+
     second = opened(file)
     assert tokenized.times == 1
     assert f"dataset jsonl: tokens from the cache in {own_cache}" in caplog.text
@@ -92,6 +93,7 @@ def test_masks_and_skipped_rows_are_cached(
     first = opened(file, **bad)
     caplog.clear()
     second = opened(file, **bad)
+
     assert tokenized.times == 1
     assert "skipped 1 row: " in caplog.text
     assert first.has_mask
@@ -105,6 +107,7 @@ def test_changed_file_with_equal_size_and_time_is_tokenized_again(
     status = file.stat()
     file.write_bytes(file.read_bytes().replace(b"row 7", b"row 8"))
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
     assert opened(file).fingerprint != before.fingerprint
     assert tokenized.times == 2
@@ -127,9 +130,11 @@ def test_changed_chat_template_with_equal_size_and_time_tokenizes_again(
     template.write_text(template.read_text().replace(";", "|"))
     os.utime(template, ns=(status.st_atime_ns, status.st_mtime_ns))
     after = opened(rows, format=form, chat_template=str(template))
+
     assert tokenized.times == 2
     assert after.fingerprint != before.fingerprint
     assert bytes(after.tokens(0, after.num_tokens).tolist()) == b"Sea?|Blue.|"
+
     opened(rows, format=form, chat_template=str(template))
     assert tokenized.times == 2
 
@@ -141,6 +146,7 @@ def test_file_with_another_inode_is_tokenized_again(file: Path, tokenized: Count
     os.utime(copy, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
     copy.replace(file)
     opened(file)
+
     assert tokenized.times == 2
 
 
@@ -179,6 +185,7 @@ def test_options_applied_after_tokenization_are_not_part_of_the_key(
     longer = Training(dataset="jsonl", dataset_path=str(file), seq_len=64)
     model = Model(hf_assets_path="bytes")
     build_dataset.open_data(Config(training=longer, model=model), longer, shuffle=False, loop=True)
+
     assert tokenized.times == 1
 
 
@@ -198,7 +205,9 @@ def test_changed_code_or_library_tokenizes_again(
     with monkeypatch.context() as changed:
         changed.setattr(token_cache.metadata, "version", lambda name: "0.0.1")
         opened(file)
+
     assert tokenized.times == 2
+
     monkeypatch.setattr(token_cache, "__file__", str(tmp_path / "data/documents/token_cache.py"))
     # code in any folder is part of the key
     for times, folder in enumerate(("documents", "tokenizers"), start=3):
@@ -231,10 +240,13 @@ def test_cached_ids_outside_the_vocabulary_are_rejected(
     opened(file)
     (entry,) = own_cache.iterdir()
     tokens = token_cache._read(entry, vocab_size=10**6)
+
     assert tokens is not None
+
     tokens["line"] = {**tokens["line"], "tokens": tokens["line"]["tokens"] + np.uint16(60_000)}
     token_cache._write(entry, tokens)
     opened(file)
+
     assert tokenized.times == 2
 
 
@@ -244,7 +256,9 @@ def test_recently_changed_files_are_not_cached(
     with monkeypatch.context() as new:
         new.setattr(file_hashes, "SETTLED_SECONDS", 3600.0)
         opened(file)
+
     assert not own_cache.exists()
+
     original = build_dataset._read
 
     def read(*arguments: Any) -> Any:
@@ -269,6 +283,7 @@ def test_cache_can_be_disabled_and_never_stores_datasets_defined_by_code(
     )
     training = Training(dataset=str(code), seq_len=16)
     build_dataset.open_data(Config(training=training), training, shuffle=True, loop=None)
+
     assert tokenized.times == 2
     assert not own_cache.exists()
 
@@ -279,16 +294,20 @@ def test_entries_are_private_and_the_oldest_are_deleted_first(
     opened(file)
     (first,) = own_cache.iterdir()
     assert (first.stat().st_mode & 0o777, own_cache.stat().st_mode & 0o777) == (0o600, 0o700)
+
     os.utime(first, ns=(0, first.stat().st_mtime_ns - HOUR_NS))
     # four entries of equal size fit; max_row_bytes changes the key but not the tokens
     monkeypatch.setattr(token_cache, "MAX_BYTES", 4 * first.stat().st_size)
     for number in range(5):
         opened(file, max_row_bytes=10_000 + number)
+
     assert not first.exists()
     assert sum(entry.stat().st_size for entry in own_cache.iterdir()) <= token_cache.MAX_BYTES
+
     monkeypatch.setattr(token_cache, "MAX_BYTES", 100)
     before = set(own_cache.iterdir())
     opened(file, separator="too large to be kept")
+
     assert set(own_cache.iterdir()) == before
     assert len(before) == 4
 

@@ -60,10 +60,12 @@ def rows_of(rows, packing):
 def test_table_yields_the_same_rows_as_fitting_at_start(line, packing):
     at_start = pack(line, packing)
     assert table_of(line, packing, "o") is None
+
     written(line, packing)
     by_table = pack(line, packing, table_of(line, packing, "o"))
     for name in ("num_rows", "num_targets", "cut", "dropped", "single"):
         assert getattr(by_table, name) == getattr(at_start, name), name
+
     rows_at_start = rows_of(at_start, packing)
     rows_by_table = rows_of(by_table, packing)
     for name in ("tokens_BT", "targets_BT", "positions_BT", "documents_BT", "lengths_B"):
@@ -80,6 +82,7 @@ def test_every_changed_byte_of_a_table_is_rejected(line):
             rows_of(pack(line, packing, table_of(line, packing, "training.dataset_path")), packing)
         assert str(path) in str(refused.value)
     path.write_bytes(intact[:-1])
+
     with pytest.raises(ConfigError, match="is damaged in block 6"):
         rows_of(pack(line, packing, table_of(line, packing, "o")), packing)
 
@@ -100,8 +103,10 @@ def test_too_many_documents_without_a_table_are_rejected_with_the_command_that_c
         match=r'has 40 documents without a table.*more than 39 .*"shardtrain data prepare"',
     ):
         table_of(line, PACKINGS[0], "o")
+
     written(line, PACKINGS[0])
     assert table_of(line, PACKINGS[0], "o") is not None
+
     padded = next(packing for packing in PACKINGS if packing.kind == "padded")
     assert table_of(line, padded, "o") is None, "padded rows need no table"
 
@@ -136,5 +141,6 @@ def test_prepare_creates_a_table_for_each_sequence_length(tmp_path, monkeypatch,
             rows_of(pack(line, packing, table), packing).tokens_BT,
             rows_of(pack(line, packing), packing).tokens_BT,
         )
+
     assert main([*arguments, "--training.seq_len", "64"]) == 0
     assert "fitted" not in capsys.readouterr().out, "the existing table must be used"

@@ -78,11 +78,13 @@ def test_masked_tokens_are_not_targets():
 def test_long_document_is_split_cut_or_dropped(policy, rows, cut, dropped):
     packed, out = rows_of(documents_of([11, 4]), Packing(4, kind="padded", long_documents=policy))
     assert (packed.num_rows, packed.cut, packed.dropped) == (rows, cut, dropped)
+
     expected = {
         "split": [*range(2, 12), *range(13, 16)],
         "cut": [2, 3, 4, 5, 13, 14, 15],
         "drop": [13, 14, 15],
     }
+
     assert sorted(t for t in out.targets_BT.ravel().tolist() if t != IGNORE) == expected[policy]
 
 
@@ -100,6 +102,7 @@ def test_every_token_is_the_target_of_exactly_one_row(lengths, seq_len, kind, ma
     every = {int(token) for document in documents for token in document.tokens}
     # the first token of a document follows another document, which is masked or in another row
     expected = every - (first_tokens if masked or kind != "concat" else {1})
+
     assert sorted(t for t in out.targets_BT.ravel().tolist() if t != IGNORE) == sorted(expected)
     assert rows.num_targets >= len(expected)
 
@@ -172,6 +175,7 @@ def test_best_fit_equals_its_definition(lengths, capacity):
         members[fullest].append(piece)
     rows = best_fit(np.array(lengths, dtype=np.int64), capacity)
     actual = [np.flatnonzero(rows == row).tolist() for row in range(len(filled))]
+
     assert actual == sorted((sorted(pieces) for pieces in members), key=lambda pieces: pieces[0])
 
 
@@ -184,6 +188,7 @@ def test_padding_of_log_normal_lengths_is_small(num_documents, limit):
     for kind, fit in FITS.items():
         num_rows = int(fit(lengths, 2048).max()) + 1
         padding[kind] = 1 - lengths.sum() / (num_rows * 2048)
+
     assert 0 <= padding["best_fit"] <= padding["first_fit"] <= limit
 
 

@@ -101,6 +101,7 @@ def test_row_is_skipped_if_its_prompt_fills_seq_len(
             else [f"--data.mode={mode}"]
         )
     targets = targets_of(load(None, [*arguments, "--training.on_data_end=repeat"]).config, 6)
+
     assert sorted(targets[:3]) == [1, 2, 4] and sorted(targets[3:]) == [1, 2, 4], (
         "two of five rows must be skipped"
     )
@@ -120,6 +121,7 @@ def test_conversation_as_long_as_a_sequence_keeps_all_targets(
     )
     targets = next(stream).targets_BT.flatten().tolist()
     learned = b"yes;" if extra < 2 else b"yes"
+
     assert [target for target in targets if target != IGNORE] == list(learned)
 
 
@@ -153,6 +155,7 @@ def test_end_token_that_is_also_the_padding_token_is_learned(
         targets = next(stream).targets_BT.flatten().tolist()
         targets_of_padding[name] = [target for target in targets if target != IGNORE]
     end = open_tokenizer(str(tmp_path / "the end token")).eos_id
+
     assert targets_of_padding["a separate token"] == targets_of_padding["the end token"]
     assert targets_of_padding["the end token"][-1] == end
 
@@ -176,9 +179,11 @@ def test_cut_row_is_skipped_only_if_it_has_no_learned_token(kind: str) -> None:
     ]
     long = [len(document.tokens) > SEQ_LEN + 1 for document in documents]
     empty = [not learned.any() for learned in masks]
+
     assert 0 < packed.dropped == sum(empty)
     assert packed.cut == sum(long) - sum(empty)
     assert int((out.targets_BT != IGNORE).sum()) == sum(int(learned.sum()) for learned in masks)
+
     if kind == "padded":
         assert (out.targets_BT != IGNORE).any(axis=1).all(), "every row must have a target"
 
@@ -189,13 +194,16 @@ def test_limit_on_skipped_rows_suggests_a_value_that_works(
     arguments = arguments_for(tmp_path, "prompt_completion", [3, 40, 41])
     advice = r"has 2 of 3 rows without a target within seq_len, .*; "
     advice += r"raise seq_len, or set data.long_rows_max_fraction=0.667"
+
     with pytest.raises(DataError, match=advice):
         targets_of(load(None, arguments).config, 1)
     assert check.main(arguments) == 3
     assert "data.long_rows_max_fraction=0.667" in capsys.readouterr().out
+
     arguments.append("--data.long_rows_max_fraction=0.667")
     with caplog.at_level(logging.WARNING):
         assert targets_of(load(None, arguments).config, 1) == [4]
+
     assert (
         "dataset jsonl: 2 of 3 documents have no target in their first 17 tokens and are skipped"
         in caplog.text
@@ -251,9 +259,12 @@ def test_single_token_documents_without_target_are_counted(
             shuffle=False,
             loop=False,
         )
+
     assert sum(batch.num_targets for batch in stream) == count
+
     line = "5 of 7 documents have a single token, and so no target"
     assert (line in caplog.text) == bool(lost)
+
     capsys.readouterr()
     assert check.main(arguments) == 0
     assert (line in capsys.readouterr().out) == bool(lost)

@@ -130,6 +130,7 @@ def test_folder_without_index_is_rejected(tmp_path: Path) -> None:
     writer.add_documents(np.array([3]))
     writer.add_tokens(np.arange(3))
     writer.position()
+
     with pytest.raises(
         ConfigError, match=r"has no index\.json; run .shardtrain data prepare. first"
     ):
@@ -146,6 +147,7 @@ def test_opening_reads_only_the_ends_of_files(
     sizes = [path.stat().st_size for path in folder.glob("tokens-*")]
     before = read_bytes()
     ShardTokenBuffer(folder)
+
     assert read_bytes() - before < 40_000 < sum(sizes)
 
 
@@ -171,6 +173,7 @@ def test_fingerprint_covers_tokens_masks_and_boundaries(tmp_path: Path) -> None:
         name: ShardTokenBuffer(write(tmp_path / name, variant)).fingerprint
         for name, variant in marks.items()
     }
+
     assert len(set(fingerprints.values())) == 4
     assert (
         ShardTokenBuffer(write(tmp_path / "again", [first, second])).fingerprint
@@ -197,8 +200,10 @@ def test_different_tokenizer_is_rejected_with_both_vocabulary_sizes(tmp_path: Pa
     check_tokenizer(line, ByteTokenizer())
     tokenizer = ByteTokenizer()
     tokenizer.fingerprint, tokenizer.vocab_size = "f" * 64, 50257
+
     with pytest.raises(ConfigError) as caught:
         check_tokenizer(line, tokenizer, "model.tokenizer_path")
+
     text = str(caught.value)
     assert text.startswith("model.tokenizer_path has 50257 ids and fingerprint ffffffffffff, but")
     assert "use that tokenizer, or prepare the data with this one" in text
@@ -221,6 +226,7 @@ def test_dataset_tokens_opens_a_prepared_folder(tmp_path: Path) -> None:
     assert tokens.open_line(Request(path=str(folder)), ByteTokenizer()).num_documents == 2
     with pytest.raises(ConfigError, match=r"training\.dataset_path is not set"):
         tokens.open_line(Request(path=None), ByteTokenizer())
+
     tokenizer = ByteTokenizer()
     tokenizer.fingerprint = "0" * 64
     with pytest.raises(ConfigError, match="which has 300 ids and fingerprint"):
@@ -239,7 +245,9 @@ def test_many_shards_need_few_open_files(tmp_path: Path) -> None:
         write(tmp_path / "x", [Document(np.arange(250, dtype=np.int32))], shard_tokens=1)
     )
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
     assert np.array_equal(line.tokens(0, 250), np.arange(250))
+
     if before:
         assert len(os.listdir("/proc/self/fd")) - before <= 64
 
@@ -274,20 +282,24 @@ def test_many_files_are_checked_when_first_read(
     for module in (shard_index, shards):
         monkeypatch.setattr(module, "check_file", lambda *a: (looked.append(a[1].name), check(*a)))
     late = ShardTokenBuffer(tmp_path / "shards")
+
     assert looked == ["starts.bin"]
     assert late.fingerprint == all_shards.fingerprint
     assert (late.tokens(0, 200) == all_shards.tokens(0, 200)).all()
     assert sorted(looked[1:]) == sorted(
         file.name for file in late.index.files() if file.name != "starts.bin"
     )
+
     late.tokens(0, 200)
     assert len(looked) == len(set(looked)), "once"
+
     late.check_unchanged()
 
     damaged = ShardTokenBuffer(tmp_path / "shards")
     path = tmp_path / "shards" / damaged.index.shards[2].tokens.name
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     damaged.tokens(0, 14)
+
     with pytest.raises(
         ConfigError, match=r"tokens-00002.bin.* is not the file that index.json describes"
     ):

@@ -128,6 +128,7 @@ def test_path_that_is_not_a_prepared_folder_is_rejected(folder: Path, tmp_path: 
     assert_rejected(tmp_path / "none", "does not exist")
     assert_rejected(folder / INDEX, "is a file, not a folder of prepared tokens")
     assert_rejected(tmp_path, "has no index.json; name one of its folders: x")
+
     (tmp_path / "y" / UNFINISHED).mkdir(parents=True)
     assert_rejected(tmp_path / "y", "is not completely prepared; start the same")
 
@@ -175,6 +176,7 @@ def test_verification_detects_a_changed_byte_that_opening_misses(
     if name != "starts.bin":
         line = ShardTokenBuffer(folder)
     wrong = [text for _, several in verify(line) for text in several]
+
     assert all(text.startswith(str(folder / name)) for text in wrong)
     assert any(match in text for text in wrong)
     assert any("differs from its SHA-256" in text for text in wrong)
@@ -185,6 +187,7 @@ def test_file_changed_during_a_run_is_named(folder: Path, name: str) -> None:
     line = ShardTokenBuffer(folder)
     line.check_unchanged()
     os.utime(folder / name, ns=(1, 1))
+
     with pytest.raises(
         ConfigError, match=f"{name}.* was changed, moved or removed since the run opened it"
     ):
@@ -194,9 +197,11 @@ def test_file_changed_during_a_run_is_named(folder: Path, name: str) -> None:
 def test_file_truncated_or_deleted_during_a_run_is_an_error_without_a_crash(folder: Path) -> None:
     line = ShardTokenBuffer(folder)
     assert len(line.tokens(10_000, 20_000)) == 10_000
+
     os.truncate(folder / "tokens-00001.bin", 100)
     (folder / "tokens-00002.bin").unlink()
     os.truncate(folder / "starts.bin", 0)
+
     for read in (
         lambda: line.tokens(10_000, 20_000),
         lambda: line.tokens(20_000, 20_001),
@@ -231,4 +236,5 @@ def test_storage_errors_are_not_reported_as_damage(
         with pytest.raises(StorageError, match=rf"cannot read {folder}/{INDEX}"):
             ShardTokenBuffer(folder)
     line.check_unchanged()
+
     assert len(line.tokens(0, 100)) == 100

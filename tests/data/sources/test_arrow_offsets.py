@@ -68,6 +68,7 @@ def test_offsets_outside_of_the_data_are_found(kind: str) -> None:
     make = MAKERS[kind]
     for name, offsets in BAD_OFFSETS.items():
         assert not _arrow_offsets.are_valid(pa.table({"x": make(offsets)})), name
+
     good = pa.table({"x": make([0, 3, 6]), "null": pa.nulls(len(make([0, 3, 6])))})
     assert _arrow_offsets.are_valid(good)
     for first in range(good.num_rows):
@@ -87,6 +88,7 @@ def test_chunk_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     table = pa.table({"x": pa.chunked_array([["a", "b"], ["c"], text([0, 7, 6])])})
     chunks = _arrow_offsets.CheckedChunks(table)
     assert [chunks.is_valid(row) for row in range(5)] == [True, True, True, False, False]
+
     monkeypatch.setattr(_arrow_offsets, "are_valid", lambda _batch: False)
     assert chunks.is_valid(1)
     assert chunks.is_valid(2)
@@ -110,8 +112,10 @@ def test_large_file_with_a_bad_offset_has_bad_rows(bad: int, tmp_path: Path) -> 
     pytest.importorskip("datasets")
     large_file(tmp_path / "a.arrow", [0, 3, bad, 9])
     result = open_measured("huggingface", tmp_path / "a.arrow")
+
     assert not result.error
     assert result.rows == 10
+
     num_damaged = 1 if bad == 0 else 2
     assert result.bad_rows == 1 + num_damaged
     assert _arrow_offsets.OUTSIDE in result.last_bad_row

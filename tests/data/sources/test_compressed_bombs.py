@@ -94,6 +94,7 @@ def test_bomb_ends_within_the_limits(ending: str, kind: str, tmp_path: Path) -> 
     path = tmp_path / f"a.jsonl.{ending}"
     path.write_bytes(make(PACK[ending]))
     result = open_measured("jsonl", path)
+
     assert not result.error
     assert result.rows - result.bad_rows >= good_rows
     assert result.bad_rows == bool(reason)
@@ -110,6 +111,7 @@ def test_many_rows_hit_the_memory_limit(ending: str, tmp_path: Path) -> None:
         training={"dataset": "jsonl", "dataset_path": str(path)},
         data={"artefact_memory_bytes": 2**26},
     )
+
     with pytest.raises(DataError, match="more than data.artefact_memory_bytes=67108864"):
         build_dataset.open_data(config, config.training, shuffle=True, loop=True)
 
@@ -143,11 +145,13 @@ def test_large_window_is_refused(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.jsonl.{ending}"
     path.write_bytes(large)
     result = open_measured("jsonl", path)
+
     assert "half of data.artefact_memory_bytes=1073741824 for its window" in result.error
     assert f"a.jsonl.{ending}" in result.error
     assert "raise it, or compress" in result.error
     assert len(result.error.splitlines()) == 1
     assert result.grown_bytes < 32 * MIB
+
     path.write_bytes(allowed)
     assert open_measured("jsonl", path).rows == 1
 
@@ -157,8 +161,10 @@ def test_skippable_frames_of_zstandard(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes((SKIPPABLE + bytes(4)) * 100_000 + zstandard.compress(ROW))
     result = open_measured("jsonl", path)
+
     assert result.rows == 1
     assert not result.bad_rows
+
     path.write_bytes(zstandard.compress(ROW) + SKIPPABLE + b"\xff" * 4 + b"x")
     result = open_measured("jsonl", path)
     assert result.rows == 2
@@ -169,5 +175,6 @@ def test_zeros_after_a_stream_of_xz_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.xz"
     path.write_bytes(lzma.compress(ROW) + bytes(MIB) + lzma.compress(ROW) + bytes(4))
     result = open_measured("jsonl", path)
+
     assert result.rows == 2
     assert not result.bad_rows

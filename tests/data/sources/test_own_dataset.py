@@ -38,6 +38,7 @@ def test_path_of_a_python_file_is_a_dataset(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     name = str(tmp_path / "mine.py")
     assert not [p for p in check(load(None, ["--training.dataset", name])) if "dataset" in str(p)]
+
     training = Training(dataset=name, seq_len=16, local_batch_size=2)
     batch = next(
         open_dataloader(
@@ -48,6 +49,7 @@ def test_path_of_a_python_file_is_a_dataset(tmp_path):
             shuffle=False,
         )
     )
+
     assert bytes(batch.tokens_BT[0, 1:9].tolist()).decode() == "number 0"
 
 
@@ -59,7 +61,9 @@ def test_missing_file_or_file_without_a_dataset_is_rejected(tmp_path):
         sources.find(str(tmp_path / "empty.py"))
     with pytest.raises(ConfigError, match="is not a file"):
         sources.find(str(tmp_path / "gone.py"))
+
     problems = [
         str(p) for p in check(load(None, ["--training.dataset", str(tmp_path / "gone.py")]))
     ]
+
     assert any("gone.py" in p and "does not exist" in p for p in problems)

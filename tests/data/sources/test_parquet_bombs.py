@@ -185,7 +185,9 @@ def test_hostile_pages_are_refused_within_the_limits(name: str, tmp_path: Path) 
     pytest.importorskip("pyarrow")
     write, expected = PAGES[name]
     result = open_measured("parquet", write(tmp_path / "a.parquet"))
+
     assert result.grown_bytes < MAX_GROWTH_BYTES, result
+
     if expected == "read":
         assert not result.error
         assert result.rows == 256
@@ -331,5 +333,6 @@ def test_row_groups_of_one_footer_parse_it_once(
         "ParquetFile",
         lambda *args, **kw: opened.append(kw.get("metadata")) or plain(*args, **kw),
     )
+
     assert len(list(sources.every_row(source))) == 3
     assert [metadata is None for metadata in opened] == [True, False, False]

@@ -106,6 +106,7 @@ def test_one_of_many_files_ends_at_a_row_without_an_end(
     good = GOOD if source is jsonl else b"text\na\n"
     opened = source.open_source(Request(str(sparse(tmp_path / name, good)), max_row_bytes=1000))
     rows = [row for _, row in every_row(opened)]
+
     assert rows[:1] == [{"text": "a"}]
     assert [type(row) for row in rows[1:]] == [BadRow]
     assert "contains more than 1.00 MiB without the end of a row" in str(rows[1])

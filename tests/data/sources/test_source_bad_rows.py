@@ -114,8 +114,10 @@ def test_bad_line_has_a_defined_result_and_does_not_affect_others(write, kind):
     line, expected = LINES[kind]
     path = write(b"\n".join([GOOD, b"", line, GOOD]) + b"\n")
     (_, first), (place, row), (last_place, last) = read(path)
+
     assert first == last == {"text": "good"}
     assert (place, last_place) == (f"{path}:3", f"{path}:4")
+
     if isinstance(expected, dict):
         assert row == expected
     else:
@@ -146,6 +148,7 @@ def test_reasons_do_not_depend_on_the_row(tmp_path):
             b'{"k%d": "%s\n' % (n, b"x" * n) + b'{"%d": 1, "%d": 2}\n' % (n, n) for n in range(200)
         )
     )
+
     assert {row.reason for _, row in read(path)} == {
         "is not JSON: unterminated string starting",
         "has a duplicate key",
@@ -196,6 +199,7 @@ def test_row_of_64_mb_is_skipped_without_loading_it(write):
     )
     grown, rows = result.stdout.split(maxsplit=1)
     good = "{'text': 'good'}"
+
     assert rows.strip() == str(
         [good, f"is longer than data.max_row_bytes ({64 * 2**20 + 12} bytes)", good]
     )

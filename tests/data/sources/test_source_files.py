@@ -43,6 +43,7 @@ def test_folder_means_its_files_with_the_right_suffix_sorted_by_path(tmp_path):
         ".cache/b.jsonl",
         "d.gz",
     )
+
     assert names(tmp_path) == ["a.JSONL", "b-1.jsonl.gz", "b/x.json", "c.jsonl"]
 
 
@@ -71,7 +72,9 @@ def test_links_are_followed_and_a_loop_is_an_error(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "link.jsonl").symlink_to(tmp_path / "real" / "a.jsonl")
     (tmp_path / "data" / "folder").symlink_to(tmp_path / "real")
+
     assert names(tmp_path / "data") == ["folder/a.jsonl", "link.jsonl"]
+
     (tmp_path / "data" / "loop").symlink_to(tmp_path / "data")
     with pytest.raises(DataError, match=r'loop" is found twice, because a link leads to it'):
         names(tmp_path / "data")
@@ -97,6 +100,7 @@ def test_special_files_are_rejected_without_opening_them(tmp_path):
         names(tmp_path)
     with pytest.raises(DataError, match=r'/dev/null" is a device, not a regular file'):
         names("/dev/null")
+
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
         with pytest.raises(DataError, match=r"is a socket, not a regular file"):
@@ -108,6 +112,7 @@ def test_empty_file_and_broken_link_are_named(tmp_path):
     write(tmp_path, "b.jsonl", content="")
     with pytest.raises(DataError, match=r'b.jsonl" is empty; remove the file'):
         names(tmp_path)
+
     (tmp_path / "b.jsonl").unlink()
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone")
     with pytest.raises(DataError, match=r'b.jsonl" cannot be read \(No such file'):
@@ -175,12 +180,14 @@ def test_fingerprint_depends_on_content_and_not_on_path_or_time(tmp_path):
         return file.name, file.fingerprint()
 
     assert fingerprint("x") == fingerprint("y")
+
     for offset in (0, len(content) - 1):  # the first and last bytes are always hashed
         changed = bytearray(content)
         changed[offset] ^= 1
         (tmp_path / "y" / "a.bin").write_bytes(changed)
         assert fingerprint("x") != fingerprint("y")
     (tmp_path / "y" / "a.bin").write_bytes(content + b"!")
+
     assert fingerprint("x") != fingerprint("y")
 
 
@@ -193,6 +200,7 @@ def test_fingerprint_covers_every_byte_of_a_small_file(tmp_path):
         (tmp_path / "a.bin").write_bytes(content)
         (file,) = list_files(Request(str(tmp_path)), "x", (".bin",))
         fingerprints.add(file.fingerprint())
+
     assert len(fingerprints) == 6
 
 
@@ -218,10 +226,12 @@ def test_file_changed_during_the_run_is_named(tmp_path, ending, change):
     else:
         file.rename(tmp_path / "b.jsonl")
     rule = "was removed or renamed" if change in ("remove", "rename") else "was changed"
+
     with pytest.raises(
         ConfigError, match=rf'training.dataset_path=".*a.{ending}" {rule} since the run opened it'
     ):
         source.check_unchanged()
+
     # also in a copy of the source in another process, which reopens the files
     if change in (
         "replace",
@@ -235,6 +245,7 @@ def test_file_truncated_while_it_is_read_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
     source = jsonl.open_source(Request(str(tmp_path)))
     os.truncate(tmp_path / "a.jsonl", 12)
+
     assert source.row(0) == {"a": 1}
     with pytest.raises(ConfigError, match=r"a.jsonl\" was changed"):
         source.row(1)
@@ -246,10 +257,12 @@ def test_reader_keeps_few_files_open_and_reads_all(tmp_path):
     files = list_files(Request(str(tmp_path)), "x", (".bin",))
     reader = RecordReader(capacity=3)
     before = len(os.listdir("/dev/fd"))
+
     for _ in range(2):
         assert [reader.read(file, 1, 8) for file in files] == [
             str(number).encode() for number in range(10)
         ]
     assert len(os.listdir("/dev/fd")) == before + 3
+
     del reader
     assert len(os.listdir("/dev/fd")) == before

@@ -55,14 +55,17 @@ def test_saved_dataset_is_read_as_a_table_or_as_shards(saved):
     assert isinstance(table, Table)
     assert isinstance(shards, Shards)
     assert shards.num_shards == 3
+
     for source in (table, shards):
         assert [row for _, row in every_row(source)] == ROWS
         source.check_unchanged()
         assert source.total_bytes > 0
         assert list(source.files()) == list(opened(saved, streaming=source is shards).files())
+
     assert list(shards.rows(1, start=49)) == ROWS[99:100]
     assert place_of(table, (0, 7)) == f"{saved}: row 7 from 0"
     assert place_of(shards, (2, 7)) == f"{saved}: shard 2, row 7, both from 0"
+
     for source in (table, shards):
         copy = pickle.loads(pickle.dumps(source))
         assert [row for _, row in every_row(copy)] == ROWS
@@ -71,9 +74,11 @@ def test_saved_dataset_is_read_as_a_table_or_as_shards(saved):
 def test_fingerprint_depends_on_rows_and_not_on_the_folder(saved, tmp_path):
     first = opened(saved).files()
     assert list(first) == ["saved"]
+
     (tmp_path / "elsewhere").mkdir()
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "elsewhere" / "saved", num_shards=1)
     assert opened(tmp_path / "elsewhere" / "saved").files() == first
+
     datasets.Dataset.from_list(ROWS[::-1]).save_to_disk(tmp_path / "other" / "saved")
     assert opened(tmp_path / "other" / "saved").files() != first
 
@@ -82,6 +87,7 @@ def test_changed_saved_dataset_is_named(saved):
     sources_ = opened(saved), opened(saved, streaming=True)
     (file, *_) = sorted(saved.glob("*.arrow"))
     os.utime(file, ns=(1, 1))
+
     for source in sources_:
         with pytest.raises(
             ConfigError, match=rf'training.dataset_path=".*{file.name}" was changed'
@@ -95,6 +101,7 @@ def test_split_of_a_saved_dictionary_is_selected_and_a_missing_one_lists_the_exi
         "test": datasets.Dataset.from_list(ROWS[5:7]),
     }
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "d")
+
     assert texts(opened(tmp_path / "d")) == [f"row {n}" for n in range(5)]
     assert texts(opened(tmp_path / "d", split="test")) == ["row 5", "row 6"]
     with pytest.raises(
@@ -115,6 +122,7 @@ def test_images_are_not_decoded(tmp_path):
     features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
     rows = [{"text": "a", "image": {"bytes": b"this is no image", "path": None}}] * 2
     datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "d")
+
     assert (
         texts(opened(tmp_path / "d")) == texts(opened(tmp_path / "d", streaming=True)) == ["a", "a"]
     )
@@ -148,12 +156,14 @@ def test_interrupted_stream_is_an_error_and_not_a_bad_row(saved, monkeypatch):
     source = opened(saved, streaming=True)
     source._dataset = Broken()
     rows_read = []
+
     with pytest.raises(
         DataError,
         match=r"shard 1, row 64, both from 0: cannot be read further \(.*token \*\*\* was refused\)",
     ):
         rows_read.extend(source.rows(1))
     assert len(rows_read) == 64
+
     rows = source.rows(1)
     assert [next(rows) for _ in range(64)] == [{"text": "a"}] * 64
 
@@ -206,6 +216,7 @@ def test_every_dataset_name_reads_a_local_copy_in_each_form(tmp_path, saved, nam
     ]
     if name == "c4_validation":
         paths.remove(saved)
+
     for path in paths:
         assert [row for _, row in every_row(opened(path, name))] == ROWS
 
@@ -214,7 +225,9 @@ def test_folder_of_arrow_files_is_read(saved, tmp_path):
     (tmp_path / "arrow").mkdir()
     for file in saved.glob("*.arrow"):
         file.rename(tmp_path / "arrow" / file.name)
+
     assert [row for _, row in every_row(opened(tmp_path / "arrow"))] == ROWS
+
     (tmp_path / "arrow" / "x.arrow").write_bytes(b"no arrow")
     with pytest.raises(DataError, match=r"cannot be read as Arrow \(.*x\.arrow") as error:
         opened(tmp_path / "arrow")
@@ -232,6 +245,7 @@ def test_files_of_the_split_are_selected_by_name(tmp_path, caplog):
     (tmp_path / "dataset_infos.json").write_text("{}")
     with caplog.at_level("INFO"):
         assert texts(opened(tmp_path)) == ["row 0", "row 1", "row 2", "row 3"]
+
     assert "reading 2 of 4 files, which belong to the split train" in caplog.text
     assert texts(opened(tmp_path, split="test")) == ["row 4"]
     assert texts(opened(tmp_path, split="validation")) == ["row 5"]
@@ -248,6 +262,7 @@ def test_files_without_a_split_in_their_name_are_train(tmp_path):
     assert texts(opened(tmp_path)) == ["row 0", "row 1"]
     with pytest.raises(ConfigError, match=r'no files of the split "test"; set data.split to train'):
         opened(tmp_path, split="test")
+
     save_jsonl(tmp_path / "my-test.jsonl", ROWS[:2])
     # a single file that the user names
     assert texts(opened(tmp_path / "my-test.jsonl")) == [
@@ -302,6 +317,7 @@ def test_dataset_with_one_split_rejects_a_split_option_but_ignores_its_default(
     if error is None:
         assert len(texts(opened(tmp_path, name, split=split, split_option=option))) == 3
         return
+
     with pytest.raises(ConfigError, match=re.escape(error)):
         opened(tmp_path, name, split=split, split_option=option)
 
@@ -314,10 +330,12 @@ def test_subset_is_a_folder_of_the_local_copy(tmp_path):
         ConfigError, match=r"has no folder fr, the requested subset; remove data\.subset, or"
     ):
         opened(tmp_path, "c4", subset="fr")
+
     of_source = DataSource("c4", str(tmp_path), subset="fr")
     named = NamedDataset(
         "web", of_source, "data.sources.web.dataset", "data.sources.web.dataset_path"
     )
+
     with pytest.raises(ConfigError, match=r"remove data\.sources\.web\.subset, or correct it"):
         sources.find("c4").open_source(request_for(Config(), named))
 
@@ -326,6 +344,7 @@ def test_folder_with_several_or_no_formats_is_rejected(tmp_path):
     (tmp_path / "script.py").write_text("raise SystemExit('code of a dataset was run')")
     with pytest.raises(ConfigError, match=r"is a folder without \*.parquet, .* files"):
         opened(tmp_path)
+
     save_jsonl(tmp_path / "x.jsonl")
     (tmp_path / "y.txt").write_text("text")
     with pytest.raises(
@@ -343,6 +362,7 @@ def test_missing_local_path_is_not_searched_on_the_hub(path, monkeypatch):
     monkeypatch.setattr(
         huggingface._hub, "open_hub", lambda *_: pytest.fail("the hub was contacted")
     )
+
     with pytest.raises(ConfigError, match=r"does not exist|matches no file"):
         opened(path)
 
@@ -352,6 +372,7 @@ def test_missing_required_path_is_reported():
         "huggingface": 'training.dataset_path is not set, and the dataset "huggingface"',
         "c4_test": r'training.dataset="c4_test" is a local dataset.*; name its folder .*, or use "python_stdlib"',
     }
+
     for name, rule in rules.items():
         with pytest.raises(ConfigError, match=rule):
             sources.find(name).open_source(Request(None))
@@ -372,6 +393,7 @@ def test_missing_datasets_library_is_reported_with_the_install_command(monkeypat
         match=r'datasets library, which is not installed; pip install "shardtrain\[hf\]"',
     ):
         opened("org/name")
+
     save_jsonl(tmp_path / "x.jsonl")
     assert len(texts(opened(tmp_path))) == 150  # local files do not need the library
 

@@ -57,6 +57,7 @@ def test_plain_file_is_a_table_and_a_compressed_one_is_shards(tmp_path):
     assert not isinstance(plain, Shards)
     assert (plain.num_rows, plain.total_bytes) == (2, 19)
     assert (plain.row(1), plain.place(1)) == ({"a": 2}, f"{tmp_path}/a.jsonl:3")
+
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'\n{"b": 1}\n{"b": 2}'))
     mixed = opened(tmp_path)
     assert isinstance(mixed, Shards)
@@ -74,6 +75,7 @@ def test_rows_of_several_files_are_concatenated(tmp_path):
         lines = "".join(f'{{"{name}": {number}}}\n' for number in range(count)) or "\n \n"
         (tmp_path / f"{name}.jsonl").write_text(lines)
     source = opened(tmp_path)
+
     assert [row for _, row in every_row(source)] == [
         {"a": 0},
         {"a": 1},
@@ -149,6 +151,7 @@ def test_table_and_shards_read_the_same_rows(tmp_path, content, block):
             if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
                 return
             rows.append(rows_and_lines(opened(tmp_path / name, max_row_bytes=40)))
+
     assert rows[0] == rows[1]
     assert [(line, "bad" if isinstance(row, str) else row) for line, row in rows[0]] == expected
 
@@ -196,6 +199,7 @@ def test_compressed_file_may_have_several_members(tmp_path, compression):
     content = b"".join(COMPRESS[compression](part) for part in parts)
     (tmp_path / f"a.jsonl{compression}").write_bytes(content)
     source = opened(tmp_path)
+
     assert [row["a"] for row in source.rows(0)] == list(range(15000))
     assert [row["a"] for row in source.rows(0, start=14990)] == list(range(14990, 15000))
 
@@ -210,6 +214,7 @@ def test_rows_before_a_truncation_are_read_and_the_truncation_is_one_bad_row(tmp
     path.write_bytes(data[: len(data) * 2 // 3])
     source = opened(path)
     *rows, last = source.rows(0)
+
     assert last == BadRow("the file ends in the middle of its compressed data")
     # a cut loses one block: 900 kB of text for bzip2, less for the others
     assert len(rows) > (5_000 if compression != ".bz2" else 1_000)
@@ -228,6 +233,7 @@ def test_damaged_compressed_data_is_one_bad_row_at_the_end(tmp_path, compression
     (tmp_path / f"a.jsonl{compression}").write_bytes(data)
     # where only a checksum detects damage, damaged rows may precede it
     rows = list(opened(tmp_path).rows(0))
+
     assert isinstance(rows[-1], BadRow)
     assert "compressed data" in rows[-1].reason
     assert rows[0]["n"] == 0
@@ -268,6 +274,7 @@ def test_invalid_array_elements_are_bad_rows_with_their_lines(tmp_path):
     ]
     (tmp_path / "a.json").write_text("\ufeff [\n" + ",\n".join(elements) + "\n]\n")
     source = opened(tmp_path, max_row_bytes=90)
+
     assert rows_and_lines(source) == [
         (2, {"text": "\u00e9"}),
         (3, "is not a JSON object but an array"),
@@ -283,6 +290,7 @@ def test_invalid_array_elements_are_bad_rows_with_their_lines(tmp_path):
 def test_array_above_the_size_limit_is_rejected_and_an_empty_one_has_no_rows(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text("[ ]")
     assert opened(tmp_path).num_rows == 0
+
     monkeypatch.setattr("shardtrain.data.sources._json_array.MAX_BYTES", 2)
     with pytest.raises(
         DataError, match=r"a.json\" is one JSON array of more than 0 MiB; write one object per line"
@@ -297,6 +305,7 @@ def test_index_skips_blank_lines(tmp_path, monkeypatch, blank):
     path.write_bytes(blank * 5000 + b"1\n" + blank * 3000 + b"2\n3\n" + blank * 2000 + b"4" + blank)
     (file,) = list_of(path)
     index = _index.RecordIndex(file, _index.RecordReader())
+
     assert [index.read(row, 100) for row in range(index.num_rows)] == [
         b"1",
         b"2",

@@ -74,7 +74,9 @@ def test_many_files_yield_the_same_rows_as_few(folder, monkeypatch):
     few = rows_of(module.open_source(request))
     monkeypatch.setattr(_data_files, "MANY_FILES", COUNT)
     many = module.open_source(request)
+
     assert rows_of(many) == few
+
     if isinstance(many, Shards):
         all_rows = list(many.rows(7))
         assert all(
@@ -94,7 +96,9 @@ def test_files_of_a_large_folder_are_opened_only_when_read_or_sampled(folder, mo
     monkeypatch.setattr(_data_files, "MANY_FILES", COUNT)
     monkeypatch.setattr(_data_files, "_FILES_SAMPLED", 10)
     source = module.open_source(request)
+
     assert len(set(opened)) <= 1, "only the first file may be opened, for the columns of a table"
+
     marks = source.files()
     assert len(set(opened)) <= 11
     assert len(marks) == COUNT
@@ -107,12 +111,15 @@ def test_unsuitable_file_of_a_large_folder_is_named_when_read(tmp_path, monkeypa
         _tsv(tmp_path / str(number), number)
     (tmp_path / "2.tsv").write_text("label\ttext\n0\tx\n")
     source = tsv.open_source(Request(str(tmp_path)))
+
     assert len(list(source.rows(1))) == 2
     with pytest.raises(DataError, match=r"2\.tsv.*has the columns label, text, but"):
         list(source.rows(2))
+
     _jsonl(tmp_path / "0", 0)
     (tmp_path / "1.jsonl").write_bytes('{"text": "x"}'.encode("utf-16"))
     _jsonl(tmp_path / "2", 2)
+
     with pytest.raises(DataError, match=r"1\.jsonl.*is UTF-16"):
         list(jsonl.open_source(Request(str(tmp_path))).rows(1))
 
@@ -121,6 +128,7 @@ def test_too_many_files_are_rejected_with_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(_data_files, "MAX_FILES", 2)
     for number in range(3):
         _text(tmp_path / str(number), number)
+
     with pytest.raises(
         ConfigError, match="names 3 files, but at most 2 .*; put more documents into each file"
     ):

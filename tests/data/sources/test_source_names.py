@@ -11,6 +11,7 @@ from shardtrain.utils.errors import ConfigError
 
 def test_dataset_is_found_by_the_name_of_its_file():
     assert sources.find("jsonl") is jsonl
+
     local = {"python_stdlib", "text", "jsonl", "tsv", "parquet"}
     assert local | {"huggingface", "c4", "c4_mini", "c4_test", "alpaca", "openwebtext"} <= set(
         sources.names()

@@ -35,6 +35,7 @@ def test_rows_with_nested_values_round_trip_with_a_shard_per_row_group(tmp_path)
     write(tmp_path / "b.parquet", ROWS[600:], row_group_size=250)
     write(tmp_path / "a.parquet", ROWS[:600], row_group_size=600, compression="zstd")
     source = opened(tmp_path)
+
     assert isinstance(source, Shards)
     assert source.num_shards == 3
     assert [row for _, row in every_row(source)] == ROWS
@@ -55,6 +56,7 @@ def test_row_above_max_row_bytes_and_invalid_utf_8_are_bad_rows(tmp_path):
     text = pa.Array.from_buffers(pa.string(), 4, wrong.buffers())
     source = opened(write(tmp_path / "a.parquet", pa.table({"text": text})), max_row_bytes=1000)
     first, second, third, last = source.rows(0)
+
     assert (first, last) == ({"text": "a"}, {"text": "d"})
     assert second == BadRow("is not UTF-8", detail="byte 2 is 0xff")
     assert third.reason == "is longer than data.max_row_bytes"
@@ -79,6 +81,7 @@ def test_damaged_row_group_is_one_bad_row_and_others_are_read(tmp_path):
     path.write_bytes(content)
     source = opened(tmp_path)
     rows = list(source.rows(0))
+
     assert rows[-1] == BadRow("the rest of the row group is damaged")
     assert list(source.rows(1)) == ROWS[500:]
 
@@ -87,6 +90,7 @@ def test_file_without_rows_or_with_duplicate_columns_is_rejected(tmp_path):
     path = write(tmp_path / "a.parquet", pa.table({"text": pa.array([], pa.string())}))
     source = opened(path) if pq.ParquetFile(path).metadata.num_row_groups else None
     assert source is None or list(every_row(source)) == []
+
     write(path, pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]))
     with pytest.raises(DataError, match=r'a.parquet" has two columns with the same name'):
         opened(path)
@@ -96,6 +100,7 @@ def test_changed_file_is_named(tmp_path):
     path = write(tmp_path / "a.parquet", ROWS)
     source = opened(path)
     write(path, ROWS[:10])
+
     for read in (source.check_unchanged, lambda: list(source.rows(0))):
         with pytest.raises(ConfigError, match=r'a.parquet" was changed'):
             read()

@@ -21,6 +21,7 @@ def test_standard_library_is_deterministic_and_large_enough():
     assert 2**20 < sum(map(len, texts(first))) <= first.total_bytes <= python_stdlib.MAX_BYTES
     assert any("class OrderedDict" in text for text in texts(first))
     assert first.place(0).endswith(".py")
+
     first.check_unchanged()
 
 
@@ -36,6 +37,7 @@ def test_standard_library_skips_packages_and_tests_and_is_sorted(tmp_path):
     ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(path)
+
     assert texts(python_stdlib.open_folder(tmp_path)) == ["a/z.py", "b.py"]
 
 

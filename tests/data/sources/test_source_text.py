@@ -33,6 +33,7 @@ def test_folder_yields_its_text_files_sorted_by_path(tmp_path):
         (tmp_path / path).write_text(path)
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"d.txt.gz"))
     (tmp_path / "e.txt.xz").write_bytes(lzma.compress("\ufeffe.txt.xz".encode()))
+
     assert [row["text"] for row in rows(tmp_path)] == [
         "a.txt",
         "b/x.txt",
@@ -58,6 +59,7 @@ def test_empty_text_is_a_row_and_a_missing_path_an_error(tmp_path):
         text.open_source(Request(None))
     with pytest.raises(ConfigError, match=r"validation.dataset_path=.* does not exist"):
         opened(tmp_path / "no", option="validation.dataset_path")
+
     (tmp_path / "b").mkdir()
     with pytest.raises(ConfigError, match=r"folder without \*.txt"):
         opened(tmp_path / "b")
@@ -68,6 +70,7 @@ def test_text_above_max_row_bytes_is_skipped_even_if_its_compressed_file_is_smal
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"x" * 10**7))
     (tmp_path / "c.txt").write_text("x" * 100)
     first, second, third = rows(tmp_path, max_row_bytes=100)
+
     assert first == BadRow("is longer than data.max_row_bytes", detail="101 bytes")
     assert second.reason == first.reason
     assert third == {"text": "x" * 100}

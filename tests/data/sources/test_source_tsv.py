@@ -75,6 +75,7 @@ def test_quoted_csv_fields_may_contain_anything(tmp_path, name):
     path = write(
         tmp_path, name, b'id,text\r\n1,"a, ""b""\r\n\r\nc"\r\n\r\n2,\xc3\xa9\r\n"3",""\r\n4,last'
     )
+
     assert read(path) == [
         (2, {"id": "1", "text": 'a, "b"\r\n\r\nc'}),
         (6, {"id": "2", "text": "é"}),
@@ -97,6 +98,7 @@ def test_csv_field_may_exceed_the_limit_of_the_library_and_a_long_record_is_skip
     lines = b'text\n"' + b"x" * 200_000 + b'"\n"' + b'y""\n' * 300_000 + b'"\nz\n'
     path = write(tmp_path, name, lines)
     (first_line, first), (long_line, long), (last_line, last) = read(path, max_row_bytes=2**20)
+
     assert (first_line, long_line, last_line) == (2, 3, 300_004)
     assert (first, last) == ({"text": "x" * 200_000}, {"text": "z"})
     assert long == BadRow("is longer than data.max_row_bytes", detail="1200002 bytes")
@@ -119,12 +121,15 @@ def test_rows_written_by_the_csv_library_round_trip(tmp_path, data, block):
         patch.setattr(_records, "BLOCK_BYTES", block)
         plain = read(write(tmp_path, "a.csv", content))
         assert plain == read(write(tmp_path, "b.csv.gz", content))
+
     assert [tuple(row.values()) for _, row in plain] == data
+
     starts = []
     place = 1
     for record in data:
         starts.append(place + 1)
         place += 1 + sum(field.count("\n") for field in record)
+
     assert [line for line, _ in plain] == starts
 
 
@@ -146,6 +151,7 @@ def test_files_with_different_columns_or_formats_are_rejected(tmp_path):
         match=r'b.tsv" has the columns b, a, but .*a.tsv has a, b; use the same first line',
     ):
         opened(tmp_path)
+
     write(tmp_path, "b.csv", b"a,b\n")
     with pytest.raises(DataError, match=r'b.csv" has another format than .*a.tsv'):
         opened(tmp_path / "[ab].[ct]sv")

@@ -131,6 +131,7 @@ def test_cut_and_skipped_documents_are_counted(packing, lost, caplog):
         lost = [f"3 documents so far {fate}" for fate in lost]
         lost.append("5 documents so far have a single token, and so no target")
         expected += [f"dataset rows: {line}" for line in lost]
+
     assert messages == expected
 
 
@@ -176,6 +177,7 @@ def test_one_pass_reads_every_token_once(source, packing, readers):
         else [row for shard in source._shards for row in shard]
     )
     inner = [token for row in rows for token in row["tokens"][1:]]
+
     # with concatenation, the first token of a document is a target too, except for the first document of each reader
     assert all(learned[token] == 1 for token in inner)
     assert max(learned.values()) == 1
@@ -192,9 +194,11 @@ def test_cursors_restore_any_row(source, packing, readers, stop, repeat):
         cursors[moved.reader] = moved.cursor
     resumed = feed_of(source, **options)
     resumed.seek(stop, cursors)
+
     assert [row[:3] for row in take(resumed, stop, stop + 20)] == [
         row[:3] for row in straight[stop:]
     ]
+
     replayed = feed_of(source, **options)
     replayed.seek(stop, None)
     assert [row[:3] for row in take(replayed, stop, stop + 20)] == [
@@ -217,10 +221,13 @@ def test_epochs_and_seeds_have_different_orders():
     rows = take(feed, 0, 24)
     first_tokens = [tokens[0] for _, tokens, *_ in rows]
     epochs = first_tokens[:12], first_tokens[12:]
+
     assert sorted(epochs[0]) == sorted(epochs[1])
     assert epochs[0] != epochs[1]
+
     other_seed = feed_of(table([9] * 12), Packing(8, kind="padded"), readers=1, seed=8)
     assert [row[1][0] for row in take(other_seed, 0, 12)] != epochs[0]
+
     plain = feed_of(table([9] * 12), Packing(8, kind="padded"), readers=1, seed=None)
     assert [row[1][0] for row in take(plain, 0, 12)] == list(range(1, 109, 9))
 
@@ -276,15 +283,18 @@ def test_rows_of_an_epoch_do_not_depend_on_a_following_epoch(lengths, count, sto
     once = take(ending, 0, 60)
     sample_ids = {row[0] for row in once if row[0] >= 0}
     again = {row[0]: row[:3] for row in take(repeating, 0, 60)}
+
     assert [row[:3] for row in once if row[0] in sample_ids] == [
         again[k] for k in sorted(sample_ids)
     ]
+
     # a finished run that is continued with more passes resumes from cursors written without a next epoch
     cursors = np.zeros((2, 3), dtype=np.int64)
     for *_, moved in once[:stop]:
         cursors[moved.reader] = moved.cursor
     resumed = feed_of(source, packing, readers=2, passes=None)
     resumed.seek(stop, cursors)
+
     assert all(row[:3] == again[row[0]] for row in take(resumed, stop, 60) if row[0] in sample_ids)
 
 
@@ -292,6 +302,7 @@ def test_reader_whose_documents_never_fit_ends_with_a_warning(caplog):
     source = ListShards([rows_with([40]), rows_with([5, 5])])
     packing = Packing(8, kind="first_fit", masked=True, long_documents="drop")
     rows = take(feed_of(source, packing, readers=2, passes=None), 0, 6)
+
     assert [row[0] for row in rows] == [-1, 1, -1, 3, -1, 5]
     assert caplog.text.count("found no document that fits") == 1
 

@@ -40,6 +40,7 @@ def test_text_begins_and_ends_as_in_transformers(tmp_path: Path) -> None:
         ours = [*tokenizer.prefix_ids, *tokenizer.encode("the cat").tolist(), *tokenizer.suffix_ids]
         assert ours == reference_ids, (style, switch)
         compared += 1
+
     assert compared == 12
 
 
@@ -48,6 +49,7 @@ def test_ignored_add_bos_token_in_a_file_is_logged(
 ) -> None:
     open_tokenizer(str(folder(tmp_path / "agree", "llama3", add_bos_token=True)))
     assert not caplog.records
+
     path = folder(tmp_path / "differ", "gpt2", add_bos_token=True)
     open_tokenizer(str(path))
     assert (
@@ -71,13 +73,16 @@ def test_options_override_the_tokenizer_and_are_reported(tmp_path: Path) -> None
     with_bos = open_tokenizer(str(folder(tmp_path / "llama3", "llama3")))
     text = without.encode("the cat").tolist()
     row = {"text": "the cat"}
+
     assert encode(without, row, add_bos=True) == [0, *text, 1]
     assert encode(with_bos, row, add_bos=True) == [0, *text, 1]
     assert encode(with_bos, row, add_bos=False) == [*text, 1]
     assert encode(with_bos, row, add_eos=False) == [0, *text]
     assert encode(without, row, add_bos=False, add_eos=False) == text
+
     description = described(with_bos, Data())
     assert description == "documents begin with '<s>' and end with '</s>' (from the tokenizer)"
+
     description = described(with_bos, Data(add_bos=False, add_eos=False))
     assert (
         description
@@ -89,6 +94,7 @@ def test_separator_follows_each_document(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(str(folder(tmp_path, "llama3")))
     text = tokenizer.encode("the cat").tolist()
     line = tokenizer.encode("\n\n").tolist()
+
     assert encode(tokenizer, {"text": "the cat"}, separator="\n\n") == [0, *text, 1, *line]
     assert encode(tokenizer, {"text": "the cat"}, separator="\n\n", add_eos=False) == [
         0,
@@ -127,10 +133,13 @@ def test_tokenizers_with_different_beginnings_have_different_fingerprints(tmp_pa
         style: open_tokenizer(str(folder(tmp_path / str(style), style))).fingerprint
         for style in STYLES
     }
+
     assert len(set(prints.values())) == len(STYLES)
+
     tokenizer = open_tokenizer("bytes")
     encoders = [
         open_encoder(tokenizer, data).fingerprint
         for data in (Data(), Data(add_bos=False), Data(add_eos=False), Data(separator=";"))
     ]
+
     assert len(set(encoders)) == 4

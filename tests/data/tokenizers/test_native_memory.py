@@ -67,6 +67,7 @@ def test_batch_is_divided_or_refused_under_a_ulimit(
         capture_output=True, text=True, timeout=patience.seconds(120), check=False,
         env=os.environ | {"TOKENIZERS_PARALLELISM": "true"},
     )  # fmt: skip
+
     assert done.stdout.startswith(result), done
     assert done.returncode == 0
 
@@ -86,7 +87,9 @@ def test_run_without_memory_for_its_tokenizer_exits_with_7(tmp_path: Path) -> No
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (most, most)),
         env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
     )  # fmt: skip
+
     assert done.returncode == 7, done.stderr
+
     written = json.loads((tmp_path / "run" / "exit.json").read_text())
     assert written["code"] == 7
     assert "may need" in written["message"]
@@ -101,6 +104,7 @@ def test_without_a_ulimit_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     # The same request is refused under a ulimit, so the check above is not empty.
     finite = (2**30, 2**30)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: finite)
+
     with pytest.raises(OutOfMemoryError):
         limits.require_memory(2**60, "tokenizing a text")
 
@@ -115,6 +119,7 @@ def test_ulimit_below_the_limit_of_the_child_is_named(
         OutOfMemoryError, match=r"^memory ran out .* under ulimit -d=400.00 MiB: raise it"
     ):
         sandbox._verdict(b"", status)
+
     too_large = json.dumps(
         {
             "refused": "needs more than data.artefact_memory_bytes=5 to open",
@@ -122,8 +127,10 @@ def test_ulimit_below_the_limit_of_the_child_is_named(
             "errno": 0,
         }
     )
+
     with pytest.raises(OutOfMemoryError, match="^memory ran out"):
         sandbox._verdict(too_large.encode(), 0)
+
     monkeypatch.setattr(limits, "read", list)
     assert "data.artefact_memory_bytes" in sandbox._verdict(b"", status)
 
@@ -135,6 +142,7 @@ def test_child_that_is_too_late_is_refused_with_limit_time_and_fix(
     monkeypatch.setattr(sandbox, "wall_seconds", lambda: 0.0)
     with pytest.raises(ConfigError) as refused:
         open_tokenizer.open_tokenizer(str(bpe_folder(tmp_path)))
+
     message = str(refused.value)
     assert "was not opened within 0 s on the clock" in message
     assert "data.artefact_seconds=30" in message

@@ -73,6 +73,7 @@ def test_tokenizer_config_decides_bos_and_eos(folder):
     config = {"bos_token": None, "eos_token": {"content": "<|im_end|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = open_tokenizer(str(folder))
+
     assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 8)
     assert tokenizer.fingerprint != before
 
@@ -98,9 +99,11 @@ def test_broken_or_missing_file_is_reported_with_option_and_path(tmp_path):
         open_tokenizer(str(tmp_path))
     with pytest.raises(ConfigError, match=r"model.tokenizer_path=.*nowhere"):
         open_tokenizer(str(tmp_path / "nowhere"), option="model.tokenizer_path")
+
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"is neither a tokenizer\.json nor"):
         open_tokenizer(str(tmp_path / "tokenizer.model"))
+
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')
     with pytest.raises(ConfigError, match="cannot be read as a tokenizer"):

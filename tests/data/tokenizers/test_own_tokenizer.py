@@ -51,8 +51,10 @@ def test_own_tokenizer_encodes_decodes_and_reopens_in_another_process(tmp_path):
         None,
     )
     assert tokenizer.encode_spans(["ab"])[0][1].tolist() == [[0, 1], [1, 2]]
+
     copy = pickle.dumps(tokenizer)
     assert pickle.loads(copy).fingerprint == tokenizer.fingerprint
+
     written(tmp_path, LETTERS + "# changed")
     with pytest.raises(ConfigError, match="changed while it was in use"):
         pickle.loads(copy)
@@ -72,9 +74,11 @@ def test_file_without_a_valid_tokenizer_is_a_one_line_error_before_ranks_start(
 ):
     path = written(tmp_path, text)
     assert main(["config", "check", DEBUG, f"--{OPTION}={path}", "--training.device=cpu"]) == 2
+
     (line,) = [
         line for line in "".join(capsys.readouterr()).splitlines() if "my_tokenizer.py" in line
     ]
+
     assert OPTION in line
     assert message in line
 
@@ -83,6 +87,7 @@ def test_ids_outside_the_vocabulary_and_missing_spans_are_reported(tmp_path):
     wrong = open_tokenizer(written(tmp_path, LETTERS.replace("else 26", "else 99")), OPTION)
     with pytest.raises(ConfigError, match="returns ids from 99 to 99"):
         wrong.encode("!")
+
     plain = open_tokenizer(written(tmp_path, LETTERS.replace("def spans", "def other")), OPTION)
     with pytest.raises(ConfigError, match="without spans"):
         plain.encode_spans(["a"])

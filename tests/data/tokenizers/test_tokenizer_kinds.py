@@ -141,6 +141,7 @@ def test_sentencepiece_ids_match_the_library(paths):
     sentencepiece = pytest.importorskip("sentencepiece")
     reference = sentencepiece.SentencePieceProcessor(model_file=paths["bpe"] + "/tokenizer.model")
     tokenizer = open_tokenizer(paths["bpe"])
+
     for text in SAMPLES:
         assert tokenizer.encode(text).tolist() == reference.encode(text)
     assert tokenizer.vocab_size == reference.get_piece_size()
@@ -153,6 +154,7 @@ def test_tiktoken_has_the_special_tokens_of_llama_3(paths):
     ranks = len(tiktoken_bytes().splitlines())
     assert tokenizer.vocab_size == ranks + 256
     assert (tokenizer.bos_id, tokenizer.eos_id) == (ranks, ranks + 1)
+
     names = {
         "<|start_header_id|>": 6,
         "<|end_header_id|>": 7,
@@ -171,12 +173,14 @@ def test_tiktoken_ids_match_the_library_and_long_runs_are_split_as_in_llama_3(pa
     reference = tokenizer._encoding
     for text in SAMPLES:
         assert tokenizer.encode(text).tolist() == reference.encode_ordinary(text)
+
     for sign in (" ", "a"):
         long = f"the{sign * 60_000} cat"
         # the library's regular expressions fail on a few 100,000 spaces
         ids = tokenizer.encode(long)
         assert tokenizer.decode(ids) == long
     spaces = tokenizer.encode(" " * 60_000).tolist()
+
     assert spaces == 2 * reference.encode_ordinary(" " * 25_000) + reference.encode_ordinary(
         " " * 10_000
     )
@@ -190,8 +194,10 @@ def test_special_tokens_of_the_folder_override_those_of_tiktoken(paths, tmp_path
     (tmp_path / "tokenizer.model").write_bytes(tiktoken_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = open_tokenizer(str(tmp_path))
+
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (ranks + 4, ranks + 9, ranks)
     assert tokenizer.fingerprint != open_tokenizer(paths["tiktoken"]).fingerprint
+
     config["added_tokens_decoder"] = {"7": {"content": "<|x|>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="names 7"):
@@ -208,18 +214,22 @@ def test_added_tokens_of_a_sentencepiece_model_follow_its_vocabulary(tmp_path):
     config = {"added_tokens_decoder": added, "eos_token": "<|im_end|>", "pad_token": "<tab>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = open_tokenizer(str(tmp_path))
+
     assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (
         pieces + 2,
         pieces,
         pieces + 1,
     )
+
     # an added token that is not special is recognized in every text
     ids = tokenizer.encode("the<tab> cat")
     assert pieces + 1 in ids
     assert tokenizer.decode(ids, keep_special=True) == "the<tab> cat"
+
     ((ids, spans),) = tokenizer.encode_spans(["the cat<|im_end|>"])
     assert ids[-1] == pieces
     assert spans[-1].tolist() == [7, 17]
+
     config["added_tokens_decoder"] = {"5": {"content": "<|im_end|>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"has the piece .* at id 5"):
@@ -242,19 +252,23 @@ def test_special_ids_in_the_folder_are_used(tmp_path):
 
 def test_chat_templates_are_found_in_each_file(tmp_path):
     assert open_tokenizer(str(bpe_folder(tmp_path / "none"))).chat_template is None
+
     folder = bpe_folder(tmp_path / "text", chat_template="a")
     assert (
         open_tokenizer(str(folder)).chat_template,
         open_tokenizer(str(folder)).tool_template,
     ) == ("a", None)
+
     (folder / "chat_template.jinja").write_text("b")
     assert open_tokenizer(str(folder)).chat_template == "b"
+
     named = [{"name": "default", "template": "c"}, {"name": "tool_use", "template": "d"}]
     folder = bpe_folder(tmp_path / "named", chat_template=named)
     assert (
         open_tokenizer(str(folder)).chat_template,
         open_tokenizer(str(folder)).tool_template,
     ) == ("c", "d")
+
     for wrong in (3, ["x"], [{"name": "default"}], [{"name": "default", "template": 4}]):
         folder = bpe_folder(tmp_path / "wrong", chat_template=wrong)
         with pytest.raises(ConfigError, match=r"tokenizer_config.json.*chat_template"):
@@ -287,6 +301,7 @@ def test_broken_model_is_reported_in_one_line(tmp_path, name):
     content, message = BROKEN[name]
     file = tmp_path / "tokenizer.model"
     file.write_bytes(sentencepiece_bytes()[:50] if content is None else content)
+
     with pytest.raises(ConfigError, match=message) as caught:
         open_tokenizer(str(tmp_path), option="model.tokenizer_path")
     assert "model.tokenizer_path" in str(caught.value)
@@ -298,6 +313,7 @@ def test_ranks_of_another_model_are_rejected(tmp_path):
     (tmp_path / "gpt2.tiktoken").write_bytes(
         b"".join(line(token, rank) for rank, token in enumerate(tokens))
     )
+
     with pytest.raises(ConfigError, match=r"has 50257 ranks like GPT-2"):
         open_tokenizer(str(tmp_path / "gpt2.tiktoken"))
 
@@ -332,7 +348,9 @@ def test_tokenizer_works_on_both_sides_of_a_fork(tokenizer, monkeypatch):
         target=lambda: queue.put([ids.tolist() for ids in tokenizer.encode_batch(SAMPLES)])
     )
     child.start()
+
     assert queue.get(timeout=patience.seconds(60)) == expected
+
     child.join(patience.seconds(60))
     assert [ids.tolist() for ids in tokenizer.encode_batch(SAMPLES)] == expected
 
@@ -341,5 +359,6 @@ def test_changed_file_cannot_be_reopened_in_another_process(tmp_path):
     folder = bpe_folder(tmp_path)
     parcel = pickle.dumps(open_tokenizer(str(folder)))
     bpe_folder(tmp_path, ("<s>", "</s>", "<pad>"))
+
     with pytest.raises(ConfigError, match="has changed while it was in use"):
         pickle.loads(parcel)

@@ -56,6 +56,7 @@ def test_each_token_goes_to_one_rank_with_its_position_and_target(way: str, size
         assert torch.equal(targets_Bt, tokens_Bt + 1000)
         assert torch.equal(tokens_Bt % 64, positions_Bt)
         tokens_of_ranks.append(tokens_Bt)
+
     assert torch.equal(torch.cat(tokens_of_ranks, 1).sort(1).values, tokens)
 
 
@@ -85,6 +86,7 @@ def test_any_divisible_length_is_accepted_and_changes_no_number(way, seq_len, cp
     parallelism = {"context_parallel_degree": cp, "tensor_parallel_degree": tp, **WAYS[way]}
     config = tiny_config(parallelism=parallelism, training={"seq_len": seq_len})
     assert configs.check(Loaded(config)) == []
+
     [expected] = run_tiny(1, tiny_config(training={"local_batch_size": 8, "seq_len": seq_len}), 2)
     for result in run_tiny(cp * tp, config, 2):
         assert_same_numbers(result, expected)
@@ -102,6 +104,7 @@ def test_indivisible_length_is_rejected_with_the_nearest_valid_ones(
         Loaded(tiny_config(parallelism=parallelism, training={"seq_len": seq_len}))
     )
     low = seq_len // multiple * multiple
+
     assert f"training.seq_len={seq_len} is not a multiple of {multiple} (" in str(problem)
     assert str(problem).endswith(f"use {low} or {low + multiple}")
 

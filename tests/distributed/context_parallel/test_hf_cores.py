@@ -270,6 +270,7 @@ def test_other_options_change_no_number(name: str, option: str, tmp_path: Path) 
         **sections,
         "parallelism": {"context_parallel_degree": 2, **sections.get("parallelism", {})},
     }
+
     assert_ways(name, num_ranks, ["ring"], True, tmp_path, **sections)
 
 
@@ -306,6 +307,7 @@ def test_tokens_that_mix_outside_of_attention_are_rejected_by_name(name: str) ->
         pytest.skip("this version of transformers does not have it")
     with pytest.raises(ConfigError) as raised:
         cores.check_network(built(name), split())
+
     text = str(raised.value)
     assert "parallelism.context_parallel_degree=2 splits sequences, and " in text
     assert "\n" not in text
@@ -332,6 +334,7 @@ def test_network_that_counts_its_tokens_is_rejected_by_name(tmp_path: Path) -> N
     hf_config.save_pretrained(tmp_path)
     module = models.find("transformers")
     model = models.build(module, module.Config(str(tmp_path)))
+
     with pytest.raises(
         ConfigError, match="counts its tokens with mul in hf.model.layers.1.self_attn"
     ):
@@ -363,6 +366,7 @@ def test_long_rope_is_rejected_where_its_angles_depend_on_a_ranks_tokens(
     if accepted:
         assert cores.hf_cores._broken_angles(model, seq_len) is None
         return
+
     with pytest.raises(
         ConfigError,
         match='angles of type "longrope" in hf.model.rotary_emb, which change beyond 32',

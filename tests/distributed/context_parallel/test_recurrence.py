@@ -93,6 +93,7 @@ def test_split_recurrence_equals_the_full_one(num_ranks: int, balanced: bool) ->
     parts = num_ranks * (2 if balanced else 1)
     names = [name for name, (tokens, _) in CASES.items() if tokens % parts == 0]
     assert len(names) >= 5
+
     for rank, results in enumerate(run_ranks(num_ranks, split, names, balanced)):
         for name in names:
             tokens, starts = CASES[name]
@@ -115,6 +116,7 @@ def test_a_core_without_the_methods_is_rejected() -> None:
 
     with pytest.raises(ConfigError, match="requires the method look_back of layers.0.core"):
         _require_methods("layers.0.core", nn.Identity(), Sizes())
+
     model = nn.ModuleDict({"core": nn.Identity()})
     layout = Layout(first=(), layers="layers", last=(), recurrence="core")
     with pytest.raises(ConfigError, match="has no method look_back"), installed(model, layout):

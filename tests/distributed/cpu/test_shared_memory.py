@@ -151,9 +151,11 @@ def test_file_of_wrong_size_and_link_are_not_mapped(
     assert mapped_memory.create(token, 4096) is not None
     assert mapped_memory.open_(token, 4096) is not None
     assert mapped_memory.open_(token, 8192) is None
+
     path = mapped_memory.path(token)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
+
     assert mapped_memory.open_(token, 4096) is None
 
 
@@ -171,8 +173,10 @@ def test_leftovers_of_killed_ranks_are_removed_but_not_recent_or_foreign_files(
     else:
         (tmp_path / foreign).unlink()
     memory = mapped_memory.create(bytes(16), 8)
+
     assert memory is not None
     assert not (tmp_path / leftover).exists()
+
     memory.close()
     remaining = {path.name for path in tmp_path.iterdir()}
     assert remaining == {recent, f"shardtrain-{0:032x}", "shardtrain-of-a-user"} | (

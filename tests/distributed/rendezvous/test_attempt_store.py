@@ -60,7 +60,9 @@ def test_ranks_killed_during_rendezvous_do_not_block_others(shared):
         f"shardtrain/asked/{shared.add('shardtrain/asked', 1)}",
         "a rank that never reads its answer",
     )
+
     assert attempt(shared, 7) == {rank: [7] * 3 for rank in range(3)}
+
     shared.add("shardtrain/asked", 1)
     assert attempt(shared, 8) == {rank: [8] * 3 for rank in range(3)}
 
@@ -117,4 +119,5 @@ def test_store_that_this_process_already_serves_is_shared():
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0"}, TIMEOUT
     )
     first.set("key", "value")
+
     assert second.get("key") == b"value"

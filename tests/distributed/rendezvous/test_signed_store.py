@@ -49,6 +49,7 @@ def test_ranks_with_the_same_secret_read_each_others_values(server: dist.TCPStor
     first, second = (signed(connection(server), OURS, "1") for _ in range(2))
     first.set("text", "one\nline")
     first.set("bytes", bytes(range(256)))
+
     assert second.get("text") == b"one\nline"
     assert second.multi_get(["text", "bytes"]) == [b"one\nline", bytes(range(256))]
     assert (
@@ -62,6 +63,7 @@ def test_ranks_with_the_same_secret_read_each_others_values(server: dist.TCPStor
     assert not second.check(["nothing"])
     assert second.delete_key("text")
     assert not first.check(["text"])
+
     below = dist.PrefixStore("below", first)  # through C++ and back, like PyTorch
     below.set("text", "deep")
     assert dist.PrefixStore("below", second).get("text") == b"deep"
@@ -74,6 +76,7 @@ def test_store_outlives_the_pytorch_objects_built_on_it(server: dist.TCPStore) -
     second = dist.PrefixStore("below", signed(connection(server), OURS, "1").clone())
     gc.collect()
     first.set("text", "deep")
+
     assert (
         dist.PrefixStore("below", second.underlying_store.clone()).get("text")
         == second.get("text")
@@ -96,6 +99,7 @@ def test_value_of_another_secret_run_or_attempt_is_rejected(
     ours = signed(connection(server), OURS, "1")
     foreign = signed(connection(server), {**OURS, **changes}, changes.get("attempt", "1"))
     foreign.set("address", "6.6.6.6")
+
     for read in (lambda: ours.get("address"), lambda: ours.multi_get(["address"])):
         with pytest.raises(
             ForgedError, match="'address'.* not signed with this node's SHARDTRAIN_SECRET"
@@ -103,6 +107,7 @@ def test_value_of_another_secret_run_or_attempt_is_rejected(
             read()
     with pytest.raises(ForgedError):
         ours.compare_set("address", "", "7.7.7.7")
+
     dist.PrefixStore("a", foreign).set("b", "forged")
     with pytest.raises(ForgedError):
         dist.PrefixStore("a", ours).get("b")  # through C++ and back
@@ -124,6 +129,7 @@ def test_signed_value_is_invalid_under_another_key_or_when_truncated(server: dis
         )
     ):
         raw.set(f"damaged/{number}", damaged)
+
     for key in ("rank/2", *(f"damaged/{number}" for number in range(5))):
         with pytest.raises(ForgedError):
             ours.get(key)
@@ -225,6 +231,7 @@ def test_forged_verdict_is_ignored_and_a_signed_one_is_received(server: dist.TCP
         HeartbeatExchange(signed(connection(server), OURS, "1"), rank, 2, 0.02) for rank in range(2)
     ]
     stranger.set(VERDICT, '{"text": "mine"}')
+
     assert [channel.verdict() for channel in ranks] == [None, None]
     assert ranks[0].declare("ours") == b"ours" == ranks[1].verdict()
 
@@ -238,15 +245,19 @@ def test_forged_and_replayed_heartbeats_are_ignored(server: dist.TCPStore) -> No
         channel.say(Heartbeat(1, f"node{rank}"))
     old = stranger.get("place-2")
     ranks[1].say(Heartbeat(2, "node1"))
+
     assert {rank: sign.beat for rank, sign in ranks[0].receive().items()} == {0: 1, 1: 2}
+
     stranger.set("place-2", '{"1": {"beat": 9, "host": "mine", "has_left": true}}')
     stranger.set("place-3", '{"0": {"beat": 9, "host": "mine", "has_left": true}}')
     stranger.add("places", 10**9)
     heard = ranks[0].receive()
+
     assert {rank: (sign.beat, sign.has_left) for rank, sign in heard.items()} == {
         0: (1, False),
         1: (2, False),
     }
+
     stranger.set("place-2", old)
     assert ranks[0].receive()[1].beat == 2, "a replayed heartbeat must be ignored"
     assert len(ranks[0]._known) <= 2 + SPARE_PLACES
@@ -291,6 +302,7 @@ def test_tasks_of_one_node_rendezvous_repeatedly_in_a_folder(tmp_path: Path) -> 
         run_two(rank_main)
         assert values == dict.fromkeys(range(2), str(attempt).encode())
     (folder,) = (tmp_path / "runtime/shardtrain").iterdir()
+
     assert folder.stat().st_mode & 0o777 == 0o700
     assert folder.stat().st_uid == os.geteuid()
 
@@ -310,9 +322,11 @@ def test_tasks_of_several_nodes_and_ranks_of_other_launchers_use_no_folder(
     change: dict[str, str], tmp_path: Path
 ) -> None:
     assert private_store.folder_of_step(task(tmp_path)) is not None
+
     environment = task(tmp_path, **change)
     assert private_store.folder_of_step(environment) is None
     assert private_store.folder_of({"SHARDTRAIN_STORE": "address"}) is None
+
     with attempt_store.store_of_attempt(environment, TIMEOUT) as store:
         assert store is None
 

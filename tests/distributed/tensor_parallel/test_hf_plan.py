@@ -198,6 +198,7 @@ def test_adapters_match_one_process(name: str, tmp_path: Path) -> None:
     lora = {"enable": True, "rank": 4, **ADAPTERS[name]}
     expected = run_ranks(1, sharded_step, config_of(folder, lora=lora))[0]
     parallelism = {"tensor_parallel_degree": 2}
+
     for step in run_ranks(2, sharded_step, config_of(folder, lora=lora, parallelism=parallelism)):
         assert_equal_steps(step, expected)
 
@@ -248,6 +249,7 @@ def test_plan_is_derived_from_the_usual_projections(tmp_path: Path) -> None:
     of_first_layer = {
         path.partition(".0.")[2]: style for path, style in plan.items() if ".0." in path
     }
+
     assert of_first_layer == {
         **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
         "self_attn.out_proj": "rowwise",
@@ -340,6 +342,7 @@ def test_gradients_are_partial_only_between_split_and_summing_modules() -> None:
         model = Gate()
     effects = {"up": hf_gradients.SPLIT, "down": hf_gradients.SUMMED}
     findings = hf_gradients.follow(model, effects, set(), set())
+
     assert findings == hf_gradients.Findings({"scale"}, [], is_complete=True)
 
 
@@ -352,6 +355,7 @@ def test_bfloat16_on_tensor_parallel_ranks_is_close_to_one_process(tmp_path: Pat
         folder, tmp_path / "tp", training=training, parallelism={"tensor_parallel_degree": 2}
     )
     expected = run_ranks(1, first_step, one)[0]
+
     for result in run_ranks(2, first_step, split):
         assert result.loss == pytest.approx(expected.loss, rel=1e-2)
         assert result.grad_norm == pytest.approx(expected.grad_norm, rel=5e-2)

@@ -51,6 +51,7 @@ def test_norms_run_on_parts_of_sequences_that_the_ranks_divide(
     results = run_ranks(
         2, step_and_norm_length, tensor_parallel(path, tmp_path / "split", 2, seq_len=seq_len)
     )
+
     assert difference([step for step, _ in results], expected) <= 1e-5
     assert [length for _, length in results] == [part, part]
 
@@ -67,6 +68,7 @@ def test_pass_without_gradients_accepts_any_length(tmp_path: Path) -> None:
     path = hf_folder("gemma2")
     expected = run_ranks(1, logits_of, hf_tiny(path, tmp_path / "one"), 7)[0]
     parallelism = {"tensor_parallel_degree": 2, "disable_loss_parallel": True}
+
     for logits in run_ranks(
         2, logits_of, hf_tiny(path, tmp_path / "split", parallelism=parallelism), 7
     ):
@@ -113,6 +115,7 @@ def test_blocks_that_use_a_part_of_a_child_run_on_full_sequences(
     model: Any = models.build(module, module.Config(str(hf_folder("llama"))))
     block_class = type(next(iter(model.blocks.values())))
     monkeypatch.setattr(block_class, "forward", reading_layers_behind(block_class.forward))
+
     with pytest.raises(
         hf_sequences.Unsplittable, match="calls hf.model.layers.0.mlp.up_proj on parts of sequences"
     ):
@@ -128,6 +131,7 @@ def test_output_of_a_split_layer_is_scattered_if_the_module_returns_it() -> None
     model: Any = models.build(module, module.Config(str(hf_folder("olmo2"))))
     styles = {path: style for path, style in _styles(model).items() if ".layers.0." in path}
     found = hf_sequences.find(model, styles, set())
+
     # attention of OLMo 2 gathers the output of o_proj from an input that is not split
     assert found.scattered == {"hf.model.layers.0.mlp.down_proj": "hf.model.layers.0.mlp"}
     assert "hf.model.layers.1.post_attention_layernorm" in found.partial

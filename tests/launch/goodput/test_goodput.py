@@ -98,6 +98,7 @@ def test_every_second_of_a_run_with_restarts_is_in_its_bin(tmp_path):
     life.new_command()
     life.attempt(10, 5, 2.0, dies=False)
     accounted = life.account()
+
     assert {**accounted.seconds, "idle": accounted.idle_seconds} == pytest.approx(
         life.truth, abs=1e-3
     )
@@ -126,6 +127,7 @@ def test_the_bins_of_any_life_add_up_to_its_wall_time(tmp_path, seed):
             life.new_command()
     life.attempt(4, 2, 1.0, dies=False)
     accounted = life.account()
+
     assert accounted.running_seconds + accounted.idle_seconds == pytest.approx(
         life.now - 1e9, rel=1e-6
     )
@@ -155,6 +157,7 @@ def test_live_goodput_equals_the_goodput_from_the_file(tmp_path):
     ledger.step = 8
     live = ledger.measures()
     accounted = life.account()
+
     assert live == pytest.approx(
         {
             "goodput": accounted.goodput,
@@ -187,13 +190,17 @@ def test_a_save_reported_late_counts_exactly_the_saved_steps(tmp_path):
     phases.begin("step")
     train(life, ledger, 1, 7)
     ledger.saved(4)
+
     assert ledger.account().seconds["productive"] == pytest.approx(14.0)
+
     train(life, ledger, 8, 10)
     note_death(tmp_path, life.job, life.now)
     accounted = life.account()
+
     # There is no next attempt yet, so the steps after step 4 count as lost.
     assert accounted.seconds["productive"] == pytest.approx(8.0)
     assert accounted.seconds["lost"] == pytest.approx(12.0)
+
     a_ledger(life, Phases(lambda: life.now), 4)
     assert life.account().seconds == pytest.approx(accounted.seconds)
 
@@ -211,6 +218,7 @@ def test_steps_undone_by_a_rewind_are_lost_and_every_second_is_in_a_bin(tmp_path
         train(life, ledger, 6, 9)
         live = ledger.account()
     accounted = life.account()
+
     assert accounted.seconds == pytest.approx(live.seconds)
     assert accounted.seconds["productive"] == pytest.approx(18.0)
     assert accounted.seconds["lost"] == pytest.approx(6.0)
@@ -237,9 +245,11 @@ def test_a_torn_line_loses_only_that_line(tmp_path):
     life.spend(5.0, "restart")
     life.attempt(6, 3, 1.0, dies=False)
     intact, bad = events.read(tmp_path)
+
     assert bad == 1
     assert len(attempts_of(intact)) == 2
     assert account(attempts_of(intact)[:1]).seconds["checkpoint"] == undamaged.seconds["checkpoint"]
+
     for cut in range(0, len(content), 97):
         path.write_bytes(content[:cut])
         account(attempts_of(events.read(tmp_path)[0]))
@@ -253,6 +263,7 @@ def test_another_command_that_starts_at_step_0_is_another_run(tmp_path):
     life.saved = 0
     life.new_command()
     life.attempt(4, 2, 1.0, dies=False)
+
     assert life.account().attempts == 1
     assert len(list(tmp_path.glob("goodput-*.jsonl"))) == 1
 
@@ -300,6 +311,7 @@ def test_the_time_between_two_commands_is_idle_with_every_launcher(tmp_path, mon
         "restart": accounted.seconds["restart"],
         "start": accounted.seconds["start"],
     }
+
     assert {name: seconds for name, seconds in gaps.items() if seconds} == expected
     assert accounted.failures == ("restart" in expected)
 
@@ -308,8 +320,10 @@ def test_a_process_replaced_by_exec_starts_at_the_exec(monkeypatch):
     now = time.time()
     started_at = ledger.process_started(now, now)
     monkeypatch.setenv(ledger.HANDED_OVER, str(int(now - 1)))
+
     # excludes the time of the script before
     assert ledger.process_started(now, now) == max(started_at, int(now - 1))
+
     # of an earlier process, or not a time
     for text in (
         str(int(started_at - 100)),
@@ -319,6 +333,7 @@ def test_a_process_replaced_by_exec_starts_at_the_exec(monkeypatch):
         monkeypatch.setenv(ledger.HANDED_OVER, text)
         assert ledger.process_started(now, now) == pytest.approx(started_at, abs=0.1)
     monkeypatch.setenv(ledger.HANDED_OVER, str(int(now + 100)))
+
     assert ledger.process_started(now, now) <= now
 
 
@@ -380,7 +395,9 @@ def test_the_verb_prints_the_bins_and_reports_damaged_lines(tmp_path, capsys):
     life.attempt(5, 5, 4.0, dies=False)
     with (tmp_path / events.FILE).open("a") as file:
         file.write(json.dumps({"kind": "start"}) + "\n")
+
     assert cli.main(["goodput", str(tmp_path)]) == 0
+
     text = capsys.readouterr().out
     assert "ignored 1 incomplete or damaged line of " in text
     assert "2 attempts on 2 ranks, 1 failure, 3 saves" in text
@@ -411,7 +428,9 @@ def test_no_line_of_the_table_is_wider_than_a_terminal(tmp_path, capsys, monkeyp
     life.attempt(10, 5, 4.0, dies=False)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(goodput.sys.stdout, "isatty", lambda: True, raising=False)
+
     assert cli.main(["goodput", str(tmp_path)]) == 0
+
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     assert lines[0].startswith("1 attempt on 2 ranks, 0 failures, ")
@@ -438,6 +457,7 @@ def test_the_predicted_ettr_equals_the_measured_one_under_the_model_s_assumption
         life.spend(20.0, "restart")
     life.attempt(50, 50, 1.0, dies=False)
     accounted = life.account()
+
     assert accounted.predicted_ettr() == pytest.approx(accounted.ettr, abs=0.03)
 
 
@@ -456,6 +476,7 @@ def test_a_rewind_past_an_empty_attempt_is_accounted(tmp_path):
     phases.begin("step")
     train(life, ledger, 3, 4)
     accounted = ledger.account()
+
     assert accounted.seconds["productive"] == pytest.approx(2 * 4.0 + 2 * 2.0)
     # steps 3 to 6 of the first, with their data
     assert accounted.seconds["lost"] == pytest.approx(4 * 4.5)

@@ -71,12 +71,16 @@ def test_every_delay_of_a_run_with_a_restart_is_in_its_bin(tmp_path):
     # saves after 2, 4 and 6; validates after 3 and 6; one micro-batch per step
     run_config = config(tmp_path)
     assert end(fork(_launch, run_config, tmp_path)) == 0
+
     lines, bad = events.read(tmp_path)
     assert not bad
+
     attempts = attempts_of(lines)
     assert [attempt.start.step for attempt in attempts] == [0, 4]
+
     accounted = account(attempts)
     assert (accounted.attempts, accounted.failures, accounted.saves) == (2, 1, 3)
+
     wall = attempts[-1].points[-1].time - attempts[0].start.job_started
     assert accounted.running_seconds == pytest.approx(wall, rel=0.01)
     assert accounted.idle_seconds == 0
@@ -89,6 +93,7 @@ def test_every_delay_of_a_run_with_a_restart_is_in_its_bin(tmp_path):
     assert seconds["productive"] >= (STEPS - 1) * STEP
     assert seconds["restart"] > 0
     assert seconds["start"] > 0
+
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0 < last["goodput"] < 1
     assert last["goodput_lost_seconds"] == pytest.approx(seconds["lost"])
