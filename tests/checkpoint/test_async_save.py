@@ -267,14 +267,20 @@ def tensors_of_rank(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def three_ranks(rank: int, root: Path) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+def save_in_both_modes(root: Path) -> None:
     for mode in ("disabled", "async"):
         manager = checkpoints(root / mode, async_mode=mode)
         for step in (1, 2):
             manager.save(step, tensors_of_rank(step), {}, facts(step), last=False)
             manager.finish()
         manager.close()
+
+
+def three_ranks(rank: int, root: Path) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    save_in_both_modes(root)
+
+    # Rank 1 cannot write. All ranks raise its error at the first step after the failure.
     manager = checkpoints(root / "fail", async_mode="async", max_stall_seconds=0.0)
     write = files.write_hashed
     with pytest.MonkeyPatch.context() as patch:
@@ -283,16 +289,16 @@ def three_ranks(rank: int, root: Path) -> dict[str, Any]:
         if rank == 1:
             eventually(lambda: manager.saving.writing is not None and manager.saving.writing.failed)
         dist.barrier()
-        exchange_flags(manager)  # the first step after the failure
+        exchange_flags(manager)
         try:
             manager.poll()
         except StorageError as error:
             results["error"] = str(error)
     dist.barrier()
-    results["step_folders"] = sorted(
-        path.name for path in (root / "fail/checkpoint").glob("step-*")
-    )
-    # one slow rank makes all ranks skip the next save
+    step_folders = (root / "fail/checkpoint").glob("step-*")
+    results["step_folders"] = sorted(path.name for path in step_folders)
+
+    # One slow rank makes all ranks skip the next save.
     with blocked_writers() if rank == 1 else contextlib.nullcontext() as go:
         manager.save(2, tensors_of_rank(2), {}, facts(2), last=False)
         if rank == 2:  # this rank has nothing to write, so its save ends immediately
@@ -302,7 +308,8 @@ def three_ranks(rank: int, root: Path) -> dict[str, Any]:
         if go:
             go.set()
         manager.finish()
-    results["steps"], results["saved"] = manager.steps(), manager.saved_step
+    results["steps"] = manager.steps()
+    results["saved"] = manager.saved_step
     manager.close()
     return results
 
@@ -311,28 +318,23 @@ def test_background_save_on_ranks_matches_a_blocking_one_and_fails_on_all_ranks(
     tmp_path: Path,
 ) -> None:
     answers = run_ranks(3, three_ranks, tmp_path)
+
+    # Both modes write the same files.
     for step in (1, 2):
-        blocking, background = (
-            tmp_path / mode / f"checkpoint/step-{step}" for mode in ("disabled", "async")
-        )
+        blocking = tmp_path / f"disabled/checkpoint/step-{step}"
+        background = tmp_path / f"async/checkpoint/step-{step}"
         names = sorted(path.name for path in blocking.iterdir())
-        assert (
-            names
-            == sorted(path.name for path in background.iterdir())
-            == ["manifest.json", *names[1:]]
-        )
+        assert names == sorted(path.name for path in background.iterdir())
+        assert names[0] == "manifest.json"
         assert names[1:] == ["rank-00000.bin", "rank-00001.bin", "rank-00002.bin"][: len(names) - 1]
         for name in names[1:]:
             assert (blocking / name).read_bytes() == (background / name).read_bytes()
-        blocking_manifest, background_manifest = (
-            manifest.read(path) for path in (blocking, background)
-        )
-        assert (blocking_manifest.tensors, blocking_manifest.files, blocking_manifest.facts) == (
-            background_manifest.tensors,
-            background_manifest.files,
-            background_manifest.facts,
-        )
 
+        blocking_manifest = manifest.read(blocking)
+        background_manifest = manifest.read(background)
+        assert blocking_manifest.tensors == background_manifest.tensors
+        assert blocking_manifest.files == background_manifest.files
+        assert blocking_manifest.facts == background_manifest.facts
     assert len({answer["error"] for answer in answers}) == 1
     assert "rank 1 on" in answers[0]["error"]
     assert f"errno {errno.ENOSPC}" in answers[0]["error"]

@@ -62,13 +62,18 @@ def test_best_is_the_first_step_with_the_best_finite_value_also_across_a_resume(
     )  # type: ignore[arg-type]
     best = Best(options)
     for step, value in enumerate(values):
-        if step == cut:  # through JSON, as in a checkpoint
+        # The run resumes at this step. Its state passes through JSON, as in a checkpoint.
+        if step == cut:
             resumed = Best(options)
             resumed.load(json.loads(json.dumps(best.to_dict())), Path("/nowhere"))
             best = resumed
         best.observe(step, {"loss": value})
-        good = [v for v in values[: step + 1] if math.isfinite(v)]
-        expected = values.index((min if mode == "min" else max)(good)) if good else -1
+
+        finite_values = [v for v in values[: step + 1] if math.isfinite(v)]
+        expected = -1
+        if finite_values:
+            best_value = min(finite_values) if mode == "min" else max(finite_values)
+            expected = values.index(best_value)
         assert best.step == expected
         assert best.is_new(step) == (expected == step)
         assert best.without_improvement == step - expected
@@ -115,17 +120,18 @@ def test_best_checkpoint_is_not_deleted_until_a_better_one_exists(
     lines = capsys.readouterr().out.splitlines()
     assert [("best: validation.loss 1.5" in line) for line in lines] == [True, False, False]
 
+    # A resumed run continues with the best value that the last checkpoint recorded.
     manager.close()
-    again = Checkpoints(config(tmp_path))
+    resumed = Checkpoints(config(tmp_path))
     saved_best = manifest.read(folder / "step-9").facts["best"]
-    again.to_continue()
-    again.best.load(saved_best, folder)
+    resumed.to_continue()
+    resumed.best.load(saved_best, folder)
     for step in (10, 11, 12):
-        save(again, step, 1.55)
+        save(resumed, step, 1.55)
 
-    assert again.steps() == [7, 11, 12]
+    assert resumed.steps() == [7, 11, 12]
 
-    again.close()
+    resumed.close()
 
 
 def test_stale_or_broken_pointer_is_rewritten(

@@ -52,10 +52,12 @@ def test_ls_accepts_a_run_a_step_and_a_hugging_face_folder(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("ls", folder) == 0
-
     listed = capsys.readouterr().out
+
+    # The folder of the run lists the same steps.
     assert run("ls", folder.parent) == 0
     assert capsys.readouterr().out == listed
+
     assert run("ls", folder / "step-2") == 0
     assert capsys.readouterr().out == listed.splitlines()[0] + "\n"
 
@@ -69,15 +71,16 @@ def test_ls_accepts_a_run_a_step_and_a_hugging_face_folder(
     save_file(tensors, hub / "model.safetensors", metadata={"format": "pt"})
 
     assert run("ls", hub) == 0
-
     line = capsys.readouterr().out
     assert "GPT2LMHeadModel  2 tensors  1 bfloat16, 1 float32" in line
     assert "missing" not in line
 
+    # One file of the index is missing, and the other is cut.
     (hub / "model.safetensors.index.json").write_text(
         '{"weight_map": {"c": "model-2.safetensors"}}'
     )
-    (hub / "model.safetensors").write_bytes((hub / "model.safetensors").read_bytes()[:-1])
+    content = (hub / "model.safetensors").read_bytes()
+    (hub / "model.safetensors").write_bytes(content[:-1])
 
     assert run("ls", hub) == 0
     assert "missing or cut: model-2.safetensors, model.safetensors" in capsys.readouterr().out
@@ -185,9 +188,11 @@ def test_weights_neither_replaces_a_file_nor_leaves_a_partial_one(
     assert run("weights", folder / "step-4", output) == 2
     assert sorted(path.name for path in place.iterdir()) == before
     assert not (tmp_path / "absent").exists()
+
     assert run("weights", folder / "step-4", place / "free.st") == 0
     assert sorted(path.name for path in place.iterdir()) == sorted([*before, "free.st"])
-    assert elsewhere.read_text() == (place / "free.st.tmp").read_text() == "precious"
+    assert elsewhere.read_text() == "precious"
+    assert (place / "free.st.tmp").read_text() == "precious"
 
 
 def test_weights_are_written_once_and_completely(
@@ -213,13 +218,19 @@ def test_weights_are_written_once_and_completely(
 @pytest.mark.parametrize("shape", [(), (5,), (4, 6), (2, 3, 4), (3, 1, 4)])
 def test_shards_of_any_split_are_assembled(tmp_path: Path, shape: tuple[int, ...]) -> None:
     full = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
+
+    # Split every dimension into two halves; the second half of a dimension of size 1 is empty.
     boxes = [((), ())]
-    for size in shape:  # split every dimension in two
+    for size in shape:
         half = (size + 1) // 2
-        halves = [(0, half), (half, size - half)]
-        boxes = [
-            ((*o, start), (*s, length)) for o, s in boxes for start, length in halves if length
-        ]
+        split_boxes = []
+        for offsets, sizes in boxes:
+            split_boxes.append(((*offsets, 0), (*sizes, half)))
+            if size > half:
+                split_boxes.append(((*offsets, half), (*sizes, size - half)))
+        boxes = split_boxes
+
+    # Write all boxes to one file.
     data = b""
     grids = []
     for offsets, sizes in boxes:
@@ -232,9 +243,8 @@ def test_shards_of_any_split_are_assembled(tmp_path: Path, shape: tuple[int, ...
     from shardtrain.checkpoint.manifest import Manifest, TensorFile
 
     tensor = StoredTensor("int32", shape, tuple(grids))
-    stored = Manifest(
-        1, 1, "r", "x", (TensorFile("rank-00000.bin", len(data), ""),), {"a": tensor}, {}
-    )
+    file = TensorFile("rank-00000.bin", len(data), "")
+    stored = Manifest(1, 1, "r", "x", (file,), {"a": tensor}, {})
 
     assert bytes(whole_bytes(stored, tmp_path, tensor)) == full.numpy().tobytes()
     assert torch.equal(read_whole(stored, tmp_path, "a"), full)

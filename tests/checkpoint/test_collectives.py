@@ -45,6 +45,8 @@ def answers_of_rank(rank: int) -> dict[str, Any]:
         if rank == 2:
             raise CheckpointError("it is damaged")
 
+    no_disk = OSError(28, "No space left", "/full")
+    error_of_rank_2 = ZeroDivisionError("of rank 2")
     return {
         "gathered": collectives.all_gather_json({"rank": rank, "text": "x" * rank}),
         "first": collectives.broadcast_json([rank, "ä", None]),
@@ -54,17 +56,15 @@ def answers_of_rank(rank: int) -> dict[str, Any]:
         "any": collectives.any_ranks([rank == 2, False, True]),
         "no text": collectives.first_word(""),
         "text": collectives.first_word(f"rank {rank}" if rank else ""),
+        # Actions that succeed, on all ranks or only on rank 0.
         "done": collectives.all_ranks(lambda: rank + 10),
         "first rank only": collectives.first_rank(lambda: [rank, dist.get_rank()]),
         "all ranks gather": collectives.all_ranks_gather(lambda: rank),
         "gathered on rank 0": collectives.all_ranks_to_first(lambda: "x" * rank),
+        # Actions that fail on one or two ranks.
         "refused": raised(lambda: collectives.all_ranks(failing_on(1, CheckpointError("no")))),
-        "no disk": raised(
-            lambda: collectives.first_rank(failing_on(0, OSError(28, "No space left", "/full")))
-        ),
-        "a bug": raised(
-            lambda: collectives.all_ranks(failing_on(2, ZeroDivisionError("of rank 2")))
-        ),
+        "no disk": raised(lambda: collectives.first_rank(failing_on(0, no_disk))),
+        "a bug": raised(lambda: collectives.all_ranks(failing_on(2, error_of_rank_2))),
         "two": raised(lambda: collectives.all_ranks(fail_on_two_ranks)),
         "after the errors": collectives.broadcast_json(rank),
     }

@@ -38,10 +38,9 @@ def losses(run: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_run_of_an_earlier_version_is_resumed(folder: Path, ranks: int) -> None:
-    """On the mesh that wrote it and on another. The tolerance is for processors that round differently."""
-    earlier = {
-        int(step): loss for step, loss in json.loads((EARLIER / "losses.json").read_text()).items()
-    }
+    """On the mesh that wrote it and on another."""
+    losses_text = (EARLIER / "losses.json").read_text()
+    earlier = {int(step): loss for step, loss in json.loads(losses_text).items()}
     command = [sys.executable, "-m", "shardtrain", "train", "run.toml", "--nproc", str(ranks)]
     done = forked.run(command, cwd=folder, capture_output=True, text=True)
 
@@ -49,9 +48,10 @@ def test_run_of_an_earlier_version_is_resumed(folder: Path, ranks: int) -> None:
 
     logged = losses(folder / "run")
     assert sorted(logged) == [1, 2, 3, 4, 5, 6]
-    assert all(logged[step] == earlier[step] for step in (1, 2, 3)), (
-        "losses logged by the earlier version are kept"
-    )
+    # The resumed run keeps the losses that the earlier version logged.
+    for step in (1, 2, 3):
+        assert logged[step] == earlier[step]
+    # Processors round float32 sums differently, so later losses are only close.
     assert logged == pytest.approx(earlier, rel=1e-5)
     assert (folder / "run" / "checkpoint" / "step-6" / "manifest.json").exists()
 

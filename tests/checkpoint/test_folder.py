@@ -414,10 +414,9 @@ def test_last_save_can_contain_only_weights_in_a_safetensors_file(
     manager.save(3, weights(1 / 3), rest(3), FACTS, True)
     weights_file.write(tmp_path / "checkpoint/step-3", tmp_path / "weights.safetensors")
     opened = load_file(tmp_path / "weights.safetensors")
-    expected = {
-        name.removeprefix("model."): t.to(getattr(torch, dtype))
-        for name, t in weights(1 / 3).items()
-    }
+    expected = {}
+    for name, tensor in weights(1 / 3).items():
+        expected[name.removeprefix("model.")] = tensor.to(getattr(torch, dtype))
 
     assert opened.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -426,6 +425,7 @@ def test_last_save_can_contain_only_weights_in_a_safetensors_file(
 
     torch.save(opened, tmp_path / "weights.pt")  # the conversion to .pt in docs/checkpoints.md
     assert torch.load(tmp_path / "weights.pt", weights_only=True).keys() == expected.keys()
+
     assert manifest.read(tmp_path / "checkpoint/step-3").facts["weights_only"] is True
     # steps before the last are full checkpoints
     assert manifest.read(tmp_path / "checkpoint/step-1").facts["weights_only"] is False

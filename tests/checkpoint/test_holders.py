@@ -59,7 +59,8 @@ def expected_plan(boxes_of_ranks: list[dict[str, Any]]) -> tuple[dict[str, list[
     for (name, box), ranks in sorted(holders_of_piece.items(), key=order):
         writer = min(ranks, key=lambda rank: (load[rank], rank))
         placed.append((name, box, writer, load[writer]))
-        load[writer] += int(np.prod(box[1], dtype=np.int64)) * ITEM_BYTES[box[2]]
+        num_values = int(np.prod(box[1], dtype=np.int64))
+        load[writer] += num_values * ITEM_BYTES[box[2]]
     # Ranks without a piece write no file, so they do not count in the numbers of files.
     has_file = [size > 0 for size in load]
     numbers = [sum(has_file[:rank]) for rank in range(len(load))]
@@ -72,10 +73,13 @@ def expected_plan(boxes_of_ranks: list[dict[str, Any]]) -> tuple[dict[str, list[
 def check_plan(boxes_of_ranks: list[dict[str, Any]], held_tensors: dict[str, holders.Held]) -> None:
     chunks, load = expected_plan(boxes_of_ranks)
     stored, planned_load = save_plan.share_out(held_tensors, len(boxes_of_ranks))
+
     assert planned_load == load
     for name, tensor in stored.items():
         planned = sorted(tensor.chunks(), key=lambda chunk: chunk.offsets)
-        assert planned == sorted(chunks.get(name, []), key=lambda chunk: chunk.offsets)
+        expected = sorted(chunks.get(name, []), key=lambda chunk: chunk.offsets)
+        assert planned == expected
+
     # Each rank writes its pieces in the order of their places in the file.
     plan = save_plan.SavePlan(stored, load, held_tensors)
     for rank in range(len(boxes_of_ranks)):
@@ -94,7 +98,9 @@ def test_plan_follows_its_definition(data: st.DataObject) -> None:
     axes = [data.draw(st.integers(1, 3)) for _ in range(3)]
     stages = data.draw(st.integers(1, 2))
     strides = [axes[1] * axes[2], axes[2], 1]
-    per_stage = axes[0] * strides[0]
+    ranks_per_stage = axes[0] * strides[0]
+
+    # Draw the tensors of each stage.
     tables: list[dict[str, Any]] = []
     for stage in range(stages):
         table = {}
@@ -115,7 +121,9 @@ def test_plan_follows_its_definition(data: st.DataObject) -> None:
             else:
                 table[f"s{stage}.t{number}"] = [dtype, shape, splits]
         tables.append(table)
-    table_of_rank = [rank // per_stage for rank in range(stages * per_stage)]
+
+    # Derive the boxes of each rank from the tensors of its stage.
+    table_of_rank = [rank // ranks_per_stage for rank in range(stages * ranks_per_stage)]
     held_tensors = holders.held_by_all(tables, table_of_rank)
     boxes_of_ranks = []
     for rank, number in enumerate(table_of_rank):
@@ -124,6 +132,7 @@ def test_plan_follows_its_definition(data: st.DataObject) -> None:
             offsets, sizes = holders.boxes_of(shape, rule, np.array([rank]))
             boxes[name] = [dtype, offsets[0].tolist(), sizes[0].tolist()]
         boxes_of_ranks.append(boxes)
+
     check_plan(boxes_of_ranks, held_tensors)
 
 
@@ -136,6 +145,8 @@ PLACEMENTS: list[list[Any]] = [
 def on_ranks(rank: int) -> dict[str, Any]:
     world = init_device_mesh("cpu", (3, 2), mesh_dim_names=("fsdp", "tp"))
     tensors: dict[str, torch.Tensor] = {"plain": torch.zeros(3), "scalar": torch.tensor(1.0)}
+
+    # Tensors with every layout, in shapes that split evenly, unevenly, or leave ranks without rows.
     layouts = itertools.product(PLACEMENTS, [(8, 4), (7, 5), (2, 2)])
     for number, (placements, shape) in enumerate(layouts):
         # The layout of FSDP over tensor parallelism exists only for even shards.
@@ -152,6 +163,8 @@ def on_ranks(rank: int) -> dict[str, Any]:
     # A tensor of one pipeline stage is also on only some ranks.
     if rank < 2:
         tensors["only two"] = torch.zeros(4)
+
+    # Every rank finds the same holders without communication.
     table = holders.table_of(tensors)
     held_tensors = holders.find_holders(tensors)
     boxes = {}
@@ -247,15 +260,22 @@ def grids_per_layer(ep: int, shards: int, layers: int) -> int:
     """Return the number of grids per layer of an MoE with experts on ``ep`` ranks and rows split unevenly."""
     rows = 2 * shards - 5
     ranks = ep * shards
-    kinds = {"w1": ([ep * 2, rows, 4], [[ep, 1, 0], [shards, ep, 1]])}
-    kinds |= {"w2": ([ep * 2, rows - 3, 4], [[ep, 1, 0], [shards, ep, 1]])}
-    kinds |= {"wo": ([ranks - 7, 4], [[ranks, 1, 0]]), "norm": ([rows], [[ranks, 1, 0]])}
-    layer = range(layers)
-    table = {
-        f"layers.{n}.{name}": ["float32", *kind] for n in layer for name, kind in kinds.items()
+    expert_rule = [[ep, 1, 0], [shards, ep, 1]]
+    kinds = {
+        "w1": ([ep * 2, rows, 4], expert_rule),
+        "w2": ([ep * 2, rows - 3, 4], expert_rule),
+        "wo": ([ranks - 7, 4], [[ranks, 1, 0]]),
+        "norm": ([rows], [[ranks, 1, 0]]),
     }
+    table = {}
+    for layer in range(layers):
+        for name, (shape, rule) in kinds.items():
+            table[f"layers.{layer}.{name}"] = ["float32", shape, rule]
     stored, load = save_plan.share_out(holders.held_by_all([table], [0] * ranks), ranks)
-    assert sum(load) == 4 * sum(int(np.prod(shape)) for shape, _ in kinds.values()) * layers
+
+    # Every value is written once, in 4 bytes.
+    values_per_layer = sum(int(np.prod(shape)) for shape, _ in kinds.values())
+    assert sum(load) == 4 * values_per_layer * layers
     return sum(len(tensor.grids) for tensor in stored.values()) // layers
 
 

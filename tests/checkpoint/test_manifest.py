@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import itertools
 import json
 import sys
 import threading
@@ -201,24 +202,29 @@ def test_random_bytes_are_rejected(data: bytes) -> None:
 @given(st.data())
 def test_forged_value_in_any_field_is_rejected_or_safe(data: st.DataObject) -> None:
     """For any value in any field, a manifest that parses has file names without paths and pieces within their files."""
-    leaves = [("files", 0, i) for i in range(3)] + [
+    leaves = [
+        ("files", 0, 0),
+        ("files", 0, 1),
+        ("files", 0, 2),
         (*A, 0),
         (*A, 1, 0),
         (*A, 1, 1),
         (*A, 2, 0, 2),
         (*A, 2, 0, 3),
+        (*CHUNK, 0, 0),
+        (*CHUNK, 0, 1),
+        (*CHUNK, 1, 0),
+        (*CHUNK, 1, 1),
     ]
-    leaves += [(*CHUNK, i, j) for i in range(2) for j in range(2)]
     leaf = data.draw(st.sampled_from(leaves))
-    value = data.draw(
-        st.one_of(
-            st.integers(),
-            st.text(max_size=20),
-            st.none(),
-            st.booleans(),
-            st.floats(allow_nan=False, allow_infinity=False),
-        )
+    values = st.one_of(
+        st.integers(),
+        st.text(max_size=20),
+        st.none(),
+        st.booleans(),
+        st.floats(allow_nan=False, allow_infinity=False),
     )
+    value = data.draw(values)
     try:
         parsed = manifest.parse(signed(changed(*leaf, value=value)), PATH)
     except CheckpointError:
@@ -239,24 +245,27 @@ def test_forged_value_in_any_field_is_rejected_or_safe(data: st.DataObject) -> N
 def test_boxes_of_a_grid_tile_the_tensor_and_a_missing_or_extra_one_does_not(
     cells: list[int], data: st.DataObject
 ) -> None:
+    # Extend the boxes of the earlier dimensions by each interval of this dimension.
     edges = [data.draw(st.lists(st.integers(1, 3), min_size=n, max_size=n)) for n in cells]
     boxes: list[Any] = [((), ())]
     for sizes in edges:
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        boxes = [
-            ((*o, start), (*s, size))
-            for o, s in boxes
-            for start, size in zip(starts, sizes, strict=True)
-        ]
+        extended_boxes = []
+        for box_offsets, box_sizes in boxes:
+            for start, size in zip(starts, sizes, strict=True):
+                extended_boxes.append(((*box_offsets, start), (*box_sizes, size)))
+        boxes = extended_boxes
     shape = tuple(map(sum, edges))
 
     assert check_tiling(shape, boxes) == ""
     assert check_tiling(shape, boxes[1:]) != ""
     assert check_tiling(shape, [*boxes, boxes[0]]) != ""
 
+    # A box that replaces another box of its size overlaps with itself.
     if len(boxes) > 1 and boxes[0][1] == boxes[1][1]:
         assert check_tiling(shape, [boxes[1], *boxes[1:]]) == "overlap"
-    assert all(overlap(one, other) is None for one in boxes for other in boxes if one != other)
+    for first, second in itertools.permutations(boxes, 2):
+        assert overlap(first, second) is None
 
 
 def test_huge_file_is_not_read(tmp_path: Path) -> None:
@@ -311,13 +320,13 @@ def grid_with(*path: str | int, value: Any) -> str:
 
 def test_grids_round_trip() -> None:
     parsed = manifest.parse(signed(json.dumps(GRID)), PATH)
-    assert parsed.tensors["model.a"].grids == (
-        Grid((0, 0), (2, 2), 0, 0, (Axis(2, 1, 1), Axis(3, 0, 2))),
-    )
+    grid_of_a = Grid((0, 0), (2, 2), 0, 0, (Axis(2, 1, 1), Axis(3, 0, 2)))
+    assert parsed.tensors["model.a"].grids == (grid_of_a,)
     assert [(c.offsets, c.file) for c in parsed.tensors["model.a"].chunks()] == [
         ((0, 0), 0), ((0, 2), 1), ((2, 0), 2), ((2, 2), 3), ((4, 0), 4), ((4, 2), 5),
     ]  # fmt: skip
     assert [c.file for c in parsed.tensors["model.c"].chunks()] == [5, 4, 3, 2, 1, 0]
+
     assert manifest.parse(parsed.to_bytes(), PATH) == parsed
     assert json.loads(parsed.to_bytes())["version"] == 2
 
@@ -359,31 +368,38 @@ def test_hostile_grid_is_rejected(body: str, why: str) -> None:
 @given(st.data())
 def test_shared_bytes_are_detected_as_a_check_of_every_byte_does(data: st.DataObject) -> None:
     """The implementation groups identical files; the definition checks every byte of every file."""
-    files = data.draw(st.integers(1, 8))
-    tensors = {}
-    for number in range(data.draw(st.integers(1, 4))):
-        count = data.draw(st.integers(1, files))
+    num_files = data.draw(st.integers(1, 8))
+    grids = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        count = data.draw(st.integers(1, num_files))
         step = data.draw(st.integers(-2, 2)) if count > 1 else 1
-        first = data.draw(st.integers(0, files - 1))
+        first_file = data.draw(st.integers(0, num_files - 1))
         begin = data.draw(st.integers(0, 5))
-        tensors[f"t{number}"] = [
-            "uint8",
-            [2 * count],
-            [[[0], [2], first, begin, [[count, 0, step]]]],
-        ]
-    body = {**GRID, "tensors": tensors, "files": [[f"rank-{n}.bin", 6, HASH] for n in range(files)]}
+        grids.append((count, step, first_file, begin))
+
+    # The definition: each piece of two bytes uses its own bytes of an existing file of 6 bytes.
     used: list[tuple[int, int]] = []
-    for _, _, [[_, _, first, begin, [[count, _, step]]]] in tensors.values():
-        used += [(first + i * step, begin + byte) for i in range(count) for byte in range(2)]
-    good = len(set(used)) == len(used) and all(
-        0 <= file < files and byte < 6 for file, byte in used
-    )
+    for count, step, first_file, begin in grids:
+        for number in range(count):
+            file = first_file + number * step
+            used += [(file, begin), (file, begin + 1)]
+    is_valid = len(set(used)) == len(used)
+    for file, byte in used:
+        is_valid = is_valid and 0 <= file < num_files and byte < 6
+
+    # The same grids as a manifest.
+    tensors = {}
+    for number, (count, step, first_file, begin) in enumerate(grids):
+        grid = [[0], [2], first_file, begin, [[count, 0, step]]]
+        tensors[f"t{number}"] = ["uint8", [2 * count], [grid]]
+    files = [[f"rank-{number}.bin", 6, HASH] for number in range(num_files)]
+    body = {**GRID, "tensors": tensors, "files": files}
     try:
         manifest.parse(signed(json.dumps(body)), PATH)
     except CheckpointError:
-        assert not good
+        assert not is_valid
     else:
-        assert good
+        assert is_valid
 
 
 def test_hugging_face_folder_is_rejected_with_the_option_that_reads_it(tmp_path: Path) -> None:

@@ -144,9 +144,12 @@ def test_deletion_takes_one_request_and_expands_no_wildcards(folder, requests, m
         store.pipe_file(address, b"bytes")
     deleted_keys: list[Any] = []
     remove = MemoryFileSystem.rm
-    monkeypatch.setattr(
-        MemoryFileSystem, "rm", lambda self, keys: (deleted_keys.append(keys), remove(self, keys))
-    )
+
+    def recorded_remove(store: MemoryFileSystem, keys: Any) -> None:
+        deleted_keys.append(keys)
+        remove(store, keys)
+
+    monkeypatch.setattr(MemoryFileSystem, "rm", recorded_remove)
     objects.unlink_all([ObjectPath(store, address) for address in own_addresses])
 
     assert len(deleted_keys) == requests
@@ -363,27 +366,33 @@ def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(late: bool
     for first in (1, 2):
         save(with_deletes, first)
     with_deletes.close()
+
+    # Count the calls of a save that also deletes a checkpoint.
     counter = FaultyStore(10**9, Killed)
     manager = stored_through(counter, keep_latest_k=2)
     manager.to_continue()
     first_call = counter.calls
     save(manager, 3)
     manager.close()
+
+    # Fail each of these calls, in each way.
     for number, failure in itertools.product(range(first_call + 1, counter.calls + 1), failures()):
         step += 1
         store = FaultyStore(10**9, failure, late)
         manager = stored_through(store, keep_latest_k=2)
         manager.to_continue()
-        before, store.number = manager.steps(), number
+        steps_before = manager.steps()
+        store.number = number
         store.calls = first_call
+        message = ""
         try:
             save(manager, step)
-            message = ""
         except (StorageError, CheckpointError) as error:
             message = str(error)
         store.number = -1
+
         newest = stored().steps()[-1]
-        assert newest == step or (message and newest == before[-1]), (number, message)
+        assert newest == step or (message and newest == steps_before[-1]), (number, message)
         assert_step_is_intact(newest)
         if message:
             failed_saves += 1
@@ -465,18 +474,16 @@ def test_command_accepts_addresses(tmp_path: Path, capsys: pytest.CaptureFixture
     manager.close()
 
     assert checkpoint_command.main(["ls", FOLDER]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
-        "step-1",
-        "step-2",
-    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["step-1", "step-2"]
+
     assert checkpoint_command.main(["verify", FOLDER]) == 0
     assert checkpoint_command.main(["diff", f"{FOLDER}/step-1", f"{FOLDER}/step-1"]) == 0
     assert checkpoint_command.main(["diff", f"{FOLDER}/step-1", f"{FOLDER}/step-2"]) == 1
-    assert (
-        checkpoint_command.main(["weights", f"{FOLDER}/step-2", str(tmp_path / "w.safetensors")])
-        == 0
-    )
-    assert torch.equal(load_file(tmp_path / "w.safetensors")["a"], weights(2)["model.a"])
+
+    output = tmp_path / "w.safetensors"
+    assert checkpoint_command.main(["weights", f"{FOLDER}/step-2", str(output)]) == 0
+    assert torch.equal(load_file(output)["a"], weights(2)["model.a"])
     with pytest.raises(ConfigError, match="is not a local file"):
         checkpoint_command.main(["weights", f"{FOLDER}/step-2", f"{FOLDER}/w.safetensors"])
     with pytest.raises(CheckpointError, match="has no checkpoint"):

@@ -36,12 +36,10 @@ class File:
         parts = [unsynced[start : start + size] for start in range(0, len(unsynced), size)]
         tails = [unsynced[: size * count] for count in range(len(parts) + 1)]
         for is_kept in itertools.product((False, True), repeat=len(parts)):
-            tails.append(
-                b"".join(
-                    part if keep else bytes(len(part))
-                    for part, keep in zip(parts, is_kept, strict=True)
-                )
-            )
+            tail = b""
+            for part, keep in zip(parts, is_kept, strict=True):
+                tail += part if keep else bytes(len(part))
+            tails.append(tail)
         return [self.synced + tail for tail in dict.fromkeys(tails)]
 
 
@@ -124,10 +122,8 @@ class Disk:
                 yield tuple(zip(names, below, strict=True))
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        real = {
-            name: getattr(os, name)
-            for name in ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
-        }
+        names = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
+        real = {name: getattr(os, name) for name in names}
 
         def is_inside(path: Any) -> bool:
             return isinstance(path, str | Path) and Path(path).is_relative_to(self.root)
@@ -191,13 +187,13 @@ class Disk:
 
             return call
 
-        patched = {"open": open_, "write": write, "fsync": fsync, "rename": rename, "mkdir": mkdir}
-        for name, function in {
-            **patched,
-            "unlink": remove("unlink"),
-            "rmdir": remove("rmdir"),
-        }.items():
-            patch.setattr(os, name, function)
+        patch.setattr(os, "open", open_)
+        patch.setattr(os, "write", write)
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(os, "rename", rename)
+        patch.setattr(os, "mkdir", mkdir)
+        patch.setattr(os, "unlink", remove("unlink"))
+        patch.setattr(os, "rmdir", remove("rmdir"))
         patch.setattr(shutil, "rmtree", remove_by_path)
 
 
@@ -237,6 +233,8 @@ def test_every_state_after_a_power_loss_has_the_old_or_the_new_checkpoint(
     manager.to_continue()
     for step in range(1, new_step):
         save(manager, step)
+
+    # Record every state that a power loss during the save could leave, and those after the save.
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(root)
         disk.watch(patch)

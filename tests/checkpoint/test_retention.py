@@ -68,11 +68,15 @@ def test_newest_k_complete_checkpoints_and_all_later_ones_are_kept(
     deleted = to_delete(own_steps, keep, complete)
     kept_complete = sorted(complete - {*deleted})
 
-    assert kept_complete[-keep:] == sorted(complete)[-keep:] if keep else deleted == []
+    if keep:
+        assert kept_complete[-keep:] == sorted(complete)[-keep:]
+    else:
+        assert deleted == []
     assert not deleted or len(kept_complete) >= keep
-    assert to_delete([step for step in own_steps if step not in deleted], keep, complete) == [], (
-        "deleting again must delete nothing more"
-    )
+
+    # Deleting again deletes nothing more.
+    remaining = [step for step in own_steps if step not in deleted]
+    assert to_delete(remaining, keep, complete) == []
 
 
 class Folder(RuleBasedStateMachine):

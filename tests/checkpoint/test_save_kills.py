@@ -117,20 +117,26 @@ def test_random_kills_lose_nothing(
         assert receiver.poll(patience.seconds(60))
         reported = int(receiver.recv_bytes())  # the step it resumed from
         assert reported == newest
+
         # wait for a number of saves and then part of another: kills hit all phases at any machine speed
         begin = time.monotonic()
-        waits = dice.randrange(4)
-        for _ in range(waits * size + size - 1 if waits else 0):  # every rank reports
+        saves_to_wait_for = dice.randrange(4)
+        # every rank reports
+        reports = saves_to_wait_for * size + size - 1 if saves_to_wait_for else 0
+        for _ in range(reports):
             assert receiver.poll(patience.seconds(60))
             reported = max(reported, int(receiver.recv_bytes()))
-        pace = (time.monotonic() - begin) / waits if waits else 0.02
-        time.sleep(dice.random() * min(1.0, 1.5 * pace))
+        seconds_per_save = 0.02
+        if saves_to_wait_for:
+            seconds_per_save = (time.monotonic() - begin) / saves_to_wait_for
+        time.sleep(dice.random() * min(1.0, 1.5 * seconds_per_save))
+
         victim = dice.randrange(size + 1)  # one rank, or all
-        for process in ranks if victim == size else [ranks[victim]]:
+        victims = ranks if victim == size else [ranks[victim]]
+        for process in victims:
             os.kill(process.pid, signal.SIGKILL)
-        newest_after_kill = assert_nothing_is_lost(
-            tmp_path, max(reported, kill_ranks(ranks, receiver))
-        )
+        last_reported = max(reported, kill_ranks(ranks, receiver))
+        newest_after_kill = assert_nothing_is_lost(tmp_path, last_reported)
         gained += newest_after_kill > newest
         newest = newest_after_kill
 

@@ -262,30 +262,29 @@ def test_each_rank_sends_to_the_next_node(node_of: list[int], targets: list[int 
     assert [ring.target(rank) for rank in range(len(node_of))] == targets
 
     for rank, target in enumerate(targets):
-        for node in set(node_of):
-            nodes_with_file = (
-                {node_of[rank]} if target is None else {node_of[rank], node_of[target]}
-            )
-            assert (ring.writer_of(rank, node) is not None) == (node in nodes_with_file)
+        nodes_with_file = {node_of[rank]}
         if target is not None:
+            nodes_with_file.add(node_of[target])
             assert rank in ring.sources(target)
+        for node in set(node_of):
+            assert (ring.writer_of(rank, node) is not None) == (node in nodes_with_file)
 
 
 def fetch_some(rank: int) -> dict[tuple[int, int], bytes]:
     """Each rank holds one file. Rank 1 needs more than one round; rank 2 needs nothing."""
     contents = [bytes((7 * i + file) % 251 for i in range(3_000_000)) for file in range(3)]
-    needed = {
+    ranges_of_rank = {
         0: [Range(2, 2, 10, 5), Range(1, 1, 0, 3)],
         1: [Range(0, 0, 100, 2_500_000), Range(2, 2, 7, 9)],
         2: [],
-    }[rank]
+    }
+    needed = ranges_of_rank[rank]
     received: dict[tuple[int, int], bytes] = {}
 
     def read(file: int, begin: int, num_bytes: int) -> torch.Tensor:
         assert file == rank
-        return torch.frombuffer(
-            bytearray(contents[file][begin : begin + num_bytes]), dtype=torch.uint8
-        )
+        part = bytearray(contents[file][begin : begin + num_bytes])
+        return torch.frombuffer(part, dtype=torch.uint8)
 
     def write(file: int, begin: int, data: torch.Tensor) -> None:
         received[file, begin] = bytes(data.numpy())
@@ -294,10 +293,11 @@ def fetch_some(rank: int) -> dict[tuple[int, int], bytes]:
 
     peers._ROUND_BYTES = 0
     fetch(iter(needed), read, write)
-    expected = sum(one.num_bytes for one in needed)
-    assert sum(map(len, received.values())) == expected
+
+    assert sum(map(len, received.values())) == sum(range_.num_bytes for range_ in needed)
     for (file, begin), data in received.items():
         assert data == contents[file][begin : begin + len(data)]
+
     dist.barrier()
     return received
 
@@ -310,10 +310,10 @@ def test_ranges_are_fetched_in_rounds() -> None:
 
 def forget(rank: int, place: Path) -> int:
     os.environ[snapshot_folder.VARIABLE] = str(place / "memory" / "abc"[rank])
-    found = snapshots.Snapshots(config(place), lambda make: make())
-    before = found.find(-1)
-    found.forget()
-    assert before is not None and found.find(-1) is None
+    reader = snapshots.Snapshots(config(place), lambda make: make())
+    before = reader.find(-1)
+    reader.forget()
+    assert before is not None and reader.find(-1) is None
     return before.stored.step
 
 

@@ -32,16 +32,19 @@ def write_tensors(
 
     Box i is in file i, or in a file drawn by ``rng``.
     """
-    counts = [math.prod(len(sizes) for sizes in cells) for _, cells in tensors.values()]
-    count = max(counts)
-    order = np.arange(count) if rng is None else rng.permutation(count)
-    written = [bytearray() for _ in range(count)]
+    counts = []
+    for _, cells in tensors.values():
+        counts.append(math.prod(len(sizes) for sizes in cells))
+    num_files = max(counts)
+    order = np.arange(num_files) if rng is None else rng.permutation(num_files)
+    written = [bytearray() for _ in range(num_files)]
     stored = {}
     for name, (tensor, cells) in tensors.items():
         intervals = []
         for sizes in cells:
             starts = np.cumsum([0, *sizes[:-1]]).tolist()
             intervals.append([*zip(starts, sizes, strict=True)])
+
         # A box has one interval, a start and a size, along each dimension. Append it to its file.
         boxes = [*itertools.product(*intervals)]
         begins = []
@@ -50,17 +53,54 @@ def write_tensors(
             slices = tuple(slice(start, start + size) for start, size in box)
             part = tensor[slices].contiguous()
             written[file] += part.reshape(-1).view(torch.uint8).numpy().tobytes()
+
         box_array = np.array(boxes, np.int64).reshape(len(boxes), len(cells), 2)
-        placement = order[: len(boxes)], np.array(begins, np.int64)
-        grids = compress(box_array[:, :, 0], box_array[:, :, 1], *placement)
+        files_of_boxes = order[: len(boxes)]
+        begin_array = np.array(begins, np.int64)
+        grids = compress(box_array[:, :, 0], box_array[:, :, 1], files_of_boxes, begin_array)
         dtype = str(tensor.dtype).removeprefix("torch.")
         stored[name] = StoredTensor(dtype, tuple(tensor.shape), tuple(grids))
+
     listed = []
     for number, data in enumerate(written):
         file_name = f"rank-{number:05d}.bin"
         (folder / file_name).write_bytes(data)
         listed.append(TensorFile(file_name, len(data), hashlib.sha256(data).hexdigest()))
-    return Manifest(1, count, "run", "test", tuple(listed), stored, {})
+    return Manifest(1, num_files, "run", "test", tuple(listed), stored, {})
+
+
+def draw_tensor(data: st.DataObject) -> tuple[torch.Tensor, list[list[int]]]:
+    """Draw a tensor and the sizes of its shards along each dimension."""
+    dims = data.draw(st.integers(0, 3))
+    sizes_along_a_dim = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+    cells = [data.draw(sizes_along_a_dim) for _ in range(dims)]
+    dtype = data.draw(st.sampled_from(DTYPES))
+    shape = [sum(sizes) for sizes in cells]
+    # Numbers up to 120 are exact in every dtype.
+    num_values = 2 if dtype == torch.bool else 120
+    numbers = torch.arange(np.prod(shape, dtype=int)).reshape(shape) % num_values
+    return numbers.to(dtype), cells
+
+
+def draw_box(data: st.DataObject, shape: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Draw the first index and the length of a box along each dimension."""
+    low = [data.draw(st.integers(0, size - 1)) for size in shape]
+    lengths = []
+    for size, first in zip(shape, low, strict=True):
+        lengths.append(data.draw(st.integers(1, size - first)))
+    return low, lengths
+
+
+def draw_target(data: st.DataObject, saved: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Draw a tensor of zeros to read into: its dtype and its memory layout."""
+    # Floating-point tensors may be read into float32.
+    dtypes = [saved.dtype, torch.float32] if saved.is_floating_point() else [saved.dtype]
+    dtype = data.draw(st.sampled_from(dtypes))
+    if not data.draw(st.booleans()):
+        return torch.zeros(sizes, dtype=dtype)
+    # Reverse the memory order. Then rows are not contiguous.
+    reversed_dims = tuple(reversed(range(len(sizes))))
+    return torch.zeros(sizes[::-1], dtype=dtype).permute(reversed_dims)
 
 
 @settings(max_examples=20, deadline=None)
@@ -70,49 +110,31 @@ def test_any_box_of_tensors_saved_by_any_mesh_is_read_exactly(data: st.DataObjec
     tensors = {}
     boxes = {}
     for name in ("model.a", "model.b"):
-        dims = data.draw(st.integers(0, 3))
-        sizes_along_a_dim = st.lists(st.integers(1, 4), min_size=1, max_size=4)
-        cells = [data.draw(sizes_along_a_dim) for _ in range(dims)]
-        dtype = data.draw(st.sampled_from(DTYPES))
-        shape = [sum(sizes) for sizes in cells]
-        # Numbers up to 120 are exact in every dtype.
-        num_values = 2 if dtype == torch.bool else 120
-        numbers = torch.arange(np.prod(shape, dtype=int)).reshape(shape) % num_values
-        tensors[name] = numbers.to(dtype), cells
-        # The box that this rank reads.
-        low = [data.draw(st.integers(0, size - 1)) for size in shape]
-        lengths = []
-        for size, at in zip(shape, low, strict=True):
-            lengths.append(data.draw(st.integers(1, size - at)))
-        boxes[name] = (low, lengths)
+        tensors[name] = draw_tensor(data)
+        boxes[name] = draw_box(data, tensors[name][0].shape)
     most_bytes = data.draw(st.sampled_from([8, 20, 64, 2**23]))
     most_pieces = data.draw(st.sampled_from([1, 5, 2**17]))
-    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-        manifest = write_tensors(Path(name), tensors, rng)
+        manifest = write_tensors(Path(folder), tensors, rng)
         filled = {}
         expected = {}
         box_of_tensor = {}
-        for key, (low, sizes) in boxes.items():
-            saved = tensors[key][0]
+        for name, (low, sizes) in boxes.items():
+            saved = tensors[name][0]
             slices = tuple(slice(at, at + size) for at, size in zip(low, sizes, strict=True))
-            expected[key] = saved[slices]
-            # Floating-point tensors may be read into float32.
-            dtypes = [saved.dtype, torch.float32] if saved.is_floating_point() else [saved.dtype]
-            dtype = data.draw(st.sampled_from(dtypes))
-            filled[key] = torch.zeros(sizes, dtype=dtype)
-            if data.draw(st.booleans()):
-                # Reverse the memory order. Then rows are not contiguous.
-                reversed_dims = tuple(reversed(range(len(sizes))))
-                filled[key] = torch.zeros(sizes[::-1], dtype=dtype).permute(reversed_dims)
-            box_of_tensor[id(filled[key])] = tuple(low), tuple(sizes)
+            expected[name] = saved[slices]
+            filled[name] = draw_target(data, saved, sizes)
+            box_of_tensor[id(filled[name])] = tuple(low), tuple(sizes)
+        # The targets are plain tensors, so the test states which box each of them holds.
         patch.setattr(tensor_reader, "box_of", lambda tensor: box_of_tensor[id(tensor)])
         patch.setattr(files, "PIECE_BYTES", most_bytes)
         patch.setattr(tensor_reader, "MOST_PIECES", most_pieces)
-        tensor_reader.read(filled, manifest, Path(name))
+        tensor_reader.read(filled, manifest, Path(folder))
 
-    for key, tensor in filled.items():
-        assert torch.equal(tensor, expected[key].to(tensor.dtype))
+    for name, tensor in filled.items():
+        assert torch.equal(tensor, expected[name].to(tensor.dtype))
 
 
 def write_layers(folder: Path, count: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
@@ -142,14 +164,17 @@ def test_overlaps_are_computed_once_for_all_layers(
     monkeypatch.setattr(Grid, "overlaps", counted_overlaps)
     monkeypatch.setattr(files, "open_stored", counted_open)
     for count in (1, 40):
-        (tmp_path / str(count)).mkdir()
-        manifest, saved = write_layers(tmp_path / str(count), count)
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        manifest, saved = write_layers(folder, count)
         filled = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
         computed.clear()
         opened.clear()
-        tensor_reader.read(filled, manifest, tmp_path / str(count))
+        tensor_reader.read(filled, manifest, folder)
+
         assert (len(computed), len(opened)) == (1, 8)
-        assert all(torch.equal(filled[name], saved[name]) for name in saved)
+        for name in saved:
+            assert torch.equal(filled[name], saved[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -33,8 +33,10 @@ def write_checkpoint(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
         grid = Grid((0,) * tensor.ndim, sizes, 0, begin, (Axis(FILES, 0, 1),))
         stored[name] = StoredTensor("float32", tuple(tensor.shape), (grid,))
     for number in range(FILES):
-        parts = [tensor.chunk(FILES)[number].numpy().tobytes() for tensor in saved.values()]
-        content = b"".join(parts)
+        # Each file contains one shard of every tensor.
+        content = b""
+        for tensor in saved.values():
+            content += tensor.chunk(FILES)[number].numpy().tobytes()
         path = folder / f"rank-{number:05d}.bin"
         if not path.exists():
             path.write_bytes(content)
@@ -65,8 +67,12 @@ def test_only_one_file_is_open_at_a_time(
     filled = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
     tensor_reader.read(filled, manifest, tmp_path)
 
-    assert all(torch.equal(filled[name], saved[name]) for name in saved)
-    assert len(opened) == len(closed) == (FILES if most == 2 * FILES else 2 * FILES)
+    for name in saved:
+        assert torch.equal(filled[name], saved[name])
+    # If all pieces fit into one round, each file is opened once, and otherwise once per tensor.
+    expected_opens = FILES if most == 2 * FILES else 2 * FILES
+    assert len(opened) == expected_opens
+    assert len(closed) == expected_opens
 
 
 @pytest.mark.parametrize("most_bytes", [16, 40, 2**23])
@@ -89,10 +95,12 @@ def test_adjacent_pieces_are_read_together(
         # Transpose the memory layout of one tensor.
         filled["model.a"] = filled["model.a"].T.contiguous().T
         tensor_reader.read(filled, manifest, tmp_path)
-        assert all(torch.equal(filled[name], saved[name].to(dtype)) for name in saved)
+        for name in saved:
+            assert torch.equal(filled[name], saved[name].to(dtype))
 
     # With 16 bytes, the reader reads one row at a time.
-    assert buffers_per_read == 3 * ([2] * FILES if most_bytes >= 40 else [1] * 3 * FILES)
+    buffers_of_a_dtype = [2] * FILES if most_bytes >= 40 else [1] * 3 * FILES
+    assert buffers_per_read == 3 * buffers_of_a_dtype
 
 
 def test_truncated_file_is_rejected(tmp_path: Path) -> None:
