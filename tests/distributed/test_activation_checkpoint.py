@@ -90,9 +90,8 @@ def _watch(options: dict[str, Any]) -> Observations:
         forward = watch.operations.copy()
         between = watch.bytes_alive()
         (logits.square().sum() * 1e-3).backward()
-    return Observations(
-        runs, forward, watch.operations, between, {n: p.grad for n, p in model.named_parameters()}
-    )
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Observations(runs, forward, watch.operations, between, gradients)
 
 
 @pytest.fixture(scope="module")

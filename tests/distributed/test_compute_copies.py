@@ -213,44 +213,55 @@ def _within_and_after(rank: int, config: Config) -> dict[str, Any]:
     run = make_run(rank, config)
     model = run.runner.parts[0]
     parameters = dict(model.named_parameters())
+    trained = [p for p in parameters.values() if p.requires_grad]
     copy_references: list[weakref.ref] = []
-    held_at_last_backward: set[torch.dtype] = set()
-    first, last = (list(model.layers.values())[place] for place in (0, -1))
+    dtypes_at_last_backward: set[torch.dtype] = set()
+    layers = list(model.layers.values())
+    first, last = layers[0], layers[-1]
 
-    def note(*_: Any) -> None:
+    def note_copies(*_: Any) -> None:
         copy_references.extend(weakref.ref(copy) for copy in model.parameters())
 
-    def look(*_: Any) -> None:
-        held_at_last_backward.update(
-            p.dtype for key, p in last.named_parameters() if p.requires_grad
-        )
+    def note_dtypes(*_: Any) -> None:
+        for parameter in last.parameters():
+            if parameter.requires_grad:
+                dtypes_at_last_backward.add(parameter.dtype)
 
-    last.register_forward_hook(note)
-    first.register_full_backward_pre_hook(look)
+    last.register_forward_hook(note_copies)
+    first.register_full_backward_pre_hook(note_dtypes)
     batches = [next(run.dataloader) for _ in range(2)]
     total = run.runner.forward_backward(batches, torch.tensor(1e-3))
-    copies = [copy() for copy in copy_references if copy() is not None]
-    trained = [p for p in parameters.values() if p.requires_grad]
+
+    # Sum the memory of copies that still exist after the step.
+    bytes_of_copies = 0
+    for reference in copy_references:
+        copy = reference()
+        if copy is not None and copy.dtype == torch.bfloat16:
+            bytes_of_copies += local_tensor(copy).nbytes
+        del copy
+
+    def has_original_parameters() -> bool:
+        return all(p is parameters[key] for key, p in model.named_parameters())
+
+    def has_own_placements(parameter: Any) -> bool:
+        placements = getattr(parameter, "placements", None)
+        return getattr(parameter.grad, "placements", None) == placements
+
     facts = {
         "wrapped": isinstance(model, FSDPModule),
-        "bytes of copies": sum(
-            local_tensor(copy).nbytes for copy in copies if copy.dtype == torch.bfloat16
-        ),
-        "last layer during backward of the first": held_at_last_backward,
+        "bytes of copies": bytes_of_copies,
+        "last layer during backward of the first": dtypes_at_last_backward,
         "gradients": {p.grad.dtype for p in trained},
-        "whole": all(
-            getattr(p.grad, "placements", None) == getattr(p, "placements", None) for p in trained
-        ),
-        "same": all(p is parameters[key] for key, p in model.named_parameters()),
+        "whole": all(has_own_placements(p) for p in trained),
+        "same": has_original_parameters(),
         "finite": bool(torch.isfinite(total)),
     }
-    del copies
 
     broken = last.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.runner.forward_backward(batches, torch.tensor(1e-3))
     broken.remove()
-    facts["same after an error"] = all(p is parameters[key] for key, p in model.named_parameters())
+    facts["same after an error"] = has_original_parameters()
     return facts
 
 

@@ -156,7 +156,8 @@ def packed_batch() -> Batch:
     positions = torch.empty_like(tokens)
     documents = torch.empty_like(tokens)
     for row, cuts in enumerate(CUTS):
-        for number, (start, stop) in enumerate(zip([0, *cuts], [*cuts, T], strict=True)):
+        for number, (start, stop) in enumerate(itertools.pairwise([0, *cuts, T])):
+            # The last token of a document has no target.
             targets[row, start : stop - 1] = tokens[row, start + 1 : stop]
             positions[row, start:stop] = torch.arange(stop - start)
             documents[row, start:stop] = 3 + 2 * number
@@ -200,9 +201,8 @@ def config_of(family: str, sections: dict[str, dict[str, Any]], num_ranks: int =
 
 
 def build(rank: int, config: Config) -> tuple[Runner, distributed.Mesh]:
-    mesh = distributed.build(
-        config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu"))
-    )
+    world = World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu"))
+    mesh = distributed.build(config, world)
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, "rmsnorm")
     model = models.build(module, shape)
@@ -223,17 +223,18 @@ def measure(
 ) -> tuple[float, float, dict[str, Tensor]]:
     """Return the loss sums of training and evaluation over all ranks, and full gradients of this rank's parameters."""
     runner, mesh = build(rank, config)
+    axes = ("pp", *LOSS_AXES)
     own_batches = [own_rows(batch, mesh) for batch in batches]
-    loss = mesh.sum(
-        runner.forward_backward(own_batches, torch.ones(())).double(), over=("pp", *LOSS_AXES)
-    ).item()
-    parameters = runner.parameters()
-    gradients = {
-        name: to_full(p.grad).clone() for name, p in parameters.items() if p.grad is not None
-    }
-    evaluated = mesh.sum(
-        sum(runner.evaluate(batch).double() for batch in own_batches), over=("pp", *LOSS_AXES)
-    ).item()
+    own_loss = runner.forward_backward(own_batches, torch.ones(()))
+    loss = mesh.sum(own_loss.double(), over=axes).item()
+
+    gradients = {}
+    for name, parameter in runner.parameters().items():
+        if parameter.grad is not None:
+            gradients[name] = to_full(parameter.grad).clone()
+
+    own_evaluated = sum(runner.evaluate(batch).double() for batch in own_batches)
+    evaluated = mesh.sum(own_evaluated, over=axes).item()
     return loss, evaluated, gradients
 
 

@@ -75,13 +75,16 @@ def in_one_process(layers: int, alpha: float | None = ALPHA) -> Result:
 def test_meshes_change_no_number(mesh: str) -> None:
     ranks, parallelism, training = MESHES[mesh]
     config = noisy(parallelism, **training)
-    alone = in_one_process(config.model.overrides["num_layers"])
-    without = in_one_process(config.model.overrides["num_layers"], None)
+    num_layers = config.model.overrides["num_layers"]
+    alone = in_one_process(num_layers)
+    without_noise = in_one_process(num_layers, None)
 
-    assert abs(alone.losses[0] - without.losses[0]) > 1e-5
+    # The noise changes the loss.
+    assert abs(alone.losses[0] - without_noise.losses[0]) > 1e-5
 
     for result in run_tiny(ranks, config):
-        initial = {name: weight for name, weight in alone.initial.items() if name in result.initial}
+        # A pipeline stage has only some of the weights.
+        initial = {name: alone.initial[name] for name in result.initial}
         assert_same_numbers(result, dataclasses.replace(alone, initial=initial))
 
 
@@ -123,14 +126,14 @@ def test_networks_of_transformers_have_equal_numbers_on_meshes(
     ranks, parallelism, _ = MESHES[mesh]
     path = hf_folder(name)
     alphas = {"neftune_noise_alpha": ALPHA}
-    (without,) = run_tiny(1, hf_tiny(path, tmp_path), 2)
+    (without_noise,) = run_tiny(1, hf_tiny(path, tmp_path), 2)
     (alone,) = run_tiny(1, hf_tiny(path, tmp_path, training=alphas), 2)
 
-    assert abs(alone.losses[0] - without.losses[0]) > 1e-5
+    assert abs(alone.losses[0] - without_noise.losses[0]) > 1e-5
 
     config = hf_tiny(path, tmp_path, training=alphas, parallelism=parallelism)
     for result in run_tiny(ranks, config, 2):
-        initial = {name: weight for name, weight in alone.initial.items() if name in result.initial}
+        initial = {name: alone.initial[name] for name in result.initial if name in alone.initial}
         assert_same_numbers(result, dataclasses.replace(alone, initial=initial))
 
 
@@ -207,16 +210,16 @@ def test_noise_depends_on_seed_step_sample_and_column() -> None:
 
 def test_magnitude_is_that_of_the_document_as_an_unpacked_row() -> None:
     """Two documents of 3 and 5 tokens, and 2 tokens of padding, that has its own number or not."""
+    unpacked = noise_of(rows([7], 10))[0]
     for documents in ([0, 0, 0, 1, 1, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]):
         batch = rows([7], 10, documents_BT=torch.tensor([documents]), lengths_B=torch.tensor([8]))
         packed = noise_of(batch)[0]
-        unpacked = noise_of(rows([7], 10))[0]
         # the same random numbers, in other magnitudes
         torch.testing.assert_close(packed[:3] * math.sqrt(3), unpacked[:3] * math.sqrt(10))
         torch.testing.assert_close(packed[3:8] * math.sqrt(5), unpacked[3:8] * math.sqrt(10))
         assert packed.isfinite().all()
-    padded = noise_of(rows([7], 10, lengths_B=torch.tensor([8])))[0]
 
+    padded = noise_of(rows([7], 10, lengths_B=torch.tensor([8])))[0]
     torch.testing.assert_close(padded[:8] * math.sqrt(8), unpacked[:8] * math.sqrt(10))
 
 

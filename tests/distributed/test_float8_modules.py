@@ -97,11 +97,15 @@ MESHES = {
 def test_float8_on_a_mesh_changes_no_number(recipe, mesh):
     ranks, parallelism = MESHES[mesh]
     results = run_tiny(ranks, with_float8({"recipe_name": recipe}, parallelism=parallelism), STEPS)
-    # each stage has a part
-    initial = {name: weight for stage in results for name, weight in stage.initial.items()}
-    gradients = {name: gradient for stage in results for name, gradient in stage.gradients.items()}
+    # each pipeline stage has a part of the weights
+    initial: dict[str, Any] = {}
+    gradients: dict[str, Any] = {}
+    for stage in results:
+        initial |= stage.initial
+        gradients |= stage.gradients
     result = dataclasses.replace(results[0], initial=initial, gradients=gradients)
 
+    # float8 has 3 bits of mantissa, so a float32 rounding difference may change a rounded operand
     assert_same_numbers(result, one_process(recipe), loss=1e-4, grad_norm=1e-3)
     for name, gradient in one_process(recipe).gradients.items():
         assert (result.gradients[name] - gradient).norm() <= 5e-3 * gradient.norm(), name

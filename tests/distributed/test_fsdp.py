@@ -79,15 +79,15 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d" and not self._within:
-            kind = next((kind for part, kind in self.KINDS.items() if part in func.__name__), None)
-            assert kind is not None, func
+            kinds = [kind for part, kind in self.KINDS.items() if part in func.__name__]
+            assert kinds, func
+            kind = kinds[0]
             self.counts[kind] += 1
-            tensors = [
-                t
-                for a in args
-                for t in (a if isinstance(a, list) else [a])
-                if isinstance(t, Tensor)
-            ]
+            # An argument is a tensor, a list of tensors, or an option.
+            tensors = []
+            for argument in args:
+                values = argument if isinstance(argument, list) else [argument]
+                tensors += [value for value in values if isinstance(value, Tensor)]
             if kind != "gather" and tensors[0].numel() > 1:
                 self.reduced |= {str(tensor.dtype) for tensor in tensors}
         return func(*args, **(kwargs or {}))
@@ -155,14 +155,15 @@ def _observed_types(run) -> tuple[set[str], set[str]]:
 
 
 def _types(rank: int) -> dict[str, tuple[set, ...]]:
+    dtypes = [
+        ("bfloat16", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("float16", "float32"),
+        ("float32", "float32"),
+    ]
     types_of_run = {}
     for name, parallelism in (("fsdp", {}), ("ddp", REPLICATE)):
-        for param, reduce in (
-            ("bfloat16", "float32"),
-            ("bfloat16", "bfloat16"),
-            ("float16", "float32"),
-            ("float32",) * 2,
-        ):
+        for param, reduce in dtypes:
             training = {"mixed_precision_param": param, "mixed_precision_reduce": reduce}
             run = _run(rank, training=training, parallelism=parallelism)
             computed, reduced = _observed_types(run)
@@ -337,15 +338,16 @@ def _run_with_prefetch(rank: int, config, ahead: bool):
     ),
 )
 def test_prefetch_is_bitwise_equal(ranks, sections):
-    config = tiny_config(**{name: values for name, values in sections.items() if name != "model"})
+    sections_without_model = {name: table for name, table in sections.items() if name != "model"}
+    config = tiny_config(**sections_without_model)
     if "model" in sections:
         sizes = {**SHAPE, "num_layers": 2, **sections["model"]["overrides"]}
         sizes.pop("ffn_dim")
-        model = replace(
-            config.model, name=sections["model"]["name"], flavor="debugmodel_moe", overrides=sizes
-        )
+        name = sections["model"]["name"]
+        model = replace(config.model, name=name, flavor="debugmodel_moe", overrides=sizes)
         config = replace(config, model=model)
-    ahead, plain = (run_ranks(ranks, _run_with_prefetch, config, ahead) for ahead in (True, False))
+    ahead = run_ranks(ranks, _run_with_prefetch, config, True)
+    plain = run_ranks(ranks, _run_with_prefetch, config, False)
 
     # the embedding and both layers prefetch
     assert ahead[0][1] >= 3

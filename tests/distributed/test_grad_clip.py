@@ -120,9 +120,10 @@ def _disagree(rank: int, parallelism: dict, damage: str) -> tuple[str, bool]:
     except NumericalError as error:
         message = str(error)
     after = run.runner.parameters()
-    return message, all(
-        torch.equal(local_tensor(after[name]), weight) for name, weight in before.items()
-    )
+    is_unchanged = True
+    for name, weight in before.items():
+        is_unchanged &= torch.equal(local_tensor(after[name]), weight)
+    return message, is_unchanged
 
 
 @pytest.mark.parametrize("damage", ["nan", "finite"])

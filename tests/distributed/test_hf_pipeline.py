@@ -139,10 +139,11 @@ def test_run_over_packed_documents_resumes_without_stages_and_exports_the_same_w
     piped_run = run_ranks(2, train_whole, packed_run(path, tmp_path / "piped", degrees))[0]
     assert piped_run.error is None
 
-    exports = [next((tmp_path / name).rglob("model.safetensors")) for name in ("straight", "piped")]
-    expected, exported = map(load_file, exports)
+    expected = load_file(next((tmp_path / "straight").rglob("model.safetensors")))
+    exported = load_file(next((tmp_path / "piped").rglob("model.safetensors")))
     assert exported.keys() == expected.keys()
     for name, tensor in expected.items():
+        # float32 rounding that a few optimizer steps amplify
         torch.testing.assert_close(exported[name], tensor, atol=1e-5, rtol=0, msg=name)
 
 

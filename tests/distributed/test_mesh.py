@@ -58,30 +58,38 @@ def _describe(rank: int) -> list[dict]:
     facts = []
     for degrees in GRIDS:
         mesh = build(config_of(degrees), World(rank, 8, rank, torch.device("cpu")))
-        peers = {
-            a: torch.distributed.get_process_group_ranks(mesh.group(a))
-            for a in mesh.device_mesh.mesh_dim_names
-        }
+        peers = {}
+        for axis in mesh.device_mesh.mesh_dim_names:
+            peers[axis] = torch.distributed.get_process_group_ranks(mesh.group(axis))
+        # A sum of powers of two shows which ranks contributed to it.
         power = torch.tensor(2.0**rank)
-        facts.append(
-            {
-                "place": {axis: mesh.rank(axis) for axis in AXES},
-                "batch": mesh.rank(*BATCH_AXES),
-                "sizes": (mesh.size("tp"), mesh.size(*AXES), mesh.size(*BATCH_AXES)),
-                "peers": peers,
-                "sums": {axis: mesh.sum(power.clone(), over=(axis,)).item() for axis in AXES},
-                "loss_sum": mesh.sum(power.clone(), over=LOSS_AXES).item(),
-                "max": mesh.max(torch.tensor(float(rank)), over=AXES).item(),
-                "data": mesh.data_mesh().mesh_dim_names,
-                "data_size": mesh.data_mesh().size(),
-            }
-        )
+        facts_of_mesh = {
+            "place": {axis: mesh.rank(axis) for axis in AXES},
+            "batch": mesh.rank(*BATCH_AXES),
+            "sizes": (mesh.size("tp"), mesh.size(*AXES), mesh.size(*BATCH_AXES)),
+            "peers": peers,
+            "sums": {axis: mesh.sum(power.clone(), over=(axis,)).item() for axis in AXES},
+            "loss_sum": mesh.sum(power.clone(), over=LOSS_AXES).item(),
+            "max": mesh.max(torch.tensor(float(rank)), over=AXES).item(),
+            "data": mesh.data_mesh().mesh_dim_names,
+            "data_size": mesh.data_mesh().size(),
+        }
+        facts.append(facts_of_mesh)
     return facts
 
 
 @pytest.fixture(scope="module")
 def described() -> list[list[dict]]:
     return run_ranks(8, _describe)
+
+
+def ranks_that_share(places: list[tuple[int, ...]], rank: int, axes: list[int]) -> list[int]:
+    """Return the ranks with the same place as ``rank`` along ``axes``."""
+    return [
+        peer
+        for peer, place in enumerate(places)
+        if all(place[axis] == places[rank][axis] for axis in axes)
+    ]
 
 
 @pytest.mark.parametrize("index", range(len(GRIDS)))
@@ -95,15 +103,17 @@ def test_ranks_are_in_row_major_order(index: int, described) -> None:
         assert facts["batch"] == place[1] * sizes["dp_shard"] + place[2]
         for position, axis in enumerate(AXES):
             other_axes = [i for i in range(5) if i != position]
-            line = [r for r, p in enumerate(places) if all(p[i] == place[i] for i in other_axes)]
-            assert facts["sums"][axis] == sum(2.0**r for r in line)
+            peers = ranks_that_share(places, rank, other_axes)
+            assert facts["sums"][axis] == sum(2.0**peer for peer in peers)
             if sizes[axis] > 1:
-                assert facts["peers"][axis] == line
+                assert facts["peers"][axis] == peers
             else:
                 # no group for an axis with one rank
                 assert axis not in facts["peers"] or axis == "dp_shard"
-        alike = [r for r, p in enumerate(places) if p[0] == place[0] and p[4] == place[4]]
-        assert facts["loss_sum"] == sum(2.0**r for r in alike)
+
+        # A loss is summed over all axes except pp, the first, and tp, the last.
+        peers = ranks_that_share(places, rank, [0, 4])
+        assert facts["loss_sum"] == sum(2.0**peer for peer in peers)
         assert facts["max"] == 7.0
 
 

@@ -117,9 +117,8 @@ def loop(weights: dict[str, Tensor], masked: bool, overrides: dict[str, Any] | N
     for name, parameter in model.named_parameters():
         parameter.data.copy_(weights[name])
     model = model.double()
-    sums = torch.zeros(1 + NUM_DEPTHS, dtype=torch.float64)
-    counts = torch.zeros(1 + NUM_DEPTHS)
-    losses = list(sums)
+    losses = [torch.zeros((), dtype=torch.float64) for _ in range(1 + NUM_DEPTHS)]
+    counts = [0] * (1 + NUM_DEPTHS)
     for tokens, targets in documents_of(batch(masked)):
         # depth 0: the model itself
         angles = model.rope(torch.arange(len(tokens)).unsqueeze(0))
@@ -132,20 +131,21 @@ def loop(weights: dict[str, Tensor], masked: bool, overrides: dict[str, Any] | N
             if length <= 0:
                 break
             if depth > 0:
+                # a prediction layer joins the previous depth with the embeddings of later tokens
                 layer = list(model.mtp_layers.values())[depth - 1]
                 ahead = layer.join.enorm(model.embed(tokens[depth:])).unsqueeze(0)
                 behind = layer.join.hnorm(h[:, :length])
                 x = torch.cat((ahead, behind), -1) @ layer.join.eh_proj.weight.T
-                turned = tuple(angle[:, :length] for angle in angles)
-                x = x + layer.attn(layer.attn_norm(x), turned)
+                angles_of_depth = tuple(angle[:, :length] for angle in angles)
+                x = x + layer.attn(layer.attn_norm(x), angles_of_depth)
                 x = x + layer.moe(layer.ffn_norm(x))
                 h = layer.shared_norm(x)
             logits = (h @ model.head.weight.T)[0]
-            wanted = targets[depth:]
-            losses[depth] = losses[depth] + F.cross_entropy(
-                logits, wanted, ignore_index=IGNORE, reduction="sum"
-            )
-            counts[depth] += (wanted != IGNORE).sum()
+            targets_of_depth = targets[depth:]
+            loss = F.cross_entropy(logits, targets_of_depth, ignore_index=IGNORE, reduction="sum")
+            losses[depth] = losses[depth] + loss
+            counts[depth] += int((targets_of_depth != IGNORE).sum())
+
     means = [loss / count for loss, count in zip(losses, counts, strict=True)]
     total = means[0] + FACTOR / NUM_DEPTHS * sum(means[1:])
     total.backward()
@@ -157,24 +157,25 @@ def step(rank: int, settings: Config, masked: bool) -> dict[str, Any]:
     """Run one step without an update, as one rank. Return losses, weights and gradients of this rank's stages."""
     run = make_run(rank, settings)
     weights = {name: to_full(p.detach()).clone() for name, p in run.runner.parameters().items()}
-    whole = batch(masked)
+
+    # This rank's rows of the step, in micro-batches.
+    all_rows = batch(masked)
     rows = ROWS // run.mesh.size(*BATCH_AXES)
     first = run.mesh.rank(*BATCH_AXES) * rows
     per_batch = settings.training.local_batch_size
     batches = []
     for start in range(first, first + rows, per_batch):
         part = slice(start, start + per_batch)
-        documents_BT = None if whole.documents_BT is None else whole.documents_BT[part]
-        batches.append(
-            data.Batch(
-                whole.tokens_BT[part],
-                whole.targets_BT[part],
-                whole.positions_BT[part],
-                whole.sample_ids_B[part],
-                documents_BT,
-            )
+        micro_batch = data.Batch(
+            all_rows.tokens_BT[part],
+            all_rows.targets_BT[part],
+            all_rows.positions_BT[part],
+            all_rows.sample_ids_B[part],
+            None if all_rows.documents_BT is None else all_rows.documents_BT[part],
         )
-    weight = torch.tensor(1 / whole.num_targets)
+        batches.append(micro_batch)
+
+    weight = torch.tensor(1 / all_rows.num_targets)
     loss = run.runner.forward_backward(batches, weight)
     main = run.mesh.sum(loss, over=("pp", *LOSS_AXES)).item()
     measures = run.runner.measures()
@@ -235,14 +236,15 @@ def assert_equals_loop(
     for result in results:
         weights |= result["weights"]
     losses, gradients = loop(weights, masked, overrides)
+    names_with_gradient = set()
     for result in results:
         assert result["losses"] == pytest.approx(losses, abs=1e-5)
         for name, gradient in result["gradients"].items():
             expected = gradients[name]
             error = (gradient.double() - expected).norm() / expected.norm()
             assert error <= 1e-5, f"{name}: {error:.1e}"
-    found = {name for result in results for name in result["gradients"]}
-    assert found == gradients.keys()
+        names_with_gradient |= result["gradients"].keys()
+    assert names_with_gradient == gradients.keys()
 
 
 def num_layers(mesh: str) -> dict[str, Any]:
@@ -351,15 +353,16 @@ def test_flops_count_layers_and_their_head() -> None:
         shape = module.Config(**{**SHAPE, "num_nextn_predict_layers": depths})
         model = models.build(module, shape)
         values.append((model, *count_model(model, module.LAYOUT, shape)))
-    (_, plain_params, plain), (model, params, flops) = values
+    (_, plain_params, plain_flops), (model, params, flops) = values
     (layer,) = model.mtp_layers.values()
-    own = sum(p.numel() for p in layer.parameters())
+    params_of_layer = sum(p.numel() for p in layer.parameters())
 
-    assert params == plain_params + own
+    assert params == plain_params + params_of_layer
 
+    # Only top_k experts of each layer are active.
     experts = sum(p.numel() for p in layer.moe.experts.parameters())
-    active = own - experts + experts * SHAPE["top_k"] // SHAPE["num_experts"]
+    active = params_of_layer - experts + experts * SHAPE["top_k"] // SHAPE["num_experts"]
     attention = 12 * SHAPE["num_heads"] * shape.head_dim * TOKENS
     head = model.head.weight.numel()
 
-    assert flops(TOKENS) - plain(TOKENS) == 6 * (active + head) + attention
+    assert flops(TOKENS) - plain_flops(TOKENS) == 6 * (active + head) + attention

@@ -117,23 +117,28 @@ def is_legal(case: Case) -> bool:
 def covering() -> list[Case]:
     """Return legal cases that contain every possible pair of options of two factors, chosen greedily."""
     draw = random.Random(0)
-    places = list(itertools.combinations(range(len(FACTORS)), 2))
-    open_pairs = {(a, x, b, y) for a, b in places for x in FACTORS[a] for y in FACTORS[b]}
+    open_pairs = set()
+    for first, second in itertools.combinations(range(len(FACTORS)), 2):
+        for option, other_option in itertools.product(FACTORS[first], FACTORS[second]):
+            open_pairs.add((first, option, second, other_option))
+
     chosen: list[Case] = []
     while open_pairs:
-        a, x, b, y = min(open_pairs)
+        # Of 60 random cases with the next open pair, take the one with the most open pairs.
+        first, option, second, other_option = min(open_pairs)
         best = None
         most = 0
         for _ in range(60):
             values: list[Any] = [draw.choice(options) for options in FACTORS]
-            values[a], values[b] = x, y
+            values[first] = option
+            values[second] = other_option
             case: Case = tuple(values)  # type: ignore[assignment]
             num_pairs = len(pairs_of(case) & open_pairs) if is_legal(case) else 0
             if num_pairs > most:
                 best = case
                 most = num_pairs
         if best is None:  # this pair is impossible
-            open_pairs.discard((a, x, b, y))
+            open_pairs.discard((first, option, second, other_option))
             continue
         chosen.append(best)
         open_pairs -= pairs_of(best)
@@ -217,12 +222,9 @@ def waits_of_a_step(case: Case) -> tuple[dict[str, int], list[str], int]:
         assert outcome.loss_sum.device.type == NAME
     dist.destroy_process_group()
     debug._clear_sharding_prop_cache()
-    reads = dict(Counter(wait.read for wait in device.waits if wait.read))
-    return (
-        reads,
-        [f"{wait.where}: {wait.why}" for wait in device.waits if not wait.read],
-        experts.calls,
-    )
+    reads = Counter(wait.read for wait in device.waits if wait.read)
+    other_waits = [f"{wait.where}: {wait.why}" for wait in device.waits if not wait.read]
+    return dict(reads), other_waits, experts.calls
 
 
 def forbid_cpu_folders() -> None:
@@ -241,11 +243,9 @@ def broken(chosen: list[Case]) -> list[str]:
         try:
             reads, others, calls = waits_of_a_step(case)
         except Exception as error:
-            lines = [
-                frame
-                for frame in traceback.extract_tb(error.__traceback__)
-                if "/shardtrain/" in frame.filename
-            ]
+            # Report the last line of the package in the traceback.
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame for frame in frames if "/shardtrain/" in frame.filename]
             where = f"{lines[-1].filename}:{lines[-1].lineno}" if lines else ""
             wrong.append(f"{name}: {where}: {type(error).__name__}: {str(error)[:300]}")
             if dist.is_initialized():
@@ -298,11 +298,11 @@ def reports() -> dict[str, str]:
         with pretending() as device:
             try:
                 attempt()
-                report_of_operation[name] = (
-                    " ".join(sorted({wait.why for wait in device.waits})) or "nothing"
-                )
             except Exception as error:
                 report_of_operation[name] = type(error).__name__
+                continue
+        reasons = sorted({wait.why for wait in device.waits})
+        report_of_operation[name] = " ".join(reasons) or "nothing"
     return report_of_operation
 
 

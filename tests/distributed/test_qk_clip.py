@@ -7,6 +7,7 @@ Queries and keys come from the model's own modules in float64, which other tests
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -63,28 +64,27 @@ def reference_logits(config: Config, weights: dict[str, Tensor], batches: list[A
     model.load_state_dict({name: weight.double() for name, weight in weights.items()}, strict=False)
     largest: dict[str, Tensor] = {}
 
-    def measure(path: str, core: Any, q: Tensor, k: Tensor, documents: Tensor | None) -> None:
+    def is_visible(window: int, documents_T: Tensor | None, query: int, key: int) -> bool:
+        if key > query or (window != 0 and query - key >= window):
+            return False
+        return documents_T is None or bool(documents_T[query] == documents_T[key])
+
+    def measure(path: str, core: Any, inputs: Any) -> None:
+        q, k, _, documents = inputs[:4]
         k = k.repeat_interleave(q.size(2) // k.size(2), dim=2)
         logits = torch.einsum("bqnh,bknh->bnqk", q, k) / math.sqrt(q.size(-1))
+        places = range(q.size(1))
         for row in range(q.size(0)):
-            for query in range(q.size(1)):
-                for key in range(q.size(1)):
-                    is_visible = key <= query
-                    is_visible &= core.window == 0 or query - key < core.window
-                    if documents is not None:
-                        is_visible &= bool(documents[row, query] == documents[row, key])
-                    if not is_visible:
-                        logits[row, :, query, key] = -torch.inf
+            documents_T = None if documents is None else documents[row]
+            for query, key in itertools.product(places, places):
+                if not is_visible(core.window, documents_T, query, key):
+                    logits[row, :, query, key] = -torch.inf
         of_batch = logits.amax(dim=(0, 2, 3))
         largest[path] = torch.maximum(largest.get(path, of_batch), of_batch)
 
     for path, core in model.named_modules():
         if matches(path, module.LAYOUT.context):
-            core.register_forward_pre_hook(
-                lambda core, inputs, path=path: measure(
-                    path.rpartition(".")[0], core, inputs[0], inputs[1], inputs[3]
-                )
-            )
+            core.register_forward_pre_hook(functools.partial(measure, path.rpartition(".")[0]))
     with torch.no_grad():
         for batch in batches:
             model(batch.tokens_BT, batch.positions_BT, batch.documents_BT)
@@ -122,29 +122,34 @@ def recorded_steps(rank: int, config: Config) -> list[dict[str, Any]]:
     return steps
 
 
+def clipped_config(name: str, has_documents: bool) -> Config:
+    """Return a tiny configuration of a family, without the fields that its model does not have."""
+    fields, threshold = MODELS[name]
+    module = models.find(name)
+    known_fields = module.Config.__dataclass_fields__
+    overrides = {}
+    for field, value in {**tiny_config().model.overrides, **fields}.items():
+        if field in known_fields and value is not None:
+            overrides[field] = value
+    flavor = "debugmodel" if "debugmodel" in module.FLAVORS else next(iter(module.FLAVORS))
+    model = replace(tiny_config().model, name=name, flavor=flavor, overrides=overrides)
+    sections: dict[str, Any] = {"training": {"seq_len": 24}}
+    if has_documents:
+        sections["data"] = {"document_mask": True}
+    return replace(clipped(threshold, **sections), model=model)
+
+
 @pytest.mark.parametrize("has_documents", cases([True], nightly=[False]))
 @pytest.mark.parametrize(
     "name", cases(["llama3", "deepseek_v3"], nightly=["qwen2", "mistral", "neox", "gpt_oss"])
 )
 def test_factors_equal_the_paper_in_float64(name: str, has_documents: bool) -> None:
-    fields, threshold = MODELS[name]
-    module = models.find(name)
-    known = module.Config.__dataclass_fields__
-    overrides = {}
-    for field, value in {**tiny_config().model.overrides, **fields}.items():
-        overrides[field] = value if field in known and value is not None else None
-    model = replace(
-        tiny_config().model,
-        name=name,
-        flavor="debugmodel" if "debugmodel" in module.FLAVORS else next(iter(module.FLAVORS)),
-        overrides={field: value for field, value in overrides.items() if value is not None},
-    )
-    sections: dict[str, Any] = {"training": {"seq_len": 24}}
-    if has_documents:
-        sections["data"] = {"document_mask": True}
-    config = replace(clipped(threshold, **sections), model=model)
-    _, shape = models.configured(model)
+    _, threshold = MODELS[name]
+    config = clipped_config(name, has_documents)
+    _, shape = models.configured(config.model)
     groups = getattr(shape, "num_kv_heads", shape.num_heads)
+    heads = shape.num_heads // groups
+
     (steps,) = run_ranks(1, recorded_steps, config)
     num_clipped = 0
     for step in steps:
@@ -156,21 +161,24 @@ def test_factors_equal_the_paper_in_float64(name: str, has_documents: bool) -> N
                     continue
                 num_clipped += 1
                 factor = threshold / largest_of_group
-                heads = shape.num_heads // groups
                 if name == "deepseek_v3":
                     scale_latent(expected, path, group, shape, factor)
                     continue
+                # queries and keys share the factor: each is scaled by its root
                 for head in range(group * heads, (group + 1) * heads):
                     scale_rows(expected, f"{path}.wq", head * 16, 16, factor**0.5)
                 scale_rows(expected, f"{path}.wk", group * 16, 16, factor**0.5)
+
+        # logits in float32 differ from the reference in float64 by rounding
         for parameter, weight in expected.items():
             torch.testing.assert_close(
                 step["clipped"][parameter], weight, rtol=2e-5, atol=0, msg=parameter
             )
         exact = max(float(largest_N.max()) for largest_N in largest.values())
         assert step["measures"]["max_attention_logit"] == pytest.approx(exact, rel=1e-4)
-    num_heads = STEPS * groups * shape.num_layers
 
+    # Some heads exceed the threshold, and some do not.
+    num_heads = STEPS * groups * shape.num_layers
     assert 0 < num_clipped < num_heads, (num_clipped, num_heads)
 
 
@@ -323,16 +331,17 @@ def test_logits_in_blocks_equal_those_at_once(monkeypatch: pytest.MonkeyPatch) -
     q = torch.randn(2, 5, 4, 8, generator=generator)
     k = torch.randn(2, 9, 2, 8, generator=generator)
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1, 1, 1, 1]])
-    at_once = max_attention_logits(q, k, documents, 3, 0.5)
+    in_one_block = max_attention_logits(q, k, documents, 3, 0.5)
     monkeypatch.setattr("shardtrain.ops.attention_logits._MAX_NUMEL", 1)
 
-    assert torch.equal(max_attention_logits(q, k, documents, 3, 0.5), at_once)
+    assert torch.equal(max_attention_logits(q, k, documents, 3, 0.5), in_one_block)
 
     # the query of token 8 is in document 2, which began at token 7
-    alone = max_attention_logits(q[:1, -1:], k[:1], documents[:1], 3, 0.5)
-    products = (q[0, -1].view(2, 2, 8) * 0.5 @ k[0, 7:].permute(1, 2, 0)).amax(-1).flatten()
-
-    torch.testing.assert_close(alone, products)
+    of_last_query = max_attention_logits(q[:1, -1:], k[:1], documents[:1], 3, 0.5)
+    scaled_query = q[0, -1].view(2, 2, 8) * 0.5
+    visible_keys = k[0, 7:].permute(1, 2, 0)
+    expected = (scaled_query @ visible_keys).amax(-1).flatten()
+    torch.testing.assert_close(of_last_query, expected)
 
 
 def test_models_that_normalize_queries_and_keys_are_rejected() -> None:

@@ -72,15 +72,12 @@ def trained(rank: int, folder: Path, paths: list[str], mesh: str, stop_after: in
 
 
 def logged(folder: Path) -> list[tuple[int, float, dict[str, float]]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics_of_steps = [
-        {key: value for key, value in line.items() if key.startswith("token_metrics/")}
-        for line in lines
-    ]
-    return [
-        (line["step"], line["loss"], values)
-        for line, values in zip(lines, metrics_of_steps, strict=True)
-    ]
+    steps = []
+    for text in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(text)
+        metrics = {key: value for key, value in record.items() if key.startswith("token_metrics/")}
+        steps.append((record["step"], record["loss"], metrics))
+    return steps
 
 
 @pytest.mark.parametrize(
@@ -94,17 +91,19 @@ def test_metric_is_the_mean_over_target_tokens_on_every_mesh(tmp_path: Path, mes
     for ended in run_ranks(1, trained, tmp_path / "plain", [], "one process"):
         assert ended.error is None
 
-    logged_steps = logged(tmp_path / "run")
-    assert [step for step, _, _ in logged_steps] == [1, 2, 3, 4]
-    for (_, loss, values), (_, plain_loss, nothing) in zip(
-        logged_steps, logged(tmp_path / "plain"), strict=True
-    ):
-        assert nothing == {}
-        assert set(values) == {f"token_metrics/{name}" for name in FILES}
+    steps = logged(tmp_path / "run")
+    steps_without_metrics = logged(tmp_path / "plain")
+    assert [step for step, _, _ in steps] == [1, 2, 3, 4]
+
+    for record, plain_record in zip(steps, steps_without_metrics, strict=True):
+        _, loss, metrics = record
+        _, plain_loss, plain_metrics = plain_record
+        assert plain_metrics == {}
+        assert set(metrics) == {f"token_metrics/{name}" for name in FILES}
         # float32 losses of single tokens, summed in a different order
-        assert values["token_metrics/loss"] == pytest.approx(loss, rel=1e-6)
-        assert values["token_metrics/mean"] == SHAPE["vocab_size"]
-        assert 0 <= values["token_metrics/accuracy"] <= 1
+        assert metrics["token_metrics/loss"] == pytest.approx(loss, rel=1e-6)
+        assert metrics["token_metrics/mean"] == SHAPE["vocab_size"]
+        assert 0 <= metrics["token_metrics/accuracy"] <= 1
         assert loss == pytest.approx(plain_loss, rel=1e-5)
 
 

@@ -41,7 +41,10 @@ MICRO_BATCHES = 2
 """Per rank on two data-parallel ranks, and twice as many on one."""
 
 
-def micro_batch(number: int, has_values: bool, length_multiple: int, found: list[Any]) -> Any:
+def micro_batch(
+    number: int, has_values: bool, length_multiple: int, outputs_of_losses: list[Any]
+) -> Any:
+    """Return a random micro-batch whose loss appends its outputs to ``outputs_of_losses``."""
     generator = torch.Generator().manual_seed(number)
     length = sum(DOCUMENTS)
     tokens = torch.randint(0, 256, (1, length), generator=generator)
@@ -53,27 +56,22 @@ def micro_batch(number: int, has_values: bool, length_multiple: int, found: list
     def loss(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """A loss that is not linear in the outputs, and that ignores the padding."""
         values = {name: value[:, :length] for name, value in outputs.items()}
-        found.append({name: value.detach().clone() for name, value in values.items()})
-        first, *others = [
-            values[name] for name in ("values", "log_probs", "entropy") if name in values
-        ]
-        total = (weights[0] * first.square()).sum()
-        for other in others:
-            total = total + (weights[1] * other).sum()
+        outputs_of_losses.append({name: value.detach().clone() for name, value in values.items()})
+        present = [values[name] for name in ("values", "log_probs", "entropy") if name in values]
+        total = (weights[0] * present[0].square()).sum()
+        for value in present[1:]:
+            total = total + (weights[1] * value).sum()
         return total
 
-    padding = -length % length_multiple
-    filled = [
-        F.pad(one, (0, padding), value=value)
-        for one, value in (
-            (tokens, 0),
-            (tokens.roll(-1, 1), 0),
-            (positions, 0),
-            (temperatures, 1.0),
-            (documents, 9),
-        )
-    ]
-    return TokenLossBatch(*filled, loss=loss)  # type: ignore[arg-type]
+    padding = (0, -length % length_multiple)
+    return TokenLossBatch(
+        F.pad(tokens, padding),
+        F.pad(tokens.roll(-1, 1), padding),
+        F.pad(positions, padding),
+        F.pad(temperatures, padding, value=1.0),
+        F.pad(documents, padding, value=9),
+        loss=loss,  # type: ignore[arg-type]
+    )
 
 
 def run(rank: int, mesh: str, has_values: bool, trains: bool) -> dict[str, Any]:
@@ -85,18 +83,19 @@ def run(rank: int, mesh: str, has_values: bool, trains: bool) -> dict[str, Any]:
         config = dataclasses.replace(config, task=task)
     world = World(rank, num_ranks, rank, torch.device("cpu"))
     built_mesh = distributed.build(config, world)
-    built = build_model(
-        config, built_mesh, with_loss=partial(with_token_losses, has_values=has_values)
-    )
+    with_loss = partial(with_token_losses, has_values=has_values)
+    built = build_model(config, built_mesh, with_loss=with_loss)
     runner: Any = built.runner
+
+    # This rank's part of the micro-batches of a step.
     multiple = splittable_length(built_mesh.size("tp"), built_mesh)
-    size = built_mesh.size(*BATCH_AXES)
-    first = built_mesh.rank(*BATCH_AXES) * 2 * MICRO_BATCHES // size
-    found: list[Any] = []
-    batches = [
-        micro_batch(first + number, has_values, multiple, found)
-        for number in range(2 * MICRO_BATCHES // size)
-    ]
+    count = 2 * MICRO_BATCHES // built_mesh.size(*BATCH_AXES)
+    first = built_mesh.rank(*BATCH_AXES) * count
+    outputs: list[dict[str, torch.Tensor]] = []
+    batches = []
+    for number in range(first, first + count):
+        batches.append(micro_batch(number, has_values, multiple, outputs))
+
     gradients = {}
     if trains:
         runner.forward_backward(batches, torch.tensor(1.0))
@@ -104,10 +103,13 @@ def run(rank: int, mesh: str, has_values: bool, trains: bool) -> dict[str, Any]:
     else:
         runner.forward_only(batches)
     dist.barrier()
-    outputs = [{name: value.numpy() for name, value in one.items()} for one in found]
+
+    arrays = []
+    for values in outputs:
+        arrays.append({name: value.numpy() for name, value in values.items()})
     return {
         "rank": built_mesh.rank(*BATCH_AXES),
-        "outputs": outputs if built_mesh.rank("cp", "tp") == 0 else [],
+        "outputs": arrays if built_mesh.rank("cp", "tp") == 0 else [],
         "gradients": {name: gradient.numpy() for name, gradient in gradients.items()},
     }
 

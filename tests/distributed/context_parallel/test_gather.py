@@ -73,14 +73,16 @@ def by_hand(
     q = q.double()
     k = k.double().repeat_interleave(N // K, 2)
     v = v.double().repeat_interleave(N // K, 2)
-    scores = torch.einsum("btnh,bsnh->bnts", q, k) * (scores_of.scale or 1 / math.sqrt(H))
+    scale = scores_of.scale or 1 / math.sqrt(H)
+    scores = torch.einsum("btnh,bsnh->bnts", q, k) * scale
     if scores_of.softcap:
         scores = scores_of.softcap * (scores / scores_of.softcap).tanh()
     if scores_of.slopes:
         distance = torch.arange(T)[:, None] - torch.arange(T)
-        scores = (
-            scores - torch.tensor(scores_of.slopes, dtype=torch.float64)[:, None, None] * distance
-        )
+        slopes = torch.tensor(scores_of.slopes, dtype=torch.float64)
+        scores = scores - slopes[:, None, None] * distance
+
+    # A query does not see later keys, other documents, or keys outside the window.
     hidden = torch.ones(T, T).triu(1).bool().expand(B, T, T)
     if documents is not None:
         hidden = hidden | (documents[:, :, None] != documents[:, None])
@@ -107,9 +109,10 @@ def largest_errors(
     size = dist.get_world_size()
     *full_inputs, gradient = inputs(dtype)
     leaves = [x.double().requires_grad_() for x in full_inputs]
-    expected = by_hand(*leaves, documents, window, scores)
-    expected.backward(gradient.double())
-    targets = [expected.detach(), *(leaf.grad for leaf in leaves)]
+    exact = by_hand(*leaves, documents, window, scores)
+    exact.backward(gradient.double())
+    expected = [exact.detach(), *(leaf.grad for leaf in leaves)]
+
     errors = {}
     for name, (function, balanced) in KINDS.items():
         if name == "ulysses" and K % size:
@@ -117,12 +120,11 @@ def largest_errors(
         local = [part(x, rank, size, balanced).requires_grad_() for x in full_inputs]
         out = function(*local, dist.group.WORLD, balanced, documents, window, scores)
         out.backward(part(gradient, rank, size, balanced))
-        got = [out.detach(), *(x.grad for x in local)]
-        pairs = zip(got, targets, strict=True)
-        errors[name] = [
-            float((local_value - part(full_value, rank, size, balanced)).abs().max())
-            for local_value, full_value in pairs
-        ]
+        actual = [out.detach(), *(x.grad for x in local)]
+        errors[name] = []
+        for local_value, full_value in zip(actual, expected, strict=True):
+            difference = local_value - part(full_value, rank, size, balanced)
+            errors[name].append(float(difference.abs().max()))
     return errors
 
 
@@ -155,14 +157,19 @@ def errors_of_large_scores(rank: int, kernels: Kernels) -> dict[str, list[float]
         v.bfloat16(),
     ]
     gradient = gradient.bfloat16()
+
     exact_leaves = [x.double().requires_grad_() for x in full_inputs]
-    exact = by_hand(*exact_leaves)
-    exact.backward(gradient.double())
+    exact_out = by_hand(*exact_leaves)
+    exact_out.backward(gradient.double())
+    exact = [exact_out.detach(), *(leaf.grad for leaf in exact_leaves)]
+
     leaves = [x.clone().requires_grad_() for x in full_inputs]
+    q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in leaves)
     pytorch_out = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in leaves), is_causal=True, enable_gqa=True
-    )
-    pytorch_out.transpose(1, 2).backward(gradient)
+        q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    pytorch_out.backward(gradient)
+    pytorch = [pytorch_out, *(leaf.grad for leaf in leaves)]
 
     def error(actual: Tensor, expected: Tensor) -> float:
         return float((actual.detach().double() - expected).norm())
@@ -172,15 +179,12 @@ def errors_of_large_scores(rank: int, kernels: Kernels) -> dict[str, list[float]
         local = [part(x, rank, size, balanced).requires_grad_() for x in full_inputs]
         out = function(*local, dist.group.WORLD, balanced, None, 0, PLAIN)
         out.backward(part(gradient, rank, size, balanced))
-        targets = [exact.detach(), *(leaf.grad for leaf in exact_leaves)]
-        pytorch = [pytorch_out.transpose(1, 2), *(leaf.grad for leaf in leaves)]
-        errors[name] = [
-            error(local_value, part(target, rank, size, balanced))
-            / error(part(pytorch_value, rank, size, balanced), part(target, rank, size, balanced))
-            for local_value, pytorch_value, target in zip(
-                [out, *(x.grad for x in local)], pytorch, targets, strict=True
-            )
-        ]
+        actual = [out, *(x.grad for x in local)]
+        errors[name] = []
+        for local_value, pytorch_value, exact_value in zip(actual, pytorch, exact, strict=True):
+            expected = part(exact_value, rank, size, balanced)
+            pytorch_error = error(part(pytorch_value, rank, size, balanced), expected)
+            errors[name].append(error(local_value, expected) / pytorch_error)
     return errors
 
 
@@ -298,23 +302,28 @@ def test_split_attention_with_modified_scores_matches_the_reference(num_ranks: i
 def errors_by_blocks(rank: int) -> dict[str, list[float]]:
     # global state of this forked rank
     chosen_kernels.use(Kernels(blocked_attention=2.0, blocked_attention_float32=2.0))
-    taken = []
+    num_calls = 0
     original = blocked_attention.attend_in_pieces
-    blocked_attention.attend_in_pieces = lambda *inputs: taken.append(1) or original(*inputs)
+
+    def counted(*inputs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return original(*inputs)
+
+    blocked_attention.attend_in_pieces = counted
     errors: dict[str, list[float]] = {"cuts": [], "windows": [], "scaled": []}
     # Blocks that end within chunks, and limited memory that holds parts of chunks
     for queries, half_bytes in ((128, 1 << 20), (5, 128 * (dist.get_world_size() - 1) * 7)):
         blocked_attention._QUERIES = {2: queries, 4: queries}
         shared_memory._HALF_BYTES = half_bytes
         exchange.cache_clear()
-        before = len(taken)
+        calls_before = num_calls
         errors["cuts"] += errors_of_many_cuts(rank).values()
         errors["windows"] += errors_of_many_windows(rank).values()
-        errors["scaled"] += largest_errors(rank, torch.float32, scores=Scores(scale=0.1)).get(
-            "gathered, balanced", []
-        )
+        scaled = largest_errors(rank, torch.float32, scores=Scores(scale=0.1))
+        errors["scaled"] += scaled.get("gathered, balanced", [])
         # at least once for each of the four gathering implementations
-        assert len(taken) >= before + 4 * 30
+        assert num_calls >= calls_before + 4 * 30
     errors["bfloat16"] = [max(values) for values in largest_errors(rank, torch.bfloat16).values()]
     return errors
 
@@ -328,25 +337,33 @@ def test_split_attention_by_blocks_matches_the_reference(num_ranks: int) -> None
         assert max(value for values in errors.values() for value in values) < 5e-6, errors
 
 
-def recomputed_and_kept(rank: int) -> None:
+def assert_recomputation_is_bitwise(rank: int, documents: Tensor | None, window: int) -> None:
+    """Compare the gradients of every implementation with and without recomputation."""
     *full_inputs, gradient = inputs(torch.bfloat16)
+    for name, (function, balanced) in KINDS.items():
+        gradients = []
+        for recomputes in (False, True):
+            local = [part(x, rank, 2, balanced).requires_grad_() for x in full_inputs]
+            arguments = (*local, dist.group.WORLD, balanced, documents, window)
+            run = (
+                functools.partial(checkpoint, function, use_reentrant=False)
+                if recomputes
+                else function
+            )
+            out = run(*arguments)
+            out.backward(part(gradient, rank, 2, balanced))
+            gradients.append([x.grad for x in local])
+
+        for saved_gradient, recomputed_gradient in zip(*gradients, strict=True):
+            assert torch.equal(saved_gradient, recomputed_gradient), name
+
+
+def recomputed_and_kept(rank: int) -> None:
     for kernels in (Kernels(), Kernels(blocked_attention=2.0)):
         chosen_kernels.use(kernels)
-        for documents, window in ((None, 0), (random_documents(1), 0), (random_documents(2), 7)):
-            for name, (function, balanced) in KINDS.items():
-                gradients = []
-                for recomputes in (False, True):
-                    local = [part(x, rank, 2, balanced).requires_grad_() for x in full_inputs]
-                    arguments = (*local, dist.group.WORLD, balanced, documents, window)
-                    out = (
-                        checkpoint(function, *arguments, use_reentrant=False)
-                        if recomputes
-                        else function(*arguments)
-                    )
-                    out.backward(part(gradient, rank, 2, balanced))
-                    gradients.append([x.grad for x in local])
-                for saved_gradient, recomputed_gradient in zip(*gradients, strict=True):
-                    assert torch.equal(saved_gradient, recomputed_gradient), name
+        assert_recomputation_is_bitwise(rank, None, 0)
+        assert_recomputation_is_bitwise(rank, random_documents(1), 0)
+        assert_recomputation_is_bitwise(rank, random_documents(2), 7)
 
 
 def test_split_attention_can_be_recomputed() -> None:
@@ -359,20 +376,20 @@ def test_split_attention_within_a_window_in_bfloat16_has_the_precision_of_bfloat
             assert max(values) < 6e-2, (name, values)
 
 
-def test_ring_visits_every_earlier_key_once() -> None:
-    for balanced in (True, False):
-        for size in (1, 2, 3, 5):
-            tokens = 2 * 4
-            order = torch.arange(size * tokens)[None, :, None, None]
-            places = [part(order, rank, size, balanced).flatten() for rank in range(size)]
-            for rank in range(size):
-                visits = torch.zeros(tokens, size * tokens, dtype=torch.int64)
-                for source in range(size):
-                    for rows, columns, causal in masks._causal_parts(
-                        tokens, source, rank, balanced
-                    ):
-                        mask = torch.ones(tokens, tokens)[rows, columns]
-                        mask = mask.tril() if causal else mask
-                        visits[rows, places[source][columns]] += mask.long()
-                expected = places[rank][:, None] >= torch.arange(size * tokens)[None]
-                assert torch.equal(visits, expected.long()), (balanced, size, rank)
+@pytest.mark.parametrize("balanced", [True, False], ids=["balanced", "in order"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_ring_visits_every_earlier_key_once(balanced: bool, size: int) -> None:
+    tokens = 2 * 4
+    order = torch.arange(size * tokens)[None, :, None, None]
+    places = [part(order, rank, size, balanced).flatten() for rank in range(size)]
+    for rank in range(size):
+        # Count the visits of each key by each query of this rank.
+        visits = torch.zeros(tokens, size * tokens, dtype=torch.int64)
+        for source in range(size):
+            for rows, columns, causal in masks._causal_parts(tokens, source, rank, balanced):
+                mask = torch.ones(tokens, tokens)[rows, columns]
+                mask = mask.tril() if causal else mask
+                visits[rows, places[source][columns]] += mask.long()
+
+        expected = places[rank][:, None] >= torch.arange(size * tokens)[None]
+        assert torch.equal(visits, expected.long()), rank

@@ -113,30 +113,34 @@ def first_step(rank: int, config: Config) -> Step:
     checkpoints.close()
     rows: dict[int, tuple[Tensor, ...]] = {}
     gradients: dict[str, Tensor] = {}
-    work = run.runner.forward_backward
+    forward_backward = run.runner.forward_backward
     update = run.runner.update
 
-    def remember(batches: Any, weight: Tensor) -> Tensor:
+    def remember_rows(batches: Any, weight: Tensor) -> Tensor:
         for batch in batches:
             documents_BT = batch.documents_BT
             if documents_BT is None:
                 documents_BT = torch.zeros_like(batch.tokens_BT)
-            columns = (batch.tokens_BT, batch.targets_BT, documents_BT)
-            rows.update(zip(batch.sample_ids_B.tolist(), zip(*columns, strict=True), strict=True))
-        return work(batches, weight)
+            for place, sample in enumerate(batch.sample_ids_B.tolist()):
+                rows[sample] = (
+                    batch.tokens_BT[place],
+                    batch.targets_BT[place],
+                    documents_BT[place],
+                )
+        return forward_backward(batches, weight)
 
-    def keep(optimizer: torch.optim.Optimizer) -> None:
+    def keep_gradients(optimizer: torch.optim.Optimizer) -> None:
         for name, parameter in run.runner.parameters().items():
             if parameter.grad is not None:
                 gradients[name] = to_full(parameter.grad).clone()
         update(optimizer)
 
-    run.runner.forward_backward, run.runner.update = remember, keep  # type: ignore[method-assign]
+    run.runner.forward_backward = remember_rows  # type: ignore[method-assign]
+    run.runner.update = keep_gradients  # type: ignore[method-assign]
     outcome = trainer.step(run)
     assert outcome is not None
-    loss = run.mesh.sum(
-        outcome.loss_sum.double(), over=("pp", "dp_replicate", "dp_shard", "cp")
-    ).item()
+    axes = ("pp", "dp_replicate", "dp_shard", "cp")
+    loss = run.mesh.sum(outcome.loss_sum.double(), over=axes).item()
     return loss / outcome.global_tokens, gradients, rows
 
 
@@ -146,22 +150,17 @@ def transformers_step(
     """Return loss and gradients of the same rows, each document on its own, computed only by ``transformers``."""
     import transformers
 
-    network = (
-        getattr(transformers, ARCHITECTURES[name][0])
-        .from_pretrained(hf_folder(name, **changes))
-        .eval()
-    )
+    network_class = getattr(transformers, ARCHITECTURES[name][0])
+    network = network_class.from_pretrained(hf_folder(name, **changes)).eval()
     total = torch.zeros(())
     num_targets = 0
     for tokens_T, targets_T, documents_T in rows.values():
         for document in documents_T.unique():
-            tokens_t, targets_t = (
-                column_T[documents_T == document] for column_T in (tokens_T, targets_T)
-            )
+            tokens_t = tokens_T[documents_T == document]
+            targets_t = targets_T[documents_T == document]
             logits_tV = network(input_ids=tokens_t[None]).logits[0]
-            total = total + F.cross_entropy(
-                logits_tV, targets_t, ignore_index=-100, reduction="sum"
-            )
+            loss = F.cross_entropy(logits_tV, targets_t, ignore_index=-100, reduction="sum")
+            total = total + loss
             num_targets += int((targets_t != -100).sum())
     (total / num_targets).backward()
     gradients = {f"hf.{n}": p.grad for n, p in network.named_parameters() if p.grad is not None}
@@ -185,22 +184,24 @@ def assert_ways(
     changes = fields.pop("changes", {})
     parallelism = {"context_parallel_degree": num_ranks, **fields.pop("parallelism", {})}
     hf_folder(name, **changes)  # created once for all ranks
-    configs = [
-        network(
-            name,
-            path,
-            documents,
-            changes,
-            **{**fields, "parallelism": {**parallelism, **WAYS[way]}},
-        )
-        for way in ways
-    ]
+    configs = []
+    for way in ways:
+        sections = {**fields, "parallelism": {**parallelism, **WAYS[way]}}
+        configs.append(network(name, path, documents, changes, **sections))
     answers = run_ranks(num_ranks, steps, configs)
-    rows = {sample: row for answer in answers for sample, row in answer[0][2].items()}
+
+    # Together, the ranks read two rows, of one document or of several.
+    rows: dict[int, tuple[Tensor, ...]] = {}
+    parameters: set[str] = set()
+    for answer in answers:
+        _, gradients, rows_of_rank = answer[0]
+        rows |= rows_of_rank
+        parameters |= gradients.keys()
     assert len(rows) == 2
     assert any(len(row[2].unique()) > 1 for row in rows.values()) is documents
+
     expected = run_ranks(1, transformers_step, name, changes, rows)[0]
-    assert {parameter for answer in answers for parameter in answer[0][1]} == expected[1].keys()
+    assert parameters == expected[1].keys()
     for answer in answers:
         for way, step in zip(ways, answer, strict=True):
             assert_same(step, expected, f"{name}, {way}")

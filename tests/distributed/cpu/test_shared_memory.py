@@ -62,20 +62,19 @@ def _check(rank: int, ranks: int, shared: bool, futex: bool = True) -> list[tupl
     for dtype in (torch.float32, torch.bfloat16):
         for numel in (1, 5, 16, 100, 3):
             gathered, reduced = _collectives(gather, reduce, numel, dtype)
-            assert torch.equal(
-                gathered,
-                torch.cat([_drawn(rank_of_part, numel, dtype) for rank_of_part in range(ranks)]),
-            )
-            inputs = [
-                _drawn(rank_of_part, numel * ranks, dtype).view(ranks, numel)[rank].double()
-                for rank_of_part in range(ranks)
-            ]
-            exact = torch.stack(inputs).sum(0)
+            parts = [_drawn(peer, numel, dtype) for peer in range(ranks)]
+            assert torch.equal(gathered, torch.cat(parts))
+
+            addends = []
+            for peer in range(ranks):
+                inputs_of_peer = _drawn(peer, numel * ranks, dtype).view(ranks, numel)
+                addends.append(inputs_of_peer[rank].double())
+            exact = torch.stack(addends).sum(0)
             # float32 rounds once per rank; bfloat16 is summed in float32 and rounded once, to 2^-9
-            torch.testing.assert_close(
-                reduced.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 0, atol=1e-6
-            )
+            rtol = 2**-8 if dtype == torch.bfloat16 else 0
+            torch.testing.assert_close(reduced.double(), exact, rtol=rtol, atol=1e-6)
             results.append((gathered, reduced))
+
     (exchange,) = gather.exchanges.values()
     assert (exchange is not None) == shared
     has_futex = shared and futex and shared_barrier._has_futex()
@@ -86,14 +85,15 @@ def _check(rank: int, ranks: int, shared: bool, futex: bool = True) -> list[tupl
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no file-backed shared memory")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_shared_memory_and_gloo_are_bitwise_equal(ranks: int) -> None:
-    options = ((True,), (False,), (True, False))
-    shared, by_gloo, no_futex = (run_ranks(ranks, _check, ranks, *option) for option in options)
-    for by_rank, by_socket, without_futex in zip(shared, by_gloo, no_futex, strict=True):
-        for got, expected, also in zip(by_rank, by_socket, without_futex, strict=True):
-            assert all(
-                torch.equal(*pair)
-                for pair in zip((*got, *also), (*expected, *expected), strict=True)
-            )
+    shared = run_ranks(ranks, _check, ranks, True)
+    by_gloo = run_ranks(ranks, _check, ranks, False)
+    without_futex = run_ranks(ranks, _check, ranks, True, False)
+    for rank in range(ranks):
+        # Each result is a gathered and a reduced tensor.
+        for number, (gathered, reduced) in enumerate(by_gloo[rank]):
+            for other_results in (shared, without_futex):
+                assert torch.equal(other_results[rank][number][0], gathered)
+                assert torch.equal(other_results[rank][number][1], reduced)
 
 
 def _one_cannot_open(rank: int) -> bool:
@@ -168,7 +168,9 @@ def test_leftovers_of_killed_ranks_are_removed_but_not_recent_or_foreign_files(
         (tmp_path / name).write_bytes(b"x")
         if name != recent:
             os.utime(tmp_path / name, (0, 0))
-    if os.geteuid() == 0:
+    # Only root can create a file of another user.
+    is_root = os.geteuid() == 0
+    if is_root:
         os.chown(tmp_path / foreign, 65534, 65534)
     else:
         (tmp_path / foreign).unlink()
@@ -178,10 +180,39 @@ def test_leftovers_of_killed_ranks_are_removed_but_not_recent_or_foreign_files(
     assert not (tmp_path / leftover).exists()
 
     memory.close()
-    remaining = {path.name for path in tmp_path.iterdir()}
-    assert remaining == {recent, f"shardtrain-{0:032x}", "shardtrain-of-a-user"} | (
-        {foreign} if os.geteuid() == 0 else set()
-    )
+    expected = {recent, f"shardtrain-{0:032x}", "shardtrain-of-a-user"}
+    if is_root:
+        expected.add(foreign)
+    assert {path.name for path in tmp_path.iterdir()} == expected
+
+
+def _sum_in_order(addends: list[Tensor]) -> Tensor:
+    """Sum in float32 in the order of ranks, and round once."""
+    total = addends[0].float()
+    for addend in addends[1:]:
+        total = total + addend
+    return total.to(addends[0].dtype)
+
+
+def _check_sequence(
+    shared: SequenceExchange, rank: int, ranks: int, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    rows, tokens, features = shape
+    numel = rows * tokens * features
+    parts = [_drawn(peer, numel, dtype).view(shape) for peer in range(ranks)]
+    assert torch.equal(shared.gather(parts[rank]), torch.cat(parts, 1))
+
+    not_contiguous = parts[rank].transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(shared.gather(not_contiguous), torch.cat(parts, 1))
+
+    full_shape = (rows, ranks * tokens, features)
+    full_tensors = [
+        _drawn(9 + peer, ranks * numel, dtype).view(full_shape) for peer in range(ranks)
+    ]
+    addends = [tensor.chunk(ranks, 1)[rank] for tensor in full_tensors]
+    assert torch.equal(shared.reduce_scatter(full_tensors[rank]), _sum_in_order(addends))
+
+    assert torch.equal(shared.all_reduce(parts[rank]), _sum_in_order(parts))
 
 
 def _sequences(rank: int, ranks: int) -> None:
@@ -190,32 +221,8 @@ def _sequences(rank: int, ranks: int) -> None:
     shared = SequenceExchange.between(dist.group.WORLD)
     assert shared is not None
     for dtype in (torch.float32, torch.bfloat16):
-        for rows, tokens, features in ((1, 1, 1), (5, 1, 3), (3, 2, 40), (9, 2, 2), (2, 7, 5)):
-            parts = [
-                _drawn(peer, rows * tokens * features, dtype).view(rows, tokens, -1)
-                for peer in range(ranks)
-            ]
-            assert torch.equal(shared.gather(parts[rank]), torch.cat(parts, 1))
-            turned = parts[rank].transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
-            assert torch.equal(shared.gather(turned), torch.cat(parts, 1))
-            full_tensors = [
-                _drawn(9 + peer, ranks * rows * tokens * features, dtype) for peer in range(ranks)
-            ]
-            sums = [
-                peer.view(rows, ranks * tokens, features).chunk(ranks, 1)[rank]
-                for peer in full_tensors
-            ]
-            reduced = shared.reduce_scatter(full_tensors[rank].view(rows, ranks * tokens, features))
-            expected = sums[0].float()
-            for peer in sums[1:]:
-                expected = expected + peer
-            # summed in the order of ranks, and rounded once
-            assert torch.equal(reduced, expected.to(dtype))
-            everywhere = shared.all_reduce(parts[rank])
-            expected = parts[0].float()
-            for peer in parts[1:]:
-                expected = expected + peer
-            assert torch.equal(everywhere, expected.to(dtype))
+        for shape in ((1, 1, 1), (5, 1, 3), (3, 2, 40), (9, 2, 2), (2, 7, 5)):
+            _check_sequence(shared, rank, ranks, shape, dtype)
 
 
 def _parts(rank: int, ranks: int) -> None:
@@ -247,6 +254,8 @@ def _check_gathered_parts(
     for part in (0, 1):
         gathered[rank][part].copy_(drawn(rank, part))
     shared.gather_parts(parts)
+
+    # A part that was not requested keeps its zeros.
     for peer in range(ranks):
         for part in (0, 1):
             is_requested = parts[peer][part] is not None
@@ -267,19 +276,20 @@ def _check_reduced_parts(
 
     own_addends: list[list[Tensor | None]] = []
     for owner in range(ranks):
-        own_addends.append(
-            [
-                addend(rank, owner, part) if has_addend(rank, owner, part) else None
-                for part in (0, 1)
-            ]
-        )
-    sources = [[has_addend(source, rank, part) for part in (0, 1)] for source in range(ranks)]
-    _, rows, heads, tokens, features = shape
+        second = addend(rank, owner, 1) if has_addend(rank, owner, 1) else None
+        own_addends.append([addend(rank, owner, 0), second])
+    sources = []
+    for source in range(ranks):
+        sources.append([has_addend(source, rank, 0), has_addend(source, rank, 1)])
+
     # outputs with tokens before heads in memory, which are not contiguous
-    outs = [
-        torch.zeros(2, rows, tokens, heads, features, dtype=dtype).transpose(2, 3) for _ in (0, 1)
-    ]
+    _, rows, heads, tokens, features = shape
+    outs = []
+    for _ in (0, 1):
+        out = torch.zeros(2, rows, tokens, heads, features, dtype=dtype)
+        outs.append(out.transpose(2, 3))
     shared.reduce_scatter_parts(own_addends, sources, outs)
+
     for part in (0, 1):
         exact = torch.zeros(shape, dtype=torch.float64)
         for source in range(ranks):

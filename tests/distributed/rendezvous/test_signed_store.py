@@ -52,13 +52,14 @@ def test_ranks_with_the_same_secret_read_each_others_values(server: dist.TCPStor
 
     assert second.get("text") == b"one\nline"
     assert second.multi_get(["text", "bytes"]) == [b"one\nline", bytes(range(256))]
-    assert (
-        first.compare_set("verdict", "", "one")
-        == b"one"
-        == second.compare_set("verdict", "", "two")
-    )
-    assert second.compare_set("verdict", "one", "two") == b"two" == first.get("verdict")
+    # The first rank to set the verdict wins. It changes only for a rank that knows the current one.
+    assert first.compare_set("verdict", "", "one") == b"one"
+    assert second.compare_set("verdict", "", "two") == b"one"
+    assert second.compare_set("verdict", "one", "two") == b"two"
+    assert first.get("verdict") == b"two"
+
     assert (first.add("count", 2), second.add("count", 3)) == (2, 5)
+
     assert second.check(["text"])
     assert not second.check(["nothing"])
     assert second.delete_key("text")
@@ -238,27 +239,29 @@ def test_forged_verdict_is_ignored_and_a_signed_one_is_received(server: dist.TCP
 
 def test_forged_and_replayed_heartbeats_are_ignored(server: dist.TCPStore) -> None:
     stranger = connection(server)
-    ranks = [
-        HeartbeatExchange(signed(connection(server), OURS, "1"), rank, 2, 0.02) for rank in range(2)
-    ]
-    for rank, channel in enumerate(ranks):
-        channel.say(Heartbeat(1, f"node{rank}"))
-    old = stranger.get("place-2")
+    ranks = []
+    for rank in range(2):
+        store = signed(connection(server), OURS, "1")
+        ranks.append(HeartbeatExchange(store, rank, 2, 0.02))
+        ranks[rank].say(Heartbeat(1, f"node{rank}"))
+    first_heartbeat = stranger.get("place-2")
     ranks[1].say(Heartbeat(2, "node1"))
 
-    assert {rank: sign.beat for rank, sign in ranks[0].receive().items()} == {0: 1, 1: 2}
+    received = ranks[0].receive()
+    assert {rank: sign.beat for rank, sign in received.items()} == {0: 1, 1: 2}
 
+    # A stranger without the secret announces that both ranks have left, and many places.
     stranger.set("place-2", '{"1": {"beat": 9, "host": "mine", "has_left": true}}')
     stranger.set("place-3", '{"0": {"beat": 9, "host": "mine", "has_left": true}}')
     stranger.add("places", 10**9)
-    heard = ranks[0].receive()
+    received = ranks[0].receive()
 
-    assert {rank: (sign.beat, sign.has_left) for rank, sign in heard.items()} == {
+    assert {rank: (sign.beat, sign.has_left) for rank, sign in received.items()} == {
         0: (1, False),
         1: (2, False),
     }
 
-    stranger.set("place-2", old)
+    stranger.set("place-2", first_heartbeat)
     assert ranks[0].receive()[1].beat == 2, "a replayed heartbeat must be ignored"
     assert len(ranks[0]._known) <= 2 + SPARE_PLACES
 

@@ -91,15 +91,17 @@ def transformers_step(rank: int, config: Config, name: str) -> Step:
     add_noise(run.runner.parameters())
     batch = next(run.dataloader)
 
-    cls = getattr(transformers, ARCHITECTURES[name][0])
-    model = cls(cls.config_class.from_pretrained(config.model.overrides["path"])).eval()
+    network_class = getattr(transformers, ARCHITECTURES[name][0])
+    network_config = network_class.config_class.from_pretrained(config.model.overrides["path"])
+    model = network_class(network_config).eval()
     weights = {path.removeprefix("hf."): weight for path, weight in whole(run).items()}
     missing = model.load_state_dict(weights, strict=False).missing_keys
+    # Only buffers may be missing.
     assert not {path for path, _ in model.named_parameters()} & set(missing)
+
     logits = model(input_ids=batch.tokens_BT).logits
-    loss = F.cross_entropy(
-        logits.flatten(0, 1), batch.targets_BT.flatten(), ignore_index=-100, reduction="sum"
-    )
+    targets = batch.targets_BT.flatten()
+    loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum")
     loss.backward()
     gradients = {f"hf.{path}": p.grad for path, p in model.named_parameters() if p.grad is not None}
     return float(loss) / batch.num_targets, gradients, initial
@@ -111,15 +113,18 @@ def assert_equal_steps(step: Step, expected: Step) -> None:
     expected_loss, expected_gradients, expected_initial = expected
     assert_bitwise(initial, expected_initial)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
+
     nonzero = {name for name, gradient in expected_gradients.items() if gradient.any()}
-    assert nonzero <= gradients.keys() <= expected_gradients.keys() | set(initial)
+    assert nonzero <= gradients.keys()
+    assert gradients.keys() <= expected_gradients.keys() | set(initial)
     # Some gradients, such as of biases of keys, are zero except for rounding. Those of decay rates are small
     # differences of large sums.
     floor = 1e-2 * max(float(gradient.abs().max()) for gradient in expected_gradients.values())
     for name in nonzero:
-        scale = max(floor, float(expected_gradients[name].abs().max()))
+        expected_gradient = expected_gradients[name]
+        scale = max(floor, float(expected_gradient.abs().max()))
         torch.testing.assert_close(
-            gradients[name], expected_gradients[name], atol=1e-5 * scale, rtol=0, msg=name
+            gradients[name], expected_gradient, atol=1e-5 * scale, rtol=0, msg=name
         )
 
 

@@ -72,10 +72,16 @@ def _check(rank: int) -> None:
     for whole_logits in (False, True):
         _, model, mesh = _split(rank, 2, whole_logits)
         for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor) and parameter.placements == (
-                PLACEMENTS[name.split(".")[-2]],
-            ), name
+            assert isinstance(parameter, DTensor), name
+            module_name = name.split(".")[-2]
+            assert parameter.placements == (PLACEMENTS[module_name],), name
+
+        # Note the shapes of the inputs of these modules on this rank.
         shapes: dict[str, tuple[int, ...]] = {}
+
+        def note_shape(path: str, shapes: dict, _: Any, inputs: Any, __: Any) -> None:
+            shapes[path] = tuple(local_tensor(inputs[0]).shape)
+
         for path in (
             "layers.0.attn_norm",
             "layers.0.attn.wq",
@@ -83,30 +89,40 @@ def _check(rank: int) -> None:
             "layers.0.ffn.w2",
             "norm",
         ):
-            model.get_submodule(path).register_forward_hook(
-                lambda _, inputs, __, path=path, shapes=shapes: shapes.update(
-                    {path: tuple(local_tensor(inputs[0]).shape)}
-                )
-            )
+            hook = partial(note_shape, path, shapes)
+            model.get_submodule(path).register_forward_hook(hook)
+
         logits = model(tokens, positions)
         vocabulary = slice(None) if whole_logits else slice(256 * rank, 256 * rank + 256)
+        # float32 rounding: row-parallel products sum in another order
         torch.testing.assert_close(logits, expected[..., vocabulary], atol=1e-5, rtol=1e-5)
         # norms get half of the sequence, the attention core half of the heads
         assert shapes["layers.0.attn_norm"] == shapes["norm"] == (2, 6, 64)
         assert shapes["layers.0.attn.core"] == (2, 12, 2, 16)
         logits.sum().backward()
+
     assert _vocabularies(mesh) == ([0, 256][rank], 256)
     _check_tied(rank)
 
 
 def _vocabularies(mesh) -> tuple[int, int]:
+    tp_rank = mesh.rank("tp")
     vocabulary = SplitVocabulary(mesh, 512)
-    largest = vocabulary.max(torch.tensor([float(mesh.rank("tp")), -5.0]))
+    largest = vocabulary.max(torch.tensor([float(tp_rank), -5.0]))
     assert largest.tolist() == [1.0, -5.0]
-    assert vocabulary.sum(torch.tensor([1.0, mesh.rank("tp") + 1.0])).tolist() == [2.0, 3.0]
-    assert vocabulary.gather(torch.tensor([mesh.rank("tp"), 5])).tolist() == [[0, 5], [1, 5]]
-    assert SplitVocabulary(mesh, 7).offset == 4 * mesh.rank("tp")  # 4 and 3, like torch.chunk
+    assert vocabulary.sum(torch.tensor([1.0, tp_rank + 1.0])).tolist() == [2.0, 3.0]
+    assert vocabulary.gather(torch.tensor([tp_rank, 5])).tolist() == [[0, 5], [1, 5]]
+    assert SplitVocabulary(mesh, 7).offset == 4 * tp_rank  # 4 and 3, like torch.chunk
     return vocabulary.offset, vocabulary.columns
+
+
+def _assert_equal_gradients(
+    split: torch.nn.Module, unsplit: torch.nn.Module, factor: int = 1
+) -> None:
+    """The gradients of the split module are ``factor`` times those of the unsplit one."""
+    for name, parameter in split.named_parameters():
+        expected = factor * unsplit.get_parameter(name).grad
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected, msg=name)
 
 
 def _check_tied(rank: int) -> None:
@@ -122,10 +138,8 @@ def test_styles_split_weights_and_activations_as_defined() -> None:
 
 def _check_operand_types(rank: int, has_bias: bool) -> None:
     """Check matrix products and collectives in a step of two split linear layers."""
-    mesh = build(
-        tiny_config(parallelism={"tensor_parallel_degree": 2}),
-        World(rank, 2, rank, torch.device("cpu")),
-    )
+    config = tiny_config(parallelism={"tensor_parallel_degree": 2})
+    mesh = build(config, World(rank, 2, rank, torch.device("cpu")))
     torch.manual_seed(0)
     unsplit = torch.nn.Sequential(
         torch.nn.Linear(8, 12, has_bias), torch.nn.Tanh(), torch.nn.Linear(12, 8, has_bias)
@@ -135,9 +149,7 @@ def _check_operand_types(rank: int, has_bias: bool) -> None:
     model.forward = lambda x_BtD, positions_BT: split(x_BtD)
     styles = {"layer.0": "colwise", "layer.2": "rowwise"}
     layout = Layout(first=(), layers="", last=(), tensor=styles, context="", expert="")
-    tensor_parallel.apply(
-        model, layout, mesh, tiny_config(parallelism={"tensor_parallel_degree": 2})
-    )
+    tensor_parallel.apply(model, layout, mesh, config)
     x_BTD = torch.randn(3, 6, 8)
     own_BtD = x_BTD.chunk(2, 1)[rank].clone().requires_grad_()
     operand_types: list[type] = []
@@ -145,27 +157,27 @@ def _check_operand_types(rank: int, has_bias: bool) -> None:
     class Look(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             if function is torch.nn.functional.linear:
-                operand_types.extend(type(one) for one in args[:2])
+                operand_types.extend(type(operand) for operand in args[:2])
             return function(*args, **(kwargs or {}))
 
     with Look(), CommDebugMode() as collectives:
         out_BtD = model(own_BtD, torch.arange(6).expand(3, -1))
         out_BtD.square().sum().backward()
+
     # plain tensors, not DTensors
     assert len(operand_types) == 4
     assert not any(issubclass(kind, DTensor) for kind in operand_types)
     # ranks of one machine exchange sequences through shared memory, with two barriers in each direction
     by_gloo = {} if shared_barrier.own_process().number else {"c10d.allreduce_": 4}
-    assert {str(one): count for one, count in collectives.get_comm_counts().items()} == by_gloo
+    counts = {str(operation): n for operation, n in collectives.get_comm_counts().items()}
+    assert counts == by_gloo
+
     whole_BTD = x_BTD.clone().requires_grad_()
     expected_BTD = unsplit(whole_BTD)
     expected_BTD.square().sum().backward()
     torch.testing.assert_close(out_BtD, expected_BTD.chunk(2, 1)[rank])
     torch.testing.assert_close(own_BtD.grad, whole_BTD.grad.chunk(2, 1)[rank])
-    for (name, split_weight), weight in zip(
-        split.named_parameters(), unsplit.parameters(), strict=True
-    ):
-        torch.testing.assert_close(split_weight.grad.full_tensor(), weight.grad, msg=name)
+    _assert_equal_gradients(split, unsplit)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -241,21 +253,18 @@ def _check_chain(rank: int, ranks: int, shared: bool) -> None:
         rows = -(-vocab // ranks)
         columns = slice(rows * rank, rows * rank + rows)
         torch.testing.assert_close(out_BTV, expected_BTV[..., columns])
+
         expected_BTV.backward(back_BTV)
         out_BTV.backward(back_BTV[..., columns])
-        for (name, split_weight), weight in zip(
-            split.named_parameters(), unsplit.parameters(), strict=True
-        ):
-            torch.testing.assert_close(split_weight.grad.full_tensor(), weight.grad, msg=name)
+        _assert_equal_gradients(split, unsplit)
+
         # a second backward through the graph adds the same gradients again, also with a recomputed block
         split.recomputes = True
-        again_BTV = split(tokens_BT, positions_BT)
-        again_BTV.backward(back_BTV[..., columns], retain_graph=True)
-        again_BTV.backward(back_BTV[..., columns])
-        for (name, split_weight), weight in zip(
-            split.named_parameters(), unsplit.parameters(), strict=True
-        ):
-            torch.testing.assert_close(split_weight.grad.full_tensor(), 3 * weight.grad, msg=name)
+        recomputed_BTV = split(tokens_BT, positions_BT)
+        recomputed_BTV.backward(back_BTV[..., columns], retain_graph=True)
+        recomputed_BTV.backward(back_BTV[..., columns])
+        _assert_equal_gradients(split, unsplit, factor=3)
+
         # a hook on the gathered sequence sees its full gradient
         split.recomputes = False
         gradients: list[torch.Tensor] = []
@@ -265,6 +274,7 @@ def _check_chain(rank: int, ranks: int, shared: bool) -> None:
         unsplit(tokens_BT, positions_BT).backward(back_BTV)
         split(tokens_BT, positions_BT).backward(back_BTV[..., columns])
         torch.testing.assert_close(gradients[1].full_tensor(), gradients[0])
+
         # after forward, the embedding's weight is the parameter again
         assert split.embed.weight is split.embed._parameters["weight"]
 
@@ -288,40 +298,40 @@ class Mixer(torch.nn.Module):
 
 
 def _check_rowwise_on_full_features(rank: int) -> None:
-    mesh = build(
-        tiny_config(parallelism={"tensor_parallel_degree": 2}),
-        World(rank, 2, rank, torch.device("cpu")),
-    )
+    config = tiny_config(parallelism={"tensor_parallel_degree": 2})
+    mesh = build(config, World(rank, 2, rank, torch.device("cpu")))
     generator = torch.Generator().manual_seed(0)
-    x_BTD, back_BTD = (torch.randn(3, 4, 8, generator=generator) for _ in range(2))
+    x_BTD = torch.randn(3, 4, 8, generator=generator)
+    back_BTD = torch.randn(3, 4, 8, generator=generator)
     torch.manual_seed(0)
-    alone = Mixer()
+    unsplit = Mixer()
     split = Mixer()
-    split.load_state_dict(alone.state_dict())
+    split.load_state_dict(unsplit.state_dict())
+
+    # Split the module: each rank has half of the sequence.
     length = SequenceLength(2)
     length.set_from_positions(split, (x_BTD, torch.zeros(3, 4)), {})
     style_names = {"": "gather", "into": "replicate", "out": "rowwise"}
     splitting = Splitting(2, False, length, Sequences())
-    styles = {
-        path: style_for(path, split.get_submodule(path), style_name, splitting)
-        for path, style_name in style_names.items()
-    }
+    styles = {}
+    for path, style_name in style_names.items():
+        styles[path] = style_for(path, split.get_submodule(path), style_name, splitting)
     parallelize_module(split, mesh.submesh("tp"), styles)
     half = slice(2 * rank, 2 * rank + 2)
-    mine_BTD = x_BTD[:, half].clone().requires_grad_()
-    theirs_BTD = x_BTD.clone().requires_grad_()
-    expected_BTD = alone(theirs_BTD)
-    out_BTD = local_tensor(split(mine_BTD))
+    own_BTD = x_BTD[:, half].clone().requires_grad_()
+    full_BTD = x_BTD.clone().requires_grad_()
+
+    expected_BTD = unsplit(full_BTD)
+    out_BTD = local_tensor(split(own_BTD))
     torch.testing.assert_close(out_BTD, expected_BTD[:, half])
+
     expected_BTD.backward(back_BTD)
     out_BTD.backward(back_BTD[:, half])
-    torch.testing.assert_close(mine_BTD.grad, theirs_BTD.grad[:, half])
-    for name, parameter in split.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad.full_tensor(), alone.get_parameter(name).grad, msg=name
-        )
+    torch.testing.assert_close(own_BTD.grad, full_BTD.grad[:, half])
+    _assert_equal_gradients(split, unsplit)
     # replicated weights have full gradients, which must not be summed
-    torch.testing.assert_close(split.into.weight.grad.to_local(), alone.into.weight.grad)
+    torch.testing.assert_close(split.into.weight.grad.to_local(), unsplit.into.weight.grad)
+
     with pytest.raises(ConfigError, match='"rowwise" needs the full sequence.*write "router"'):
         split.out(torch.zeros(3, 2, 12))
 
