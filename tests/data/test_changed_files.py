@@ -81,25 +81,21 @@ def test_file_changed_during_a_run_stops_it(kind, change, workers, tmp_path):
     training = Training(
         seq_len=32, local_batch_size=4, on_data_end="repeat", dataloader=loader, **options
     )
-    stream = open_dataloader(
-        Config(training=training, data=data), batch_rank=0, num_batch_ranks=1, accumulation=1
-    )
+    one_rank = {"batch_rank": 0, "num_batch_ranks": 1, "accumulation": 1}
+    stream = open_dataloader(Config(training=training, data=data), **one_rank)
     next(stream)
     change(file)
 
     with pytest.raises(ConfigError) as caught:
         for _ in range(40):
             next(stream)
-    assert str(file) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    message = str(caught.value)
+    assert str(file) in message
+    assert "\n" not in message
     assert caught.value.exit_code == 2
 
-    reopened = replace(training, dataloader=DataLoaderOptions())
-    if change is not replace_by_a_copy and change is not edit:
-        with pytest.raises(ConfigError):  # starting or resuming a run fails too
-            open_dataloader(
-                Config(training=reopened, data=data),
-                batch_rank=0,
-                num_batch_ranks=1,
-                accumulation=1,
-            )
+    # Without the file, starting or resuming a run fails too.
+    if change not in (replace_by_a_copy, edit):
+        reopened = replace(training, dataloader=DataLoaderOptions())
+        with pytest.raises(ConfigError):
+            open_dataloader(Config(training=reopened, data=data), **one_rank)

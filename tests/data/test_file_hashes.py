@@ -29,10 +29,10 @@ LENGTH = 100
 
 def write_rows(path: Path, letter: str = "a", first: int = ROWS, last: int = ROWS) -> None:
     """Write rows of equal size. Rows ``first`` to ``last - 1`` have a different letter."""
-    rows = (
-        json.dumps({"text": ("b" if first <= k < last else letter) * LENGTH}) for k in range(ROWS)
-    )
-    path.write_text("".join(row + "\n" for row in rows))
+    with path.open("w") as file:
+        for row in range(ROWS):
+            letter_of_row = "b" if first <= row < last else letter
+            file.write(json.dumps({"text": letter_of_row * LENGTH}) + "\n")
 
 
 def between_samples(path: Path) -> tuple[int, int]:
@@ -69,10 +69,8 @@ def run(
     Step ``waits_after`` lets hashing begin and waits until it ends.
     """
     # global state of this rank's process
-    file_hashes.SMALL_BYTES, file_hashes.SETTLED_SECONDS = (
-        small_bytes,
-        0.0,
-    )
+    file_hashes.SMALL_BYTES = small_bytes
+    file_hashes.SETTLED_SECONDS = 0.0
     step = trainer.step
     threads = []
     may_hash = threading.Event()
@@ -110,21 +108,22 @@ def test_changed_rows_of_equal_size_are_detected(
     write_rows(file, "a", *between_samples(file))
     assert file.stat().st_size == size
 
+    # small files are hashed before the first step, large ones in a thread that reports after at most one step here
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0]
+    assert steps <= (0 if small_bytes else 1)
     assert "rows.jsonl" in message
     assert "at equal size" in message
     assert "exclude_from_loading" in message
-    # small files are hashed before the first step, large ones in a thread that reports after at most one step here
-    assert steps <= (0 if small_bytes else 1)
 
+    # The run folder records the change, so the next start stops before its first step.
     if not small_bytes:
         assert "this start trained on it after step 4" in message
-        [again, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0]
-        # recorded in the run folder
+        [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0]
         assert steps == 0
-        assert "rows.jsonl differ at equal size" in again
-    write_rows(file)
+        assert "rows.jsonl differ at equal size" in message
 
+    # With the original rows, the run continues.
+    write_rows(file)
     assert run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0] == ("", 4)
 
 
@@ -135,13 +134,12 @@ def test_checkpoint_trained_on_changed_content_is_rejected_after_the_file_is_res
     write_rows(file)
     assert run_ranks(1, run, config_of(tmp_path, "rows", 4), 0)[0] == ("", 4)
 
+    # Step 6 is saved before the file is hashed.
     write_rows(file, "a", *between_samples(file))
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0, 3)[0]
     assert steps == 3
     assert "continue with checkpoint.load_step=4" in message
-    assert (tmp_path / "run/checkpoint/step-6").is_dir(), (
-        "step 6 must be saved, before the file was hashed"
-    )
+    assert (tmp_path / "run/checkpoint/step-6").is_dir()
 
     write_rows(file)
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0)[0]
@@ -149,6 +147,8 @@ def test_checkpoint_trained_on_changed_content_is_rejected_after_the_file_is_res
     assert "rows.jsonl" in message
     assert "checkpoint.load_step=4" in message
     assert "steps after 4 of this run were trained on other contents" in message
+
+    # The suggested fix works.
     assert run_ranks(1, run, config_of(tmp_path, "rows", 10, load_step=4), 0)[0] == ("", 6)
 
 
@@ -179,18 +179,12 @@ def test_file_replaced_before_it_was_hashed_is_reported(
 def test_prepared_shard_that_differs_from_its_index_stops_the_run(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     write_rows(file)
-    arguments = [
-        "--training.dataset",
-        "jsonl",
-        "--training.dataset_path",
-        str(file),
-        "--output",
-        str(tmp_path / "shards"),
-    ]
+    shards = tmp_path / "shards"
+    arguments = ["--training.dataset", "jsonl", "--training.dataset_path", str(file)]
+    arguments += ["--output", str(shards), "--model.hf_assets_path", "bytes"]
+    assert prepare.main(arguments) == 0
 
-    assert prepare.main([*arguments, "--model.hf_assets_path", "bytes"]) == 0
-
-    tokens = tmp_path / "shards" / "tokens-00000.bin"
+    tokens = shards / "tokens-00000.bin"
     with tokens.open("r+b") as opened:
         opened.seek(tokens.stat().st_size // 2)
         opened.write(b"\x07")
@@ -208,37 +202,37 @@ def test_file_is_hashed_once_and_again_after_a_change(
     hashed: list[str] = []
     original = Contents._hash
 
-    def noted(self: Contents, file: FileToHash, share: float) -> None:
+    def recorded_hash(self: Contents, file: FileToHash, share: float) -> None:
         hashed.append(file.name)
         original(self, file, share)
 
-    monkeypatch.setattr(Contents, "_hash", noted)
+    monkeypatch.setattr(Contents, "_hash", recorded_hash)
     paths = [tmp_path / name for name in ("one", "two")]
     for path in paths:
         path.write_bytes(os.urandom(1000))
     files = [FileToHash(path.name, str(path), "training.dataset_path") for path in paths]
 
-    def look() -> Contents:
+    def checked() -> Contents:
         contents = Contents(files, tmp_path)
         contents.check_now()
         return contents
 
-    first = look()
+    first = checked()
     assert hashed == ["one", "two"]
-    assert look().record() == first.record()
+    assert checked().record() == first.record()
     assert hashed == ["one", "two"]
 
+    # Change a byte of one file, and restore its modification time.
     before = paths[0].stat()
     data = bytearray(paths[0].read_bytes())
     data[500] ^= 1
     paths[0].write_bytes(data)
-    # the modification time does not show the change
     os.utime(paths[0], ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert checked().expect(first.record()) == ["one"]
 
-    assert look().expect(first.record()) == ["one"]
-
-    (tmp_path / file_hashes.NOTES).write_text("[1, {")  # broken notes only cost time
-    assert look().expect(first.record()) == ["one"]
+    # Broken notes only cost time.
+    (tmp_path / file_hashes.NOTES).write_text("[1, {")
+    assert checked().expect(first.record()) == ["one"]
 
 
 def test_hashing_ends_with_the_run_and_reports_unhashed_files(

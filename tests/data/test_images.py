@@ -350,17 +350,19 @@ def test_the_child_ends_with_its_decoder_but_not_with_a_fork_of_it() -> None:
 
 def test_a_decoder_that_takes_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The kernel ends the child after the CPU time of one image. A stand-in for a decoder loops without end."""
-    sandbox.set_limits(sandbox.Limits(seconds=1))
-    code = "import sys\nsys.stdin.buffer.readline()\nwhile True: pass"
-    import resource
     import sys
 
     from shardtrain.data import image_decoder
 
-    limit = (
-        f"import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, {resource.RLIM_INFINITY}))\n"
-    )
-    command = [sys.executable, "-c", limit + code]
+    sandbox.set_limits(sandbox.Limits(seconds=1))
+    code = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (1, resource.RLIM_INFINITY))
+sys.stdin.buffer.readline()
+while True:
+    pass
+"""
+    command = [sys.executable, "-c", code]
     monkeypatch.setattr(image_decoder.python_child, "command", lambda *_: command)
     decoder = ImageDecoder(MAX_PIXELS)
     try:
@@ -429,6 +431,7 @@ def test_the_size_of_a_large_file_is_read_from_its_beginning(folder: Path) -> No
     assert path.stat().st_size > 2 * 64 * 1024
 
     decoder = ImageDecoder(MAX_PIXELS)
-    assert Image("noise.png", str(path)).size(decoder, max_bytes=1) == (300, 300)
-
-    decoder.close()
+    try:
+        assert Image("noise.png", str(path)).size(decoder, max_bytes=1) == (300, 300)
+    finally:
+        decoder.close()

@@ -53,18 +53,20 @@ def open_rank(config, rank=0, ranks=1, accumulation=1, **options):
 
 def global_steps(config, ranks, accumulation, steps, samples_consumed=0):
     """Return sample ids and tokens of each step, in the order of ranks."""
-    streams = [
-        open_rank(config, r, ranks, accumulation, samples_consumed=samples_consumed)
-        for r in range(ranks)
-    ]
+    streams = []
+    for rank in range(ranks):
+        stream = open_rank(config, rank, ranks, accumulation, samples_consumed=samples_consumed)
+        streams.append(stream)
+
     result = []
     for _ in range(steps):
         batches = [next(stream) for stream in streams for _ in range(accumulation)]
         ids = torch.cat([batch.sample_ids_B for batch in batches])
-        result.append((ids.tolist(), torch.cat([batch.tokens_BT for batch in batches]).tolist()))
-    assert {stream.samples_consumed for stream in streams} == {
-        samples_consumed + steps * GLOBAL_BATCH
-    }
+        tokens = torch.cat([batch.tokens_BT for batch in batches])
+        result.append((ids.tolist(), tokens.tolist()))
+
+    for stream in streams:
+        assert stream.samples_consumed == samples_consumed + steps * GLOBAL_BATCH
     return result
 
 
@@ -104,21 +106,19 @@ def test_batch_contains_the_rows_of_its_samples(config):
     line = [256, *range(33, 124), 257]
 
     for row, sample in enumerate(batch.sample_ids_B.tolist()):
-        assert batch.tokens_BT[row].tolist() == line[sample * SEQ_LEN : (sample + 1) * SEQ_LEN]
-        assert (
-            batch.targets_BT[row].tolist()
-            == line[sample * SEQ_LEN + 1 : (sample + 1) * SEQ_LEN + 1]
-        )
+        start = sample * SEQ_LEN
+        stop = start + SEQ_LEN
+        assert batch.tokens_BT[row].tolist() == line[start:stop]
+        assert batch.targets_BT[row].tolist() == line[start + 1 : stop + 1]
         assert batch.positions_BT[row].tolist() == list(range(SEQ_LEN))
-    assert {
-        t.dtype for t in (batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.sample_ids_B)
-    } == {torch.int64}
+
+    for tensor in (batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.sample_ids_B):
+        assert tensor.dtype == torch.int64
     assert batch.num_targets == GLOBAL_BATCH * SEQ_LEN
-    assert (stream.num_samples, stream.global_batch, stream.vocab) == (
-        NUM_SAMPLES,
-        GLOBAL_BATCH,
-        258,
-    )
+
+    assert stream.num_samples == NUM_SAMPLES
+    assert stream.global_batch == GLOBAL_BATCH
+    assert stream.vocab == 258
 
 
 def test_ignored_targets_are_not_counted_and_a_batch_moves_all_its_tensors():

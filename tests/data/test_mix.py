@@ -35,7 +35,8 @@ def test_row_numbers_of_a_source_have_no_gaps_across_stages(first, second, stop,
     count = min(len(first), len(second))
     if sum(first[:count]) <= 0 or sum(second[:count]) <= 0:
         return
-    mixture = Mixture([Stage(tuple(first[:count]), stop), Stage(tuple(second[:count]))])
+    stages = [Stage(tuple(first[:count]), stop), Stage(tuple(second[:count]))]
+    mixture = Mixture(stages)
     sources, numbers = mixture.locate(np.arange(position, position + 400))
     before = mixture.rows_before(position)
 

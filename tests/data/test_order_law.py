@@ -242,35 +242,32 @@ def test_seed_changes_the_order_and_its_hash(tmp_path):
 )
 def test_every_token_is_a_target_once_per_epoch_on_any_number_of_ranks(kind, tmp_path):
     config = config_of(kind, tmp_path)
-    config = replace(config, training=replace(config.training, on_data_end="stop"))
+    training = replace(config.training, on_data_end="stop", local_batch_size=3)
+    config = replace(config, training=training)
     counted = {}
     for ranks in (1, 3):
-        training = replace(config.training, local_batch_size=3)
-        rows = {}
-        targets = 0
-        options = {"num_batch_ranks": ranks, "accumulation": 1}
-        streams = [
-            open_dataloader(replace(config, training=training), batch_rank=r, **options)
-            for r in range(ranks)
-        ]
-        empty = 0
-        while not streams[0].has_unknown_end or empty < streams[0].num_readers:
+        streams = []
+        for rank in range(ranks):
+            streams.append(
+                open_dataloader(config, batch_rank=rank, num_batch_ranks=ranks, accumulation=1)
+            )
+        digests = {}
+        num_targets = 0
+        num_empty = 0
+        while not streams[0].has_unknown_end or num_empty < streams[0].num_readers:
             try:
                 batches = [next(stream) for stream in streams]
             except StopIteration:
                 break
             # like the trainer: the data ends when no reader has another row
-            empty = (
-                empty + streams[0].global_batch
-                if all(batch.num_rows == 0 for batch in batches)
-                else 0
-            )
+            is_empty = all(batch.num_rows == 0 for batch in batches)
+            num_empty = num_empty + streams[0].global_batch if is_empty else 0
             for batch in batches:
-                for (sample, digest), row in zip(rows_of(batch), batch.targets_BT, strict=True):
-                    assert sample == -1 or sample not in rows
-                    rows[sample] = digest
-                    targets += int((row != IGNORE).sum())
-        rows.pop(-1, None)
-        counted[ranks] = rows, targets
+                for (sample, digest), targets in zip(rows_of(batch), batch.targets_BT, strict=True):
+                    assert sample == -1 or sample not in digests
+                    digests[sample] = digest
+                    num_targets += int((targets != IGNORE).sum())
+        digests.pop(-1, None)
+        counted[ranks] = digests, num_targets
 
     assert counted[1] == counted[3]

@@ -255,9 +255,10 @@ def _arrow_bomb(name: str, folder: Path) -> str:
     # the uncompressed length, stored before the compressed bytes, determines the allocation
     if name == "length":
         file = Path(_arrow(folder / "a.arrow", text, compression="zstd"))
-        number = (40_000_000).to_bytes(8, "little")
-        assert file.read_bytes().count(number) == 1 or name
-        file.write_bytes(file.read_bytes().replace(number, (2**34).to_bytes(8, "little")))
+        content = file.read_bytes()
+        length = (40_000_000).to_bytes(8, "little")
+        assert content.count(length) == 1 or name
+        file.write_bytes(content.replace(length, (2**34).to_bytes(8, "little")))
         return str(file)
     offsets = b"".join(n.to_bytes(4, "little") for n in (0, 2**20, 7))
     outside = pa.StringArray.from_buffers(2, pa.py_buffer(offsets), pa.py_buffer(b"1234567"))
@@ -307,31 +308,31 @@ def test_row_counts_its_memory_in_python(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     from shardtrain.data.sources._batches import rows_of_batch
 
-    many = pa.DictionaryArray.from_arrays(
-        pa.array([0] * 2000, pa.int8()), pa.array(["a" * 8_000_000])
-    )
-    bounds = pa.array([0, 2000], pa.int32())
-
-    for column in (
-        pa.ListArray.from_arrays(bounds, many),
-        pa.ListArray.from_arrays(pa.array([0, 10**9], pa.int32()), pa.nulls(10**9)),
+    # Rows that are small in Arrow and huge in Python: repetitions of a text, nulls, and overlapping views.
+    zeros = pa.array([0] * 2000, pa.int8())
+    many_texts = pa.DictionaryArray.from_arrays(zeros, pa.array(["a" * 8_000_000]))
+    all_texts = pa.array([0, 2000], pa.int32())
+    all_nulls = pa.array([0, 10**9], pa.int32())
+    columns = [
+        pa.ListArray.from_arrays(all_texts, many_texts),
+        pa.ListArray.from_arrays(all_nulls, pa.nulls(10**9)),
         pa.ListViewArray.from_arrays(pa.array([0] * 9), pa.array([10**7] * 9), pa.nulls(10**7)),
-    ):
+    ]
+    for column in columns:
         for row in rows_of_batch(pa.table({"text": column}), 2**24):
             assert isinstance(row, sources.BadRow)
             assert "data.max_row_bytes" in str(row)
 
-    labels = pa.array(["good", None, "bad"] * 50).dictionary_encode()
-    turns = pa.array([[{"role": "user", "content": "x" * 10}] * 3] * 150)
+    # Small rows of the same kinds are read.
     table = pa.table(
         {
-            "label": labels,
-            "turns": turns,
+            "label": pa.array(["good", None, "bad"] * 50).dictionary_encode(),
+            "turns": pa.array([[{"role": "user", "content": "x" * 10}] * 3] * 150),
             "of": pa.array([[("k", 1)]] * 150, pa.map_("string", "int8")),
         }
     )
-
-    assert list(rows_of_batch(table.slice(1, 100), 1000)) == table.slice(1, 100).to_pylist()
+    part = table.slice(1, 100)
+    assert list(rows_of_batch(part, 1000)) == part.to_pylist()
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_local_experts", "n_routed_experts"])

@@ -654,11 +654,11 @@ def test_conversation_with_text_that_the_template_drops_is_a_bad_row(
     assert isinstance(result, Document), result
     assert "Blue." in tokenizer.decode(result.tokens[result.learned])
 
-    expected_texts = [
-        message["content"].split("</think>")[-1].removesuffix("/no_think") for message in messages
-    ]
-
-    assert all(text in tokenizer.decode(result.tokens) for text in expected_texts)
+    # The row contains the text of each message, except for its reasoning and its marks.
+    decoded = tokenizer.decode(result.tokens)
+    for message in messages:
+        text = message["content"].split("</think>")[-1].removesuffix("/no_think")
+        assert text in decoded
 
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -724,20 +724,19 @@ def test_content_in_several_parts_is_rendered_as_in_transformers(tmp_path, templ
     """A template that reads no list, or only its first part, gets joined parts. transformers would lose the others."""
     transformers = pytest.importorskip("transformers")
     path = folder_of(tmp_path, template)
-    question, answer = (
-        [{"type": "text", "text": text} for text in texts]
-        for texts in (("a ", " b\n"), ("x ", " y\n", "z"))
-    )
+    question = [{"type": "text", "text": "a "}, {"type": "text", "text": " b\n"}]
+    answer = [{"type": "text", "text": text} for text in ("x ", " y\n", "z")]
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     row = {"messages": chat, "prompt": chat[:1], "completion": chat[1:]}
     tokenizer = open_tokenizer(str(path))
     (document,) = open_encoder(tokenizer, Data(format=form)).encode([row])
+
+    # The reference gets joined parts too, as a text or as one part.
     if template in (NO_REASONING, FIRST_PART):
         for message in chat:
             text = "".join(part["text"] for part in message["content"])
-            message["content"] = (
-                text if template == NO_REASONING else [{"type": "text", "text": text}]
-            )
+            joined_part = [{"type": "text", "text": text}]
+            message["content"] = text if template == NO_REASONING else joined_part
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
 
     assert document.tokens.tolist() == reference.apply_chat_template(chat)["input_ids"]
@@ -777,31 +776,33 @@ def test_template_variables_of_a_row_work_as_in_transformers(tmp_path, kwargs):
         "messages": [USER, ANSWER],
         "prompt": [USER],
         "completion": [ANSWER],
+        "chosen": [ANSWER],
+        "rejected": [ANSWER],
         "chat_template_kwargs": kwargs,
     }
-    row |= {"chosen": [ANSWER], "rejected": [ANSWER]}
     variables = json.loads(kwargs) if isinstance(kwargs, str) else kwargs or {}
     variables = {name: value for name, value in variables.items() if value is not None}
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
     expected = reference.apply_chat_template([USER, ANSWER], **variables)["input_ids"]
-    expected_prompt = reference.apply_chat_template(
-        [USER], add_generation_prompt=True, **variables
-    )["input_ids"]
+    without_variables = reference.apply_chat_template([USER, ANSWER])["input_ids"]
+    assert (expected == without_variables) == (not variables)
 
-    assert (expected == reference.apply_chat_template([USER, ANSWER])["input_ids"]) == (
-        not variables
-    )
-
+    # Rows of conversations and of prompts and completions
     for form in ("chat", "prompt_completion"):
         (document,) = open_encoder(tokenizer, Data(format=form)).encode([row])
         assert document.tokens.tolist() == expected
         assert tokenizer.decode(document.tokens[document.learned]) == "Blue."
-    conversations = open_conversations(tokenizer, Data(format="chat"))
-    prompt = GenerationPrompts(tokenizer, Data(), conversations).row(
-        PromptRow("a:1", "", row), "prompt", "tools"
-    )
 
-    assert prompt == expected_prompt
+    # Prompts of generation and of tasks on rows
+    conversations = open_conversations(tokenizer, Data(format="chat"))
+    prompts = GenerationPrompts(tokenizer, Data(), conversations)
+    prompt = prompts.row(PromptRow("a:1", "", row), "prompt", "tools")
+    assert (
+        prompt
+        == reference.apply_chat_template([USER], add_generation_prompt=True, **variables)[
+            "input_ids"
+        ]
+    )
 
 
 BAD_KWARGS = {
@@ -893,20 +894,17 @@ ADVICE = "add one with data.turn_end, such as '</s>'"
 
 
 @pytest.mark.parametrize("form", ["chat", "prompt_completion"])
+# As at inference, an inserted end does not follow an earlier turn.
 @pytest.mark.parametrize(
     ("template", "end", "learned", "is_warned"),
     [
-        (NO_END, None, "Blue.Blue.", True),
-        (
-            NO_END,
-            "</s>",
-            "Blue.Blue.</s>",
-            False,
-        ),  # as at inference, no end is inserted after an earlier turn
-        (NO_END, "<|user|>", "Blue.<|user|>Blue.<|user|>", False),
-        (SEPARATED, None, "Blue.<|im_end|>Blue.<|im_end|>", False),
+        pytest.param(NO_END, None, "Blue.Blue.", True, id="no end"),
+        pytest.param(NO_END, "</s>", "Blue.Blue.</s>", False, id="inserted"),
+        pytest.param(
+            NO_END, "<|user|>", "Blue.<|user|>Blue.<|user|>", False, id="of the next turn"
+        ),
+        pytest.param(SEPARATED, None, "Blue.<|im_end|>Blue.<|im_end|>", False, id="ChatML"),
     ],
-    ids=["no end", "inserted", "of the next turn", "ChatML"],
 )
 def test_template_without_end_of_turn_is_logged_and_turn_end_inserts_one(
     form, template, end, learned, is_warned, tmp_path, caplog
@@ -922,17 +920,15 @@ def test_template_without_end_of_turn_is_logged_and_turn_end_inserts_one(
     assert [ADVICE in message for message in caplog.messages] == [True] * is_warned
 
     if template == NO_END:
-        assert tokenizer.decode(document.tokens, keep_special=True).count("</s>") == (end == "</s>")
-        assert (encoder.fingerprint == open_encoder(tokenizer, Data(format=form)).fingerprint) == (
-            end is None
-        )
-    ends = end_tokens(tokenizer, Data(format=form, turn_end=end), has_conversations=True)
-    of_turn = "<|im_end|>" if template == SEPARATED else end
+        decoded = tokenizer.decode(document.tokens, keep_special=True)
+        assert decoded.count("</s>") == (end == "</s>")
+        without_option = open_encoder(tokenizer, Data(format=form))
+        assert (encoder.fingerprint == without_option.fingerprint) == (end is None)
 
-    assert {tokenizer.decode([token], keep_special=True) for token in ends} == {
-        "</s>",
-        of_turn or "</s>",
-    }
+    # Generation stops at the end of a turn too.
+    ends = end_tokens(tokenizer, Data(format=form, turn_end=end), has_conversations=True)
+    end_of_turn = "<|im_end|>" if template == SEPARATED else end or "</s>"
+    assert {tokenizer.decode([token], keep_special=True) for token in ends} == {"</s>", end_of_turn}
 
 
 def test_turn_end_extends_the_marks_of_a_template(tmp_path):

@@ -78,9 +78,9 @@ def test_turns_of_published_templates_match_the_marks_of_trl(name: str) -> None:
     header = _header(template)
     for chat_name, chat in CHATS.items():
         messages = messages_of(chat, "messages")
-        variables = {"tools": TOOLS if any(message["role"] == "tool" for message in chat) else None}
-        if chat_name == "a call at the end":
-            variables = {"tools": TOOLS}
+        has_tools = any(message["role"] == "tool" for message in chat)
+        has_tools = has_tools or chat_name == "a call at the end"
+        variables = {"tools": TOOLS if has_tools else None}
         try:
             written = write(template, messages, variables)
         except Unusable as error:
@@ -88,11 +88,11 @@ def test_turns_of_published_templates_match_the_marks_of_trl(name: str) -> None:
             continue  # the template has no tools, no reasoning, or rejects the conversation
         if template.marks or not marked_file.is_file():
             continue
-        text, spans = _template(marked_file, template.content_as_parts).render_marked(
-            messages, variables
-        )
+        marked_template = _template(marked_file, template.content_as_parts)
+        text, spans = marked_template.render_marked(messages, variables)
         if text != written.text:
             continue  # TRL changed more than the marks
+
         turns = [written.text[start:stop] for start, stop in written.spans]
         learned = "".join(turns).replace("<|tool_response>", "")  # Gemma's end of a call
         expected = "".join(text[start:stop] for start, stop in spans)

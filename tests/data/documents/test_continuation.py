@@ -117,19 +117,23 @@ def test_both_answers_of_a_preference_pair_continue_the_prompt(
 ) -> None:
     name, row = form
     folder = tokenizers_of_kinds.write(kind, tmp_path / kind)
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
     base = tiny_config()
+    training = dataclasses.replace(
+        base.training, dataset="jsonl", dataset_path=str(path), seq_len=64
+    )
     config = dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, hf_assets_path=str(folder)),
         task=dataclasses.replace(base.task, name=name),
-        training=dataclasses.replace(
-            base.training, dataset="jsonl", dataset_path=str(tmp_path / "rows.jsonl"), seq_len=64
-        ),
+        training=training,
     )
     task = open_task(config)
     (pair,) = task.read_rows("train")  # type: ignore[attr-defined]
     tokenizer = task.tokenizer  # type: ignore[attr-defined]
+
+    # Each answer has the tokens of the prompt and the answer as one text.
     prompt = row.get("prompt", "")
     for side, column in ((pair.chosen, "chosen"), (pair.rejected, "rejected")):
         joined = tokenizer.encode(prompt + row[column])
@@ -169,10 +173,10 @@ def test_bos_and_eos_written_in_a_row_are_not_added_again(
     assert tokens.count(bos) == tokens.count(eos) == 1
     assert tuple(note for note in document.notes if note != SHARED_TOKEN) == notes
 
+    # The end of the completion is learned.
     if form == "prompt_completion":
-        assert document.learned is not None and document.learned[-1], (
-            "the end of the completion must be learned"
-        )
+        assert document.learned is not None
+        assert document.learned[-1]
 
 
 def test_fingerprint_is_unchanged_for_tokenizers_without_bos_and_eos_in_text() -> None:

@@ -248,10 +248,10 @@ def test_fingerprint_covers_every_option_that_changes_documents(tmp_path):
         Data(**chat, chat_template=str(tmp_path / "a"), messages_field="talk"),
     ]
     fingerprints = [open_encoder(BYTES, data).fingerprint for data in variants]
-    fingerprints.append(
-        open_encoder(open_tokenizer(str(bpe_folder(tmp_path / "t"))), Data()).fingerprint
-    )
+    other_tokenizer = open_tokenizer(str(bpe_folder(tmp_path / "t")))
+    fingerprints.append(open_encoder(other_tokenizer, Data()).fingerprint)
 
     assert len(set(fingerprints)) == len(fingerprints)
     assert all(len(fingerprint) == 64 for fingerprint in fingerprints)
+    # Packing does not change documents.
     assert open_encoder(BYTES, Data(packing="padded")).fingerprint == fingerprints[0]

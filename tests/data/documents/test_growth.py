@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import itertools
+import json
 import lzma
 import tracemalloc
 from collections.abc import Iterator
@@ -167,30 +168,33 @@ def test_compressed_row_is_not_read_beyond_the_size_limit(
 ) -> None:
     # the row has at least 8 MiB and the limit is 1 MiB: count the bytes read
     monkeypatch.setattr(_records, "SKIPPED_BYTES", 2**20)
-    count = [0]
+    bytes_read = 0
     read = _compressed._Stream.read
 
     def counted(stream: _compressed._Stream, size: int) -> bytes:
+        nonlocal bytes_read
         block = read(stream, size)
-        count[0] += len(block)
+        bytes_read += len(block)
         return block
 
     monkeypatch.setattr(_compressed._Stream, "read", counted)
-    first = b"text\na\n" if kind == "an open quote" else b'{"text": "a"}\n'
-    contents = {
+    is_csv = kind == "an open quote"
+    first_row = b"text\na\n" if is_csv else b'{"text": "a"}\n'
+    long_rows = {
         "a line": b"a" * 2**23,
         "an open quote": b'"' + (b"a" * 1023 + b"\n") * 2**13,
         "blank lines": b" \n" * 2**22,
-    }[kind]
-    path = tmp_path / f"a.{'csv' if kind == 'an open quote' else 'jsonl'}.{ending}"
-    path.write_bytes(PACK[ending](first + contents))
-    reader = tsv if kind == "an open quote" else jsonl
-    rows = [row for _, row in every_row(reader.open_source(Request(str(path), max_row_bytes=1000)))]
+    }
+    path = tmp_path / f"a.{'csv' if is_csv else 'jsonl'}.{ending}"
+    path.write_bytes(PACK[ending](first_row + long_rows[kind]))
+    reader = tsv if is_csv else jsonl
+    source = reader.open_source(Request(str(path), max_row_bytes=1000))
+    rows = [row for _, row in every_row(source)]
 
     assert rows[0] == {"text": "a"}
     assert "contains more than 1.00 MiB without the end of a row" in str(rows[1])
     assert len(rows) == 2
-    assert count[0] < 2**22
+    assert bytes_read < 2**22
 
 
 def test_long_row_of_a_compressed_file_is_skipped(tmp_path: Path) -> None:
@@ -222,32 +226,31 @@ def test_json_array_is_read_by_element_within_the_time_limit(
     from shardtrain.data.sources import _json_array
 
     path = tmp_path / "a.json"
-    path.write_text(
-        '[{"text": "é"},\n' + ",".join(["{}"] * 100) + ', {"text": "' + "b" * 60 + '"}]'
-    )
+    elements = ['{"text": "é"}', *["{}"] * 100, json.dumps({"text": "b" * 60})]
+    path.write_text("[" + elements[0] + ",\n" + ",".join(elements[1:]) + "]")
     for move in (1, 7, 50, 10**6):  # parts of any length
         monkeypatch.setattr(_json_array, "_MOVE_CHARACTERS", move)
         monkeypatch.setattr(_json_array, "_ELEMENT_CHARACTERS", 80)
         monkeypatch.setattr(_json_array, "_PART_CHARACTERS", 80)
-        rows = [
-            row for _, row in every_row(jsonl.open_source(Request(str(path), max_row_bytes=80)))
-        ]
+        source = jsonl.open_source(Request(str(path), max_row_bytes=80))
+        rows = [row for _, row in every_row(source)]
         assert len(rows) == 102
         assert rows[0] == {"text": "é"}
         assert rows[-1] == {"text": "b" * 60}
+
+    # An element that is too long
     monkeypatch.setattr(_json_array, "_MOVE_CHARACTERS", 1)
     path.write_text('[{"text": "a"},\n[' + "[]," * 100 + "[]], {}]")
-
     with pytest.raises(
         DataError, match="a.json:2: is not a JSON array: an element is longer than 80 characters"
     ):
         jsonl.open_source(Request(str(path), max_row_bytes=80))
 
+    # Elements that take too long together
     path.write_text("[" + "{}," * 50 + "{}]")
     monkeypatch.setattr(_json_array, "_LOOK_EVERY", 1)
     tick_on_each_call(monkeypatch, _json_array, "thread_time")
     sandbox.set_limits(sandbox.Limits(seconds=20))
-
     with pytest.raises(
         DataError, match="a.json:1: takes more than data.artefact_seconds=20 to read"
     ):

@@ -34,20 +34,16 @@ def halves(document: Any) -> tuple[str, str]:
 
 
 def test_any_table_becomes_a_text_a_pair_or_a_conversation_by_template(tmp_path: Path) -> None:
-    text = encode(
-        QUESTION, template={"text": "Q: {{ question }} ({{ year }})\nA: {{ answer.text }}\n"}
-    )
-
+    question = "Q: {{ question }} ({{ year }})\nA: {{ answer.text }}\n"
+    text = encode(QUESTION, template={"text": question})
     assert BYTES.decode(text.tokens) == "Q: 2+2? (1999)\nA: 4\n"
 
-    pair = {"prompt": "Q: {{ question }}\nA:", "completion": " {{ answer.text }}"}
-    assert halves(encode(QUESTION, format="prompt_completion", template=pair)) == (
-        "Q: 2+2?\nA:",
-        " 4",
-    )
+    pair_template = {"prompt": "Q: {{ question }}\nA:", "completion": " {{ answer.text }}"}
+    pair = encode(QUESTION, format="prompt_completion", template=pair_template)
+    assert halves(pair) == ("Q: 2+2?\nA:", " 4")
 
-    chat = tmp_path / "chat.jinja"
-    chat.write_text(
+    chat_template = tmp_path / "chat.jinja"
+    chat_template.write_text(
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
@@ -56,17 +52,12 @@ def test_any_table_becomes_a_text_a_pair_or_a_conversation_by_template(tmp_path:
         "user": "{{ question }}",
         "assistant": "{{ answer.text }}",
     }
-    conversation = encode(QUESTION, format="chat", chat_template=str(chat), template=turns)
+    options = {"format": "chat", "chat_template": str(chat_template), "template": turns}
 
-    assert halves(conversation) == ("[user]2+2?[assistant]", "4"), (
-        "an empty system turn must be dropped"
-    )
-
-    conversation = encode(
-        {**QUESTION, "hint": "Add."}, format="chat", chat_template=str(chat), template=turns
-    )
-
-    assert halves(conversation) == ("[system]Add.[user]2+2?[assistant]", "4")
+    # An empty turn of the system is dropped.
+    assert halves(encode(QUESTION, **options)) == ("[user]2+2?[assistant]", "4")
+    with_hint = {**QUESTION, "hint": "Add."}
+    assert halves(encode(with_hint, **options)) == ("[system]Add.[user]2+2?[assistant]", "4")
 
 
 @pytest.mark.parametrize(
@@ -91,16 +82,13 @@ def test_row_that_cannot_be_rendered_is_a_bad_row(template: str, reason: str) ->
 
 def test_source_template_takes_precedence_and_changes_the_fingerprint() -> None:
     source = DataSource(template={"text": "{{ year }}"})
-    assert (
-        BYTES.decode(encode(QUESTION, source, template={"text": "{{ question }}"}).tokens) == "1999"
-    )
+    document = encode(QUESTION, source, template={"text": "{{ question }}"})
+    assert BYTES.decode(document.tokens) == "1999"
 
-    prints = {
-        open_encoder(BYTES, Data(template=t)).fingerprint
-        for t in ({}, {"text": "a"}, {"text": "b"})
-    }
-
-    assert len(prints) == 3
+    fingerprints = set()
+    for template in ({}, {"text": "a"}, {"text": "b"}):
+        fingerprints.add(open_encoder(BYTES, Data(template=template)).fingerprint)
+    assert len(fingerprints) == 3
 
 
 def test_alpaca_reads_instruction_input_and_output() -> None:
@@ -144,30 +132,23 @@ def test_template_is_tried_on_the_first_rows_before_training(tmp_path: Path) -> 
         data.open_dataloader(loaded.config, batch_rank=0, num_batch_ranks=1, accumulation=1)
 
 
+PROMPT = '[data.template]\nprompt = "{{ a }}"'
+HUMAN = '[data]\nformat = "chat"\n[data.template]\nhuman = "{{ a }}"'
+ONLY_USER = '[data]\nformat = "chat"\n[data.template]\nuser = "{{ a }}"'
+INVALID = '[data.template]\ntext = "{% if %}"'
+MANY_DIGITS = f'[data.template]\ntext = "{{{{ {"1" * 5000} }}}}"'
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            '[data.template]\nprompt = "{{ a }}"',
-            "data.template creates prompt, and data.format text reads text",
-        ),
-        (
-            '[data]\nformat = "chat"\n[data.template]\nhuman = "{{ a }}"',
-            "has the entry 'human', which is not a role",
-        ),
-        (
-            '[data]\nformat = "chat"\n[data.template]\nuser = "{{ a }}"',
-            "must have both user and assistant",
-        ),
-        (
-            '[data.template]\ntext = "{% if %}"',
-            'data.template.text="{% if %}" is not a Jinja template',
-        ),
-        (
-            f'[data.template]\ntext = "{{{{ {"1" * 5000} }}}}"',
-            "is not a Jinja template (it contains a number with too many digits)",
-        ),
+        (PROMPT, "data.template creates prompt, and data.format text reads text"),
+        (HUMAN, "has the entry 'human', which is not a role"),
+        (ONLY_USER, "must have both user and assistant"),
+        (INVALID, 'data.template.text="{% if %}" is not a Jinja template'),
+        (MANY_DIGITS, "is not a Jinja template (it contains a number with too many digits)"),
     ],
+    ids=["prompt", "human", "only user", "invalid", "many digits"],
 )
 def test_template_with_unread_columns_is_rejected(text: str, message: str, tmp_path: Path) -> None:
     (problem,) = check(config_of(tmp_path, [QUESTION], text))
@@ -195,24 +176,24 @@ def test_template_creates_the_rows_of_a_task(tmp_path: Path) -> None:
 
 def rows_of(tmp_path: Path, options: str) -> list[tuple[str, str]]:
     """Return the text and the learned text of each sequence of an epoch."""
-    long = {"prompt": "Sea?", "completion": "blue and deep and wide"}
+    long_row = {"prompt": "Sea?", "completion": "blue and deep and wide"}
+    rows = [long_row, {"prompt": "a", "completion": "b"}]
     (tmp_path / "a").mkdir(exist_ok=True)
-    loaded = config_of(
-        tmp_path / "a",
-        [long, {"prompt": "a", "completion": "b"}],
-        f'[data]\nformat = "prompt_completion"\n{options}',
-    )
+    text = f'[data]\nformat = "prompt_completion"\n{options}'
+    loaded = config_of(tmp_path / "a", rows, text)
     assert list(check(loaded)) == []
+
     stream = data.open_dataloader(
         loaded.config, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
     )
     sequences = []
     for batch in stream:
         for tokens, targets in zip(batch.tokens_BT, batch.targets_BT, strict=True):
-            sequences.append(
-                (BYTES.decode(tokens[tokens < 256]), BYTES.decode(targets[targets >= 0]))
-            )
-    return [row for row in sequences if row[0] or row[1]]
+            all_text = BYTES.decode(tokens[tokens < 256])
+            learned_text = BYTES.decode(targets[targets >= 0])
+            if all_text or learned_text:
+                sequences.append((all_text, learned_text))
+    return sequences
 
 
 def test_long_answers_are_split_from_their_questions_only_on_request(tmp_path: Path) -> None:

@@ -119,13 +119,14 @@ def test_changed_chat_template_with_equal_size_and_time_tokenizes_again(
 ) -> None:
     pytest.importorskip("jinja2")
     turns = [{"role": "user", "content": "Sea?"}, {"role": "assistant", "content": "Blue."}]
+    row = {"messages": turns, "prompt": turns[:1], "completion": turns[1:]}
     rows = tmp_path / "chats.jsonl"
-    rows.write_text(
-        json.dumps({"messages": turns, "prompt": turns[:1], "completion": turns[1:]}) + "\n"
-    )
+    rows.write_text(json.dumps(row) + "\n")
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
     before = opened(rows, format=form, chat_template=str(template))
+
+    # Change one character of the template, and restore its times.
     status = template.stat()
     template.write_text(template.read_text().replace(";", "|"))
     os.utime(template, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -222,10 +223,9 @@ def test_damaged_entry_is_tokenized_again(file: Path, tokenized: Count, own_cach
     (entry,) = own_cache.iterdir()
     intact = entry.read_bytes()
     damages = [intact[:-1], intact[:70], b"", intact + b"0"]
-    damages += [
-        intact[:place] + bytes([intact[place] ^ 4]) + intact[place + 1 :]
-        for place in range(0, len(intact), len(intact) // 20)
-    ]
+    for place in range(0, len(intact), len(intact) // 20):
+        flipped_bit = bytes([intact[place] ^ 4])
+        damages.append(intact[:place] + flipped_bit + intact[place + 1 :])
     for number, damage in enumerate(damages):
         entry.write_bytes(damage)
         assert opened(file).fingerprint == first.fingerprint

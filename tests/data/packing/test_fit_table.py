@@ -20,6 +20,7 @@ PACKINGS = [
     for kind in ("first_fit", "best_fit", "padded")
     for long in ("split", "cut", "drop")
 ]
+COUNTS = ("num_rows", "num_targets", "cut", "dropped", "single")
 
 
 @pytest.fixture
@@ -40,10 +41,7 @@ def written(line, packing):
     )
     for block in range(fitted.num_blocks(line)):
         fit = fitted.fit_block(line, block, packing)
-        counts = {
-            name: getattr(fit, name)
-            for name in ("num_rows", "num_targets", "cut", "dropped", "single")
-        }
+        counts = {name: getattr(fit, name) for name in COUNTS}
         writer.add([(counts, fit.to_bytes())])
     writer.finish()
     return line.folder / fit_table.table_name(packing)
@@ -63,7 +61,7 @@ def test_table_yields_the_same_rows_as_fitting_at_start(line, packing):
 
     written(line, packing)
     by_table = pack(line, packing, table_of(line, packing, "o"))
-    for name in ("num_rows", "num_targets", "cut", "dropped", "single"):
+    for name in COUNTS:
         assert getattr(by_table, name) == getattr(at_start, name), name
 
     rows_at_start = rows_of(at_start, packing)
@@ -77,12 +75,14 @@ def test_every_changed_byte_of_a_table_is_rejected(line):
     path = written(line, packing)
     intact = path.read_bytes()
     for place in [*range(0, 4096, 13), *range(4096, len(intact))]:
-        path.write_bytes(intact[:place] + bytes([intact[place] ^ 1]) + intact[place + 1 :])
+        flipped_bit = bytes([intact[place] ^ 1])
+        path.write_bytes(intact[:place] + flipped_bit + intact[place + 1 :])
         with pytest.raises(ConfigError, match="data prepare") as refused:
             rows_of(pack(line, packing, table_of(line, packing, "training.dataset_path")), packing)
         assert str(path) in str(refused.value)
-    path.write_bytes(intact[:-1])
 
+    # A table that is cut
+    path.write_bytes(intact[:-1])
     with pytest.raises(ConfigError, match="is damaged in block 6"):
         rows_of(pack(line, packing, table_of(line, packing, "o")), packing)
 
@@ -114,33 +114,21 @@ def test_too_many_documents_without_a_table_are_rejected_with_the_command_that_c
 def test_prepare_creates_a_table_for_each_sequence_length(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "FIT_DOCUMENTS", 3)
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n{"text": "four"}\n' * 3)
-    arguments = [
-        "--training.dataset",
-        "jsonl",
-        "--training.dataset_path",
-        str(tmp_path / "a.jsonl"),
-        "--data.packing",
-    ]
-    arguments = [
-        "prepare",
-        *arguments,
-        "first_fit",
-        "--output",
-        str(tmp_path / "out"),
-        "--processes",
-        "2",
-    ]
+    arguments = ["prepare", "--training.dataset", "jsonl"]
+    arguments += ["--training.dataset_path", str(tmp_path / "a.jsonl")]
+    arguments += ["--data.packing", "first_fit", "--output", str(tmp_path / "out")]
+    arguments += ["--processes", "2"]
     for length in (32, 64):
         assert main([*arguments, "--training.seq_len", str(length)]) == 0
         assert f"rows of {length} (first_fit)" in capsys.readouterr().out
+
         line = ShardTokenBuffer(tmp_path / "out")
         packing = Packing(length, "first_fit")
         table = table_of(line, packing, "o")
         assert table is not None
-        assert np.array_equal(
-            rows_of(pack(line, packing, table), packing).tokens_BT,
-            rows_of(pack(line, packing), packing).tokens_BT,
-        )
+        by_table = rows_of(pack(line, packing, table), packing)
+        at_start = rows_of(pack(line, packing), packing)
+        assert np.array_equal(by_table.tokens_BT, at_start.tokens_BT)
 
     assert main([*arguments, "--training.seq_len", "64"]) == 0
     assert "fitted" not in capsys.readouterr().out, "the existing table must be used"

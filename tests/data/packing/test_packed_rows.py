@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -98,12 +100,18 @@ def test_long_document_is_split_cut_or_dropped(policy, rows, cut, dropped):
 def test_every_token_is_the_target_of_exactly_one_row(lengths, seq_len, kind, masked):
     documents = documents_of(lengths)
     rows, out = rows_of(documents, Packing(seq_len, kind=kind, masked=masked))
-    first_tokens = {int(document.tokens[0]) for document in documents}
-    every = {int(token) for document in documents for token in document.tokens}
-    # the first token of a document follows another document, which is masked or in another row
-    expected = every - (first_tokens if masked or kind != "concat" else {1})
+    targets = [target for target in out.targets_BT.ravel().tolist() if target != IGNORE]
 
-    assert sorted(t for t in out.targets_BT.ravel().tolist() if t != IGNORE) == sorted(expected)
+    # The tokens of all documents are different. The first token of a document follows another document,
+    # which is masked or in another row. Only an unmasked concatenation predicts it, except for the very first.
+    all_tokens: set[int] = set()
+    first_tokens: set[int] = set()
+    for document in documents:
+        all_tokens |= set(document.tokens.tolist())
+        first_tokens.add(int(document.tokens[0]))
+    expected = all_tokens - (first_tokens if masked or kind != "concat" else {1})
+
+    assert sorted(targets) == sorted(expected)
     assert rows.num_targets >= len(expected)
 
 
@@ -115,24 +123,26 @@ def test_every_token_is_the_target_of_exactly_one_row(lengths, seq_len, kind, ma
 )
 def test_target_is_the_next_token_of_the_same_document(lengths, seq_len, kind):
     documents = documents_of(lengths)
-    owner = {
-        int(token): number for number, document in enumerate(documents) for token in document.tokens
-    }
+    document_of_token: dict[int, int] = {}
+    for number, document in enumerate(documents):
+        document_of_token |= dict.fromkeys(document.tokens.tolist(), number)
     _, out = rows_of(documents, Packing(seq_len, kind=kind, masked=True))
-    for row in range(len(out.tokens_BT)):
-        for column in range(seq_len):
-            token = int(out.tokens_BT[row, column])
-            target = int(out.targets_BT[row, column])
-            if target != IGNORE:
-                assert target == token + 1
-                assert owner[target] == owner[token]
-            if column and out.documents_BT is not None:
-                same = out.documents_BT[row, column] == out.documents_BT[row, column - 1]
-                assert out.positions_BT[row, column] == (
-                    out.positions_BT[row, column - 1] + 1 if same else 0
-                )
-                if target != IGNORE and same and out.targets_BT[row, column - 1] != IGNORE:
-                    assert owner[token] == owner[int(out.tokens_BT[row, column - 1])]
+    for row, column in itertools.product(range(len(out.tokens_BT)), range(seq_len)):
+        token = int(out.tokens_BT[row, column])
+        target = int(out.targets_BT[row, column])
+        if target != IGNORE:
+            assert target == token + 1
+            assert document_of_token[target] == document_of_token[token]
+        if column == 0 or out.documents_BT is None:
+            continue
+
+        # Positions count within a document.
+        is_same = out.documents_BT[row, column] == out.documents_BT[row, column - 1]
+        expected_position = out.positions_BT[row, column - 1] + 1 if is_same else 0
+        assert out.positions_BT[row, column] == expected_position
+        if target != IGNORE and is_same and out.targets_BT[row, column - 1] != IGNORE:
+            previous = int(out.tokens_BT[row, column - 1])
+            assert document_of_token[token] == document_of_token[previous]
 
 
 @pytest.mark.parametrize("kind", FITS)
@@ -162,21 +172,23 @@ def test_best_fit_uses_the_fullest_row_with_room():
 def test_best_fit_equals_its_definition(lengths, capacity):
     """Compare with a search through all rows for the one with the least sufficient room."""
     filled: list[int] = []
-    members: list[list[int]] = []
+    pieces_of_row: list[list[int]] = []
     for piece in sorted(range(len(lengths)), key=lambda piece: -lengths[piece]):
         candidates = [row for row in range(len(filled)) if filled[row] + lengths[piece] <= capacity]
         if not candidates:
             filled.append(0)
-            members.append([])
+            pieces_of_row.append([])
             candidates = [len(filled) - 1]
         # max returns the first of several rows that are equally full
         fullest = max(candidates, key=lambda row: filled[row])
         filled[fullest] += lengths[piece]
-        members[fullest].append(piece)
+        pieces_of_row[fullest].append(piece)
+    expected = sorted(sorted(pieces) for pieces in pieces_of_row)
+
     rows = best_fit(np.array(lengths, dtype=np.int64), capacity)
     actual = [np.flatnonzero(rows == row).tolist() for row in range(len(filled))]
 
-    assert actual == sorted((sorted(pieces) for pieces in members), key=lambda pieces: pieces[0])
+    assert actual == expected
 
 
 @pytest.mark.parametrize(("num_documents", "limit"), [(8192, 0.001), (128, 0.03)])

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,8 +56,9 @@ def documents(draw: st.DrawFn, vocab_size: int) -> list[Document]:
 def assert_same(line: ShardTokenBuffer, memory: TokenBuffer, ranges: list[tuple[int, int]]) -> None:
     assert (line.num_tokens, line.num_documents) == (memory.num_tokens, memory.num_documents)
     assert np.array_equal(line.document_starts(), memory.document_starts())
-    for start, stop in [(0, memory.num_tokens), *ranges]:
-        start, stop = sorted((start % (memory.num_tokens + 1), stop % (memory.num_tokens + 1)))
+    size = memory.num_tokens + 1
+    for first_edge, second_edge in [(0, memory.num_tokens), *ranges]:
+        start, stop = sorted((first_edge % size, second_edge % size))
         assert line.tokens(start, stop).dtype == np.int64
         assert np.array_equal(line.tokens(start, stop), memory.tokens(start, stop))
         assert np.array_equal(line.learned(start, stop), memory.learned(start, stop))
@@ -74,15 +76,15 @@ def test_shards_match_documents_in_memory(
 ) -> None:
     given_documents = data.draw(documents(vocab_size))
     ranges = data.draw(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=5))
+    has_mask = any(d.learned is not None and not d.learned.all() for d in given_documents)
     with tempfile.TemporaryDirectory() as folder:
-        line = ShardTokenBuffer(
-            write(Path(folder) / "x", given_documents, vocab_size, shard_tokens)
-        )
+        path = write(Path(folder) / "x", given_documents, vocab_size, shard_tokens)
+        line = ShardTokenBuffer(path)
+
         assert_same(line, MemoryTokenBuffer(given_documents, vocab_size), ranges)
-        assert line.has_mask == any(
-            d.learned is not None and not d.learned.all() for d in given_documents
-        )
-        assert [wrong for _, several in verify(line) for wrong in several] == []
+        assert line.has_mask == has_mask
+        for _, problems in verify(line):
+            assert problems == []
 
 
 @settings(max_examples=40)
@@ -100,15 +102,17 @@ def test_writer_resumed_from_a_position_writes_the_same_bytes(
         for document in given_documents:
             writer.add_documents(np.array([len(document.tokens)]))
             writer.add_tokens(document.tokens, document.learned)
-            if data.draw(st.booleans()):
+            has_crash = data.draw(st.booleans())
+            if has_crash:
+                # Tokens that are written after the position are lost.
                 position = writer.position()
-                # written after the position and lost in a crash
                 extra = data.draw(st.integers(0, 40))
                 writer.add_documents(np.array([extra]))
                 writer.add_tokens(np.arange(extra), np.arange(extra) % 2 == 0)
                 writer.close()
                 writer = ShardWriter(folder, 300, shard_tokens, position)
         writer.finish(tokenizer=ByteTokenizer.fingerprint, tokenizer_name="bytes")
+
         assert contents(folder) == contents(uninterrupted)
 
 
@@ -273,31 +277,38 @@ def test_many_files_are_checked_when_first_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """15T tokens have 117,000 files, of which each rank reads a few."""
-    tokens_of = [Document(np.arange(50, dtype=np.int32) + 7 * number) for number in range(4)]
-    write(tmp_path / "shards", tokens_of)
+    documents_of_50 = [Document(np.arange(50, dtype=np.int32) + 7 * n) for n in range(4)]
+    write(tmp_path / "shards", documents_of_50)
     all_shards = ShardTokenBuffer(tmp_path / "shards")
-    monkeypatch.setattr(shard_index, "MAX_CHECKED", 3)
-    looked: list[str] = []
+    checked: list[str] = []
     check = shard_index.check_file
-    for module in (shard_index, shards):
-        monkeypatch.setattr(module, "check_file", lambda *a: (looked.append(a[1].name), check(*a)))
+
+    def recorded_check(*arguments: Any) -> Any:
+        checked.append(arguments[1].name)
+        return check(*arguments)
+
+    monkeypatch.setattr(shard_index, "MAX_CHECKED", 3)
+    monkeypatch.setattr(shard_index, "check_file", recorded_check)
+    monkeypatch.setattr(shards, "check_file", recorded_check)
     late = ShardTokenBuffer(tmp_path / "shards")
 
-    assert looked == ["starts.bin"]
+    assert checked == ["starts.bin"]
     assert late.fingerprint == all_shards.fingerprint
     assert (late.tokens(0, 200) == all_shards.tokens(0, 200)).all()
-    assert sorted(looked[1:]) == sorted(
-        file.name for file in late.index.files() if file.name != "starts.bin"
-    )
+    other_files = [file.name for file in late.index.files() if file.name != "starts.bin"]
+    assert sorted(checked[1:]) == sorted(other_files)
 
+    # A second read checks no file again.
     late.tokens(0, 200)
-    assert len(looked) == len(set(looked)), "once"
+    assert len(checked) == len(set(checked))
 
     late.check_unchanged()
 
+    # Damage the third file. Reading the first two does not detect it.
     damaged = ShardTokenBuffer(tmp_path / "shards")
     path = tmp_path / "shards" / damaged.index.shards[2].tokens.name
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     damaged.tokens(0, 14)
 
     with pytest.raises(

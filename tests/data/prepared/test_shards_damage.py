@@ -154,16 +154,11 @@ def test_document_starts_outside_the_tokens_are_rejected(folder: Path) -> None:
     ("name", "offset", "value", "match"),
     [
         ("tokens-00001.bin", 10_000, b"\x01\x00", "differs from its SHA-256 in index.json"),
-        (
-            "tokens-00001.bin",
-            10_000,
-            b"\xff\xff",
-            "has the id 65535, outside the vocabulary of 300",
-        ),
+        ("tokens-00001.bin", 10_000, b"\xff\xff", "has the id 65535, outside the vocabulary of 300"),
         ("learned-00000.bin", 5_000, b"\x07", "has a mask of 7, not 0 or 1"),
         ("starts.bin", 8, b"\xff" * 7 + b"\x00", "has starts of documents that do not ascend"),
     ],
-)
+)  # fmt: skip
 def test_verification_detects_a_changed_byte_that_opening_misses(
     folder: Path, name: str, offset: int, value: bytes, match: str
 ) -> None:
@@ -175,11 +170,13 @@ def test_verification_detects_a_changed_byte_that_opening_misses(
         file.write(value)
     if name != "starts.bin":
         line = ShardTokenBuffer(folder)
-    wrong = [text for _, several in verify(line) for text in several]
+    problems = []
+    for _, problems_of_file in verify(line):
+        problems += problems_of_file
 
-    assert all(text.startswith(str(folder / name)) for text in wrong)
-    assert any(match in text for text in wrong)
-    assert any("differs from its SHA-256" in text for text in wrong)
+    assert all(text.startswith(str(folder / name)) for text in problems)
+    assert any(match in text for text in problems)
+    assert any("differs from its SHA-256" in text for text in problems)
 
 
 @pytest.mark.parametrize("name", ["tokens-00001.bin", "learned-00000.bin", "starts.bin"])

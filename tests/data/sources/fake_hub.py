@@ -7,6 +7,7 @@ import hashlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -71,6 +72,15 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
+def file_entry(file: str, data: bytes) -> dict[str, Any]:
+    digest = hashlib.sha1(data).hexdigest()
+    return {"type": "file", "path": file, "size": len(data), "oid": digest}
+
+
+def folder_entry(folder: str) -> dict[str, Any]:
+    return {"type": "directory", "path": folder, "oid": "0" * 40}
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -97,42 +107,45 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith(f"/datasets/{name}/resolve/"):
             file = path.split("/resolve/")[1].split("/", 1)[1]
             if file not in files:
-                return self.answer(
-                    404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": SHA}
-                )
+                headers = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": SHA}
+                return self.answer(404, b"", headers)
             return self.content(files[file])
-        entries = [
-            {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-            for file, data in files.items()
-        ]
+
         endpoint = path.removeprefix(f"/api/datasets/{name}").strip("/")
         if endpoint.startswith("paths-info"):
-            requested = json.loads(self.posted)["paths"]
-            folders = {"/".join(file.split("/")[:-1]) for file in files} - {""}
-            matches = [entry for entry in entries if entry["path"] in requested]
-            matches += [
-                {"type": "directory", "path": path, "oid": "0" * 40}
-                for path in folders
-                if path in requested
-            ]
-            return self.json(matches)
+            return self.json(self.requested_entries(files))
         if endpoint.startswith("tree"):
             under = endpoint.split("/", 2)[2] + "/" if endpoint.count("/") > 1 else ""
-            inside = [entry for entry in entries if entry["path"].startswith(under)]
-            if "recursive=true" not in self.path.lower():
-                folders = {under + e["path"].removeprefix(under).split("/")[0] for e in inside}
-                inside = [e for e in entries if e["path"] in folders] + [
-                    {"type": "directory", "path": f, "oid": "0" * 40}
-                    for f in folders
-                    if f not in files
-                ]
-            return self.json(inside)
+            return self.json(self.entries_under(files, under))
         return self.json(
             {
                 "id": name, "sha": SHA, "private": False, "disabled": False, "gated": False, "downloads": 0, "likes": 0,
                 "tags": [], "siblings": [{"rfilename": file} for file in files],
             }
         )  # fmt: skip
+
+    def requested_entries(self, files: dict[str, bytes]) -> list[dict[str, Any]]:
+        """Return the entries of the files and folders that the request names."""
+        requested = json.loads(self.posted)["paths"]
+        entries = [file_entry(file, data) for file, data in files.items() if file in requested]
+        folders = {"/".join(file.split("/")[:-1]) for file in files} - {""}
+        entries += [folder_entry(folder) for folder in folders if folder in requested]
+        return entries
+
+    def entries_under(self, files: dict[str, bytes], under: str) -> list[dict[str, Any]]:
+        """Return the entries below a folder: all files, or only its files and its folders."""
+        files_under = {file: data for file, data in files.items() if file.startswith(under)}
+        if "recursive=true" in self.path.lower():
+            return [file_entry(file, data) for file, data in files_under.items()]
+        entries = []
+        folders = set()
+        for file, data in files_under.items():
+            first, *rest = file.removeprefix(under).split("/")
+            if rest:
+                folders.add(under + first)
+            else:
+                entries.append(file_entry(file, data))
+        return entries + [folder_entry(folder) for folder in folders]
 
     def json(self, value: object) -> None:
         self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -299,21 +300,19 @@ def test_list_rows_of_a_dictionary_are_read_without_a_trial(
 
     monkeypatch.setattr(sandbox, "_ask", lambda request: pytest.fail("was tried in a child"))
     # unique texts that fill dictionaries, repeated roles, nulls, and an empty list
+    roles = ("user", "assistant", None)
     turns = []
     for number in range(20_000):
-        turns.append(
-            {"role": ("user", "assistant", None)[number % 3], "content": f"{number} " * 40}
-        )
+        turns.append({"role": roles[number % 3], "content": f"{number} " * 40})
     rows = [turns[start : start + 5] for start in range(0, len(turns), 5)] + [[], None]
-    for codec in ("zstd", "snappy", "none"):
-        for version in ("1.0", "2.0"):
-            path = tmp_path / f"{codec}-{version}.parquet"
-            table = pa.table({"messages": rows})
-            pq.write_table(
-                table, path, compression=codec, data_page_version=version, data_page_size=50_000
-            )
-            source = sources.find("parquet").open_source(sources.Request(path=str(path)))
-            assert [row["messages"] for _, row in sources.every_row(source)] == rows
+    table = pa.table({"messages": rows})
+    for codec, version in itertools.product(("zstd", "snappy", "none"), ("1.0", "2.0")):
+        path = tmp_path / f"{codec}-{version}.parquet"
+        pq.write_table(
+            table, path, compression=codec, data_page_version=version, data_page_size=50_000
+        )
+        source = sources.find("parquet").open_source(sources.Request(path=str(path)))
+        assert [row["messages"] for _, row in sources.every_row(source)] == rows
 
 
 def test_row_groups_of_one_footer_parse_it_once(

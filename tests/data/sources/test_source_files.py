@@ -25,24 +25,13 @@ def write(root, *names, content="{}\n"):
 
 
 def names(path, **options):
-    return [
-        file.name
-        for file in list_files(Request(str(path), **options), "jsonl", (".jsonl", ".json"))
-    ]
+    files = list_files(Request(str(path), **options), "jsonl", (".jsonl", ".json"))
+    return [file.name for file in files]
 
 
 def test_folder_means_its_files_with_the_right_suffix_sorted_by_path(tmp_path):
-    write(
-        tmp_path,
-        "c.jsonl",
-        "a.JSONL",
-        "b/x.json",
-        "b-1.jsonl.gz",
-        "notes.txt",
-        ".a.jsonl",
-        ".cache/b.jsonl",
-        "d.gz",
-    )
+    write(tmp_path, "c.jsonl", "a.JSONL", "b/x.json", "b-1.jsonl.gz")
+    write(tmp_path, "notes.txt", ".a.jsonl", ".cache/b.jsonl", "d.gz")
 
     assert names(tmp_path) == ["a.JSONL", "b-1.jsonl.gz", "b/x.json", "c.jsonl"]
 
@@ -181,13 +170,14 @@ def test_fingerprint_depends_on_content_and_not_on_path_or_time(tmp_path):
 
     assert fingerprint("x") == fingerprint("y")
 
-    for offset in (0, len(content) - 1):  # the first and last bytes are always hashed
+    # The first and the last byte are always hashed.
+    for offset in (0, len(content) - 1):
         changed = bytearray(content)
         changed[offset] ^= 1
         (tmp_path / "y" / "a.bin").write_bytes(changed)
         assert fingerprint("x") != fingerprint("y")
-    (tmp_path / "y" / "a.bin").write_bytes(content + b"!")
 
+    (tmp_path / "y" / "a.bin").write_bytes(content + b"!")
     assert fingerprint("x") != fingerprint("y")
 
 
@@ -233,10 +223,7 @@ def test_file_changed_during_the_run_is_named(tmp_path, ending, change):
         source.check_unchanged()
 
     # also in a copy of the source in another process, which reopens the files
-    if change in (
-        "replace",
-        "remove",
-    ):
+    if change in ("replace", "remove"):
         with pytest.raises(ConfigError, match=rf"a.{ending}\" {rule}"):
             list(every_row(pickle.loads(pickle.dumps(source))))
 
@@ -257,11 +244,10 @@ def test_reader_keeps_few_files_open_and_reads_all(tmp_path):
     files = list_files(Request(str(tmp_path)), "x", (".bin",))
     reader = RecordReader(capacity=3)
     before = len(os.listdir("/dev/fd"))
+    expected = [str(number).encode() for number in range(10)]
 
     for _ in range(2):
-        assert [reader.read(file, 1, 8) for file in files] == [
-            str(number).encode() for number in range(10)
-        ]
+        assert [reader.read(file, 1, 8) for file in files] == expected
     assert len(os.listdir("/dev/fd")) == before + 3
 
     del reader

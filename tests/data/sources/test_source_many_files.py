@@ -78,26 +78,28 @@ def test_many_files_yield_the_same_rows_as_few(folder, monkeypatch):
     assert rows_of(many) == few
 
     if isinstance(many, Shards):
-        all_rows = list(many.rows(7))
-        assert all(
-            list(many.rows(7, start)) == all_rows[start:] for start in range(len(all_rows) + 1)
-        )
+        rows = list(many.rows(7))
+        for start in range(len(rows) + 1):
+            assert list(many.rows(7, start)) == rows[start:]
         assert many.shard_place(7, 0).startswith(os.path.join(request.path, "007"))
 
 
 def test_files_of_a_large_folder_are_opened_only_when_read_or_sampled(folder, monkeypatch):
     module, request = folder
     opened = []
-    monkeypatch.setattr(
-        _data_files.File,
-        "open",
-        lambda file, open=_data_files.File.open: (opened.append(file.name), open(file))[1],
-    )
+    open_file = _data_files.File.open
+
+    def recorded_open(file):
+        opened.append(file.name)
+        return open_file(file)
+
+    monkeypatch.setattr(_data_files.File, "open", recorded_open)
     monkeypatch.setattr(_data_files, "MANY_FILES", COUNT)
     monkeypatch.setattr(_data_files, "_FILES_SAMPLED", 10)
     source = module.open_source(request)
 
-    assert len(set(opened)) <= 1, "only the first file may be opened, for the columns of a table"
+    # Only the first file may be opened, for the columns of a table.
+    assert len(set(opened)) <= 1
 
     marks = source.files()
     assert len(set(opened)) <= 11

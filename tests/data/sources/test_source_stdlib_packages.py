@@ -15,10 +15,13 @@ def rows(split: str) -> list[tuple[str, str]]:
 
 def test_no_line_is_in_two_splits_and_all_packages_are_in_each() -> None:
     rows_of_split = {split: rows(split) for split in stdlib_packages.SPLITS}
-    texts = [text for part in rows_of_split.values() for text, _ in part]
-    assert len(set(texts)) == len(texts) > 1000
-    for part in rows_of_split.values():
-        assert {label for _, label in part} == set(stdlib_packages.PACKAGES)
+    texts = []
+    for rows_ in rows_of_split.values():
+        texts += [text for text, _ in rows_]
+        assert {label for _, label in rows_} == set(stdlib_packages.PACKAGES)
+
+    assert len(texts) > 1000
+    assert len(set(texts)) == len(texts)
     assert rows_of_split["train"] == rows("train")
     assert len(rows_of_split["train"]) > 3 * len(rows_of_split["test"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -107,31 +108,34 @@ def take(feed, start, stop):
 
 
 @pytest.mark.parametrize(
-    ("packing", "lost"),
+    ("packing", "fates"),
     [
-        (Packing(8), []),
-        (
+        pytest.param(Packing(8), [], id="concat"),
+        pytest.param(
             Packing(8, kind="first_fit", masked=True, long_documents="drop"),
             ["are longer than 9 tokens and are skipped"],
+            id="first_fit",
         ),
-        (Packing(8, kind="padded", long_documents="cut"), ["are cut to 9 tokens"]),
+        pytest.param(
+            Packing(8, kind="padded", long_documents="cut"),
+            ["are cut to 9 tokens"],
+            id="padded",
+        ),
     ],
-    ids=["concat", "first_fit", "padded"],
 )
-def test_cut_and_skipped_documents_are_counted(packing, lost, caplog):
+def test_cut_and_skipped_documents_are_counted(packing, fates, caplog):
     """Each count is logged when it reaches a power of two. Concatenated documents need no second token."""
     caplog.set_level("INFO")
     lengths = [1, 0, 4, 1, 12, 0, 1, 0, 5, 12, 0, 1, 12, 1]
     feed = feed_of(table(lengths), packing, readers=1)
     take(feed, 0, len(lengths))
     messages = [record.getMessage() for record in caplog.records]
+
     # All documents are one block, whose counts are added together. Rows without a document are counted singly.
     expected = [f"dataset rows: {count} documents so far are skipped: empty" for count in (1, 2, 4)]
+    expected += [f"dataset rows: 3 documents so far {fate}" for fate in fates]
     if packing.kind != "concat":
-        lost = [f"3 documents so far {fate}" for fate in lost]
-        lost.append("5 documents so far have a single token, and so no target")
-        expected += [f"dataset rows: {line}" for line in lost]
-
+        expected.append("dataset rows: 5 documents so far have a single token, and so no target")
     assert messages == expected
 
 
@@ -155,8 +159,8 @@ packings = st.sampled_from(
 @given(sources, packings, st.integers(1, 6))
 def test_one_pass_reads_every_token_once(source, packing, readers):
     feed = feed_of(source, packing, readers)
-    read_tokens = Counter()
-    learned = Counter()
+    counts_of_tokens = Counter()
+    counts_of_targets = Counter()
     k = 0
     while k < 10_000:
         round_of_readers = take(feed, k, k + feed.num_readers)
@@ -167,21 +171,23 @@ def test_one_pass_reads_every_token_once(source, packing, readers):
             if sample == -1:
                 assert set(targets) == {IGNORE}
                 continue
-            learned.update(target for target in targets if target != IGNORE)
-            read_tokens.update(
-                token for token, target in zip(tokens, targets, strict=True) if target != IGNORE
-            )
-    rows = (
-        source._rows
-        if isinstance(source, ListTable)
-        else [row for shard in source._shards for row in shard]
-    )
-    inner = [token for row in rows for token in row["tokens"][1:]]
+            for token, target in zip(tokens, targets, strict=True):
+                if target != IGNORE:
+                    counts_of_tokens[token] += 1
+                    counts_of_targets[target] += 1
 
+    rows = source._rows if isinstance(source, ListTable) else itertools.chain(*source._shards)
     # with concatenation, the first token of a document is a target too, except for the first document of each reader
-    assert all(learned[token] == 1 for token in inner)
-    assert max(learned.values()) == 1
-    assert max(read_tokens.values()) <= 1
+    for row in rows:
+        for token in row["tokens"][1:]:
+            assert counts_of_targets[token] == 1
+    assert max(counts_of_targets.values()) == 1
+    assert max(counts_of_tokens.values()) <= 1
+
+
+def without_cursors(rows):
+    """Return the sample, tokens and targets of each row."""
+    return [row[:3] for row in rows]
 
 
 @settings(max_examples=40)
@@ -189,21 +195,20 @@ def test_one_pass_reads_every_token_once(source, packing, readers):
 def test_cursors_restore_any_row(source, packing, readers, stop, repeat):
     options = {"packing": packing, "readers": readers, "passes": None if repeat else 1}
     straight = take(feed_of(source, **options), 0, stop + 20)
+    expected = without_cursors(straight[stop:])
+
+    # Resume from the last cursor of each reader.
     cursors = np.zeros((feed_of(source, **options).num_readers, 3), dtype=np.int64)
     for *_, moved in straight[:stop]:
         cursors[moved.reader] = moved.cursor
     resumed = feed_of(source, **options)
     resumed.seek(stop, cursors)
+    assert without_cursors(take(resumed, stop, stop + 20)) == expected
 
-    assert [row[:3] for row in take(resumed, stop, stop + 20)] == [
-        row[:3] for row in straight[stop:]
-    ]
-
+    # Without cursors, the readers repeat the rows before.
     replayed = feed_of(source, **options)
     replayed.seek(stop, None)
-    assert [row[:3] for row in take(replayed, stop, stop + 20)] == [
-        row[:3] for row in straight[stop:]
-    ]
+    assert without_cursors(take(replayed, stop, stop + 20)) == expected
 
 
 @settings(max_examples=30)
@@ -279,23 +284,25 @@ def test_bad_row_is_reported_with_its_place():
 def test_rows_of_an_epoch_do_not_depend_on_a_following_epoch(lengths, count, stop):
     packing = Packing(9, kind="first_fit", masked=True)
     source = shards(lengths, count) if count else table(lengths)
-    ending, repeating = (feed_of(source, packing, readers=2, passes=passes) for passes in (1, None))
-    once = take(ending, 0, 60)
-    sample_ids = {row[0] for row in once if row[0] >= 0}
-    again = {row[0]: row[:3] for row in take(repeating, 0, 60)}
+    ending = feed_of(source, packing, readers=2, passes=1)
+    repeating = feed_of(source, packing, readers=2, passes=None)
+    rows_of_one_pass = take(ending, 0, 60)
+    sample_ids = {row[0] for row in rows_of_one_pass if row[0] >= 0}
+    expected = {row[0]: row[:3] for row in take(repeating, 0, 60)}
 
-    assert [row[:3] for row in once if row[0] in sample_ids] == [
-        again[k] for k in sorted(sample_ids)
-    ]
+    rows_of_samples = [row for row in rows_of_one_pass if row[0] in sample_ids]
+    assert without_cursors(rows_of_samples) == [expected[k] for k in sorted(sample_ids)]
 
     # a finished run that is continued with more passes resumes from cursors written without a next epoch
     cursors = np.zeros((2, 3), dtype=np.int64)
-    for *_, moved in once[:stop]:
+    for *_, moved in rows_of_one_pass[:stop]:
         cursors[moved.reader] = moved.cursor
     resumed = feed_of(source, packing, readers=2, passes=None)
     resumed.seek(stop, cursors)
 
-    assert all(row[:3] == again[row[0]] for row in take(resumed, stop, 60) if row[0] in sample_ids)
+    for row in take(resumed, stop, 60):
+        if row[0] in sample_ids:
+            assert row[:3] == expected[row[0]]
 
 
 def test_reader_whose_documents_never_fit_ends_with_a_warning(caplog):

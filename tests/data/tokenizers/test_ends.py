@@ -52,20 +52,19 @@ def test_ignored_add_bos_token_in_a_file_is_logged(
 
     path = folder(tmp_path / "differ", "gpt2", add_bos_token=True)
     open_tokenizer(str(path))
-    assert (
-        "the post-processor takes precedence, as in transformers, unless you set data.add_bos = true"
-        in caplog.text
-    )
+    notice = "the post-processor takes precedence, as in transformers, unless you set data.add_bos = true"
+    assert notice in caplog.text
 
 
 def test_documents_begin_and_end_as_the_tokenizer_specifies(tmp_path: Path) -> None:
-    for style, before in ((None, []), ("gpt2", []), ("llama3", [0]), ("bert", [0])):
+    for style, prefix in ((None, []), ("gpt2", []), ("llama3", [0]), ("bert", [0])):
         tokenizer = open_tokenizer(str(folder(tmp_path / str(style), style)))
         text = tokenizer.encode("the cat").tolist()
-        assert encode(tokenizer, {"text": "the cat"}) == [*before, *text, 1]
+        assert encode(tokenizer, {"text": "the cat"}) == [*prefix, *text, 1]
+
         pair = {"prompt": "the", "completion": " cat"}
         halves = [*tokenizer.encode("the").tolist(), *tokenizer.encode(" cat").tolist()]
-        assert encode(tokenizer, pair, format="prompt_completion") == [*before, *halves, 1]
+        assert encode(tokenizer, pair, format="prompt_completion") == [*prefix, *halves, 1]
 
 
 def test_options_override_the_tokenizer_and_are_reported(tmp_path: Path) -> None:
@@ -83,25 +82,21 @@ def test_options_override_the_tokenizer_and_are_reported(tmp_path: Path) -> None
     description = described(with_bos, Data())
     assert description == "documents begin with '<s>' and end with '</s>' (from the tokenizer)"
 
-    description = described(with_bos, Data(add_bos=False, add_eos=False))
-    assert (
-        description
-        == "documents begin with nothing added and end with nothing added (data.add_bos=false, data.add_eos=false)"
+    assert described(with_bos, Data(add_bos=False, add_eos=False)) == (
+        "documents begin with nothing added and end with nothing added"
+        " (data.add_bos=false, data.add_eos=false)"
     )
 
 
 def test_separator_follows_each_document(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(str(folder(tmp_path, "llama3")))
     text = tokenizer.encode("the cat").tolist()
-    line = tokenizer.encode("\n\n").tolist()
+    blank_line = tokenizer.encode("\n\n").tolist()
+    row = {"text": "the cat"}
 
-    assert encode(tokenizer, {"text": "the cat"}, separator="\n\n") == [0, *text, 1, *line]
-    assert encode(tokenizer, {"text": "the cat"}, separator="\n\n", add_eos=False) == [
-        0,
-        *text,
-        *line,
-    ]
-    assert encode(tokenizer, {"text": "the cat"}, separator="</s>", add_eos=False) == [0, *text, 1]
+    assert encode(tokenizer, row, separator="\n\n") == [0, *text, 1, *blank_line]
+    assert encode(tokenizer, row, separator="\n\n", add_eos=False) == [0, *text, *blank_line]
+    assert encode(tokenizer, row, separator="</s>", add_eos=False) == [0, *text, 1]
 
 
 def test_end_token_that_the_tokenizer_lacks_is_rejected(tmp_path: Path) -> None:
@@ -129,17 +124,14 @@ def test_tokenizers_without_a_post_processor_follow_add_bos_token(tmp_path: Path
 
 
 def test_tokenizers_with_different_beginnings_have_different_fingerprints(tmp_path: Path) -> None:
-    prints = {
-        style: open_tokenizer(str(folder(tmp_path / str(style), style))).fingerprint
-        for style in STYLES
-    }
-
-    assert len(set(prints.values())) == len(STYLES)
+    of_tokenizers = set()
+    for style in STYLES:
+        path = folder(tmp_path / str(style), style)
+        of_tokenizers.add(open_tokenizer(str(path)).fingerprint)
+    assert len(of_tokenizers) == len(STYLES)
 
     tokenizer = open_tokenizer("bytes")
-    encoders = [
-        open_encoder(tokenizer, data).fingerprint
-        for data in (Data(), Data(add_bos=False), Data(add_eos=False), Data(separator=";"))
-    ]
-
-    assert len(set(encoders)) == 4
+    of_encoders = set()
+    for data in (Data(), Data(add_bos=False), Data(add_eos=False), Data(separator=";")):
+        of_encoders.add(open_encoder(tokenizer, data).fingerprint)
+    assert len(of_encoders) == 4

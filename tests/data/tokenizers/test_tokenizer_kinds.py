@@ -68,10 +68,11 @@ def test_any_text_round_trips(paths, text):
         if kind == "bpe" and "\u2581" in text:  # SentencePiece's space symbol is decoded as a space
             continue
         assert tokenizer.decode(ids) == text, kind
-        ((again, spans),) = tokenizer.encode_spans([text])
+
+        ((ids_with_spans, spans),) = tokenizer.encode_spans([text])
         if not any(token in text for token in tokenizer.special_tokens.values()):
-            assert again.tolist() == ids.tolist()
-        assert spans.shape == (len(again), 2)
+            assert ids_with_spans.tolist() == ids.tolist()
+        assert spans.shape == (len(ids_with_spans), 2)
         assert spans.size == 0 or (spans.min() >= 0 and spans.max() <= len(text))
 
 
@@ -119,10 +120,11 @@ def test_special_tokens_are_recognized_only_in_conversations(paths):
         text = f"the cat{end}Hello"
         plain = tokenizer.encode(text)
         ((ids, spans),) = tokenizer.encode_spans([text])
+        places = [i for i, number in enumerate(ids.tolist()) if number in tokenizer.special_ids]
+
         assert not set(plain.tolist()) & tokenizer.special_ids
-        place = [i for i, number in enumerate(ids.tolist()) if number in tokenizer.special_ids]
-        assert len(place) == 1
-        assert spans[place[0]].tolist() == [7, 7 + len(end)]
+        assert len(places) == 1
+        assert spans[places[0]].tolist() == [7, 7 + len(end)]
         assert tokenizer.decode(plain) == text
         assert tokenizer.decode(ids, keep_special=True) == text
         assert tokenizer.decode(ids) == "the catHello"
