@@ -154,14 +154,17 @@ def _theirs(
     torch.distributed.destroy_process_group()  # the other trainer would treat this process as a rank
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    model = getattr(transformers, cls).from_pretrained(
-        folder(style), dtype=torch.float32, **model_options
-    )
+    cls_ = getattr(transformers, cls)
+    model = cls_.from_pretrained(folder(style), dtype=torch.float32, **model_options)
     trainer = make(model, transformers.AutoTokenizer.from_pretrained(folder(style)))
     # by default, the other trainer does not decay norms and biases
     parameters = [p for p in trainer.model.parameters() if p.requires_grad]
     trainer.optimizer = torch.optim.AdamW(
-        parameters, SIZE["lr"], (SIZE["beta1"], SIZE["beta2"]), SIZE["eps"], SIZE["weight_decay"]
+        parameters,
+        lr=SIZE["lr"],
+        betas=(SIZE["beta1"], SIZE["beta2"]),
+        eps=SIZE["eps"],
+        weight_decay=SIZE["weight_decay"],
     )
     losses: list[float] = []
     step = trainer.training_step

@@ -75,7 +75,7 @@ def first_words(path: Path) -> Iterator[str]:
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """Yield each module and name that a file imports, and each text that names a module: tests patch them by name."""
+    """Yield each module and name that a file imports, and each text that names a module, as in tests that patch it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -120,10 +120,10 @@ def load(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Any], Any
     state = state_dict(model, optimizer)
     del state["dataloader"]
     dcp.load(state, checkpoint_id=folder)
+
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    set_model_state_dict(
-        model, {k: v for k, v in state.items() if k not in ("optimizer", "train_state")}
-    )
+    weights = {key: v for key, v in state.items() if key not in ("optimizer", "train_state")}
+    set_model_state_dict(model, weights)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=flat)
     group = {name: optimizer.param_groups[0][name] for name in GROUP}
     return full_state(model, optimizer), state["train_state"], group

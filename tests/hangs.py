@@ -116,9 +116,11 @@ def patch(folder: Path, place: str) -> None:
 
         before(MicroBatches, "__getitem__", 9, stop_worker)
     elif place == "forward":
-        before(
-            PlainRunner, "forward_backward", HELD, lambda: before(Attention, "forward", 2, sleep)
-        )
+
+        def hang_in_forward() -> None:
+            before(Attention, "forward", 2, sleep)
+
+        before(PlainRunner, "forward_backward", HELD, hang_in_forward)
     elif place == "update":
         before(train.optim, "set_learning_rate", HELD, sleep)
     elif place == "validation":
@@ -171,7 +173,10 @@ def patch(folder: Path, place: str) -> None:
 
 def stall_store() -> None:
     """Block writes to the heartbeat folder from the first step on, like a disk that has failed."""
-    stall = lambda: before(private_store.FolderStore, "set", 1, lambda: time.sleep(10 * TIMEOUT))  # noqa: E731
+
+    def stall() -> None:
+        before(private_store.FolderStore, "set", 1, lambda: time.sleep(10 * TIMEOUT))
+
     before(PlainRunner, "forward_backward", 1, stall)
 
 

@@ -76,18 +76,21 @@ def _like_llama(source: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
 def _find(name: str, source: dict[str, Tensor]) -> Tensor:
     layer = re.match(r"layers\.(\d+)\.(.*)", name)
     if layer is None:
-        return source[
-            _NAMES[name.replace(".bias", ".weight")].replace(".weight", name[name.rindex(".") :])
-        ]
+        module_name, _, kind = name.rpartition(".")
+        return source[_NAMES[f"{module_name}.weight"].removesuffix("weight") + kind]
     prefix = f"model.layers.{layer[1]}."
     rest = layer[2]
     if rest.startswith("moe.experts."):
         return _expert_weight(rest[-2:], f"{prefix}mlp.experts.", source)
-    if rest == "attn.q_norm.weight":  # the norm of a head in Qwen3, and of the latent in DeepSeek
+
+    # the norm of a head in Qwen3, and of the latent in DeepSeek
+    if rest == "attn.q_norm.weight":
         latent = f"{prefix}self_attn.q_a_layernorm.weight"
         return source[latent] if latent in source else source[f"{prefix}self_attn.q_norm.weight"]
+    # DeepSeek without a latent of queries
     if rest == "attn.wq_b.weight" and f"{prefix}self_attn.q_proj.weight" in source:
         return source[f"{prefix}self_attn.q_proj.weight"]
+
     owner = rest if rest in _NAMES else rest.rpartition(".")[0]
     return source[prefix + _NAMES[owner] + rest[len(owner) :]]
 
@@ -124,12 +127,12 @@ def assert_same_logits_and_gradients(
     """Assert, for each number of tokens, equal logits to 1e-4 and equal gradients of a loss to 1e-4 of their norm."""
     for tokens in lengths:
         assert_same_logits(theirs, ours, tokens=tokens)
+
         for model, logits_BTV in zip((theirs, ours), _logits(theirs, ours, tokens), strict=True):
             model.zero_grad()
             logits_BTV.log_softmax(-1)[..., 7].sum().backward()
-        expected = _like_llama(
-            {name: p.grad for name, p in theirs.named_parameters()}, theirs.config
-        )
+        gradients = {name: p.grad for name, p in theirs.named_parameters()}
+        expected = _like_llama(gradients, theirs.config)
         # if tokens only attend to themselves, queries and keys have no gradient except rounding errors
         floor = 1e-2 * max(gradient.norm() for gradient in expected.values())
         for name, parameter in ours.named_parameters():

@@ -24,11 +24,8 @@ MEASURED = frozenset(
 def computed_metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the records in ``metrics.jsonl`` of a run folder, without measured metrics."""
     records = [record_of(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
-    return [
-        {
-            key: value
-            for key, value in record.items()
-            if key not in MEASURED and not key.startswith("goodput")
-        }
-        for record in records
-    ]
+    for record in records:
+        for key in list(record):
+            if key in MEASURED or key.startswith("goodput"):
+                del record[key]
+    return records

@@ -97,12 +97,14 @@ def open_in(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = No
 def hook(event: str, args: tuple[Any, ...]) -> None:
     if not watching:
         return
+    # Jinja makes a traceback point into the template, without running it.
     if event == "code.__new__" and str(args[1]) == "<template>":
-        return  # Jinja makes a traceback point into the template, without running it
-    if event == "subprocess.Popen" and list(args[1]) == python_child.command(
-        "shardtrain.data.sandbox_child"
-    ):
-        return  # the sandbox that first opens the artefact within limits, and reports its problems to this process
+        return
+    # The sandbox first opens the artefact within limits, and reports its problems to this process.
+    sandbox = python_child.command("shardtrain.data.sandbox_child")
+    if event == "subprocess.Popen" and list(args[1]) == sandbox:
+        return
+
     if event in ALWAYS:
         events.append(f"{event} {str(args)[:100]}")
     elif event == "exec":
@@ -237,20 +239,21 @@ def attempt(opener: Any, path: Path) -> dict[str, Any]:
     try:
         opener(path)
         end = "read"
-    except ShardtrainError:
-        end = "refused"
-    except Unusable:
+    except (ShardtrainError, Unusable):
         end = "refused"
     except BaseException:
         end = traceback.format_exc()[-1500:]
     finally:
         watching = False
         signal.alarm(0)
-    modules = {
-        name: getattr(sys.modules[name], "__file__", None) for name in set(sys.modules) - before
-    }
-    foreign = [f"import of {file}" for file in modules.values() if file and not trusted(file)]
-    return {"end": end, "events": events + foreign, "seconds": time.monotonic() - start}
+
+    foreign_imports = []
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and not trusted(file):
+            foreign_imports.append(f"import of {file}")
+    seconds = time.monotonic() - start
+    return {"end": end, "events": events + foreign_imports, "seconds": seconds}
 
 
 def main(root: Path) -> None:

@@ -110,21 +110,16 @@ def make_checkpoints(root: Path, canary: Path) -> list[Path]:
         change(table)
         case(name, **{"manifest.json": signed(json.dumps(table))})
 
+    # Files that run code or fill the memory when they are opened without care
     for name, bomb in bombs(canary).items():
         case(f"rank-{name}", **{"rank-00000.bin": bomb})
         case(f"manifest-{name}", **{"manifest.json": bomb})
-    case(
-        "dcp",
-        **{".metadata": pickle.dumps(Bomb(canary)), "__0_0.distcp": pickle.dumps(Bomb(canary))},
-    )
-    case(
-        "python",
-        **{
-            "manifest.py": code(canary),
-            "__init__.py": code(canary),
-            "sitecustomize.py": code(canary),
-        },
-    )
+    pickled = pickle.dumps(Bomb(canary))
+    case("dcp", **{".metadata": pickled, "__0_0.distcp": pickled})
+    scripts = ("manifest.py", "__init__.py", "sitecustomize.py")
+    case("python", **dict.fromkeys(scripts, code(canary)))
+
+    # Manifests with a correct hash
     case("deep", **{"manifest.json": signed('{"a": ' + MANY)})
     case("long-number", **{"manifest.json": signed('{"step": ' + "9" * 100_000 + "}")})
     forged("traversal", lambda t: t["files"][0].__setitem__(0, "../../../canary.bin"))
@@ -134,27 +129,29 @@ def make_checkpoints(root: Path, canary: Path) -> list[Path]:
     forged("huge", lambda t: t["tensors"]["model.a"].__setitem__(1, [2**40, 2**40]))
     forged("outside", lambda t: t["tensors"]["model.a"][2][0].__setitem__(3, 2**40))
     forged("negative", lambda t: t["tensors"]["model.a"][2][0].__setitem__(3, -8))
-    forged(
-        "facts",
-        lambda t: t["facts"].update(state={"step": "__import__('os')"}, data_cursors=[["x"]]),
-    )
-    forged(
-        "target", lambda t: t["facts"].update(_target_="os.system", auto_map={"AutoModel": "x.py"})
-    )
+    strange_state = {"step": "__import__('os')"}
+    forged("facts", lambda t: t["facts"].update(state=strange_state, data_cursors=[["x"]]))
+    classes = {"AutoModel": "x.py"}
+    forged("target", lambda t: t["facts"].update(_target_="os.system", auto_map=classes))
+
+    # Special files in place of shards
     step = case("link")
     (step / "rank-00000.bin").unlink()
     (step / "rank-00000.bin").symlink_to("/dev/zero")
     step = case("pipe")
     (step / "rank-00000.bin").unlink()
     os.mkfifo(step / "rank-00000.bin")
+
+    # Leases of runs
     case("lease-deep")
     write(paths[-1] / "checkpoint/lease.json", MANY)
     case("lease-pickle")
-    write(paths[-1] / "checkpoint/lease.json", pickle.dumps(Bomb(canary)))
+    write(paths[-1] / "checkpoint/lease.json", pickled)
     for name in ("lease-deep", "lease-pickle"):  # a new lease would be watched for a minute
         os.utime(root / name / "checkpoint/lease.json", (0, 0))
     case("lease-pipe")
     os.mkfifo(paths[-1] / "checkpoint/lease.json")
+
     case("open-to-all")
     (paths[-1] / "checkpoint").chmod(0o777)
     return paths
@@ -170,30 +167,29 @@ def safetensors(
 def make_foreign(root: Path, canary: Path) -> list[Path]:
     """Write checkpoint files of other programs, which must not be opened."""
     tensor = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    text = json.dumps(tensor).encode()
     files = {
         "huge-header": safetensors(b"{" + b" " * 2**20, size=100 * 2**20),
         "overlap": safetensors({"a": tensor, "b": {**tensor, "data_offsets": [4, 12]}}, bytes(12)),
         "negative": safetensors({"a": {**tensor, "data_offsets": [-8, 0]}}, bytes(8)),
         "beyond": safetensors({"a": {**tensor, "data_offsets": [0, 2**40]}}, bytes(8)),
-        "twice": safetensors(
-            b'{"a":' + json.dumps(tensor).encode() + b',"a":' + json.dumps(tensor).encode() + b"}",
-            bytes(8),
-        ),
+        "twice": safetensors(b'{"a":' + text + b',"a":' + text + b"}", bytes(8)),
     }
-    paths = [
-        write(root / name / "model.safetensors", content).parent for name, content in files.items()
-    ]
+    paths = []
+    for name, content in files.items():
+        paths.append(write(root / name / "model.safetensors", content).parent)
+
     for name, bomb in bombs(canary).items():
         paths.append(write(root / name / "pytorch_model.bin", bomb).parent)
     paths.append(write(root / "file.pt", bombs(canary)["torch-zip"]))
-    paths.append(write(root / "dcp/.metadata", pickle.dumps(Bomb(canary))).parent)
-    write(root / "dcp/__0_0.distcp", pickle.dumps(Bomb(canary)))
+    pickled = pickle.dumps(Bomb(canary))
+    paths.append(write(root / "dcp/.metadata", pickled).parent)
+    write(root / "dcp/__0_0.distcp", pickled)
+
     model = {
         "architectures": ["Evil"],
         "auto_map": {"AutoModelForCausalLM": "evil.Evil"},
         "trust_remote_code": True,
-    }
-    model |= {
         "_attn_implementation_internal": "someone/evil",
         "quantization_config": {"_target_": "os.system"},
     }
@@ -217,26 +213,23 @@ def make_tokenizers(root: Path, canary: Path) -> list[Path]:
     def keep(_table: dict[str, Any]) -> None:
         return None
 
+    # Fields and files that name code
     auto = {"auto_map": {"AutoTokenizer": ["tokenizer.Evil", None]}, "tokenizer_class": "os.system"}
     folder = json_case("auto-map", keep, **auto, trust_remote_code=True, use_fast=False)
-    for name in (
-        "tokenizer.py",
-        "tokenization_evil.py",
-        "__init__.py",
-        "tokenizers.py",
-        "jinja2.py",
-    ):
+    scripts = ["tokenizer.py", "tokenization_evil.py", "__init__.py", "tokenizers.py", "jinja2.py"]
+    for name in scripts:
         write(folder / name, code(canary))
     script = "import os; os.system('touch canary')"
     json_case("script-decoder", lambda t: t.update(decoder={"type": "Python", "code": script}))
     json_case("strange-model", lambda t: t["model"].update(type="Evil"))
+
+    # Ids and merges outside the vocabulary
     json_case("ids-huge", lambda t: t["model"]["vocab"].update(evil=2**31))
     json_case("ids-negative", lambda t: t["model"]["vocab"].update(evil=-1))
-    json_case(
-        "added-far",
-        lambda t: t["added_tokens"].append({**t["added_tokens"][0], "id": 2**31, "content": "zz"}),
-    )
+    far = {"id": 2**31, "content": "zz"}
+    json_case("added-far", lambda t: t["added_tokens"].append(t["added_tokens"][0] | far))
     json_case("merges", lambda t: t["model"].update(merges=[["nowhere", "x"]]))
+    # Patterns that take exponential time, and texts that grow
     slow = {
         "type": "Split",
         "pattern": {"Regex": "(a+)+$"},
@@ -246,20 +239,28 @@ def make_tokenizers(root: Path, canary: Path) -> list[Path]:
     json_case("slow-pattern", lambda t: t.update(pre_tokenizer=slow))
     grow = {"type": "Replace", "pattern": {"String": "h"}, "content": "h" * 2**20}
     json_case("growing", lambda t: t.update(normalizer=grow))
+
+    # Fields of tokenizer_config.json
     json_case("odd-special", keep, bos_token={"content": ["x"]})
     json_case("far-id", keep, eos_token_id=10**30)
     json_case("decoder-far", keep, added_tokens_decoder={"9" * 5000: {"content": "x"}})
     json_case("decoder-code", keep, added_tokens_decoder={"__class__": {"content": "x"}})
+
+    # Special files in place of templates
     folder = json_case("pipe-template", keep)
     (folder / "additional_chat_templates").mkdir()
     os.mkfifo(folder / "additional_chat_templates/a.jinja")
     folder = json_case("zero-template", keep)
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates/a.jinja").symlink_to("/dev/zero")
-    paths += [write(root / f"deep/{name}", MANY).parent for name in ("tokenizer.json",)]
+
+    # Deeply nested JSON
+    paths.append(write(root / "deep/tokenizer.json", MANY).parent)
     paths.append(write(root / "deep-config/tokenizer_config.json", MANY).parent)
     bpe_folder(root / "deep-config2")
     paths.append(write(root / "deep-config2/tokenizer_config.json", MANY).parent)
+
+    # Files of SentencePiece and tiktoken
     for name, bomb in bombs(canary).items():
         paths.append(write(root / f"bin-{name}/tokenizer.model", bomb).parent)
     piece = sentencepiece_bytes()
@@ -346,12 +347,14 @@ def make_datasets(root: Path, canary: Path) -> list[Path]:
         "surrogate": b'{"text": "\\ud800"}\n',
         "script": b'{"text": "a", "_target_": "os.system", "__class__": "x", "!python": 1}\n' + row,
     }
-    paths = [write(root / f"jsonl-{name}.jsonl", content) for name, content in lines.items()]
-    paths += [
-        write(root / f"jsonl-{name}.jsonl", bomb + b"\n" + row)
-        for name, bomb in bombs(canary).items()
-    ]
-    bomb = b" " * 2**26  # one line of 64 MiB, more than the largest allowed row
+    for name, bomb in bombs(canary).items():
+        lines[name] = bomb + b"\n" + row
+    paths = []
+    for name, content in lines.items():
+        paths.append(write(root / f"jsonl-{name}.jsonl", content))
+
+    # Compressed lines of 64 MiB, more than the largest allowed row
+    bomb = b" " * 2**26
     packers: dict[str, Callable[[bytes], bytes]] = {
         "gz": gzip.compress,
         "bz2": bz2.compress,
@@ -364,10 +367,14 @@ def make_datasets(root: Path, canary: Path) -> list[Path]:
     import zstandard
 
     paths.append(write(root / "jsonl-bomb.jsonl.zst", zstandard.compress(bomb + row)))
+
+    # Scripts in the folder of the data
     folder = write(root / "jsonl-beside/data.jsonl", row).parent
     for name in ("beside.py", "dataset.py", "__init__.py", "jsonl.py", "conftest.py"):
         write(folder / name, code(canary))
     paths.append(folder)
+
+    # Parquet and Arrow files with pickles in their metadata
     table = pa.table({"text": ["hello"]})
     pickled = pickle.dumps(Bomb(canary))
     types = {
@@ -379,25 +386,26 @@ def make_datasets(root: Path, canary: Path) -> list[Path]:
         b"pandas": pickled,
         b"huggingface": b'{"info": {"features": {"text": {"_type": "os.system"}}}}',
     }
-    for name, odd in {
+    odd_tables = {
         "metadata": table.replace_schema_metadata(metadata),
         "extension": pa.table({"text": ["hello"]}, schema=pa.schema([field])),
-    }.items():
+    }
+    for name, odd_table in odd_tables.items():
         path = root / f"parquet-{name}.parquet"
-        pq.write_table(odd, path)
+        pq.write_table(odd_table, path)
         paths.append(path)
         arrow = str(root / f"huggingface-{name}.arrow")
-        with pa.OSFile(arrow, "wb") as sink, pa.ipc.new_stream(sink, odd.schema) as stream:
-            stream.write_table(odd)
+        with pa.OSFile(arrow, "wb") as sink, pa.ipc.new_stream(sink, odd_table.schema) as stream:
+            stream.write_table(odd_table)
         paths.append(root / f"huggingface-{name}.arrow")
-    paths += [write(root / f"parquet-{name}.parquet", bomb) for name, bomb in bombs(canary).items()]
-    folder = write(
-        root / "huggingface-script/state.json", '{"_data_files": [{"filename": "../../x"}]}'
-    ).parent
-    write(
-        folder / "dataset_info.json",
-        '{"features": {"a": {"_type": "os.system"}}, "builder_name": "script"}',
-    )
+    for name, bomb in bombs(canary).items():
+        paths.append(write(root / f"parquet-{name}.parquet", bomb))
+
+    # Folders of datasets with scripts
+    state = '{"_data_files": [{"filename": "../../x"}]}'
+    folder = write(root / "huggingface-script/state.json", state).parent
+    info = '{"features": {"a": {"_type": "os.system"}}, "builder_name": "script"}'
+    write(folder / "dataset_info.json", info)
     write(folder / "script.py", code(canary))
     paths.append(folder)
     folder = write(root / "huggingface-builder/huggingface-builder.py", code(canary)).parent
@@ -423,16 +431,17 @@ def make_shards(root: Path) -> list[Path]:
     def keep(_table: dict[str, Any]) -> None:
         return None
 
+    # Forged fields
     case("traversal", lambda t: t["shards"][0]["tokens"].update(name="../../../../etc/passwd"))
     case("absolute", lambda t: t["starts"].update(name="/etc/passwd"))
     case("type", lambda t: t.update(dtype="object"))
     case("negative", lambda t: t["shards"][0].update(num_tokens=-1))
     case("huge", lambda t: t.update(num_tokens=2**62))
-    case(
-        "code",
-        lambda t: t.update(prepared_from={"_target_": "os.system"}, tokenizer_name="evil.py"),
-    )
+    origin = {"_target_": "os.system"}
+    case("code", lambda t: t.update(prepared_from=origin, tokenizer_name="evil.py"))
     case("tally", lambda t: t.update(tally=[1], sources="x"))
+
+    # Special files in place of the data
     folder = case("pipe", keep)
     (folder / "tokens-00000.bin").unlink()
     os.mkfifo(folder / "tokens-00000.bin")
@@ -442,12 +451,14 @@ def make_shards(root: Path) -> list[Path]:
     folder = case("zero", keep)
     (folder / "tokens-00001.bin").unlink()
     (folder / "tokens-00001.bin").symlink_to("/dev/zero")
+
+    # Changed contents
     folder = case("ids", keep)
     write(folder / "tokens-00000.bin", b"\xff" * (folder / "tokens-00000.bin").stat().st_size)
     folder = case("starts", keep)
     write(folder / "starts.bin", np.array([2**62], "<i8").tobytes())
-    for name, content in {"deep": MANY, "pickle": pickle.dumps(Bomb(root / "canary"))}.items():
-        write(case(name, keep) / "index.json", content)
+    write(case("deep", keep) / "index.json", MANY)
+    write(case("pickle", keep) / "index.json", pickle.dumps(Bomb(root / "canary")))
     with (case("giant", keep) / "index.json").open("r+b") as file:
         file.truncate(2**40)
     return paths

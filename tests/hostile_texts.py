@@ -42,11 +42,11 @@ def texts(count: int, seed: str) -> Iterator[str]:
     """Yield ``count`` texts of up to six pieces. One piece in five has random characters. The seed determines them."""
     chance = random.Random(seed)
     for _ in range(count):
-        pieces = []
+        text = ""
         for _ in range(chance.randint(0, 6)):
-            any_text = "".join(chance.choices(_ALPHABET, k=chance.randint(1, 6)))
-            pieces.append(chance.choice(PIECES) if chance.random() < 0.8 else any_text)
-        yield "".join(pieces)
+            random_characters = "".join(chance.choices(_ALPHABET, k=chance.randint(1, 6)))
+            text += chance.choice(PIECES) if chance.random() < 0.8 else random_characters
+        yield text
 
 
 def is_safe(text: str) -> bool:

@@ -128,20 +128,20 @@ def build(family: str, seed: int = 0, **changed: Any) -> Any:
     import transformers
 
     name, fields = FAMILIES[family]
-    config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**{**fields, **changed})
-    model = getattr(transformers, f"{name}ForCausalLM")._from_config(
-        config, attn_implementation="eager"
-    )
+    config_class = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
+    config = config_class(**{**fields, **changed})
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    model = model_class._from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.copy_(
-                    torch.randn(tensor.shape, generator=generator)
-                    * (0.2 if tensor.ndim > 1 else 0.1)
-                )
-                if tensor.ndim == 1:
-                    tensor += 1.0
+            if not tensor.is_floating_point():
+                continue
+            scale = 0.2 if tensor.ndim > 1 else 0.1
+            tensor.copy_(scale * torch.randn(tensor.shape, generator=generator))
+            # Norms and biases.
+            if tensor.ndim == 1:
+                tensor += 1.0
     return model.float().eval()
 
 

@@ -99,11 +99,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.server.fault(self, self.path):
             return
         if self.path.startswith("/api/whoami"):
-            user = {
-                "name": "someone",
-                "type": "user",
-                "auth": {"accessToken": {"role": self.server.role}},
-            }
+            authorization = {"accessToken": {"role": self.server.role}}
+            user = {"name": "someone", "type": "user", "auth": authorization}
             return self.give(json.dumps(user).encode())
         if not self.server.exists:
             return self.refuse(404, X_Error_Code="RepoNotFound")
@@ -111,6 +108,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             facts = {"id": "org/name", "sha": self.server.head, "private": self.server.private}
             facts["siblings"] = self.server.facts()
             return self.give(json.dumps(facts).encode())
+
+        # A file, or a redirection to its content
         name = self.path.partition("?")[0].split("/resolve/", 1)[1].split("/", 1)[1]
         content = self.server.files[name]
         etag = hashlib.sha256(content).hexdigest() if is_large(name) else blob(content)
@@ -125,31 +124,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Create a repository, select upload modes, store a large file, or commit."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.server.requests.append(
-            (self.command, self.path, {k.lower(): v for k, v in self.headers.items()})
-        )
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.server.requests.append((self.command, self.path, headers))
         if self.server.fault(self, self.path):
             return None
         if self.command == "PUT":
             self.server.stored[hashlib.sha256(body).hexdigest()] = body
             return self.refuse(200)
         if self.path == "/api/repos/create":
-            visibility = json.loads(body).get("visibility")
-            self.server.exists, self.server.private, self.server.files = (
-                True,
-                visibility == "private",
-                {},
-            )
-            return self.give(
-                json.dumps({"url": f"{self.server.url}/org/name", "name": "org/name"}).encode()
-            )
+            self.server.exists = True
+            self.server.private = json.loads(body).get("visibility") == "private"
+            self.server.files = {}
+            created = {"url": f"{self.server.url}/org/name", "name": "org/name"}
+            return self.give(json.dumps(created).encode())
         if self.path == "/api/validate-yaml":  # validates the front matter of a model card
             has_front_matter = json.loads(body)["content"].startswith("---")
             errors = [] if has_front_matter else [{"message": "no front matter"}]
-            return self.give(
-                json.dumps({"errors": errors, "warnings": []}).encode(),
-                status=400 if errors else 200,
-            )
+            verdict = json.dumps({"errors": errors, "warnings": []}).encode()
+            return self.give(verdict, status=400 if errors else 200)
         if "/preupload/" in self.path:
             files = []
             for file in json.loads(body)["files"]:
@@ -164,6 +156,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     entry["actions"] = {"upload": {"href": url}}
             return self.give(json.dumps({"transfer": "basic", "objects": objects}).encode())
         assert "/commit/" in self.path, self.path
+        return self.commit(body)
+
+    def commit(self, body: bytes) -> None:
         header, *operations = [json.loads(line) for line in body.splitlines()]
         if header["value"].get("parentCommit") not in (None, self.server.head):
             return self.refuse(412)
@@ -176,12 +171,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             else:
                 self.server.files[value["path"]] = base64.b64decode(value["content"])
         self.server.head = hashlib.sha1(body).hexdigest()
-        done = {
+        committed = {
             "success": True,
             "commitOid": self.server.head,
             "commitUrl": f"{self.server.url}/org/name/commit/x",
         }
-        return self.give(json.dumps(done).encode())
+        return self.give(json.dumps(committed).encode())
 
     do_PUT = do_POST
 

@@ -92,23 +92,27 @@ def _structural(node: dict, types: dict) -> dict:
         if name.endswith(_EITHER):
             return {"x-kubernetes-int-or-string": True}
         return _structural(types[name], types)
+    kind = node.get("type")
+    additional = node.get("additionalProperties")
     if "anyOf" in node:
+        # The alternatives are null and at most one schema.
         (alternative,) = [schema for schema in node["anyOf"] if schema != {"type": "null"}] or [{}]
         return _structural(alternative, types)
-    if node.get("type") == "array":
+    if kind == "array":
         return {"type": "array", "items": _structural(node["items"], types)}
-    if node.get("type") == "object" and "properties" in node:
+    if kind == "object" and "properties" in node:
         properties = {key: _structural(schema, types) for key, schema in node["properties"].items()}
-        required = {"required": node["required"]} if node.get("required") else {}
-        return {"type": "object", "properties": properties} | required
-    if node.get("type") == "object" and isinstance(node.get("additionalProperties"), dict):
-        return {
-            "type": "object",
-            "additionalProperties": _structural(node["additionalProperties"], types),
-        }
-    if node.get("type") in (None, "object"):
+        schema = {"type": "object", "properties": properties}
+        if node.get("required"):
+            schema["required"] = node["required"]
+        return schema
+    if kind == "object" and isinstance(additional, dict):
+        return {"type": "object", "additionalProperties": _structural(additional, types)}
+    if kind in (None, "object"):
         return dict(ANYTHING)
-    return {"type": node["type"]} | ({"format": node["format"]} if "format" in node else {})
+    if "format" in node:
+        return {"type": kind, "format": node["format"]}
+    return {"type": kind}
 
 
 def pytorchjob(models: Path, name: str) -> dict:
@@ -126,18 +130,17 @@ def fields(models: Path, name: str) -> tuple[dict[str, str], dict[str, str], lis
     """Parse a generated class. Return types by attribute, JSON keys by attribute, and the required keys."""
     (path,) = (file for file in models.glob("*.py") if file.stem.replace("_", "") == name.lower())
     text = path.read_text()
-    (tree,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
-    tables = {
-        ast.unparse(node.targets[0]): node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-    }
-    types, keys = (ast.literal_eval(tables[table]) for table in ("openapi_types", "attribute_map"))
-    required = [
-        keys[attribute]
-        for attribute in re.findall(r"client_side_validation and (\w+) is None", text)
-    ]
-    return types, keys, required
+    (class_node,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    tables = {}
+    for node in class_node.body:
+        if isinstance(node, ast.Assign):
+            tables[ast.unparse(node.targets[0])] = node.value
+    types = ast.literal_eval(tables["openapi_types"])
+    keys = ast.literal_eval(tables["attribute_map"])
+
+    # A setter rejects None for a required attribute.
+    attributes = re.findall(r"client_side_validation and (\w+) is None", text)
+    return types, keys, [keys[attribute] for attribute in attributes]
 
 
 def _of_wheel(models: Path, type_name: str) -> dict:

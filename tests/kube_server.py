@@ -95,9 +95,10 @@ def server(folder: Path) -> Iterator[Server]:
     subprocess.run(
         ["openssl", "genrsa", "-out", str(folder / "key"), "2048"], check=True, capture_output=True
     )
-    (folder / "tokens").write_text(
-        "".join(f'{user}-token,{user},{user},"{group}"\n' for user, group in USERS.items())
-    )
+    tokens = ""
+    for user, group in USERS.items():
+        tokens += f'{user}-token,{user},{user},"{group}"\n'
+    (folder / "tokens").write_text(tokens)
     api_server = Server(folder, f"https://127.0.0.1:{ports[2]}")
     for user in USERS:
         api_server.config(user).write_text(json.dumps(kubeconfig(api_server.url, f"{user}-token")))

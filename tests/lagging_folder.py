@@ -48,16 +48,23 @@ class LaggingFolder:
         return call
 
     def _late(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def is_creating(arguments: Any, options: dict[str, Any]) -> bool:
+            mode = arguments[0] if arguments else options.get("mode", "r")
+            if name == "open":
+                return bool(mode & os.O_CREAT)
+            return name == "io.open" and "w" in mode
+
         def call(where: Any = ".", *arguments: Any, **options: Any) -> Any:
             if not isinstance(where, str | Path):
                 return original(where, *arguments, **options)
+
             path = _full_path(where, options.get("dir_fd"))
-            mode = arguments[0] if arguments else options.get("mode", "r")
-            creates = mode & os.O_CREAT if name == "open" else name == "io.open" and "w" in mode
-            if creates and not self._is_late(path.parent):
+            if is_creating(arguments, options) and not self._is_late(path.parent):
                 self._created.add(path)
             if not self._is_late(path):
                 return original(where, *arguments, **options)
+
+            # The file exists, but this host does not see it, or sees no contents.
             status = self._real_stat(path)
             if name == "stat" and self._kind == "empty" and stat.S_ISREG(status.st_mode):
                 return os.stat_result([*status[:6], 0, *status[7:10]])

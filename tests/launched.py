@@ -137,12 +137,12 @@ def patch(folder: Path, phase: str) -> None:
     elif phase == "save":
         before(Checkpoints, "save", in_step(1), wait)
     elif phase == "data":
-        before(
-            DataLoader,
-            "__next__",
-            in_step(HELD),
-            lambda: ((folder / "ready").touch(), time.sleep(10 * TIMEOUT)),
-        )
+
+        def stall_data() -> None:
+            (folder / "ready").touch()
+            time.sleep(10 * TIMEOUT)
+
+        before(DataLoader, "__next__", in_step(HELD), stall_data)
     elif phase == "worker":
         pid = folder / "pid-worker"
 
@@ -156,12 +156,12 @@ def patch(folder: Path, phase: str) -> None:
         before(Checkpoints, "save", lambda _: True, lambda: time.sleep(4))
         before(train.optim, "set_learning_rate", in_step(HELD), wait)
     elif phase == "slow second save":
-        before(
-            Checkpoints,
-            "save",
-            in_step(2),
-            lambda: ((folder / "ready").touch(), time.sleep(TIMEOUT)),
-        )
+
+        def stall_save() -> None:
+            (folder / "ready").touch()
+            time.sleep(TIMEOUT)
+
+        before(Checkpoints, "save", in_step(2), stall_save)
     elif phase == "done":
         done = folder / f"done-{os.environ['RANK']}"
         before(Checkpoints, "close", in_step(1), lambda: (done.touch(), hold(folder)))

@@ -135,21 +135,21 @@ class Machines:
 def two(folder: Path) -> Iterator[Machines]:
     """Create the hosts ``host-a`` and ``host-b`` and the machine of the launcher for the duration of the block."""
     with ExitStack() as stack:
+        # The machine of the launcher is also the bridge between the hosts.
         switch = stack.enter_context(_machine("launcher"))
-        for arguments in (
-            "link add br0 type bridge",
-            f"addr add {LAUNCHER}/24 dev br0",
-            "link set br0 up",
-        ):
-            switch.do("ip", *arguments.split())
+        switch.do("ip", "link", "add", "br0", "type", "bridge")
+        switch.do("ip", *f"addr add {LAUNCHER}/24 dev br0".split())
+        switch.do("ip", "link", "set", "br0", "up")
         hosts = {}
         for number, (name, address) in enumerate(HOSTS.items()):
-            hosts[name] = host = stack.enter_context(_machine(f"unknown-{number}"))
+            host = stack.enter_context(_machine(f"unknown-{number}"))
+            hosts[name] = host
             switch.do("ip", *f"link add {name} type veth peer name wire0 netns {host.pid}".split())
             switch.do("ip", *f"link set {name} master br0 up".split())
-            for arguments in (f"addr add {address}/24 dev wire0", "link set wire0 up"):
-                host.do("ip", *arguments.split())
+            host.do("ip", *f"addr add {address}/24 dev wire0".split())
+            host.do("ip", "link", "set", "wire0", "up")
         switch.do("ip", *f"neigh add {HOLE} lladdr 02:00:00:00:00:99 dev br0 nud permanent".split())
+
         config = sshd.prepare(folder, HOSTS, port=22)
         for host in hosts.values():
             stack.enter_context(sshd.daemon(folder, host.command()))

@@ -43,29 +43,31 @@ def command_of(folder: Path, line: str, **names: str) -> tuple[list[str], dict[s
     """Run a command line in ``folder`` up to its ``python`` or ``torchrun``. Return their arguments and environment."""
     notes = folder / ".noted"
     (notes / "bin").mkdir(parents=True, exist_ok=True)
+    (notes / "arguments").unlink(missing_ok=True)
+
+    # Programs that write down their arguments and environment. Without -m, python is the real one.
     real = f'[ "$1" != -P ] || shift\n[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"'
     write = f"printf '%s\\n' \"$@\" > {notes}/arguments\nenv -0 > {notes}/environment\n"
     (notes / "bin/python").write_text(f"#!/bin/sh\n{real}\n{write}")
     (notes / "bin/torchrun").write_text(f"#!/bin/sh\n{write}")
     for name in ("python", "torchrun"):
         (notes / "bin" / name).chmod(0o755)
-    (notes / "arguments").unlink(missing_ok=True)
+
     variables = environment(**names)
     variables |= {"VIRTUAL_ENV": str(notes), "PATH": f"{notes}/bin:{variables['PATH']}"}
-    limit = patience.seconds(60)
     done = subprocess.run(
         ["bash", "-c", line],
         cwd=folder,
         env=variables,
         capture_output=True,
         text=True,
-        timeout=limit,
+        timeout=patience.seconds(60),
     )
     assert done.returncode == 0 and (notes / "arguments").exists(), done.stderr
+
+    arguments = (notes / "arguments").read_text().splitlines()
     pairs = (notes / "environment").read_text().split("\0")
-    return (notes / "arguments").read_text().splitlines(), dict(
-        pair.split("=", 1) for pair in pairs if pair
-    )
+    return arguments, dict(pair.split("=", 1) for pair in pairs if pair)
 
 
 def start(

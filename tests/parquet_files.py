@@ -126,28 +126,27 @@ class Page:
             packed = self.content[:plain] + compress(codec, self.content[plain:])
         size = len(self.content) if self.uncompressed is None else self.uncompressed
         disk = len(packed) if self.compressed is None else self.compressed
-        head: list[tuple[int, int, Any]] = [(1, I32, 0), (2, I32, size), (3, I32, disk)]
+        inner: list[tuple[int, int, Any]] = [(1, I32, self.num_values)]
+        # Type of the page, and the number and the content of the field that describes it.
         if self.kind == "v1":
-            inner = [
-                (1, I32, self.num_values),
-                (2, I32, self.encoding),
-                (3, I32, RLE),
-                (4, I32, RLE),
-            ]
-            head += [(5, STRUCT, thrift([*inner, *self.more]))]
+            page_type = 0
+            inner += [(2, I32, self.encoding), (3, I32, RLE), (4, I32, RLE)]
+            description = (5, STRUCT, thrift([*inner, *self.more]))
         elif self.kind == "dictionary":
-            head[0] = (1, I32, 2)
-            head += [(7, STRUCT, thrift([(1, I32, self.num_values), (2, I32, PLAIN), *self.more]))]
+            page_type = 2
+            inner += [(2, I32, PLAIN)]
+            description = (7, STRUCT, thrift([*inner, *self.more]))
         elif self.kind == "v2":
-            head[0] = (1, I32, 3)
+            page_type = 3
             repetition, definition = self.levels
-            inner = [(1, I32, self.num_values), (2, I32, 0), (3, I32, self.num_rows)]
-            inner += [(4, I32, self.encoding), (5, I32, definition), (6, I32, repetition)]
-            head += [(8, STRUCT, thrift([*inner, *self.more]))]
+            inner += [(2, I32, 0), (3, I32, self.num_rows), (4, I32, self.encoding)]
+            inner += [(5, I32, definition), (6, I32, repetition)]
+            description = (8, STRUCT, thrift([*inner, *self.more]))
         else:
-            head[0] = (1, I32, 1)
-            head += [(6, STRUCT, b"\0")]
-        return thrift(head) + packed
+            page_type = 1
+            description = (6, STRUCT, b"\0")
+        header = [(1, I32, page_type), (2, I32, size), (3, I32, disk), description]
+        return thrift(header) + packed
 
 
 def compress(codec: str, content: bytes) -> bytes:
@@ -205,7 +204,7 @@ def list_schema(name: str, kind: int = BYTE_ARRAY, *more: tuple[int, int, Any]) 
 
 @dataclass
 class Groups:
-    """Writer of a file: ``row_groups`` are lists of columns with their number of rows."""
+    """A Parquet file to write. Each row group is a list of columns with its number of rows."""
 
     schema: Sequence[bytes]
     row_groups: Sequence[tuple[Sequence[Column], int]]
@@ -217,43 +216,16 @@ class Groups:
     def save(self, path: Path) -> Path:
         """Write the file and return its path."""
         self.parts = [MAGIC]
-        place = len(MAGIC)
         groups = []
         for columns, num_rows in self.row_groups:
             chunks = []
             total = 0
             for column in columns:
-                start = place
-                first_data = None
-                size = 0
-                for page in column.pages:
-                    data = page.write(column.codec)
-                    if first_data is None and page.kind != "dictionary":
-                        first_data = place
-                    self.parts.append(data)
-                    place += len(data)
-                    size += len(page.content)
-                values = sum(p.num_values for p in column.pages if p.kind in ("v1", "v2"))
-                claimed = size if column.total_uncompressed is None else column.total_uncompressed
+                claimed, chunk = self._add_column(column)
+                chunks.append(chunk)
                 total += claimed
-                fields: list[tuple[int, int, Any]] = [
-                    (1, I32, column.kind),
-                    (2, LIST, (I32, [PLAIN, RLE])),
-                    (3, LIST, (BINARY, [name.encode() for name in column.path])),
-                    (4, I32, CODECS[column.codec]),
-                    (5, I64, values if column.num_values is None else column.num_values),
-                    (6, I64, claimed),
-                    (7, I64, place - start),
-                    (9, I64, start if first_data is None else first_data),
-                ]
-                if column.pages and column.pages[0].kind == "dictionary":
-                    fields.append((11, I64, start))
-                chunks.append(
-                    thrift([(2, I64, start), (3, STRUCT, thrift([*fields, *column.more]))])
-                )
-            groups.append(
-                thrift([(1, LIST, (STRUCT, chunks)), (2, I64, total), (3, I64, num_rows)])
-            )
+            group = [(1, LIST, (STRUCT, chunks)), (2, I64, total), (3, I64, num_rows)]
+            groups.append(thrift(group))
         rows = sum(n for _, n in self.row_groups) if self.num_rows is None else self.num_rows
         footer = self.footer_bytes
         if footer is None:
@@ -270,6 +242,36 @@ class Groups:
             file.writelines(self.parts)
             file.write(footer + struct.pack("<I", len(footer)) + MAGIC)
         return path
+
+    def _add_column(self, column: Column) -> tuple[int, bytes]:
+        """Add the pages of a column chunk. Return its uncompressed size, as claimed, and its description."""
+        start = sum(map(len, self.parts))
+        place = start
+        first_data = None
+        size = 0
+        for page in column.pages:
+            data = page.write(column.codec)
+            if first_data is None and page.kind != "dictionary":
+                first_data = place
+            self.parts.append(data)
+            place += len(data)
+            size += len(page.content)
+        values = sum(p.num_values for p in column.pages if p.kind in ("v1", "v2"))
+        claimed = size if column.total_uncompressed is None else column.total_uncompressed
+        fields: list[tuple[int, int, Any]] = [
+            (1, I32, column.kind),
+            (2, LIST, (I32, [PLAIN, RLE])),
+            (3, LIST, (BINARY, [name.encode() for name in column.path])),
+            (4, I32, CODECS[column.codec]),
+            (5, I64, values if column.num_values is None else column.num_values),
+            (6, I64, claimed),
+            (7, I64, place - start),
+            (9, I64, start if first_data is None else first_data),
+        ]
+        if column.pages and column.pages[0].kind == "dictionary":
+            fields.append((11, I64, start))
+        description = (3, STRUCT, thrift([*fields, *column.more]))
+        return claimed, thrift([(2, I64, start), description])
 
 
 def one_column(

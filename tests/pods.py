@@ -83,11 +83,11 @@ def of_operator(manifest: dict, number: int, endpoint: str) -> dict[str, str]:
             elastic["PET_RDZV_ID"] = policy["rdzvId"]
         return names | elastic
     nodes = str(sum(role["replicas"] for role in spec["pytorchReplicaSpecs"].values()))
-    both = {name.removeprefix("PET_"): value for name, value in master.items() if "MASTER" in name}
     return {
         **names,
         **master,
-        **both,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
         "PET_NNODES": nodes,
         "WORLD_SIZE": nodes,
         "RANK": str(number),
@@ -140,18 +140,19 @@ def start(
     """
     container = containers(documents)[0]
     job = documents[-1]
-    container_env = {
-        entry["name"]: expanded(entry["value"], {}) for entry in container.get("env", [])
-    }
+    container_env = {}
+    for entry in container.get("env", []):
+        container_env[entry["name"]] = expanded(entry["value"], {})
     # the name of the first pod, which only resolves in a cluster
     if "SHARDTRAIN_RDZV_ENDPOINT" in container_env:
         container_env["SHARDTRAIN_RDZV_ENDPOINT"] = endpoint
     names = {**of_operator(job, number, endpoint), **container_env, **more}
-    command = [expanded(argument, names) for argument in container["command"]]
-    if mounted:
-        command = [
-            str(mounted) if argument == kubernetes.CONFIG_PATH else argument for argument in command
-        ]
+
+    command = []
+    for argument in container["command"]:
+        is_mounted = mounted is not None and argument == kubernetes.CONFIG_PATH
+        command.append(str(mounted) if is_mounted else expanded(argument, names))
+
     inherited = {name: value for name, value in os.environ.items() if not _DROPPED.match(name)}
     # a real pod has its own address; these processes share the loopback interface
     local = {
@@ -161,9 +162,8 @@ def start(
     }
     environment = {**inherited, **local, "OMP_NUM_THREADS": "1", **names}
     with log.open("a") as output:
-        return Pod(
-            subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=output), log
-        )
+        process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=output)
+    return Pod(process, log)
 
 
 def free_endpoint() -> str:

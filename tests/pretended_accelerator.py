@@ -140,26 +140,29 @@ class Pretended(TorchDispatchMode):
         goes_to_device = device is not None and torch.device(device).type == NAME
         if not has_device_tensor and not goes_to_device:
             return self._on_host(func, tensors, args, kwargs)
-        if _is_composite(func):  # such as Tensor.to, below autograd
+        # A composite operation, such as Tensor.to, is below autograd.
+        if _is_composite(func):
             with self:
                 answer = func.decompose(*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
+
         # run the implementation of the package's operation, not its fake version
         if func.namespace == "shardtrain":
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
+
+        # The host waits for the result of these operations.
         if func in (_aten._local_scalar_dense.default, _aten.item.default, _aten.equal.default):
             self.note(func._schema.name.removeprefix("aten::"))
-            return (
-                True
-                if func is _aten.equal.default
-                else torch.zeros((), dtype=tensors[0].dtype).item()
-            )
+            if func is _aten.equal.default:
+                return True
+            return torch.zeros((), dtype=tensors[0].dtype).item()
         if func in (_aten._to_copy.default, _aten.copy_.default):
             answer = self._copy(func, args, kwargs)
             if answer is not None:
                 return answer
+
         with self.fake:
             return func(*args, **kwargs)
 
@@ -183,23 +186,22 @@ class Pretended(TorchDispatchMode):
             source = args[0]
             asynchronous = bool(kwargs.get("non_blocking", False))
             to = torch.device(kwargs.get("device") or source.device)
+        dtype = kwargs.get("dtype") or source.dtype
         if source.device.type == to.type:
             return None
         if to.type == NAME:
             if source.device.type == "meta":
                 return None
-            if not (asynchronous and (source in self._pinned or isinstance(source, FakeTensor))):
+            is_page_locked = source in self._pinned or isinstance(source, FakeTensor)
+            if not asynchronous or not is_page_locked:
                 reason = " from memory that is not page-locked" if asynchronous else ""
                 self.note(f"copy to the device{reason}")
             if into is not None:
                 return into
             with self.fake:
-                return torch.empty(
-                    source.shape, dtype=kwargs.get("dtype") or source.dtype, device=to
-                )
+                return torch.empty(source.shape, dtype=dtype, device=to)
         if not asynchronous:
             self.note("copy to the host")
-        dtype = kwargs.get("dtype") or source.dtype
         zeros = torch.zeros(source.shape, dtype=dtype)
         self._pinned[zeros] = True
         return zeros if into is None else into

@@ -88,17 +88,9 @@ def test_package_is_imported_without_torch_and_lists_its_names() -> None:
 
 
 def test_single_steps_equal_the_command_line_and_restore_the_process(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "shardtrain",
-        "train",
-        "debug",
-        *flags(options(tmp_path / "cli")),
-        "--nproc",
-        "1",
-    ]
-    done = forked.run(command, capture_output=True, text=True)
+    options_of_command = flags(options(tmp_path / "cli"))
+    command = [sys.executable, "-m", "shardtrain", "train", "debug", *options_of_command]
+    done = forked.run([*command, "--nproc", "1"], capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
 
@@ -120,14 +112,15 @@ def test_single_steps_equal_the_command_line_and_restore_the_process(tmp_path: P
 def test_run_resumes_bitwise_in_the_same_process(tmp_path: Path) -> None:
     straight = shardtrain.Trainer("debug", options(tmp_path / "straight")).train()
     with shardtrain.Trainer("debug", options(tmp_path / "parts")) as trainer:
-        first = [trainer.step(), trainer.step()]
+        first_steps = [trainer.step(), trainer.step()]
     state = shardtrain.Trainer("debug", options(tmp_path / "parts")).train()
 
     assert state == straight
 
     expected = losses(tmp_path / "straight")
-    assert [result.loss for result in first if result] == [expected[1], expected[2]]
-    assert losses(tmp_path / "parts") == {step: expected[step] for step in (3, 4)}
+    assert [result.loss for result in first_steps if result] == [expected[1], expected[2]]
+    # the second trainer starts the log anew
+    assert losses(tmp_path / "parts") == {3: expected[3], 4: expected[4]}
     assert json.loads((tmp_path / "parts" / "exit.json").read_text())["code"] == 0
 
 
@@ -138,37 +131,18 @@ def test_generate_and_evaluate_equal_the_verbs(tmp_path: Path, capsys) -> None:
 
     texts = shardtrain.generate(model, ["mesh ", "loss"], max_new_tokens=5)
     capsys.readouterr()
+    # The verb prints the same texts as the function returns.
+    generate = ["generate", "--from", str(tmp_path / "run"), "--max_new_tokens", "5"]
     for prompt, text in zip(["mesh ", "loss"], texts, strict=True):
-        assert (
-            cli.main(
-                [
-                    "generate",
-                    "--from",
-                    str(tmp_path / "run"),
-                    "--prompt",
-                    prompt,
-                    "--max_new_tokens",
-                    "5",
-                ]
-            )
-            == 0
-        )
+        assert cli.main([*generate, "--prompt", prompt]) == 0
         assert capsys.readouterr().out == text + "\n"
 
     data = tmp_path / "held_out.txt"
     data.write_text("mesh shard gather reduce\n" * 20)
     evaluation = shardtrain.evaluate(model, data, seq_len=16)
-    arguments = [
-        "evaluate",
-        "--from",
-        str(tmp_path / "run"),
-        "--data",
-        f"held_out={data}",
-        "--seq_len",
-        "16",
-    ]
+    evaluate = ["evaluate", "--from", str(tmp_path / "run"), "--data", f"held_out={data}"]
 
-    assert cli.main(arguments) == 0
+    assert cli.main([*evaluate, "--seq_len", "16"]) == 0
     assert json.loads(capsys.readouterr().out)["sets"]["held_out"] == evaluation
 
 

@@ -95,30 +95,31 @@ def judge(config: Config, path: Path, original: dict[str, Any]) -> str:
     if checkpoint != original["newest"]:
         return f"resumes from {checkpoint!r}"
     if path.name.endswith(".jsonl"):
-        JsonlFile(path, STEPS).close()
-        records = read_records(path)
-        steps = [record["step"] for record in records]
-        written = {record["step"]: record for record in original[path.name]}
-        # an unknown step has no written record, and {"": 0} is a subset of none
-        if any(
-            not written.get(record["step"], {"": 0}).items() <= record.items() for record in records
-        ):
-            return f"records {records}"
-        return (
-            ""
-            if steps == sorted(set(steps)) and len(steps) >= len(written) - 2
-            else f"rows {steps}"
-        )
+        return judge_records(path, original[path.name])
     if path.name == POINTER:
         read_pointer(path.parent)
-        return (
-            ""
-            if (path.parent / f"step-{original['best']['step']}").is_dir()
-            else "the best checkpoint was deleted"
-        )
+        best = path.parent / f"step-{original['best']['step']}"
+        return "" if best.is_dir() else "the best checkpoint was deleted"
     contents = Contents([FileToHash("rows.txt", config.training.dataset_path or "", "o")], folder)
     contents.check_now()
     return "" if contents.record() == original["contents"] else f"the data are {contents.record()}"
+
+
+def judge_records(path: Path, written_records: list[dict[str, Any]]) -> str:
+    """Return a wrong record in a file that a resumed run has opened, or an empty string."""
+    JsonlFile(path, STEPS).close()
+    records = read_records(path)
+    written = {record["step"]: record for record in written_records}
+    for record in records:
+        written_record = written.get(record["step"])
+        if written_record is None or not written_record.items() <= record.items():
+            return f"records {records}"
+
+    # A flipped bit loses its record, or two if it removes the end of a line.
+    steps = [record["step"] for record in records]
+    if steps != sorted(set(steps)) or len(steps) < len(written) - 2:
+        return f"rows {steps}"
+    return ""
 
 
 ON_DISK = [
@@ -143,7 +144,7 @@ def test_no_flipped_bit_is_used(ranks: int, mode: str, in_store: bool, tmp_path:
 
     assert code == 0, output
 
-    chosen = random.Random(f"flips {SEED}{ranks} {mode}{store and ' store'}")
+    draw = random.Random(f"flips {SEED}{ranks} {mode}{store and ' store'}")
     failures = []
     contents = Contents([FileToHash("rows.txt", config.training.dataset_path or "", "o")], folder)
     contents.check_now()
@@ -155,25 +156,24 @@ def test_no_flipped_bit_is_used(ranks: int, mode: str, in_store: bool, tmp_path:
             "best": read_pointer(checkpoint),
             "contents": contents.record(),
         }
+        # The undamaged run has each of these, so a missing one below is an effect of a flipped bit.
         assert original["newest"] == f"{store or checkpoint}/step-{STEPS}"
         assert original["best"]
         assert original["contents"]
         assert len(original["metrics.jsonl"]) == STEPS
         assert original["validation.jsonl"]
-        files = sorted(
-            path for path in checkpoint.glob("step-*/*") if path.is_file() and path.stat().st_size
-        )
-        files += [
-            folder / "metrics.jsonl",
-            folder / "validation.jsonl",
-            checkpoint / POINTER,
-            folder / NOTES,
-        ]
+
+        files = [path for path in checkpoint.glob("step-*/*") if path.is_file()]
+        files = sorted(path for path in files if path.stat().st_size)
+        files += [folder / "metrics.jsonl", folder / "validation.jsonl"]
+        files += [checkpoint / POINTER, folder / NOTES]
         assert len(files) > 4 + ranks
+
         for _ in range(FLIPS):
-            path = chosen.choice(files)
-            content, bit = flip(path, chosen)
-            if effect := judge(config, path, original):
+            path = draw.choice(files)
+            content, bit = flip(path, draw)
+            effect = judge(config, path, original)
+            if effect:
                 failures.append(f"{bit}: {effect}")
             path.write_bytes(content)
 

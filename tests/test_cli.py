@@ -127,17 +127,20 @@ def test_verbs_of_data_are_the_modules_with_a_main():
 
 def test_verb_of_data_receives_its_arguments_and_returns_the_status(capsys, monkeypatch):
     tool = types.ModuleType("shardtrain.tools.data.check")
-    tool.main = lambda words: print(words) or 3
+    tool.main = lambda arguments: print(arguments) or 3
     monkeypatch.setitem(sys.modules, tool.__name__, tool)
     assert answer(capsys, "data", "check", "a.toml", "--json") == (3, "['a.toml', '--json']\n", "")
 
 
 @pytest.mark.parametrize("verb", data_command.VERBS)
 def test_each_verb_of_data_has_help_and_imports_torch_only_if_needed(verb):
-    program = f"import sys; from shardtrain import cli; assert cli.main(['data', {verb!r}, '--help']) == 0; "
-    program += (
-        f"sys.exit({data_command.VERBS[verb].needs_torch!r} is False and 'torch' in sys.modules)"
-    )
+    imports_in_vain = "'torch' in sys.modules" if not data_command.VERBS[verb].needs_torch else "0"
+    program = f"""
+import sys
+from shardtrain import cli
+assert cli.main(['data', {verb!r}, '--help']) == 0
+sys.exit({imports_in_vain})
+"""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -199,29 +202,22 @@ def test_wrong_command_prints_one_line_and_exits_with_2(capsys, arguments, fragm
 
 
 def test_all_problems_are_reported_together_before_any_process_starts(capsys):
-    arguments = (
-        "train",
-        "--training.steps",
-        "0",
-        "--parallelism.tensor_parallel_degree",
-        "3",
-        "--validation.enable",
-        "--training.device",
-        "cpu",
-    )
+    arguments = ["train", "--training.steps", "0", "--parallelism.tensor_parallel_degree", "3"]
+    arguments += ["--validation.enable", "--training.device", "cpu"]
     code, out, err = answer(capsys, *arguments)
 
     assert (code, out) == (2, "")
 
     lines = err.splitlines()
     assert all(line.startswith("error[2]: ") for line in lines)
-    assert any("training.steps=0" in line for line in lines)
-    assert any(
-        "tensor_parallel_degree=3 does not divide the 8 attention heads" in line for line in lines
-    )
-    assert any(
-        'validation.dataset="" is not set' in line and "name a dataset" in line for line in lines
-    )
+    for problem in (
+        "training.steps=0",
+        "tensor_parallel_degree=3 does not divide the 8 attention heads",
+        'validation.dataset="" is not set',
+    ):
+        assert any(problem in line for line in lines)
+    (validation,) = [line for line in lines if 'validation.dataset="" is not set' in line]
+    assert "name a dataset" in validation
 
 
 def test_show_prints_each_option_with_its_origin(capsys):
@@ -395,16 +391,15 @@ def test_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
         "--training.on_data_end=repeat",
         *ONE_STEP[1:],
         *TINY,
-        "--nproc",
-        "2",
-        "--job.dump_folder",
-        str(tmp_path),
+        "--nproc=2",
+        f"--job.dump_folder={tmp_path}",
     ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LOG_RANK": "0"}
     process = forked.Popen(
         [sys.executable, "-m", "shardtrain", "train", *arguments],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LOG_RANK": "0"},
+        env=environment,
     )
     try:
         lines = []
@@ -413,6 +408,7 @@ def test_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
             if "step: 20" in line:
                 break
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        # The second child is rank 1.
         os.kill(int(children[1]), signal.SIGKILL)
         _, rest = process.communicate(timeout=patience.seconds(60))
     finally:
@@ -492,7 +488,8 @@ def test_signal_during_the_closing_sample_only_ends_the_sample(
 ):
     """The run has ended and is saved, so its exit status must stay 0."""
     monkeypatch.setattr(
-        "shardtrain.tools.generate.generate_command.main", lambda words: signal.raise_signal(number)
+        "shardtrain.tools.generate.generate_command.main",
+        lambda arguments: signal.raise_signal(number),
     )
     cli._show_sample(load("debug", [f"--job.dump_folder={tmp_path}", "--checkpoint.enable"]))
 
@@ -503,21 +500,22 @@ def test_signal_during_the_closing_sample_only_ends_the_sample(
 
 def test_suggested_downloads_name_existing_kinds_of_files():
     """Without --all or --assets, `data download` fetches only the tokenizer."""
-    lines = [
-        (path, line)
-        for path in (ROOT / "shardtrain").rglob("*.py")
-        for line in path.read_text().splitlines()
-        if "data download --repo_id" in line
-    ]
-
+    lines = []
+    for path in (ROOT / "shardtrain").rglob("*.py"):
+        for line in path.read_text().splitlines():
+            if "data download --repo_id" in line:
+                lines.append((path, line))
     assert len(lines) > 5
 
     for path, line in lines:
+        if "--all" in line:
+            continue
         assets = re.search(r"--assets ((?:\w+ ?)+)", line)
-        kinds = set(assets[1].split()) if assets else set()
-        assert "--all" in line or (
-            kinds and kinds <= {"tokenizer", "config", "index", "safetensors"}
-        ), (path, line)
+        assert assets, (path, line)
+        assert set(assets[1].split()) <= {"tokenizer", "config", "index", "safetensors"}, (
+            path,
+            line,
+        )
 
 
 @pytest.mark.parametrize("phase", ["importing", "running"])

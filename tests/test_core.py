@@ -134,10 +134,10 @@ def test_the_tests_of_the_core_pass_in_an_environment_without_tools(
     core_tests.copy_clone(clone, package)
     turn = int((ROOT / ".ci/turn").read_text()) % SHARES + 1
     minutes = min(MOST_MINUTES, patience.seconds(60 * MINUTES) / 60)
-    words = ("-P", "-m", "pytest", "-p", "no:cacheprovider", f"--minutes={minutes:.0f}")
+    arguments = ("-P", "-m", "pytest", "-p", "no:cacheprovider", f"--minutes={minutes:.0f}")
     files = core_tests.share(turn, SHARES)
     output = installed_wheel.run(
-        programs / "python", *words, *files, cwd=clone, seconds=60 * (minutes + 5)
+        programs / "python", *arguments, *files, cwd=clone, seconds=60 * (minutes + 5)
     )
     passed = re.search(r"(\d+) passed", output)
 

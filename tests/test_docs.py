@@ -252,11 +252,15 @@ def test_commands_of_a_page_run_in_order(shell, tmp_path, page):
 def test_the_page_on_images_runs_with_a_tiny_model(shell, tmp_path):
     page = (ROOT / "docs/image_text.md").read_text()
     toml = re.search(r"^```toml\n(.*?)^```", page, flags=re.M | re.S)[1]
+    commands = re.search(r"^```text\n(.*?)^```", page, flags=re.M | re.S)[1]
+
+    # Replace the model, the images and the sizes of the page by small ones.
     rows_with_images(tmp_path / "photos").rename(tmp_path / "photos/train.jsonl")
     toml = toml.replace('"models/llava"', f'"{vision_folder("llava")}"')
-    (tmp_path / "run.toml").write_text(toml.replace('"photos/', f'"{tmp_path}/photos/'))
+    toml = toml.replace('"photos/', f'"{tmp_path}/photos/')
+    (tmp_path / "run.toml").write_text(toml)
     smaller = "--training.steps 2 --training.on_data_end repeat --training.local_batch_size 2 --training.device cpu"
-    for line in re.search(r"^```text\n(.*?)^```", page, flags=re.M | re.S)[1].splitlines():
+    for line in commands.splitlines():
         command = line.replace("run.toml", f"{tmp_path}/run.toml")
         if "shardtrain train" in line:
             command += f" {smaller} --training.seq_len 128 --job.dump_folder {tmp_path}/outputs"
@@ -295,6 +299,7 @@ def test_commands_outside_of_examples_work_without_a_clone():
 def test_first_pages_run_from_an_installed_wheel_in_an_empty_folder(tmp_path, name):
     (tmp_path / "source").mkdir()
     programs = installed_wheel.install(installed_wheel.build(tmp_path / "source"), tmp_path)
+    # Neither the repository nor its examples are in the folder of the commands.
     here = tmp_path / "empty"
     here.mkdir()
     variables = installed_wheel.environment_variables()
@@ -345,19 +350,17 @@ def test_migration_pages_name_existing_options_and_verbs(page):
     file_endings = (".jsonl", ".toml", ".yaml", ".json", ".md", ".py", ".log", ".sh")
     sections = {name.split(".")[0] for name in known}
     usage = COMMAND.usage().replace("; export ", "\n  export ")
-    rows = [
-        line for line in page.read_text().splitlines() if line.startswith("|") and "---" not in line
-    ]
-
+    lines = page.read_text().splitlines()
+    rows = [line for line in lines if line.startswith("|") and "---" not in line]
     assert rows
 
     for row in rows:
         cell = row.split("|")[-2]
-        for name in re.findall(r"(?<![\w/.])[a-z_]+(?:\.[A-Za-z_0-9]+)+(?!\w*[/(])", cell):
-            if name.split(".")[0] in sections and not name.endswith(file_endings):
-                assert name in known or name.startswith(("model.overrides.", "data.sources.")), (
-                    f"{page.name}: {name}"
-                )
+        names = re.findall(r"(?<![\w/.])[a-z_]+(?:\.[A-Za-z_0-9]+)+(?!\w*[/(])", cell)
+        for name in names:
+            is_option = name.split(".")[0] in sections and not name.endswith(file_endings)
+            if is_option and not name.startswith(("model.overrides.", "data.sources.")):
+                assert name in known, f"{page.name}: {name}"
         for verb in re.findall(r"`shardtrain ([a-z]+)", cell):
             assert f"\n  {verb} " in usage, f"{page.name}: shardtrain {verb}"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -218,17 +220,17 @@ def masks_of_a_step(rank: int, model: str, parallelism: dict[str, Any]) -> dict[
     model_options = dataclasses.replace(base.model, name=model, flavor="small", overrides=overrides)
     run = make_run(rank, dataclasses.replace(base, model=model_options))
     masks: dict[str, list[Tensor]] = {}
+
+    def note_mask(name: str, _module: Any, _inputs: Any, out: Tensor) -> None:
+        masks.setdefault(name, []).append(local(out.detach() != 0))
+
     for part in run.runner.parts:
         for name, module in part.named_modules():
             if isinstance(module, nn.Dropout) and module.p:
-                masks_of_module = masks.setdefault(name, [])
-                module.register_forward_hook(
-                    lambda _m, _i, out, masks_of_module=masks_of_module: masks_of_module.append(
-                        out.detach() != 0
-                    )
-                )
+                masks[name] = []
+                module.register_forward_hook(functools.partial(note_mask, name))
     trainer.step(run)
-    return {name: list(map(local, masks_of_module)) for name, masks_of_module in masks.items()}
+    return masks
 
 
 def local(mask: Tensor) -> Tensor:
@@ -241,37 +243,38 @@ def test_ranks_with_different_tokens_draw_different_masks(mesh: str, tmp_path: P
     encoder = tmp_path / "causal_encoder.py"
     file.write_text(MODEL_FILE)
     # pretend that the encoder is causal, because the task requires it; the result does not matter here
-    original = (Path(shardtrain.models.__path__[0]) / "encoder.py").read_text()
-    encoder.write_text(
-        original.replace("CAUSAL = False", "CAUSAL = True").replace(
-            '"debugmodel": {', '"small": {', 1
-        )
-    )
+    text = (Path(shardtrain.models.__path__[0]) / "encoder.py").read_text()
+    text = text.replace("CAUSAL = False", "CAUSAL = True")
+    text = text.replace('"debugmodel": {', '"small": {', 1)
+    encoder.write_text(text)
     # context parallelism does not support bidirectional attention
     models = [str(file)] if "cp" in mesh else [str(file), str(encoder)]
     # pipelines refuse dropout between modules, because each stage would apply it to its input
     if "pp" in mesh:
         models = [str(encoder)]
     num_ranks = 4 if " x " in mesh else 2
+
     for model in models:
         by_rank = run_ranks(num_ranks, masks_of_a_step, model, SPLIT[mesh])
-        for name in {name for masks in by_rank for name in masks}:
-            holders = [masks[name] for masks in by_rank if name in masks]
-            assert len(holders) >= 2
-            for i, masks_of_one in enumerate(holders):
-                for masks_of_other in holders[:i]:
-                    assert len(masks_of_one) == len(masks_of_other) > 0
-                    assert not any(
-                        torch.equal(a, b) for a, b in zip(masks_of_one, masks_of_other, strict=True)
-                    ), name
-                    # independent masks with rate p agree in p^2 + (1 - p)^2 elements: 0.82 for 0.1 and 0.68 for 0.2
-                    together = torch.cat(
-                        [
-                            (a == b).flatten().float()
-                            for a, b in zip(masks_of_one, masks_of_other, strict=True)
-                        ]
-                    )
-                    assert together.mean().item() < 0.85
+        names: set[str] = set()
+        for masks in by_rank:
+            names |= masks.keys()
+        for name in names:
+            masks_of_ranks = [masks[name] for masks in by_rank if name in masks]
+            assert len(masks_of_ranks) >= 2
+            for first, second in itertools.combinations(masks_of_ranks, 2):
+                assert_independent(first, second, name)
+
+
+def assert_independent(first: list[Tensor], second: list[Tensor], name: str) -> None:
+    """Check that the masks of two ranks differ, and agree in no more elements than by chance."""
+    assert len(first) == len(second) > 0, name
+    agreements = []
+    for mask, other_mask in zip(first, second, strict=True):
+        assert not torch.equal(mask, other_mask), name
+        agreements.append((mask == other_mask).flatten().float())
+    # independent masks with rate p agree in p^2 + (1 - p)^2 elements: 0.82 for 0.1 and 0.68 for 0.2
+    assert torch.cat(agreements).mean().item() < 0.85, name
 
 
 def refusal_of(rank: int, model: str) -> str:
@@ -317,6 +320,7 @@ def test_dropout_after_a_rowwise_linear_is_allowed_next_to_replicated_modules(
     assert definition in text
     assert result in text
 
+    # Dropout after the rowwise linear, whose output is split by tokens, is allowed.
     text = text.replace(definition, f"{definition}\n        self.drop = nn.Dropout(0.1)")
     text = text.replace('{"tiny": {}}', '{"small": {}}')
     file.write_text(
@@ -325,6 +329,7 @@ def test_dropout_after_a_rowwise_linear_is_allowed_next_to_replicated_modules(
 
     assert run_ranks(2, num_dropouts, str(file)) == [4, 4]
 
+    # Dropout after a replicated module would drop other elements on each rank.
     file.write_text(text.replace("self.latent_norm(latent)", "self.drop(self.latent_norm(latent))"))
     for message in run_ranks(2, refusal_of, str(file)):
         assert message.startswith(

@@ -44,10 +44,8 @@ PP = {"pipeline_parallel_degree": 2}
 
 SAME: dict[str, dict[str, Any]] = {
     "fsdp": {},
-    "ddp": {
-        "parallelism": DDP,
-        "training": {"local_batch_size": 1},
-    },  # accumulates over four passes
+    # accumulates over four passes
+    "ddp": {"parallelism": DDP, "training": {"local_batch_size": 1}},
     "ep": {"parallelism": {"expert_parallel_degree": 2}},
     "float16": {"training": {"mixed_precision_param": "float16", "loss_scale_growth_interval": 3}},
     "muon": {"optimizer": {"name": "Muon", "lr": 1e-3}},
@@ -114,11 +112,10 @@ def run(rank: int, config: Config) -> tuple[Ended, list[str], dict[str, torch.Te
     step = trainer.step
 
     def recorded_step(run: trainer.Run) -> Any:
+        # Note the tensors that the resumed run has loaded, before its first step.
         if not states and run.state.step == SAVED:
-            loaded = {**resume.weights(run), **run.optimizer_state_dict()}
-            tensors.update(
-                {name: to_full(tensor.detach()).clone() for name, tensor in loaded.items()}
-            )
+            for name, tensor in {**resume.weights(run), **run.optimizer_state_dict()}.items():
+                tensors[name] = to_full(tensor.detach()).clone()
         outcome = step(run)
         states.append(generators())
         return outcome
@@ -139,15 +136,14 @@ def spoil_generators(rank: int) -> None:
 
 def begin(rank: int, root: Path, kinds: set[str]) -> dict[str, Any]:
     """Run all 20 steps of the runs that start on this number of ranks."""
-    size = dist.get_world_size()
-    return {
-        kind: run(rank, config(root / kind, kind, sections, ranks))
-        for kind, (ranks, sections) in START.items()
-        if ranks == size and kind in kinds
-    }
+    results = {}
+    for kind, (ranks, sections) in START.items():
+        if ranks == dist.get_world_size() and kind in kinds:
+            results[kind] = run(rank, config(root / kind, kind, sections, ranks))
+    return results
 
 
-def check_cancelled(rank: int, root: Path, names: set[str]) -> dict[str, Any]:
+def continue_half(rank: int, root: Path, names: set[str]) -> dict[str, Any]:
     """Run the second half, in new processes, of the runs that resume on this number of ranks."""
     size = dist.get_world_size()
     results = {}
@@ -164,11 +160,8 @@ def check_cancelled(rank: int, root: Path, names: set[str]) -> dict[str, Any]:
         dist.barrier()
         spoil_generators(rank)
         if name == "fsdp":  # batches of a data worker must be the same
-            sections = {
-                "training": {
-                    "dataloader": dataclasses.replace(Config().training.dataloader, num_workers=1)
-                }
-            }
+            dataloader = dataclasses.replace(Config().training.dataloader, num_workers=1)
+            sections = {"training": {"dataloader": dataloader}}
         results[name] = run(rank, config(folder, kind, sections, ranks))
     return results
 
@@ -193,11 +186,14 @@ def straight(root: Path, names: set[str]) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def resumed(root: Path, straight: Any, names: set[str]) -> dict[str, list[Any]]:
-    started = (run_ranks(num_ranks, check_cancelled, root, names) for num_ranks in (2, 1, 4))
-    return {name: views for ranks in started for name, views in joined(ranks).items()}
+    results = {}
+    for num_ranks in (2, 1, 4):
+        results |= joined(run_ranks(num_ranks, continue_half, root, names))
+    return results
 
 
 def joined(ranks: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return, for each run, the results of all ranks."""
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 

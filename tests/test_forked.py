@@ -93,7 +93,7 @@ def test_inspecting_the_stack_of_a_fork_reads_no_source(tmp_path: Path) -> None:
 
 
 def test_fork_of_a_process_that_has_compiled_can_compile(tmp_path: Path) -> None:
-    """A rank hung because it waited for a thread that exists only in the parent process."""
+    """The child has no copy of the parent's compiling thread, and must not wait for it."""
     from torch._inductor.async_compile import AsyncCompile
 
     AsyncCompile.pool().submit(abs, -1).result()  # the pool now has an idle thread

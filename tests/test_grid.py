@@ -256,9 +256,8 @@ def test_gradient_norm_of_bfloat16_weights_equals_one_process(
         tiny = config(family, degrees, rows)
         model = replace(tiny.model, overrides={**tiny.model.overrides, "num_layers": 2})
         training = replace(tiny.training, dtype="bfloat16", mixed_precision_param="bfloat16")
-        norms.append(
-            run_tiny(ranks, replace(tiny, model=model, training=training), 2)[0].grad_norms
-        )
+        (result, *_) = run_tiny(ranks, replace(tiny, model=model, training=training), 2)
+        norms.append(result.grad_norms)
 
     assert norms[1] == pytest.approx(norms[0], rel=5e-4)
 
@@ -286,11 +285,12 @@ def run_pairs(
 
 def differences(result: Result, expected: Result) -> list[str]:
     """Describe every difference between the results of a rank and those of one process. NaN always differs."""
-    lines = [
-        f"initial {name}"
-        for name, w in result.initial.items()
-        if not torch.equal(w, expected.initial[name])
-    ]
+    lines = []
+    for name, weight in result.initial.items():
+        if not torch.equal(weight, expected.initial[name]):
+            lines.append(f"initial {name}")
+
+    # Comparisons with NaN are false, so each condition states what is accepted.
     for step in range(STEPS):
         loss = result.losses[step]
         expected_loss = expected.losses[step]
@@ -300,9 +300,11 @@ def differences(result: Result, expected: Result) -> list[str]:
         expected_norm = expected.grad_norms[step]
         if not abs(norm - expected_norm) <= 1e-6 * expected_norm:
             lines.append(f"norm of step {step + 1}: {norm} instead of {expected_norm}")
+
     for name, gradient in result.gradients.items():
         gradient_norm = expected.gradients[name].norm()
         error = (gradient - expected.gradients[name]).norm()
+        # 1e-10 is for gradients that are zero except for rounding
         if not error <= 1e-5 * gradient_norm + 1e-10:
             lines.append(f"gradient of {name}: off by {error / gradient_norm:.1e} of its norm")
     for name, weight in result.final.items():
@@ -312,22 +314,20 @@ def differences(result: Result, expected: Result) -> list[str]:
     return lines
 
 
+def grid_cases() -> Any:
+    """Return the cases of both tiers. A case has a number of ranks, and pairs of a mesh and a family."""
+    first = []
+    for (num_ranks, name), group in FIRST.items():
+        first.append(pytest.param(num_ranks, list(group.items()), id=f"{num_ranks}-{name}"))
+    others = []
+    for (num_ranks, mesh), families in OTHERS.items():
+        pairs = [(mesh, family) for family in families]
+        others.append(pytest.param(num_ranks, pairs, id=f"{num_ranks}-{mesh}-others"))
+    return cases(first, nightly=others)
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("num_ranks", "pairs"),
-    cases(
-        [
-            pytest.param(num_ranks, list(group.items()), id=f"{num_ranks}-{name}")
-            for (num_ranks, name), group in FIRST.items()
-        ],
-        nightly=[
-            pytest.param(
-                num_ranks, [(mesh, family) for family in families], id=f"{num_ranks}-{mesh}-others"
-            )
-            for (num_ranks, mesh), families in OTHERS.items()
-        ],
-    ),
-)
+@pytest.mark.parametrize(("num_ranks", "pairs"), grid_cases())
 def test_each_family_equals_one_process(num_ranks: int, pairs: list[tuple[str, str]]) -> None:
     names_of_weights: dict[tuple[str, str], set[str]] = {pair: set() for pair in pairs}
     for rank, results in enumerate(run_ranks(num_ranks, run_pairs, num_ranks, pairs)):
@@ -338,13 +338,9 @@ def test_each_family_equals_one_process(num_ranks: int, pairs: list[tuple[str, s
             names_of_weights[mesh, family].update(result.final)
 
     # together, the pipeline stages hold all weights
-    for (
-        mesh,
-        family,
-    ), names in names_of_weights.items():
-        assert names == one_process(family, num_layers(ALL[num_ranks][mesh])).final.keys(), (
-            f"{family} on {mesh}"
-        )
+    for (mesh, family), names in names_of_weights.items():
+        expected = one_process(family, num_layers(ALL[num_ranks][mesh]))
+        assert names == expected.final.keys(), f"{family} on {mesh}"
 
 
 def test_every_family_is_on_a_mesh_and_every_mesh_has_a_family() -> None:

@@ -96,7 +96,7 @@ def test_slow_validation_is_not_a_hang(tmp_path):
 
 
 def test_steps_longer_than_the_limit_are_not_a_hang(tmp_path):
-    """The second step used to count as a hang in every run with several ranks, because only one step was known."""
+    """The limit grows with the duration of steps, also during the second step, when only one duration is known."""
     assert end(run(config(tmp_path, steps=3), "long steps", (0, 1))) == 0
     assert record(tmp_path)["last_step"] == 3
 
@@ -187,28 +187,26 @@ def test_random_hangs_are_attributed_correctly(tmp_path):
         count = 2 if number % 4 else 4
         rank = dice.randrange(count)
         place = dice.choice([place for place in PLACES if place != "worker"])
-        degree = (
-            {"data_parallel_shard_degree": count}
-            if number % 2
-            else {"data_parallel_replicate_degree": count}
-        )
-        run_config = config(folder, parallelism=degree)
+        axis = "data_parallel_shard_degree" if number % 2 else "data_parallel_replicate_degree"
+        run_config = config(folder, parallelism={axis: count})
         process = run(run_config, place, (rank,), count)
         wait_for((folder / "hangs").exists)
         started = time.monotonic()
         assert end(process) == 6
         seconds.append(time.monotonic() - started)
+
         report = record(folder)
-        if (report.get("rank"), report.get("phase")) != (rank, PLACES[place]) or not no_orphans(
-            folder
-        ):
+        is_named = (report.get("rank"), report.get("phase")) == (rank, PLACES[place])
+        if not is_named or not no_orphans(folder):
             wrong.append((number, count, rank, place, report))
+
+    # One report in a hundred may be wrong: a slow machine can delay another rank past the limit.
     seconds.sort()
-    middle = seconds[len(seconds) // 2]
-    longest = seconds[-1]
+    median = seconds[len(seconds) // 2]
     print(
         f"\n{HANGS} hangs with comm.hang_timeout_seconds={LIMIT}: {len(wrong)} wrong reports {wrong}"
     )
-    print(f"from the hang to the end of all ranks: median {middle:.1f} s, longest {longest:.1f} s")
-
+    print(
+        f"from the hang to the end of all ranks: median {median:.1f} s, longest {seconds[-1]:.1f} s"
+    )
     assert len(wrong) <= HANGS // 100, wrong

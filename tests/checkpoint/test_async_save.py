@@ -210,6 +210,7 @@ def test_two_failed_saves_in_a_row_are_tolerated_and_a_third_is_not(
             save(manager, step)
             manager.finish()
 
+    # The success of step 4 resets the count, so only the third failure after it is an error.
     for step, fails in enumerate([False, True, True, False, True, True], 1):
         attempt(step, fails)
     assert manager.steps() == [1, 4]
@@ -448,8 +449,9 @@ def test_stop_request_begins_no_save_when_the_one_in_flight_uses_up_the_grace_ti
 
 def test_markers_of_other_saves_are_ignored_and_broken_ones_are_errors(tmp_path: Path) -> None:
     file = files.TensorFile("rank-00001.bin", 4, "ab")
-    async_save.write_marker(tmp_path, 1, "old", file)
-    async_save.write_marker(tmp_path, 2, "new", file)
+    write_marker = async_save.write_marker
+    write_marker(tmp_path, 1, "old", file)
+    write_marker(tmp_path, 2, "new", file)
     looks = 0
 
     def check_cancelled() -> None:

@@ -140,6 +140,7 @@ def test_stale_or_broken_pointer_is_rewritten(
     manager = Checkpoints(config(tmp_path))
     folder = tmp_path / "checkpoint"
     save(manager, 1, 3.0)
+    # The pointer to step 2 cannot be written: it stays at step 1, and both checkpoints are kept.
     with monkeypatch.context() as patch:
 
         def refuse(path: Path, data: bytes) -> None:
@@ -151,10 +152,12 @@ def test_stale_or_broken_pointer_is_rewritten(
     assert manager.steps() == [1, 2]
     assert "cannot write" in caplog.text
 
+    # Step 3 is not better, but its save writes the pointer to step 2 that is missing.
     save(manager, 3, 2.5)
     assert read_pointer(folder)["step"] == 2
     assert manager.steps() == [2, 3]
 
+    # A broken pointer is read as no pointer, and the next save writes it again.
     for text in (
         "",
         "{}",
@@ -221,7 +224,7 @@ def test_state_of_another_metric_is_ignored(tmp_path: Path, caplog: Any) -> None
     assert "this run compares validation.loss (max)" in caplog.text
 
 
-def test_some_steps_are_never_deleted(tmp_path: Path, group: None) -> None:
+def test_last_two_and_every_fourth_step_are_kept(tmp_path: Path, group: None) -> None:
     manager = Checkpoints(config(tmp_path, keep_best="", keep_every_n_steps=4))
     for step in range(1, 12):
         save(manager, step)
@@ -314,6 +317,8 @@ def test_run_without_improvement_saves_and_ends_on_all_ranks_also_after_a_resume
 
 
 def seeds(rank: int, root: Path) -> dict[str, Ended]:
+    """Return how runs end that write a seed checkpoint, start from it, or request one after they have trained."""
+
     def start(name: str, **checkpoint: Any) -> Ended:
         return train_whole(
             rank,

@@ -102,6 +102,7 @@ def test_ls_prints_one_line_for_a_folder_with_missing_or_oversized_fields(
     assert "and 980 more" in line
     assert "None" not in line
 
+    # Values of a million characters are shortened.
     for key in ({"architectures": ["A" * 10**6]}, {"model_type": "A" * 10**6}):
         config.write_text(json.dumps(key))
         assert run("ls", tmp_path) == 0
@@ -114,11 +115,13 @@ def test_ls_prints_one_line_for_a_folder_with_missing_or_oversized_fields(
 def test_verify_reads_every_byte_and_names_each_bad_file(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # A file that the manifest does not list is a remark, not damage.
     (folder / "step-6/notes.txt").touch()
     assert run("verify", folder / "step-2") == 0
     assert run("verify", folder) == 0
     assert "notes.txt is not part of the checkpoint" in capsys.readouterr().out
 
+    # One flipped bit leaves the size of a file unchanged, so only its hash can show it.
     for step in (2, 4):
         file = folder / f"step-{step}/rank-00000.bin"
         content = bytearray(file.read_bytes())
@@ -179,6 +182,7 @@ def test_weights_neither_replaces_a_file_nor_leaves_a_partial_one(
     elsewhere.write_text("precious")
     (place / "free.st.tmp").write_text("precious")
     output = place / "taken.st"
+    # The output, if it exists, is a file, a link to a file, or a link that leads nowhere.
     if plant == "file":
         output.write_text("precious")
     else:
@@ -205,11 +209,14 @@ def test_weights_are_written_once_and_completely(
     assert sorted(opened) == ["a", "b"]
     assert opened["b"] == 4
     assert torch.equal(opened["a"], torch.arange(24.0) + 4)
+    # The same output again is refused, and the file keeps the weights of step 4.
     assert run("weights", folder / "step-2", output) == 2
     assert "exists" in capsys.readouterr().err
     assert load_file(output)["b"] == 4
+
     assert run("weights", folder / "step-2", tmp_path / "no/such/folder") == 8
 
+    # A truncated checkpoint leaves no partial output.
     (folder / "step-2/rank-00000.bin").write_bytes(b"")
     assert run("weights", folder / "step-2", tmp_path / "other.safetensors") == 5
     assert not (tmp_path / "other.safetensors").exists()

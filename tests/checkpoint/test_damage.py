@@ -50,11 +50,15 @@ def test_flipped_bits_are_rejected(folder: Path) -> None:
     for number in range(FLIPS):
         path = files[number % len(files)]
         changed = bytearray(contents[path])
-        changed[dice.randrange(len(changed))] ^= 1 << dice.randrange(8)
+        place = dice.randrange(len(changed))
+        bit = dice.randrange(8)
+        changed[place] ^= 1 << bit
+
         path.write_bytes(changed)
         assert_rejected(folder, 4, path.name)
         path.write_bytes(contents[path])
 
+    # The files are as before, so the rejections were due to the flipped bits.
     assert_is_of_its_step(folder / "checkpoint/step-4")
 
 

@@ -228,6 +228,7 @@ def test_retention_deletes_only_checkpoints_of_its_run(tmp_path: Path) -> None:
         shutil.copytree(
             tmp_path / f"other/checkpoint/step-{step}", tmp_path / f"run/checkpoint/step-{step}"
         )
+    # Steps 5, 6 and 7 remove all of this run's checkpoints but the last two.
     continue_run(tmp_path / "run", 5, 6, 7, keep_latest_k=2, load_step=3)
 
     assert folder(tmp_path / "run") == ["step-1", "step-4", "step-6", "step-7"]
@@ -324,6 +325,7 @@ def test_stray_entry_is_logged_at_start_and_moved_aside_by_a_save_of_its_step(
     assert manager.to_continue() == tmp_path / "checkpoint/step-9"
     assert f"step-12 {description}: skipped, continuing from step-9" in caplog.text
 
+    # A save of the same step needs the name, so the stray entry gives way.
     manager.save(12, weights(12), rest(12), FACTS, False)
     manager.close()
     assert checkpoints(tmp_path).to_continue() == path
@@ -370,6 +372,7 @@ def test_leftovers_of_an_interrupted_save_are_ignored_and_deleted_after_an_hour(
     ]
     assert folder(tmp_path) == ["step-3", "step-3.tmp-0123"], "another run may still be writing it"
 
+    # A restart within the hour does not delete it either.
     checkpoints(tmp_path).to_continue()
     assert folder(tmp_path) == ["step-3", "step-3.tmp-0123"]
 

@@ -73,6 +73,7 @@ def test_unsupported_version_is_rejected_with_its_writer_and_the_newest_supporte
 ) -> None:
     folder = tmp_path / "checkpoint/step-3"
     shutil.copytree(GOLDEN / "version-1", folder)
+    # The hash at the start of a manifest covers the rest, so a changed version needs a new hash.
     body = json.loads((folder / "manifest.json").read_bytes())
     del body["sha256"]
     signed_text = (
@@ -87,6 +88,7 @@ def test_unsupported_version_is_rejected_with_its_writer_and_the_newest_supporte
     assert caught.value.exit_code == 5
     assert "\n" not in str(caught.value)
 
+    # Only a version that is a number is compared with the newest supported one.
     if isinstance(version, int) and not isinstance(version, bool):
         message = (
             f"has format version {version}, written by shardtrain 9.8; "

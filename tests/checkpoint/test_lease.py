@@ -77,23 +77,23 @@ def test_lease_of_a_killed_process_is_taken_over_and_logged(
 ) -> None:
     os.kill(holder.pid, signal.SIGKILL)
     holder.join(patience.seconds(10))
-    taken = Lease(tmp_path)
-    taken.acquire()
+    new_lease = Lease(tmp_path)
+    new_lease.acquire()
 
     assert "took over" in caplog.text
     assert f"process {holder.pid}" in caplog.text
     assert "no longer exists" in caplog.text
 
-    taken.check()
-    taken.release()
+    new_lease.check()
+    new_lease.release()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_reused_process_id_does_not_count_as_the_holder(tmp_path: Path) -> None:
     write(tmp_path, host=socket.gethostname(), pid=os.getppid(), process_start=1)
-    taken = Lease(tmp_path)
-    taken.acquire()
-    taken.check()  # raises if the lease belongs to another holder
+    new_lease = Lease(tmp_path)
+    new_lease.acquire()
+    new_lease.check()  # raises if the lease belongs to another holder
 
 
 def test_lease_of_another_host_is_respected_while_it_is_renewed(
@@ -138,7 +138,7 @@ def test_lease_of_another_host_is_taken_over_after_observed_silence(
     path = tmp_path / "lease.json"
 
     # age by the clock of the filesystem, which agrees with ours
-    def age_seconds(path: Path, own: Path) -> float:
+    def age_seconds(path: Path, own_path: Path) -> float:
         return seconds_old + watch.now - 1000
 
     watch = Watch(monkeypatch)
@@ -175,9 +175,9 @@ def test_invalid_lease_is_respected_until_it_is_stale(
     path = tmp_path / "lease.json"
     path.write_bytes(text.encode("latin-1"))
     os.utime(path, (path.stat().st_mtime - 61,) * 2)
-    taken = Lease(tmp_path)
-    taken.acquire()
-    taken.check()  # raises if the lease belongs to another holder
+    new_lease = Lease(tmp_path)
+    new_lease.acquire()
+    new_lease.check()  # raises if the lease belongs to another holder
 
 
 def test_holder_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +232,7 @@ def test_deleted_lease_is_written_again_by_its_holder(
     (folder / "lease.json").unlink()
     if removed == "folder":
         folder.rmdir()
+    # A beat of the holder finds its lease missing.
     own_lease.check()
 
     assert lease.read(folder / "lease.json")["nonce"] == own_lease.nonce
@@ -264,23 +265,28 @@ def test_unreadable_lease_is_retried_and_renewal_continues(
     path = tmp_path / "lease.json"
     own_lease.acquire()
     read = lease._read
-    failures_left = [0]
+    failures_left = 0
 
     def fail_to_read(path: Path) -> dict[str, Any]:
-        if failures_left[0]:
-            failures_left[0] -= 1
+        nonlocal failures_left
+        if failures_left:
+            failures_left -= 1
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
         return read(path)
 
     monkeypatch.setattr(lease, "_read", fail_to_read)
-    failures_left[0] = 5
-    own_lease.check()
-    failures_left[0] = 10**9
 
+    # A few failures are retried.
+    failures_left = 5
+    own_lease.check()
+
+    # Failures that last longer than the patience are raised.
+    failures_left = 10**9
     with pytest.raises(OSError, match="Stale file handle"):
         own_lease.check()
 
-    failures_left[0] = 0
+    # The thread that renews the lease has survived them.
+    failures_left = 0
     os.utime(path, (0, 0))
     patience.wait_for(lambda: path.stat().st_mtime > 0, 10, "the next beat")
     own_lease.check()
@@ -294,24 +300,23 @@ def test_writer_that_lost_its_lease_stops_before_the_commit(
     manager = checkpoints(tmp_path)
     save(manager, 2)
     rename = os.rename
-
-    def taken_over() -> None:
-        write(tmp_path / "checkpoint", nonce="bb")
-
     prepare = manager._prepare
-    monkeypatch.setattr(manager, "_prepare", lambda *a: (prepare(*a), taken_over())[0])
+
+    def prepare_and_lose_the_lease(*arguments: Any) -> Any:
+        draft = prepare(*arguments)
+        write(tmp_path / "checkpoint", nonce="bb")
+        return draft
+
+    monkeypatch.setattr(manager, "_prepare", prepare_and_lose_the_lease)
     with pytest.raises(ConfigError, match="was taken over by process 1 on another.host"):
         save(manager, 4)
     assert os.rename is rename
-    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == [
-        "lease.json",
-        "step-2",
-    ]
+    names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+    assert names == ["lease.json", "step-2"]
 
+    # The lease of the other process is not deleted.
     manager.close()
-    assert (tmp_path / "checkpoint/lease.json").exists(), (
-        "a lease of another process must not be deleted"
-    )
+    assert (tmp_path / "checkpoint/lease.json").exists()
 
 
 @pytest.mark.usefixtures("group")
@@ -326,28 +331,26 @@ def test_load_only_run_needs_no_lease(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_sweep_keeps_recent_entries_and_those_of_the_holder(tmp_path: Path) -> None:
-    for name in (
+    names = [
         "step-1.tmp-aa",
         "step-2.tmp-bb",
         "step-3.trash-cc",
         "step-4",
         "step-5.tmp-dd",
         "other",
-    ):
+    ]
+    for name in names:
         (tmp_path / name).mkdir()
     now = (tmp_path / "step-1.tmp-aa").stat().st_mtime
     young = tmp_path / "step-5.tmp-dd/rank-00000.bin"
     young.touch()
     os.utime(young, (now + 3000, now + 3000))
-    gone = retention.sweep(tmp_path, "aa", now + 3700)
+    deleted = retention.sweep(tmp_path, "aa", now + 3700)
 
-    assert sorted(path.name for path in gone) == ["step-2.tmp-bb", "step-3.trash-cc"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "other",
-        "step-1.tmp-aa",
-        "step-4",
-        "step-5.tmp-dd",
-    ]
+    deleted_names = sorted(path.name for path in deleted)
+    remaining_names = sorted(path.name for path in tmp_path.iterdir())
+    assert deleted_names == ["step-2.tmp-bb", "step-3.trash-cc"]
+    assert remaining_names == ["other", "step-1.tmp-aa", "step-4", "step-5.tmp-dd"]
 
 
 def pipe(path: Path) -> None:

@@ -104,6 +104,7 @@ def test_saved_checkpoints_are_listed_and_loaded() -> None:
     assert_step_is_intact(10)
     assert_step_is_intact(100)
 
+    # After the end, neither the lease nor a draft is left in the store.
     manager.close()
     assert [name.partition("/")[2].partition("-")[0] for name in names()] == [
         "manifest.json",
@@ -140,6 +141,7 @@ def test_deletion_takes_one_request_and_expands_no_wildcards(folder, requests, m
     other_addresses = [f"memory://bucket/run1/step-3/rank-{rank}.bin" for rank in range(3)]
     own_addresses = [f"memory://bucket/{folder}/step-3/rank-{rank}.bin" for rank in range(3)]
     store = MemoryFileSystem()
+    # An expansion of `run[1]` or `run*` would match the folder `run1` of the other run.
     for address in (*other_addresses, *own_addresses):
         store.pipe_file(address, b"bytes")
     deleted_keys: list[Any] = []
@@ -249,6 +251,7 @@ def test_store_without_conditional_writes_is_logged(caplog: pytest.LogCaptureFix
 
     with caplog.at_level("INFO"):
         stored().to_continue()
+        # The first start writes a lease without replacing one.
         assert "cannot refuse" not in caplog.text
         memory.rm(f"{FOLDER}/{lease.LEASE}")
         stored_through(Plain()).to_continue()
@@ -278,12 +281,12 @@ def test_lease_of_another_host_is_taken_over_when_it_is_not_renewed(
     read_bytes = ObjectPath.read_bytes
 
     def beating(path: ObjectPath) -> bytes:
+        """Each read of the lease finds a new heartbeat, as if its holder were alive."""
         content = read_bytes(path)
-        return (
-            json.dumps({**json.loads(content), "beats": next(beats)}).encode()
-            if path.name == lease.LEASE
-            else content
-        )
+        if path.name != lease.LEASE:
+            return content
+        fields = {**json.loads(content), "beats": next(beats)}
+        return json.dumps(fields).encode()
 
     monkeypatch.setattr(ObjectPath, "read_bytes", beating)
     with pytest.raises(ConfigError, match="is being written by .* on elsewhere"):
@@ -477,22 +480,24 @@ def test_command_accepts_addresses(tmp_path: Path, capsys: pytest.CaptureFixture
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["step-1", "step-2"]
 
+    step_1, step_2 = f"{FOLDER}/step-1", f"{FOLDER}/step-2"
     assert checkpoint_command.main(["verify", FOLDER]) == 0
-    assert checkpoint_command.main(["diff", f"{FOLDER}/step-1", f"{FOLDER}/step-1"]) == 0
-    assert checkpoint_command.main(["diff", f"{FOLDER}/step-1", f"{FOLDER}/step-2"]) == 1
+    assert checkpoint_command.main(["diff", step_1, step_1]) == 0
+    assert checkpoint_command.main(["diff", step_1, step_2]) == 1
 
     output = tmp_path / "w.safetensors"
-    assert checkpoint_command.main(["weights", f"{FOLDER}/step-2", str(output)]) == 0
+    assert checkpoint_command.main(["weights", step_2, str(output)]) == 0
     assert torch.equal(load_file(output)["a"], weights(2)["model.a"])
     with pytest.raises(ConfigError, match="is not a local file"):
-        checkpoint_command.main(["weights", f"{FOLDER}/step-2", f"{FOLDER}/w.safetensors"])
+        checkpoint_command.main(["weights", step_2, f"{FOLDER}/w.safetensors"])
     with pytest.raises(CheckpointError, match="has no checkpoint"):
         checkpoint_command.main(["ls", "memory://nothing/here"])
 
+    # A truncated file of step 2 makes its verification fail.
     (name,) = [name for name in names() if name.startswith("step-2/rank")]
     (place(FOLDER) / name).put(b"cut", new=False)
     with pytest.raises(CheckpointError, match="has 3 bytes instead of"):
-        checkpoint_command.main(["verify", f"{FOLDER}/step-2"])
+        checkpoint_command.main(["verify", step_2])
 
 
 def test_missing_dependency_of_a_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,13 +564,11 @@ def test_requests_for_the_markers_of_a_background_save_do_not_grow_with_ranks(ra
     async_save.write_marker(folder, 1, "earlier", written[0])
     store.requests = 0
 
-    assert (
-        async_save.wait_for_markers(folder, range(1, ranks), "0123abcd", lambda: None)
-        == written[1:]
-    )
+    markers = async_save.wait_for_markers(folder, range(1, ranks), "0123abcd", lambda: None)
+    assert markers == written[1:]
     assert store.requests <= 3
 
-    left = [path.name for path in folder.list_below()]
-    assert len(left) == 1
-    assert "_earlier_" in left[0]
-    assert left[0].endswith("-0af3-1.done")
+    # The markers of this save are deleted, and that of an earlier one is not.
+    (remaining,) = [path.name for path in folder.list_below()]
+    assert "_earlier_" in remaining
+    assert remaining.endswith("-0af3-1.done")

@@ -26,12 +26,9 @@ def run(
 ) -> Ended:
     training = {"steps": 3, "local_batch_size": 4, **sections.pop("training", {})}
     options = {"enable": True, "interval": 2, **(checkpoint or {})}
-    return train_whole(
-        rank,
-        tiny_config(
-            job={"dump_folder": str(folder)}, training=training, checkpoint=options, **sections
-        ),
-    )
+    job = {"dump_folder": str(folder)}
+    config = tiny_config(job=job, training=training, checkpoint=options, **sections)
+    return train_whole(rank, config)
 
 
 def copy_of_good_run(rank: int, root: Path, name: str, damage: Any) -> Path:
@@ -53,78 +50,84 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
     if rank == 0:
         longer.write_text(Path(text_file()).read_text() + " mesh")
     dist.barrier()
-    model = {"last_save_model_only": True}
     four_steps = {"training": {"steps": 4}}
 
     def keep(path: Path) -> None:
         pass
 
+    # The run of three steps, with checkpoints of steps 2 and 3.
     runs_by_name = {"good": run(rank, root / "good")}
-    for name, damage in {
+
+    # Copies of it whose newest checkpoint is damaged.
+    damages = {
         "shard cut": lambda path: cut(path / "rank-00001.bin"),
         "shard missing": lambda path: (path / "rank-00001.bin").unlink(),
         "manifest missing": lambda path: (path / "manifest.json").unlink(),
-    }.items():
+    }
+    for name, damage in damages.items():
         damaged_run = copy_of_good_run(rank, root, name, damage)
         runs_by_name[name] = run(rank, damaged_run, {"load_step": 3}, **four_steps)
         runs_by_name[f"{name}, any step"] = run(rank, damaged_run)
+
+    # Runs that do not fit the checkpoint. They share one copy, because none of them may write to it.
     same = copy_of_good_run(rank, root, "same", keep)
-    runs_by_name["other data"] = run(rank, same, training={"steps": 4, "dataset_path": str(longer)})
+    other_data = {"steps": 4, "dataset_path": str(longer)}
+    runs_by_name["other data"] = run(rank, same, training=other_data)
     runs_by_name["other seed"] = run(rank, same, debug={"seed": 1}, **four_steps)
-    runs_by_name["other width"] = run(
-        rank, same, model={"overrides": {"ffn_dim": 64}}, **four_steps
-    )
-    runs_by_name["fewer layers"] = run(
-        rank, same, model={"overrides": {"num_layers": 1}}, **four_steps
-    )
-    runs_by_name["more layers"] = run(
-        rank, same, model={"overrides": {"num_layers": 3}}, **four_steps
-    )
+    sizes = {
+        "other width": {"ffn_dim": 64},
+        "fewer layers": {"num_layers": 1},
+        "more layers": {"num_layers": 3},
+    }
+    for name, overrides in sizes.items():
+        runs_by_name[name] = run(rank, same, model={"overrides": overrides}, **four_steps)
     runs_by_name["no such step"] = run(rank, same, {"load_step": 1}, **four_steps)
     runs_by_name["an older step"] = run(rank, same, {"load_step": 2})
     runs_by_name["finished"] = run(rank, same)
-    runs_by_name["export"] = run(rank, root / "export", {**model, "export_dtype": "bfloat16"})
-    runs_by_name["export continued"] = run(rank, root / "export", model, **four_steps)
+
+    # A last checkpoint with only the weights
+    model_only = {"last_save_model_only": True}
+    bfloat16 = {**model_only, "export_dtype": "bfloat16"}
+    runs_by_name["export"] = run(rank, root / "export", bfloat16)
+    runs_by_name["export continued"] = run(rank, root / "export", model_only, **four_steps)
+
+    # Options that change the course of the run
+    lr = {"optimizer": {"lr": 0.02}}
     runs_by_name["other course"] = run(
         rank,
         same,
-        optimizer={"lr": 0.02},
+        **lr,
         lr_scheduler={"min_lr_factor": 0.1},
         training={"steps": 4, "max_norm": 0.5},
     )
+    accept_max_norm = {"accept_changes": ["training.max_norm"]}
     runs_by_name["part accepted"] = run(
-        rank,
-        same,
-        {"accept_changes": ["training.max_norm"]},
-        optimizer={"lr": 0.02},
-        training={"max_norm": 0.5},
+        rank, same, accept_max_norm, **lr, training={"max_norm": 0.5}
     )
     freed = copy_of_good_run(rank, root, "freed", keep)
+    new_optimizer = {"beta1": 0.5, "lr": 0.02}
     runs_by_name["freed"] = run(
         rank,
         freed,
         {"exclude_from_loading": ["optimizer"]},
-        optimizer={"beta1": 0.5, "lr": 0.02},
+        optimizer=new_optimizer,
         **four_steps,
     )
-    lr = {"optimizer": {"lr": 0.02}}
     changed = copy_of_good_run(rank, root, "changed", keep)
-    runs_by_name["accepted"] = run(
-        rank, changed, {"accept_changes": ["optimizer.lr"]}, **lr, **four_steps
-    )
+    accept_lr = {"accept_changes": ["optimizer.lr"]}
+    runs_by_name["accepted"] = run(rank, changed, accept_lr, **lr, **four_steps)
     runs_by_name["accepted, continued"] = run(rank, changed, **lr, training={"steps": 5})
+
+    # A run that begins to scale its loss, and then continues without the state of the scaler
+    accept_all = {"accept_changes": ["all"]}
+    float16 = {"mixed_precision_param": "float16"}
     runs_by_name["precision accepted"] = run(
-        rank,
-        same,
-        {"accept_changes": ["all"]},
-        training={"steps": 4, "mixed_precision_param": "float16"},
+        rank, same, accept_all, training={"steps": 4, **float16}
     )
     if rank == 0:
         remove_scaler(same / "checkpoint/step-4")
     dist.barrier()
-    runs_by_name["scaler missing"] = run(
-        rank, same, training={"steps": 5, "mixed_precision_param": "float16"}
-    )
+    runs_by_name["scaler missing"] = run(rank, same, training={"steps": 5, **float16})
     return runs_by_name
 
 
@@ -167,14 +170,12 @@ REFUSED = {
 def test_every_rank_rejects_in_one_line_before_the_first_step(
     runs: list[dict[str, Ended]], name: str
 ) -> None:
+    is_config_error = name in ("other data", "other seed", "part accepted")
+    kind = ConfigError if is_config_error else CheckpointError
     for rank in runs:
         error = rank[name].error
-        kind = (
-            ConfigError
-            if name in ("other data", "other seed", "part accepted")
-            else CheckpointError
-        )
-        assert isinstance(error, kind) and error.exit_code == kind.exit_code, error
+        assert isinstance(error, kind), error
+        assert error.exit_code == kind.exit_code
         assert REFUSED[name] in str(error)
         assert "\n" not in str(error)
         assert rank[name].losses == []
@@ -213,13 +214,12 @@ def test_all_changed_options_are_reported_together(runs: list[dict[str, Ended]])
 def test_accepted_change_takes_effect_and_is_recorded_in_later_checkpoints(
     root: Path, runs: list[dict[str, Ended]]
 ) -> None:
+    expected_lr = learning_rate(Optimizer(lr=0.02), LRScheduler(warmup_steps=2), 4, 3)
     for rank in runs:
-        assert rank["accepted"].error is None and rank["accepted, continued"].error is None, (
-            "a change needs to be accepted only once"
-        )
-        assert rank["accepted"].lrs == [
-            learning_rate(Optimizer(lr=0.02), LRScheduler(warmup_steps=2), 4, 3)
-        ]
+        # a change needs to be accepted only once
+        assert rank["accepted"].error is None
+        assert rank["accepted, continued"].error is None
+        assert rank["accepted"].lrs == [expected_lr]
         assert rank["precision accepted"].error is None
         assert rank["precision accepted"].scaler["scale"] > 1
         assert rank["freed"].error is None

@@ -37,6 +37,10 @@ def config(folder: Path, parallelism: dict[str, Any] | None = None, **checkpoint
 
 
 def runs(rank: int, root: Path) -> dict[str, Ended]:
+    """Train on two nodes with separate disks, of which only the first one stores checkpoints.
+
+    Return how each run ends: undisturbed, refused, killed and resumed, on another mesh, damaged, on a full disk.
+    """
     os.environ["LOCAL_RANK"] = "0"  # each rank is on its own node
     files.SEEN_SECONDS = 0.3
     files.PIECE_BYTES = 5000  # a tensor takes several pieces
@@ -47,7 +51,7 @@ def runs(rank: int, root: Path) -> dict[str, Ended]:
         "refused": train_whole(rank, config(node_folder / "refused")),
         "killed": train_whole(rank, config(node_folder / "run", **first), stop_after=3),
     }
-    # node 1 gets a new disk
+    # Node 1 gets a new disk, and needs nothing from the old one.
     if rank:
         shutil.rmtree(node_folder)
     dist.barrier()
@@ -56,6 +60,7 @@ def runs(rank: int, root: Path) -> dict[str, Ended]:
     runs_by_name["other mesh"] = train_whole(
         rank, config(node_folder / "run", two_stages, **first, load_step=2)
     )
+    # The newest checkpoint is truncated.
     if rank == 0:
         path = node_folder / "run/checkpoint/step-4/rank-00001.bin"
         path.write_bytes(path.read_bytes()[:-1])

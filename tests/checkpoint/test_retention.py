@@ -299,7 +299,7 @@ def test_deletion_renames_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_save_does_not_wait_until_old_files_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """16,384 files at 1 ms would be 16 seconds of every save, for all ranks."""
+    """A checkpoint may have 16,384 files. Their removal at 1 ms each would delay a save by 16 seconds on all ranks."""
     may_remove = threading.Event()
     removed: list[str] = []
 
@@ -314,6 +314,7 @@ def test_a_save_does_not_wait_until_old_files_are_removed(
     for step in (1, 2, 3, 4):
         save(manager, step)
 
+    # All four saves have ended, although the removal of the first file still waits.
     assert manager.steps() == [3, 4]
     assert not removed
 
@@ -379,6 +380,7 @@ def test_leftovers_of_a_dead_writer_are_deleted_immediately_and_others_after_an_
 
     assert sorted(path.name for path in tmp_path.iterdir()) == remaining
 
+    # An hour later, the leftovers of unknown writers are deleted too. Those of this writer stay.
     retention.sweep(tmp_path, "0123ab", time.time() + 3700, ())
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "best.json",
@@ -399,7 +401,8 @@ def test_manifest_is_read_once_however_many_saves_follow(
     manager.close()
 
     assert manager.steps() == [6, 7, 8]
-    assert len(parsed) == len(set(parsed)) <= 8
+    assert len(parsed) == len(set(parsed))
+    assert len(parsed) <= 8
 
     (tmp_path / "checkpoint/step-8/rank-00000.bin").write_bytes(b"")
     assert not is_complete(tmp_path / "checkpoint/step-8"), (

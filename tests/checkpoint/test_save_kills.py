@@ -118,7 +118,8 @@ def test_random_kills_lose_nothing(
         reported = int(receiver.recv_bytes())  # the step it resumed from
         assert reported == newest
 
-        # wait for a number of saves and then part of another: kills hit all phases at any machine speed
+        # Wait for some completed saves and then for part of another, measured in durations of saves. So kills hit all
+        # phases of a save, however fast the machine is.
         begin = time.monotonic()
         saves_to_wait_for = dice.randrange(4)
         # every rank reports

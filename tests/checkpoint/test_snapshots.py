@@ -365,6 +365,7 @@ def test_launcher_creates_and_removes_a_private_folder(
 
     assert not folder.exists()
 
+    # Without snapshots there is no folder, and without restarts nobody would read one.
     with snapshot_folder.created(config(tmp_path, snapshot_interval=0), 0) as variables:
         assert variables == {}
     with (

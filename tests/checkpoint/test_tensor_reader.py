@@ -161,6 +161,7 @@ def test_overlaps_are_computed_once_for_all_layers(
         opened.append(path)
         return open_stored(path)
 
+    # Count the computations and the opened files for 1 layer and for 40.
     monkeypatch.setattr(Grid, "overlaps", counted_overlaps)
     monkeypatch.setattr(files, "open_stored", counted_open)
     for count in (1, 40):

@@ -31,15 +31,13 @@ def test_file_of_dcp_to_torch_imports_like_its_folder(
     good: Path, tmp_path: Path, capsys: Any
 ) -> None:
     for source in (good, good.with_name("checkpoint.pt")):
-        assert (
-            cli.main(["checkpoint", "from-dcp", str(source), str(tmp_path / source.stem), *words()])
-            == 0
-        )
+        arguments = ["checkpoint", "from-dcp", str(source), str(tmp_path / source.stem), *words()]
+        assert cli.main(arguments) == 0
         assert "weights and the optimizer's state" in capsys.readouterr().out
-    assert (
-        cli.main(["checkpoint", "diff", str(tmp_path / "step-3"), str(tmp_path / "checkpoint")])
-        == 0
-    )
+
+    from_folder = str(tmp_path / "step-3")
+    from_file = str(tmp_path / "checkpoint")
+    assert cli.main(["checkpoint", "diff", from_folder, from_file]) == 0
 
 
 @pytest.mark.parametrize("form", ["model", "flat", "parameters", "old optimizer"])
@@ -47,46 +45,32 @@ def test_weights_in_any_layout_of_torch_save_are_imported(
     form: str, good: Path, tmp_path: Path, capsys: Any
 ) -> None:
     folder = DcpFolder(good)
-    model = {
-        name: folder.tensor(name)
-        for name in folder.tensors
-        if not name.startswith(("optim", "train"))
-    }
+    model = {}
+    for name in folder.tensors:
+        if not name.startswith(("optim", "train")):
+            model[name] = folder.tensor(name)
     saved: Any = {"model": model}
     if form == "flat":
         saved = model
     elif form == "parameters":
         saved = {"model": {name: torch.nn.Parameter(tensor) for name, tensor in model.items()}}
     elif form == "old optimizer":
-        saved = {
-            "model": model,
-            "optimizer": {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"lr": 1.0}]},
-        }
-    torch.save(saved, tmp_path / "old.pt")
-    out = tmp_path / "ours"
+        state = {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"lr": 1.0}]}
+        saved = {"model": model, "optimizer": state}
+    old_file = tmp_path / "old.pt"
+    torch.save(saved, old_file)
+    from_file = str(tmp_path / "ours")
+    from_folder = str(tmp_path / "same")
 
-    assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "old.pt"), str(out), *words()]) == 0
-    assert (
-        cli.main(
-            [
-                "checkpoint",
-                "from-dcp",
-                str(good),
-                str(tmp_path / "same"),
-                "--optimizer=false",
-                *words(),
-            ]
-        )
-        == 0
-    )
+    # Import the file, and the weights of the folder.
+    import_command = ["checkpoint", "from-dcp"]
+    assert cli.main([*import_command, str(old_file), from_file, *words()]) == 0
+    options = ["--optimizer=false", *words()]
+    assert cli.main([*import_command, str(good), from_folder, *options]) == 0
 
+    # The steps may differ, but no tensor does.
     capsys.readouterr()
-    # the step differs
-    assert cli.main(["checkpoint", "diff", str(out), str(tmp_path / "same")]) in (
-        0,
-        1,
-    )
-
+    assert cli.main(["checkpoint", "diff", from_file, from_folder]) in (0, 1)
     output = capsys.readouterr().out
     assert ": equal" in output
     assert "0 of 21 tensors differ" in output

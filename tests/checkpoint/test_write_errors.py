@@ -35,17 +35,15 @@ class Faults:
 
     def _watched(self, name: str, original: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
-            if (
-                name == "open"
-                and not arguments[1] & os.O_CREAT
-                and not arguments[1] & os.O_DIRECTORY
-            ):
+            # Opening a file for reading cannot fail a save.
+            if name == "open" and not arguments[1] & (os.O_CREAT | os.O_DIRECTORY):
                 return original(*arguments, **options)
             self.counts[name] = self.counts.get(name, 0) + 1
             if self.target and self.target[:2] == (name, self.counts[name]):
                 if name == "close":
                     original(*arguments)
-                raise OSError(self.target[2], os.strerror(self.target[2]))
+                code = self.target[2]
+                raise OSError(code, os.strerror(code))
             return original(*arguments, **options)
 
         return call
@@ -76,45 +74,46 @@ def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(
     for step in (1, 2):
         save_to_the_end(manager, step)
     folder = tmp_path / "checkpoint"
+    # Count the calls of a save that also deletes step 1, so it makes every kind of call.
     with pytest.MonkeyPatch.context() as patch:
         faults = Faults(patch)
-        save_to_the_end(manager, 3)  # this save also deletes step 1, so it makes every kind of call
+        save_to_the_end(manager, 3)
         calls = dict(faults.counts)
+    assert calls["write"] >= 2, calls
+    assert calls["fsync"] >= 4, calls
+    assert calls["rename"] >= 1, calls
+    assert calls["mkdir"] == 1, calls
 
-    assert (
-        calls["write"] >= 2 and calls["fsync"] >= 4 and calls["rename"] >= 1 and calls["mkdir"] == 1
-    ), calls
-
-    step = 3
-    failed_saves = 0
+    # Fail each call with each error.
+    faults_to_test = []
     for name, count in calls.items():
         for number in range(1, count + 1):
-            for code in ERRORS:
-                step += 1
-                before = manager.steps()
-                with pytest.MonkeyPatch.context() as patch:
-                    Faults(patch).arm((name, number, code))
-                    try:
-                        save_to_the_end(manager, step)
-                        message = ""
-                    except StorageError as error:
-                        message = str(error)
-                newest = manager.steps()[-1]
-                assert newest == step or (message and newest == before[-1]), (name, number, message)
-                assert_is_of_its_step(folder / f"step-{newest}")
-                assert not list(folder.glob("*.tmp-*")), (name, number)
-                if message:
-                    failed_saves += 1
-                    assert (
-                        f"errno {code}" in message
-                        and str(tmp_path) in message
-                        and "\n" not in message
-                    ), message
-    # otherwise, calls that delete a checkpoint follow the commit, and their errors stop nothing
+            faults_to_test += [(name, number, code) for code in ERRORS]
+    failed_saves = 0
+    for step, fault in enumerate(faults_to_test, 4):
+        newest_before = manager.steps()[-1]
+        message = ""
+        with pytest.MonkeyPatch.context() as patch:
+            Faults(patch).arm(fault)
+            try:
+                save_to_the_end(manager, step)
+            except StorageError as error:
+                message = str(error)
+
+        newest = manager.steps()[-1]
+        assert newest == step or (message and newest == newest_before), (fault, message)
+        assert_is_of_its_step(folder / f"step-{newest}")
+        assert not list(folder.glob("*.tmp-*")), fault
+        if message:
+            failed_saves += 1
+            assert f"errno {fault[2]}" in message
+            assert str(tmp_path) in message
+            assert "\n" not in message
+
+    # Every error fails the save, except those of opening and syncing the parent folder. If the save deletes
+    # checkpoints, those calls follow the commit, and their errors stop nothing.
     if not keep:
-        assert failed_saves == len(ERRORS) * (sum(calls.values()) - 3), (
-            "every error except those of opening and syncing the parent folder"
-        )
+        assert failed_saves == len(ERRORS) * (sum(calls.values()) - 3)
 
 
 SITES = [
@@ -161,14 +160,14 @@ def test_error_on_one_rank_fails_the_save_on_all_without_blocking(
     tmp_path: Path, mode: str
 ) -> None:
     answers = run_ranks(2, faulty_saves, tmp_path, mode)
-    for first, second, (name, culprit, _) in zip(*answers, SITES, strict=False):
-        assert first[0] == second[0], "ranks report different messages"
-        assert f"rank {culprit} on" in first[0] and f"errno {errno.ENOSPC}" in first[0], (
-            name,
-            first,
-        )
-        assert first[1][-1] == 2
-        assert first[1] == [1, 2]
+    for first, second, (_, culprit, _) in zip(*answers, SITES, strict=False):
+        message, steps = first
+        assert message == second[0], "ranks report different messages"
+        assert f"rank {culprit} on" in message
+        assert f"errno {errno.ENOSPC}" in message
+        assert steps == [1, 2]
+
+    # A later save without a fault succeeds.
     assert answers[0][-1] == answers[1][-1] == ("saved", [2, 100])
 
 
@@ -230,23 +229,30 @@ def test_files_are_synced_before_the_checkpoint_is_renamed(
 ) -> None:
     """Order that survives a power loss: fsync of shards, manifest and draft folder, rename, fsync of the parent."""
     order: list[str] = []
-    opened: dict[int, str] = {}
+    name_of_descriptor: dict[int, str] = {}
     os_open = os.open
     os_fsync = os.fsync
     os_rename = os.rename
 
-    def noted_open(path: Any, *arguments: Any, **options: Any) -> int:
+    def recorded_open(path: Any, *arguments: Any, **options: Any) -> int:
         descriptor = os_open(path, *arguments, **options)
-        opened[descriptor] = Path(path).name.partition(".tmp")[0]
+        name_of_descriptor[descriptor] = Path(path).name.partition(".tmp")[0]
         return descriptor
 
-    monkeypatch.setattr(os, "open", noted_open)
-    monkeypatch.setattr(os, "fsync", lambda d: (order.append(f"fsync {opened[d]}"), os_fsync(d))[1])
-    monkeypatch.setattr(
-        os, "rename", lambda a, b, **at: (order.append("rename"), os_rename(a, b, **at))[1]
-    )
+    def recorded_fsync(descriptor: int) -> None:
+        order.append(f"fsync {name_of_descriptor[descriptor]}")
+        os_fsync(descriptor)
+
+    def recorded_rename(old: Any, new: Any, **options: Any) -> None:
+        order.append("rename")
+        os_rename(old, new, **options)
+
+    monkeypatch.setattr(os, "open", recorded_open)
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
     manager = checkpoints(tmp_path)
     manager.to_continue()
+    # The start has written a lease, which is not part of the order under test.
     order.clear()
     save(manager, 5)
     expected = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import operator
 import os
 import shutil
@@ -27,12 +28,8 @@ STEP = "global_step001"
 def write_layer_folder(folder: Path, family: str, shards: int, **changed: Any) -> Path:
     """Write a folder with one file per layer, next to the Hugging Face folder of its model."""
     hf = hf_folder(folder / "hf", family, **changed)
-    assert (
-        cli.main(
-            ["checkpoint", "to-fmengine", str(hf), str(folder / "fm"), f"--mp_world_size={shards}"]
-        )
-        == 0
-    )
+    arguments = ["checkpoint", "to-fmengine", str(hf), str(folder / "fm")]
+    assert cli.main([*arguments, f"--mp_world_size={shards}"]) == 0
     return folder / "fm"
 
 
@@ -53,17 +50,17 @@ def test_a_model_survives_a_round_trip_through_layer_files(
     tmp_path: Path, family: str, shards: int, layers: int
 ) -> None:
     folder = write_layer_folder(tmp_path, family, shards, num_hidden_layers=layers)
-    expected = {
-        f"layer_{n:02d}-model_{s:02d}-model_states.pt"
-        for n in range(layers + 3)
-        for s in range(shards)
-    }
-    expected |= {f"mp_rank_{s:02d}_model_states.pt" for s in range(shards)}
+    expected = set()
+    for shard in range(shards):
+        expected.add(f"mp_rank_{shard:02d}_model_states.pt")
+        # the embedding, the layers, the norm and the head
+        for number in range(layers + 3):
+            expected.add(f"layer_{number:02d}-model_{shard:02d}-model_states.pt")
 
     assert {path.name for path in (folder / STEP).iterdir()} == expected
     assert (folder / "latest").read_text() == STEP
-    assert cli.main(["export", str(folder), "--to", str(tmp_path / "back"), "--check=weights"]) == 0
 
+    assert cli.main(["export", str(folder), "--to", str(tmp_path / "back"), "--check=weights"]) == 0
     same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
 
 
@@ -76,30 +73,55 @@ def test_layer_files_match_fmengine_s_format(good_folder: Path) -> None:
         tensors_of_file: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
         return tensors_of_file
 
+    colwise = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    rowwise = ("o_proj", "down_proj")
     for shard in (0, 1):
         rows = slice(shard * VOCABULARY // 2, (shard + 1) * VOCABULARY // 2)
         same(file(0, shard), {"weight": full_weights["model.embed_tokens.weight"][rows]})
         same(file(3, shard), {"weight": full_weights["model.norm.weight"]})
         same(file(4, shard), {"weight": full_weights["lm_head.weight"][rows]})
         for layer in (0, 1):
-            parts = file(layer + 1, shard)
             prefix = f"model.layers.{layer}."
-            assert parts.keys() == {
-                n.removeprefix(prefix) for n in full_weights if n.startswith(prefix)
-            }
-            for name, part in parts.items():
-                full = full_weights[prefix + name]
-                if any(
-                    projection in name
-                    for projection in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-                ):
-                    full = full.chunk(2, 0)[shard]
-                elif "o_proj" in name or "down_proj" in name:
-                    full = full.chunk(2, 1)[shard]
-                assert torch.equal(part, full)
-    state = torch.load(good_folder / STEP / "mp_rank_01_model_states.pt", weights_only=True)
+            expected = {}
+            for key, weight in full_weights.items():
+                if not key.startswith(prefix):
+                    continue
+                # The two shards split these projections as Megatron does: by outputs or by inputs.
+                if any(projection in key for projection in colwise):
+                    weight = weight.chunk(2, 0)[shard]
+                elif any(projection in key for projection in rowwise):
+                    weight = weight.chunk(2, 1)[shard]
+                expected[key.removeprefix(prefix)] = weight
+            same(file(layer + 1, shard), expected)
 
-    assert (state["mp_world_size"], state["global_steps"], state["module"]) == (2, 1, None)
+    state = torch.load(good_folder / STEP / "mp_rank_01_model_states.pt", weights_only=True)
+    assert state["mp_world_size"] == 2
+    assert state["global_steps"] == 1
+    assert state["module"] is None
+
+
+def write_trained_step(folder: Path, number: int, hf: dict[str, torch.Tensor]) -> None:
+    """Write a step as FMEngine does after training. The embedding of an added token is the number of the step."""
+    folder.mkdir(parents=True)
+    added_row = torch.full((1, 32), float(number))
+    embedding = torch.cat([hf["model.embed_tokens.weight"], added_row])
+    head = torch.cat([hf["lm_head.weight"], torch.zeros(1, 32)])
+    norm = torch.nn.Parameter(hf["model.norm.weight"])
+    files: dict[int, dict[str, torch.Tensor]] = {0: {"weight": embedding}, 3: {"weight": norm}}
+    files[4] = {"weight": head}
+    for layer in (0, 1):
+        prefix = f"model.layers.{layer}."
+        table = {"self_attn.rotary_emb.inv_freq": torch.ones(4)}
+        for name, tensor in hf.items():
+            if name.startswith(prefix):
+                table[name.removeprefix(prefix)] = tensor
+        files[layer + 1] = table
+
+    # DeepSpeed saves views of a tensor, and states that contain code.
+    for number_of_file, table in files.items():
+        views = {name: tensor[:] for name, tensor in table.items()}
+        torch.save(views, folder / f"layer_{number_of_file}-model_00-model_states.pt")
+    torch.save({"anything": os.getcwd}, folder / "mp_rank_00_model_states.pt")
 
 
 def test_files_as_fmengine_writes_them_are_read(good_folder: Path, tmp_path: Path) -> None:
@@ -107,40 +129,22 @@ def test_files_as_fmengine_writes_them_are_read(good_folder: Path, tmp_path: Pat
     DeepSpeed's state, and rows for added tokens."""
     hf = tensors(good_folder.parent / "hf")
     folder = tmp_path / "trained"
-    for name, number in (("global_step5", 5), ("global_step10", 10)):
-        (folder / name).mkdir(parents=True)
-        added = torch.cat([hf["model.embed_tokens.weight"], torch.full((1, 32), float(number))])
-        head = torch.cat([hf["lm_head.weight"], torch.zeros(1, 32)])
-        parts: dict[int, dict[str, torch.Tensor]] = {0: {"weight": added}, 4: {"weight": head}}
-        parts[3] = {"weight": torch.nn.Parameter(hf["model.norm.weight"])}
-        for layer in (0, 1):
-            prefix = f"model.layers.{layer}."
-            parts[layer + 1] = {
-                n.removeprefix(prefix): t for n, t in hf.items() if n.startswith(prefix)
-            }
-            parts[layer + 1]["self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-        for layer, table in parts.items():
-            torch.save(
-                {n: t[:] for n, t in table.items()},
-                folder / name / f"layer_{layer}-model_00-model_states.pt",
-            )
-        torch.save({"anything": os.getcwd}, folder / name / "mp_rank_00_model_states.pt")
+    write_trained_step(folder / "global_step5", 5, hf)
+    write_trained_step(folder / "global_step10", 10, hf)
     (folder / "latest").write_text("global_step10\n")
     base = ["--base-model", str(good_folder.parent / "hf")]
+    expected = {name: tensor[:VOCABULARY] for name, tensor in hf.items()}
+
     for step, row in (("latest", 10.0), ("global_step5", 5.0)):
         out = str(tmp_path / step)
-        assert (
-            cli.main(["checkpoint", "from-fmengine", str(folder), out, *base, "--step", step]) == 0
-        )
+        arguments = ["checkpoint", "from-fmengine", str(folder), out, *base, "--step", step]
+        assert cli.main(arguments) == 0
         assert cli.main(["export", out, "--to", f"{out}-hf", "--check=weights"]) == 0
         imported = tensors(Path(f"{out}-hf"))
         assert bool((imported["model.embed_tokens.weight"][-1] == row).all())
-        same(
-            {n: t[:VOCABULARY] for n, t in imported.items()},
-            {n: t[:VOCABULARY] for n, t in hf.items()},
-        )
+        same({name: tensor[:VOCABULARY] for name, tensor in imported.items()}, expected)
 
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
         "global_step5", "global_step5-hf", "latest", "latest-hf", "trained",
     ]  # fmt: skip
 
@@ -148,40 +152,32 @@ def test_files_as_fmengine_writes_them_are_read(good_folder: Path, tmp_path: Pat
 def test_adapters_of_a_step_become_a_peft_folder(tmp_path: Path) -> None:
     step = tmp_path / "run/global_step3"
     step.mkdir(parents=True)
+    out = tmp_path / "out"
     torch.manual_seed(0)
-    parts = {f"self_attn.{m}.lora_{k}": torch.randn(*s) for m in ("q_proj", "v_proj") for k, s in
-             (("A", (4, 32)), ("B", (32, 4)))}  # fmt: skip
-    torch.save(
-        {**parts, "input_layernorm.weight": torch.ones(32)},
-        step / "layer_01-model_00-model_states.pt",
-    )
-    arguments = [
-        "checkpoint",
-        "from-fmengine",
-        str(tmp_path / "run"),
-        str(tmp_path / "out"),
-        "--adapter",
-    ]
+    parts = {}
+    for projection in ("q_proj", "v_proj"):
+        parts[f"self_attn.{projection}.lora_A"] = torch.randn(4, 32)
+        parts[f"self_attn.{projection}.lora_B"] = torch.randn(32, 4)
+    layer_file = {**parts, "input_layernorm.weight": torch.ones(32)}
+    torch.save(layer_file, step / "layer_01-model_00-model_states.pt")
 
+    arguments = ["checkpoint", "from-fmengine", str(tmp_path / "run"), str(out), "--adapter"]
     assert cli.main([*arguments, "--lora_alpha", "16"]) == 0
 
     from safetensors.torch import load_file
 
-    adapters = load_file(str(tmp_path / "out/adapter_model.safetensors"))
+    adapters = load_file(str(out / "adapter_model.safetensors"))
     prefix = "base_model.model.model.layers.0."
     assert adapters.keys() == {f"{prefix}{name}.weight" for name in parts}
-    assert all(
-        torch.equal(adapters[f"{prefix}{name}.weight"], tensor) for name, tensor in parts.items()
-    )
+    for name, tensor in parts.items():
+        assert torch.equal(adapters[f"{prefix}{name}.weight"], tensor)
 
     import peft
     from hub_folders import build
 
-    model = peft.PeftModel.from_pretrained(
-        build("llama2", num_hidden_layers=1), str(tmp_path / "out")
-    )
+    # PEFT opens the folder. The scaling is alpha divided by the rank, 16 / 4.
+    model = peft.PeftModel.from_pretrained(build("llama2", num_hidden_layers=1), str(out))
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
-
     assert layer.scaling["default"] == 4.0
     assert torch.equal(layer.lora_A["default"].weight, parts["self_attn.q_proj.lora_A"])
 
@@ -326,15 +322,14 @@ def test_missing_and_surplus_tensors_are_named_without_writing(
     elif change == "adapters":
         each(2, lambda table: table.update({"self_attn.q_proj.lora_A": torch.ones(4, 32)}))
     else:
-        (folder / "config.json").write_text(
-            '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}'
-        )
-    for arguments in (
-        ["checkpoint", "from-fmengine", str(folder)],
-        ["checkpoint", "to-fmengine", str(folder)],
-    ):
-        assert cli.main([*arguments, str(tmp_path / "out")]) in (2, 5)
+        gpt2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+        (folder / "config.json").write_text(json.dumps(gpt2))
+
+    # The damaged folder is refused in both directions.
+    for verb in ("from-fmengine", "to-fmengine"):
+        code = cli.main(["checkpoint", verb, str(folder), str(tmp_path / "out")])
         error = capfd.readouterr().err
+        assert code in (2, 5)
         assert message in error
         assert len(error.strip().splitlines()) == 1
         assert ".tmp-" not in error, "the message must name the user's folder"

@@ -105,27 +105,17 @@ def test_torchtitan_2024_04(
     mode: str, option: str,
 ) -> None:  # fmt: skip
     c = load(FIXTURES / "torchtitan_2024_04" / f"{name}.toml").config
-    assert (c.model.name, c.model.flavor, c.model.norm_type, c.model.converters) == (
-        "llama2",
-        flavor,
-        norm,
-        [],
-    )
+    assert (c.model.name, c.model.flavor) == ("llama2", flavor)
+    assert (c.model.norm_type, c.model.converters) == (norm, [])
     assert (c.optimizer.lr, c.optimizer.beta2, c.optimizer.weight_decay) == (lr, 0.95, 0.1)
-    assert (c.training.local_batch_size, c.training.seq_len, c.training.steps) == (
-        batch,
-        seq_len,
-        steps,
-    )
+    assert c.training.local_batch_size == batch
+    assert c.training.seq_len == seq_len
+    assert c.training.steps == steps
     assert (c.lr_scheduler.name, c.lr_scheduler.warmup_steps) == ("linear_linear", warmup)
-    assert (c.parallelism.data_parallel_shard_degree, c.parallelism.tensor_parallel_degree) == (
-        -1,
-        tp,
-    )
-    assert (c.activation_checkpoint.mode, c.activation_checkpoint.selective_ac_option) == (
-        mode,
-        option,
-    )
+    assert c.parallelism.data_parallel_shard_degree == -1
+    assert c.parallelism.tensor_parallel_degree == tp
+    assert c.activation_checkpoint.mode == mode
+    assert c.activation_checkpoint.selective_ac_option == option
     assert (c.checkpoint.enable, c.checkpoint.last_save_model_only) == (False, False)
     assert c.profiling.enable_profiling
     assert not c.metrics.disable_color_printing
@@ -149,25 +139,18 @@ def test_torchtitan_2025_02(
     large = flavor == "405B"
     assert (c.model.name, c.model.flavor) == ("llama3", flavor)
     assert c.model.converters == (["quantize.linear.float8"] if large else [])
-    assert (c.optimizer.lr, c.training.local_batch_size, c.training.seq_len, c.training.steps) == (
-        lr,
-        batch,
-        seq_len,
-        steps,
-    )
+    assert c.optimizer.lr == lr
+    assert c.training.local_batch_size == batch
+    assert c.training.seq_len == seq_len
+    assert c.training.steps == steps
     assert (c.lr_scheduler.name, c.lr_scheduler.warmup_steps) == ("linear_linear", warmup)
 
     p = c.parallelism
-    assert (
-        p.data_parallel_replicate_degree,
-        p.data_parallel_shard_degree,
-        p.tensor_parallel_degree,
-    ) == (1, -1, tp)
-    assert (
-        p.context_parallel_degree,
-        p.pipeline_parallel_degree,
-        p.enable_async_tensor_parallel,
-    ) == (1, 1, large)
+    assert (p.data_parallel_replicate_degree, p.data_parallel_shard_degree) == (1, -1)
+    assert (p.tensor_parallel_degree, p.context_parallel_degree) == (tp, 1)
+    assert p.pipeline_parallel_degree == 1
+    assert p.enable_async_tensor_parallel is large
+
     assert (c.compile.enable, c.activation_checkpoint.mode) == (large, mode)
     assert (c.checkpoint.enable, c.checkpoint.last_save_model_only) == (enable, False)
     assert c.checkpoint.folder == ("/checkpoints" if enable else "checkpoint")
@@ -284,22 +267,16 @@ def test_an_alias_carries_its_origin_and_one_notice(tmp_path: Path) -> None:
 
 def test_the_command_line_takes_old_names_and_beats_the_file(tmp_path: Path) -> None:
     text = "[training]\nbatch_size = 3\nwarmup_pct = 0.5\nsteps = 10\n"
-    loaded = read(
-        tmp_path, text, "--training.compile", "--training.local_batch_size=5", "--training.steps=40"
-    )
+    arguments = ["--training.compile", "--training.local_batch_size=5", "--training.steps=40"]
+    loaded = read(tmp_path, text, *arguments)
 
-    assert values(
-        loaded, "compile.enable", "training.local_batch_size", "lr_scheduler.warmup_steps"
-    ) == (True, 5, 20)
+    # The warmup is half of the 40 steps of the command line, not of the 10 steps of the file.
+    options = ("compile.enable", "training.local_batch_size", "lr_scheduler.warmup_steps")
+    assert values(loaded, *options) == (True, 5, 20)
     assert loaded.origins["compile.enable"] == "command line"
 
-    loaded = read(
-        tmp_path,
-        "[training]\nlocal_batch_size = 3\n",
-        "--training.batch_size",
-        "6",
-        "--job.no_print_args",
-    )
+    text = "[training]\nlocal_batch_size = 3\n"
+    loaded = read(tmp_path, text, "--training.batch_size", "6", "--job.no_print_args")
 
     assert values(loaded, "training.local_batch_size", "job.print_config") == (6, False)
 
@@ -566,21 +543,21 @@ def test_a_notice_of_a_rename_is_not_a_warning(tmp_path):
     assert len(loaded.notices) == 3
     assert loaded.renames == loaded.notices
 
+    # Masks of documents change the positions of tokens, so their notices are warnings.
     mask = "[model]\nname = 'llama3'\nflavor = '8B_flex'\n"
     for changed in (mask, "[model]\nattn_mask_type = 'block_causal'\n"):
         loaded = read(tmp_path, changed)
-        warnings = [notice for notice in loaded.notices if notice not in loaded.renames]
-        assert len(warnings) == 1
-        assert "positions restart in each" in warnings[0]
-    loaded = read(tmp_path, "[training]\nbatch_size = 2\nlocal_batch_size = 2\n")
+        (warning,) = [notice for notice in loaded.notices if notice not in loaded.renames]
+        assert "positions restart in each" in warning
 
-    assert [
-        "too, as here" in notice for notice in loaded.notices if notice not in loaded.renames
-    ] == [True]
+    # An old name beside its new one is more than a rename.
+    loaded = read(tmp_path, "[training]\nbatch_size = 2\nlocal_batch_size = 2\n")
+    (warning,) = [notice for notice in loaded.notices if notice not in loaded.renames]
+    assert "too, as here" in warning
 
 
 def test_expert_tensor_parallelism_is_accepted_like_in_torchtitan(tmp_path):
-    """Allowed are 1 and the tensor-parallel degree. Experts stay unsplit, which only affects memory."""
+    """The degree may be 1 or the tensor-parallel degree. Experts are not split by it, which only takes more memory."""
     experts = '[model]\nname = "qwen3"\nflavor = "debugmodel_moe"\n[parallelism]\ntensor_parallel_degree = 2\n'
     option = "parallelism.expert_tensor_parallel_degree"
     for degree, errors, num_notes in ((1, 0, 0), (2, 0, 1), (4, 1, 1)):

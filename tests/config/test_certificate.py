@@ -63,16 +63,13 @@ def test_output_length_and_number_of_ranks_may_change(tmp_path, option):
         (("--training.seq_len", "64"), "training.seq_len: 2048 -> 64"),
         (("--training.local_batch_size", "2"), "training.local_batch_size: 8 -> 2"),
         (("--parallelism.pipeline_parallel_degree", "2"), "the axis pp was not compared"),
-        (
-            ("--activation_checkpoint.mode", "full"),
-            'activation_checkpoint.mode: "selective" -> "full"',
-        ),
+        (("--activation_checkpoint.mode", "full"), 'activation_checkpoint.mode: "selective" -> "full"'),
         (("--compile.enable", "true"), "compile.enable: "),
     ],
-)
+)  # fmt: skip
 def test_a_change_that_was_not_compared_is_named(tmp_path, option, change):
-    (found,) = state(write(tmp_path / "c.json"), *option).changes
-    assert change in found
+    (line,) = state(write(tmp_path / "c.json"), *option).changes
+    assert change in line
 
 
 def test_changed_files_versions_and_code_are_named(tmp_path):
@@ -81,17 +78,17 @@ def test_changed_files_versions_and_code_are_named(tmp_path):
     options = ("--training.dataset", "jsonl", "--training.dataset_path", str(rows))
     path = write(tmp_path / "c.json", *options, code_sha256="0", versions={"torch": "1.0"})
     rows.write_text('{"text": "two"}\n')
-    found = "\n".join(state(path, *options).changes)
+    changes = "\n".join(state(path, *options).changes)
 
-    assert "training.dataset_path: the file or folder has other contents" in found
-    assert 'version of torch: "1.0" -> ' in found
-    assert "the code of shardtrain has changed" in found
+    assert "training.dataset_path: the file or folder has other contents" in changes
+    assert 'version of torch: "1.0" -> ' in changes
+    assert "the code of shardtrain has changed" in changes
 
 
 def test_a_certificate_that_does_not_hold_does_not_apply(tmp_path):
-    found = state(write(tmp_path / "c.json", holds=False))
-    assert not found.applies
-    assert "a number differs or was not checked" in str(found)
+    certificate_state = state(write(tmp_path / "c.json", holds=False))
+    assert not certificate_state.applies
+    assert "a number differs or was not checked" in str(certificate_state)
 
 
 def damaged(path: Path) -> None:
@@ -152,8 +149,12 @@ def test_a_file_that_is_no_certificate_is_one_line(tmp_path, change, rule):
 
 def test_a_check_does_not_import_torch(tmp_path):
     path = write(tmp_path / "c.json")
-    code = f"import sys; from shardtrain import cli; print(cli.main(['verify', '--check', {str(path)!r}]))"
-    code += "; print('torch' in sys.modules)"
+    code = f"""
+import sys
+from shardtrain import cli
+print(cli.main(["verify", "--check", {str(path)!r}]))
+print("torch" in sys.modules)
+"""
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

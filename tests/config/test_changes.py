@@ -19,7 +19,7 @@ COMPARED = [name for name in options() if changes.class_of(name) != "ignore"]
 
 
 def changed(config: Config, option: str) -> Config:
-    """Return a config with another value of one option. Its type does not matter for the class."""
+    """Return a config with another value of one option. The value need not have the option's type."""
     sections = option.split(".")[:-1]
     key = option.rpartition(".")[2]
     value: Any = value_of(config, option)
@@ -59,9 +59,9 @@ def test_a_change_is_detected_exactly_if_it_matters(option: str) -> None:
     config = dataclasses.replace(
         config, training=dataclasses.replace(config.training, global_batch_size=64)
     )
-    wanted = [option] if option in COMPARED else []
+    expected = [option] if option in COMPARED else []
 
-    assert differing(config, changed(config, option)) == wanted
+    assert differing(config, changed(config, option)) == expected
     assert differing(config, config) == []
 
 

@@ -9,27 +9,27 @@ from shardtrain.utils.errors import ConfigError
 
 
 def test_options_of_the_verb_are_extracted_from_the_arguments() -> None:
-    taken = take(
+    arguments = take(
         ["run.toml", "--output=o", "--a.b", "1", "2", "--flag", "--n", "1_000"],
         {"--output": VerbOption(), "--n": VerbOption(number_of())},
         ["--flag"],
     )
 
-    assert taken.configuration() == ("run.toml", ("--a.b", "1", "2"))
-    assert taken.verb_options == {"--output": "o", "--n": 1000, "--flag": True}
+    assert arguments.configuration() == ("run.toml", ("--a.b", "1", "2"))
+    assert arguments.verb_options == {"--output": "o", "--n": 1000, "--flag": True}
     assert take(["--x.y", "1", "-h"], {}).help
 
 
 def test_a_list_ends_at_the_next_option_and_may_be_repeated() -> None:
     mesh = VerbOption(is_list=True)
-    taken = take(
+    arguments = take(
         ["--mesh", "tp=2", "pp=2", "--json", "--mesh=cp=2", "--a.b", "1"],
         {"--mesh": mesh},
         ["--json"],
     )
 
-    assert taken.verb_options == {"--mesh": ["tp=2", "pp=2", "cp=2"], "--json": True}
-    assert taken.rest == (
+    assert arguments.verb_options == {"--mesh": ["tp=2", "pp=2", "cp=2"], "--json": True}
+    assert arguments.rest == (
         "--a.b",
         "1",
     )
@@ -56,8 +56,10 @@ def test_an_option_without_a_value_or_given_twice_is_refused() -> None:
 
 
 def test_launch_options_of_train_are_split_from_overrides() -> None:
-    taken = split(["--nproc=3", "run.toml", "--nnodes", "1:4", "--a.b", "x", "--node_rank", "0"])
-    assert taken == CommandLine("run.toml", 3, ("--a.b", "x"), nnodes="1:4", node_rank=0)
+    command_line = split(
+        ["--nproc=3", "run.toml", "--nnodes", "1:4", "--a.b", "x", "--node_rank", "0"]
+    )
+    assert command_line == CommandLine("run.toml", 3, ("--a.b", "x"), nnodes="1:4", node_rank=0)
     assert split(["--a.b", "1", "--job.config_file", "run.toml"]) == CommandLine(
         "run.toml", None, ("--a.b", "1")
     )

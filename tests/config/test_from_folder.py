@@ -50,14 +50,13 @@ def test_the_folder_determines_the_sizes(arguments: tuple[str, ...], folder: Pat
     loaded = at(folder, *arguments)
     model = loaded.config.model
     assert model.name in ("llama2", "llama3")
-    assert {key: model.overrides[key] for key in ("dim", "num_layers", "ffn_dim", "vocab_size")} == {
-        "dim": 64, "num_layers": 2, "ffn_dim": 96, "vocab_size": 512,
-    }  # fmt: skip
-    assert (
-        loaded.origins["model.overrides.dim"]
-        == f"{folder}/config.json"
-        == loaded.origins["model.flavor"]
-    )
+    assert model.overrides["dim"] == 64
+    assert model.overrides["num_layers"] == 2
+    assert model.overrides["ffn_dim"] == 96
+    assert model.overrides["vocab_size"] == 512
+    assert loaded.origins["model.overrides.dim"] == f"{folder}/config.json"
+    assert loaded.origins["model.flavor"] == f"{folder}/config.json"
+
     assert any("with the sizes of" in notice for notice in loaded.notices)
     assert any("my_key is not used by LlamaForCausalLM" in notice for notice in loaded.notices)
     assert not [problem for problem in check(loaded) if "model" in str(problem)]

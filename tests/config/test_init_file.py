@@ -25,30 +25,28 @@ def test_the_file_is_the_configuration_of_the_preset(preset: str, tmp_path: Path
     lines = path.read_text().splitlines()
     assert max(map(len, lines)) <= 120
 
-    for number, line in enumerate(lines):  # each option has a comment line
+    # Each option has a comment line, except for those with a dotted name.
+    for number, line in enumerate(lines):
         if " = " in line and not line.startswith("#"):
             assert lines[number - 1].startswith("#") or "." in line.partition(" = ")[0], line
 
-    for name in init_file.FIRST:
-        assert any(name.rpartition(".")[2] in line for line in lines)
+    for option in init_file.FIRST:
+        name = option.rpartition(".")[2]
+        assert any(name in line for line in lines)
 
 
 def test_given_options_are_written_and_the_next_commands_printed(
     tmp_path: Path, capsys, monkeypatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert (
-        cli.main(
-            ["init", "mine.toml", "--training.dataset", "text", "--training.dataset_path", "a.txt"]
-        )
-        == 0
-    )
+    options = ["--training.dataset", "text", "--training.dataset_path", "a.txt"]
+    assert cli.main(["init", "mine.toml", *options]) == 0
 
     table = tomllib.loads(Path("mine.toml").read_text())
     assert table["training"]["dataset_path"] == "a.txt"
     assert table["model"]["flavor"] == "2.6M"
     assert "shardtrain train mine.toml" in capsys.readouterr().out
 
+    # The file is valid as soon as its data exists.
     Path("a.txt").write_text("words " * 400_000)
     assert cli.main(["config", "check", "mine.toml"]) == 0
 
@@ -83,6 +81,7 @@ def test_an_existing_schema_is_kept_if_equal_or_replaced_with_a_note(
     schema = Path("shardtrain.schema.json")
     assert cli.main(["init", "first.toml"]) == 0
 
+    # An equal schema is not written again: its modification time stays.
     written = schema.read_text()
     stamp = schema.stat()
     assert "replaced" not in capsys.readouterr().err
@@ -101,20 +100,15 @@ def test_an_existing_schema_is_kept_if_equal_or_replaced_with_a_note(
 def test_an_interactive_user_is_prompted(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    # An empty answer accepts the default, here that of the third question.
     answers = iter(["llama3_8b", "corpus/*.jsonl", "", "500"])
 
     assert init_file.main([str(tmp_path / "a.toml")], lambda question: next(answers)) == 0
 
     written_config = config.load(tmp_path / "a.toml", []).config
-    assert (
-        written_config.training.dataset,
-        written_config.training.dataset_path,
-        written_config.training.steps,
-    ) == (
-        "jsonl",
-        "corpus/*.jsonl",
-        500,
-    )
+    training = written_config.training
+    assert (training.dataset, training.dataset_path) == ("jsonl", "corpus/*.jsonl")
+    assert training.steps == 500
     assert written_config.model.flavor == "8B"
     assert not list(answers)
 
@@ -152,21 +146,17 @@ TINY_GPT2 = {
 }  # fmt: skip
 
 
+HF_ASSETS = ["--model.hf_assets_path", "FOLDER"]
+INITIAL_LOAD = ["--checkpoint.initial_load_path", "FOLDER", "--checkpoint.initial_load_in_hf"]
+
+
 @pytest.mark.parametrize(
     ("config", "options", "name"),
     [
-        (TINY_QWEN, ["--model.hf_assets_path", "FOLDER"], "qwen2"),
-        (
-            TINY_QWEN,
-            ["--checkpoint.initial_load_path", "FOLDER", "--checkpoint.initial_load_in_hf"],
-            "qwen2",
-        ),
-        (
-            TINY_QWEN,
-            ["--model.hf_assets_path", "FOLDER", "--model.name", "transformers"],
-            "transformers",
-        ),
-        (TINY_GPT2, ["--model.hf_assets_path", "FOLDER"], "transformers"),
+        (TINY_QWEN, HF_ASSETS, "qwen2"),
+        (TINY_QWEN, INITIAL_LOAD, "qwen2"),
+        (TINY_QWEN, [*HF_ASSETS, "--model.name", "transformers"], "transformers"),
+        (TINY_GPT2, HF_ASSETS, "transformers"),
     ],
 )
 def test_a_hugging_face_folder_replaces_the_model_of_the_preset(
@@ -180,6 +170,7 @@ def test_a_hugging_face_folder_replaces_the_model_of_the_preset(
 
     table = tomllib.loads(Path("tuned.toml").read_text())
     assert table["model"] == {"name": name, "flavor": "from_folder", "hf_assets_path": folder}
+    # Both describe the model of the preset.
     assert "sample_prompt" not in table["metrics"]
     assert "description" not in table["job"]
 
@@ -208,9 +199,11 @@ def test_a_named_flavor_and_a_folder_with_only_a_tokenizer_keep_the_model(
     assert named["model"]["name"] == "llama3"
     assert named["metrics"]["sample_prompt"] == "Once"
 
+    # A folder without config.json has no model to use.
     (tmp_path / "tokenizer").mkdir()
     assert cli.main(["init", "tokenizer.toml", "debug", "--model.hf_assets_path", "tokenizer"]) == 0
-    assert tomllib.loads(Path("tokenizer.toml").read_text())["model"]["flavor"] == "2.6M"
+    tokenizer_table = tomllib.loads(Path("tokenizer.toml").read_text())
+    assert tokenizer_table["model"]["flavor"] == "2.6M"
 
 
 def test_a_folder_that_describes_another_model_than_named_is_an_error(

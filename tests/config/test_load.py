@@ -80,9 +80,11 @@ def test_a_file_in_the_current_directory_never_replaces_a_preset(
     ):
         with pytest.raises(ConfigError, match=refused):
             read()
+    # The option for presets means the preset, and an absolute path means the file.
     assert load(None, preset=name).path == presets.file_of(name)
     assert load(planted).config.training.steps == 7
 
+    # A folder of that name cannot be meant.
     planted.unlink()
     planted.mkdir()
     assert load(name).path == presets.file_of(name)
@@ -93,7 +95,7 @@ def test_another_machine_gets_a_presets_name() -> None:
     assert list(job.command[1:6]) == ["-P", "-m", "shardtrain", "train", "debug"]
 
 
-def test_the_file_may_be_named_by_an_option_and_two_are_refused(tmp_path: Path) -> None:
+def test_an_option_may_name_the_file_and_a_second_file_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path, "[training]\nsteps = 7\n")
     for path, arguments in (
         (str(file), ["--job.config_file", str(file)]),
@@ -179,8 +181,9 @@ def test_an_argument_sets_its_option(arguments: list[str], option: str, value: o
     assert type(got) is type(value)
     assert loaded.origins[option] == "command line"
 
-    changed = {name for name in loaded.origins if loaded.is_set(name)}
-    assert {name for name in changed if not name.startswith("model.overrides.")} == {option}
+    options_set = {name for name in loaded.origins if loaded.is_set(name)}
+    overrides = {name for name in options_set if name.startswith("model.overrides.")}
+    assert options_set - overrides == {option}
 
 
 def test_a_switch_does_not_take_the_next_option_for_its_value() -> None:

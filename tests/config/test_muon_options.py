@@ -62,10 +62,10 @@ def test_an_option_of_muon_stops_a_run_with_another_optimizer(tmp_path: Path, li
 )
 def test_qk_clip_is_rejected_where_it_cannot_work(tmp_path: Path, text: str, rule: str) -> None:
     text = f"[optimizer]\nqk_clip_threshold = 100.0\n{text}\n"
-    found = [problem for problem in problems(tmp_path, text) if "qk_clip_threshold=100" in problem]
-    assert len(found) == 1
-    assert rule in found[0]
-    assert ", or remove " in found[0]
+    lines = [line for line in problems(tmp_path, text) if "qk_clip_threshold=100" in line]
+    assert len(lines) == 1
+    assert rule in lines[0]
+    assert ", or remove " in lines[0]
 
 
 def test_qk_clip_with_muon_has_no_problem(tmp_path: Path) -> None:

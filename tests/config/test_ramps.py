@@ -28,7 +28,7 @@ def size_of_step(ramp: list[list[int]], step: int) -> int:
 
 
 @given(ramps(), ramps())
-def test_each_step_has_the_size_that_the_ramp_names_for_it(batch_ramp, sequence_ramp):
+def test_each_step_has_its_size_in_the_ramp(batch_ramp, sequence_ramp):
     training = Training(batch_ramp=batch_ramp, sequence_ramp=sequence_ramp)
     sizes = step_sizes(training, global_batch_size=3)
     samples = 0

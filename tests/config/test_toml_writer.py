@@ -100,11 +100,10 @@ def test_tables_of_any_names_and_values_reload_with_a_line_for_each_key(
 
     assert loaded.config == config
 
-    keys = [
-        name for name in loaded.origins if name.startswith(tuple(f"{table}." for table in TABLES))
-    ]
-
-    assert all(loaded.origins[name].startswith("tables.toml:") for name in keys)
+    tables = tuple(f"{table}." for table in TABLES)
+    for name, origin in loaded.origins.items():
+        if name.startswith(tables):
+            assert origin.startswith("tables.toml:")
 
     file.write_bytes(show(loaded).encode())
     assert load(file).config == config

@@ -184,6 +184,7 @@ def test_prepared_shard_that_differs_from_its_index_stops_the_run(tmp_path: Path
     arguments += ["--output", str(shards), "--model.hf_assets_path", "bytes"]
     assert prepare.main(arguments) == 0
 
+    # The size of the shard stays, so only its hash differs.
     tokens = shards / "tokens-00000.bin"
     with tokens.open("r+b") as opened:
         opened.seek(tokens.stat().st_size // 2)

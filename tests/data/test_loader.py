@@ -79,22 +79,21 @@ def test_ranks_accumulation_and_resumes_change_no_samples(config, ranks, accumul
 
 
 def test_ranks_are_disjoint_and_complete_over_an_epoch(config):
-    # 23 steps of 8 samples are 8 epochs of 23
+    # 23 steps of 8 samples are 8 epochs of 23.
     steps = global_steps(config, 4, 2, steps=NUM_SAMPLES)
     ids = [sample for step_ids, _ in steps for sample in step_ids]
     for epoch in range(GLOBAL_BATCH):
-        assert sorted(ids[epoch * NUM_SAMPLES : (epoch + 1) * NUM_SAMPLES]) == list(
-            range(NUM_SAMPLES)
-        )
+        start = epoch * NUM_SAMPLES
+        ids_of_epoch = ids[start : start + NUM_SAMPLES]
+        assert sorted(ids_of_epoch) == list(range(NUM_SAMPLES))
     assert ids == sample_at(range(len(ids)), NUM_SAMPLES, seed=7).tolist()
 
 
 def test_stream_starts_at_any_number_of_samples(config):
-    # the global batch size may change between runs, so any start must work
-    assert (
-        next(open_rank(config, samples_consumed=13)).sample_ids_B.tolist()
-        == sample_at(range(13, 13 + GLOBAL_BATCH), NUM_SAMPLES, seed=7).tolist()
-    )
+    # The global batch size may change between runs, so any start must work.
+    batch = next(open_rank(config, samples_consumed=13))
+    expected = sample_at(range(13, 13 + GLOBAL_BATCH), NUM_SAMPLES, seed=7)
+    assert batch.sample_ids_B.tolist() == expected.tolist()
 
     far_batch = next(open_rank(config, samples_consumed=10**15))
     assert far_batch.sample_ids_B.shape == (GLOBAL_BATCH,)
@@ -393,7 +392,7 @@ def test_ramp_reads_the_rows_of_each_step_on_any_number_of_ranks(tmp_path, worke
         assert stream.samples_consumed == sizes.after(start, 4)
         return steps
 
-    one = open_dataloader(
+    single_rows = open_dataloader(
         Config(training=replace(training, local_batch_size=1)),
         batch_rank=0,
         num_batch_ranks=1,
@@ -404,7 +403,7 @@ def test_ramp_reads_the_rows_of_each_step_on_any_number_of_ranks(tmp_path, worke
     position = start
     for _ in range(4):
         size = 4 if position < 8 else 8
-        expected.append([int(next(one).sample_ids_B[0]) for _ in range(size)])
+        expected.append([int(next(single_rows).sample_ids_B[0]) for _ in range(size)])
         position += size
 
     assert rows_of_steps(1) == expected

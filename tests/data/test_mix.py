@@ -42,6 +42,7 @@ def test_row_numbers_of_a_source_have_no_gaps_across_stages(first, second, stop,
 
     assert before.sum() == position
 
+    # Each source continues with the row after those that were drawn before this position.
     for source in range(count):
         numbers_of_source = numbers[sources == source].tolist()
         first_number = int(before[source])

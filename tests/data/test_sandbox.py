@@ -139,7 +139,8 @@ PER_TURN = [
 
 
 @pytest.mark.parametrize("body", cases(PER_TURN[:2], nightly=PER_TURN[2:]))
-def test_conversation_of_10_000_messages_is_compared_in_each_turn(body: str) -> None:
+def test_template_may_compare_messages_in_each_of_10_000_turns(body: str) -> None:
+    """Templates that compare each message with its neighbors or with all others stay below the limits."""
     messages = [
         {"role": ("user", "assistant")[number % 2], "content": f"{number} " + "word " * 40}
         for number in range(10_000)
@@ -149,7 +150,7 @@ def test_conversation_of_10_000_messages_is_compared_in_each_turn(body: str) -> 
     assert len(ChatTemplate(text, {}).render(messages)) > 10_000 * 200
 
 
-def test_conversation_of_500_messages_is_searched_in_each_turn() -> None:
+def test_template_may_search_messages_in_each_of_500_turns() -> None:
     """Published templates find the number of a message with ``index``, which compares it with all before it."""
     messages = [{"role": ("user", "assistant")[n % 2], "content": f"{n}"} for n in range(500)]
     text = "{% for m in messages %}{{ messages.index(m) }} {% endfor %}"
@@ -214,6 +215,7 @@ def test_parquet_bomb_is_rejected(tmp_path: Path) -> None:
 def test_parquet_file_with_many_repeated_values_is_tried_first(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
+    # 60 million nulls take a few bytes in the file and gigabytes as Python objects.
     nothing = pa.ListArray.from_arrays(
         pa.array([0, 60_000_000], pa.int32()), pa.nulls(60_000_000, pa.int8())
     )

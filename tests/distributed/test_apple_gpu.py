@@ -79,12 +79,11 @@ class Apple(Pretended):
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = super().__torch_dispatch__(func, kinds, args, kwargs)
         values, _ = tree_flatten((args, kwargs, answer))
-        on_device = [
-            value for value in values if isinstance(value, Tensor) and value.device.type == NAME
-        ]
-        if on_device:
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        for tensor in tensors:
+            if tensor.device.type != NAME:
+                continue
             self.operations.add(func.name())
-        for tensor in on_device:
             if tensor.dtype in (torch.float64, torch.complex128):
                 self.wide.add(f"{func.name()}: {tensor.dtype}")
         return answer
@@ -115,8 +114,12 @@ def known_operations() -> dict[str, bool]:
 def missing_operations(device: Apple) -> list[str]:
     """Return the operations that reached the device and that PyTorch does not have there."""
     known = known_operations()
-    own = {name for name in device.operations if name.startswith(("shardtrain::", "prim::"))}
-    return sorted(name for name in device.operations - own if not known.get(name, False))
+    missing = []
+    for name in sorted(device.operations):
+        is_our_own = name.startswith(("shardtrain::", "prim::"))
+        if not is_our_own and not known.get(name, False):
+            missing.append(name)
+    return missing
 
 
 def apple_module() -> types.SimpleNamespace:

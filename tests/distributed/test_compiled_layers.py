@@ -349,6 +349,7 @@ def test_inputs_of_a_compiled_layer_are_offloaded_and_its_weights_are_not(settin
 
 
 def _warnings(rank: int, config: Config) -> list[str]:
+    """Return the messages of PyTorch's logger in a step, and that of one more warning."""
     messages: list[str] = []
 
     class Listen(logging.Handler):
@@ -359,6 +360,7 @@ def _warnings(rank: int, config: Config) -> list[str]:
     listen = Listen()
     log.addHandler(listen)
     trainer.step(make_run(rank, config))
+    # Other warnings of this logger must still pass.
     log.warning("another")
     return messages
 

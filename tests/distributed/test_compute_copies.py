@@ -43,21 +43,19 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "moe_ffn_dim": 48}
 
 
 def _config(**sections: Any) -> Config:
+    """Return a tiny configuration in mixed precision. An override of None removes a size that a model does not have."""
     model = sections.pop("model", {})
-    config = tiny_config(**{**sections, "training": {**MIXED, **sections.get("training", {})}})
+    training = {**MIXED, **sections.get("training", {})}
+    config = tiny_config(**{**sections, "training": training})
     if "name" in model:
-        sizes = {
-            name: size for name, size in {**SHAPE, "num_layers": 2}.items() if name != "ffn_dim"
-        }
-        sizes = {
-            key: size for key, size in (sizes | model["overrides"]).items() if size is not None
-        }
-        config = replace(config, model=replace(config.model, **{**model, "overrides": sizes}))
+        sizes = {**SHAPE, "num_layers": 2}
+        sizes.pop("ffn_dim")
+        sizes |= model["overrides"]
+        overrides = {name: size for name, size in sizes.items() if size is not None}
+        config = replace(config, model=replace(config.model, **{**model, "overrides": overrides}))
     elif model:
-        config = replace(
-            config,
-            model=replace(config.model, overrides={**config.model.overrides, **model["overrides"]}),
-        )
+        overrides = {**config.model.overrides, **model["overrides"]}
+        config = replace(config, model=replace(config.model, overrides=overrides))
     return config
 
 
@@ -166,7 +164,7 @@ def _both_ways(rank: int, config: Config) -> list[Result]:
     cases(DEFAULT_OF_PEERS, nightly=[name for name in PEERS if name not in DEFAULT_OF_PEERS]),
 )
 def test_tensor_parallel_ranks_are_bitwise_equal_to_fsdp(name: str) -> None:
-    """FSDP is the reference: with one data rank it casts, and sums partial gradients of tensor-parallel ranks."""
+    """With one data rank, FSDP does not shard. It casts weights, and sums gradients over tensor-parallel ranks."""
     config = _peers(name)
     assert derived.does_without_fsdp(config, 2, has_experts="experts" in name)
     for without_fsdp, sharded in run_ranks(2, _both_ways, config):
@@ -332,7 +330,7 @@ class _Weighted(nn.Module):
 
 
 def test_two_forward_passes_before_one_backward_sum_their_gradients() -> None:
-    """Preference losses do so, also with recomputation."""
+    """As in losses of preference pairs, with recomputation and without."""
     torch.manual_seed(0)
     model = _Weighted()
     compute_copies.use(model, torch.bfloat16)

@@ -18,12 +18,14 @@ class Store:
     """Store with the facts of ranks. It counts the requests of rank 0."""
 
     def __init__(self, ranks: int, facts: dict[int, Any]) -> None:
-        self.keys = {
-            f"agreement/facts-{rank}": json.dumps(facts_of_rank)
-            for rank, facts_of_rank in facts.items()
-        }
+        self.keys: dict[str, str] = {}
+        for rank, facts_of_rank in facts.items():
+            self.arrive(rank, facts_of_rank)
         self.requests = 0
         self.ranks = ranks
+
+    def arrive(self, rank: int, facts_of_rank: Any) -> None:
+        self.keys[f"agreement/facts-{rank}"] = json.dumps(facts_of_rank)
 
     def set(self, key: str, value: str) -> None:
         self.keys[f"agreement/{key}"] = value
@@ -63,10 +65,8 @@ def test_polling_for_missing_ranks_costs_the_same_for_any_number_of_ranks(
     def sleep(seconds: float) -> None:
         rounds.append(store.requests)
         if len(rounds) == 300:
-            store.keys |= {
-                f"agreement/facts-{rank}": json.dumps([facts(4096), {}, "host"])
-                for rank in range(4000, 4096)
-            }
+            for rank in range(4000, 4096):
+                store.arrive(rank, [facts(4096), {}, "host"])
 
     monkeypatch.setattr(config_consistency.time, "sleep", sleep)
     config_consistency.check(Config(), store, 0, 4096)

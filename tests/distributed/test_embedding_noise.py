@@ -94,11 +94,11 @@ PACKED = {"format": "text", "packing": "first_fit"}
 def documents(folder: Path) -> str:
     """Return the path of rows of different lengths."""
     path = folder / "rows.jsonl"
-    words = Path(text_file()).read_text()
+    text = Path(text_file()).read_text()
     lines = []
     for number in range(400):
         start = 40 * number
-        lines.append(json.dumps({"text": words[start : start + 5 + number % 50]}))
+        lines.append(json.dumps({"text": text[start : start + 5 + number % 50]}))
     path.write_text("\n".join(lines))
     return str(path)
 

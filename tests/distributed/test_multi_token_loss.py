@@ -97,16 +97,16 @@ def batch(masked: bool) -> data.Batch:
     return data.Batch(tokens[:, :-1], targets_BT, positions_BT, torch.arange(ROWS), documents_BT)
 
 
-def documents_of(whole: data.Batch) -> list[tuple[Tensor, Tensor]]:
+def documents_of(full_batch: data.Batch) -> list[tuple[Tensor, Tensor]]:
     """Return tokens and targets of each document."""
     documents = []
     for row in range(ROWS):
         numbers_T = torch.zeros(TOKENS)
-        if whole.documents_BT is not None:
-            numbers_T = whole.documents_BT[row]
+        if full_batch.documents_BT is not None:
+            numbers_T = full_batch.documents_BT[row]
         for number in numbers_T.unique():
             place = numbers_T == number
-            documents.append((whole.tokens_BT[row, place], whole.targets_BT[row, place]))
+            documents.append((full_batch.tokens_BT[row, place], full_batch.targets_BT[row, place]))
     return documents
 
 

@@ -143,8 +143,8 @@ def test_meshes_change_no_loss_of_a_source(
     mesh: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     alone = in_one_process(tmp_path_factory.getbasetemp())
-    found = records(mixed(tmp_path / "run", mesh), MESHES[mesh][0])
-    for record, expected in zip(found, alone, strict=True):
+    steps = records(mixed(tmp_path / "run", mesh), MESHES[mesh][0])
+    for record, expected in zip(steps, alone, strict=True):
         assert_parts_add_up(record)
         for name in NAMES:
             assert record[f"targets_of/{name}"] == expected[f"targets_of/{name}"]
@@ -198,9 +198,9 @@ def test_validation_does_not_count(tmp_path: Path) -> None:
         steps=1,
         local_batch_size=2,
     )
-    found = records(dataclasses.replace(config, validation=validation))
+    steps = records(dataclasses.replace(config, validation=validation))
 
-    for record in found:
+    for record in steps:
         assert_parts_add_up(record, targets=8 * 64)
 
 
@@ -237,12 +237,14 @@ def test_chunks_are_divided_where_the_group_changes(
 def test_one_source_and_other_tasks_are_refused(tmp_path: Path) -> None:
     several = mixed(tmp_path / "run")
     one_source = {"words": several.data.sources["words"]}
-    one = dataclasses.replace(several, data=dataclasses.replace(several.data, sources=one_source))
+    single = dataclasses.replace(
+        several, data=dataclasses.replace(several.data, sources=one_source)
+    )
     distilled = dataclasses.replace(
         several, task=dataclasses.replace(several.task, name="distillation")
     )
     for config, message in (
-        (one, "metrics.per_source_loss=true requires several [data.sources]"),
+        (single, "metrics.per_source_loss=true requires several [data.sources]"),
         (distilled, 'is not supported with task.name = "distillation"'),
     ):
         problems = [str(problem) for problem in check(Loaded(config))]

@@ -120,7 +120,7 @@ def joined(mesh: str, has_values: bool, trains: bool) -> tuple[list[Any], dict[s
     gradients = {}
     for result in results:  # pipeline ranks have different parameters
         gradients |= result["gradients"]
-    return [one for result in results for one in result["outputs"]], gradients
+    return [output for result in results for output in result["outputs"]], gradients
 
 
 @cache

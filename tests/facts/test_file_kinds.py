@@ -30,7 +30,8 @@ def test_every_command_takes_the_same_files(name, dataset, tmp_path):
     assert file_kinds.dataset_of(name) == dataset
     assert evaluate_request.read(["--from", "run", "--data", f"held={file}"]).data == {"held": file}
 
-    if name.endswith(".json"):  # as a configuration, such a file is one of another trainer
+    # As a configuration, a .json file is one of another trainer.
+    if name.endswith(".json"):
         return
     problems = []
     parse_file(file, problems)

@@ -29,9 +29,9 @@ def test_a_device_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     row["flops"]["bfloat16"] = 123e12
     monkeypatch.setitem(devices.table()["devices"], "abacus-9000", row)
 
-    assert devices.peak_flops("ACME Abacus 9000", "bfloat16") == 123e12  # for the MFU of a run
-    assert hardware.find("abacus-9000").memory_gib == 11.0  # plan --device
-    # --for-machine
+    # The MFU of a run, `plan --device` and `config check --for-machine` use the new entry.
+    assert devices.peak_flops("ACME Abacus 9000", "bfloat16") == 123e12
+    assert hardware.find("abacus-9000").memory_gib == 11.0
     assert machine.named("abacus-9000", config.load("debug"), None).memory_bytes == 11 * 2**30
     with pytest.raises(config.ConfigError, match="did you mean abacus-9000"):
         hardware.find("abacus-900")
@@ -45,11 +45,8 @@ def test_a_schedule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCHEDULES, "half", half)
     loaded = config.load("debug", ["--lr_scheduler.name=half", "--lr_scheduler.decay_ratio=none"])
 
-    assert not [
-        problem
-        for problem in config.problems_of(loaded, 1)
-        if problem.option == "lr_scheduler.name"
-    ]
+    problems = config.problems_of(loaded, 1)
+    assert not [problem for problem in problems if problem.option == "lr_scheduler.name"]
     assert lr_scheduler.learning_rate(Optimizer(lr=1.0), loaded.config.lr_scheduler, 10, 3) == 0.5
     assert "| `half` | `warmup_steps` | Half of the peak. |" in options_page()
     assert "half" in {drawn_rates(seed).get("lr_scheduler.name") for seed in range(200)}
@@ -69,19 +66,18 @@ def test_an_optimizer_is_one_entry_and_one_file(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(OPTIMIZERS, "Steepest", OptimizerFacts(state_tensors=3, state_bytes=2))
     loaded = config.load("debug", ["--optimizer.name=Steepest"])
 
-    assert not [
-        problem for problem in config.problems_of(loaded, 1) if problem.option == "optimizer.name"
-    ]
+    problems = [problem.option for problem in config.problems_of(loaded, 1)]
+    assert "optimizer.name" not in problems
 
+    # The plan, the optimizer and the random search use the new entry.
     job = job_sizes.of_config(loaded.config, 1, num_layers=2)
     assert (job.states, job.state_width) == (3, 2)
 
     built = build([("weight", torch.nn.Parameter(torch.zeros(2)))], loaded.config.optimizer)
     assert isinstance(built, torch.optim.SGD)
 
-    drawn = {
-        search_space._training(random.Random(seed), "llama3").get("optimizer.name")
-        for seed in range(200)
-    }
-
+    drawn = set()
+    for seed in range(200):
+        training = search_space._training(random.Random(seed), "llama3")
+        drawn.add(training.get("optimizer.name"))
     assert "Steepest" in drawn

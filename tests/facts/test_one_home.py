@@ -1,4 +1,4 @@
-"""A fact is written once: no table of the package appears a second time, and plans import what kernels decide."""
+"""Each fact is written in one place: no table or constant is repeated, and plans import the constants of kernels."""
 
 from __future__ import annotations
 
@@ -130,22 +130,22 @@ def test_no_table_is_written_twice() -> None:
     for table in tables(PACKAGE):
         if not table.file.startswith(DESCRIBES_ITSELF):
             tables_by_elements[table.elements].append(table)
-    repeated = {
-        elements: places
-        for elements, places in tables_by_elements.items()
-        if len({place.file for place in places}) > 1
-    }
-    allowed = {frozenset(elements) for elements in ALLOWED}
-    for elements in allowed:
+    repeated = {}
+    for elements, places in tables_by_elements.items():
+        if len({place.file for place in places}) > 1:
+            repeated[elements] = places
+
+    # An exception that is no longer needed must be removed.
+    for elements in map(frozenset, ALLOWED):
         assert elements in repeated, (
             f"{sorted(elements)} is no longer written twice: remove it from ALLOWED"
         )
         del repeated[elements]
 
-    assert [
-        f"{sorted(elements)} in {', '.join(map(str, places))}"
-        for elements, places in repeated.items()
-    ] == []
+    problems = []
+    for elements, places in repeated.items():
+        problems.append(f"{sorted(elements)} in {', '.join(map(str, places))}")
+    assert problems == []
 
 
 def test_nothing_repeats_a_table_of_facts() -> None:
@@ -163,7 +163,7 @@ def test_nothing_repeats_a_table_of_facts() -> None:
 
 
 def test_no_constant_is_written_twice() -> None:
-    """Equal constants of the same name, equal texts and equal numbers that are not round have one home."""
+    """Compared are constants of the same name, and texts and numbers that are not round under any name."""
     places = defaultdict(set)
     for path in sorted(PACKAGE.rglob("*.py")):
         file = path.relative_to(PACKAGE).as_posix()
@@ -174,12 +174,16 @@ def test_no_constant_is_written_twice() -> None:
             if isinstance(value, str | bytes) or not is_round(value):
                 places["", value].add(file)
     repeated = {key: files for key, files in places.items() if len(files) > 1}
-    unused = INDEPENDENT.keys() - {name for name, _ in repeated}
 
+    # An exception that is no longer needed must be removed.
+    unused = INDEPENDENT.keys() - {name for name, _ in repeated}
     assert not unused, f"{sorted(unused)} are no longer written twice: remove them from INDEPENDENT"
 
-    found = [f"{name} = {value!r} in {sorted(files)}" for (name, value), files in repeated.items()]
-    assert [line for line in found if line.partition(" = ")[0] not in INDEPENDENT] == []
+    problems = []
+    for (name, value), files in repeated.items():
+        if name not in INDEPENDENT:
+            problems.append(f"{name} = {value!r} in {sorted(files)}")
+    assert problems == []
 
 
 def named_constants(path: Path) -> Iterator[tuple[str, Any]]:
@@ -223,20 +227,18 @@ def repeated_fact(table: Table, known: dict[str, frozenset[str]], nearly: bool) 
 
 
 def fact_tables() -> dict[str, frozenset[str]]:
-    """Return the elements of each public table of strings in ``facts``; of a dict the keys."""
+    """Return the elements of each public table of strings in ``facts``. The elements of a dict are its keys."""
     elements_of_tables = {}
     for module in modules_of(facts):
+        module_name = module.__name__.rpartition(".")[2]
         for name, value in vars(module).items():
-            if (
-                name.isupper()
-                and not name.startswith("_")
-                and isinstance(value, dict | tuple | list | frozenset)
-            ):
-                elements = frozenset(value)
-                if len(elements) >= FEWEST and all(
-                    isinstance(element, str) for element in elements
-                ):
-                    elements_of_tables[f"{module.__name__.rpartition('.')[2]}.{name}"] = elements
+            is_public_constant = name.isupper() and not name.startswith("_")
+            if not is_public_constant or not isinstance(value, dict | tuple | list | frozenset):
+                continue
+            elements = frozenset(value)
+            has_only_texts = all(isinstance(element, str) for element in elements)
+            if len(elements) >= FEWEST and has_only_texts:
+                elements_of_tables[f"{module_name}.{name}"] = elements
     elements_of_tables["devices.names()"] = frozenset(devices.names())
     return elements_of_tables
 
@@ -262,29 +264,29 @@ def find_tables(folder: Path) -> Iterator[Table]:
 
 
 def literals(tree: ast.Module) -> Iterator[tuple[int, frozenset[Any]]]:
-    """Yield the line and elements of each collection of constants; of a dict the keys.
+    """Yield the line and elements of each collection of constants. The elements of a dict are its keys.
 
     A dict inside a function with computed values is a record rather than a table.
     """
-    top = {id(node) for statement in tree.body for node in at_top(statement)}
+    nodes_at_top = {id(node) for statement in tree.body for node in at_top(statement)}
     for node in ast.walk(tree):
         elements: list[ast.expr | None] = []
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
             elements = [*node.elts]
-        elif isinstance(node, ast.Dict) and (
-            id(node) in top or all(isinstance(v, ast.Constant) for v in node.values)
-        ):
-            elements = [*node.keys]
+        elif isinstance(node, ast.Dict):
+            has_constant_values = all(isinstance(value, ast.Constant) for value in node.values)
+            if has_constant_values or id(node) in nodes_at_top:
+                elements = [*node.keys]
+
         constants = [element.value for element in elements if isinstance(element, ast.Constant)]
-        if (
-            elements
-            and len(constants) == len(elements)
-            and all(isinstance(value, str | int | float) for value in constants)
-        ):
+        if not elements or len(constants) < len(elements):
+            continue
+        if all(isinstance(value, str | int | float) for value in constants):
             yield node.lineno, frozenset(constants)
 
 
 def at_top(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Yield the nodes of a statement outside of functions."""
     if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
         yield statement
         for child in ast.iter_child_nodes(statement):
@@ -300,28 +302,24 @@ def is_count(value: object) -> bool:
 
 def test_plans_import_the_constants_of_kernels() -> None:
     """A plan must not copy a size at which a kernel changes: the copy would stay when the kernel changes."""
-    kernels = {
-        value: f"{folder}/{file}:{name}"
-        for folder in ("ops", "optim")
-        for file, name, value in named_numbers(PACKAGE / folder)
-        if value > LARGEST_AMBIGUOUS and value not in UNITS
-    }
+    kernels = {}
+    for folder in ("ops", "optim"):
+        for file, name, value in named_numbers(PACKAGE / folder):
+            if value > LARGEST_AMBIGUOUS and value not in UNITS:
+                kernels[value] = f"{folder}/{file}:{name}"
+
     copied = []
     for path in sorted((PACKAGE / "tools" / "plan").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        sizes_of_caches = {
-            id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)
-        }
+        # keyword arguments are sizes of caches
+        arguments = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
         for node in ast.walk(tree):
-            value = (
-                number_of(node)
-                if isinstance(node, ast.expr) and id(node) not in sizes_of_caches
-                else None
-            )
+            if not isinstance(node, ast.expr) or id(node) in arguments:
+                continue
+            value = number_of(node)
             if value in kernels and (path.name, value) not in OTHER_ROLES:
-                copied.append(
-                    f"tools/plan/{path.name}:{node.lineno} writes {value}, as {kernels[value]}"
-                )
+                place = f"tools/plan/{path.name}:{node.lineno}"
+                copied.append(f"{place} writes {value}, as {kernels[value]}")
 
     assert copied == []
 
@@ -342,8 +340,8 @@ def number_of(node: ast.expr) -> float | None:
         return node.value
     operators = {ast.LShift: operator.lshift, ast.Pow: operator.pow, ast.Mult: operator.mul}
     if isinstance(node, ast.BinOp) and type(node.op) in operators:
-        left = number_of(node.left)
-        right = number_of(node.right)
-        if left is not None and right is not None:
-            return operators[type(node.op)](left, right)
+        left_number = number_of(node.left)
+        right_number = number_of(node.right)
+        if left_number is not None and right_number is not None:
+            return operators[type(node.op)](left_number, right_number)
     return None

@@ -44,22 +44,20 @@ def toml(name: str, path: Path) -> Path:
     ("name", "ranks"), [("gpt2", 2), ("gemma2", 1), ("t5", 1), ("bart", 1), ("bert", 1)]
 )
 def test_an_import_exports_bitwise(name: str, ranks: int, tmp_path: Path, capsys: Any) -> None:
-    task = {
+    tasks = {
         "bert": "masked_language_model",
         "bart": "sequence_to_sequence",
         "t5": "sequence_to_sequence",
-    }.get(name)
+    }
     folder(name)
-    sections: dict[str, Any] = (
-        {} if task is None else {"task": {"name": task, "options": {"mask_token_id": 300}}}
-    )
-    if task:
+    sections: dict[str, Any] = {}
+    if name in tasks:
         rows = tmp_path / "rows.jsonl"
         rows.write_text('{"text": "one two", "prompt": "one", "completion": "two"}\n' * 8)
+        sections["task"] = {"name": tasks[name], "options": {"mask_token_id": 300}}
         sections["training"] = {"dataset": "jsonl", "dataset_path": str(rows)}
-    config = config_for(
-        name, tmp_path / "run", checkpoint={"create_seed_checkpoint": True}, **sections
-    )
+    sections["checkpoint"] = {"create_seed_checkpoint": True}
+    config = config_for(name, tmp_path / "run", **sections)
     run_ranks(ranks, seed_checkpoint, config)
     output = tmp_path / "out"
     arguments = [str(tmp_path / "run/checkpoint/step-0"), "--to", str(output), "--check", "logits"]
@@ -70,14 +68,17 @@ def test_an_import_exports_bitwise(name: str, ranks: int, tmp_path: Path, capsys
     assert "transformers returns the same logits" in captured.out
     assert "Loading weights" not in captured.err
 
-    before, after = (load_file(path / "model.safetensors") for path in (folder(name), output))
+    before = load_file(folder(name) / "model.safetensors")
+    after = load_file(output / "model.safetensors")
+    for key in before.keys() & after.keys():
+        assert torch.equal(after[key], before[key])
     # Shared tensors may be stored under another of their names.
-    assert all(torch.equal(after[key], before[key]) for key in before.keys() & after.keys())
     assert len(before.keys() ^ after.keys()) <= 2
 
-    described = [json.loads((path / "config.json").read_text()) for path in (folder(name), output)]
-    assert described[0]["architectures"] == described[1]["architectures"]
-    assert described[0]["model_type"] == described[1]["model_type"]
+    fields_before = json.loads((folder(name) / "config.json").read_text())
+    fields_after = json.loads((output / "config.json").read_text())
+    assert fields_after["architectures"] == fields_before["architectures"]
+    assert fields_after["model_type"] == fields_before["model_type"]
 
 
 def started(rank: int, config: Config) -> dict[str, torch.Tensor] | str:
@@ -157,20 +158,20 @@ def test_a_truncated_file_another_model_and_converted_names_are_one_line(tmp_pat
 
     assert "is truncated" in begun("gpt2", source, tmp_path)
 
-    other = begun("gpt2", folder("opt"), tmp_path / "b")
-    assert "contains another model than" in other
-    assert other.startswith("ConfigError")
+    another_model = begun("gpt2", folder("opt"), tmp_path / "b")
+    assert "contains another model than" in another_model
+    assert another_model.startswith("ConfigError")
 
+    # Whether transformers renames the experts of Mixtral while it loads them depends on its version.
     experts = begun("mixtral", folder("mixtral"), tmp_path / "c")
-    # by version
     assert isinstance(experts, dict) or "that only transformers can convert" in experts
 
 
 def test_a_new_head_is_initialized_for_another_architecture(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(json.dumps({"text": "one two", "label": i % 3}) + "\n" for i in range(9))
-    )
+    rows = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"text": "one two", "label": number % 3}) for number in range(9)]
+    rows.write_text("\n".join(lines) + "\n")
     config = config_for(
         "bart",
         tmp_path / "run",
@@ -182,6 +183,7 @@ def test_a_new_head_is_initialized_for_another_architecture(tmp_path: Path) -> N
 
     assert isinstance(weights, dict), weights
 
+    # The body has the weights of the folder, and the head random ones instead of zeros.
     expected = load_file(folder("bart") / "model.safetensors")
     key = "model.encoder.layers.1.fc1.weight"
     assert torch.equal(weights[f"hf.{key}"], expected[key])

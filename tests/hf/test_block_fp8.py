@@ -32,15 +32,14 @@ def quantize(folder: Path) -> dict[str, np.ndarray]:
     for name in [name for name in tensors if "proj" in name]:
         weight = tensors[name]
         rows, columns = (-(-size // step) for size, step in zip(weight.shape, BLOCK, strict=True))
-        scales = (
-            torch.rand((rows, columns), generator=torch.Generator().manual_seed(len(name))) + 0.5
-        )
-        spread = np.kron(scales.numpy(), np.ones(BLOCK, np.float32))[
-            : weight.shape[0], : weight.shape[1]
-        ]
-        stored = (weight / torch.from_numpy(spread)).to(torch.float8_e4m3fn)
+        generator = torch.Generator().manual_seed(len(name))
+        scales = torch.rand((rows, columns), generator=generator) + 0.5
+        # Repeat each scale over its block, and cut the last blocks to the size of the weight.
+        repeated = np.kron(scales.numpy(), np.ones(BLOCK, np.float32))
+        scale_of_value = repeated[: weight.shape[0], : weight.shape[1]]
+        stored = (weight / torch.from_numpy(scale_of_value)).to(torch.float8_e4m3fn)
         tensors |= {name: stored, f"{name}_scale_inv": scales}
-        numbers[name] = stored.double().numpy() * spread.astype(np.float64)
+        numbers[name] = stored.double().numpy() * scale_of_value.astype(np.float64)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     fields = json.loads((folder / "config.json").read_text())
     fields["quantization_config"] = {
@@ -80,6 +79,7 @@ def test_an_import_writes_dequantized_weights(
 
     assert torch.equal(imported, expected(numbers, "model.layers.0.self_attn.o_proj.weight"))
 
+    # Here, the experts of a layer are one tensor.
     experts = read_whole(stored, tmp_path / "checkpoint", "model.layers.1.moe.experts.w2")
     for number in range(8):
         assert torch.equal(
@@ -88,9 +88,9 @@ def test_an_import_writes_dequantized_weights(
         )
 
     importing.to_checkpoint(folder, tmp_path / "other")
-    assert {t.dtype for t in manifest.read(tmp_path / "other").tensors.values()} == {"float32"}, (
-        "must be the dtype of the embedding"
-    )
+    other = manifest.read(tmp_path / "other")
+    dtypes = {tensor.dtype for tensor in other.tensors.values()}
+    assert dtypes == {"float32"}, "must be the dtype of the embedding"
 
 
 def test_a_run_starts_from_dequantized_weights_on_any_mesh(
@@ -136,6 +136,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ):
         importing.to_checkpoint(folder, tmp_path / "checkpoint")
 
+    # Without scales, an fp8 weight cannot be converted.
     del incomplete[f"{name}_scale_inv"]
     save_file(incomplete, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"with an unsupported dtype: {name}"):

@@ -107,11 +107,10 @@ def test_a_peft_folder_cannot_hold_the_changed_value_and_export_prints_it(
     capsys.readouterr()
     assert export_main([str(tmp_path / "run"), "--adapter", "--to", str(tmp_path / "peft")]) == 0
 
+    # one line for the checkpoint and one for the folder, and a line with the value if it is changed
     printed = capsys.readouterr().out
-    assert printed.count(
-        "set them in config.json of the base model: rope_theta=1000000.0\n"
-    ) == len(overrides), printed
-    # one line for the checkpoint and one for the folder
+    line = "set them in config.json of the base model: rope_theta=1000000.0\n"
+    assert printed.count(line) == len(overrides), printed
     assert printed.count("\n") == 2 + len(overrides)
 
 
@@ -144,10 +143,11 @@ def test_a_field_of_a_flavor_must_match_the_weights(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(fields))
     config = config_of("in_hf", "llama3", tmp_path, {})
 
+    # A field whose value belongs to the flavor is not stored as an override ...
     assert "rope_theta" not in config.model.overrides
 
-    config = dataclasses.replace(
-        config, checkpoint=dataclasses.replace(config.checkpoint, initial_load_path=str(folder))
-    )
-
-    assert f"rope_theta={float(theta)!r} instead of {2 * float(theta)!r}" in str(run(config).error)
+    # ... but a load compares it with the folder of the weights.
+    checkpoint = dataclasses.replace(config.checkpoint, initial_load_path=str(folder))
+    config = dataclasses.replace(config, checkpoint=checkpoint)
+    message = str(run(config).error)
+    assert f"rope_theta={float(theta)!r} instead of {2 * float(theta)!r}" in message

@@ -97,10 +97,11 @@ def scores(rank: int, run_config: Config) -> tuple[list[Tensor], Tensor]:
     tokens, lengths = (
         batch.tensors[name] for name in batch.tensors if name.startswith(("tokens", "lengths"))
     )
-    rows = tokens.flatten(0, -2)
-    return [
-        row[: int(size)] for row, size in zip(rows, lengths.flatten(), strict=True)
-    ], output.reshape(len(rows), -1)
+    padded_rows = tokens.flatten(0, -2)
+    rows = []
+    for row, length in zip(padded_rows, lengths.flatten().tolist(), strict=True):
+        rows.append(row[:length])
+    return rows, output.reshape(len(rows), -1)
 
 
 def assert_scores(folder: Path, rows: list[Tensor], expected: Tensor) -> None:
@@ -131,14 +132,14 @@ def test_an_exported_run_has_the_same_scores(
     assert cli.main(["export", str(step), "--to", str(tmp_path / "hf")]) == 0
     assert "transformers returns the same logits" in capsys.readouterr().out
 
+    # The folder of the command and that of the last save have the same scores.
     rows, expected = run_ranks(1, scores, run_config)[0]
+    labels = ["0", "1", "none"] if task == "classification" else ["LABEL_0"]
     for folder in (tmp_path / "hf", step.with_name("step-2-hf")):
         assert_scores(folder, rows, expected)
         fields = json.loads((folder / "config.json").read_text())
         assert fields["architectures"] == [f"{FAMILIES[family][0]}ForSequenceClassification"]
-        assert list(fields["id2label"].values()) == (
-            ["0", "1", "none"] if task == "classification" else ["LABEL_0"]
-        )
+        assert list(fields["id2label"].values()) == labels
 
 
 @pytest.mark.parametrize(
@@ -155,33 +156,27 @@ def test_an_exported_run_has_the_same_scores(
 def test_adapters_of_a_classifier_export_and_merge(family: str, task: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base = save(build(family), tmp_path / "base")
-    run_config = config_of(
-        base, tmp_path / "run", task, lora={"enable": True, "rank": 2, "alpha": 4.0}
-    )
+    lora = {"enable": True, "rank": 2, "alpha": 4.0}
+    run_config = config_of(base, tmp_path / "run", task, lora=lora)
     step = trained(run_config)
     rows, expected = run_ranks(1, scores, run_config)[0]
 
     # PEFT with the base model and the adapters.
     assert cli.main(["export", str(step), "--to", str(tmp_path / "peft"), "--adapter"]) == 0
-
     base_model = transformers.AutoModelForSequenceClassification.from_pretrained(
         base, num_labels=expected.shape[1], dtype=torch.float32
     )
     model = peft.PeftModel.from_pretrained(base_model, tmp_path / "peft").eval()
     for row, score in zip(rows, expected, strict=True):
         with torch.no_grad():
-            torch.testing.assert_close(
-                model(input_ids=row[None]).logits[0], score, atol=TOLERANCE, rtol=1e-4
-            )
-    # Another run can start from the adapters.
-    again = config_of(
-        base,
-        tmp_path / "again",
-        task,
-        lora={**dataclasses.asdict(run_config.lora), "initial_load_path": str(tmp_path / "peft")},
-    )
+            actual = model(input_ids=row[None]).logits[0]
+        torch.testing.assert_close(actual, score, atol=TOLERANCE, rtol=1e-4)
 
-    torch.testing.assert_close(run_ranks(1, scores, again)[0][1], expected, atol=1e-6, rtol=0)
+    # Another run can start from the adapters. Its scores differ by float32 rounding.
+    lora = dataclasses.asdict(run_config.lora) | {"initial_load_path": str(tmp_path / "peft")}
+    second_config = config_of(base, tmp_path / "again", task, lora=lora)
+    _, second_scores = run_ranks(1, scores, second_config)[0]
+    torch.testing.assert_close(second_scores, expected, atol=1e-6, rtol=0)
     # The merged weights are a complete folder.
     assert cli.main(["merge", str(step), "--to", str(tmp_path / "merged")]) == 0
     assert cli.main(["export", str(tmp_path / "merged"), "--to", str(tmp_path / "hf")]) == 0
@@ -209,10 +204,8 @@ def test_a_classifier_folder_loads_completely_and_trains_further(tmp_path: Path)
     )
 
     assert cli.main(["export", str(trained(run_config)), "--to", str(tmp_path / "hf")]) == 0
-    assert (
-        json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"]
-        == tokenizer.pad_id
-    )
+    exported_fields = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert exported_fields["pad_token_id"] == tokenizer.pad_id
 
     expected = run_ranks(1, scores, run_config)[0][1]
     fields = {"path": str(tmp_path / "hf")}
@@ -220,48 +213,40 @@ def test_a_classifier_folder_loads_completely_and_trains_further(tmp_path: Path)
         run_config.model, name="transformers", flavor="folder", overrides=fields
     )
     checkpoint = dataclasses.replace(run_config.checkpoint, initial_load_path=str(tmp_path / "hf"))
-    for lora in (
-        run_config.lora,
-        dataclasses.replace(run_config.lora, enable=True, rank=2, target_modules=("q_proj",)),
-    ):
+    adapters = dataclasses.replace(run_config.lora, enable=True, rank=2, target_modules=("q_proj",))
+    for lora in (run_config.lora, adapters):
         job = dataclasses.replace(
             run_config.job, dump_folder=str(tmp_path / f"opened-{lora.enable}")
         )
         opened = dataclasses.replace(
             run_config, model=model, checkpoint=checkpoint, job=job, lora=lora
         )
-        torch.testing.assert_close(
-            run_ranks(1, scores, opened)[0][1], expected, atol=TOLERANCE, rtol=1e-4
-        )
-        trained(opened)
-        assert (
-            "does not contain the head"
-            not in (Path(job.dump_folder) / "logs" / "rank-0.log").read_text()
-        )
+        opened_scores = run_ranks(1, scores, opened)[0][1]
+        torch.testing.assert_close(opened_scores, expected, atol=TOLERANCE, rtol=1e-4)
 
-    assert "does not contain the head" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+        trained(opened)
+        log = (Path(job.dump_folder) / "logs" / "rank-0.log").read_text()
+        assert "does not contain the head" not in log
+
+    # The first run began with a folder without a head, so the line is there.
+    first_log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert "does not contain the head" in first_log
+
+
+ONE_LABEL = "num_labels=3 must be 1, the number of labels"
+THREE_LABELS = "num_labels=2 must be 3, the number of labels"
+NO_PADDING = "without pad_token_id in config.json, which it needs to find the last token of a row"
 
 
 @pytest.mark.parametrize(
     ("fields", "task", "message"),
     [
-        (
-            {"num_labels": 3, "pad_token_id": 0},
-            "reward_model",
-            "num_labels=3 must be 1, the number of labels",
-        ),
-        (
-            {"num_labels": 2, "pad_token_id": 0},
-            "classification",
-            "num_labels=2 must be 3, the number of labels",
-        ),
-        (
-            {"num_labels": 3},
-            "classification",
-            "without pad_token_id in config.json, which it needs to find the last token of a row",
-        ),
+        ({"num_labels": 3, "pad_token_id": 0}, "reward_model", ONE_LABEL),
+        ({"num_labels": 2, "pad_token_id": 0}, "classification", THREE_LABELS),
+        ({"num_labels": 3}, "classification", NO_PADDING),
     ],
-)
+    ids=["three scores of a reward model", "two labels of three", "no padding"],
+)  # fmt: skip
 def test_a_folder_that_does_not_fit_the_task_is_rejected(
     fields: dict[str, Any], task: str, message: str, tmp_path: Path
 ) -> None:

@@ -159,47 +159,32 @@ def test_the_export_of_a_run_stops_where_the_run_stops(
     assert f"config.json: eos_token_id {None if from_scratch else 2} -> {EOS}" in logged
     assert f"generation_config.json: eos_token_id {None if from_scratch else 2} -> {eos}" in logged
     for folder in (back, Path(config.job.dump_folder) / "checkpoint/step-40-hf"):
-        assert {
-            **fields_of(folder, GENERATION),
-            "bos_token_id": BOS,
-            "eos_token_id": eos,
-        } == fields_of(folder, GENERATION)
-        assert {
-            **fields_of(folder, "config.json"),
-            "bos_token_id": BOS,
-            "eos_token_id": EOS,
-        } == fields_of(folder, "config.json")
+        generation = fields_of(folder, GENERATION)
+        assert generation["bos_token_id"] == BOS
+        assert generation["eos_token_id"] == eos
+        fields = fields_of(folder, "config.json")
+        assert fields["bos_token_id"] == BOS
+        assert fields["eos_token_id"] == EOS
 
-    arguments = [
-        "--to",
-        str(tmp_path / "unaligned"),
-        "--check",
-        "weights",
-        "--keep_generation_config",
-    ]
-
+    # With --keep_generation_config, the folder keeps the token ids of the base model, if there is one.
+    unaligned = tmp_path / "unaligned"
+    arguments = ["--to", str(unaligned), "--check", "weights", "--keep_generation_config"]
     assert main(["export", str(run), *arguments]) == 0
 
-    unaligned = (
-        dict.fromkeys(("bos_token_id", "eos_token_id"))
-        if from_scratch
-        else {"bos_token_id": 1, "eos_token_id": 2}
-    )
+    base_ids = {"bos_token_id": 1, "eos_token_id": 2}
+    if from_scratch:
+        base_ids = {"bos_token_id": None, "eos_token_id": None}
+    assert fields_of(unaligned, "config.json") == {**fields_of(back, "config.json"), **base_ids}
+    assert not (unaligned / GENERATION).exists()
 
-    assert fields_of(tmp_path / "unaligned", "config.json") == {
-        **fields_of(back, "config.json"),
-        **unaligned,
-    }
-    assert not (tmp_path / "unaligned" / GENERATION).exists()
-
-    of_run, of_transformers = texts(back, form == "chat", capfd, run)
-    of_export, _ = texts(back, form == "chat", capfd)
-    assert (
-        of_run
-        == of_transformers
-        == of_export
-        == ("the cat sat" if form == "chat" else " the cat sat")
-    )
+    # The run, transformers and the export write the same text.
+    is_chat = form == "chat"
+    of_run, of_transformers = texts(back, is_chat, capfd, run)
+    of_export, _ = texts(back, is_chat, capfd)
+    expected = "the cat sat" if is_chat else " the cat sat"
+    assert of_run == expected
+    assert of_transformers == expected
+    assert of_export == expected
 
 
 def test_merged_adapters_stop_where_the_run_stops_unless_disabled(
@@ -281,18 +266,20 @@ def test_tokens_are_aligned_like_in_transformers_trainer(
     assert not no_changes
 
 
+MOVED_SHARDS = {"dataset": "tokens", "dataset_path": "/nowhere"}
+
+
 @pytest.mark.parametrize(
     ("changed", "ends"),
     [
-        ({}, [EOS]),
-        ({"data": {"format": "chat"}}, [EOS, TURN_END]),
-        ({"task": {"name": "preference"}}, [EOS, TURN_END]),
-        ({"data": {"add_eos": False, "separator": "<|im_start|>"}}, [EOS, START]),
-        ({"data": {"separator": "\n"}}, [EOS]),
-        ({"training": {"dataset": "tokens", "dataset_path": "/nowhere"}}, [EOS, TURN_END]),
+        pytest.param({}, [EOS], id="text"),
+        pytest.param({"data": {"format": "chat"}}, [EOS, TURN_END], id="chat"),
+        pytest.param({"task": {"name": "preference"}}, [EOS, TURN_END], id="pairs"),
+        pytest.param({"data": {"add_eos": False, "separator": "<|im_start|>"}}, [EOS, START], id="separator"),
+        pytest.param({"data": {"separator": "\n"}}, [EOS], id="after eos"),
+        pytest.param({"training": MOVED_SHARDS}, [EOS, TURN_END], id="moved shards"),
     ],
-    ids=["text", "chat", "pairs", "separator", "after eos", "moved shards"],
-)
+)  # fmt: skip
 def test_end_tokens_are_those_of_the_rows(
     changed: dict[str, Any], ends: list[int], tmp_path: Path
 ) -> None:
@@ -319,5 +306,6 @@ def test_prepared_conversations_are_recognized_by_their_shards(tmp_path: Path) -
         main(["data", "prepare", "--output", str(shards), "--data.format", "chat", *arguments]) == 0
     )
 
+    # The configuration names shards of tokens, and only their index has the format of the rows.
     config = tiny_config(training={"dataset": "tokens", "dataset_path": str(shards)})
     assert trained_tokens(open_tokenizer(str(folder)), config)["eos_token_id"] == [EOS, TURN_END]

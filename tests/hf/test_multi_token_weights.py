@@ -28,20 +28,23 @@ def published(folder: Path, num_depths: int = 1, **changed: Any) -> Path:
     model = build("deepseek_v3", vocab_size=400, **changed)
     save(model, folder)
     tensors = load_file(folder / "model.safetensors")
-    last = f"model.layers.{model.config.num_hidden_layers - 1}."
+    num_layers = model.config.num_hidden_layers
+    last = f"model.layers.{num_layers - 1}."
     generator = torch.Generator().manual_seed(3)
     hidden = model.config.hidden_size
     for depth in range(num_depths):
-        prefix = f"model.layers.{model.config.num_hidden_layers + depth}."
+        prefix = f"model.layers.{num_layers + depth}."
         for name in [name for name in tensors if name.startswith(last)]:
             tensors[prefix + name.removeprefix(last)] = tensors[name] * 0.9
         for name in ("enorm", "hnorm", "shared_head.norm"):
             tensors[f"{prefix}{name}.weight"] = torch.ones(hidden)
         projection = torch.randn(hidden, 2 * hidden, generator=generator) * 0.1
         tensors[f"{prefix}eh_proj.weight"] = projection
+        # The published files repeat the shared embedding and head in each layer.
         tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
     fields = json.loads((folder / "config.json").read_text())
     fields["num_nextn_predict_layers"] = num_depths
     (folder / "config.json").write_text(json.dumps(fields))
@@ -101,21 +104,21 @@ def test_published_weights_are_trained_and_exported(tmp_path: Path) -> None:
     assert shapes_of(back) == shapes_of(folder)
     assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 2
 
+    # The layers share the embedding and the head, and training changed their other weights.
     tensors = tensors_of(back)
     before = tensors_of(folder)
+    embedding = tensors["model.embed_tokens.weight"]
     num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     for number in (num_layers, num_layers + 1):
         prefix = f"model.layers.{number}."
-        assert torch.equal(
-            tensors[f"{prefix}embed_tokens.weight"], tensors["model.embed_tokens.weight"]
-        )
+        assert torch.equal(tensors[f"{prefix}embed_tokens.weight"], embedding)
         assert torch.equal(tensors[f"{prefix}shared_head.head.weight"], tensors["lm_head.weight"])
         for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm", "self_attn.o_proj"):
-            name = f"{prefix}{name}.weight"
-            assert not torch.equal(tensors[name], before[name]), name
+            key = f"{prefix}{name}.weight"
+            assert not torch.equal(tensors[key], before[key]), key
 
 
-def test_export_can_drop_them_for_transformers(tmp_path: Path) -> None:
+def test_export_can_drop_prediction_layers_for_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = published(tmp_path / "hf")
     output = trained(folder, tmp_path / "run")
@@ -143,7 +146,7 @@ def test_export_can_drop_them_for_transformers(tmp_path: Path) -> None:
     assert torch.equal(*logits)
 
 
-def test_import_keeps_them_on_request(tmp_path: Path) -> None:
+def test_import_keeps_prediction_layers_on_request(tmp_path: Path) -> None:
     folder = published(tmp_path / "hf")
     checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
     arguments = ["import", str(folder), "--to", str(checkpoint), "--keep_mtp", "--check", "weights"]
@@ -160,7 +163,7 @@ def test_import_keeps_them_on_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_depths", [0, 1])
 @pytest.mark.parametrize("has_field", [True, False])
-def test_export_counts_those_of_a_run_from_a_config_alone(
+def test_export_counts_prediction_layers_of_a_run_from_a_config_alone(
     has_field: bool, num_depths: int, tmp_path: Path
 ) -> None:
     folder = published(tmp_path / "hf")
@@ -187,7 +190,7 @@ def test_export_counts_those_of_a_run_from_a_config_alone(
         assert has_layer == bool(num_depths)
 
 
-def test_export_of_a_class_of_transformers_has_none(tmp_path: Path) -> None:
+def test_export_of_a_class_of_transformers_has_no_prediction_layers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = shutil.copytree(hf_folder("glm4_moe"), tmp_path / "hf")
     fields = json.loads((folder / "config.json").read_text())
@@ -200,7 +203,7 @@ def test_export_of_a_class_of_transformers_has_none(tmp_path: Path) -> None:
     assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
-def test_generate_ignores_them(tmp_path: Path, capsys: Any) -> None:
+def test_generate_ignores_prediction_layers(tmp_path: Path, capsys: Any) -> None:
     folder = published(tmp_path / "hf")
     output = trained(folder, tmp_path / "run")
     small = tmp_path / "small"
@@ -208,6 +211,7 @@ def test_generate_ignores_them(tmp_path: Path, capsys: Any) -> None:
 
     assert main(arguments) == 0
 
+    # The checkpoint has the layers of multi-token prediction, and the exported folder has not.
     capsys.readouterr()
     texts = []
     for path in (output, small):
@@ -228,8 +232,8 @@ def _without_layers(folder: Path) -> None:
 
 def _without_files(folder: Path) -> None:
     tensors = tensors_of(folder)
-    kept = {name: tensor for name, tensor in tensors.items() if "eh_proj" not in name}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    remaining = {name: tensor for name, tensor in tensors.items() if "eh_proj" not in name}
+    save_file(remaining, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _with_other_embedding(folder: Path) -> None:
@@ -249,7 +253,7 @@ def _with_other_embedding(folder: Path) -> None:
         (_with_other_embedding, "1 unequal to the tensor they must repeat: model.layers."),
     ],
 )
-def test_folders_without_them_are_refused(
+def test_folders_without_prediction_layers_are_refused(
     damage: Any, message: str, tmp_path: Path, capsys: Any
 ) -> None:
     folder = published(tmp_path / "hf")
@@ -260,7 +264,7 @@ def test_folders_without_them_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_run_refuses_a_folder_without_them(tmp_path: Path) -> None:
+def test_a_run_refuses_a_folder_without_prediction_layers(tmp_path: Path) -> None:
     folder = published(tmp_path / "hf")
     _without_layers(folder)
     with pytest.raises(AssertionError, match="exceeds the 0 layers of multi-token prediction in"):

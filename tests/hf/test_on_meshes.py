@@ -54,10 +54,12 @@ def test_a_run_starts_from_the_weights_of_a_folder(family: str, mesh: str, tmp_p
         fused = state["model.layers.1.mlp.experts.gate_up_proj"]
         assert torch.equal(weights["layers.1.moe.experts.w1"], fused.chunk(2, dim=1)[0])
         assert torch.equal(weights["layers.1.moe.experts.w3"], fused.chunk(2, dim=1)[1])
+    # A mesh changes no weight.
     if mesh != "one":
-        single = run_ranks(1, start, config_for(folder, tmp_path / "alone", "one"))[0]
-        assert weights.keys() == single.keys()
-        assert all(torch.equal(weights[name], single[name]) for name in single)
+        weights_of_one = run_ranks(1, start, config_for(folder, tmp_path / "alone", "one"))[0]
+        assert weights.keys() == weights_of_one.keys()
+        for name, weight in weights_of_one.items():
+            assert torch.equal(weights[name], weight)
 
 
 def test_an_unreadable_file_stops_every_rank(tmp_path: Path) -> None:
@@ -70,6 +72,7 @@ def test_an_unreadable_file_stops_every_rank(tmp_path: Path) -> None:
     assert {name for name, _ in answers} == {"CheckpointError"}
     assert all(victim.name in text for _, text in answers)
 
+    # A model that differs from the folder is refused too.
     run_config = config_for(folder, tmp_path / "alone", "one")
     model = dataclasses.replace(
         run_config.model, overrides={**run_config.model.overrides, "num_heads": 8}

@@ -237,13 +237,16 @@ def test_import_and_export_survive_a_round_trip(folder: Path, tmp_path: Path, ca
     assert "all weights were read back and are equal" in out
     assert "same logits" in out
 
-    pair = [load_file(where / "model.safetensors") for where in (folder, back)]
-    assert pair[0].keys() == pair[1].keys()
-    assert all(torch.equal(pair[0][name], pair[1][name]) for name in pair[0])
-    assert main(["export", str(checkpoint), "--to", str(back)]) == 2, (
-        "an existing folder must not be replaced"
-    )
+    original = load_file(folder / "model.safetensors")
+    exported = load_file(back / "model.safetensors")
+    assert exported.keys() == original.keys()
+    for name, tensor in original.items():
+        assert torch.equal(exported[name], tensor)
+
+    # An existing folder is not replaced.
+    assert main(["export", str(checkpoint), "--to", str(back)]) == 2
     assert main(["import", str(folder), "--to", str(checkpoint)]) == 2
+
     assert main(["import", str(folder), "--to", str(tmp_path / "x"), "--vocab_size", "10"]) == 2
 
 
@@ -296,6 +299,7 @@ def test_a_vocabulary_grows_by_the_mean_of_its_rows(folder: Path, tmp_path: Path
         ("model.embed.weight", "model.embed_tokens.weight"),
         ("model.head.weight", "lm_head.weight"),
     ):
+        # Rows of the folder stay, and each new row is the mean of them.
         new = read_whole(stored, tmp_path / "checkpoint", ours)
         assert torch.equal(new[:260], old[theirs])
         assert torch.equal(new[260:], old[theirs].mean(0).expand(16, -1))
@@ -310,7 +314,12 @@ def test_index_checks_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / weights.INDEX).write_text(json.dumps({"weight_map": weight_map}))
     checked: list[str] = []
     exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda path: checked.append(path.name) or exists(path))
+
+    def recorded_exists(path: Path) -> bool:
+        checked.append(path.name)
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", recorded_exists)
 
     assert weights.read_index(tmp_path, weights.SINGLE, weights.INDEX) == weight_map
     assert sorted(set(checked) & set(files)) == files

@@ -1,4 +1,4 @@
-"""Import and export preserve a folder: tensors bitwise, every value, every file.
+"""Import and export together keep every file, every value of the configuration, and each tensor bit for bit.
 
 Only the changes of a run differ. Shared tensors may be stored under another of their names.
 """
@@ -49,16 +49,15 @@ def published(folder: Path, extra: dict[str, Any] | None = None) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     fields = json.loads((folder / "config.json").read_text())
-    fields = {
-        key: value for key, value in {**fields, **OWN, **(extra or {})}.items() if key != "dtype"
-    }
-    # transformers saves no layers of multi-token prediction; a number of layers without weights is corrected
+    fields |= OWN | (extra or {})
+    fields.pop("dtype", None)
+    # transformers does not save layers of multi-token prediction, and an import corrects their number to zero.
     fields.pop("num_nextn_predict_layers", None)
     (folder / "config.json").write_text(json.dumps(fields, indent=1))
-    tensors = load_file(folder / "model.safetensors")
-    converted = {
-        name: t if name.endswith("norm.weight") else t.bfloat16() for name, t in tensors.items()
-    }
+
+    converted = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        converted[name] = tensor if name.endswith("norm.weight") else tensor.bfloat16()
     save_file(converted, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -96,24 +95,24 @@ def assert_same_folder(
     before: Path, after: Path, changed: dict[str, Any] | None = None, weights: bool = True
 ) -> None:
     assert fields_of(after) == {**fields_of(before), **(changed or {})}
+
     actual = texts(after)
     expected = texts(before)
     if changed is OF_BYTES:
         settings = json.loads(expected.pop("generation_config.json"))
-        assert json.loads(actual.pop("generation_config.json")) == {
-            **settings,
-            **OF_BYTES,
-            "eos_token_id": [257, 1, 2],
-        }
+        settings |= OF_BYTES | {"eos_token_id": [257, 1, 2]}
+        assert json.loads(actual.pop("generation_config.json")) == settings
     assert actual == expected
-    a = tensors(before)
-    b = tensors(after)
-    assert {name: (t.shape, t.dtype) for name, t in a.items()} == {
-        name: (t.shape, t.dtype) for name, t in b.items()
-    }
-    assert not weights or all(
-        torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a
-    )
+
+    tensors_before = tensors(before)
+    tensors_after = tensors(after)
+    assert tensors_before.keys() == tensors_after.keys()
+    for name, tensor in tensors_before.items():
+        assert tensors_after[name].shape == tensor.shape
+        assert tensors_after[name].dtype == tensor.dtype
+        if weights:
+            bytes_after = tensors_after[name].view(torch.uint8)
+            assert torch.equal(tensor.view(torch.uint8), bytes_after)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -150,32 +149,25 @@ def test_an_untouched_folder_of_transformers_survives_a_round_trip(
 @pytest.mark.parametrize("older", [False, True])
 def test_only_the_changes_of_a_run_differ(older: bool, tmp_path: Path) -> None:
     folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
+    # Before version 5, transformers wrote the fields of RoPE like this.
     if older:
         fields = fields_of(folder)
         rope = fields.pop("rope_parameters")
-        fields |= {
-            "rope_theta": rope.pop("rope_theta"),
-            "rope_scaling": {"type": rope.pop("rope_type"), **rope},
-        }
+        fields["rope_theta"] = rope.pop("rope_theta")
+        fields["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
         (folder / "config.json").write_text(json.dumps(fields))
     checkpoint = str(tmp_path / "checkpoint")
-    arguments = [
-        "import",
-        str(folder),
-        "--to",
-        checkpoint,
-        "--vocab_size",
-        "416",
-        "--check",
-        "weights",
-    ]
+    grown = tmp_path / "grown"
+    half = tmp_path / "half"
 
-    assert main(arguments) == 0
-    assert main(["export", checkpoint, "--to", str(tmp_path / "grown"), "--check", "weights"]) == 0
-    assert fields_of(tmp_path / "grown") == {**fields_of(folder), "vocab_size": 416}
-    assert main(["export", str(folder), "--to", str(tmp_path / "half"), "--dtype", "float16"]) == 0
-    assert fields_of(tmp_path / "half") == {**fields_of(folder), "torch_dtype": "float16"}
-    assert {tensor.dtype for tensor in tensors(tmp_path / "half").values()} == {torch.float16}
+    arguments = ["import", str(folder), "--to", checkpoint]
+    assert main([*arguments, "--vocab_size", "416", "--check", "weights"]) == 0
+    assert main(["export", checkpoint, "--to", str(grown), "--check", "weights"]) == 0
+    assert fields_of(grown) == {**fields_of(folder), "vocab_size": 416}
+
+    assert main(["export", str(folder), "--to", str(half), "--dtype", "float16"]) == 0
+    assert fields_of(half) == {**fields_of(folder), "torch_dtype": "float16"}
+    assert {tensor.dtype for tensor in tensors(half).values()} == {torch.float16}
 
 
 def run_on(folder: Path, output: Path, load: Path, in_hf: bool) -> Any:
@@ -268,6 +260,7 @@ def test_names_in_a_checkpoint_stay_inside_the_folder(tmp_path: Path) -> None:
         facts = {**stored.facts, source.FACT: {name: [0, 1]}}
         with pytest.raises(CheckpointError, match="is not a valid file"):
             source.of_checkpoint(tmp_path / "checkpoint", dataclasses.replace(stored, facts=facts))
+    # A valid name with more bytes than the checkpoint has is refused as well.
     facts = {**stored.facts, source.FACT: {"LICENSE": [0, 2**40]}}
 
     with pytest.raises(CheckpointError, match="is not a valid file"):
@@ -288,17 +281,17 @@ def test_an_import_opens_without_its_source_folder(name: str, tmp_path: Path, ca
     assert main(["generate", "--from", str(folder), *arguments]) == 0
 
     expected = capsys.readouterr().out
-    assert (
-        main(["import", str(folder), "--to", str(tmp_path / "imported"), "--check", "weights"]) == 0
-    )
+    imported = str(tmp_path / "imported")
+    assert main(["import", str(folder), "--to", imported, "--check", "weights"]) == 0
 
+    # Without the source folder, the checkpoint generates the same text.
     shutil.rmtree(folder)
     capsys.readouterr()
-    assert main(["generate", "--from", str(tmp_path / "imported"), *arguments]) == 0
+    assert main(["generate", "--from", imported, *arguments]) == 0
     assert capsys.readouterr().out == expected
-    assert (
-        main(["export", str(tmp_path / "imported"), "--to", str(folder), "--check", "logits"]) == 0
-    )
+
+    # An export writes the source folder again, and both have the same loss.
+    assert main(["export", imported, "--to", str(folder), "--check", "logits"]) == 0
 
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "hello world"}\n')

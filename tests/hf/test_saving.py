@@ -1,4 +1,4 @@
-"""Training writes Hugging Face folders next to its checkpoints: on any mesh, the same bytes as an export."""
+"""A training writes Hugging Face folders next to its checkpoints. Their bytes equal those of an export, on any mesh."""
 
 from __future__ import annotations
 
@@ -91,22 +91,20 @@ def test_the_saved_folder_equals_an_export(mesh: str, async_mode: str, tmp_path:
     assert train(config, ranks).error is None
 
     folder = tmp_path / "run/checkpoint"
-    assert sorted(path.name for path in folder.glob("step-*")) == [
-        "step-1",
-        "step-1-hf",
-        "step-2",
-        "step-2-hf",
-    ]
+    names = sorted(path.name for path in folder.glob("step-*"))
+    assert names == ["step-1", "step-1-hf", "step-2", "step-2-hf"]
 
     module = models.find(config.model.name)
     shape = models.shape_of(
         module, config.model.flavor, config.model.overrides, config.model.norm_type
     )
+    tokens = trained_tokens(tokenizer_of(config), config)
+    # An export of each checkpoint writes the same bytes as the run wrote beside it.
     for step in (1, 2):
         back = tmp_path / f"exported-{step}"
-        tokens = trained_tokens(tokenizer_of(config), config)
-        wanted = Export(folder / f"step-{step}", back, module, shape, max_tokens=64, tokens=tokens)
-        hf_export.export(dataclasses.replace(wanted, shard_bytes=SHARD_BYTES))
+        export = Export(folder / f"step-{step}", back, module, shape, max_tokens=64, tokens=tokens)
+        hf_export.export(dataclasses.replace(export, shard_bytes=SHARD_BYTES))
+
         files = bytes_of(folder / f"step-{step}-hf")
         assert files == bytes_of(back)
         assert sum(name.endswith(".safetensors") for name in files) >= 4
@@ -136,6 +134,7 @@ def test_a_folder_is_deleted_with_its_checkpoint(tmp_path: Path) -> None:
 
 
 def no_space(folder: str) -> Any:
+    """Return a function that writes files, but fails for weights as on a full disk."""
     write = files.write_hashed
 
     def full(path: Path, *rest: Any) -> Any:
@@ -215,6 +214,7 @@ def test_a_model_without_a_transformers_class_is_rejected_before_the_first_step(
     assert "norm_type" in str(ended.error)
     assert not ended.losses
 
+    # The class may exist for language models only, and not for a task with a classification head.
     labels = reviews.config(
         checkpoint={"enable": True, "last_save_in_hf": True}, job={"dump_folder": str(tmp_path)}
     )

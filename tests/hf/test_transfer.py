@@ -33,61 +33,60 @@ def test_a_folder_is_unchanged_after_import_and_export(family: str, tmp_path: Pa
     folder = save(reference, tmp_path / "hf", shard_bytes=20_000)
     assert (folder / "model.safetensors.index.json").exists()
 
-    model, wanted = imported(folder, tmp_path / "checkpoint")
-    ours = logits.own_model(wanted)
+    model, export = imported(folder, tmp_path / "checkpoint")
+    ours = logits.own_model(export)
     # Float32 rounding is about 1e-5 for logits up to 10. The reference of Qwen3-Next subtracts cumulative sums of
     # decays, which loses digits. With 100 tokens it differs from its own float64 by 4e-4 to 5e-4, depending on the
     # CPU's kernels; ours differs by 7e-5, and so does the reference with only these sums in float64. Repeated runs are
     # bitwise equal. test_qwen3_next.py compares in float64.
     tolerance = 1e-3 if family == "qwen3_next" else 1e-4
     for length in (3, 40, 100):
-        tokens_BT = torch.randint(
-            0, 260, (2, length), generator=torch.Generator().manual_seed(length)
-        )
+        generator = torch.Generator().manual_seed(length)
+        tokens_BT = torch.randint(0, 260, (2, length), generator=generator)
         positions_BT = torch.arange(length).expand(2, -1)
         with torch.no_grad():
             actual_BTV = ours(tokens_BT, positions_BT)
-            torch.testing.assert_close(
-                actual_BTV, reference(tokens_BT).logits, atol=tolerance, rtol=0
-            )
+            expected_BTV = reference(tokens_BT).logits
+        torch.testing.assert_close(actual_BTV, expected_BTV, atol=tolerance, rtol=0)
 
-    hf_export.export(wanted)
-    error, scale = logits.largest_error(wanted)
+    hf_export.export(export)
+    error, scale = logits.largest_error(export)
     assert error <= tolerance
     assert scale > 0.1
 
-    again, _ = imported(wanted.output, tmp_path / "again")
-    assert again == model
+    # The exported folder imports as the same model with the same tensors.
+    model_of_export, _ = imported(export.output, tmp_path / "again")
+    assert model_of_export == model
 
-    first, second = (manifest.read(tmp_path / name) for name in ("checkpoint", "again"))
+    first = manifest.read(tmp_path / "checkpoint")
+    second = manifest.read(tmp_path / "again")
     assert first.tensors.keys() == second.tensors.keys()
-
     for name in first.tensors:
-        pair = [
-            tensors.read_whole(m, tmp_path / f, name)
-            for m, f in ((first, "checkpoint"), (second, "again"))
-        ]
-        assert torch.equal(*pair), name
+        tensor = tensors.read_whole(first, tmp_path / "checkpoint", name)
+        assert torch.equal(tensor, tensors.read_whole(second, tmp_path / "again", name)), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     reference = build(family)
-    model, wanted = imported(save(reference, tmp_path / "hf"), tmp_path / "checkpoint")
-    ours = logits.own_model(wanted)
-    tokens_BT = torch.randint(0, 260, (2, 33), generator=torch.Generator().manual_seed(1))
-    weights_BTV = torch.randn((2, 33, 260), generator=torch.Generator().manual_seed(2))
+    model, export = imported(save(reference, tmp_path / "hf"), tmp_path / "checkpoint")
+    ours = logits.own_model(export)
     for module in ours.modules():
         if isinstance(module, moe.Balance):
             module.loss_weight = torch.zeros(())  # the reference logits have no balance loss
-    (ours(tokens_BT, torch.arange(33).expand(2, -1)) * weights_BTV).sum().backward()
+
+    tokens_BT = torch.randint(0, 260, (2, 33), generator=torch.Generator().manual_seed(1))
+    positions_BT = torch.arange(33).expand(2, -1)
+    weights_BTV = torch.randn((2, 33, 260), generator=torch.Generator().manual_seed(2))
+    (ours(tokens_BT, positions_BT) * weights_BTV).sum().backward()
     (reference(tokens_BT).logits * weights_BTV).sum().backward()
-    first_projection = (
-        "layers.0.delta.wo.weight" if family == "qwen3_next" else "layers.0.attn.wo.weight"
-    )
+
+    core = "delta" if family == "qwen3_next" else "attn"
+    first_projection = f"layers.0.{core}.wo.weight"
     for name in ("embed.weight", first_projection, "layers.1.attn_norm.weight", "norm.weight"):
         expected = reference.get_parameter(str(model.hub.source(name, model.config))).grad
         actual = ours.get_parameter(name).grad
+        # float32 rounding through two layers
         assert (actual - expected).norm() <= 1e-4 * expected.norm(), name
 
     assert recognise(tmp_path / "hf") == model
@@ -118,9 +117,9 @@ def test_a_tied_head_listed_in_the_index_may_be_absent(tmp_path: Path) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    _, wanted = imported(folder, tmp_path / "checkpoint")
+    _, model = imported(folder, tmp_path / "checkpoint")
     tokens_BT = torch.randint(0, 260, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        actual = logits.own_model(wanted)(tokens_BT, torch.arange(40).expand(2, -1))
+        actual = logits.own_model(model)(tokens_BT, torch.arange(40).expand(2, -1))
         # float32 rounding is about 1e-5 for logits up to 10
         torch.testing.assert_close(actual, reference(tokens_BT).logits, atol=1e-4, rtol=0)

@@ -55,14 +55,14 @@ TELLING = "telling the other nodes that this one cannot run, at most 120 s\n"
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_that_cannot_run_says_so_before_it_tells_the_others(tmp_path, rank):
     """Nobody else may start for minutes. A request to stop in this time keeps the reason and the exit status."""
-    words = ["--nnodes=2", f"--node_rank={rank}", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
+    options = ["--nnodes=2", f"--node_rank={rank}", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
     command = [
         sys.executable,
         "-m",
         "shardtrain",
         "train",
         "debug",
-        *words,
+        *options,
         f"--job.dump_folder={tmp_path}",
     ]
 
@@ -124,14 +124,14 @@ def test_threads_in_a_store_do_not_abort_the_end_of_a_node(end):
 
 def test_a_node_that_is_stopped_while_it_waits_leaves_no_temporary_folder(tmp_path):
     (tmp_path / "tmp").mkdir()
-    words = ["--nnodes=2", "--node_rank=0", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
+    options = ["--nnodes=2", "--node_rank=0", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
     command = [
         sys.executable,
         "-m",
         "shardtrain",
         "train",
         "debug",
-        *words,
+        *options,
         f"--job.dump_folder={tmp_path / 'run'}",
         "--checkpoint.grace_seconds=1",
     ]
@@ -154,22 +154,19 @@ def test_a_node_without_its_data_ends_all_nodes_with_the_reason(tmp_path, lackin
     nodes_of_run = []
     for rank in (0, 1):
         path = tmp_path / "missing.txt" if rank in lacking else text_file()
-        words = [
+        options = [
             "--nnodes=2",
             f"--node_rank={rank}",
             f"--rdzv_endpoint={endpoint}",
             "--training.dataset=text",
-        ]
-        options = [
             f"--training.dataset_path={path}",
             "--training.on_data_end=repeat",
             f"--job.dump_folder={tmp_path / str(rank)}",
         ]
-        command = [sys.executable, "-m", "shardtrain", "train", "debug", *words, *options]
-        names = {**os.environ, "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        nodes_of_run.append(
-            forked.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=names)
-        )
+        command = [sys.executable, "-m", "shardtrain", "train", "debug", *options]
+        environment = {**os.environ, "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        node = forked.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+        nodes_of_run.append(node)
     try:
         outputs = [node.communicate(timeout=patience.seconds(90))[1] for node in nodes_of_run]
     finally:
@@ -178,6 +175,7 @@ def test_a_node_without_its_data_ends_all_nodes_with_the_reason(tmp_path, lackin
 
     assert [node.returncode for node in nodes_of_run] == [2, 2], outputs
 
+    # A node with data names the host that lacks it. A node without data reports its own problem.
     for rank, text in enumerate(outputs):
         (line,) = [line for line in text.splitlines() if line.startswith("error[")]
         assert "missing.txt" in line, text

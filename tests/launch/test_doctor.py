@@ -37,25 +37,22 @@ def launch(*arguments: str, **names: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("platform", ["local", "ssh", "slurm", "kubernetes", "runai"])
 def test_the_doctor_is_submitted_like_the_training(platform):
-    arguments = [
-        platform,
-        "configs/debug.toml",
-        "--training.steps=7",
-        "--image=image",
-        "--dry-run",
-        "--max_restarts=3",
-    ]
-    arguments += [] if platform == "local" else ["--nodes=2"]
-    arguments += ["--hosts", "a,b"] if platform == "ssh" else []
+    arguments = [platform, "configs/debug.toml", "--training.steps=7", "--image=image"]
+    arguments += ["--dry-run", "--max_restarts=3"]
+    if platform != "local":
+        arguments.append("--nodes=2")
+    if platform == "ssh":
+        arguments += ["--hosts", "a,b"]
     training = launch(*arguments)
     doctor = launch(*arguments, "--doctor")
 
-    assert training.returncode == doctor.returncode == 0, doctor.stderr
+    assert training.returncode == 0, training.stderr
+    assert doctor.returncode == 0, doctor.stderr
 
     # A manifest has one argument per line. Other platforms have them on one line, some quoted.
-    training_command, doctor_command = (
-        re.sub(r'[\s",()]|- ', " ", submission.stdout).split() for submission in (training, doctor)
-    )
+    separators = r'[\s",()]|- '
+    training_command = re.sub(separators, " ", training.stdout).split()
+    doctor_command = re.sub(separators, " ", doctor.stdout).split()
 
     assert training_command[training_command.index("train") - 1] == "shardtrain"
     assert doctor_command[doctor_command.index("doctor") - 1] == "shardtrain"
@@ -63,7 +60,8 @@ def test_the_doctor_is_submitted_like_the_training(platform):
     assert "--max_restarts" not in doctor_command
     assert "doctor" not in training_command
     assert "train" not in doctor_command
-    assert "--training.steps=7" in doctor_command, "the doctor must examine the given configuration"
+    # The doctor examines the given configuration.
+    assert "--training.steps=7" in doctor_command
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
@@ -75,10 +73,11 @@ def test_a_doctor_that_reports_problems_is_not_restarted(kind):
 
     assert job.retries == 0
     for manifest in yaml.safe_load_all(text):
-        assert not {
-            value for key, value in _leaves(manifest) if key in ("maxRestarts", "backoffLimit")
-        } - {0}
-        assert {value for key, value in _leaves(manifest) if key == "restartPolicy"} <= {"Never"}
+        for key, value in _leaves(manifest):
+            if key in ("maxRestarts", "backoffLimit"):
+                assert value == 0
+            if key == "restartPolicy":
+                assert value == "Never"
 
 
 def _leaves(node: object, key: str = "") -> list[tuple[str, object]]:
@@ -125,7 +124,8 @@ def test_two_hosts_are_examined_together_and_one_report_comes_back(tmp_path):
 
     assert result.returncode == 0, result.stderr
 
+    # Only rank 0 reports on all ranks.
     lines = [line for line in result.stderr.splitlines() if "2 ranks on " in line]
-    assert len(lines) == 1, "only rank 0 may report on all ranks"
+    assert len(lines) == 1
     assert "all_reduce" in result.stderr
     assert "versions" in result.stderr

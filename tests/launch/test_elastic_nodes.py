@@ -42,7 +42,7 @@ def world_sizes(folder: Path) -> list[int]:
     """The number of ranks of each attempt so far."""
     path = folder / "goodput.jsonl"
     lines = map(json.loads, path.read_text().splitlines()) if path.exists() else []
-    return [one["world_size"] for one in lines if one["kind"] == "start"]
+    return [line["world_size"] for line in lines if line["kind"] == "start"]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
@@ -55,25 +55,24 @@ def test_a_run_goes_on_without_a_node_and_takes_it_back(tmp_path, number, status
     }  # fmt: skip
 
     def start(node: int) -> forked.Popen:
-        words = ["--nnodes=1:2", f"--node_rank={node}", f"--rdzv_endpoint=127.0.0.1:{port}", "--nproc=1",
-                 "--max_restarts=1", f"--job.dump_folder={folder}"]  # fmt: skip
-        options = [f"--{name}={value}" for name, value in OPTIONS.items()]
-        process = forked.Popen(
-            [sys.executable, "-m", "shardtrain", "train", *words, *options], env=names, cwd=ROOT
-        )
+        options = [
+            "--nnodes=1:2", f"--node_rank={node}", f"--rdzv_endpoint=127.0.0.1:{port}", "--nproc=1",
+            "--max_restarts=1", f"--job.dump_folder={folder}",
+            *(f"--{name}={value}" for name, value in OPTIONS.items()),
+        ]  # fmt: skip
+        command = [sys.executable, "-m", "shardtrain", "train", *options]
+        process = forked.Popen(command, env=names, cwd=ROOT)
         stack.callback(process.kill)
         return process
+
+    def last_step() -> int:
+        return max(losses(folder), default=0) if (folder / "metrics.jsonl").exists() else 0
 
     def wait_for_steps(sizes: list[int]) -> int:
         """Wait until an attempt with this number of ranks has made steps; return the last step before it."""
         wait_for(lambda: len(world_sizes(folder)) == len(sizes), WAIT_SECONDS)
-        first = max(losses(folder), default=0) if (folder / "metrics.jsonl").exists() else 0
-        wait_for(
-            lambda: (
-                (folder / "metrics.jsonl").exists() and max(losses(folder), default=0) > first + 8
-            ),
-            WAIT_SECONDS,
-        )
+        first = last_step()
+        wait_for(lambda: last_step() > first + 8, WAIT_SECONDS)
         assert world_sizes(folder) == sizes
         return first
 
@@ -84,27 +83,24 @@ def test_a_run_goes_on_without_a_node_and_takes_it_back(tmp_path, number, status
         second_node.send_signal(number)
         assert second_node.wait(patience.seconds(WAIT_SECONDS)) == status
         assert wait_for_steps([2, 1]) > 8, "the run does not begin anew"
-        returned = start(1)
+        restarted_node = start(1)
         assert wait_for_steps([2, 1, 2]) > 16
-        for node in (first_node, returned):
+        for node in (first_node, restarted_node):
             node.send_signal(signal.SIGTERM)
-        assert [node.wait(patience.seconds(WAIT_SECONDS)) for node in (first_node, returned)] == [
-            75,
-            75,
-        ]
-    end = record(folder)
+        for node in (first_node, restarted_node):
+            assert node.wait(patience.seconds(WAIT_SECONDS)) == 75
 
+    end = record(folder)
     assert (end["code"], end["last_step"]) == (75, newest(folder))
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines if "loss" in line]
+    step_lines = [line for line in lines if "loss" in line]
+    steps = [line["step"] for line in step_lines]
     assert list(dict.fromkeys(steps)) == list(range(1, newest(folder) + 1))
     # Only the steps since the last checkpoint are repeated, and only after a kill.
     assert len(steps) - len(set(steps)) < (6 if number == signal.SIGKILL else 1)
 
+    # A repeated step reads the same data.
     hashes: dict[int, str] = {}
-    assert all(
-        hashes.setdefault(line["step"], line["order_hash"]) == line["order_hash"]
-        for line in lines
-        if "loss" in line
-    )
+    for line in step_lines:
+        assert hashes.setdefault(line["step"], line["order_hash"]) == line["order_hash"]

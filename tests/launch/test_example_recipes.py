@@ -65,11 +65,11 @@ def test_dstack_passes_the_place_of_each_node(tmp_path: Path) -> None:
         "DSTACK_NODE_RANK": "1",
         "DSTACK_MASTER_NODE_IP": "10.0.0.1",
     }
-    words = arguments("\n".join(read("dstack.yml")["commands"]), tmp_path, variables)
+    train_arguments = arguments("\n".join(read("dstack.yml")["commands"]), tmp_path, variables)
 
-    assert words[:2] == ["train", "my_run.toml"]
+    assert train_arguments[:2] == ["train", "my_run.toml"]
 
-    options = dict(zip(words[2::2], words[3::2], strict=True))
+    options = dict(zip(train_arguments[2::2], train_arguments[3::2], strict=True))
     assert options["--nnodes"] == "2"
     assert options["--node_rank"] == "1"
     assert options["--rdzv_endpoint"] == "10.0.0.1:29500"
@@ -77,8 +77,10 @@ def test_dstack_passes_the_place_of_each_node(tmp_path: Path) -> None:
 
 def test_skypilot_needs_no_options_for_nodes(tmp_path: Path) -> None:
     recipe = read("skypilot.yaml")
-    words = arguments(recipe["setup"] + recipe["run"], tmp_path, {})
-    assert words[:2] == ["train", "my_run.toml"]
-    assert not any(word.startswith(("--nnodes", "--node_rank", "--rdzv")) for word in words)
+    train_arguments = arguments(recipe["setup"] + recipe["run"], tmp_path, {})
+    assert train_arguments[:2] == ["train", "my_run.toml"]
+    assert not any(
+        word.startswith(("--nnodes", "--node_rank", "--rdzv")) for word in train_arguments
+    )
     # the variables that SkyPilot sets are known
     assert "SKYPILOT_NODE_RANK" in Path(nodes.__file__).read_text()

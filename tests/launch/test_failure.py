@@ -227,17 +227,16 @@ def test_a_full_disk_leaves_the_exit_file_in_reserved_space_or_the_named_file(
     assert os.listdir(tmp_path) == ["exit.json"]
     assert capsys.readouterr().err == ""
 
+    # Without a folder for it, exit.json is written to the folder for temporary files.
     (tmp_path / "exit.json").unlink()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     failure.write_exit(tmp_path / "gone", None, 8)
     report = capsys.readouterr().err
-
     assert "cannot write" in report
-    assert (
-        json.loads(Path(report.rpartition(" it was written to ")[2].strip()).read_text())["code"]
-        == 8
-    )
+
+    substitute = Path(report.rpartition(" it was written to ")[2].strip())
+    assert json.loads(substitute.read_text())["code"] == 8
 
 
 def test_a_storage_error_at_the_start_leaves_an_exit_file(
@@ -255,24 +254,20 @@ def test_a_storage_error_at_the_start_leaves_an_exit_file(
     record = json.loads((tmp_path / "new/exit.json").read_text())
     assert (record["code"], record["class"], record["retryable"]) == (8, "StorageError", True)
 
+    # It does not write to the folder of a run that may be alive.
     used = tmp_path / "held/checkpoint"
     used.mkdir(parents=True)
     (used / "lease.json").write_text(json.dumps({**lease.own_fields("aa"), "host": "another.host"}))
     start(tmp_path / "held")
+    assert os.listdir(tmp_path / "held") == ["checkpoint"]
 
-    assert os.listdir(tmp_path / "held") == ["checkpoint"], (
-        "must not write to the folder of a run that may be alive"
-    )
-
+    # If the folder has no room either, it writes to a temporary file and names it.
     monkeypatch.setattr(atomic_io, "write", full)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     start(tmp_path / "full")
     report = capsys.readouterr().err
-
-    assert (
-        json.loads(Path(report.rpartition(" it was written to ")[2].strip()).read_text())["code"]
-        == 8
-    )
+    temporary_file = Path(report.rpartition(" it was written to ")[2].strip())
+    assert json.loads(temporary_file.read_text())["code"] == 8
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError])

@@ -43,16 +43,23 @@ def meet(_: Loaded) -> None:
     dist.destroy_process_group()
 
 
-def starts(folder: Path, ranks: int, count: int) -> None:
-    """Start ranks repeatedly in one process. Exit with 0 if every start did."""
+def write_to_the_terminal_of(folder: Path) -> None:
+    """Redirect standard error to a file in the folder, also for processes that this one forks."""
     terminal = os.open(folder / "terminal", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(terminal, 2)
     sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
+def starts(folder: Path, ranks: int, count: int) -> None:
+    """Start ranks repeatedly in one process. Exit with the number of starts that failed, at most 100."""
+    write_to_the_terminal_of(folder)
     torch.set_num_threads(1)
     loaded = Loaded(Config(job=Job(dump_folder=str(folder))))
-    lost = sum(local.launch(loaded, ranks, main=meet) != 0 for _ in range(count))
+    failed_starts = 0
+    for _ in range(count):
+        failed_starts += local.launch(loaded, ranks, main=meet) != 0
     sys.stderr.flush()
-    os._exit(min(lost, 100))
+    os._exit(min(failed_starts, 100))
 
 
 @pytest.mark.parametrize("ranks", cases([2], nightly=[1, 4]))
@@ -94,15 +101,14 @@ def forked_slowly(folder: Path) -> None:
     """Start four ranks of which the second is dead, and reaped, before the third is forked."""
     cleanup = multiprocessing.process._cleanup  # type: ignore[attr-defined]
 
-    def later() -> None:
+    def cleanup_later() -> None:
         time.sleep(0.3)
         cleanup()
 
-    multiprocessing.process._cleanup = later  # type: ignore[attr-defined]
-    terminal = os.open(folder / "terminal", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(terminal, 2)
-    sys.stderr = os.fdopen(2, "w", closefd=False)
-    code = local.launch(Loaded(Config(job=Job(dump_folder=str(folder)))), 4, main=dies_at_once)
+    multiprocessing.process._cleanup = cleanup_later  # type: ignore[attr-defined]
+    write_to_the_terminal_of(folder)
+    loaded = Loaded(Config(job=Job(dump_folder=str(folder))))
+    code = local.launch(loaded, 4, main=dies_at_once)
     sys.stderr.flush()
     os._exit(code)
 
@@ -113,7 +119,7 @@ def test_a_rank_that_dies_before_the_last_fork_is_reported_like_others(tmp_path:
     process.join(patience.seconds(60))
     output = (tmp_path / "terminal").read_text()
 
-    assert process.exitcode == 6 and "rank 1" in output and "was killed by signal 9" in output, (
-        output
-    )
+    assert process.exitcode == 6, output
+    assert "rank 1" in output, output
+    assert "was killed by signal 9" in output, output
     assert "Traceback" not in output

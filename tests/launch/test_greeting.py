@@ -83,6 +83,7 @@ def test_a_first_node_that_cannot_run_tells_each_other_node_and_no_stranger():
     server.start()
     host, _, port = endpoint.partition(":")
     patience.wait_for(lambda: socket.socket().connect_ex((host, int(port))) == 0, 20)
+    # A program that does not greet, such as a scanner of ports, is not counted as a node.
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert stranger.recv(64) == b""

@@ -105,29 +105,34 @@ def test_slurm_and_ssh_enter_folders_of_any_name(folders):
     for name in names:
         (at / name).mkdir(exist_ok=True)
     for start in range(0, len(names), 200):
-        batch = names[start : start + 200]
-        scripts = list[str]()
-        remote = list[str]()
-        expected = list[list[str]]()
-        for folder, name in (
-            (path, one_name) for one_name in batch for path in (str(at / one_name), one_name)
-        ):
+        scripts = []
+        remote_scripts = []
+        folders_and_names = []
+        for name in names[start : start + 200]:
+            folders_and_names += [(str(at / name), name), (name, name)]
+        expected = []
+        for folder, name in folders_and_names:
             job = replace(job_of([]), workdir=folder)
             text = slurm.render(job, Launch(slurm=LaunchSlurm(requeue=False)))
             scripts.append(f"(\nOLDPWD=/\n{text}\n) || exit")
-            remote.append(
-                f"({ssh.render(job, Launch(), [Host('a')], 'a', 'id')[0].ssh[-1]}) || exit"
-            )
+            plan = ssh.render(job, Launch(), [Host("a")], "a", "id")[0]
+            remote_scripts.append(f"({plan.ssh[-1]}) || exit")
             expected.append([str(at / name), *job.command[1:]])
+        expected_folders = [folder for folder, *_ in expected]
+
+        # Slurm starts a check of the interpreter and the command in each folder.
         record.run(["bash"], f"{shims}cd {at}\nexport CDPATH=/:/usr\n" + "\n".join(scripts), **STEP)
         calls = each(record)
-        same([[folder, "-P", "-c", slurm.LOOK, folder, ""] for folder, *_ in expected], calls[::2])
-        same(expected, calls[1::2])
-        record.run(["sh"], f"cd {at}\nexport CDPATH=/:/usr\n" + "\n".join(remote))
         same(
-            [[folder, "-P", "-m", "shardtrain.launch.remote_agent"] for folder, *_ in expected],
-            each(record),
+            [[folder, "-P", "-c", slurm.LOOK, folder, ""] for folder in expected_folders],
+            calls[::2],
         )
+        same(expected, calls[1::2])
+
+        # ssh starts the agent of the host.
+        record.run(["sh"], f"cd {at}\nexport CDPATH=/:/usr\n" + "\n".join(remote_scripts))
+        agent = ["-P", "-m", "shardtrain.launch.remote_agent"]
+        same([[folder, *agent] for folder in expected_folders], each(record))
 
 
 def each(record: Recorder) -> list[list[str]]:
@@ -141,44 +146,50 @@ def each(record: Recorder) -> list[list[str]]:
     return calls
 
 
+def values_after(flag, arguments):
+    """Return the argument after each occurrence of a flag."""
+    return [arguments[at + 1] for at, argument in enumerate(arguments) if argument == flag]
+
+
 def test_mounts_and_folders_reach_containers_unchanged(tmp_path):
     record = Recorder(tmp_path, **CLUSTER)
     form = FORMS["launch.mounts"][0]
     for many in batches("mounts"):
-        spelt = [f"/{text}:/{text}" for text in many]
-        mounts = tuple(to_mount(mount) for mount in spelt if re.fullmatch(form, mount))
-        assert all(
-            mount == Mount(mount.source, mount.path) and "," not in mount.path for mount in mounts
-        )
-        job = replace(job_of([]), mounts=mounts, workdir=f"/{many[0]}")
-        sent = [f"{mount.source}:{mount.path}" for mount in mounts]
-        record.run(
-            ["bash"], slurm.render(job, Launch(slurm=LaunchSlurm(container="apptainer"))), **STEP
-        )
+        mounts = []
+        for text in many:
+            spelling = f"/{text}:/{text}"
+            if re.fullmatch(form, spelling):
+                mounts.append(to_mount(spelling))
+        for mount in mounts:
+            assert mount == Mount(mount.source, mount.path)
+            assert "," not in mount.path
+        job = replace(job_of([]), mounts=tuple(mounts), workdir=f"/{many[0]}")
+        expected = [f"{mount.source}:{mount.path}" for mount in mounts]
+
+        # Slurm with Apptainer
+        script = slurm.render(job, Launch(slurm=LaunchSlurm(container="apptainer")))
+        record.run(["bash"], script, **STEP)
         arguments = record.read("srun")
-        same(
-            sent,
-            [arguments[at + 1] for at, argument in enumerate(arguments) if argument == "--bind"],
-        )
-        assert arguments[arguments.index("--pwd") + 1] == job.workdir
-        record.run(
-            ["bash"], slurm.render(job, Launch(slurm=LaunchSlurm(container="pyxis"))), **STEP
-        )
+        same(expected, values_after("--bind", arguments))
+        assert values_after("--pwd", arguments)[0] == job.workdir
+
+        # Slurm with Pyxis
+        script = slurm.render(job, Launch(slurm=LaunchSlurm(container="pyxis")))
+        record.run(["bash"], script, **STEP)
         arguments = record.read("srun")
         assert f"--container-workdir={job.workdir}" in arguments
-        same(
-            sent,
-            next(argument for argument in arguments if "-mounts=" in argument)
-            .partition("=")[2]
-            .split(","),
-        )
+        mount_arguments = [argument for argument in arguments if "-mounts=" in argument]
+        same(expected, mount_arguments[0].partition("=")[2].split(","))
         record.read("argv")
         record.read("env")
-        arguments = runai.render(job, Launch())
-        same([f"claimname={mount.source},path={mount.path}" for mount in mounts],
-             [arguments[at + 1] for at, argument in enumerate(arguments) if argument == "--existing-pvc"])  # fmt: skip
-        written = kubernetes.render(job, Launch())
-        paths = [m["mountPath"] for m in _first(list(yaml.safe_load_all(written)), "volumeMounts")]
+
+        # Run:ai
+        claims = [f"claimname={mount.source},path={mount.path}" for mount in mounts]
+        same(claims, values_after("--existing-pvc", runai.render(job, Launch())))
+
+        # Kubernetes
+        manifests = list(yaml.safe_load_all(kubernetes.render(job, Launch())))
+        paths = [mount["mountPath"] for mount in _first(manifests, "volumeMounts")]
         same([mount.path for mount in mounts], paths)
 
 
@@ -239,6 +250,7 @@ def test_a_forwarded_variable_dropped_by_sbatch_ends_the_job(tmp_path):
     assert record.variables()["A_TOKEN"] == "a\nb $(touch canary)"
     assert "canary" not in text
 
+    # The job without the variable, as under SBATCH_EXPORT=NONE.
     result = subprocess.run(
         ["bash"],
         input=text,
@@ -369,10 +381,11 @@ def test_the_text_of_a_configuration_arrives_in_a_manifest_unchanged(tmp_path):
 )  # fmt: skip
 def test_names_that_no_platform_accepts_are_rejected_in_one_line(option, value):
     problems = config.check(config.load(None, [f"--launch.{option}={value}"]))
+
     assert problems
-    assert all(
-        "launch" in str(problem) and len(str(problem).splitlines()) == 1 for problem in problems
-    )
+    for problem in problems:
+        assert "launch" in str(problem)
+        assert len(str(problem).splitlines()) == 1
     assert len(problems) == 1 or option == "ssh.include"
 
 

@@ -94,7 +94,8 @@ def test_a_missing_hostfile_is_reported(tmp_path):
     ],
 )
 def test_filters_choose_hosts_and_devices(include, exclude, expected):
-    assert {host.name: host.devices for host in select(FOUR, include, exclude)} == expected
+    selected = select(FOUR, include, exclude)
+    assert {host.name: host.devices for host in selected} == expected
 
 
 @pytest.mark.parametrize(
@@ -141,30 +142,28 @@ def test_unequal_slots_are_reported_with_each_host(tmp_path):
 
 
 def test_slots_are_the_ranks_and_chosen_devices_are_the_visible_ones():
-    plans = ssh.render(
-        JOB, Launch(), [Host("a", slots=2, devices=(1, 3)), Host("b", slots=2)], "10.0.0.1", "id"
-    )
+    hosts = [Host("a", slots=2, devices=(1, 3)), Host("b", slots=2)]
+    first, second = ssh.render(JOB, Launch(), hosts, "10.0.0.1", "id")
 
-    assert plans[0].command[-2:] == ("--nproc", "2")
-    assert plans[0].environment["CUDA_VISIBLE_DEVICES"] == "1,3"
-    assert "CUDA_VISIBLE_DEVICES" not in plans[1].environment
-    assert [plan.environment["SHARDTRAIN_NODE_RANK"] for plan in plans] == ["0", "1"]
-    assert {plan.environment["SHARDTRAIN_RDZV_ENDPOINT"] for plan in plans} == {"10.0.0.1:29500"}
+    assert first.command[-2:] == ("--nproc", "2")
+    assert first.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert "CUDA_VISIBLE_DEVICES" not in second.environment
+    for rank, plan in enumerate((first, second)):
+        assert plan.environment["SHARDTRAIN_NODE_RANK"] == str(rank)
+        assert plan.environment["SHARDTRAIN_RDZV_ENDPOINT"] == "10.0.0.1:29500"
+
     with pytest.raises(ConfigError, match="2 slots"):
         ssh.render(JOB, replace(Launch(), nproc_per_node=4), [Host("a", slots=2)], "a", "id")
 
 
 def test_a_single_host_gets_no_node_variables():
     (plan,) = ssh.render(JOB, Launch(), [Host("a", "me", 22)], "a", "id")
+
+    # The launcher reports the status of the run.
     variables = [name for name in plan.environment if name.startswith("SHARDTRAIN_")]
-    assert variables == ["SHARDTRAIN_SUPERVISED"], "the launcher reports the status of the run"
-    assert plan.ssh[-5:] == (
-        "-p",
-        "22",
-        "--",
-        "me@a",
-        "exec python3 -P -m shardtrain.launch.remote_agent",
-    )
+    assert variables == ["SHARDTRAIN_SUPERVISED"]
+    agent = "exec python3 -P -m shardtrain.launch.remote_agent"
+    assert plan.ssh[-5:] == ("-p", "22", "--", "me@a", agent)
 
 
 def test_an_elastic_run_is_refused():
@@ -183,15 +182,12 @@ def test_options_that_pdsh_does_not_support_are_rejected(monkeypatch):
 
 
 def test_the_user_s_endpoint_takes_precedence_over_the_detected_one():
+    detected = {ssh.ENDPOINT: "10.0.0.1:29500"}
     with_endpoint = replace(JOB, environment={ssh.ENDPOINT: "fabric-1:1"})
-    for job, place in ((JOB, "10.0.0.1:29500"), (with_endpoint, "fabric-1:1")):
+    for job, expected in ((JOB, "10.0.0.1:29500"), (with_endpoint, "fabric-1:1")):
         plan = ssh.render(job, Launch(), [Host("a"), Host("b")], "a", "id")[0]
-        assert (
-            json.loads(plan.message({}, {ssh.ENDPOINT: "10.0.0.1:29500"}))["environment"][
-                ssh.ENDPOINT
-            ]
-            == place
-        )
+        message = json.loads(plan.message({}, detected))
+        assert message["environment"][ssh.ENDPOINT] == expected
 
 
 def test_a_local_first_host_uses_the_address_that_faces_the_other_hosts():
@@ -208,23 +204,21 @@ def test_a_local_first_host_uses_the_address_that_faces_the_other_hosts():
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems use ps")
 def test_a_reused_process_id_is_not_a_launch(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    own_process = f"ssh/{os.getpid()}"
     folder = job_status.open_folder(os.getpid())
-    job_status.status(f"ssh/{os.getpid()}")
-    monkeypatch.setenv("TZ", "Asia/Tokyo")
-    job_status.status(f"ssh/{os.getpid()}")
-    boot, ticks = (folder / "started").read_text().split()
-    after_reboot = f"{boot[::-1]} {ticks}"
-    later_process = f"{boot} {int(ticks) + 1}"
-    for other in (after_reboot, later_process):
-        (folder / "started").write_text(other)
-        job_status.stop(f"ssh/{os.getpid()}")
 
-    assert capsys.readouterr().out.split("\n") == [
-        "running",
-        "running",
-        "has already ended",
-        "has already ended",
-        "",
-    ]
+    # The time zone does not matter.
+    job_status.status(own_process)
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    job_status.status(own_process)
+    assert capsys.readouterr().out.splitlines() == ["running", "running"]
+
+    # The same process id after a reboot, and of a process that started later
+    boot, ticks = (folder / "started").read_text().split()
+    for started in (f"{boot[::-1]} {ticks}", f"{boot} {int(ticks) + 1}"):
+        (folder / "started").write_text(started)
+        job_status.stop(own_process)
+        assert capsys.readouterr().out.splitlines() == ["has already ended"]
+
     with pytest.raises(ConfigError, match="not a launch of this user"):
         job_status.status("ssh/1")

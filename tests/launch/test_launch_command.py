@@ -105,13 +105,10 @@ def run(*arguments: str | Path, **names: str) -> subprocess.CompletedProcess[str
     ],
 )
 def test_commands_that_need_torch_report_its_absence_in_one_line(arguments):
-    command = [
-        sys.executable,
-        "-c",
-        BARE,
-        *arguments,
-        *(["--metrics.no_enable_tensorboard"] if "train" in arguments else []),
-    ]
+    command = [sys.executable, "-c", BARE, *arguments]
+    # TensorBoard would be missing before PyTorch is.
+    if "train" in arguments:
+        command.append("--metrics.no_enable_tensorboard")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         command,
@@ -250,24 +247,19 @@ def test_runai_receives_only_documented_flags(tmp_path, config_file, cli):
     stub.parent.mkdir()
     stub.write_text(f'#!/bin/sh\nprintf "%s\\0" runai "$@" > {shlex.quote(str(record))}\n')
     stub.chmod(0o755)
-    result = run(
-        "runai",
-        config_file,
-        f"--launch.runai.cli={cli}",
-        PATH=f"{stub.parent}:{os.environ['PATH']}",
-    )
+    path = f"{stub.parent}:{os.environ['PATH']}"
+    result = run("runai", config_file, f"--launch.runai.cli={cli}", PATH=path)
 
     assert result.returncode == 0, result.stderr
 
     arguments = record.read_text().split("\0")[:-1]
     assert arguments == COMMANDS[cli].replace("FILE", str(config_file)).split()
 
-    flags = {
-        argument.partition("=")[0]
-        for argument in arguments[: arguments.index("--")]
-        if argument.startswith("-")
-    }
-
+    # Only the options before "--" are for runai. The rest is the command in the container.
+    flags = set()
+    for argument in arguments[: arguments.index("--")]:
+        if argument.startswith("-"):
+            flags.add(argument.partition("=")[0])
     assert flags <= FLAGS[cli]
     assert not any(argument.startswith("--environment") for argument in arguments)
     assert result.stdout == f"runai/{cli}/pytorch/team/run\n"
@@ -309,6 +301,7 @@ def test_local_paths_missing_in_a_container_are_noted(tmp_path, platform, is_fil
     assert (f"the configuration {file}" in note) is is_file_named
     assert (f"training.dataset_path {tmp_path / 'rows.jsonl'}" in note) is (platform != "slurm")
 
+    # A path inside a mounted claim, and a preset, exist in the container.
     mounted = run(*arguments, "--launch.mounts", f"claim:{tmp_path}").stderr
     assert "paths of this machine" not in mounted
     assert "paths of this machine" not in run(platform, "debug", "--dry-run", "--image", "x").stderr
@@ -391,11 +384,8 @@ def test_pods_get_the_grace_period_of_a_save(config_file):
     ],
 )
 def test_bad_input_is_reported_in_one_line(tmp_path, arguments, message):
-    arguments = (
-        [*arguments, "--dry-run"]
-        if arguments and arguments[0] not in ("status", "stop", "logs")
-        else arguments
-    )
+    if arguments and arguments[0] not in ("status", "stop", "logs"):
+        arguments = [*arguments, "--dry-run"]
     result = run(*arguments, XDG_STATE_HOME=str(tmp_path))
 
     assert result.returncode == 2, (result.stdout, result.stderr)

@@ -31,15 +31,15 @@ def test_launches_are_listed(
     (tmp_path / "cluster.py").write_text(PLATFORM)
     arguments = ["launch", "cluster.py", "debug", "--job.dump_folder", "outputs/second"]
 
+    # A dry run is not listed.
     assert cli.main([*arguments, "--dry-run"]) == 0
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "17"
 
+    # Lines of another program are ignored, or shown without their control characters.
     path = tmp_path / "state/shardtrain/launched.jsonl"
     with path.open("a") as file:
-        file.write(
-            '{"id": 3}\nnot JSON\n[]\n{"id": "\\u001b[31m", "run": "x", "time": 1}\n'
-        )  # lines of another program
+        file.write('{"id": 3}\nnot JSON\n[]\n{"id": "\\u001b[31m", "run": "x", "time": 1}\n')
 
     assert cli.main(["launch", "status"]) == 0
 

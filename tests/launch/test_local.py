@@ -84,9 +84,10 @@ def test_the_failing_rank_is_named_once_with_its_cause_and_place(tmp_path, how):
     ("mode", "status", "message"),
     cases(
         [
-            ("early", 1, "rank 1 (host"),  # while rank 0 still waits in the rendezvous
+            # while rank 0 still waits in the rendezvous
+            ("early", 1, "rank 1 (host"),
             ("data", 3, "): the data ends at sample 7; see "),
-            # Neither success nor the fault of the other rank.
+            # neither success nor the fault of the other rank
             ("leave-0", 1, "exited with status 0 without an exception"),
             ("exit-0", 1, "sys.exit(0) was called before the end of the run"),
         ],
@@ -94,19 +95,18 @@ def test_the_failing_rank_is_named_once_with_its_cause_and_place(tmp_path, how):
             ("memory", 7, "MemoryError"),
             ("kill", 6, "rank 1 (host"),
             ("leave-9", 9, "exited with status 9 without an exception"),
-            (
-                "leave-3",
-                1,
-                "exited with status 3 without an exception",
-            ),  # the user's own 3 does not mean unusable data
+            # the user's own 3 does not mean unusable data
+            ("leave-3", 1, "exited with status 3 without an exception"),
         ],
     ),
 )
 def test_the_status_of_the_culprit_is_the_status_of_the_run(tmp_path, mode, status, message):
     code, _, err, record = run(tmp_path, mode)
+
     assert code == record["code"] == status
     assert record["rank"] == 1
-    assert len(err) == 1 and message in err[0], err
+    assert len(err) == 1, err
+    assert message in err[0]
     assert not any(runs(pid) for pid in pids(tmp_path))
 
 
@@ -214,16 +214,15 @@ def test_nothing_listens_beyond_the_loopback_address(tmp_path):
     process = start(tmp_path, "listen")
     try:
         wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
-        addresses = [
-            address for pid in [process.pid, *pids(tmp_path)] for address in listening(pid)
-        ]
-        assert not list(listening(process.pid)), (
-            "the parent must not listen: its ranks meet in a folder"
-        )
-        assert addresses, "gloo does not listen on any address"
-        assert set(addresses) == {"0100007F"}, (
-            "expected only 127.0.0.1, in the format of /proc/net/tcp"
-        )
+
+        # The parent does not listen, because its ranks meet in a folder.
+        assert not list(listening(process.pid))
+
+        # gloo listens only on 127.0.0.1, in the format of /proc/net/tcp.
+        addresses = set()
+        for pid in pids(tmp_path):
+            addresses |= set(listening(pid))
+        assert addresses == {"0100007F"}
     finally:
         process.terminate()
         process.communicate(timeout=patience.seconds(30))
@@ -245,52 +244,41 @@ def listening(pid):
 
 
 def test_a_run_of_one_process_follows_the_same_contract(tmp_path):
-    code, _, err, record = run(
-        tmp_path,
-        "well",
-        "alone",
-        RANK="0",
-        WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-    )
+    world_of_one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    code, _, err, record = run(tmp_path, "well", "alone", **world_of_one)
 
     assert (code, err, record["code"]) == (0, [], 0)
 
 
 def test_a_failure_of_one_process_is_one_line_and_an_exit_file(tmp_path):
     code, _, err, record = run(tmp_path, "early", "alone", RANK="1", WORLD_SIZE="2")
+
     assert code == record["code"] == 1
-    assert len(err) == 1 and err[0].startswith("error[1]: RuntimeError: boom (ranks.py:"), err
+    assert len(err) == 1, err
+    assert err[0].startswith("error[1]: RuntimeError: boom (ranks.py:")
     assert "Traceback" in (tmp_path / "logs/rank-1.log").read_text()
 
 
 def test_a_run_of_one_process_ended_by_user_code_is_a_failure(tmp_path):
     code, _, err, record = run(tmp_path, "exit-0", "alone", RANK="1", WORLD_SIZE="2")
+
     assert code == record["code"] == 1
-    assert (
-        len(err) == 1 and "sys.exit(0) was called before the end of the run (ranks.py:" in err[0]
-    ), err
+    assert len(err) == 1, err
+    assert "sys.exit(0) was called before the end of the run (ranks.py:" in err[0]
 
 
 def test_a_signal_to_a_run_of_one_process_is_reported_and_recorded(tmp_path):
-    process = start(
-        tmp_path,
-        "listen",
-        "alone",
-        count=1,
-        RANK="0",
-        WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-    )
+    world_of_one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    process = start(tmp_path, "listen", "alone", count=1, **world_of_one)
     wait_for(lambda: (tmp_path / "ready-0").exists())
     process.terminate()
     _, err = process.communicate(timeout=patience.seconds(30))
 
-    assert process.returncode == json.loads((tmp_path / "exit.json").read_text())["code"] == 76
-    assert err.splitlines()[-1] == (
-        "stopped[76]: stopped by SIGTERM (no checkpoints in this run) without saving"
+    assert process.returncode == 76
+    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 76
+    last_line = err.splitlines()[-1]
+    assert (
+        last_line == "stopped[76]: stopped by SIGTERM (no checkpoints in this run) without saving"
     )
 
 
@@ -350,20 +338,15 @@ def test_a_refused_rank_does_not_change_the_folder_of_a_live_run(tmp_path, monke
         raise Left
 
     record = tmp_path / "record.json"
-    for name, value in {
-        AGENT: "1",
-        "RANK": "3",
-        "TORCHELASTIC_ERROR_FILE": str(record),
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(AGENT, "1")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(record))
     monkeypatch.setattr(local, "leave", leave)
     monkeypatch.setattr(local, "has_live_run", lambda loaded: is_alive)
+    loaded = load(None, [f"--job.dump_folder={tmp_path}"], preset="debug")
 
     with pytest.raises(Left):
-        local.leave_refused(
-            OutOfMemoryError("ulimit -v"),
-            load(None, [f"--job.dump_folder={tmp_path}"], preset="debug"),
-        )
+        local.leave_refused(OutOfMemoryError("ulimit -v"), loaded)
 
     report = failure.read_record(record)
     assert (report.rank, report.exit_code, report.leaves_folder_alone) == (3, 7, is_alive)

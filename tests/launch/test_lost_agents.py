@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -100,20 +101,15 @@ class Run:
 
     def start(self, rank: int, *more: str, **names: str) -> None:
         values = {
+            "nnodes": self._nnodes, "node_rank": rank, "rdzv_endpoint": self._endpoint, "nproc": 1,
             "job.dump_folder": self.folder / "run", "training.dataset": "text", "training.dataset_path": text_file(),
             "training.device": "cpu", "training.seq_len": 32, "training.local_batch_size": 1, "training.steps": STEPS,
             "training.on_data_end": "repeat", "model.overrides.num_layers": 1, "lr_scheduler.warmup_steps": 1,
             "checkpoint.enable": "true", "checkpoint.interval": 100,
             "comm.init_timeout_seconds": INIT_TIMEOUT_SECONDS, "comm.hang_timeout_seconds": 0,
         }  # fmt: skip
-        words = [
-            f"--nnodes={self._nnodes}",
-            f"--node_rank={rank}",
-            f"--rdzv_endpoint={self._endpoint}",
-            "--nproc=1",
-        ]
         options = [f"--{name}={value}" for name, value in values.items()]
-        command = [sys.executable, "-m", "shardtrain", "train", *words, *options, *more]
+        command = [sys.executable, "-m", "shardtrain", "train", *options, *more]
         with self._output(rank).open("w") as output:
             self.nodes[rank] = forked.Popen(
                 command, env=self._names | names, cwd=ROOT, stderr=output
@@ -154,12 +150,7 @@ def run_of(folder: Path, nnodes: str = "2", **names: str) -> Iterator[Run]:
 
 
 FIRST = ("ranks starting", 1, "SIGKILL")
-LOST = [
-    (phase, victim, name)
-    for phase in HELD_CALLS
-    for victim in (0, 1)
-    for name in ("SIGKILL", "SIGSTOP")
-]
+LOST = list(itertools.product(HELD_CALLS, (0, 1), ("SIGKILL", "SIGSTOP")))
 
 
 @pytest.mark.parametrize(

@@ -63,23 +63,18 @@ def stream(kind: str) -> Iterator[int]:
     ),
 )
 def test_a_run_without_its_terminal_completes(kind: str, ranks: int, tmp_path: Path) -> None:
+    limit = patience.seconds(120)
     if kind == "closed":
-        result = forked.run(
-            command(tmp_path, ranks), preexec_fn=closed(0, 1, 2), timeout=patience.seconds(120)
-        )
+        result = forked.run(command(tmp_path, ranks), preexec_fn=closed(0, 1, 2), timeout=limit)
     else:
         with stream(kind) as end:
-            result = forked.run(
-                command(tmp_path, ranks), stdout=end, stderr=end, timeout=patience.seconds(120)
-            )
+            result = forked.run(command(tmp_path, ranks), stdout=end, stderr=end, timeout=limit)
 
     assert result.returncode == 0
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == 0
 
-    steps = [
-        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ]
-
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
     assert steps == [1, 2, 3]
     assert "step:  3" in (tmp_path / "logs/rank-0.log").read_text()
 
@@ -190,9 +185,9 @@ def test_a_verb_that_starts_no_ranks_refuses_an_unusable_compiler_cache_in_one_l
         "TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache",
         "SHARDTRAIN_HEARTBEAT_SECONDS": "0",
     }
-    words = [sys.executable, "-m", "shardtrain", "plan", "debug"]
+    command = [sys.executable, "-m", "shardtrain", "plan", "debug"]
     result = subprocess.run(
-        words,
+        command,
         env=names,
         cwd=tmp_path,
         capture_output=True,

@@ -91,10 +91,9 @@ def test_a_jobset_matches_its_published_model(arguments):
     assert inner["completionMode"] == "Indexed"
     assert_pod(inner["template"])
 
-    names = {
-        entry["name"]: entry.get("value")
-        for entry in inner["template"]["spec"]["containers"][0].get("env", [])
-    }
+    # With several nodes, each needs the address of the first one.
+    container = inner["template"]["spec"]["containers"][0]
+    names = {entry["name"]: entry.get("value") for entry in container.get("env", [])}
     if inner["completions"] > 1:
         assert names["SHARDTRAIN_NNODES"] == "4"
         assert names["SHARDTRAIN_RDZV_ENDPOINT"] == "run-node-0-0.run:29500", (
@@ -123,18 +122,20 @@ def test_a_pytorchjob_matches_the_training_operator(arguments, more):
 def test_every_mounted_volume_exists_including_the_configuration(tmp_path, kind):
     path = tmp_path / "run.toml"
     path.write_text("[training]\nsteps = 5\n")
-    first, *rest = manifests(kind, EVERYTHING, path)
+    config_map, *others = manifests(kind, EVERYTHING, path)
 
-    assert returned("io_k8s_api_core_v1_config_map", "IoK8sApiCoreV1ConfigMap", first) == first
+    schema = ("io_k8s_api_core_v1_config_map", "IoK8sApiCoreV1ConfigMap")
+    assert returned(*schema, config_map) == config_map
 
-    for pod in _pods(rest):
+    for pod in _pods(others):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         (container,) = pod["containers"]
-        assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
-        assert volumes["config"]["configMap"]["name"] == first["metadata"]["name"]
+        mounts = container["volumeMounts"]
+        assert {mount["name"] for mount in mounts} == set(volumes)
+        assert volumes["config"]["configMap"]["name"] == config_map["metadata"]["name"]
         assert container["command"][5] == "/etc/shardtrain/config.toml"
-        paths = [mount["mountPath"] for mount in container["volumeMounts"]]
-        assert sorted(paths) == ["/cache", "/data", "/dev/shm", "/etc/shardtrain", "/models"]
+        paths = sorted(mount["mountPath"] for mount in mounts)
+        assert paths == ["/cache", "/data", "/dev/shm", "/etc/shardtrain", "/models"]
 
 
 def _pods(node: object) -> list[dict]:

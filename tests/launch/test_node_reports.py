@@ -55,6 +55,16 @@ ENDS: dict[str, tuple[list[Failure], list[Failure], tuple[int, int] | None]] = {
 }
 
 
+def meet(store: Any, num_nodes: int, ranks_per_node: int = 2) -> list[NodeReports]:
+    """Let all nodes of a run meet in the store. Return their reports."""
+
+    def join(number: int) -> NodeReports:
+        return NodeReports(store, "run", number, num_nodes, first_rank=number * ranks_per_node)
+
+    with ThreadPoolExecutor(num_nodes) as nodes:
+        return list(nodes.map(join, range(num_nodes)))
+
+
 def test_other_nodes_end_if_the_ranks_of_one_cannot_save(tmp_path):
     """After a second interrupt on node 0, which hosts the store, node 1 must hear of it before the store ends."""
     store = dist.HashStore()
@@ -105,7 +115,10 @@ def test_two_nodes_name_the_same_cause(tmp_path, end):
 def _explain_by_clock(
     number: int, folder: Path, port: int, ahead: list[float]
 ) -> tuple[int | None, bool]:
-    """Rank and clock of the cause, as one of two nodes explains it. Its rank fails ``number`` + 1 seconds from now."""
+    """Return the rank that one of two nodes names as the cause, and whether its time is by this node's clock.
+
+    The rank of node ``number`` fails ``number`` + 1 seconds from now.
+    """
     set_clock(setattr, ahead[number])
     store = dist.TCPStore("127.0.0.1", port, is_master=number == 0, timeout=timedelta(seconds=60))
     reports = NodeReports(store, "run", number, 2, first_rank=number)
@@ -134,36 +147,28 @@ def test_a_silent_node_is_named_if_no_rank_is_to_blame(tmp_path, monkeypatch):
     monkeypatch.setattr(node_reports, "WAIT_SECONDS", 0.2)
     store = dist.HashStore()
     (tmp_path / "logs").mkdir()
-    with ThreadPoolExecutor(2) as nodes:
-        reports = nodes.map(
-            lambda number: NodeReports(store, "run", number, 2, first_rank=2 * number), range(2)
-        )
-        remaining, _lost = list(reports)
+    remaining, _lost = meet(store, 2)
     cause = remaining.explain([PEERS[0], PEERS[1]], False, tmp_path)
 
     assert cause
     assert (cause.rank, cause.exit_code) == (2, 6)
     assert "did not report" in cause.message
 
+    # A cause on this node takes precedence over a lost node.
     local_cause = remaining.explain([LEFT, PEERS[0]], False, tmp_path)
-    assert local_cause and local_cause.rank == 1, (
-        "a cause on this node takes precedence over a lost node"
-    )
+    assert local_cause
+    assert local_cause.rank == 1
 
 
 def test_a_node_whose_ranks_fail_later_does_not_wait_for_one_that_has_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(node_reports, "WAIT_SECONDS", 3600.0)
     store = dist.HashStore()
-    with ThreadPoolExecutor(2) as nodes:
-        first, second = nodes.map(
-            lambda number: NodeReports(store, "run", number, 2, number), range(2)
-        )
+    first, second = meet(store, 2, ranks_per_node=1)
 
     assert first.explain([], True, tmp_path) is None
 
-    cause = within(
-        patience.seconds(30), lambda: second.explain([failure.killed(1, 9, 10.0)], False, tmp_path)
-    )
+    killed = failure.killed(1, 9, 10.0)
+    cause = within(patience.seconds(30), lambda: second.explain([killed], False, tmp_path))
 
     assert cause
     assert cause.rank == 1
@@ -177,11 +182,9 @@ def test_another_node_s_failure_is_noticed_but_not_its_stop(tmp_path, monkeypatc
         (SAVED[:2], True, False),
         ([KILLED], False, True),
     ):
-        store = dist.HashStore()
-        with ThreadPoolExecutor(2) as nodes:
-            report_of = lambda n, store=store: NodeReports(store, "run", n, 2, n)  # noqa: E731
-            first, second = nodes.map(report_of, range(2))
+        first, second = meet(dist.HashStore(), 2, ranks_per_node=1)
         assert not second.others_have_failed()
+
         first.explain(failures, all_done, tmp_path)
         assert second.others_have_failed() == is_noticed
 
@@ -192,7 +195,7 @@ def test_another_node_s_failure_is_noticed_but_not_its_stop(tmp_path, monkeypatc
 def test_two_nodes_with_the_same_node_rank_are_refused_on_both(node_ranks, is_refused):
     store = dist.HashStore()
 
-    def meet(number: int) -> str:
+    def error_of(number: int) -> str:
         try:
             NodeReports(store, "run", number, 2, number, node_ranks[number])
         except ConfigError as error:
@@ -200,10 +203,9 @@ def test_two_nodes_with_the_same_node_rank_are_refused_on_both(node_ranks, is_re
         return ""
 
     with ThreadPoolExecutor(2) as nodes:
-        errors = list(nodes.map(meet, range(2)))
+        errors = list(nodes.map(error_of, range(2)))
     host = socket.gethostname()
     expected = f"--node_rank=1 is set on 2 nodes ({host}, {host}); use a different rank on each node, from 0"
-
     assert errors == [expected if is_refused else ""] * 2
 
 
@@ -227,7 +229,7 @@ def test_a_node_that_reads_late_still_detects_a_duplicate_node_rank(slow):
     """The node that serves the store stays until all nodes have read the node ranks."""
     store = _Served()
 
-    def meet(number: int) -> str:
+    def error_of(number: int) -> str:
         own_store = _Late(store) if number == slow else store
         try:
             NodeReports(own_store, "run", number, 3, number, (0, 1, 1)[number])
@@ -239,8 +241,9 @@ def test_a_node_that_reads_late_still_detects_a_duplicate_node_rank(slow):
         return ""
 
     with ThreadPoolExecutor(3) as nodes:
-        errors = list(nodes.map(meet, range(3)))
-    assert len(set(errors)) == 1 and errors[0].startswith("--node_rank=1 is set on 2 nodes"), errors
+        errors = list(nodes.map(error_of, range(3)))
+    assert len(set(errors)) == 1, errors
+    assert errors[0].startswith("--node_rank=1 is set on 2 nodes")
 
 
 class _Late:
@@ -264,10 +267,9 @@ def test_two_nodes_name_the_same_cause_although_one_reads_slowly(tmp_path):
 
     def node(number: int) -> Failure | None:
         reports = NodeReports(_Late(store) if number else store, "run", number, 2, number)
+        killed = replace(KILLED, rank=number, time_seconds=time.time() + number)
         try:
-            return reports.explain(
-                [replace(KILLED, rank=number, time_seconds=time.time() + number)], False, tmp_path
-            )
+            return reports.explain([killed], False, tmp_path)
         finally:
             if number == 0:
                 store.is_lost.set()
@@ -280,10 +282,7 @@ def test_two_nodes_name_the_same_cause_although_one_reads_slowly(tmp_path):
 def test_a_lost_store_is_not_called_again_and_its_node_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(node_reports, "LOOK_SECONDS", 0.0)
     store = _Served()
-    with ThreadPoolExecutor(2) as nodes:
-        _first, second = nodes.map(
-            lambda number: NodeReports(store, "run", number, 2, 2 * number), range(2)
-        )
+    _first, second = meet(store, 2)
 
     assert not second.others_have_failed()
 
@@ -292,14 +291,12 @@ def test_a_lost_store_is_not_called_again_and_its_node_is_named(tmp_path, monkey
 
     calls = store.calls
     assert second.others_have_failed()
-
     cause = second.explain([PEERS[2], PEERS[3]], False, tmp_path)
     assert cause
     assert (cause.rank, cause.exit_code) == (0, 6)
     assert "was lost with its node" in cause.message
-    assert store.calls == calls, (
-        "a lost store must not be called again: each call would take the full timeout"
-    )
+    # A lost store is not called again: each call would take the full timeout.
+    assert store.calls == calls
 
 
 def test_a_report_that_is_not_signed_with_the_secret_of_the_nodes_is_refused(tmp_path, monkeypatch):
@@ -343,26 +340,21 @@ def test_a_forged_report_of_one_node_does_not_change_those_of_others(
     monkeypatch.setenv(SECRET, secret)
     monkeypatch.setattr(node_reports, "WAIT_SECONDS", 0.1)
     store = dist.HashStore()
-    with ThreadPoolExecutor(3) as nodes:
-        first, second, third = nodes.map(
-            lambda number: NodeReports(store, "run", number, 3, number), range(3)
-        )
+    first, second, third = meet(store, 3, ranks_per_node=1)
 
     assert third.explain([KILLED], False, tmp_path) == KILLED
 
     store.set("shardtrain/nodes/end/0", FORGED[name])
     store.set("shardtrain/nodes/end/1", FORGED[name])
     cause = second.explain([PEERS[1]], False, tmp_path)
-
     assert cause
     assert replace(cause, time_seconds=KILLED.time_seconds) == KILLED
 
+    # A node does not read its own report from the store.
     store.set("shardtrain/nodes/end/2", FORGED[name])
     store.set("shardtrain/nodes/end/0", FORGED[name])
     store.set("shardtrain/nodes/end/1", "[]")
-    cause = first.explain([LEFT], False, tmp_path)
-
-    assert cause == LEFT, "a node must not read its own report from the store"
+    assert first.explain([LEFT], False, tmp_path) == LEFT
 
 
 def test_a_node_ignores_a_forged_report_in_its_name(tmp_path, monkeypatch):

@@ -230,13 +230,13 @@ def test_a_rank_of_torchrun_cannot_be_a_node_too():
 
 
 def test_restarts_and_join_timeout_are_read():
-    place = nodes.find(
-        NOTHING, {**RUNAI, "MAX_RESTARTS": "3", "PET_MAX_RESTARTS": "5", "RDZV_TIMEOUT": "30"}
-    )
+    variables = {**RUNAI, "MAX_RESTARTS": "3", "PET_MAX_RESTARTS": "5", "RDZV_TIMEOUT": "30"}
+    place = nodes.find(NOTHING, variables)
 
     assert place is not None
     assert (place.max_restarts, place.join_seconds) == (3, 30)
 
+    # Options of the command line override the variables, also the value 0.
     place = nodes.find(split(["--max_restarts", "1"]), {**RUNAI, "MAX_RESTARTS": "3"})
     assert place is not None
     assert (place.max_restarts, place.join_seconds) == (1, 600)
@@ -263,12 +263,12 @@ def test_restarts_and_join_timeout_are_read():
 def test_a_node_starts_the_requested_ranks_or_one_per_device(requested, names, accelerators, count):
     place = nodes.find(NOTHING, {"PET_NNODES": "2", "MASTER_ADDR": "a"})
     assert place is not None
-    assert (
-        nodes.choose_processes(Config(), requested, names, place, accelerators, 16).count == count
-    )
 
-    single = environment.choose_processes(Config(), requested, names, accelerators, 16).count
-    assert single == count
+    of_two_nodes = nodes.choose_processes(Config(), requested, names, place, accelerators, 16)
+    of_one_node = environment.choose_processes(Config(), requested, names, accelerators, 16)
+
+    assert of_two_nodes.count == count
+    assert of_one_node.count == count
 
 
 def test_a_node_without_devices_takes_its_share_of_the_mesh():
@@ -303,26 +303,17 @@ def test_rendezvous_settings_are_read_and_a_malformed_list_is_rejected():
         nodes.find(split([]), {**ELASTIC, "PET_RDZV_CONF": "last_call_timeout"})
 
 
+OTHERS_WAIT = "nodes can work, and additional nodes wait; with 3,"
+
+
 @pytest.mark.parametrize(
     ("text", "batch", "ranks", "counts", "note"),
     [
-        (
-            "1:3",
-            4,
-            1,
-            [1, 2],
-            "only 1 or 2 nodes can work, and additional nodes wait; with 3, .*global_batch_size=4 .*use 3 or 6",
-        ),
-        (
-            "1:4",
-            4,
-            1,
-            [1, 2, 4],
-            "only 1 or 2 or 4 nodes can work, and additional nodes wait; with 3,",
-        ),
+        ("1:3", 4, 1, [1, 2], f"only 1 or 2 {OTHERS_WAIT} .*global_batch_size=4 .*use 3 or 6"),
+        ("1:4", 4, 1, [1, 2, 4], f"only 1 or 2 or 4 {OTHERS_WAIT}"),
         ("1:4", 12, 1, [1, 2, 3, 4], ""),
         ("1:3", 4, 2, [1, 2], "with 3, .*times 6 data-parallel ranks"),
-        ("3:4", 4, 1, [4], "only 4 nodes can work, and additional nodes wait; with 3,"),
+        ("3:4", 4, 1, [4], f"only 4 {OTHERS_WAIT}"),
         ("1:3", -1, 1, [1, 2, 3], ""),
     ],
 )

@@ -29,13 +29,8 @@ def command_of(folder: Path, steps: int) -> list[str]:
         "model.overrides.num_layers": 1, "lr_scheduler.warmup_steps": 1, "metrics.log_freq": 1,
         "checkpoint.enable": "true",
     }  # fmt: skip
-    return [
-        sys.executable,
-        "-m",
-        "shardtrain",
-        "train",
-        *(f"--{name}={value}" for name, value in options.items()),
-    ]
+    command = [sys.executable, "-m", "shardtrain", "train"]
+    return command + [f"--{name}={value}" for name, value in options.items()]
 
 
 def pod(number: int, port: int, command: list[str]) -> subprocess.Popen:
@@ -94,13 +89,13 @@ def test_two_pods_train_one_is_terminated_and_the_same_command_resumes(tmp_path)
     # start the node that has to wait first
     pods = [pod(number, port, command) for number in (1, 0)]
 
-    def has_come() -> bool:
+    def have_made_two_steps() -> bool:
         if any(process.poll() is not None for process in pods):
             fail_with_output(pods, "before two steps")
         return (tmp_path / "metrics.jsonl").exists() and len(losses(tmp_path)) > 1
 
     try:
-        wait_for(has_come)
+        wait_for(have_made_two_steps)
         pods[0].send_signal(signal.SIGTERM)
     except BaseException:
         for process in pods:

@@ -146,11 +146,14 @@ def test_a_job_is_created_shown_and_stopped_and_the_server_stores_every_field(
     assert job == f"kubernetes/ml/{kind}/run-{name}"
     assert result.stderr == ""
 
-    for sent in yaml.safe_load_all(launch(server.config(), *arguments, "--dry-run").stdout):
+    # The server has each field of each manifest.
+    dry_run = launch(server.config(), *arguments, "--dry-run")
+    for sent in yaml.safe_load_all(dry_run.stdout):
         group, _, version = sent["apiVersion"].rpartition("/")
         plural = ".".join(filter(None, [f"{sent['kind'].lower()}s", group]))
         stored = server.get(plural, sent["metadata"]["name"], "--namespace", "ml")
         assert is_stored(stored, sent), (version, sent, stored)
+
     status = launch(server.config(), "status", job)
 
     assert status.returncode == 0
@@ -209,7 +212,7 @@ def test_the_server_accepts_the_pods_of_the_manifest(server, config_file, kind, 
 
 
 def test_the_server_finds_errors_that_schemas_miss(server, config_file):
-    """Check of these tests: the server rejects a missing volume and a wrong key."""
+    """The tests of this file rely on it: the server rejects a missing volume and a key of no schema."""
     (spec, *_) = pods_of("jobset", "mounts", config_file)
     spec["volumes"] = spec["volumes"][:-1]
     pod = {
@@ -224,14 +227,14 @@ def test_the_server_finds_errors_that_schemas_miss(server, config_file):
     assert "volumeMounts" in result.stderr
     assert "Not found" in result.stderr
 
+    # A real field is "replicatedJobs". Fields that no schema has are refused, not dropped.
     wrong = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": {"name": "a", "namespace": "ml"},
+        "spec": {"replicatedJob": []},
     }
-    result = server.kubectl(
-        "create", "--filename", "-", text=json.dumps({**wrong, "spec": {"replicatedJob": []}})
-    )
+    result = server.kubectl("create", "--filename", "-", text=json.dumps(wrong))
 
     assert result.returncode
     assert 'unknown field "replicatedJob"' in result.stderr
@@ -300,27 +303,25 @@ def test_a_name_in_use_is_reported_and_its_objects_stay(server, config_file):
 
 
 def test_a_missing_namespace_or_kind_is_named(server, config_file):
-    result = launch(
-        server.config(), "kubernetes", config_file, *arguments_of("pytorchjob", "run", "nowhere")
-    )
+    arguments = arguments_of("pytorchjob", "run", "nowhere")
+    result = launch(server.config(), "kubernetes", config_file, *arguments)
 
     assert_refused(result, 'namespaces "nowhere" not found', "launch.kubernetes.namespace")
 
+    # Without its definition, the server does not know a kind, as without its operator.
     definitions = kube_server.kube_schemas.definitions(kube_server.MODELS)
-    jobset = next(
-        definition for definition in definitions if definition["spec"]["names"]["kind"] == "JobSet"
-    )
+    by_kind = {definition["spec"]["names"]["kind"]: definition for definition in definitions}
+    jobset = by_kind["JobSet"]
 
     assert server.kubectl("delete", "crd", jobset["metadata"]["name"]).returncode == 0
 
     try:
-        result = launch(
-            server.config(), "kubernetes", config_file, *arguments_of("jobset", "run", "ml")
-        )
+        arguments = arguments_of("jobset", "run", "ml")
+        result = launch(server.config(), "kubernetes", config_file, *arguments)
         assert_refused(result, "launch.kubernetes.kind")
-        assert_refused(
-            launch(server.config(), "status", "kubernetes/ml/jobset/run"), "install its operator"
-        )
+
+        status = launch(server.config(), "status", "kubernetes/ml/jobset/run")
+        assert_refused(status, "install its operator")
     finally:
         server.define(jobset)
 
@@ -347,26 +348,20 @@ def allow(server, where: str, *rules: tuple[str, str, list[str]]) -> None:
 
 
 def test_a_missing_right_is_reported_and_created_objects_are_deleted(server, config_file):
+    # A user who may create the ConfigMap and not the job: the ConfigMap is deleted again.
     allow(server, "guest", ("", "configmaps", ["create", "delete", "get"]))
-    result = launch(
-        server.config("someone"),
-        "kubernetes",
-        config_file,
-        *arguments_of("pytorchjob", "run", "guest"),
-    )
+    arguments = arguments_of("pytorchjob", "run", "guest")
+    result = launch(server.config("someone"), "kubernetes", config_file, *arguments)
 
     assert_refused(
         result, "forbidden", "pytorchjobs", "someone", "ask the cluster's administrators"
     )
     assert ours(server, "guest") == []
 
+    # A user who may not delete it either is told that it is left.
     allow(server, "writer", ("", "configmaps", ["create"]))
-    result = launch(
-        server.config("someone"),
-        "kubernetes",
-        config_file,
-        *arguments_of("pytorchjob", "run", "writer"),
-    )
+    arguments = arguments_of("pytorchjob", "run", "writer")
+    result = launch(server.config("someone"), "kubernetes", config_file, *arguments)
 
     assert_refused(result, "forbidden", "configmap/run was created and could not be removed")
     assert ours(server, "writer") == ["configmap/run"]
@@ -400,25 +395,28 @@ def test_a_deleted_job_and_one_without_pods_are_reported_immediately(server, con
 def test_an_unreachable_cluster_is_reported_within_the_limit(
     server, tmp_path, config_file, state, verb
 ):
+    arguments = ["kubernetes/ml/jobset/a"]
+    if verb == "kubernetes":
+        arguments = [config_file, *arguments_of("jobset", "run", "ml")]
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never replies
         port = silent.getsockname()[1]
         if state == "nobody listens":
             silent.close()
-        broken = kube_server.kubeconfig(
-            f"http://127.0.0.1:{port}", context="old" if "context" in state else "test"
-        )
-        broken = kube_server.kubeconfig(server.url, token="wrong") if "user" in state else broken
+        context = "old" if "context" in state else "test"
+        broken = kube_server.kubeconfig(f"http://127.0.0.1:{port}", context=context)
+        if "user" in state:
+            broken = kube_server.kubeconfig(server.url, token="wrong")
         path = tmp_path / "kubeconfig"
         path.write_text(json.dumps(broken))
-        arguments = (
-            [config_file, *arguments_of("jobset", "run", "ml")]
-            if verb == "kubernetes"
-            else ["kubernetes/ml/jobset/a"]
-        )
         began = time.monotonic()
         result = launch(path, verb, *arguments)
         seconds = time.monotonic() - began
-    fixes = {"context": "use-context", "user": "log in", "nobody": "current-context"}
 
-    assert_refused(result, "kubectl", next(fix for name, fix in fixes.items() if name in state))
+    fixes = {
+        "nobody listens": "current-context",
+        "nobody answers": "current-context",
+        "no such context": "use-context",
+        "no such user": "log in",
+    }
+    assert_refused(result, "kubectl", fixes[state])
     assert seconds < ANSWER_SECONDS

@@ -92,13 +92,10 @@ def kill_in_each_phase(folder):
 )
 def test_a_rank_killed_during_a_restart_costs_one_restart(tmp_path, capfd):
     assert end(fork(_launch, config(tmp_path), 3, lambda: kill_in_each_phase(tmp_path))) == 0
-    assert [
-        line for line in capfd.readouterr().err.splitlines() if line.startswith("restart ")
-    ] == [
-        "restart 1 of 3",
-        "restart 2 of 3",
-        "restart 3 of 3",
-    ]
+
+    lines = capfd.readouterr().err.splitlines()
+    restarts = [line for line in lines if line.startswith("restart ")]
+    assert restarts == ["restart 1 of 3", "restart 2 of 3", "restart 3 of 3"]
     assert list(losses(tmp_path)) == list(range(1, STEPS + 1))
     assert no_orphans(tmp_path)
 
@@ -124,13 +121,13 @@ def test_an_error_repeated_in_the_same_step_ends_the_restarts_and_names_the_data
     assert end(fork(_launch, config(tmp_path), 100, always)) == CRASH_LOOP
 
     exit_record = record(tmp_path)
+    message = exit_record["message"]
     assert exit_record["code"] == CRASH_LOOP
     assert exit_record["class"] == "CrashLoop"
     assert not exit_record["retryable"]
-    assert exit_record["message"].startswith(
-        "two attempts in a row ended with RuntimeError in step 1 (sequences 0 to 7 of the data) (there is no"
-    )
-    assert exit_record["message"].endswith(f"; its data: shardtrain data show {tmp_path} --step 1")
+    beginning = "two attempts in a row ended with RuntimeError in step 1 (sequences 0 to 7 of the data) (there is no"
+    assert message.startswith(beginning)
+    assert message.endswith(f"; its data: shardtrain data show {tmp_path} --step 1")
     assert capfd.readouterr().err.count("restart 1 of 100") == 1
 
 
@@ -162,17 +159,22 @@ def test_restarts_end_at_the_limit_on_success_and_for_permanent_failures():
 
 def test_only_the_same_error_in_the_same_step_is_a_crash_loop():
     restarts = Restarts(9, iter(range(99)).__next__)
-    failure = lambda kind, place: Failure(0, "h", kind, "m", "", 0.0, 1, place=place)  # noqa: E731
-    assert restarts.after(1, failure("A", "step 3")) is None
-    assert restarts.after(1, failure("A", "step 4")) is None
-    assert restarts.after(1, failure("B", "step 4")) is None
-    assert restarts.after(6, failure("B", "step 4")) is None, (
-        "a lost rank is no evidence against the data"
-    )
-    assert restarts.after(1, failure("B", "")) is None
-    assert restarts.after(1, failure("B", "")) is None
-    assert restarts.after(1, failure("B", "step 4")) is None
-    assert restarts.after(1, failure("B", "step 4")) == CRASH_LOOP
+
+    def status_after(code, kind, place):
+        return restarts.after(code, Failure(0, "h", kind, "m", "", 0.0, 1, place=place))
+
+    # Another step, or another error
+    assert status_after(1, "A", "step 3") is None
+    assert status_after(1, "A", "step 4") is None
+    assert status_after(1, "B", "step 4") is None
+
+    # A lost rank is no evidence against the data, and neither is an error outside a step.
+    assert status_after(6, "B", "step 4") is None
+    assert status_after(1, "B", "") is None
+    assert status_after(1, "B", "") is None
+
+    assert status_after(1, "B", "step 4") is None
+    assert status_after(1, "B", "step 4") == CRASH_LOOP
 
 
 def test_progress_resets_the_count_of_fruitless_restarts():

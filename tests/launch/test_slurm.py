@@ -123,11 +123,8 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", [*VARIANTS, "the script at the root"])
 def test_shellcheck_accepts_every_script(name):
-    text = (
-        script(*VARIANTS[name])
-        if name in VARIANTS
-        else (ROOT / "multinode_trainer.slurm").read_text()
-    )
+    text_at_root = (ROOT / "multinode_trainer.slurm").read_text()
+    text = script(*VARIANTS[name]) if name in VARIANTS else text_at_root
     result = subprocess.run(
         ["bash", "-n"], input=text, capture_output=True, text=True, timeout=patience.seconds(60)
     )
@@ -242,6 +239,7 @@ def queued_again(tmp_path: Path) -> bool:
 @pytest.mark.parametrize("code", [75, 6])
 def test_only_the_task_of_a_sweep_that_ended_is_requeued(tmp_path, code):
     """The job id of an array's last task is that of the array, which would requeue every task."""
+    # A stand-in for Python that ends with the code of the run.
     python = tmp_path / "python"
     python.write_text(f'#!/bin/bash\n[[ "$2" == -c ]] || exit {code}\n')
     python.chmod(0o755)
@@ -283,6 +281,7 @@ def test_retryable_codes_are_requeued_with_a_limit_for_failures(
     python.write_text(f'#!/bin/bash\n[[ "$2" == -c ]] || exit {code}\n')
     python.chmod(0o755)
     names = {"SLURM_RESTART_COUNT": str(failures)}
+    # With a log, Slurm's count of 50 must not be used.
     if log == "readable":
         path = tmp_path / "job.log"
         path.write_text("step: 1\n" + "queued again after code 6: failure\nsaved\n" * failures)
@@ -302,9 +301,8 @@ def test_retryable_codes_are_requeued_with_a_limit_for_failures(
 
 
 def test_requeued_codes_are_those_documented_as_retryable():
-    rows = re.findall(
-        r"^\| (\d+) \| .* \| ?(\w*) \| `tests", (ROOT / "docs/launch.md").read_text(), re.MULTILINE
-    )
+    page = (ROOT / "docs/launch.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| .* \| ?(\w*) \| `tests", page, re.MULTILINE)
     table = {int(code): retry in ("yes", "later") for code, retry in rows}
 
     assert {code for code, retry in table.items() if retry} == failure.RETRYABLE

@@ -32,24 +32,26 @@ def errors(path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
+        pytest.param(
             ["--launch.python=/no/python"],
             "no /no/python here; install it, load its module in launch.slurm.setup, or correct launch.python",
+            id="no interpreter",
         ),
-        (
+        pytest.param(
             ["--launch.python={bare}"],
             "{bare} has no package torch; install it there, or correct launch.python",
+            id="no package",
         ),
-        (
+        pytest.param(
             [
                 "--launch.slurm.container=apptainer",
                 "--launch.image=/no.sif",
                 "--launch.env.PATH={shims}",
             ],
             "/no.sif does not start: FATAL: could not open image; correct launch.python or launch.image",
+            id="no image",
         ),
     ],
-    ids=["no interpreter", "no package", "no image"],
 )
 def test_a_missing_dependency_is_one_line_per_node_and_ends_the_job(
     cluster, tmp_path, options, message
@@ -57,22 +59,15 @@ def test_a_missing_dependency_is_one_line_per_node_and_ends_the_job(
     bare = tmp_path / "bare"
     shims = tmp_path / "shims"
     shims.mkdir()
-    for path, body in {
-        bare: f'exec {sys.executable} -I -S "$@"',
-        shims / "apptainer": _NO_IMAGE,
-    }.items():
+    scripts = {bare: f'exec {sys.executable} -I -S "$@"', shims / "apptainer": _NO_IMAGE}
+    for path, body in scripts.items():
         path.write_text(f"#!/bin/sh\n{body}\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     names = {"bare": str(bare), "shims": f"{shims}:{os.environ['PATH']}"}
+    options = [option.format(**names) for option in options]
     # The interpreter reports its real path, not that of the wrapper script.
     message = message.replace("{bare}", re.escape(sys.executable))
-    job = submit(
-        cluster,
-        tmp_path,
-        "--name=lacks",
-        "--nodes=2",
-        *(option.format(**names) for option in options),
-    )
+    job = submit(cluster, tmp_path, "--name=lacks", "--nodes=2", *options)
     line = end_of(cluster, job)
 
     assert ": FAILED on " in line
@@ -115,6 +110,7 @@ def test_a_deleted_configuration_is_reported_by_each_node(cluster, tmp_path):
     path.write_text("[training]\nsteps = 1\n")
     arguments = ["slurm", str(path), "--name=gone", "--nodes=2", *ON_LOOPBACK, "--dry-run"]
     script = launch(cluster, *arguments).stdout
+    # The script was rendered before the file was deleted.
     path.unlink()
     command = ["sbatch", "--parsable", f"--chdir={tmp_path}"]
     job = subprocess.run(
@@ -137,12 +133,12 @@ def test_a_port_in_use_is_skipped(cluster, tmp_path):
     """The script tries the next port if another program listens on the job's default port."""
     script = launch(cluster, "slurm", "--name=port", "--nodes=1", "--dry-run").stdout
     block = script[script.index("# the rendezvous endpoint") : script.index("\ncommand=")]
-    code = "import socket, time; one = socket.create_server(('127.0.0.1', 0)); print(one.getsockname()[1], flush=True)"
-    taken = subprocess.Popen(
-        [sys.executable, "-c", f"{code}; time.sleep(100)"], stdout=subprocess.PIPE, text=True
-    )
+    # A program that listens on a free port, prints it, and waits.
+    code = "import socket, time; server = socket.create_server(('127.0.0.1', 0)); "
+    code += "print(server.getsockname()[1], flush=True); time.sleep(100)"
+    listener = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
-        port = int(taken.stdout.readline())
+        port = int(listener.stdout.readline())
         names = {
             **cluster,
             "SLURM_JOB_NODELIST": "127.0.0.1",
@@ -158,8 +154,8 @@ def test_a_port_in_use_is_skipped(cluster, tmp_path):
             timeout=patience.seconds(60),
         )
     finally:
-        taken.kill()
-        taken.wait()
+        listener.kill()
+        listener.wait()
     endpoint = re.fullmatch(r"127\.0\.0\.1:(\d+)\n", result.stdout)
 
     assert endpoint and int(endpoint[1]) > port, result
@@ -185,25 +181,22 @@ def test_each_task_of_a_sweep_has_its_folder_and_fails_independently(cluster, tm
         lambda: len(lines()) == 3 and not re.search("PENDING|RUNNING|COMPLETING", "".join(lines())),
         300,
     )
-    states = [
-        re.match(rf"slurm/{job}_(\d): (\w+) on .*, log {tmp_path}/sweep-{job}_\1\.log$", line)
-        for line in lines()
-    ]
+    states = []
+    for line in lines():
+        pattern = rf"slurm/{job}_(\d): (\w+) on .*, log {tmp_path}/sweep-{job}_\1\.log$"
+        states.append(re.match(pattern, line).groups())
+    assert states == [("0", "COMPLETED"), ("1", "FAILED"), ("2", "COMPLETED")]
 
-    assert [(state[1], state[2]) for state in states] == [
-        ("0", "COMPLETED"),
-        ("1", "FAILED"),
-        ("2", "COMPLETED"),
-    ]
-    assert [sorted(losses(folder / f"sweep-{task}")) for task in (0, 2)] == [[1, 2], [1, 2]]
-
+    for task in (0, 2):
+        assert sorted(losses(folder / f"sweep-{task}")) == [1, 2]
     text = (folder / "sweep-2/config.resolved.toml").read_text()
     assert "lr = 0.0003" in text
     assert "seed = 7" in text
 
+    # The logs of the job have a heading for each task, and those of a task have none.
     logs = launch(cluster, "logs", f"slurm/{job}").stdout
-    assert [f"==> {tmp_path}/sweep-{job}_{task}.log <==" in logs for task in range(3)] == [True] * 3
-
+    for task in range(3):
+        assert f"==> {tmp_path}/sweep-{job}_{task}.log <==" in logs
     task_log = launch(cluster, "logs", f"slurm/{job}_1").stdout
     assert "/nowhere" in task_log
     assert "==>" not in task_log
@@ -316,16 +309,15 @@ def test_a_container_has_its_mounts_and_cannot_write_read_only_ones(cluster, tmp
         f'--launch.mounts=["{root}:/src:ro", "{folder}:/runs", "{cache}:/hf", "{text}:{text}:ro"]',
     )  # fmt: skip
 
-    assert ": COMPLETED on " in end_of(cluster, job), (tmp_path / f"box-{job}.log").read_text()[
-        -3000:
-    ]
+    log = (tmp_path / f"box-{job}.log").read_text
+    assert ": COMPLETED on " in end_of(cluster, job), log()[-3000:]
     assert list(losses(folder)) == [1, 2]
 
+    # Run a command in the container that writes to a read-only mount.
     script = launch(cluster, "slurm", "--launch.slurm.container=apptainer", f"--launch.image={sandbox}",
                     f'--launch.mounts=["{cache}:/hf:ro"]', "--dry-run").stdout  # fmt: skip
-    container = re.search(
-        r'^srun .*--export=ALL (apptainer exec .*) "\$\{command', script, re.MULTILINE
-    )[1]
+    pattern = r'^srun .*--export=ALL (apptainer exec .*) "\$\{command'
+    container = re.search(pattern, script, re.MULTILINE)[1]
     result = subprocess.run(
         ["bash", "-c", f"{container} touch /hf/x"], env=cluster, capture_output=True, text=True
     )

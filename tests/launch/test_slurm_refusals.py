@@ -91,6 +91,7 @@ def test_a_job_that_must_wait_is_queued_with_a_note_and_its_status_explains_it(c
         f"{name}: PENDING, PartitionDown: the partition is closed; the job starts when it opens, log /"
     )
 
+    # A job that has not started has no log, and can be stopped.
     early = launch(cluster, "logs", name)
     assert early.returncode == 2
     assert "has no log yet" in early.stderr

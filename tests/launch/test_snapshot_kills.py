@@ -52,6 +52,6 @@ def test_kill_costs_at_most_one_completed_step(tmp_path: Path) -> None:
     assert len(killed) == STEPS
 
     # The agents have removed their folders. That of a killed agent is removed by the next start.
-    left = {*temporary.SHARED_MEMORY.glob("shardtrain-snapshots-*")} - before
+    remaining = {*temporary.SHARED_MEMORY.glob("shardtrain-snapshots-*")} - before
     with temporary.temporary_folder():
-        assert not [folder for folder in left if folder.exists()]
+        assert not [folder for folder in remaining if folder.exists()]

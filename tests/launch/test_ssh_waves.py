@@ -47,9 +47,9 @@ def test_hosts_are_contacted_in_waves_and_started_when_all_have_answered(tmp_pat
     ready = f"touch answered/$$; echo {remote_agent.READY} {__version__} -"
     assert ssh_connections.SshConnections(plans(tmp_path, ready), options, tmp_path)() == 0
 
-    seen = [int(line) for line in (tmp_path / "seen").read_text().split()]
-    assert len(seen) == HOSTS
-    assert 1 < max(seen) <= AT_ONCE
+    hosts_at_once = [int(line) for line in (tmp_path / "seen").read_text().split()]
+    assert len(hosts_at_once) == HOSTS
+    assert 1 < max(hosts_at_once) <= AT_ONCE
     assert (tmp_path / "received").read_text().split() == [str(HOSTS)] * HOSTS
 
 
@@ -129,11 +129,16 @@ STOPS = {
 def test_the_launcher_ends_with_the_code_that_hosts_wrote_to_exit_json(name, tmp_path, options):
     *hosts, expected = STOPS[name]
     begun = [tmp_path / f"begun-{number}" for number in range(2)]
-    plans = [
-        host(f"host-{number}", f"echo {remote_agent.READY} {__version__} -", f"read job; touch {begun[number]}",
-             "while read line; test \"$line\" != stop; do :; done", f"echo '{line}'; exit {status}")
-        for number, (line, status) in enumerate(hosts)
-    ]  # fmt: skip
+    plans = []
+    for number, (line, status) in enumerate(hosts):
+        plan = host(
+            f"host-{number}",
+            f"echo {remote_agent.READY} {__version__} -",
+            f"read job; touch {begun[number]}",
+            'while read line; test "$line" != stop; do :; done',
+            f"echo '{line}'; exit {status}",
+        )
+        plans.append(plan)
 
     def interrupt() -> None:
         patience.wait_for(lambda: all(path.exists() for path in begun), 30)

@@ -183,34 +183,31 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
     )
     folder = hf_folder(tmp_path / "hf")
     data = jsonl(tmp_path / "data.jsonl")
+    arguments = ["checkpoint", "to-fmengine", str(folder), str(tmp_path / "mp2")]
+    assert cli.main([*arguments, "--mp_world_size", "2"]) == 0
 
-    assert (
-        cli.main(
-            [
-                "checkpoint",
-                "to-fmengine",
-                str(folder),
-                str(tmp_path / "mp2"),
-                "--mp_world_size",
-                "2",
-            ]
-        )
-        == 0
-    )
-
+    # The run, on two pipeline stages
     flags = f"--init_ckpt {tmp_path}/mp2 --data_path {data} --max_seq_len {length} --train_steps {steps} "
     flags += f"--pipe_parallel_size 2 --deepspeed_config {file} --output_dir {tmp_path}/out"
     stages = run_ranks(2, steps_of_flags, flags.split(), steps)
-    losses, rates, rows, _ = stages[1]
-    weights = {name: tensor for stage in stages for name, tensor in stage[3].items()}
+    _, _, _, weights = stages[0]
+    losses, rates, rows, weights_of_last_stage = stages[1]
+    weights = weights | weights_of_last_stage
 
     import transformers
     from tokenizers import Tokenizer
 
+    # Rows are windows of all texts, joined by line breaks.
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
-    line = [i for text in texts for i in [*tokenizer.encode(text).ids, *tokenizer.encode("\n").ids]]
-    windows = {tuple(line[i : i + length + 1]) for i in range(0, len(line) - length, length)}
+    tokens_of_all_texts = []
+    for line in data.read_text().splitlines():
+        tokens_of_all_texts += tokenizer.encode(json.loads(line)["text"]).ids
+        tokens_of_all_texts += tokenizer.encode("\n").ids
+    windows = set()
+    for start in range(0, len(tokens_of_all_texts) - length, length):
+        windows.add(tuple(tokens_of_all_texts[start : start + length + 1]))
+
+    # The same steps in a plain loop
     model = transformers.LlamaForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -218,18 +215,18 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
     moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in parameters.items()}
     for step in range(steps):
         tokens, targets = rows[step]
-        full = [
-            (*row.tolist(), int(last)) for row, last in zip(tokens, targets[:, -1], strict=True)
-        ]
-        assert len(full) == 4
-        assert all(row in windows for row in full if -100 not in row and row[-1] >= 0)
+        assert len(tokens) == 4
+        for row, last in zip(tokens.tolist(), targets[:, -1].tolist(), strict=True):
+            window = (*row, last)
+            if -100 not in row and last >= 0:
+                assert window in windows
+
         total = 0.0
         parts = list(zip(tokens.split(micro), targets.split(micro), strict=True))
         for inputs, labels in parts:
             logits = model(inputs).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) / len(
-                parts
-            )
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            loss = loss / len(parts)
             loss.backward()
             total += loss.item()
         norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters.values()))
@@ -237,6 +234,8 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
         rate = least + (most - least) * min(1.0, math.log(step + 1) / math.log(warmup))
         assert rates[step] == pytest.approx(rate, rel=1e-12)
         assert losses[step] == pytest.approx(total, rel=1e-6)
+
+        # Adam
         with torch.no_grad():
             for name, p in parameters.items():
                 first, second = moments[name]
@@ -248,9 +247,8 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
                 p.grad = None
 
     for name, weight in weights.items():
-        torch.testing.assert_close(
-            weight, parameters[str(HUB.source(name))].detach(), rtol=0, atol=1e-6
-        )
+        expected = parameters[str(HUB.source(name))].detach()
+        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-6)
 
 
 def program(folder: Path, name: str, arguments: str) -> subprocess.CompletedProcess[str]:
@@ -334,6 +332,7 @@ def test_a_lora_block_trains_only_adapters(tmp_path: Path) -> None:
     assert {name.split(".")[-3] for name in adapters} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert all(".lora_" in name for name in adapters)
     assert len(adapters) == 2 * 4 * 2
+    # lora_B starts at zero, so a value other than zero was trained.
     assert any(bool(tensor.any()) for name, tensor in adapters.items() if "lora_B" in name)
 
     fields = json.loads((folder / "adapter/adapter_config.json").read_text())
@@ -367,8 +366,10 @@ def test_shell_commands_and_a_slurm_script_run_unchanged(tmp_path: Path) -> None
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "RECORD": str(folder / "record"),
+        "SLURM_JOB_GPUS": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_NODELIST": "two",
     }
-    environment |= {"SLURM_JOB_GPUS": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "two"}
     environment["PATH"] = f"{folder}/site:{environment['PATH']}"
     python = shlex.quote(sys.executable)
     ours = f'export PATH="$({python} -m shardtrain.compat.fmengine commands ./bin):$PATH"'
@@ -379,26 +380,26 @@ def test_shell_commands_and_a_slurm_script_run_unchanged(tmp_path: Path) -> None
         )
         assert result.returncode == 0, result.stderr[-3000:]
 
+    # deepspeed
     program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained --mp_world_size 1")
     shell(f"{ours}\ndeepspeed {TRAIN}")
-    assert len(values(folder / "output")) == 3
+    by_deepspeed = [step["loss"] for step in values(folder / "output")]
+    assert len(by_deepspeed) == 3
 
+    # torchrun
     flags = TRAIN.partition("cli/train.py ")[2].replace("./output", "./second")
     shell(f"{ours}\ntorchrun --nnodes 1 --nproc-per-node 2 --node_rank 0 cli/train.py {flags}")
-    for first, second in zip(values(folder / "output"), values(folder / "second"), strict=True):
-        assert first["loss"] == second["loss"]
+    assert [step["loss"] for step in values(folder / "second")] == by_deepspeed
 
-    flags = flags.replace("./second", "/workspace/third").replace(
-        "--pipe_parallel_size 2", "--pipe_parallel_size 1"
-    )
+    # The script of the site, with tensor instead of pipeline parallelism. The stub of Apptainer has no mounts,
+    # only its working folder.
+    flags = flags.replace("./second", "./third")
+    flags = flags.replace("--pipe_parallel_size 2", "--pipe_parallel_size 1")
     flags = flags.replace("--model_parallel_size 1", "--model_parallel_size 2")
-    flags = flags.replace("/workspace/", "./")  # the stub has no mounts, only its working folder
     shell(f"{ours}\n{SCRIPT.replace('PORT', str(free_port())).replace('FLAGS', flags)}")
-    third = values(folder / "third")
-
-    assert [step["loss"] for step in third] == pytest.approx(
-        [v["loss"] for v in values(folder / "output")], rel=2e-3
-    )
+    by_script = [step["loss"] for step in values(folder / "third")]
+    # bfloat16 sums in another order
+    assert by_script == pytest.approx(by_deepspeed, rel=2e-3)
 
     record = [line.split() for line in (folder / "record").read_text().splitlines()]
     assert [command[command.index("--node_rank") + 1] for command in record] == ["0", "1"]
@@ -542,6 +543,7 @@ def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
     (folder / "site").mkdir()
     (folder / "site/ssh").write_text(SSH)
     (folder / "site/ssh").chmod(0o755)
+    # The hostfile has three hosts, and the command requests two.
     (folder / "hostfile").write_text("host-a slots=2\nhost-b slots=2\nhost-c slots=2\n")
     environment = {
         **os.environ,
@@ -590,14 +592,21 @@ def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) ->
     Path("hostfile").write_text("node1 slots=4\nnode2 slots=4\nnode3 slots=4\n")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     calls: list[list[str]] = []
-    monkeypatch.setattr(launch_command, "main", lambda arguments: calls.append(arguments) or 0)
+
+    def record_call(arguments: list[str]) -> int:
+        calls.append(arguments)
+        return 0
+
+    monkeypatch.setattr(launch_command, "main", record_call)
     flags = "cli/train.py --init_ckpt hf --data_path data.jsonl --output_dir out --deepspeed_config configs/llama.json"
-    for options, expected in {
+    two_of_each = "--include node1:0,1@node3:0,1 --master_port 3000"
+    translations = {
         "--exclude node2": "--exclude node2",
-        "--include node1:0,1@node3:0,1 --master_port 3000": "--include node1:0,1@node3:0,1 --master_port 3000",
+        two_of_each: two_of_each,
         "--num_nodes 2 --num_gpus 2 --master_addr n1": "--nodes 2 --master_addr n1 --include node1:0,1@node2:0,1",
         "--num_gpus 4": "--nproc 4",
-    }.items():
+    }
+    for options, expected in translations.items():
         assert launching.deepspeed(f"--hostfile hostfile {options} {flags}".split()) == 0
         arguments = calls.pop()
         assert arguments[:4] == ["ssh", str(folder / "out/fmengine.toml"), "--hostfile", "hostfile"]
@@ -605,8 +614,9 @@ def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) ->
         assert " ".join(arguments[4:workdir]) == expected
         assert arguments[workdir + 1] == str(folder)
         assert "NCCL_DEBUG" in arguments[arguments.index("--launch.forward_env") :]
-    monkeypatch.setattr(launching, "train", lambda arguments: calls.append(arguments) or 0)
 
+    # A single host trains here, without a launch.
+    monkeypatch.setattr(launching, "train", record_call)
     assert launching.deepspeed(f"--hostfile hostfile --include node2 {flags}".split()) == 0
     assert calls.pop() == ["--nproc", "4", *flags.split()[1:]]
 
@@ -622,17 +632,19 @@ def test_the_window_size_flag_overrides_that_of_the_folder(family: str, tmp_path
     data = jsonl(tmp_path / "data.jsonl")
     file = ds_json(tmp_path / "llama.json", 4, 4, bf16=False)
     flags = f"--init_ckpt {folder} --data_path {data} --max_seq_len 32 --deepspeed_config {file}"
-    flags += f" --output_dir {tmp_path}/out --window_size 4"
-    losses = run_ranks(1, steps_of_flags, flags.split(), 2)[0][0]
+    flags += f" --output_dir {tmp_path}/out"
+    losses, _, _, _ = run_ranks(1, steps_of_flags, [*flags.split(), "--window_size", "4"], 2)[0]
+    _, _, rows, _ = run_ranks(1, steps_of_flags, flags.split(), 1)[0]
     import transformers
 
-    _, _, rows, _ = run_ranks(1, steps_of_flags, flags.partition(" --window")[0].split(), 1)[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
+    # The mask lets each token see itself and the three tokens before it.
     tokens, targets = rows[0]
-    seen = torch.arange(32)[:, None] - torch.arange(32)[None, :]
-    mask = torch.where((seen >= 0) & (seen < 4), 0.0, float("-inf")).expand(len(tokens), 1, 32, 32)
+    distance = torch.arange(32)[:, None] - torch.arange(32)[None, :]
+    is_visible = (distance >= 0) & (distance < 4)
+    mask = torch.where(is_visible, 0.0, float("-inf")).expand(len(tokens), 1, 32, 32)
     logits = model(tokens, attention_mask=mask).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

@@ -99,6 +99,8 @@ def test_commands_for_run_ai_use_published_flags():
         verb = next(verb for verb in VERBS if tuple(arguments[: len(verb)]) == verb)
         flags, names = VERBS[verb]
         rest = arguments[len(verb) : arguments.index("--") if "--" in arguments else None]
+
+        # Count the names, and skip each flag with its value.
         while rest:
             flag, equals, _ = rest.pop(0).partition("=")
             if not flag.startswith("-"):
@@ -109,9 +111,8 @@ def test_commands_for_run_ai_use_published_flags():
                 value = rest.pop(0)
                 assert flag not in ("-e", "--env-secret") or re.match(r"[A-Z_]+=", value)
         assert names == 0, line
-        assert not re.search(r"TOKEN=(?!hub)", line), (
-            "a token is a secret of the cluster, never an argument"
-        )
+        # A token is a secret of the cluster, never an argument.
+        assert not re.search(r"TOKEN=(?!hub)", line)
 
 
 def test_the_image_reads_the_variable_that_the_tutorial_sets():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -27,25 +28,10 @@ QWEN3_AND_DEEPSEEK = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    (
-        "file",
-        "name",
-        "flavor",
-        "lr",
-        "warmup",
-        "ratio",
-        "decay",
-        "least",
-        "batch",
-        "length",
-        "steps",
-        "data",
-        "mode",
-    ),
-    QWEN3_AND_DEEPSEEK,
-    ids=[row[0] for row in QWEN3_AND_DEEPSEEK],
-)
+COLUMNS = "file, name, flavor, lr, warmup, ratio, decay, least, batch, length, steps, data, mode"
+
+
+@pytest.mark.parametrize(COLUMNS, QWEN3_AND_DEEPSEEK, ids=[row[0] for row in QWEN3_AND_DEEPSEEK])
 def test_presets_of_qwen3_and_deepseek_v3_keep_their_values(
     file, name, flavor, lr, warmup, ratio, decay, least, batch, length, steps, data, mode
 ):
@@ -53,54 +39,38 @@ def test_presets_of_qwen3_and_deepseek_v3_keep_their_values(
     assert (c.model.name, c.model.flavor, c.model.converters) == (name, flavor, [])
 
     o = c.optimizer
+    assert (o.name, o.lr, o.eps, o.weight_decay) == ("AdamW", lr, 1e-8, 0.1)
+    assert (o.beta1, o.beta2) == (0.9, 0.95)
+
     s = c.lr_scheduler
-    assert (o.name, o.lr, o.beta1, o.beta2, o.eps, o.weight_decay) == (
-        "AdamW",
-        lr,
-        0.9,
-        0.95,
-        1e-8,
-        0.1,
-    )
     assert (s.name, s.warmup_steps, s.decay_ratio) == ("warmup_stable_decay", warmup, ratio)
     assert (s.decay_type, s.min_lr_factor, s.total_steps) == (decay, least, None)
 
     t = c.training
-    assert (t.local_batch_size, t.global_batch_size, t.seq_len, t.steps) == (
-        batch,
-        -1,
-        length,
-        steps,
-    )
-    assert (t.dataset, t.max_norm, t.dtype, t.mixed_precision_param) == (
-        data,
-        1.0,
-        "float32",
-        "bfloat16",
-    )
+    assert (t.local_batch_size, t.global_batch_size) == (batch, -1)
+    assert (t.seq_len, t.steps) == (length, steps)
+    assert (t.dataset, t.max_norm) == (data, 1.0)
+    assert (t.dtype, t.mixed_precision_param) == ("float32", "bfloat16")
 
     p = c.parallelism
-    assert (
-        p.data_parallel_replicate_degree,
-        p.data_parallel_shard_degree,
-        p.tensor_parallel_degree,
-    ) == (1, -1, 1)
-    assert (p.pipeline_parallel_degree, p.context_parallel_degree) == (1, 1)
+    assert (p.data_parallel_replicate_degree, p.data_parallel_shard_degree) == (1, -1)
+    assert (p.tensor_parallel_degree, p.pipeline_parallel_degree) == (1, 1)
+    assert p.context_parallel_degree == 1
     assert p.expert_parallel_degree == (8 if file == "deepseek_v3_16b" else 1)
-    assert (c.activation_checkpoint.mode, c.activation_checkpoint.selective_ac_option) == (
-        mode,
-        "op",
-    )
-    assert c.compile.enable is (file in ("deepseek_v3_16b", "deepseek_v3_671b"))
-    assert not c.checkpoint.enable
-    assert c.compile.components == (["loss"] if c.compile.enable else ["model", "loss"])
+    assert c.activation_checkpoint.mode == mode
+    assert c.activation_checkpoint.selective_ac_option == "op"
 
-    deepseek = name == "deepseek_v3"
-    assert c.quantize.linear.float8.filter_fqns == (
-        ["output", "router.gate"] if deepseek else ["output"]
-    )
-    assert c.checkpoint.last_save_model_only is c.compile.enable
-    assert c.checkpoint.export_dtype == ("float32" if deepseek else "float16")
+    # The two large DeepSeek files compile the loss, and save only the model at the end.
+    is_large_deepseek = file in ("deepseek_v3_16b", "deepseek_v3_671b")
+    assert c.compile.enable is is_large_deepseek
+    assert c.compile.components == (["loss"] if is_large_deepseek else ["model", "loss"])
+    assert c.checkpoint.last_save_model_only is is_large_deepseek
+    assert not c.checkpoint.enable
+
+    is_deepseek = name == "deepseek_v3"
+    filters = ["output", "router.gate"] if is_deepseek else ["output"]
+    assert c.quantize.linear.float8.filter_fqns == filters
+    assert c.checkpoint.export_dtype == ("float32" if is_deepseek else "float16")
 
 
 # Ranks: the number of GPUs stated by the file or usual at its time. Parameters: from the papers and torchtitan's log,
@@ -151,7 +121,7 @@ def test_every_preset_is_built():
 def test_an_unedited_preset_builds_at_its_number_of_ranks(
     monkeypatch, capsys, name, ranks, parameters
 ):
-    """Unedited, without its tokenizer and data: ``NGPU=N COMM_MODE=fake_backend ./run_train.sh``."""
+    """``NGPU=N COMM_MODE=fake_backend ./run_train.sh`` works without the tokenizer and data that a preset names."""
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "CONFIG_FILE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("NGPU", str(ranks))
@@ -163,16 +133,13 @@ def test_an_unedited_preset_builds_at_its_number_of_ranks(
     assert "nothing was trained" in out
     assert parameters is None or f", {parameters} parameters\n" in out
 
+    # The mesh of these sizes has the requested number of ranks.
     sizes = re.findall(r"^  (?:pp|dp_replicate|dp_shard|cp|tp) +(\d+)", out, re.MULTILINE)
-    product = 1
-    for size in sizes:
-        product *= int(size)
-
     assert len(sizes) == 5
-    assert product == ranks
-    assert re.search(r"^  sum +[\d.]+ [GM]iB", out, re.MULTILINE), (
-        "the output must contain the memory of a rank"
-    )
+    assert math.prod(map(int, sizes)) == ranks
+
+    # The output contains the memory of a rank.
+    assert re.search(r"^  sum +[\d.]+ [GM]iB", out, re.MULTILINE)
 
 
 def test_missing_requirements_are_reported_and_stop_training(monkeypatch, capsys):
@@ -185,6 +152,7 @@ def test_missing_requirements_are_reported_and_stop_training(monkeypatch, capsys
 
     assert len(missing) == 1
     assert "model.tokenizer_path" in missing[0]
+    # The command refuses with the same lines that the build only notes.
     assert cli.main(["train", file, "--nproc", "8"]) == 2
 
     err = capsys.readouterr().err

@@ -94,7 +94,7 @@ def torchtitan(tmp_path):
 
 @pytest.fixture
 def runai(tmp_path):
-    """Image of the tutorial: a preset, a tokenizer, and a mounted volume claim."""
+    """A folder like that of the tutorial's image: a preset, a tokenizer, and the volume of a claim."""
     folder = tmp_path / "app"
     (folder / "train_configs").mkdir(parents=True)
     shutil.copy(PRESETS / "torchtitan_2025_02/debug_model.toml", folder / "train_configs")
@@ -120,11 +120,11 @@ def assert_same(
     actual: dict[int, tuple[float, str]], expected: dict[int, tuple[float, str]], tolerance: float
 ) -> None:
     """Check for the same rows in the same order at each step, and losses within a tolerance."""
-    assert {step: order for step, (_, order) in actual.items()} == {
-        step: order for step, (_, order) in expected.items()
-    }
-    expected_losses = [loss for loss, _ in expected.values()]
-    assert [loss for loss, _ in actual.values()] == pytest.approx(expected_losses, abs=tolerance)
+    assert actual.keys() == expected.keys()
+    for step, (loss, order) in actual.items():
+        expected_loss, expected_order = expected[step]
+        assert order == expected_order, step
+        assert loss == pytest.approx(expected_loss, abs=tolerance), step
 
 
 def test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags(torchtrain):
@@ -229,20 +229,22 @@ def test_torchtitan_s_own_script_starts_this_trainer(torchtitan):
     """``TRAIN_FILE=shardtrain.train ./run_train.sh`` in an unedited clone of torchtitan."""
     line = "./run_train.sh --training.seq_len 32 --training.local_batch_size 1 --training.steps 3 --training.device cpu"
     line += " --metrics.enable_tensorboard"
+    # A stub in place of torchrun records the arguments that the script gives it.
     arguments, names = noted.command_of(torchtitan, line, NGPU="2", TRAIN_FILE="shardtrain.train")
 
     assert "--nproc_per_node=2" in arguments
 
     port = free_port()
-    ranks = [as_torchrun(arguments, rank, 2, port, names) for rank in (0, 1)]
-    started = [
-        noted.start(torchtitan, *rank, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank in ranks
-    ]
+    started = []
+    for rank in (0, 1):
+        command = as_torchrun(arguments, rank, 2, port, names)
+        process = noted.start(
+            torchtitan, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        started.append(process)
+    limit = patience.seconds(noted.SECONDS)
     try:
-        outputs = [
-            process.communicate(timeout=patience.seconds(noted.SECONDS))[0] for process in started
-        ]
+        outputs = [process.communicate(timeout=limit)[0] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -250,12 +252,11 @@ def test_torchtitan_s_own_script_starts_this_trainer(torchtitan):
     assert [process.returncode for process in started] == [0, 0], outputs
     assert list(losses(torchtitan / "outputs")) == [1, 2, 3]
     assert "on 2 x cpu" in outputs[0]
-    assert {"loss_metrics/global_avg_loss", "throughput(tps)", "grad_norm"} <= set(
-        scalars(torchtitan / "outputs/tb")
-    )
+    tags = {"loss_metrics/global_avg_loss", "throughput(tps)", "grad_norm"}
+    assert tags <= set(scalars(torchtitan / "outputs/tb"))
 
 
-def test_its_fake_backend_builds_any_number_of_ranks(torchtitan):
+def test_fake_backend_of_torchtitan_builds_any_number_of_ranks(torchtitan):
     result = noted.run(
         torchtitan,
         "./run_train.sh",
@@ -264,7 +265,8 @@ def test_its_fake_backend_builds_any_number_of_ranks(torchtitan):
         TRAIN_FILE="shardtrain.train",
     )
 
-    assert result.returncode == 0 and "builds rank 0 of 64" in result.stdout, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert "builds rank 0 of 64" in result.stdout, result.stderr
 
 
 def test_a_missing_torchtitan_file_is_one_line(torchtitan):
@@ -312,21 +314,12 @@ def test_each_feature_is_one_line_of_toml_and_changes_no_loss(torchtitan, featur
     splits_rows = not any(axis in option for axis in ("tensor", "context", "pipeline"))
     results = []
     for name, ranks, more in (("one", 1, []), ("with", 2, [f"--{option}={value}"])):
-        local = [f"--training.local_batch_size={2 if splits_rows and more else 4}"]
-        arguments = [
-            "-m",
-            "shardtrain.train",
-            "--job.config_file",
-            str(preset),
-            "--nproc",
-            str(ranks),
-            *base.split(),
-        ]
-        arguments += [
-            f"--job.dump_folder={name}",
-            *more,
-            *(() if more and "batch" in option else local),
-        ]
+        arguments = ["-m", "shardtrain.train", "--job.config_file", str(preset)]
+        arguments += ["--nproc", str(ranks), *base.split(), f"--job.dump_folder={name}", *more]
+        # Ranks that split the rows have two of the four rows of a step each.
+        if not (more and "batch" in option):
+            local_batch_size = 2 if splits_rows and more else 4
+            arguments.append(f"--training.local_batch_size={local_batch_size}")
         result = noted.run_words(torchtitan, arguments, noted.environment())
         assert result.returncode == 0, result.stderr
         results.append(losses(torchtitan / name))
@@ -392,20 +385,23 @@ def test_a_seed_checkpoint_of_one_process_starts_any_mesh(torchtitan):
     seed = ["--nproc", "1", "--checkpoint.create_seed_checkpoint", "--debug.seed", "7"]
     result = noted.run_words(torchtitan, [*arguments, *seed], names)
 
-    assert result.returncode == 0 and newest(torchtitan / "outputs") == 0, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert newest(torchtitan / "outputs") == 0
 
+    # Both meshes start from a copy of the seed checkpoint.
     shutil.copytree(torchtitan / "outputs", torchtitan / "split")
-    for folder, more in (
-        ("outputs", ["--nproc", "1"]),
-        ("split", ["--nproc", "2", "--parallelism.tensor_parallel_degree", "2"]),
-    ):
-        result = noted.run_words(
-            torchtitan, [*arguments, "--job.dump_folder", folder, "--debug.seed", "7", *more], names
-        )
+    meshes = {
+        "outputs": ["--nproc", "1"],
+        "split": ["--nproc", "2", "--parallelism.tensor_parallel_degree", "2"],
+    }
+    for folder, mesh in meshes.items():
+        options = ["--job.dump_folder", folder, "--debug.seed", "7", *mesh]
+        result = noted.run_words(torchtitan, [*arguments, *options], names)
         assert result.returncode == 0, result.stderr
+
+    # The meshes sum in different orders, so losses differ by float32 rounding.
     single = losses(torchtitan / "outputs")
     split = losses(torchtitan / "split")
-
     assert list(single) == [1]
     assert_same(split, single, 1e-5)
 
@@ -463,27 +459,32 @@ def test_two_pods_of_the_tutorial_save_when_one_is_evicted_and_resume(runai):
     steps = 40
     claim = runai.parent / "claim"
 
-    def both(until: str) -> list[tuple[int, str]]:
+    def run_both(until: str) -> list[tuple[int, str]]:
+        """Run both pods, and return their exit codes and outputs."""
         port = free_port()
         pods = [pod(runai, number, port, steps) for number in (1, 0)]
         try:
             if until == "SIGTERM":
+                # One pod is evicted, and both end: neither can train without the other.
                 wait_for(lambda: (claim / "metrics.jsonl").exists() and len(losses(claim)) > 1)
                 pods[0].send_signal(signal.SIGTERM)
-            return [
-                (process.wait(patience.seconds(180)), process.communicate()[1]) for process in pods
-            ]
+            results = []
+            for process in pods:
+                code = process.wait(patience.seconds(180))
+                results.append((code, process.communicate()[1]))
+            return results
         finally:
             for process in pods:
                 process.kill()
 
-    for code, stderr in both("SIGTERM"):
-        assert code == 75 and "Traceback" not in stderr, stderr
-
+    for code, stderr in run_both("SIGTERM"):
+        assert code == 75, stderr
+        assert "Traceback" not in stderr, stderr
     saved = newest(claim)
     assert 1 < saved < steps
     assert record(claim)["code"] == 75
-    for code, stderr in both("its end"):
+
+    for code, stderr in run_both("its end"):
         assert code == 0, stderr
     assert list(losses(claim)) == list(range(1, steps + 1)), "a step was lost or repeated"
     assert os.listdir(claim / "checkpoint")

@@ -84,30 +84,35 @@ def body(rank: int, config: Config, steps: int) -> dict[str, Any]:
         rows.append([])
         outcome = trainer.step(run)
         assert outcome is not None
-        losses.append(
-            run.mesh.sum(outcome.loss_sum.double(), over=LOSS_AXES).item() / outcome.global_tokens
-        )
+        loss = run.mesh.sum(outcome.loss_sum.double(), over=LOSS_AXES).item()
+        losses.append(loss / outcome.global_tokens)
         rates.append(outcome.lr)
-    weights = {name: to_full(tensor).clone() for name, tensor in run.runner.parameters().items()}
-    moments = {
-        name: to_full(run.optimizer.state[tensor]["exp_avg"]).clone()
-        for name, tensor in run.runner.parameters().items()
-        if "exp_avg" in run.optimizer.state[tensor]
-    }
-    total = run.state.step + (run.dataloader.steps_left or 0)
+
+    weights = {}
+    moments = {}
+    for name, parameter in run.runner.parameters().items():
+        weights[name] = to_full(parameter).clone()
+        state = run.optimizer.state[parameter]
+        if "exp_avg" in state:
+            moments[name] = to_full(state["exp_avg"]).clone()
     return {
-        "first": first, "rows": rows, "losses": losses, "rates": rates, "weights": weights, "moments": moments,
-        "total": total, "scale": run.scaler.state() if run.scaler else None,
-    }  # fmt: skip
+        "first": first,
+        "rows": rows,
+        "losses": losses,
+        "rates": rates,
+        "weights": weights,
+        "moments": moments,
+        "total": run.state.step + (run.dataloader.steps_left or 0),
+        "scale": run.scaler.state() if run.scaler else None,
+    }
 
 
 class Original:
     """The original rules in a plain loop: one process, full batches, transformers' network, torch's AdamW."""
 
     def __init__(self, folder: Path, lr: float, steps: int, warmup: float = 0.01) -> None:
-        self.model = transformers.BartForSequenceClassification(
-            transformers.BartConfig.from_pretrained(folder / "bart", num_labels=2)
-        )
+        config = transformers.BartConfig.from_pretrained(folder / "bart", num_labels=2)
+        self.model = transformers.BartForSequenceClassification(config)
         with BinWeights(folder / "bart") as weights:
             self.model.load_state_dict({name: weights.read(name, ()) for name in weights.names()})
         self.model.train()
@@ -116,36 +121,40 @@ class Original:
         )
         lines = (folder / "data" / "sentiment-train").read_text().splitlines()
         self.rows = [line.rsplit("\t", 1) for line in lines]
-        without = ("bias", "LayerNorm.weight")
-        named = list(self.model.named_parameters())
+
+        # Biases and norms do not decay.
+        decaying = []
+        constant = []
+        for name, parameter in self.model.named_parameters():
+            if "bias" in name or "LayerNorm.weight" in name:
+                constant.append(parameter)
+            else:
+                decaying.append(parameter)
         groups = [
-            {
-                "params": [p for n, p in named if not any(nd in n for nd in without)],
-                "weight_decay": 0.01,
-            },
-            {
-                "params": [p for n, p in named if any(nd in n for nd in without)],
-                "weight_decay": 0.0,
-            },
+            {"params": decaying, "weight_decay": 0.01},
+            {"params": constant, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=lr, eps=1e-8)
-        first = int(steps * warmup)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer,
-            lambda step: (
-                step / max(1, first)
-                if step < first
-                else max(0.0, (steps - step) / max(1, steps - first))
-            ),
-        )
-        self.steps, self.step = steps, 0
+        warmup_steps = int(steps * warmup)
+
+        def factor(step: int) -> float:
+            if step < warmup_steps:
+                return step / max(1, warmup_steps)
+            return max(0.0, (steps - step) / max(1, steps - warmup_steps))
+
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+        self.steps = steps
+        self.step = 0
 
     def take(self, numbers: list[int]) -> tuple[float, float]:
         """Train on the given rows. Return the loss and the learning rate."""
         texts = [self.tokenizer(self.rows[number][0])["input_ids"] for number in numbers]
         width = max(map(len, texts))
-        ids = torch.tensor([[*text, *[1] * (width - len(text))] for text in texts])
-        mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])
+        ids = torch.ones(len(texts), width, dtype=torch.int64)  # 1 is the padding token
+        mask = torch.zeros(len(texts), width, dtype=torch.int64)
+        for row, text in enumerate(texts):
+            ids[row, : len(text)] = torch.tensor(text)
+            mask[row, : len(text)] = 1
         labels = torch.tensor([int(self.rows[number][1]) for number in numbers])
         logits = self.model(input_ids=ids, attention_mask=mask).logits
         loss = F.cross_entropy(logits, labels)
@@ -184,10 +193,10 @@ class Original:
 
 def joined(results: list[dict[str, Any]]) -> list[list[int]]:
     """Return the rows of each step from all ranks."""
-    return [
-        [row for part in parts for row in part]
-        for parts in zip(*(result["rows"] for result in results), strict=True)
-    ]
+    rows_of_steps = []
+    for rows_of_ranks in zip(*(result["rows"] for result in results), strict=True):
+        rows_of_steps.append([row for rows in rows_of_ranks for row in rows])
+    return rows_of_steps
 
 
 def assert_weights(original: Original, weights: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -229,11 +238,10 @@ def test_rates_match_the_closed_form(tmp_path: Path, options: dict[str, Any], st
     """Linear from 0 over int(1 % of the steps), then linear to 0. A warmup requires at least 100 steps."""
     config = configured(write_folder(tmp_path / "folder", gpus=1, **options), 1)
     rates = [learning_rate(config.optimizer, config.lr_scheduler, 300, step) for step in range(300)]
+
     warmup = [2e-3 * step / 3 for step in range(3)]
     decay = [2e-3 * (300 - step) / 297 for step in range(3, 300)]
-    wanted = [*warmup, *decay]
-
-    assert rates == pytest.approx(wanted, rel=1e-12, abs=0)
+    assert rates == pytest.approx([*warmup, *decay], rel=1e-12, abs=0)
     assert run_ranks(1, body, config, 0)[0]["total"] == steps
 
 
@@ -264,25 +272,20 @@ def test_sharding_flags_change_no_loss(tmp_path: Path, name: str) -> None:
 )
 def test_a_global_batch_is_split_over_as_many_devices_as_divide_it(tmp_path: Path) -> None:
     file = write_folder(tmp_path / "folder", is_distributed=False, batch_size=9)
+    # The number of devices of the machine, and how many of them the run uses.
     for devices, used in ((1, 1), (2, 1), (3, 3), (4, 3), (8, 3), (9, 9)):
         loaded, launch = migrate.open_file(file, machine=ThisMachine(devices=devices))
-        c = loaded.config
         assert launch == {"nproc": used}
-        assert (
-            c.training.local_batch_size,
-            c.training.global_batch_size,
-        ) == (
-            9 // used,
-            9,
-        )
-        notices = [
-            notice
-            for notice in loaded.notices
-            if "of 9 rows" in notice or "9 rows are dealt" in notice
-        ]
-        assert len(notices) == (devices > 1)
-    single, shared = (run_ranks(ranks, body, configured(file, ranks), 4)[0] for ranks in (1, 3))
+        assert loaded.config.training.local_batch_size == 9 // used
+        assert loaded.config.training.global_batch_size == 9
 
+        texts = ("of 9 rows", "9 rows are dealt")
+        notices = [notice for notice in loaded.notices if any(text in notice for text in texts)]
+        assert len(notices) == (devices > 1)
+
+    # float32 rounding of sums in another order
+    (single, *_) = run_ranks(1, body, configured(file, 1), 4)
+    (shared, *_) = run_ranks(3, body, configured(file, 3), 4)
     assert shared["losses"] == pytest.approx(single["losses"], abs=1e-6)
 
 
@@ -304,26 +307,23 @@ def test_a_run_resumes_from_an_original_checkpoint(
         folder, continue_training=True, continue_training_path=saved, **values
     )
     results = run_ranks(ranks, body, configured(file, ranks), 6)
+    rows_of_steps = joined(results)
 
     assert (results[0]["first"], results[0]["total"]) == (10, 27)
 
-    for rows, loss, rate in zip(
-        joined(results), results[0]["losses"], results[0]["rates"], strict=True
-    ):
+    steps = zip(rows_of_steps, results[0]["losses"], results[0]["rates"], strict=True)
+    for rows, loss, rate in steps:
         expected_loss, their_rate = original.take(rows)
         assert loss == pytest.approx(expected_loss, abs=1e-6)
         assert rate == pytest.approx(their_rate, rel=1e-12)
 
     assert_weights(original, results[0]["weights"], 1e-6)
-    assert [len(rows) for rows in joined(results)] == [8] * 6  # steps 11 to 16, with 9 per epoch
+    assert [len(rows) for rows in rows_of_steps] == [8] * 6  # steps 11 to 16, with 9 per epoch
 
-    half = configured(
-        rewrite_parameters(
-            folder, continue_training=True, continue_training_path=saved, use_native_fp16=True
-        ),
-        1,
+    half_file = rewrite_parameters(
+        folder, continue_training=True, continue_training_path=saved, use_native_fp16=True
     )
-    result = run_ranks(1, body, half, 0)[0]
+    result = run_ranks(1, body, configured(half_file, 1), 0)[0]
 
     assert result["scale"] == {"scale": 1024.0, "finite_steps": 0}
 
@@ -339,7 +339,7 @@ def rewrite_parameters(folder: Path, **values: Any) -> Path:
 
 
 def damaged(original: Original, file: Path, kind: str) -> str:
-    """Write a file that does not fit, and return part of the message."""
+    """Write a checkpoint that differs from the model, and return a pattern of the message that refuses it."""
     state = original.model.state_dict()
     if kind == "missing":
         del state["classification_head.out_proj.bias"]
@@ -542,61 +542,46 @@ def test_an_original_folder_trains_and_tests_unchanged(tmp_path: Path, epochs: i
     assert all(log.read_text() for log in logs)
     assert list((models / "tensorboard_logs").rglob("events*"))
 
-    accuracies = {
-        line["step"]: line["accuracy"]
-        for line in map(json.loads, (models / "validation.jsonl").read_text().splitlines())
-    }
-    best = next(step for step, value in accuracies.items() if value == max(accuracies.values()))
-
+    # The best step is the first with the highest accuracy.
+    accuracies = {}
+    for line in (models / "validation.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        accuracies[record["step"]] = record["accuracy"]
+    best = max(accuracies, key=lambda step: accuracies[step])
     assert json.loads((models / "checkpoint" / "best.json").read_text())["step"] == best
 
-    before = logs[0].read_text()
-    # the run is complete, and the log is appended to
-    again = command(folder, "--params=parameters.yml")
-
-    assert again.returncode == 0
+    # The run is complete, so the same command trains no more, and appends to the log.
+    log_before = logs[0].read_text()
+    second_result = command(folder, "--params=parameters.yml")
+    assert second_result.returncode == 0
     assert steps_of(models)[-1] == 7 * epochs
-    assert logs[0].read_text().startswith(before)
-    assert len(logs[0].read_text()) > len(before)
+    assert logs[0].read_text().startswith(log_before)
+    assert len(logs[0].read_text()) > len(log_before)
 
+    # The mode "test" writes predictions and their accuracy.
     folders.write_parameters(folder, mode="test", max_length=16)
     tested = command(folder, "--params", "parameters.yml")
     assert tested.returncode == 0, tested.stderr[-3000:]
     assert f"step-{best}" in tested.stderr
-
     for name, count in (("dev", 50), ("test", 70)):
         results = json.loads((models / f"{name}_results.json").read_text())
-        lines = (models / f"{name}_prediction.txt").read_text().splitlines()
-        labels = [
-            line.rsplit("\t", 1)[1]
-            for line in (folder / "data" / f"sentiment-{name}").read_text().splitlines()
-        ]
+        predictions = (models / f"{name}_prediction.txt").read_text().splitlines()
+        rows = (folder / "data" / f"sentiment-{name}").read_text().splitlines()
+        labels = [row.rsplit("\t", 1)[1] for row in rows]
+        correct = sum(a == b for a, b in zip(predictions, labels, strict=True))
         assert set(results) == {"Accuracy"}
-        assert len(lines) == count
-        assert set(lines) <= {"0", "1"}
-        assert (
-            results["Accuracy"] == sum(a == b for a, b in zip(lines, labels, strict=True)) / count
-        )
-
+        assert len(predictions) == count
+        assert set(predictions) <= {"0", "1"}
+        assert results["Accuracy"] == correct / count
     assert json.loads((models / "dev_results.json").read_text())["Accuracy"] == accuracies[best]
 
-    arguments = [
-        "-m",
-        "shardtrain",
-        "export",
-        str(models / "checkpoint" / f"step-{best}"),
-        "--to",
-        "exported",
-    ]
+    # The best checkpoint exports to a folder that transformers opens.
+    checkpoint = str(models / "checkpoint" / f"step-{best}")
+    arguments = ["-m", "shardtrain", "export", checkpoint, "--to", "exported"]
     exported = forked.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True)
-
     assert exported.returncode == 0, exported.stderr[-3000:]
-    assert (
-        transformers.BartForSequenceClassification.from_pretrained(
-            folder / "exported"
-        ).config.num_labels
-        == 2
-    )
+    model = transformers.BartForSequenceClassification.from_pretrained(folder / "exported")
+    assert model.config.num_labels == 2
 
 
 @pytest.mark.timeout(300)
@@ -610,13 +595,14 @@ def test_an_original_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
     folders.make(folder, mode="test", dropout=0.0, with_head=True)
     original = Original(folder, 5e-3, 50)
     for step in range(50):
-        original.take([*range(step * 16 % 192, step * 16 % 192 + 16)])
+        first_row = step * 16 % 192
+        original.take([*range(first_row, first_row + 16)])
     original.save(folder / "checkpoint-50", "module.")
-    texts = [
-        line.rsplit("\t", 1)[0]
-        for line in (folder / "data" / "sentiment-test").read_text().splitlines()
-    ]
-    (folder / "data" / "sentiment-test").write_text("".join(f"{text}\n" for text in texts))
+
+    # Remove the labels of a set.
+    test_set = folder / "data" / "sentiment-test"
+    texts = [row.rsplit("\t", 1)[0] for row in test_set.read_text().splitlines()]
+    test_set.write_text("".join(f"{text}\n" for text in texts))
     result = command(folder, "--params=parameters.yml", "--checkpoint", "checkpoint-50")
 
     assert result.returncode == 0, result.stderr[-3000:]
@@ -625,14 +611,13 @@ def test_an_original_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
     assert not (models / "test_results.json").exists()
     assert (models / "dev_results.json").exists()
 
-    predictions = (models / "test_prediction.txt").read_text().split()
     original.model.eval()
-    wanted = [
-        original.model(torch.tensor([original.tokenizer(text)["input_ids"]])).logits
-        for text in texts
-    ]
-
-    assert predictions == [str(int(logits.argmax())) for logits in wanted]
+    expected = []
+    for text in texts:
+        ids = torch.tensor([original.tokenizer(text)["input_ids"]])
+        expected.append(str(int(original.model(ids).logits.argmax())))
+    predictions = (models / "test_prediction.txt").read_text().split()
+    assert predictions == expected
     assert len(set(predictions)) == 2
 
 
@@ -658,25 +643,21 @@ def test_two_nodes_meet_with_current_node(tmp_path: Path) -> None:
     time.sleep(5)
     second = forked.Popen([*line, "--params=second.yml"], **quiet)
 
-    assert [process.wait(patience.seconds(120)) for process in (first, second)] == [0, 0]
+    for process in (first, second):
+        assert process.wait(patience.seconds(120)) == 0
 
     models = folder / "models" / "baseline"
-    assert {log.name for log in (models / "logger_logs").iterdir()} == {
-        "training_0.log",
-        "training_1.log",
-    }
+    log_names = {log.name for log in (models / "logger_logs").iterdir()}
+    assert log_names == {"training_0.log", "training_1.log"}
     assert steps_of(models) == [7]
 
-    plain = losses_of(models)
+    # fairscale's flags change no loss.
+    expected = losses_of(models)
     for name, flags in SHARDING.items():
-        values_of_run = {
-            "num_epochs": 1,
-            "model_dir": f"models/{name.split(',')[-1].strip()}",
-            **flags,
-        }
-        folders.write_parameters(folder, **values_of_run)
+        model_dir = f"models/{name.split(',')[-1].strip()}"
+        folders.write_parameters(folder, num_epochs=1, model_dir=model_dir, **flags)
         assert command(folder, "--params=parameters.yml").returncode == 0
-        assert losses_of(folder / values_of_run["model_dir"]) == pytest.approx(plain, abs=1e-5)
+        assert losses_of(folder / model_dir) == pytest.approx(expected, abs=1e-5)
 
 
 def test_wrong_files_are_reported_in_one_line(tmp_path: Path) -> None:
@@ -743,10 +724,12 @@ def test_hooks_are_overridden_one_at_a_time(tmp_path: Path, name: str) -> None:
 
     assert not configs.check(configs.Loaded(config))
 
+    # Each hook calls the original one, so the loss does not change.
     seen, loss = run_ranks(1, hooked, config)[0]
     assert seen
     assert loss == run_ranks(1, hooked, plain)[0][1]
-    assert name != "loss_sum" or seen == [0.3]
+    if name == "loss_sum":
+        assert seen == [0.3], "the hook must receive the option of the parameters"
 
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "universal_trainer"

@@ -67,7 +67,9 @@ def reference(folder):
 def train_step(rank: int, folder: Any, mesh: dict[str, int] | None) -> dict[str, Any]:
     """Return what an engine computes from a batch, and its weights after an update. ``None`` is verl's fsdp2."""
     engine = fsdp_engine(folder) if mesh is None else shardtrain_engine(folder, **mesh)
-    part = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+    rank_in_data = engine.get_data_parallel_rank()
+    size_of_data = engine.get_data_parallel_size()
+    part = (rank_in_data, size_of_data)
     with engine.eval_mode():
         outputs = engine.infer_batch(batch(*part), None)["model_output"]
     with engine.train_mode(zero_grad_on_exit=False):
@@ -75,14 +77,18 @@ def train_step(rank: int, folder: Any, mesh: dict[str, int] | None) -> dict[str,
         result = engine.forward_backward_batch(batch(*part), policy_loss())
         gradients = gradients_of(engine)
         norm = engine.optimizer_step()
+
     loss = torch.tensor(sum(result["loss"]))
     dist.all_reduce(loss, group=engine.get_data_parallel_group())
     weights, _ = engine.get_per_tensor_param()
+    rows = {}
+    for name, nested_rows in outputs.items():
+        rows[name] = [row.numpy() for row in nested_rows.unbind()]
     return {
-        "rank": part[0],
+        "rank": rank_in_data,
         "has_outputs": engine.is_mp_src_rank_with_outputs(),
-        "rows": {name: [row.numpy() for row in rows.unbind()] for name, rows in outputs.items()},
-        "loss": loss.item() / part[1],
+        "rows": rows,
+        "loss": loss.item() / size_of_data,
         "norm": norm,
         "gradients": gradients,
         "weights": {name: full(tensor).numpy() for name, tensor in weights},
@@ -102,12 +108,18 @@ def gradients_of(engine: Any) -> dict[str, Any]:
 
 def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Join the rows of all data-parallel ranks in the order of the batch, and the gradients of all stages."""
-    gradients = {name: value for one in results for name, value in one["gradients"].items()}
-    results = sorted((one for one in results if one["has_outputs"]), key=lambda one: one["rank"])
-    rows = {
-        name: [row for one in results for row in one["rows"][name]] for name in results[0]["rows"]
-    }
-    return {**results[0], "rows": rows, "gradients": gradients}
+    gradients: dict[str, Any] = {}
+    for result in results:
+        gradients |= result["gradients"]
+
+    results_with_outputs = [result for result in results if result["has_outputs"]]
+    results_with_outputs.sort(key=lambda result: result["rank"])
+    first = results_with_outputs[0]
+    rows: dict[str, list[Any]] = {name: [] for name in first["rows"]}
+    for result in results_with_outputs:
+        for name in rows:
+            rows[name] += result["rows"][name]
+    return {**first, "rows": rows, "gradients": gradients}
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -261,13 +273,14 @@ def test_a_critic_equals_that_of_transformers(folder, reference_values, num_rank
 )
 def test_an_option_without_effect_is_refused_in_one_line(folder, changes, message):
     changes = dict(changes)
-    made = {
+    options = {
         "model": model_config(folder, **changes.pop("model", {})),
         "optimizer": optimizer_config(**changes.pop("optimizer", {})),
+        **changes,
     }
 
     with pytest.raises(AssertionError) as raised:
-        run_ranks(1, make_engine, folder, {**made, **changes})
+        run_ranks(1, make_engine, folder, options)
     assert "shardtrain.utils.errors.ConfigError: " in str(raised.value)
     assert message in str(raised.value).splitlines()[-1]
 

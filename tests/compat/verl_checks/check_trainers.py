@@ -76,7 +76,7 @@ def test_verls_ppo_configuration_selects_the_engine_for_all_roles(folder):
     frozen = omega_conf_to_dataclass(reference)
     critic = omega_conf_to_dataclass(config.critic)
 
-    assert [one.engine.strategy for one in (actor, frozen, critic)] == ["shardtrain"] * 3
+    assert [part.engine.strategy for part in (actor, frozen, critic)] == ["shardtrain"] * 3
     assert actor.engine.tensor_parallel_degree == frozen.engine.tensor_parallel_degree == 2
     assert frozen.engine.options == {"compile": {"enable": True}}
     assert frozen.engine.forward_only and not actor.engine.forward_only
@@ -116,9 +116,12 @@ def losses(num_ranks: int, folder: Path, output: Path, *overrides: str) -> list[
     """Return the metrics of all steps that are losses, norms or rates."""
     output.mkdir(exist_ok=True)
     run_ranks(num_ranks, fine_tune, folder, output, *overrides)
-    kept = ("train/loss", "train/grad_norm", "train/lr", "val/loss")
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line["data"][name] for name in kept if name in line["data"]} for line in lines]
+    names = ("train/loss", "train/grad_norm", "train/lr", "val/loss")
+    metrics_of_steps = []
+    for line in (output / "metrics.jsonl").read_text().splitlines():
+        data = json.loads(line)["data"]
+        metrics_of_steps.append({name: data[name] for name in names if name in data})
+    return metrics_of_steps
 
 
 SHARDTRAIN = ("engine=shardtrain", "engine.dtype=float32")

@@ -135,11 +135,10 @@ def batch(rank: int = 0, size: int = 1, rows: int = 8, micro_batch_size: int = 2
         add("advantages", torch.randn(answer, generator=generator))
         add("values", torch.randn(answer, generator=generator))
         add("returns", torch.randn(answer, generator=generator))
-    own = slice(rank * rows // size, (rank + 1) * rows // size)
-    tensors = {
-        name: torch.nested.as_nested_tensor(parts[own], layout=torch.jagged)
-        for name, parts in columns.items()
-    }
+    rows_of_rank = slice(rank * rows // size, (rank + 1) * rows // size)
+    tensors = {}
+    for name, parts in columns.items():
+        tensors[name] = torch.nested.as_nested_tensor(parts[rows_of_rank], layout=torch.jagged)
     settings = {
         "use_remove_padding": True,
         "use_dynamic_bsz": False,

@@ -25,14 +25,16 @@ def test_an_idle_option_is_a_note_in_a_preset_and_an_error_in_a_file(
     arguments = OVERRIDES[option]
     loaded = config.load("debug", arguments)
     assert config.check(loaded) == []
-    assert any(
-        note.startswith(f"{option}=") and "of the preset" in note for note in config.notes(loaded)
-    )
+    notes_on_option = [note for note in config.notes(loaded) if note.startswith(f"{option}=")]
+    assert any("of the preset" in note for note in notes_on_option)
 
+    # The same text in a file of the user
     copied = tmp_path / "copy.toml"
     shutil.copyfile(presets.FOLDER / "debug.toml", copied)
-    assert option in [problem.option for problem in config.check(config.load(copied, arguments))]
+    problems = config.check(config.load(copied, arguments))
+    assert option in [problem.option for problem in problems]
 
+    # The same value on the command line
     written = config.load("debug", [*arguments, f"--{option}", str(loaded.value(option))])
     assert option in [problem.option for problem in config.check(written)]
 

@@ -100,24 +100,24 @@ def problems(tmp_path: Path, arguments: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_ramp_is_one_line_with_the_rule(tmp_path: Path, message: str) -> None:
-    (found,) = problems(tmp_path, WRONG[message])
-    assert message in found
-    assert "\n" not in found
+    (problem,) = problems(tmp_path, WRONG[message])
+    assert message in problem
+    assert "\n" not in problem
 
 
 @pytest.mark.parametrize("message", OF_ROWS)
 def test_ramp_that_does_not_fit_a_task_of_rows_is_rejected(tmp_path: Path, message: str) -> None:
-    found = problems(tmp_path, ["--task.name", "reward", *OF_ROWS[message]])
-    assert any(message in problem for problem in found), found
+    lines = problems(tmp_path, ["--task.name", "reward", *OF_ROWS[message]])
+    assert any(message in line for line in lines), lines
 
 
 def test_number_of_ranks_must_divide_all_sizes(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(TINY.replace("data_parallel_shard_degree = 2", ""))
     loaded = config.load(path, [BATCH, "[[0, 8], [4, 20], [6, 28], [9, 64]]"])
-    found = [str(problem) for problem in mesh_notes(loaded, world_size=4)]
+    notes = [str(note) for note in mesh_notes(loaded, world_size=4)]
 
-    assert any("has 8, 20, 28, which must be multiples of 16" in problem for problem in found)
+    assert any("has 8, 20, 28, which must be multiples of 16" in note for note in notes)
 
 
 def test_ramp_beyond_the_last_step_is_a_note(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_ramp_beyond_the_last_step_is_a_note(tmp_path: Path) -> None:
 
 
 def test_names_of_other_trainers_suggest_the_ramps(tmp_path: Path) -> None:
-    (found,) = problems(tmp_path, ["--training.rampup_batch_size", "8"])
-    assert "set training.batch_ramp to pairs" in found
+    (problem,) = problems(tmp_path, ["--training.rampup_batch_size", "8"])
+    assert "set training.batch_ramp to pairs" in problem
 
 
 def test_options_read_the_same_from_a_file_and_the_command_line(tmp_path: Path) -> None:

@@ -303,12 +303,8 @@ def test_marks_that_exclude_the_end_token_are_logged(tmp_path, caplog):
     encoder = open_encoder(open_tokenizer(str(path)), Data(format="chat"))
     encoder.encode([{"messages": TURNS}, {"messages": TURNS}])
 
-    assert [
-        record.getMessage()
-        for record in caplog.records
-        if "exclude the end token <|eot|>" in record.getMessage()
-    ] != []
-    assert len(caplog.records) == 1
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "exclude the end token <|eot|>" in message
 
 
 def test_sharegpt_rows_become_messages(tmp_path):
@@ -324,6 +320,7 @@ def test_sharegpt_rows_become_messages(tmp_path):
         assert document.tokens.tolist() == expected.tokens.tolist()
         assert document.learned.tolist() == expected.learned.tolist()
 
+    # ShareGPT has speakers for calls of functions and for their results.
     call = {
         "from": "function_call",
         "value": '{"name": "get_weather", "arguments": {"city": "Paris"}}',
@@ -841,6 +838,7 @@ def test_keys_that_only_other_trainers_read_are_logged_once(tmp_path, form, capl
 
     assert caplog.messages == []
 
+    # A second row of the same keys, and rows of a later call, log nothing more.
     weighed = [{**ANSWER, "weight": 0}]
     row = {**plain, "images": ["a.png"], "messages": [USER, *weighed], "completion": weighed}
     encoder.encode([row, row])

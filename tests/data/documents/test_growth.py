@@ -166,7 +166,7 @@ def test_decompression_of_one_row_has_a_time_limit(
 def test_compressed_row_is_not_read_beyond_the_size_limit(
     ending: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the row has at least 8 MiB and the limit is 1 MiB: count the bytes read
+    # The row has at least 8 MiB, and at most 1 MiB of it may be read. The bytes read are counted.
     monkeypatch.setattr(_records, "SKIPPED_BYTES", 2**20)
     bytes_read = 0
     read = _compressed._Stream.read
@@ -273,6 +273,7 @@ def test_stream_without_documents_ends_with_an_error(monkeypatch: pytest.MonkeyP
         def where(self, place: stream.Place) -> str:
             return f"a.jsonl:{place[1] + 1}"
 
+    # The parts of a reader that the loop over documents needs, without its processes.
     reader = object.__new__(stream._Reader)
     encoder = type("E", (), {"encode": staticmethod(list)})
     reader._feed = type(

@@ -122,6 +122,7 @@ def test_prepare_creates_a_table_for_each_sequence_length(tmp_path, monkeypatch,
         assert main([*arguments, "--training.seq_len", str(length)]) == 0
         assert f"rows of {length} (first_fit)" in capsys.readouterr().out
 
+        # The prepared table must give the rows that a run without it computes at its start.
         line = ShardTokenBuffer(tmp_path / "out")
         packing = Packing(length, "first_fit")
         table = table_of(line, packing, "o")

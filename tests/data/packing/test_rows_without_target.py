@@ -50,14 +50,14 @@ def arguments_for(folder: Path, form: str, prompts: list[int], *more: str) -> li
         "--training.dataset=jsonl",
         f"--training.dataset_path={path}",
         f"--training.seq_len={SEQ_LEN}",
-    ]
-    arguments += [
+        "--training.local_batch_size=1",
         "--model.hf_assets_path=bytes",
         f"--data.format={form}",
-        "--training.local_batch_size=1",
         *more,
     ]
-    return arguments + ([f"--data.chat_template={template}"] if form == "chat" else [])
+    if form == "chat":
+        arguments.append(f"--data.chat_template={template}")
+    return arguments
 
 
 def targets_of(config: Config, count: int) -> list[int]:
@@ -205,6 +205,7 @@ def test_limit_on_skipped_rows_suggests_a_value_that_works(
     assert check.main(arguments) == 3
     assert "data.long_rows_max_fraction=0.667" in capsys.readouterr().out
 
+    # The advised value is accepted by the run and by the check.
     arguments.append("--data.long_rows_max_fraction=0.667")
     with caplog.at_level(logging.WARNING):
         assert targets_of(load(None, arguments).config, 1) == [4]

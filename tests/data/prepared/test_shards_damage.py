@@ -220,18 +220,22 @@ def test_storage_errors_are_not_reported_as_damage(
     def fails(*_: Any, **__: Any) -> Any:
         raise OSError(number, os.strerror(number))
 
+    # A read during a run.
     with monkeypatch.context() as patch:
         for name in ("preadv", "stat", "open"):
             patch.setattr(os, name, fails)
-        for look in (lambda: line.tokens(0, 100), line.check_unchanged):
+        for read in (lambda: line.tokens(0, 100), line.check_unchanged):
             with pytest.raises(
                 StorageError, match=rf"cannot read {folder}/.*{os.strerror(number)}"
             ):
-                look()
+                read()
+
+    # The read of the index at the start.
     with monkeypatch.context() as patch:
         patch.setattr(bounded_reads, "read_all", fails)
         with pytest.raises(StorageError, match=rf"cannot read {folder}/{INDEX}"):
             ShardTokenBuffer(folder)
-    line.check_unchanged()
 
+    # The same reader works again once the storage does.
+    line.check_unchanged()
     assert len(line.tokens(0, 100)) == 100

@@ -77,8 +77,11 @@ def test_offsets_outside_of_the_data_are_found(kind: str) -> None:
 
 
 def test_rare_types_are_left_to_the_complete_check() -> None:
-    words = pa.array(["a", "b"]).dictionary_encode()
-    for column in (words, pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), words)):
+    dictionary = pa.array(["a", "b"]).dictionary_encode()
+    for column in (
+        dictionary,
+        pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), dictionary),
+    ):
         assert not _arrow_offsets.is_checkable(column.type)
     for kind in (pa.int8(), pa.bool_(), pa.timestamp("s"), pa.decimal128(5), pa.binary(3)):
         assert _arrow_offsets.is_checkable(kind)

@@ -37,20 +37,21 @@ def open_source(request):
 def test_path_of_a_python_file_is_a_dataset(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     name = str(tmp_path / "mine.py")
-    assert not [p for p in check(load(None, ["--training.dataset", name])) if "dataset" in str(p)]
+    problems = [str(problem) for problem in check(load(None, ["--training.dataset", name]))]
+    assert not [problem for problem in problems if "dataset" in problem]
 
     training = Training(dataset=name, seq_len=16, local_batch_size=2)
-    batch = next(
-        open_dataloader(
-            Config(training=training),
-            batch_rank=0,
-            num_batch_ranks=1,
-            accumulation=1,
-            shuffle=False,
-        )
+    loader = open_dataloader(
+        Config(training=training),
+        batch_rank=0,
+        num_batch_ranks=1,
+        accumulation=1,
+        shuffle=False,
     )
+    first_row = next(loader).tokens_BT[0].tolist()
 
-    assert bytes(batch.tokens_BT[0, 1:9].tolist()).decode() == "number 0"
+    # The first token marks the beginning of a document.
+    assert bytes(first_row[1:9]).decode() == "number 0"
 
 
 def test_missing_file_or_file_without_a_dataset_is_rejected(tmp_path):

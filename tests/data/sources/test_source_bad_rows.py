@@ -115,7 +115,8 @@ def test_bad_line_has_a_defined_result_and_does_not_affect_others(write, kind):
     path = write(b"\n".join([GOOD, b"", line, GOOD]) + b"\n")
     (_, first), (place, row), (last_place, last) = read(path)
 
-    assert first == last == {"text": "good"}
+    assert first == {"text": "good"}
+    assert last == {"text": "good"}
     assert (place, last_place) == (f"{path}:3", f"{path}:4")
 
     if isinstance(expected, dict):
@@ -173,6 +174,7 @@ def test_last_line_is_read_once_with_or_without_a_line_end(write, end):
 
 @pytest.mark.parametrize("end", [b"", b"\n"])
 def test_row_may_have_at_most_max_row_bytes(write, end):
+    # The first row has exactly the limit. The other two are longer by a space, before a line end or at the end.
     path = write(GOOD + b"\n" + GOOD + b" \n" + GOOD + b" " + end)
     reason = BadRow("is longer than data.max_row_bytes", detail=f"{len(GOOD) + 1} bytes")
     assert read(path, max_row_bytes=len(GOOD)) == [

@@ -66,6 +66,7 @@ def test_saved_dataset_is_read_as_a_table_or_as_shards(saved):
     assert place_of(table, (0, 7)) == f"{saved}: row 7 from 0"
     assert place_of(shards, (2, 7)) == f"{saved}: shard 2, row 7, both from 0"
 
+    # Worker processes receive sources as pickles.
     for source in (table, shards):
         copy = pickle.loads(pickle.dumps(source))
         assert [row for _, row in every_row(copy)] == ROWS
@@ -164,6 +165,7 @@ def test_interrupted_stream_is_an_error_and_not_a_bad_row(saved, monkeypatch):
         rows_read.extend(source.rows(1))
     assert len(rows_read) == 64
 
+    # A second reader of the same shard is given the rows before the interruption too.
     rows = source.rows(1)
     assert [next(rows) for _ in range(64)] == [{"text": "a"}] * 64
 
@@ -331,6 +333,7 @@ def test_subset_is_a_folder_of_the_local_copy(tmp_path):
     ):
         opened(tmp_path, "c4", subset="fr")
 
+    # The message names the table of the source if the subset is set there.
     of_source = DataSource("c4", str(tmp_path), subset="fr")
     named = NamedDataset(
         "web", of_source, "data.sources.web.dataset", "data.sources.web.dataset_path"

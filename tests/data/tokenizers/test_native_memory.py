@@ -1,4 +1,4 @@
-"""Tokenizer libraries abort when memory runs out under a ulimit. It is reported as out of memory before that."""
+"""Tokenizer libraries abort if memory runs out under a ulimit, so texts that need too much are refused before that."""
 
 from __future__ import annotations
 
@@ -120,6 +120,7 @@ def test_ulimit_below_the_limit_of_the_child_is_named(
     ):
         sandbox._verdict(b"", status)
 
+    # A refusal of the child itself is also due to the ulimit.
     too_large = json.dumps(
         {
             "refused": "needs more than data.artefact_memory_bytes=5 to open",
@@ -131,6 +132,7 @@ def test_ulimit_below_the_limit_of_the_child_is_named(
     with pytest.raises(OutOfMemoryError, match="^memory ran out"):
         sandbox._verdict(too_large.encode(), 0)
 
+    # Without a ulimit, the limit of the child is the cause.
     monkeypatch.setattr(limits, "read", list)
     assert "data.artefact_memory_bytes" in sandbox._verdict(b"", status)
 

@@ -75,10 +75,9 @@ def test_file_without_a_valid_tokenizer_is_a_one_line_error_before_ranks_start(
     path = written(tmp_path, text)
     assert main(["config", "check", DEBUG, f"--{OPTION}={path}", "--training.device=cpu"]) == 2
 
-    (line,) = [
-        line for line in "".join(capsys.readouterr()).splitlines() if "my_tokenizer.py" in line
-    ]
-
+    captured = capsys.readouterr()
+    lines = (captured.out + captured.err).splitlines()
+    (line,) = [line for line in lines if "my_tokenizer.py" in line]
     assert OPTION in line
     assert message in line
 

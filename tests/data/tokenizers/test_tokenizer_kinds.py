@@ -200,6 +200,7 @@ def test_special_tokens_of_the_folder_override_those_of_tiktoken(paths, tmp_path
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (ranks + 4, ranks + 9, ranks)
     assert tokenizer.fingerprint != open_tokenizer(paths["tiktoken"]).fingerprint
 
+    # A number below those of the special tokens belongs to the vocabulary.
     config["added_tokens_decoder"] = {"7": {"content": "<|x|>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="names 7"):
@@ -253,23 +254,21 @@ def test_special_ids_in_the_folder_are_used(tmp_path):
 
 
 def test_chat_templates_are_found_in_each_file(tmp_path):
-    assert open_tokenizer(str(bpe_folder(tmp_path / "none"))).chat_template is None
+    folder = bpe_folder(tmp_path / "none")
+    assert open_tokenizer(str(folder)).chat_template is None
 
     folder = bpe_folder(tmp_path / "text", chat_template="a")
-    assert (
-        open_tokenizer(str(folder)).chat_template,
-        open_tokenizer(str(folder)).tool_template,
-    ) == ("a", None)
+    tokenizer = open_tokenizer(str(folder))
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("a", None)
 
+    # A file of its own overrides the field in tokenizer_config.json.
     (folder / "chat_template.jinja").write_text("b")
     assert open_tokenizer(str(folder)).chat_template == "b"
 
     named = [{"name": "default", "template": "c"}, {"name": "tool_use", "template": "d"}]
     folder = bpe_folder(tmp_path / "named", chat_template=named)
-    assert (
-        open_tokenizer(str(folder)).chat_template,
-        open_tokenizer(str(folder)).tool_template,
-    ) == ("c", "d")
+    tokenizer = open_tokenizer(str(folder))
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("c", "d")
 
     for wrong in (3, ["x"], [{"name": "default"}], [{"name": "default", "template": 4}]):
         folder = bpe_folder(tmp_path / "wrong", chat_template=wrong)

@@ -122,11 +122,13 @@ def test_four_context_ranks_change_no_number(way: str) -> None:
 
 def test_largest_loss_of_a_rank_is_per_token_of_its_part() -> None:
     config = tiny_config(parallelism={"context_parallel_degree": 2})
-    tokens = [run_ranks(2, tokens_of_rank, config), run_ranks(1, tokens_of_rank, tiny_config())]
-    assert sum(count for count, _ in tokens[0]) == tokens[1][0][0] == 8 * 64
-    for count, loss in tokens[0]:
+    results = run_ranks(2, tokens_of_rank, config)
+    [(num_tokens, loss_sum)] = run_ranks(1, tokens_of_rank, tiny_config())
+    assert num_tokens == 8 * 64
+    assert sum(tokens_of_part for tokens_of_part, _ in results) == num_tokens
+    for tokens_of_part, loss_of_part in results:
         # both halves are similar text
-        assert abs(loss / count - tokens[1][0][1] / tokens[1][0][0]) < 0.1
+        assert abs(loss_of_part / tokens_of_part - loss_sum / num_tokens) < 0.1
 
 
 def tokens_of_rank(rank: int, config: Any) -> tuple[int, float]:

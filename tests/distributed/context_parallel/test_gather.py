@@ -208,15 +208,14 @@ def random_documents(seed: int) -> Tensor:
 
 
 def errors_of_many_cuts(rank: int) -> dict[str, float]:
+    """Return the largest error of each tensor over many ways to cut the tokens into documents."""
     edges = torch.zeros(B, T, dtype=torch.int64)
-    edges[0, :: T // (2 * dist.get_world_size())] = 1  # one document per chunk
-    each = torch.arange(T).expand(B, T)  # one document per token
-    cuts = [
-        edges.cumsum(1),
-        each,
-        torch.zeros_like(each),
-        *(random_documents(seed) for seed in range(20)),
-    ]
+    edges[0, :: T // (2 * dist.get_world_size())] = 1
+    one_per_chunk = edges.cumsum(1)
+    one_per_token = torch.arange(T).expand(B, T)
+    one_in_all = torch.zeros_like(one_per_token)
+    random_cuts = [random_documents(seed) for seed in range(20)]
+    cuts = [one_per_chunk, one_per_token, one_in_all, *random_cuts]
     worst: dict[str, float] = {}
     for documents in cuts:
         for name, values in largest_errors(rank, torch.float32, documents).items():

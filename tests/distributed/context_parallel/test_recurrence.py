@@ -76,9 +76,9 @@ def split(rank: int, names: list[str], balanced: bool) -> dict[str, list[Tensor]
         tokens, starts = CASES[name]
         *inputs, filters, weights = tensors(tokens)
         size = dist.get_world_size()
-        own = [sequence_part(x, rank, size, balanced) for x in (*inputs, weights)]
+        parts = [sequence_part(x, rank, size, balanced) for x in (*inputs, weights)]
         result = outputs_and_gradients(
-            core, [*own[:3], filters, own[3]], documents_of(tokens, starts)
+            core, [*parts[:3], filters, parts[3]], documents_of(tokens, starts)
         )
         dist.all_reduce(result[-1])
         results[name] = result

@@ -65,7 +65,8 @@ def test_ranks_with_the_same_secret_read_each_others_values(server: dist.TCPStor
     assert second.delete_key("text")
     assert not first.check(["text"])
 
-    below = dist.PrefixStore("below", first)  # through C++ and back, like PyTorch
+    # A PrefixStore calls the store from C++, as PyTorch does.
+    below = dist.PrefixStore("below", first)
     below.set("text", "deep")
     assert dist.PrefixStore("below", second).get("text") == b"deep"
     assert first.clone().get("bytes") == bytes(range(256))

@@ -355,11 +355,11 @@ def test_bfloat16_on_tensor_parallel_ranks_is_close_to_one_process(tmp_path: Pat
     """The embedding of gpt-oss is replicated, and a CPU sums the gradients of its rows in float32."""
     folder = hf_folder("gpt_oss")
     training = {"mixed_precision_param": "bfloat16"}
-    one = hf_tiny(folder, tmp_path / "one", training=training)
+    one_process = hf_tiny(folder, tmp_path / "one", training=training)
     split = hf_tiny(
         folder, tmp_path / "tp", training=training, parallelism={"tensor_parallel_degree": 2}
     )
-    expected = run_ranks(1, first_step, one)[0]
+    expected = run_ranks(1, first_step, one_process)[0]
 
     for result in run_ranks(2, first_step, split):
         assert result.loss == pytest.approx(expected.loss, rel=1e-2)

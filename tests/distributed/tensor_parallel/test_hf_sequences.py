@@ -130,11 +130,11 @@ def test_output_of_a_split_layer_is_scattered_if_the_module_returns_it() -> None
     module = models.find("transformers")
     model: Any = models.build(module, module.Config(str(hf_folder("olmo2"))))
     styles = {path: style for path, style in _styles(model).items() if ".layers.0." in path}
-    found = hf_sequences.find(model, styles, set())
+    sequences = hf_sequences.find(model, styles, set())
 
     # attention of OLMo 2 gathers the output of o_proj from an input that is not split
-    assert found.scattered == {"hf.model.layers.0.mlp.down_proj": "hf.model.layers.0.mlp"}
-    assert "hf.model.layers.1.post_attention_layernorm" in found.partial
+    assert sequences.scattered == {"hf.model.layers.0.mlp.down_proj": "hf.model.layers.0.mlp"}
+    assert "hf.model.layers.1.post_attention_layernorm" in sequences.partial
 
 
 def _styles(model: Any) -> dict[str, str]:

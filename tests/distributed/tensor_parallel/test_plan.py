@@ -223,9 +223,9 @@ class Chain(torch.nn.Module):
 
 
 def _note_gradient_of_input(
-    seen: list[torch.Tensor], _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
+    gradients: list[torch.Tensor], _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
 ) -> None:
-    inputs[0].register_hook(seen.append)
+    inputs[0].register_hook(gradients.append)
 
 
 def _check_chain(rank: int, ranks: int, shared: bool) -> None:

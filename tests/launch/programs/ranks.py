@@ -39,33 +39,40 @@ def trainer(mode):
         import torch
         import torch.distributed as dist
 
+        folder = Path(_loaded.config.job.dump_folder)
         rank = int(os.environ["RANK"])
-        (Path(_loaded.config.job.dump_folder) / f"pid-{rank}").write_text(str(os.getpid()))
+        world_size = int(os.environ["WORLD_SIZE"])
+        (folder / f"pid-{rank}").write_text(str(os.getpid()))
         os.write(1, f"rank {rank} says hello\n".encode())  # print may write the newline separately
+
+        # Failures before the ranks meet
         if mode == "early" and rank == 1:
             raise RuntimeError("boom")
         if mode.startswith("exit-") and rank == 1:
             sys.exit(int(mode.removeprefix("exit-")))
-        world = {} if os.environ["WORLD_SIZE"] == "1" else {"store": meeting()}
-        dist.init_process_group(
-            "gloo", **world, rank=rank, world_size=int(os.environ["WORLD_SIZE"])
-        )
+
+        world = {} if world_size == 1 else {"store": meeting()}
+        dist.init_process_group("gloo", **world, rank=rank, world_size=world_size)
         number = torch.ones(1)
         dist.all_reduce(number)
         assert int(number) == dist.get_world_size()
+
+        # Ranks that wait for a signal, before and after the first step
         if mode == "listen":
-            (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
+            (folder / f"ready-{rank}").touch()
             time.sleep(60)
         if mode == "wait":
-            (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
+            (folder / f"ready-{rank}").touch()
             while not signals.current().is_requested():
                 time.sleep(0.02)
             raise Preempted("saved at step 3")
         signals.current().is_starting = False  # like the trainer in its first step
         if mode == "stubborn":
             signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals.GRACEFUL)
-            (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
+            (folder / f"ready-{rank}").touch()
             time.sleep(60)
+
+        # Failures of rank 1 while rank 0 waits in a collective
         if rank == 1:
             act(mode)
         if mode != "none":
