@@ -38,6 +38,7 @@ def test_the_file_is_the_configuration_of_the_preset(preset: str, tmp_path: Path
 def test_given_options_are_written_and_the_next_commands_printed(
     tmp_path: Path, capsys, monkeypatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     options = ["--training.dataset", "text", "--training.dataset_path", "a.txt"]
     assert cli.main(["init", "mine.toml", *options]) == 0
 
