@@ -6,6 +6,7 @@ or argument lists. This module and the platforms do not import torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -299,6 +300,27 @@ def require(value: object, option: str, platform: str, fix: str) -> None:
     """
     if value is None or value == "" or value == []:
         raise ConfigError(Problem(option, None, f"is not set, but {platform} requires it", fix))
+
+
+_NAME_PART = r"[a-z0-9]+([._-]+[a-z0-9]+)*"
+_REFERENCE = (
+    rf"([A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{{1,5}})?/)?{_NAME_PART}(/{_NAME_PART})*"
+    r"(:[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?(@sha256:[0-9a-f]{64})?"
+)
+
+
+def require_image(image: str | None, platform: str) -> None:
+    """Require an image reference that a container runtime accepts. Pods with another one would wait forever.
+
+    Raises:
+        ConfigError: launch.image is not set, or not a reference.
+    """
+    fix = "set an image that contains this package; scripts/containers/Dockerfile builds one"
+    require(image, "launch.image", platform, fix)
+    if not re.fullmatch(_REFERENCE, image or ""):
+        rule = f"is not an image reference, which {platform} requires"
+        fix = "write it like registry.example/team/image:tag, in small letters and without https://"
+        raise ConfigError(Problem("launch.image", image, rule, fix))
 
 
 def header(submit: str) -> str:

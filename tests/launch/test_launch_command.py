@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from shardtrain.launch import launch_command
+from shardtrain.launch.job import require_image
 from shardtrain.launch.platforms import runai
 
 ROOT = Path(__file__).parents[2]
@@ -378,6 +379,11 @@ def test_pods_get_the_grace_period_of_a_save(config_file):
             "launch.mounts",
         ),
         (["slurm", "--launch.slurm.sweep_at_once=2"], "sweep"),
+        (["ssh", "--hosts=a:0"], "user@node1:2222"),
+        (["ssh", "--hosts=a:65536"], "user@node1:2222"),
+        (["ssh", "--hosts=a,b", "--launch.ssh.rendezvous_port=65536"], "is not a port"),
+        (["kubernetes", "--image=https://reg.example/a:1"], "is not an image reference"),
+        (["runai", "--image=reg.example/Upper:1"], "is not an image reference"),
         (["status", "slurm/1;2"], "not a job ID"),
         (["stop", "ssh/99999999"], "not a launch of this user"),
         (["logs"], "requires one ID"),
@@ -392,6 +398,21 @@ def test_bad_input_is_reported_in_one_line(tmp_path, arguments, message):
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("platform", ["kubernetes", "runai", "slurm"])
+def test_a_password_in_the_image_is_refused_and_not_printed(platform):
+    result = run(platform, "--image=me:hunter22@reg.example/a:1", "--dry-run")
+    assert result.returncode == 2
+    assert "contains a password" in result.stderr
+    assert "hunter22" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "image", ["a", "reg:5000/a/b_c:1.2-x", "Reg.example/a@sha256:" + "0" * 64, "localhost/a--b"]
+)
+def test_image_references_are_accepted(image):
+    require_image(image, "kubernetes")
 
 
 def test_a_program_that_is_missing_or_refuses_is_reported_in_one_line(tmp_path, config_file):

@@ -66,6 +66,33 @@ def test_each_option_has_its_directive():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("directive", "fix"),
+    [
+        ("--nodes=9", "launch.nodes"),
+        ("--ntasks=9", "launch.nproc_per_node"),
+        ("--ntasks-per-node=4", "launch.nproc_per_node"),
+        ("--array=0-3", "launch.slurm.sweep"),
+        ("--signal=TERM@5", "checkpoint.grace_seconds"),
+        ("--no-requeue", "launch.slurm.requeue"),
+        ("--partition=b", "launch.slurm.partition"),
+        ("--open-mode=truncate", "remove it"),
+    ],
+)
+def test_a_directive_that_would_replace_one_of_the_script_is_refused(directive, fix):
+    """sbatch uses the last of several equal options, so a job of 2 nodes could run on 1."""
+    with pytest.raises(ConfigError, match=f"{directive}.* would replace a line .*{fix}"):
+        script(f'--launch.slurm.directives=["{directive}"]', "--launch.slurm.partition=a")
+
+
+@pytest.mark.parametrize(
+    "directive", ["--exclusive", "--mem=64G", "--time-min=5", "--output=run.log", "--gpus=8"]
+)
+def test_other_directives_are_passed_on(directive):
+    text = script(f'--launch.slurm.directives=["{directive}"]', "--launch.slurm.partition=a")
+    assert f"#SBATCH {directive}\n" in text
+
+
 def test_the_notice_is_longer_than_the_trainers_grace():
     """Slurm must send its signal early enough for the save."""
     assert directives(script("--checkpoint.grace_seconds=100"))["signal"] == "USR1@110"

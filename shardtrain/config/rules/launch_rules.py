@@ -14,7 +14,9 @@ from shardtrain.utils.redact import MASK, names_a_secret
 
 NAME = r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
-HOST = r"([A-Za-z_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*(:[0-9]{1,5})?"
+_PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+HOST = rf"([A-Za-z_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*(:{_PORT})?"
+_LOGIN_IN_IMAGE = r":[^/@]+@(?!sha(256|512):)"
 _LABEL = r"([A-Za-z0-9][-A-Za-z0-9.]*/)?[A-Za-z0-9][-A-Za-z0-9._]*"
 _VALUE = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._,:/@+-]*"
@@ -85,6 +87,14 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
                 fix="use printable ones, on one line",
                 where=loaded.where(name),
             )
+        elif name == "launch.image" and re.search(_LOGIN_IN_IMAGE, texts[0]):
+            yield Problem(
+                name,
+                MASK,
+                rule="contains a password, which manifests and logs would show",
+                fix="remove it, and name a secret in launch.kubernetes.image_pull_secret, or log in on the nodes",
+                where=loaded.where(name),
+            )
         elif not all(re.fullmatch(form, text) for text in texts):
             yield problem(loaded, name, "is not allowed there", f"write {words}")
 
@@ -95,6 +105,10 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
             "launch.min_nodes",
             rule=f"is above launch.nodes={launch.nodes}",
             fix="raise launch.nodes",
+        )
+    if launch.ssh.rendezvous_port > 65535:
+        yield problem(
+            loaded, "launch.ssh.rendezvous_port", "is not a port", fix="use 1024 to 65535"
         )
     # Two entries with the same target overwrite each other.
     targets = [text.split(":")[1] for text in launch.mounts if ":" in text]

@@ -19,8 +19,8 @@ from shardtrain.launch.job import (
     RETRIES,
     ClusterJob,
     header,
-    require,
     require_free,
+    require_image,
     require_nothing_lost,
 )
 from shardtrain.utils.errors import ConfigError, Problem
@@ -37,12 +37,7 @@ def render(job: ClusterJob, launch: Launch) -> str:
     Raises:
         ConfigError: the job requires something that Kubernetes does not support.
     """
-    require(
-        job.image,
-        "launch.image",
-        "kubernetes",
-        "set an image that contains this package; scripts/containers/Dockerfile builds one",
-    )
+    require_image(job.image, "kubernetes")
     require_nothing_lost(
         job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "kubernetes"
     )

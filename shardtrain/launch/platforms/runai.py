@@ -8,7 +8,7 @@ asset in the other.
 from __future__ import annotations
 
 from shardtrain.config.schema.launch_options import Launch
-from shardtrain.launch.job import ClusterJob, require, require_nothing_lost
+from shardtrain.launch.job import ClusterJob, require_image, require_nothing_lost
 from shardtrain.launch.platforms.slurm import ask
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -19,8 +19,7 @@ def render(job: ClusterJob, launch: Launch) -> list[str]:
     Raises:
         ConfigError: the job requires something that the command does not support.
     """
-    fix = "set an image that contains this package; scripts/containers/Dockerfile builds one"
-    require(job.image, "launch.image", "runai", fix)
+    require_image(job.image, "runai")
     require_nothing_lost(
         job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "runai"
     )

@@ -117,6 +117,26 @@ elif ((CODES || code > 128)); then
     fi
 fi
 """
+_OPTION_OF_DIRECTIVE = {
+    "job-name": "launch.name",
+    "nodes": "launch.nodes",
+    "ntasks": "launch.nproc_per_node",
+    "ntasks-per-node": "launch.nproc_per_node",
+    "gpus-per-node": "launch.devices_per_node",
+    "cpus-per-task": "launch.cpus_per_node",
+    "mem": "launch.memory_gib_per_node",
+    "partition": "launch.slurm.partition",
+    "account": "launch.slurm.account",
+    "qos": "launch.slurm.qos",
+    "time": "launch.slurm.time_limit_minutes",
+    "array": "launch.slurm.sweep",
+    "signal": "checkpoint.grace_seconds",
+    "requeue": "launch.slurm.requeue",
+    "no-requeue": "launch.slurm.requeue",
+}
+"""Options instead of which a directive would silently take effect."""
+_ALWAYS_SET = frozenset(("ntasks", "array", "requeue", "no-requeue"))
+"""Directives that change how many ranks or jobs run, also if the script does not contain them."""
 _CODES = " || ".join(f"code == {code}" for code in sorted(RETRYABLE - {PREEMPTED}))
 
 
@@ -268,6 +288,17 @@ def _directives(job: ClusterJob, launch: Launch) -> list[str]:
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     lines.append("#SBATCH --requeue" if slurm.requeue else "#SBATCH --no-requeue")
+    taken = {name for name, value in options.items() if value is not None} | _ALWAYS_SET
+    # sbatch uses the last of several equal options. A user may want another log.
+    taken.remove("output")
+    for directive in slurm.directives:
+        name = directive.removeprefix("--").partition("=")[0]
+        if name not in taken:
+            continue
+        option = _OPTION_OF_DIRECTIVE.get(name)
+        fix = f"set {option} instead" if option else "remove it"
+        rule = "would replace a line of the script, on which the run depends"
+        raise ConfigError(Problem("launch.slurm.directives", directive, rule, fix))
     return lines + [f"#SBATCH {directive}" for directive in slurm.directives]
 
 
