@@ -97,7 +97,7 @@ def _open_parquet(request: Mapping[str, Any]) -> None:
             batch_size=request["rows"], row_groups=request["groups"], use_threads=False
         ):
             pass
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         if is_out_of_memory(error):
             raise
         raise LibraryError(error) from None

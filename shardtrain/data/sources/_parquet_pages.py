@@ -64,8 +64,12 @@ _PREFIX_ENCODINGS = (6, 7)
 """DELTA_LENGTH_BYTE_ARRAY and DELTA_BYTE_ARRAY: their lengths are not in the page header."""
 
 _STOP, _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY = range(9)
-_STRUCT = 12
+LIST = 9
+STRUCT = 12
 _DATA, _INDEX, _DICTIONARY, _DATA_V2 = range(4)
+
+Fields = dict[int, tuple[int, Any]]
+"""Type and value of each field of a Thrift struct. The value is None if it is not a number, a struct or a list."""
 
 
 class Unclear(ValueError):
@@ -354,7 +358,7 @@ class _Window:
         raise Unclear
 
     def _parse(self, place: int) -> Page:
-        fields, end = _struct(self._data, place - self._start, 0)
+        fields, end = read_struct(self._data, place - self._start)
         return _page_of(fields, self._start + end)
 
 
@@ -370,7 +374,7 @@ def _page_of(fields: dict[int, tuple[int, Any]], start: int) -> Page:
     if details is not None:
         number, values_field, encoding_field = details
         struct_kind, inner = fields.get(number, (0, None))
-        if struct_kind != _STRUCT:
+        if struct_kind != STRUCT:
             raise Unclear
         num_values = _number(inner, values_field)
         encoding = _number(inner, encoding_field)
@@ -388,17 +392,19 @@ def _number(fields: dict[int, tuple[int, Any]], number: int) -> int:
     return int(value)
 
 
-def _struct(data: bytes, place: int, depth: int) -> tuple[dict[int, tuple[int, Any]], int]:
-    """Read a struct of Thrift's compact protocol. Return its fields, with their types, and the next place.
+def read_struct(
+    data: bytes, place: int, depth: int = 0, has_lists: bool = False
+) -> tuple[Fields, int]:
+    """Read a struct of Thrift's compact protocol. Return its fields and the next place.
 
     Raises:
-        Unclear: the struct has lists, which page headers do not have, or a field twice.
+        Unclear: the struct has a field twice, or without ``has_lists`` a list. Page headers do not have lists.
         IndexError: the data end in it.
     """
     # Hostile data could nest structs until Python's stack overflows.
     if depth > _MAX_DEPTH:
         raise Unclear
-    fields: dict[int, tuple[int, Any]] = {}
+    fields: Fields = {}
     number = 0
     while True:
         # The first byte has the type of the field, and the difference of its number and the previous number.
@@ -413,22 +419,10 @@ def _struct(data: bytes, place: int, depth: int) -> tuple[dict[int, tuple[int, A
             number += difference
         else:
             number, place = _signed(data, place)
-
-        # Read numbers and structs, and skip other values, whose content is not needed.
+        # The type of a boolean field is its value.
         value: Any = None
-        if kind in (_I16, _I32, _I64):
-            value, place = _signed(data, place)
-        elif kind == _BINARY:
-            length, place = _varint(data, place)
-            place += length
-        elif kind == _STRUCT:
-            value, place = _struct(data, place, depth + 1)
-        elif kind == _BYTE:
-            place += 1
-        elif kind == _DOUBLE:
-            place += 8
-        elif kind not in (_TRUE, _FALSE):
-            raise Unclear
+        if kind not in (_TRUE, _FALSE):
+            value, place = _value(kind, data, place, depth, has_lists)
         # Arrow may skip a field with an unusual number, or use the last of two. Then it would read another
         # size.
         if number in fields or not 0 < number < 2**15:
@@ -436,6 +430,46 @@ def _struct(data: bytes, place: int, depth: int) -> tuple[dict[int, tuple[int, A
         if kind == _I32 and not -(2**31) <= value < 2**31:
             raise Unclear
         fields[number] = (kind, value)
+
+
+def _value(kind: int, data: bytes, place: int, depth: int, has_lists: bool) -> tuple[Any, int]:
+    """Read a number, a struct or a list, and skip other values. Return the value and the next place."""
+    if kind in (_I16, _I32, _I64):
+        return _signed(data, place)
+    if kind == _BINARY:
+        length, place = _varint(data, place)
+        return None, place + length
+    if kind == STRUCT:
+        return read_struct(data, place, depth + 1, has_lists)
+    if kind == LIST and has_lists:
+        return _list(data, place, depth)
+    if kind == _BYTE:
+        return None, place + 1
+    if kind == _DOUBLE:
+        return None, place + 8
+    raise Unclear
+
+
+def _list(data: bytes, place: int, depth: int) -> tuple[list[Any], int]:
+    """Read a list. Return its elements and the next place."""
+    # The first byte has the type of the elements and their number. A number of 15 means that the number follows.
+    head = data[place]
+    place += 1
+    count = head >> 4
+    kind = head & 15
+    if count == 15:
+        count, place = _varint(data, place)
+    # In a list, a boolean is a byte.
+    if kind in (_TRUE, _FALSE):
+        kind = _BYTE
+    elements = []
+    for _ in range(count):
+        # A value of fixed size may begin after the end of the data.
+        if place >= len(data):
+            raise IndexError
+        element, place = _value(kind, data, place, depth, has_lists=True)
+        elements.append(element)
+    return elements, place
 
 
 def _signed(data: bytes, place: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from shardtrain.data import sandbox, shared_opening
-from shardtrain.data.sources import BadRow, Request, Row, Shards
+from shardtrain.data.sources import BadRow, Request, Row, Shards, _parquet_footer
 from shardtrain.data.sources._batches import rows_of_batch
 from shardtrain.data.sources._data_files import File, FileSource, is_many, list_files, place_listed
 from shardtrain.data.sources._parquet_pages import BATCH_BYTES, Unclear, memory_of_group
@@ -298,15 +299,21 @@ def _open(file: File, metadata: Any = None, buffer_size: int = 0) -> Any:
     try:
         if metadata is not None:
             return parquet.ParquetFile(file.path, metadata=metadata, buffer_size=buffer_size)
-        # A small footer without long lists is harmless. Read any other footer in a child process first.
-        if _footer_bytes(file) <= _FOOTER_BYTES:
+        # Read a footer in a child process first if it is large, has long lists, or could end the process.
+        footer = _footer(file)
+        if len(footer) <= _FOOTER_BYTES:
             try:
-                return parquet.ParquetFile(file.path, thrift_container_size_limit=_FOOTER_LIST)
+                opened = parquet.ParquetFile(file.path, thrift_container_size_limit=_FOOTER_LIST)
             except OSError as error:
                 if "size limit" not in str(error):
                     raise
+            else:
+                if _can_describe(footer, opened.schema):
+                    return opened
         _try(file, [], 1)
         return parquet.ParquetFile(file.path, **thrift_limits(file.size))
+    except UnicodeDecodeError as error:
+        raise _not_parquet(file, error, "the name of a column is not UTF-8 text") from error
     except (OSError, arrow.ArrowException) as error:
         raise _not_parquet(file, error, describe_error(error)) from error
 
@@ -325,16 +332,33 @@ def thrift_limits(file_bytes: int) -> dict[str, int]:
     return {"thrift_container_size_limit": limit, "thrift_string_size_limit": limit}
 
 
-def _footer_bytes(file: File) -> int:
-    """Return the length of the footer. 0 if the file does not end like a Parquet file."""
+def _footer(file: File) -> bytes:
+    """Return the footer, or its first ``_FOOTER_BYTES`` + 1 bytes.
+
+    Empty if the file does not end like a Parquet file.
+    """
     descriptor = file.open()
     try:
         tail = os.pread(descriptor, _TAIL_BYTES, max(file.size - _TAIL_BYTES, 0))
+        if not tail.endswith(_MAGIC):
+            return b""
+        length = int.from_bytes(tail[:4], "little")
+        begin = max(file.size - _TAIL_BYTES - length, 0)
+        return os.pread(descriptor, min(length, _FOOTER_BYTES + 1), begin)
     finally:
         os.close(descriptor)
-    if not tail.endswith(_MAGIC):
-        return 0
-    return int.from_bytes(tail[:4], "little")
+
+
+_described: set[bytes] = set()
+"""Hashes of footers that pyarrow can describe. A file is opened again for each of its row groups."""
+
+
+def _can_describe(footer: bytes, schema: Any) -> bool:
+    """True if pyarrow can certainly describe each column chunk of a footer."""
+    digest = hashlib.sha256(footer).digest()
+    if digest not in _described and _parquet_footer.can_describe(footer, schema):
+        _described.add(digest)
+    return digest in _described
 
 
 def _library(name: str, file: File) -> Any:
