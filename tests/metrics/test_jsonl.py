@@ -208,3 +208,24 @@ def test_resuming_far_back_in_a_large_file_reads_little_of_it(tmp_path, monkeypa
     samples = 2 * 100 * 60
     assert tails + samples < size / 10
     assert num_parsed_bytes < tails + samples
+
+
+def test_lines_with_a_correct_checksum_are_not_parsed(tmp_path, monkeypatch):
+    """A history whose steps are not in order is read completely. Parsing 10^6 lines would take a minute."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [line_of({"step": step, "loss": 2.0}) for step in (1, 2, 3, 2, 3, 4)]
+    torn = lines[3][:20] + b"\n"
+    changed = lines[3].replace(b"2.0", b"7.0")
+    foreign = b'{"loss": 1.0, "step": 4}\n'
+    path.write_bytes(b"".join([*lines[:3], torn, *lines[3:5], changed, foreign, lines[5]]))
+
+    parsed = []
+    parse = metrics_jsonl._record
+    monkeypatch.setattr(metrics_jsonl, "_record", lambda line: parsed.append(line) or parse(line))
+    metrics_jsonl._straighten(path, start_step=4)
+    # The file is read twice before the result is read.
+    assert parsed[:6] == [torn, changed, foreign] * 2
+    monkeypatch.undo()
+    steps = [record["step"] for record in metrics_jsonl.read_records(path)]
+    assert steps == [1, 2, 3, 4]
+    assert path.read_bytes() == b"".join([lines[0], *lines[3:6]])

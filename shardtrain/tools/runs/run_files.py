@@ -157,7 +157,7 @@ class RunFolder:
 
         Raise ConfigError if it is missing, invalid, or names code of the user.
         """
-        if not self.config.is_file():
+        if not bounded_reads.is_present(self.config):
             raise ConfigError(
                 Problem(
                     "RUN_FOLDER",
@@ -206,7 +206,7 @@ class RunFolder:
 
         Raises DataError.
         """
-        if not self.goodput.is_file():
+        if not bounded_reads.is_present(self.goodput):
             return None
         events_of_run, _ = events.read(self.path)
         return account(attempts_of(events_of_run))
@@ -262,7 +262,7 @@ def read(path: Path) -> RunRecord:
     """
     folder = RunFolder(path)
     record = RunRecord(Path(os.path.realpath(path)).name, path)
-    if not folder.metrics.is_file():
+    if not bounded_reads.is_present(folder.metrics):
         raise ConfigError(
             Problem(
                 "RUN_FOLDER",
@@ -272,9 +272,17 @@ def read(path: Path) -> RunRecord:
                 where=COMMAND_LINE,
             )
         )
+    # Without this file there is nothing to show. Of the others, a bad one counts as a damaged line.
+    try:
+        bounded_reads.start(folder.metrics, 1)
+    except OSError as error:
+        raise bounded_reads.unreadable(
+            "RUN_FOLDER", folder.metrics, error, "remove it, or name another run"
+        ) from error
     record.bad_lines += _read_series(folder.metrics, record.metrics)
     record.bad_lines += _read_series(folder.validation, record.validation)
-    record.samples = _samples(folder.samples)
+    record.samples, num_bad_samples = _samples(folder.samples)
+    record.bad_lines += num_bad_samples
     for name, pair in read_object(folder.planned).items():
         if isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair)):
             planned, measured = pair
@@ -293,9 +301,12 @@ def read(path: Path) -> RunRecord:
     return record
 
 
+_NUMBERS = frozenset({int, float})
+
+
 def _is_number(value: object) -> bool:
     """True for numbers of JSON. A bool is an int for ``isinstance``."""
-    return type(value) in (int, float)
+    return type(value) in _NUMBERS
 
 
 def _read_series(path: Path, series_of: dict[str, Series]) -> int:
@@ -305,24 +316,32 @@ def _read_series(path: Path, series_of: dict[str, Series]) -> int:
         if record is None:
             bad_lines += 1
             continue
+        step = record.pop("step")
         for name, value in record.items():
-            # A record has null for NaN and infinity, and text for hashes.
-            if name == "step" or not _is_number(value) or not math.isfinite(value):
+            # A record has null for NaN and infinity, and text for hashes. A bool is not a number.
+            if type(value) not in _NUMBERS or not math.isfinite(value):
                 continue
-            # Bound the number of series, because the file is untrusted.
-            if name not in series_of and (len(series_of) >= _MOST_METRICS or len(name) > 100):
-                continue
-            series = series_of.setdefault(name, Series())
-            series.steps.append(record["step"])
-            series.values.append(float(value))
+            series = series_of.get(name)
+            if series is None:
+                # Bound the number of series, because the file is untrusted.
+                if len(series_of) >= _MOST_METRICS or len(name) > 100:
+                    continue
+                series = series_of[name] = Series()
+            series.steps.append(step)
+            series.values.append(value)
     return bad_lines
 
 
-def _samples(path: Path) -> list[tuple[int, str, str]]:
-    """Return at most ``_MOST_SAMPLES`` samples, spread over the run, including the first and the last."""
+def _samples(path: Path) -> tuple[list[tuple[int, str, str]], int]:
+    """Return at most ``_MOST_SAMPLES`` samples, spread over the run, including the first and the last.
+
+    Also return the number of invalid lines.
+    """
     samples = []
+    bad_lines = 0
     for record in records(path):
         if record is None:
+            bad_lines += 1
             continue
         prompt = record.get("prompt")
         text = record.get("text")
@@ -332,10 +351,10 @@ def _samples(path: Path) -> list[tuple[int, str, str]]:
             if len(samples) > 2 * _MOST_SAMPLES:
                 del samples[1:-1:2]
     if len(samples) <= _MOST_SAMPLES:
-        return samples
+        return samples, bad_lines
     distance = (len(samples) - 1) / (_MOST_SAMPLES - 1)
     places = [round(number * distance) for number in range(_MOST_SAMPLES)]
-    return [samples[place] for place in places]
+    return [samples[place] for place in places], bad_lines
 
 
 def records(path: Path) -> Iterator[dict[str, Any] | None]:
@@ -343,9 +362,14 @@ def records(path: Path) -> Iterator[dict[str, Any] | None]:
 
     Yield nothing without a file.
     """
-    if not path.is_file():
+    if not bounded_reads.is_present(path):
         return
-    with open(path, "rb", opener=atomic_io.without_waiting) as file:
+    try:
+        opened = open(path, "rb", opener=atomic_io.without_waiting)  # noqa: SIM115
+    except OSError:
+        yield None
+        return
+    with opened as file:
         while True:
             try:
                 line = bounded_reads.line(file, _LINE_BYTES)
