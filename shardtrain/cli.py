@@ -67,6 +67,7 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
     argv = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         process.own_process()
+        sys.meta_path.insert(0, limits.ImportCheck())
     try:
         # flush here, where a full disk or a closed pipe becomes one line
         with limits.memory_errors():

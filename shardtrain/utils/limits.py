@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.abc
 import mmap
 import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from shardtrain.utils.errors import OutOfMemoryError, ShardtrainError
 from shardtrain.utils.units import MIB, format_bytes
@@ -29,6 +31,8 @@ AGENT_THREADS = 8
 WORKER_THREADS = 3
 """Threads of a data worker: the process itself, its thread that sends, and one thread of the rank."""
 RANK_FILES = 32
+_IMPORT_DATA_BYTES = {"numpy": 56 * MIB, "torch": 160 * MIB}
+"""Data segment that importing a library takes. With less, its C++ code ends the process without an exception."""
 _WORDS = (
     *(
         "allocate memory",
@@ -328,6 +332,25 @@ def explain(error: BaseException) -> str:
     memory = host_memory()
     sizes = [format_bytes(memory[name]) for name in ("available", "total") if name in memory]
     return f"{message}: free memory on this machine; {' of '.join(sizes)} are free now"
+
+
+class ImportCheck(importlib.abc.MetaPathFinder):
+    """Raises OutOfMemoryError instead of importing a library that ``ulimit -d`` would make end the process.
+
+    Each verb imports NumPy and PyTorch at another place, or not at all.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> None:
+        """Check the limit. The other finders then find the module."""
+        needed = _IMPORT_DATA_BYTES.get(name, 0)
+        for limit in read() if needed else []:
+            if limit.name == "ulimit -d" and limit.value < needed:
+                rule = f"must be at least {limit.format(needed)} to import {name}"
+                raise OutOfMemoryError(
+                    f"{limit.name}={limit.format(limit.value)} {rule}; {limit.fix}"
+                )
 
 
 @contextlib.contextmanager

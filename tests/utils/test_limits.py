@@ -103,6 +103,21 @@ def test_run_with_a_small_limit_exits_with_7_and_one_line(
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == 7
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the needs are those of Linux")
+@pytest.mark.parametrize(("library", "num_bytes"), [("numpy", 30_000_000), ("torch", 100_000_000)])
+def test_import_that_would_end_the_process_is_refused(library: str, num_bytes: int) -> None:
+    """PyTorch's and OpenBLAS's C++ code would call ``abort`` and ``exit``."""
+    program = (
+        "import resource, sys; from shardtrain.utils import limits;"
+        f"resource.setrlimit(resource.RLIMIT_DATA, ({num_bytes}, {num_bytes}));"
+        f"limits.ImportCheck().find_spec({library!r}, None)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"must be at least {limits._IMPORT_DATA_BYTES[library] // MIB}.00 MiB" in done.stderr
+    assert f"to import {library}; raise it with ulimit -d" in done.stderr
+
+
 @pytest.mark.nightly(
     "complete runs",
     by="tests/utils/test_limits.py::test_run_with_a_small_limit_exits_with_7_and_one_line",
