@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from shardtrain.checkpoint import files, retention
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config import task_file
 from shardtrain.config.schema import Config
-from shardtrain.utils import checked_json, storage_errors
+from shardtrain.utils import bounded_reads, checked_json, storage_errors
 from shardtrain.utils.log import logger
 
 POINTER = "best.json"
@@ -128,15 +129,32 @@ def read_pointer(folder: Place) -> dict[str, Any]:
     """Return the content of ``best.json``, or {} if it is missing or invalid. Resuming does not
     depend on it.
     """
+    pointer, _ = pointer_and_damage(folder)
+    return pointer
+
+
+def pointer_and_damage(folder: Place) -> tuple[dict[str, Any], str]:
+    """Return the content of ``best.json``, and why it cannot be used.
+
+    The content is {} if the file is missing or invalid. The reason is "" unless it is invalid.
+    """
+    path = folder / POINTER
     try:
-        pointer = checked_json.parse(files.read_small(folder / POINTER))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(pointer, dict):
-        return {}
+        pointer = checked_json.parse(files.read_small(path))
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        if is_missing and not (isinstance(path, Path) and bounded_reads.is_present(path)):
+            return {}, ""
+        return {}, f"{path} cannot be read ({error.strerror or error})"
+    except ValueError as error:
+        return {}, f"{path} is not JSON ({error})"
     types = {"step": int, "metric": str, "value": int | float}
-    is_valid = all(isinstance(pointer.get(name), kind) for name, kind in types.items())
-    return pointer if is_valid else {}
+    is_valid = isinstance(pointer, dict) and all(
+        isinstance(pointer.get(name), kind) for name, kind in types.items()
+    )
+    if not is_valid:
+        return {}, f"{path} does not name a step, its metric and its value"
+    return pointer, ""
 
 
 def describe(pointer: Mapping[str, Any]) -> str:

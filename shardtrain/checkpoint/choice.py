@@ -106,11 +106,19 @@ def choose(
     from shardtrain.checkpoint.collectives import broadcast_json
 
     # Rank 0 reads the folder for all: on a shared folder that lags, ranks would open different steps.
-    steps, pointer = broadcast_json([retention.step_folders(folder), best.read_pointer(folder)])
+    steps, (pointer, best_damage) = broadcast_json(
+        [retention.step_folders(folder), best.pointer_and_damage(folder)]
+    )
     # The best checkpoint may have been deleted.
     best_step = pointer.get("step")
-    if best_step not in steps:
+    if pointer and best_step not in steps:
+        best_damage = f"{folder / best.POINTER} names step {best_step}, which does not exist"
         best_step = None
+    if best_damage and step == BEST:
+        raise CheckpointError(f"--step={step}: {best_damage}; name a step, or use --step={LATEST}")
+    # The latest step instead of the best is another model, so it must not be opened silently.
+    if best_damage and step is None:
+        logger.warning(f"{best_damage}: using the latest step")
 
     # Use the first candidate that is not damaged.
     damages: list[str] = []

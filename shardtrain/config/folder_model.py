@@ -12,6 +12,7 @@ from typing import Any
 from shardtrain.config.assets import is_built_in
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import DEFAULT
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import Problem, ShardtrainError
 
 NAME = "transformers"
@@ -48,7 +49,7 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
     folder = Path(model.hf_assets_path)
     is_requested = model.flavor == FROM_FOLDER
     where = origins.get("model.flavor", "") if is_requested else ""
-    has = bool(model.hf_assets_path) and (folder / "config.json").is_file()
+    has = bool(model.hf_assets_path) and bounded_reads.is_present(folder / "config.json")
 
     # Reject "from_folder" if the folder has no config.json.
     if is_requested and model.name.endswith(".py"):

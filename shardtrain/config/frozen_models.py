@@ -48,7 +48,7 @@ def frozen_config(config: Config, option: str) -> Config | Problem:
             rule=f"must name the Hugging Face folder of the {_NAMES[option]}",
             fix='set the path, such as "./assets/hf/..."',
         )
-    if not (Path(path) / "config.json").is_file():
+    if not bounded_reads.is_present(Path(path) / "config.json"):
         return Problem(
             option,
             path,

@@ -136,6 +136,11 @@ def load(
     text = ""
     if file is not None:
         table, text = parse_file(file, unread)
+        # A power failure may leave a file of 0 bytes. With only default options the run would have another
+        # tokenizer or model.
+        if file.name == RESOLVED_CONFIG and not table and not unread:
+            rule = "has no options, but a run writes every option to this file"
+            unread.append(Problem(CONFIG_FILE, str(file), rule, "name the TOML file of the run"))
     settings = _settings_of(table, text, file)
 
     # A file with sections of the user's own changes how the rest is read.

@@ -12,6 +12,7 @@ from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.hf import source
 from shardtrain.hf.hub_model import recognise
 from shardtrain.hub_formats.config_json import CONFIG, read_json
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.log import logger
 
 _TOKENS = 2048
@@ -20,7 +21,7 @@ _TOKENS = 2048
 
 def is_hub_folder(path: Path) -> bool:
     """True if a path is a folder in the format of ``transformers``."""
-    return (path / CONFIG).is_file()
+    return bounded_reads.is_present(path / CONFIG)
 
 
 def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:

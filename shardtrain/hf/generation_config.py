@@ -26,6 +26,8 @@ from shardtrain.utils.errors import CheckpointError, ShardtrainError
 GENERATION = "generation_config.json"
 EOS = "eos_token_id"
 TOKENS = ("bos_token_id", EOS, "pad_token_id")
+_MAX_ID = 2**31 - 1
+"""Highest token ID. Some files have -1 for no token."""
 _TEXT_PARTS = ("decoder", "generator", "text_config")
 """Nested sections of a config.json. Their keys apply if the top level does not have the key."""
 
@@ -69,7 +71,7 @@ def end_ids(settings: Mapping[str, Any]) -> list[int]:
         CheckpointError: it is something else.
     """
     ids = _as_list(settings.get(EOS))
-    if not all(type(token) is int for token in ids):
+    if not all(type(token) is int and -_MAX_ID <= token <= _MAX_ID for token in ids):
         raise CheckpointError(
             f"{EOS}={ids!r} in {GENERATION} must be a token ID or a list of token IDs"
         )

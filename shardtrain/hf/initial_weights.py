@@ -11,7 +11,7 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.hf.folder_config import is_hub_folder
 from shardtrain.hf.weights import weight_files
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, bounded_reads
 from shardtrain.utils.errors import CheckpointError
 
 _SAMPLE_BYTES = 2**20
@@ -52,7 +52,7 @@ def of_adapters(named: str) -> str:
     """Return a fingerprint of initial adapters: a PEFT folder, or a checkpoint of a LoRA run."""
     start = place(named)
     folder = Path(str(start))
-    if (folder / "adapter_config.json").is_file():
+    if bounded_reads.is_present(folder / "adapter_config.json"):
         return of_folder(folder)
     return hashlib.sha256(manifest.read_bytes(start)).hexdigest()
 

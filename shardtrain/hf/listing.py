@@ -10,7 +10,7 @@ from typing import Any
 from shardtrain.facts.dtypes import SAFETENSORS_NAMES
 from shardtrain.hub_formats import safetensors_header
 from shardtrain.hub_formats.config_json import CONFIG, read_json
-from shardtrain.utils import checked_json
+from shardtrain.utils import bounded_reads, checked_json
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.units import format_bytes
 
@@ -42,7 +42,7 @@ def line(folder: Path) -> str:
     types = Counter[str]()
     wrong: list[str] = []
     files = {path.name: path for path in folder.glob("*.safetensors")}
-    if (folder / INDEX).is_file():
+    if bounded_reads.is_present(folder / INDEX):
         table = read_json(folder / INDEX, checked_json.LARGE_MEMORY_BYTES).get("weight_map")
         if isinstance(table, dict):
             wrong += sorted({str(file) for file in table.values()} - files.keys())

@@ -18,6 +18,7 @@ from shardtrain.config.toml_writer import RESOLVED_CONFIG
 from shardtrain.hf import as_is, source
 from shardtrain.hf.source import FolderSource
 from shardtrain.hub_formats.format import FREE
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ConfigError, ShardtrainError
 from shardtrain.utils.log import logger
 
@@ -69,7 +70,7 @@ def of_path(
     initial weights.
     """
     if not (path / MANIFEST).is_file():
-        if (path / "config.json").is_file():
+        if bounded_reads.is_present(path / "config.json"):
             return source.of_folder(path)
         return None
     if origin := source.of_checkpoint(path, manifest.read(path)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import errno
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from shardtrain.hf.mapping import Translation
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.weights import BIN, BIN_INDEX, HubWeights, has_safetensors, layer_file_reader
 from shardtrain.hub_formats.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_json
-from shardtrain.utils import atomic_io, checked_json, storage_errors, temporary
+from shardtrain.utils import atomic_io, bounded_reads, checked_json, storage_errors, temporary
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 FACT = "hub_files"
@@ -87,7 +88,7 @@ def of_folder(folder: Path) -> FolderSource:
         CheckpointError: config.json or a weights file is damaged.
     """
     config = {}
-    if (folder / CONFIG).is_file():
+    if bounded_reads.is_present(folder / CONFIG):
         config = dict(read_json(folder / CONFIG))
     # DeepSeek's multi-token prediction layer follows the last layer. It is not imported, so an
     # export must not have it.
@@ -103,8 +104,18 @@ def of_folder(folder: Path) -> FolderSource:
         paths = sorted(folder.rglob("*"))
     for path in paths:
         name = path.relative_to(folder).as_posix()
-        if _TRAVEL.fullmatch(name) and path.is_file():
-            files[name] = (path, 0, path.stat().st_size)
+        # A folder of licenses is no file of the model.
+        if not _TRAVEL.fullmatch(name) or (path.is_dir() and not path.suffix):
+            continue
+        # Without its chat template or end tokens, the model would answer differently.
+        try:
+            descriptor = atomic_io.without_waiting(path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error.strerror}; copy or download it again"
+            ) from None
+        files[name] = (path, 0, os.fstat(descriptor).st_size)
+        os.close(descriptor)
     return FolderSource(folder, config, files)
 
 

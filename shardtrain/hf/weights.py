@@ -30,7 +30,7 @@ _TYPES = {word: getattr(torch, name) for name, word in SAFETENSORS_NAMES.items()
 
 def has_safetensors(folder: Path) -> bool:
     """Return True if the folder has its weights in one safetensors file, or in several with an index."""
-    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    return any(bounded_reads.is_present(folder / name) for name in (SINGLE, INDEX))
 
 
 def layer_file_reader(folder: Path) -> ModuleType | None:
@@ -77,20 +77,28 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
             names a missing file.
     """
     path = folder / index
-    if not path.exists():
-        if (folder / single).exists():
+    if not bounded_reads.is_present(path):
+        if bounded_reads.is_present(folder / single):
             return {}
         raise _no_weights(folder, index)
     try:
         content = bounded_reads.read_all(path, MAX_JSON_BYTES)
         table = checked_json.parse(content, memory_bytes=checked_json.LARGE_MEMORY_BYTES)
-        file_of_tensor = table["weight_map"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+    except OSError as error:
         raise CheckpointError(
-            f"{path} is not an index of weights ({type(error).__name__}: {error}); download it again"
+            f"{path} cannot be read ({error.strerror}); download it again"
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not an index of weights ({error}); download it again"
+        ) from None
+    file_of_tensor = None
+    if isinstance(table, dict):
+        file_of_tensor = table.get("weight_map")
     if not isinstance(file_of_tensor, dict) or not file_of_tensor:
-        raise CheckpointError(f"{path}: weight_map is not a table of names; download it again")
+        raise CheckpointError(
+            f"{path} is not an index of weights (weight_map is not a table of names); download it again"
+        )
     existing: set[str] = set()
     for name, file in file_of_tensor.items():
         # An index may have a million tensors in a thousand files, so check each file once.
@@ -102,7 +110,7 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
             raise CheckpointError(
                 f"{path}: {name} is in {file!r}, which is not a file name like {single}"
             )
-        if not (folder / file).exists():
+        if not bounded_reads.is_present(folder / file):
             raise CheckpointError(
                 f"{folder / file} does not exist, but {path} refers to it; download it"
             )

@@ -111,7 +111,9 @@ def read_json(path: Path, memory_bytes: int = checked_json.MEMORY_BYTES) -> Mapp
     try:
         data = bounded_reads.read_all(path, MAX_JSON_BYTES)
         content = checked_json.parse(data, memory_bytes=memory_bytes)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if bounded_reads.is_present(path):
+            raise CheckpointError(f"{path} {error.strerror}; copy or download it again") from None
         fix = "give a folder with config.json and safetensors"
         # A relative name that does not exist may be the ID of a repository on the hub.
         name = path.parent.as_posix()
@@ -120,7 +122,9 @@ def read_json(path: Path, memory_bytes: int = checked_json.MEMORY_BYTES) -> Mapp
             fix += f"; to download it from the hub, use `shardtrain data download --repo_id {name} --all`"
         raise CheckpointError(f"{path} is missing; {fix}") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}; copy or download it again"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}); copy or download it again") from None
     if not isinstance(content, dict):

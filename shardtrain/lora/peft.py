@@ -29,6 +29,7 @@ from shardtrain.lora.linear import NAMES, FrozenLinear, is_transposed
 from shardtrain.lora.spec import CLASSIFIES, Spec
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.ops.tied import tied_names
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import CheckpointError, ConfigError
 from shardtrain.utils.log import logger
 
@@ -74,7 +75,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 def is_folder(path: object) -> bool:
     """True if a path is a local folder in PEFT's format."""
-    return isinstance(path, Path) and (path / CONFIG).exists()
+    return isinstance(path, Path) and bounded_reads.is_present(path / CONFIG)
 
 
 def config_fields(spec: Spec, names: Names, linears: list[str], base: str) -> dict[str, Any]:
@@ -586,7 +587,7 @@ def _open(folder: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     path = folder / WEIGHTS
-    if not path.exists():
+    if not bounded_reads.is_present(path):
         legacy = (folder / "adapter_model.bin").exists()
         what = "no weights"
         if legacy:

@@ -10,7 +10,7 @@ from shardtrain.checkpoint import best, choice, files, interval, manifest, reten
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.hf import listing
-from shardtrain.utils import output_target, storage_errors
+from shardtrain.utils import bounded_reads, output_target, storage_errors
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds, parse_seconds
 from shardtrain.utils.verbs import Command, CommandVerb
@@ -81,12 +81,12 @@ def _list(arguments: Sequence[str]) -> int:
     if (folder / MANIFEST).exists():
         print(_line(folder, manifest.read(folder)))
         return 0
-    if isinstance(folder, Path) and (folder / "config.json").is_file():
+    if isinstance(folder, Path) and bounded_reads.is_present(folder / "config.json"):
         print(listing.line(folder))
         return 0
 
     folder = _checkpoints_of(folder)
-    pointer = best.read_pointer(folder)
+    pointer, best_damage = best.pointer_and_damage(folder)
     for step in retention.step_folders(folder):
         path = folder / f"step-{step}"
         try:
@@ -96,6 +96,8 @@ def _list(arguments: Sequence[str]) -> int:
             print(line)
         except CheckpointError as error:
             print(f"step-{step}  cannot be used: {error}")
+    if best_damage:
+        print(best_damage)
     return 0
 
 

@@ -271,7 +271,18 @@ def without_waiting(path: str | os.PathLike[str], flags: int) -> int:
 
     Opening a planted pipe normally would wait for its writer forever.
     """
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        # "No such file" about a name that ``ls`` shows would be a riddle.
+        if os.path.islink(path):
+            rule = "is a link to a file that does not exist"
+            raise FileNotFoundError(errno.ENOENT, rule, os.fspath(path)) from None
+        raise
+    except OSError as error:
+        if error.errno == errno.ENXIO and stat.S_ISSOCK(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path)) from None
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))

@@ -72,6 +72,22 @@ def kind(path: str | os.PathLike[str]) -> Literal["folder", "file", "other", ""]
     return "file" if stat.S_ISREG(mode) else "other"
 
 
+def is_present(path: str | os.PathLike[str]) -> bool:
+    """True if the folder of a path has an entry of this name, of any kind: also a pipe or a broken link.
+
+    Use it for files that an artefact may omit. ``Path.is_file`` is False for a broken link, so the artefact would
+    be read as if it did not have the file. Reading the file then names what is wrong with it.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError):
+        # The entry may exist. Reading it raises the same error.
+        return True
+    return True
+
+
 def read_all(path: str | os.PathLike[str], most: int) -> bytes:
     """Return the bytes of a regular file of at most ``most`` bytes.
 

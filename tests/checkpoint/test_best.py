@@ -16,7 +16,7 @@ from ranks import run_ranks
 from small_checkpoint import facts, rest, weights, world_of_one
 from tiny import Ended, assert_bitwise, shallow_config, text_file, train_whole
 
-from shardtrain.checkpoint import files, manifest
+from shardtrain.checkpoint import choice, files, manifest
 from shardtrain.checkpoint.best import Best, read_pointer
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Checkpoint, Config, Job, Validation
@@ -24,7 +24,7 @@ from shardtrain.tools import checkpoint_command
 from shardtrain.train import shutdown
 from shardtrain.train.run import Run
 from shardtrain.train.validation import Evaluation, Validator
-from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.errors import CheckpointError, ConfigError
 from shardtrain.utils.log import logger
 
 NAN = math.nan
@@ -351,3 +351,26 @@ def test_seed_checkpoint_is_the_state_before_the_first_step(tmp_path: Path) -> N
     assert isinstance(answer["too late"].error, ConfigError)
     assert "this one is at step 2" in str(answer["too late"].error)
     assert not list((tmp_path / "seed").rglob("*.tmp-*"))
+
+
+def test_damaged_pointer_is_reported_before_another_step_is_opened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The latest step is another model than the best."""
+    for step in (1, 2):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "manifest.json").touch()
+    (tmp_path / "best.json").touch()
+
+    def verify(path: Any) -> Any:
+        return "a manifest", ""
+
+    with caplog.at_level("WARNING"):
+        assert choice.choose(tmp_path, None, verify).path == tmp_path / "step-2"
+    assert "best.json is not JSON" in caplog.text
+    assert "using the latest step" in caplog.text
+    with pytest.raises(CheckpointError, match=r"best\.json is not JSON"):
+        choice.choose(tmp_path, "best", verify)
+    (tmp_path / "best.json").write_text('{"step": 9, "metric": "loss", "value": 1.0}')
+    with pytest.raises(CheckpointError, match="names step 9, which does not exist"):
+        choice.choose(tmp_path, "best", verify)

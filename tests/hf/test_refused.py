@@ -17,6 +17,7 @@ from tiny_tokenizers import bpe_folder
 
 from shardtrain.cli import main
 from shardtrain.hf import importing, weights
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 pytest.importorskip("transformers")
@@ -313,13 +314,13 @@ def test_index_checks_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     weight_map = {f"layers.{number}.weight": files[number % 2] for number in range(1000)}
     (tmp_path / weights.INDEX).write_text(json.dumps({"weight_map": weight_map}))
     checked: list[str] = []
-    exists = Path.exists
+    is_present = bounded_reads.is_present
 
-    def recorded_exists(path: Path) -> bool:
+    def recorded_is_present(path: Path) -> bool:
         checked.append(path.name)
-        return exists(path)
+        return is_present(path)
 
-    monkeypatch.setattr(Path, "exists", recorded_exists)
+    monkeypatch.setattr(bounded_reads, "is_present", recorded_is_present)
 
     assert weights.read_index(tmp_path, weights.SINGLE, weights.INDEX) == weight_map
     assert sorted(set(checked) & set(files)) == files

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from shardtrain import config
+from shardtrain.checkpoint import best
 from shardtrain.cli import main
 from shardtrain.compat.migrate import document
 from shardtrain.config.rules import schedule_file, transformers_rules
 from shardtrain.config.schema import Config, Parallelism
 from shardtrain.data.tokenizers import tokenizer_config
-from shardtrain.hf import initial_weights, listing
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
+from shardtrain.hf import initial_weights, listing, source
 from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.hf.weights import HubWeights
 from shardtrain.hub_formats import config_json
@@ -23,8 +25,9 @@ from shardtrain.launch import hostfile
 from shardtrain.launch.goodput import events
 from shardtrain.lora import peft
 from shardtrain.metrics.sinks import metrics_jsonl
+from shardtrain.tasks.images import image_processor
 from shardtrain.tools.convert import card
-from shardtrain.tools.generate import prompts
+from shardtrain.tools.generate import locate_checkpoint, prompts
 from shardtrain.tools.plan import calibrate, hardware
 from shardtrain.tools.runs import run_files
 from shardtrain.utils import bounded_reads, own_file
@@ -270,3 +273,85 @@ def test_broken_link_to_a_configuration_is_named(
     error = capsys.readouterr().err
     assert "is a broken link" in error
     assert "did you mean" not in error
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def socket_file(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        # The full path may be too long for a socket.
+        here = os.open(".", os.O_RDONLY)
+        os.chdir(path.parent)
+        listener.bind(path.name)
+        os.fchdir(here)
+        os.close(here)
+
+
+def broken_link(path: Path) -> None:
+    path.symlink_to("/nonexistent/file")
+
+
+def circular_link(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def damage_of_best(folder: Path) -> str:
+    pointer, damage = best.pointer_and_damage(folder)
+    assert pointer == {}
+    return damage
+
+
+def damaged_lines(name: str) -> Callable[[Path], str]:
+    """Return a reader of a run with a valid metrics.jsonl, which counts a bad file as a damaged line."""
+
+    def read(folder: Path) -> str:
+        (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+        assert run_files.read(folder).bad_lines == 1
+        return f"{name} is not a regular file"
+
+    return read
+
+
+OPTIONAL_FILES: list[tuple[str, Callable[[Path], object]]] = [
+    ("config.json", source.of_folder),
+    ("config.json", locate_checkpoint.load_config),
+    ("generation_config.json", source.of_folder),
+    ("chat_template.jinja", source.of_folder),
+    ("tokenizer.json", source.of_folder),
+    ("tokenizer.json", lambda folder: open_tokenizer(str(folder), "model.hf_assets_path")),
+    ("preprocessor_config.json", lambda folder: image_processor._check_files(str(folder))),
+    ("model.safetensors", HubWeights),
+    ("model.safetensors.index.json", HubWeights),
+    ("adapter_model.safetensors", peft._open),
+    ("config.resolved.toml", locate_checkpoint.load_config),
+    ("metrics.jsonl", run_files.read),
+    ("best.json", damage_of_best),
+    ("validation.jsonl", damaged_lines("validation.jsonl")),
+    ("samples.jsonl", damaged_lines("samples.jsonl")),
+    ("goodput.jsonl", damaged_lines("goodput.jsonl")),
+]
+"""Files that a folder may omit. Without one of them, a command would continue with other data or settings."""
+
+
+@pytest.mark.parametrize("kind", [pipe, device, folder, socket_file, broken_link, circular_link])
+@pytest.mark.parametrize(("name", "reader"), OPTIONAL_FILES)
+def test_unreadable_optional_file_is_not_taken_for_a_missing_one(
+    name: str, reader: Callable[[Path], object], kind: Callable[[Path], None], tmp_path: Path
+) -> None:
+    kind(tmp_path / name)
+    try:
+        result = str(reader(tmp_path))
+    except ShardtrainError as error:
+        result = str(error)
+    reasons = ("regular file", "is a folder", "a file that does not exist", "symbolic links")
+    assert name in result
+    assert any(reason in result for reason in reasons), result
+
+
+def test_resolved_configuration_of_zero_bytes_is_refused(tmp_path: Path) -> None:
+    """A power failure may leave it. All options would have their defaults, also the tokenizer."""
+    (tmp_path / "config.resolved.toml").touch()
+    with pytest.raises(ShardtrainError, match="has no options"):
+        locate_checkpoint.load_config(tmp_path)

@@ -21,6 +21,7 @@ from shardtrain.config.schema import Config
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.facts.lr_schedules import SCHEDULES
 from shardtrain.facts.optimizers import OPTIMIZERS, PYTORCH_ADAMS
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import COMMAND_LINE, Problem
 
 Rule = Callable[[Loaded], Iterator[Problem]]
@@ -545,7 +546,7 @@ def assets_and_tokenizer(loaded: Loaded) -> Iterator[Problem]:
     model = loaded.config.model
     if model.tokenizer_path in (None, model.hf_assets_path):
         return
-    if not (Path(model.hf_assets_path) / "config.json").is_file():
+    if not bounded_reads.is_present(Path(model.hf_assets_path) / "config.json"):
         yield problem(
             loaded,
             "model.hf_assets_path",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import copyreg
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from shardtrain.data.tokenizers.own_tokenizer import OwnTokenizer
 from shardtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from shardtrain.data.tokenizers.tiktoken_model import TiktokenTokenizer, looks_like
 from shardtrain.data.tokenizers.tokenizer_config import files_beside
-from shardtrain.utils import bounded_reads
+from shardtrain.utils import atomic_io, bounded_reads
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.temporary import temporary_folder
 
@@ -158,8 +159,8 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
         # A folder may contain a tokenizer in several formats. The names are in the order of preference.
         if file.is_dir():
             candidates = [file / name for name in _NAMES]
-            file = next((one for one in candidates if one.exists()), candidates[0])
-        if not file.exists() and not assets.tokenizer_folder(path).exists():
+            file = next(filter(bounded_reads.is_present, candidates), candidates[0])
+        if not bounded_reads.is_present(assets.tokenizer_folder(path)):
             raise ConfigError(
                 Problem(
                     option,
@@ -168,7 +169,7 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
                     fix='name a tokenizer\'s file or folder, get one with "shardtrain data download", or use "bytes"',
                 )
             )
-        if not file.is_file():
+        if not bounded_reads.is_present(file):
             raise ConfigError(
                 Problem(
                     option,
@@ -177,18 +178,20 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
                     fix='name a folder that contains one of them, or use "bytes"',
                 )
             )
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(
-                Problem(
-                    option,
-                    str(file),
-                    rule=f"has more than {MAX_FILE_BYTES} bytes, which is larger than any tokenizer",
-                    fix="name a tokenizer's file",
+        with open(file, "rb", opener=atomic_io.without_waiting) as opened:
+            if os.fstat(opened.fileno()).st_size > MAX_FILE_BYTES:
+                raise ConfigError(
+                    Problem(
+                        option,
+                        str(file),
+                        rule=f"has more than {MAX_FILE_BYTES} bytes, which is larger than any tokenizer",
+                        fix="name a tokenizer's file",
+                    )
                 )
-            )
-        content = file.read_bytes()
+            content = opened.read()
     except OSError as error:
-        raise bounded_reads.unreadable(option, path, error) from error
+        fix = "copy or download a file that this user may read"
+        raise bounded_reads.unreadable(option, file, error, fix) from error
     if not content:
         raise ConfigError(Problem(option, str(file), "is empty", "copy or download it again"))
     if content.startswith(b"version https://git-lfs"):

@@ -21,7 +21,7 @@ from shardtrain.hub_formats.config_json import read_json
 from shardtrain.hub_formats.format import CODE
 from shardtrain.models import architecture
 from shardtrain.tasks.images.image_work import ImageWork, VisionTower
-from shardtrain.utils import libraries
+from shardtrain.utils import bounded_reads, libraries
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.log import without_torchao_warnings
 
@@ -92,7 +92,7 @@ class ImageProcessor:
     def chat_template(self) -> str | None:
         """Return the chat template of ``chat_template.json``, a file of older folders. None without this file."""
         path = Path(self.folder) / CHAT_TEMPLATE
-        if not path.is_file():
+        if not bounded_reads.is_present(path):
             return None
         template = read_json(path).get("chat_template")
         return template if isinstance(template, str) else None
@@ -170,7 +170,7 @@ def _open(folder: str) -> Any:
     libraries.load("PIL.Image", "task.name", "image_text", INSTALL)
 
     # Check the files before transformers reads them.
-    if not any((Path(folder) / name).is_file() for name in FILES):
+    if not any(bounded_reads.is_present(Path(folder) / name) for name in FILES):
         rule = f"has neither {' nor '.join(FILES)}, so it has no processor for images"
         raise _refusal(folder, rule, "use the folder of a model that reads images")
     _check_files(folder)
@@ -214,7 +214,7 @@ def _check_files(folder: str) -> None:
     """Raise ConfigError if a file is not JSON, or names code that transformers might run."""
     for name in (*FILES, _TOKENIZER_CONFIG):
         path = Path(folder) / name
-        if not path.is_file():
+        if not bounded_reads.is_present(path):
             continue
         try:
             content = read_json(path)
@@ -229,7 +229,9 @@ def _class_of(folder: str, transformers: Any) -> Any:
     """Return the processor class that the folder's files name, or the class of its model_type."""
     for name in (*reversed(FILES), _TOKENIZER_CONFIG):
         path = Path(folder) / name
-        wanted = read_json(path).get("processor_class") if path.is_file() else None
+        wanted = None
+        if bounded_reads.is_present(path):
+            wanted = read_json(path).get("processor_class")
         if isinstance(wanted, str) and wanted.isidentifier():
             cls = getattr(transformers, wanted, None)
             if isinstance(cls, type) and issubclass(cls, transformers.ProcessorMixin):
@@ -274,7 +276,7 @@ def _fingerprint(folder: str) -> str:
     contents: dict[str, Mapping[str, Any]] = {}
     for name in FILES:
         path = Path(folder) / name
-        if path.is_file():
+        if bounded_reads.is_present(path):
             contents[name] = read_json(path)
     return hashlib.sha256(repr(sorted(contents.items())).encode()).hexdigest()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.choice import reject_step
 from shardtrain.config.toml_writer import RESOLVED_CONFIG
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ConfigError, ShardtrainError
 
 if TYPE_CHECKING:
@@ -44,14 +45,14 @@ def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
     """
     # A run's checkpoint is RUN/checkpoint/step-N, which may be reached through a link.
     config_of_run = Path(os.path.realpath(checkpoint)).parent.parent / RESOLVED_CONFIG
-    if config is None and not config_of_run.is_file():
+    if config is None and not bounded_reads.is_present(config_of_run):
         from shardtrain.hf import source
 
         imported_model = source.noted_model(checkpoint, manifest.read(checkpoint))
         if imported_model:
             return imported_model
     path = config or config_of_run
-    if not path.is_file():
+    if not bounded_reads.is_present(path):
         raise ConfigError(
             f"{path} does not exist, so the model of {checkpoint} is unknown; name the run's TOML with --config"
         )

@@ -20,7 +20,7 @@ from shardtrain.tools.convert.checkpoint_path import (
     tokens_of_run,
 )
 from shardtrain.tools.hub_client import refuse_token
-from shardtrain.utils import output_target
+from shardtrain.utils import bounded_reads, output_target
 from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
 
@@ -223,7 +223,9 @@ def _to_folder(options: Any, push: Any) -> int:
     from shardtrain.tools.convert import card
 
     is_full_model = is_hub_folder(options.checkpoint)
-    is_folder = is_full_model or (options.checkpoint / "adapter_config.json").is_file()
+    is_folder = is_full_model or bounded_reads.is_present(
+        options.checkpoint / "adapter_config.json"
+    )
     if is_folder:
         reject_use_ema(options.use_ema, options.checkpoint)
     if options.to is None:

@@ -21,7 +21,7 @@ from shardtrain.checkpoint.pickled import Made, Name, parse
 from shardtrain.checkpoint.resharding import check_tiling
 from shardtrain.checkpoint.torch_file import BYTES_PER_STEP, FREE_STEPS, damage
 from shardtrain.facts.dtypes import ITEM_BYTES
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, bounded_reads
 from shardtrain.utils.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -144,11 +144,17 @@ class DcpFolder:
             ends[place.file] = max(ends.get(place.file, 0), end)
         for file, end in sorted(ends.items()):
             path = self.folder / file
-            if not path.is_file():
+            if not bounded_reads.is_present(path):
                 raise CheckpointError(
                     f"{path} is missing but named in {METADATA}; copy the entire folder"
                 )
-            size = path.stat().st_size
+            try:
+                with open(path, "rb", opener=atomic_io.without_waiting) as opened:
+                    size = opened.seek(0, io.SEEK_END)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path} cannot be read ({error.strerror}); copy the entire folder"
+                ) from None
             if size < end:
                 raise CheckpointError(
                     f"{path} has {size} bytes but needs {end} according to {METADATA}: it is truncated"

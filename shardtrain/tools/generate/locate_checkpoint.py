@@ -15,6 +15,7 @@ from shardtrain.config import Config, Loaded
 from shardtrain.config.toml_writer import RESOLVED_CONFIG
 from shardtrain.hf import source
 from shardtrain.hf.folder_config import config_of, is_hub_folder, loaded_of
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
 _LEVELS = 4
@@ -87,7 +88,7 @@ def _config_of_run(path: Path) -> Loaded:
     real_path = Path(os.path.realpath(path))
     folders = [real_path, *real_path.parents][:_LEVELS]
     files = [folder / RESOLVED_CONFIG for folder in folders]
-    file = next((file for file in files if file.is_file()), None)
+    file = next(filter(bounded_reads.is_present, files), None)
     if file is None:
         raise ConfigError(
             Problem(
@@ -126,7 +127,7 @@ def find_checkpoint(path: Path, config: Config, step: str | None = None) -> Chos
         choice.reject_step(step, path)
         stored, damage = verify(path)
         if stored is None:
-            raise CheckpointError(f"{damage}; use another checkpoint")
+            raise retention.unusable(path, damage)
         return ChosenCheckpoint(path, stored)
     of_run = folder_of(str(path), config.checkpoint.folder)
     for folder in (path, of_run):

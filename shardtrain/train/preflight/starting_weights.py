@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ShardtrainError
 
 
@@ -71,7 +72,7 @@ def find_errors(config: Config, is_alone: bool) -> list[ShardtrainError]:
                 starts.insert(0, base)
         # Check the manifest of each checkpoint that the run would load.
         for start in starts:
-            is_peft = (Path(start) / "adapter_config.json").exists()
+            is_peft = bounded_reads.is_present(Path(start) / "adapter_config.json")
             if not Path(start).is_dir() or is_peft:
                 continue
             try:
