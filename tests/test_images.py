@@ -122,9 +122,11 @@ def test_image_trains_as_non_root_and_saves_when_it_is_stopped(builder, image, t
         "OMP_NUM_THREADS=1",
         container,
     ]
+
     assert output_of([*run, "--", "shardtrain", "--version"]).startswith("shardtrain ")
     assert output_of([*run, "--", "id", "-u"]) == "1000"
     assert output_of([*run, "--", "pwd"]) == "/workspace"
+
     small = ["configs/debug.toml", "--nproc", "1", "--training.seq_len=32", "--training.local_batch_size=1",
              "--model.overrides.num_layers=1", "--metrics.log_freq=1"]  # fmt: skip
     output_of(
@@ -138,7 +140,9 @@ def test_image_trains_as_non_root_and_saves_when_it_is_stopped(builder, image, t
             "--job.dump_folder=/runs/two",
         ]
     )
+
     assert list(losses(tmp_path / "two")) == [1, 2]
+
     folder = tmp_path / "stopped"
     long = [
         "--training.steps=100000",
@@ -155,7 +159,9 @@ def test_image_trains_as_non_root_and_saves_when_it_is_stopped(builder, image, t
         assert process.wait(patience.seconds(120)) == 75
     finally:
         process.kill()
+
     assert newest(folder) == max(losses(folder))
+
     print(output_of([*builder, "images", "--format", "{{.Name}} {{.Size}}"]))
 
 

@@ -93,13 +93,16 @@ def test_run_resumes_on_another_mesh(tmp_path: Path) -> None:
         "debug", f"--nproc 2 {SAVE} --training.global_batch_size 4", tmp_path / "straight"
     )
     records = train("debug", f"--nproc 2 {SAVE} --checkpoint.load_step 2", tmp_path / "two")
+
     assert [record["step"] for record in records] == [1, 2, 3, 4]
+
     moved = train(
         "debug",
         f"--nproc 1 {SAVE} --checkpoint.load_step 2 --training.global_batch_size 4 "
         "--parallelism.data_parallel_shard_degree 1",
         tmp_path / "straight",
     )
+
     for record, expected in zip(moved[2:], straight[2:], strict=True):
         # AdamW with a small eps amplifies rounding errors in four steps
         assert abs(record["loss"] - expected["loss"]) < 1e-3

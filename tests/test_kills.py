@@ -114,11 +114,13 @@ def test_kills_neither_repeat_nor_lose_a_sample(kind: str, kills: int, tmp_path:
     undisturbed = run_with_kills(tmp_path / "undisturbed", kind, kills=0)
     killed = run_with_kills(tmp_path / "killed", kind, kills=kills)
     assert len(killed) > len(undisturbed), "no kill cost a step: the test kills too late"
+
     final = {entry["step"]: entry for entry in killed}  # a repeated step replaces the lost one
     assert [final[step] for step in sorted(final)] == undisturbed
     assert all(entry == final[entry["step"]] for entry in killed), (
         "a repeated step read other samples"
     )
+
     counts = Counter(sample for entry in final.values() for sample in entry["ids"] if sample >= 0)
     assert set(counts.values()) == {1}
     if kind == "memory":

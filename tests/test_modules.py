@@ -41,13 +41,17 @@ def test_each_module_run_by_python_does_something_or_fails(capsys):
         if works:
             as_module.refuse_without_program(["python", "-m", name, "--from", "runs/a"])
             continue
+
         with pytest.raises(SystemExit) as ended:
             as_module.refuse_without_program(["python", "-m", name, "--from", "runs/a"])
+
         message = capsys.readouterr().err
         assert ended.value.code == 2
         assert message.count("\n") == 1
         assert name in message
+
         refused += 1
+
     assert refused > 200
 
 
@@ -98,6 +102,7 @@ def test_config_file_variable_applies_without_a_configuration_on_the_command_lin
         output = "".join(capsys.readouterr())
         assert "stepz" in output
         assert "from CONFIG_FILE" in output
+
         path = str(tmp_path / "of_command_line.toml")
         for arguments in ([path], ["--job.config_file", path], [f"--job.config-file={path}"]):
             assert cli.main([*verb, *arguments]) == 2
@@ -106,6 +111,7 @@ def test_config_file_variable_applies_without_a_configuration_on_the_command_lin
             assert "CONFIG_FILE" not in output
     monkeypatch.setenv("CONFIG_FILE", str(tmp_path / "gone\x1b[31m.toml"))
     assert cli.main(["train"]) == 2
+
     message = capsys.readouterr().err
     assert "does not exist" in message
     assert "\x1b" not in message
@@ -155,6 +161,7 @@ def test_option_without_effect_is_reported(tmp_path):
             *map(str, config.unavailable(loaded)),
             *config.notes(loaded),
         ]
+
         assert any(name in line for line in lines), (
             f"{name}={value} has no effect, and no message reports it"
         )

@@ -23,6 +23,7 @@ def test_a_public_class_name_finds_one_class() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 is_of_a_family = name.startswith("models/") and node.name in MODEL_FAMILIES
                 files[node.name].append("models/" if is_of_a_family else name)
+
     assert {name: places for name, places in files.items() if len(set(places)) > 1} == {}
 
 

@@ -221,11 +221,13 @@ def test_mistake_is_reported_in_one_line_with_a_fix(typed: str, folder: Path) ->
     command = [sys.executable, "-m", "shardtrain", *shlex.split(typed)]
     done = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(60))
     lines = done.stderr.strip().splitlines()
+
     assert done.returncode in (2, 3, 5) and len(lines) == 1, (done.returncode, done.stderr)
     assert MISTAKES[typed] in lines[0] and lines[0].startswith(f"error[{done.returncode}]: "), (
         lines[0]
     )
     assert "Traceback" not in done.stderr
+
     # A wrong configuration leaves no trace. After other refusals the run's folder has an exit.json for the launcher.
     allowed = set() if done.returncode == 2 else {"exit.json"}
     assert {path.name for path in (folder / "outputs").rglob("*")} <= allowed

@@ -41,6 +41,7 @@ def test_notebook_is_stored_with_its_output() -> None:
     cells = code_cells()
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert all({output.get("name") for output in cell["outputs"]} == {"stdout"} for cell in cells)
+
     losses = [
         float(loss)
         for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", "".join(map(text_of, cells)))
@@ -67,6 +68,8 @@ def test_running_the_notebook_reproduces_its_output() -> None:
             assert new.strip()
             continue
         number = r"(?<=loss )\d+\.\d+"
+
         assert re.sub(rf"{number}|#+", "", new) == re.sub(rf"{number}|#+", "", stored)
+
         pairs = zip(re.findall(number, new), re.findall(number, stored), strict=True)
         assert all(abs(float(a) - float(b)) <= LOSS_TOLERANCE for a, b in pairs), (new, stored)

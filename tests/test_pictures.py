@@ -70,12 +70,15 @@ def test_command_is_recorded_replayed_and_drawn(tmp_path: Path) -> None:
         [*cast_command, *command], cwd=ROOT, check=True, capture_output=True, timeout=limit
     )
     drawn = output.read_text()
+
     assert rows(drawn) == ["$program", "a <b> & c", "greenTrue"]  # spans have separate positions
     assert f'fill="{cast.COLORS[32]}">green<' in drawn
+
     head, *events = map(json.loads, recording.read_text().splitlines())
     assert head["version"] == 2
     assert head["width"] == 40
     assert all(kind == "o" for _, kind, _ in events)
+
     subprocess.run(
         [*cast_command, "--replay", str(recording)],
         cwd=ROOT,
@@ -83,6 +86,7 @@ def test_command_is_recorded_replayed_and_drawn(tmp_path: Path) -> None:
         capture_output=True,
         timeout=limit,
     )
+
     assert rows(output.read_text()) == rows(drawn)
 
 
@@ -93,12 +97,14 @@ def test_redrawn_lines_have_their_final_content() -> None:
         (2.0, "\r\x1b[2Kstep 1\r\nbar 2\r\n"),
         (3.0, "\x1b[1A\x1b[2Kend\r\n"),
     ]
+
     assert [re.sub(r"\s", "", row) for row in rows(cast.draw("x", 20, events))] == [
         "$x",
         "header",
         "step1",
         "end",
     ]
+
     wide = cast.draw("x", 5, [(0.0, "1234567")])
     assert rows(wide)[1:] == ["12345", "67"]
 
@@ -165,6 +171,7 @@ def test_drawn_files_are_those_of_a_checkpoint(tmp_path: Path) -> None:
     drawn = {
         name.rstrip("/") for name, _, depth in drawings.FILES if depth or name == "checkpoint/"
     }
+
     assert drawn - {"rank-00001.bin"} == real  # the small checkpoint has one rank
 
 
@@ -177,6 +184,7 @@ def test_drawn_pipeline_actions_follow_their_inputs_and_never_overlap() -> None:
         for (rank, _, previous_end), (next_rank, next_begin, _) in itertools.pairwise(spans):
             assert rank < next_rank or previous_end <= next_begin
         assert spans[-1][2] <= end
+
         begins = {
             (action.kind, action.stage, action.microbatch): begin for _, begin, action in placed
         }
@@ -201,6 +209,7 @@ def test_screenshots_of_a_report_in_two_widths_and_print(tmp_path: Path) -> None
     )
     taken = pictures.take(Path(report(run, tmp_path / "report.html")), tmp_path)
     starts = {".png": b"\x89PNG", ".pdf": b"%PDF"}
+
     assert [path.name for path in taken] == ["report.png", "report_phone.png", "report_print.pdf"]
     assert all(
         path.read_bytes().startswith(starts[path.suffix]) and path.stat().st_size > 3000

@@ -306,6 +306,7 @@ def test_mistake_is_reported_in_one_line_that_names_the_parameter(
         call(run, model, tmp_path)
     message = str(caught.value)
     assert answer in message
+
     lines = len(getattr(caught.value, "problems", [message]))
     assert not any(f"{message}".startswith(option) for option in ("job.", "model.hf_assets_path"))
     assert message.count("\n") < lines
@@ -328,6 +329,7 @@ def test_value_that_looks_like_a_flag_is_shown_unchanged(tmp_path: Path) -> None
         ),
         (lambda: api.load_model(broken), f"{broken}: "),
     ]
+
     for call, answer in calls:
         with pytest.raises(ShardtrainError) as caught:
             call()
@@ -358,10 +360,12 @@ def test_run_with_a_custom_model_file_opens_if_its_configuration_is_named(tmp_pa
     ) as trainer:
         assert next(trainer.model.parameters()).requires_grad
         trainer.train()
+
     with pytest.raises(
         ShardtrainError, match=r'if you trust it, add config="[^"]*config.resolved.toml"'
     ):
         shardtrain.load_model(folder)
+
     model = shardtrain.load_model(folder, config=folder / "config.resolved.toml")
     assert len(shardtrain.generate(model, "def", max_new_tokens=2)) == 1
 
@@ -392,7 +396,9 @@ def test_weights_open_without_a_tokenizer_which_only_text_requires(
     pytest.importorskip("transformers")
     folder = _folder_without_tokenizer(kind, tmp_path)
     model = shardtrain.load_model(folder)
+
     assert all(parameter.isfinite().all() for parameter in model.model.parameters())
+
     message = 'has no tokenizer .*; add tokenizer with a path or "bytes"'
     if kind == "a run":
         message = "hf_assets_path"
@@ -402,10 +408,12 @@ def test_weights_open_without_a_tokenizer_which_only_text_requires(
         "evaluate": lambda: shardtrain.evaluate(model, tmp_path / "held_out.txt", seq_len=16),
         "tokenizer": lambda: model.tokenizer,
     }
+
     for name, call in calls.items():
         with pytest.raises(ShardtrainError, match=message) as error:
             call()
         assert "--" not in str(error.value), name
+
     if kind != "a run":
         with_text = shardtrain.load_model(folder, tokenizer="bytes")
         assert len(shardtrain.generate(with_text, "mesh", max_new_tokens=2)) == 1
@@ -419,6 +427,7 @@ def test_custom_attention_core_needs_no_cache_and_the_message_starts_with_it(
         raise ConfigError(Problem("LAYOUT.context", path, rule, "add --no_cache, or correct it"))
 
     monkeypatch.setattr(cache, "_check_core", broken)
+
     with pytest.raises(
         ShardtrainError, match=r'^LAYOUT\.context="layers\.0\.attn\.core": add no_cache, or correct'
     ):

@@ -58,6 +58,7 @@ def test_hard_files_are_listed(tmp_path, monkeypatch):
     readability.pytest_terminal_summary(reporter, SimpleNamespace(rootpath=tmp_path))
 
     title, hard = reporter.lines
+
     assert title == "readability of changed files"
     assert hard.startswith("hard.py: ")
     assert "hard phrases per 1,000 words" in hard

@@ -26,6 +26,7 @@ def test_growth_names_the_files_and_the_command() -> None:
     spec.loader.exec_module(program)
     growth = program.growth
     stored = {"train/trainer.py": 380, "models/llama.py": 120}
+
     assert growth(stored, {"train/trainer.py": 480, "models/llama.py": 120}) == ""
     assert growth(stored, {"train/trainer.py": 300}) == ""
     assert "101 more lines (train/trainer.py +101)" in growth(
@@ -45,6 +46,7 @@ def test_files_that_a_step_executes_are_traced_and_printed() -> None:
     }
     print(done.stdout[done.stdout.index("files  functions") - 34 :].partition("\n\n")[0])
     step = re.search(r"\nstep \([^\n]*\n(.*?)(?:\n\n|\Z)", done.stdout, re.S)
+
     assert step
     assert {"train/trainer.py", "distributed/grad_clip.py", "models/llama.py"} <= set(
         step[1].split()

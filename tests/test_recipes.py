@@ -168,13 +168,16 @@ def test_commands_of_a_recipe_page_run(tmp_path: Path, recipe: str) -> None:
     run_page(tmp_path, recipe)
     content = tomllib.loads((ROOT / f"configs/recipes/{recipe}.toml").read_text())
     folder = tmp_path / content["job"]["dump_folder"]
+
     assert json.loads((folder / "exit.json").read_text())["code"] == 0
+
     if (adapter := tmp_path / f"outputs/{recipe}_peft").exists():
         adapter_config = json.loads((adapter / "adapter_config.json").read_text())
         assert adapter_config["base_model_name_or_path"] == content["model"]["hf_assets_path"]
     losses = [
         json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
+
     assert losses and all(0 < loss < 20 for loss in losses), (
         "a random model of 352 tokens has a loss near 6"
     )
@@ -188,6 +191,7 @@ def test_recipe_passes_config_check(
     monkeypatch.chdir(tmp_path)
     code = cli.main(["config", "check", f"configs/recipes/{file.name}", "--for-machine", "none"])
     output = capsys.readouterr()
+
     assert code == 0, output.err
     assert "0 errors" in output.out
 

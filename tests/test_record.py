@@ -213,6 +213,7 @@ def test_parts_add_up_to_the_projections_of_the_full_tensor(
         start = min(part * chunk, shape[dim])
         stop = min((part + 1) * chunk, shape[dim])
         parts.append(part_of(tensor, dim, start, stop))
+
     assert sum(part[1] for part in parts) == pytest.approx(squared)
     np.testing.assert_allclose(
         sum(np.array(part[2]) for part in parts), projections, rtol=1e-12, atol=1e-12
@@ -238,6 +239,7 @@ def test_the_distance_of_two_tensors_follows_from_their_projections() -> None:
         ratios.append(
             recordings.distance(*projections) ** 2 / float((one - other).double().square().sum())
         )
+
     # A mean of 8 squares has a standard deviation of about half its mean; that of 200 such means is 0.035.
     assert np.mean(ratios) == pytest.approx(1, abs=0.12)
     assert np.std(ratios) == pytest.approx(0.5, abs=0.12)
@@ -253,11 +255,13 @@ def test_numbers_of_any_device_dtype_and_size_are_recorded(tmp_path: Path) -> No
     model.low.grad = torch.tensor([1.0, float("nan"), 0.0], dtype=torch.bfloat16)
     recorder.write(0, loss=float("inf"))
     (step,) = recordings.read(tmp_path).steps
+
     assert step.losses is None
     assert step.weights["scalar"].norm == 2.0
     assert step.weights["empty"].norm == 0.0
     assert np.isnan(step.gradients["low"].norm)
     assert list(step.gradients) == ["low"]
+
     same = recorded_differences.errors_of(step.gradients, step.gradients)
     assert same == {"low": float("inf")}, "NaN differs from everything"
 
@@ -268,6 +272,7 @@ def test_names_do_not_depend_on_wrappers(tmp_path: Path) -> None:
     wrapped.module = nn.Module()
     wrapped.module._orig_mod = model
     Recorder(tmp_path, wrapped).write(0)
+
     assert set(recordings.read(tmp_path).shapes) == {"0.weight", "0.bias"}
 
 
@@ -326,6 +331,7 @@ def test_a_damaged_recording_is_refused_in_one_line(tmp_path: Path, damage: str)
     Recorder(tmp_path, nn.Linear(2, 2)).write(0)
     spoil, message = DAMAGES[damage]
     spoil(tmp_path)
+
     with pytest.raises(DataError, match=message) as caught:
         recordings.read(tmp_path)
     assert "\n" not in str(caught.value)
@@ -336,6 +342,7 @@ def test_recordings_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     for name, seed, step in (("a", 0, 0), ("b", 1, 0), ("c", 0, 1)):
         Recorder(tmp_path / name, model, seed=seed).write(step)
     a, b, c = (recordings.read(tmp_path / name) for name in "abc")
+
     with pytest.raises(ConfigError, match="projections of seed 1"):
         recorded_differences.compare(a, b)
     with pytest.raises(ConfigError, match="has no step in common"):
@@ -357,7 +364,9 @@ def test_steps_that_only_one_recording_has_are_named(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-20])
     a, b = (recordings.read(tmp_path / name) for name in "ab")
     texts = compare_recordings.lines(a, b, recorded_differences.compare(a, b))
+
     assert "2 common steps" in texts[0]
+
     expected = f"not compared: 1 step that only {tmp_path / 'a'} has, from step 2 on"
     assert texts[1] == expected
     assert not any(
@@ -374,7 +383,9 @@ def test_a_third_recording_sets_the_tolerance(tmp_path: Path) -> None:
         model.weight.grad = torch.ones(20, 20) + change * torch.arange(400).reshape(20, 20) / 400
         recorder.write(0)
     a, b, c = (recordings.read(tmp_path / name) for name in "abc")
+
     assert recorded_differences.compare(a, b).first is None
+
     first = recorded_differences.compare(a, b, rounding=c).first
     assert first is not None
     assert first.names == ("weight",)
@@ -422,6 +433,7 @@ def test_the_update_of_a_gradient_of_rounding_errors_is_not_compared(tmp_path: P
         first_of(tmp_path / "noise", [one] * 3, [{**one, "small": NOISE.flip(0)}] * 3, range(3))
         is None
     )
+
     # The weights of a larger gradient are compared.
     first = first_of(tmp_path / "larger", [one] * 3, [{**one, "large": -GRADIENT}] * 3, range(3))
     assert first is not None
@@ -489,6 +501,7 @@ def test_recordings_without_effect_are_refused(tmp_path: Path) -> None:
     c = record(tmp_path / "c", [{"large": GRADIENT}], (7,))
     with pytest.raises(ConfigError, match=r"--rounding=.* has no step in common"):
         recorded_differences.compare(a, a, rounding=c)
+
     empty = record(tmp_path / "empty", [{}])
     with pytest.raises(ConfigError, match="has no gradient in common"):
         recorded_differences.compare(empty, empty)
@@ -511,6 +524,7 @@ def test_ranks_with_the_same_samples_count_once(tmp_path: Path) -> None:
             }
             recorder.write(0, **(numbers if rank else {}), samples=torch.arange(2))
     (step,) = recordings.read(tmp_path).steps
+
     assert step.losses == (2.0,)
     assert step.num_tokens == (8,)
     assert step.samples == ("0", "1")
@@ -531,6 +545,7 @@ def test_shards_of_a_mesh_are_placed_in_the_full_tensor(tmp_path: Path) -> None:
     run_ranks(2, record_sharded, tmp_path)
     whole = torch.arange(15.0).reshape(5, 3)
     (step,) = recordings.read(tmp_path).steps
+
     for name in ("rows", "columns", "replicas"):
         assert step.weights[name].projections == pytest.approx(summary(name, whole, 0)[2]), name
         assert not step.weights[name].replicas_differ

@@ -292,6 +292,7 @@ def test_programs_next_to_the_package_import_names_that_exist() -> None:
             missing += [
                 f"{path}:{node.lineno}: {name}" for name in names if not leads_to_a_name(name)
             ]
+
     assert missing == []
 
 

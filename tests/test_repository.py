@@ -80,9 +80,11 @@ def test_hosted_ci_and_hooks_run_existing_commands() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     assert {"run": ".ci/run"} in jobs["ci"]["steps"]
     assert (ROOT / ".ci/run").exists()
+
     oldest = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert oldest
     assert oldest[1] in jobs["ci"]["strategy"]["matrix"]["python"]
+
     hooks = yaml.safe_load((ROOT / ".github/pre-commit-config.yaml").read_text())["repos"][0][
         "hooks"
     ]
@@ -102,7 +104,9 @@ def test_tests_that_a_plain_run_skips_are_listed_with_their_last_pass() -> None:
     text = page.partition("## What a plain run leaves out")[2].partition("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     rows = [line for line in lines if not line.startswith(("| Variable", "| Needs"))]
+
     assert len(rows) > 20
+
     for row in rows:
         last = row.split("|")[-2].strip()
         assert re.match(r"never$|\d+ [A-Z][a-z]{2} \d{4}", last), row
@@ -119,12 +123,15 @@ def test_tests_that_a_plain_run_skips_are_listed_with_their_last_pass() -> None:
         "SHARDTRAIN_TEST_FAILURES",
         "SHARDTRAIN_TEST_PATIENCE",
     }
+
     assert variables == set(re.findall(r"`(SHARDTRAIN_\w+)`", text))
+
     programs = {
         name for source in sources for name in re.findall(r'\bwhich\(\s*"([\w-]+)"', source)
     }
     programs |= {*slurm_cluster.PROGRAMS, "unshare", "nsenter", "ip", "kubectl", "openssl"}
     assert not {name for name in programs if f"`{name}`" not in text}
+
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = [*extras["dependencies"], *extras["optional-dependencies"]["dev"]]
     modules = {
@@ -137,6 +144,7 @@ def test_tests_that_a_plain_run_skips_are_listed_with_their_last_pass() -> None:
         for name in packages
         if not any(requirement.startswith(name) for requirement in requirements)
     }
+
     assert not missing
 
 
@@ -157,6 +165,7 @@ def test_no_generated_file_is_tracked() -> None:
         for path in tracked_files()
         if path.suffix in suffixes or folders & set(path.relative_to(ROOT).parts)
     ]
+
     assert not written
 
 
@@ -168,4 +177,5 @@ def test_no_tracked_file_contains_a_path_of_a_machine() -> None:
         text = path.read_bytes().decode(errors="replace")
         if path != Path(__file__) and machine_path.search(text):
             offenders.append(path.relative_to(ROOT).as_posix())
+
     assert not offenders

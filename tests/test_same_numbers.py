@@ -195,6 +195,7 @@ def test_parameters_and_optimizer_state_are_sharded() -> None:
     num_params = reference().facts["num_params"]
     fsdp = run_tiny(2, tiny_config(), steps=1)[0].facts
     assert fsdp["local_numel"] == pytest.approx(num_params / 2, rel=0.01)
+
     ddp = run_tiny(2, tiny_config(parallelism=REPLICATE_2), steps=1)[0].facts
     assert ddp["local_numel"] == num_params
     sharded_states = tiny_config(parallelism={**REPLICATE_2, "shard_optimizer_states": True})

@@ -134,6 +134,7 @@ def test_an_installation_reports_its_phase_and_seconds_every_five_seconds(reposi
     lines = re.findall(r"^  (.+): (\d+) s, \d+ MB in ", err, flags=re.M)
     # at least one line for each call; a busy machine prints later, and the shell counts integer seconds
     phases = {phase.partition("==")[0] for phase, _ in lines}
+
     assert code == 0 and phases == {"torch", "shardtrain and its other requirements"}, err
     assert all(int(seconds) >= 5 for _, seconds in lines), err
 
@@ -212,6 +213,7 @@ def test_five_consecutive_landings_run_every_share(repository, landings):
         shares.append(share())
         commit()
         assert share() == shares[-1], "one more commit must repeat a share, which may have failed"
+
     assert sorted(shares) == ["1", "2", "3", "4", "5"]
 
 
@@ -219,7 +221,9 @@ def test_forgotten_turn_advances_after_two_hundred_commits(repository, landings)
     commit, share = landings
     (repository / ".ci/turn").write_text("0\n")
     commit(200)
+
     assert share() == "1"
+
     commit()
     assert share() == "2"
 
@@ -282,9 +286,11 @@ def test_an_active_environment_that_has_the_package_is_used(repository, tmp_path
     (tmp_path / "active/bin").mkdir(parents=True)
     shutil.copy(tmp_path / "fake-python", tmp_path / "active/bin/python")
     _, calls, _, _ = run(repository, "run_train.sh", VIRTUAL_ENV=str(tmp_path / "active"))
+
     assert not (repository / ".venv").exists()
     assert (tmp_path / "calls.activate").read_text() == "\n"
     assert started(calls)[:3] == ["-m", "shardtrain", "train"]
+
     run(repository, "run_train.sh", VIRTUAL_ENV=str(tmp_path / "active"), PACKAGE_MISSING="1")
     assert (repository / ".venv").exists()
 
@@ -304,6 +310,7 @@ def test_number_of_parallel_tests_does_not_depend_on_omp_num_threads(repository)
         _, calls, _, _ = run(repository, "run_tests.sh", **variables)
         parallel_tests.append(int(calls[calls.index("-n") + 1]))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
     assert parallel_tests == [min(16, 3 * cores)] * 3
 
 

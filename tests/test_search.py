@@ -170,6 +170,7 @@ def test_random_configurations_are_refused_or_equal_to_one_process(
     counts, faults = search.search(
         SEED, numbers, lines.append, families=families, features=features
     )
+
     assert not faults, "\n".join(lines)
     assert sum(counts.values()) == len(numbers)
     assert counts["equal"] > counts["refused"]  # a search with mostly refusals would prove little
@@ -210,6 +211,7 @@ def test_gradient_does_not_depend_on_micro_batch_size(
         )
         jobs.append(search.Job(search.load(case, {"job.dump_folder": str(tmp_path / str(size))})))
     one_batch, *several_batches = [answer[0] for answer in search.run_jobs(1, jobs)]
+
     for numbers in several_batches:
         assert not differences(numbers, one_batch, TOLERANCES["float32"])
 
@@ -235,6 +237,7 @@ def test_check_refuses_exactly_the_cases_that_break_a_rule() -> None:
             f"{verdict.kind}: {verdict.text}\n{command(case)}"
         )
         counts[verdict.kind] += 1
+
     assert min(counts.values()) > 15
 
 
@@ -244,6 +247,7 @@ def test_cases_reach_every_kind_of_option() -> None:
     for case in cases:
         for name, value in case.resolved().items():
             seen.setdefault(name, Counter())[value] += 1
+
     assert seen["model.name"].keys() == set(FAMILIES) == SHAPES.keys() - set(NEWER)
     assert {draw(4, number, NEWER).value("model.name") for number in range(20)} == set(NEWER)
     assert {*SINGLE, *LOOPED, *V_SHAPED} <= seen[SCHEDULE].keys()
@@ -252,6 +256,7 @@ def test_cases_reach_every_kind_of_option() -> None:
     assert seen[f"{P}fsdp_reshard_after_forward"].keys() == {"always", "never"}
     assert {case.num_ranks for case in cases} == {1, 2, 3, 4, 6, 8}
     assert sum(case.then is not None for case in cases) > 50
+
     legal = sum(not list(broken(case)) for case in cases)
     assert 0.8 * len(cases) < legal < len(cases)
 
@@ -297,10 +302,12 @@ def test_every_option_is_drawn_or_has_a_reason_not_to_be() -> None:
     assert not [option for option in drawn if entries_of(option)], (
         "remove these drawn options from NOT_DRAWN"
     )
+
     missing = [option for option in every_option - drawn if not entries_of(option)]
     assert not missing, (
         "draw these in tests/search_more.py, or add to NOT_DRAWN why they change no result"
     )
+
     covering = {name for option in every_option for name in entries_of(option)}
     assert set(not_drawn) == covering, "NOT_DRAWN has names that are not options"
 
@@ -335,7 +342,9 @@ def test_tolerance_widens_by_the_rounding_errors_of_one_process() -> None:
 
     usual = TOLERANCES["float32"]
     expected = numbers(1.0, 1.0)
+
     assert widened(usual, expected, expected, MOST) == usual  # no amplification
+
     wider = widened(usual, numbers(1 + 1e-5, 1 + 4e-6), expected, MOST)
     assert wider.loss == pytest.approx(8e-5, rel=1e-3)
     assert wider.norm == pytest.approx(3.2e-5, rel=0.05)
@@ -374,6 +383,7 @@ def test_crash_and_late_refusal_are_found_and_do_not_stop_the_search(
     monkeypatch.setattr(search.trainer, "build", fail)
     cases = [Case({FSDP: "2", "debug.seed": str(seed)}) for seed in (1, 2, 3)]
     crash, late, equal = searcher.judge(cases)
+
     assert crash.kind == "crashes"
     assert "planted" in crash.text
     assert late.kind == "refused late"
@@ -391,6 +401,7 @@ def test_hanging_rank_is_found(searcher: Searcher, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(search.trainer, "step", hang)
     monkeypatch.setattr(search, "IDLE_SECONDS", 4)
+
     assert searcher.judge([Case({FSDP: "2"})])[0].kind == "hangs"
 
 
@@ -405,5 +416,6 @@ def test_refusal_is_compared_with_the_rules(
 
     monkeypatch.setattr(config_problems, "check", lambda loaded: list(strict(loaded)))
     needless, misnamed = searcher.judge([Case(), odd])
+
     assert needless.kind == misnamed.kind == "refused without need"
     assert "names optimizer.lr" in misnamed.text

@@ -50,7 +50,9 @@ def test_a_run_writes_no_secret_anywhere(tmp_path: Path) -> None:
     ]
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     done = shardtrain("train", "--nproc", "2", *words, *(f"--{flag}" for flag in flags))
+
     assert done.returncode == 0, done.stderr
+
     kinds = {path.suffix for path in folder.rglob("*") if path.is_file()}
     assert {".log", ".jsonl", ".toml", ".json", ".bin"} <= kinds
     assert "loss" in done.stderr
@@ -65,6 +67,7 @@ def test_an_error_that_quotes_a_secret_masks_it(tmp_path: Path) -> None:
     done = shardtrain(
         "train", "--job.dump_folder", str(folder), "--model.hf_assets_path", f"/no/{secret}"
     )
+
     assert done.returncode == 2, done.stderr
     assert "hf_assets_path" in done.stderr
     assert "***" in done.stderr

@@ -44,13 +44,16 @@ def test_site_has_every_page_and_no_warning(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(200), check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
+
     assert done.returncode == 0, done.stderr
     for page in (*(ROOT / "docs").rglob("*.md"), *(ROOT / "configs/recipes").glob("*.md")):
         assert (site / page.relative_to(ROOT).with_suffix(".html")).is_file(), page
     assert "docs/index.html" in (site / "index.html").read_text()
+
     api = (site / "docs/api.html").read_text()
     for name in shardtrain.__all__:
         assert f'id="shardtrain.api.{name}"' in api, name
+
     index = re.search(r"Search\.setIndex\((.*)\)", (site / "searchindex.js").read_text(), re.DOTALL)
     assert index is not None
     assert {"checkpoint", "goodput"} <= json.loads(index[1])["terms"].keys()

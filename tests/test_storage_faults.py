@@ -135,6 +135,7 @@ def test_storage_fault_ends_with_correct_losses_or_a_lossless_retry(
     expected, calls = undisturbed(tmp_path_factory, ranks, mode)
     assert sorted(expected) == list(range(1, STEPS + 1))
     assert {"launcher", "0"} <= calls.keys()
+
     chosen = random.Random(f"{SEED}{ranks} {mode}")
     failures = []
     for number in range(FAULTS):
@@ -144,6 +145,7 @@ def test_storage_fault_ends_with_correct_losses_or_a_lossless_retry(
         if output := wrong(config_of(tmp_path / str(number), mode), ranks, fault, expected):
             failures.append(f"{fault}: {output}")
         shutil.rmtree(tmp_path / str(number), ignore_errors=True)
+
     assert not failures, "\n".join(failures)
 
 
@@ -187,11 +189,15 @@ def test_unwritable_file_is_named_with_cause_and_fix(file: str, name: str, tmp_p
     config = config_of(tmp_path / "run", "disabled", metrics=metrics, validation=validation)
     ranks = 2 if "without" in file else 1
     code, output = storage_faults.run(config, ranks, Fault("", 0, name, file=pattern))
+
     assert code == status and "Traceback" not in output, output
+
     number = getattr(errno, name)
     cause = f"{os.strerror(number)} (errno {number})"
     (line,) = [line for line in output.splitlines() if cause in line or "ran out" in line]
+
     assert re.search(pattern.strip("^"), line) and os.strerror(number) in line, line
+
     fix = "memory ran out" if name == "ENOMEM" else storage_errors.CAUSES[number].fix
     assert fix in line, line
     record = json.loads((tmp_path / "run/exit.json").read_text())
@@ -246,6 +252,7 @@ def test_fault_or_kill_at_any_call_of_an_object_store_loses_nothing(
     counted = stored(tmp_path / "counted", mode)
     code, output = storage_faults.run(counted, ranks, None, counts=True)
     assert code == 0, output
+
     expected = storage_faults.losses(counted)
     calls = storage_faults.calls(counted)
     chosen = random.Random(f"store {SEED}{kills} {ranks} {mode}")
@@ -260,6 +267,7 @@ def test_fault_or_kill_at_any_call_of_an_object_store_loses_nothing(
         if output := wrong_of_store(stored(tmp_path / str(number), mode), ranks, fault, expected):
             failures.append(f"{fault}: {output}")
         shutil.rmtree(tmp_path / str(number), ignore_errors=True)
+
     assert not failures, "\n".join(failures)
 
 
@@ -289,6 +297,7 @@ def test_kill_at_any_call_of_any_process_loses_nothing(
         ):
             failures.append(f"{fault}: {output}")
         shutil.rmtree(tmp_path / str(number), ignore_errors=True)
+
     assert not failures, "\n".join(failures)
 
 
@@ -320,6 +329,7 @@ def test_temporary_storage_outage_costs_at_most_a_retry(
         calls["0"] // 4, calls["0"]
     )
     fault = Fault("0", place, kind, seconds=seconds)
+
     assert not wrong(config_of(tmp_path / "run", mode), ranks, fault, expected)
 
 
@@ -361,7 +371,9 @@ def test_fault_of_data_storage_is_retryable_or_reported_as_a_missing_file(
     sections = data_of(tmp_path_factory, kind)
     counted = config_of(tmp_path / "counted", "async", **sections)
     code, output = storage_faults.run(counted, ranks, None, counts=True, of_data=True)
+
     assert code == 0, output
+
     expected = storage_faults.losses(counted)
     calls = storage_faults.calls(counted)
     chosen = random.Random(f"{SEED}data {ranks} {kind}")
@@ -382,6 +394,7 @@ def test_fault_of_data_storage_is_retryable_or_reported_as_a_missing_file(
         elif problem := _after(config, ranks, expected):
             failures.append(f"{fault}: {problem}")
         shutil.rmtree(tmp_path / str(number), ignore_errors=True)
+
     assert not failures, "\n".join(failures)
 
 
@@ -414,13 +427,16 @@ def test_folder_deleted_during_a_run_is_created_again(
     expected, _ = undisturbed(tmp_path_factory, ranks, mode)
     config = config_of(tmp_path / "run", mode)
     code, output = storage_faults.run(config, ranks, None, main=deletes_its_folder)
+
     assert code == 0, output
+
     folder = tmp_path / "run"
     assert json.loads((folder / "exit.json").read_text())["code"] == 0
     assert sorted(path.name for path in (folder / "checkpoint").glob("step-*")) == [
         "step-4",
         "step-6",
     ]
+
     recorded = storage_faults.losses(config)
     assert sorted(recorded) == [4, 5, 6]
     assert all(expected[step] == loss for step, loss in recorded.items())
@@ -472,7 +488,9 @@ def test_folder_that_becomes_read_only_is_named_and_its_last_checkpoint_resumes(
     config = config_of(tmp_path / "run", mode)
     code, output = storage_faults.run(config, ranks, None, main=becomes_read_only)
     record = json.loads((tmp_path / "run/exit.json").read_text())
+
     assert code == record["code"] == 8 and record["retryable"] and record["rank"] == 0, output
+
     (line,) = [line for line in output.splitlines() if line.startswith("error[8]")]
     assert "cannot write checkpoint" in line
     assert "Read-only file system" in line

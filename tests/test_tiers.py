@@ -49,7 +49,9 @@ def test_each_worker_starts_with_one_of_the_longest_files(num_workers):
     ]
     longest = [Item(name, case) for name in LONGEST_FIRST for case in range(3)]
     order = dealt([*short, *longest], num_workers)
+
     assert sorted(map(id, order)) == sorted(map(id, [*short, *longest]))
+
     undivided = list(order)
     started = []
     for number in range(num_workers):  # divide the list as xdist does
@@ -57,10 +59,13 @@ def test_each_worker_starts_with_one_of_the_longest_files(num_workers):
         slice_ = undivided[:size]
         undivided = undivided[size:]
         names = [item.path.name for item in slice_]
+
         assert names[0] in LONGEST_FIRST
+
         long_files = [name for name in dict.fromkeys(names) if name in LONGEST_FIRST]
         assert names[: 3 * len(long_files)] == [name for name in long_files for _ in range(3)]
         started += long_files
+
     assert sorted(started) == sorted(LONGEST_FIRST)
 
 
@@ -127,6 +132,7 @@ def test_default_tier_and_shares_partition_all_tests(folder):
     assert code == 0
     assert default == ["test_pairs[1-2]", "test_single", "test_sizes[1]", "test_sizes[2]"]
     assert "3 laws in 37 cases; the default tier covers 3 of them in 4 cases" in output
+
     shares = [run(folder, f"--share={number}/3")[1] for number in range(1, 4)]
     assert all(shares)
     assert sorted([*default, *shares[0], *shares[1], *shares[2]]) == everything
@@ -145,6 +151,7 @@ def test_failure_is_written_once_with_its_reason(folder, workers):
     (folder / "test_wrong.py").write_text("def test_wrong():\n    assert 1 == 2\n")
     status, _, _ = run(folder, *workers)
     failures = (folder / "failures.txt").read_text()
+
     assert status == 1
     assert re.findall("^--- (.*)$", failures, re.MULTILINE) == ["test_wrong.py::test_wrong (call)"]
     assert "assert 1 == 2" in failures
@@ -171,6 +178,7 @@ def test_shared_test_helper_is_imported_once(folder):
     code, ran, _ = run(
         folder, "--import-mode=importlib", "--doctest-modules", "-o", "pythonpath=tests", "tests"
     )
+
     assert (code, ran) == (0, ["test_a"])
     assert (folder / "imported").read_text().split() == ["shared"]
 
@@ -185,11 +193,13 @@ def test_nightly_only_law_requires_a_reason(folder):
     test = "import pytest\n@pytest.mark.nightly{}\ndef test_of_hours():\n    pass\n"
     (folder / "test_more.py").write_text(test.format(""))
     code, ran, output = run(folder)
+
     assert code == 1
     assert len(ran) == 4
     assert "test_more.py::test_of_hours has no case in the default tier" in output
     assert run(folder, "-n1")[0] == 1
     assert run(folder, "test_more.py::test_of_hours")[:2] == (0, ["test_of_hours"])
+
     (folder / "test_more.py").write_text(test.format('("it takes hours")'))
     code, _, output = run(folder)
     assert code == 0
@@ -202,10 +212,12 @@ def test_nightly_only_law_may_name_a_law_of_the_default_tier(folder):
     )
     (folder / "test_more.py").write_text(test.format("test_sample.py::test_single"))
     code, _, output = run(folder)
+
     assert code == 0
     assert (
         "only nightly: test_more.py::test_on_pods: on pods: test_sample.py::test_single" in output
     )
+
     # not there, or not in the default tier
     for name in (
         "test_sample.py::test_gone",
@@ -216,6 +228,7 @@ def test_nightly_only_law_may_name_a_law_of_the_default_tier(folder):
         assert code == 1
         assert "test_more.py::test_on_pods has no case in the default tier" in output
     (folder / "test_more.py").write_text(test.format("test_sample.py::test_gone"))
+
     assert run(folder, "test_more.py")[0] in (0, pytest.ExitCode.NO_TESTS_COLLECTED), (
         "the other file was not collected"
     )
@@ -225,6 +238,7 @@ def test_laws_option_lists_every_law_and_runs_nothing(folder):
     code, ran, output = run(folder, "--laws")
     assert code == 0
     assert ran == []
+
     rows = re.findall(r"^ +(\d+) +(\d+)  ([\d,-]+) +(test_\w+)$", output, re.MULTILINE)
     shares = sorted({share_of(f"test_sample.py::test_pairs[{name}]") for name in ("3-4", "last")})
     assert rows == [
@@ -250,6 +264,7 @@ def test_share_of_a_case_never_changes():
         "tests/test_cli.py::test_help",
         "tests/test_kills.py::test_[3]",
     )
+
     assert [share_of(name, 5) for name in names] == [3, 1, 2]
 
 
@@ -292,6 +307,7 @@ def test_every_wait_of_a_test_is_extended_under_load():
         "p.communicate(timeout=9.5)",
         "end = time.monotonic() + 60",
     ]
+
     assert all(limits(line) for line in wrong)
     assert not limits(
         'p.wait(patience.seconds(20)); ", ".join(words); x.get(7); p.join(0.1); p.wait()'
@@ -303,8 +319,10 @@ def test_waits_are_longer_on_a_busy_machine(monkeypatch):
     monkeypatch.setattr(patience, "load", lambda: 1.0)
     quiet = patience.seconds(10)
     monkeypatch.setattr(patience, "load", lambda: 8.0)
+
     assert quiet >= 10
     assert patience.seconds(10) == pytest.approx(8 * quiet)
+
     monkeypatch.setenv("SHARDTRAIN_TEST_PATIENCE", "3")
     assert patience.seconds(10) == pytest.approx(24 * quiet)
 

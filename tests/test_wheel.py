@@ -38,6 +38,7 @@ def test_wheel_has_this_version_and_every_file_of_the_package(wheel: Path) -> No
         f"shardtrain/presets/{path.name}" for path in (ROOT / "configs").iterdir() if path.is_file()
     }
     wanted = {name for name in tracked if "__pycache__" not in name}
+
     assert not wanted - names
     assert not any(name.startswith(("tests/", "docs/")) for name in names)
 
@@ -56,9 +57,11 @@ def test_first_commands_work_from_the_wheel_in_an_empty_folder(wheel: Path, tmp_
         return installed_wheel.run(*arguments, cwd=folder)
 
     location = run(programs / "python", "-c", "import shardtrain; print(shardtrain.__file__)")
+
     assert Path(location.strip()).is_relative_to(programs.parent)
     assert run(command, "--version").strip() == f"shardtrain {shardtrain.__version__}"
     assert "0 errors" in run(command, "config", "check", "debug")
+
     run(command, "train", "debug", *SMALL.split())
     assert run(command, "generate", "outputs", "--prompt", "def", "--max_new_tokens", "4")
     run(command, "report", "outputs")

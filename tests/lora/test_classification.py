@@ -100,7 +100,9 @@ def test_peft_opens_adapters_and_head_with_the_same_scores(
         name.removeprefix("model.") for name in stored.tensors if name.startswith("model.")
     }
     head = {"hf.score.weight"} if foreign else {"head.weight"}
+
     assert {name for name in saved_names if not is_adapter(name)} == head
+
     batch, expected = run_ranks(1, scores, run_config)[0]
     arguments = [
         "export",
@@ -110,9 +112,11 @@ def test_peft_opens_adapters_and_head_with_the_same_scores(
         "--adapter",
     ]
     assert cli.main(arguments) == 0
+
     fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert fields["task_type"] == "SEQ_CLS"
     assert fields["modules_to_save"] == ["score"]
+
     torch.manual_seed(0)
     base_model = transformers.AutoModelForSequenceClassification.from_pretrained(
         base, num_labels=2, dtype=torch.float32
@@ -129,7 +133,9 @@ def test_peft_opens_adapters_and_head_with_the_same_scores(
     again = config_of(
         base, tmp_path / "again", foreign, **lora, initial_load_path=str(tmp_path / "theirs")
     )
+
     torch.testing.assert_close(run_ranks(1, scores, again)[0][1], expected, atol=TOLERANCE, rtol=0)
+
     # Two ranks compute the same result.
     split = train(2, config_of(base, tmp_path / "split", foreign, **lora))
     assert split.losses == pytest.approx(ended.losses, abs=1e-5)
@@ -156,7 +162,9 @@ def test_the_test_verb_reads_adapters_head_and_frozen_weights(tmp_path: Path) ->
         for line in (tmp_path / "run" / "validation.jsonl").read_text().splitlines()
     ]
     result = run_ranks(2, measured, run_config, None)[0]
+
     assert result["accuracy"] == pytest.approx(logged[-1]["accuracy"])
+
     # The merged folder is a complete classifier.
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0

@@ -46,14 +46,17 @@ def test_peft_opens_adapters_of_experts_and_merges_equally(
     ended = train(1, adapter_config(base, tmp_path / "run", lora=lora))[0]
     assert ended.error is None
     assert ended.losses[-1] < ended.losses[0]
+
     vocab = FAMILIES[family][1]["vocab_size"]
     unmerged = logits(open_model(tmp_path / "run").model, vocab)
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 0
+
     fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert any("mlp.experts.down_proj" in name for name in fields["target_parameters"])
     model = peft.PeftModel.from_pretrained(build(family), tmp_path / "peft")
     torch.testing.assert_close(reference_logits(model), unmerged, atol=1e-4, rtol=0)
+
     merged = reference_logits(model.merge_and_unload())
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
     summed = logits(
@@ -61,6 +64,7 @@ def test_peft_opens_adapters_of_experts_and_merges_equally(
     )
     torch.testing.assert_close(summed, unmerged, atol=3e-5, rtol=0)
     torch.testing.assert_close(summed, merged, atol=1e-4, rtol=0)
+
     # A run can start from the adapters that PEFT writes.
     again = peft.PeftModel.from_pretrained(build(family), tmp_path / "peft")
     again.save_pretrained(tmp_path / "theirs")
@@ -71,6 +75,7 @@ def test_peft_opens_adapters_of_experts_and_merges_equally(
         optimizer={"lr": 0.0},
         training={"steps": 1},
     )
+
     assert train(1, start)[0].error is None
     torch.testing.assert_close(
         logits(open_model(tmp_path / "again").model, vocab), unmerged, atol=1e-6, rtol=0
@@ -85,13 +90,16 @@ def test_expert_adapters_that_peft_transposes_are_merged_but_not_exported(tmp_pa
             base, tmp_path / "run", lora={**BOTH, "target_parameters": ["experts.*_proj"]}
         ),
     )[0]
+
     assert ended.error is None
     assert ended.losses[-1] < ended.losses[0]
+
     unmerged = logits(open_model(tmp_path / "run").model, 260)
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 2
     assert "merge the adapters" in capsys.readouterr().err
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
+
     summed = logits(
         open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260
     )
@@ -123,6 +131,7 @@ def test_adapters_of_experts_are_equal_on_every_mesh(mesh: str, tmp_path) -> Non
         assert ended.error is None
         assert ended.losses == pytest.approx(single.losses, abs=1e-5)
         assert ended.grad_norms == pytest.approx(single.grad_norms, abs=1e-4)
+
         for name, weight in ended.weights.items():
             same = torch.equal if not is_adapter(name) else torch.allclose
             assert same(

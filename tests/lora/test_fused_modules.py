@@ -82,12 +82,14 @@ def test_generate_merge_and_train_match_peft_s_merged_model(case: str, tmp_path:
             build(family)(tokens(260)).logits - expected
         ).abs().max() > 0.02  # otherwise the adapters have no effect
     opened = open_model(base, tokenizer_path="bytes", adapter=adapters)
+
     torch.testing.assert_close(logits(opened.model, 260), expected, atol=TOLERANCE, rtol=0)
 
     assert (
         cli.main(["merge", str(adapters), "--to", str(tmp_path / "merged"), "--base", str(base)])
         == 0
     )
+
     merged = open_model(tmp_path / "merged", tokenizer_path="bytes").model
     torch.testing.assert_close(logits(merged, 260), expected, atol=TOLERANCE, rtol=0)
 
@@ -99,6 +101,7 @@ def test_generate_merge_and_train_match_peft_s_merged_model(case: str, tmp_path:
     config = adapter_config(
         base, tmp_path / "run", lora=lora, optimizer={"lr": 0.0}, training={"steps": 1}
     )
+
     assert train(1, config)[0].error is None
     torch.testing.assert_close(
         logits(open_model(tmp_path / "run").model, 260), expected, atol=TOLERANCE, rtol=0
@@ -109,9 +112,11 @@ def test_peft_opens_adapters_of_interleaved_experts_that_were_trained_here(tmp_p
     base = save(build("gpt_oss"), tmp_path / "base")
     lora = {"target_parameters": STACKS, "target_modules": ["o_proj"]}
     assert train(1, adapter_config(base, tmp_path / "run", lora=lora))[0].error is None
+
     unmerged = logits(open_model(tmp_path / "run").model, 260)
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 0
+
     model = peft.PeftModel.from_pretrained(build("gpt_oss"), tmp_path / "peft").eval()
     with torch.no_grad():
         torch.testing.assert_close(model(tokens(260)).logits, unmerged, atol=TOLERANCE, rtol=0)
@@ -149,6 +154,7 @@ def test_native_adapters_on_parts_of_a_fused_module_are_not_exported(
     base = save(build("neox"), tmp_path / "base")
     config = adapter_config(base, tmp_path / "run", lora={"target_modules": ["query_key_value"]})
     assert train(1, config)[0].error is None
+
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 2
     message = capsys.readouterr().err

@@ -40,15 +40,19 @@ def test_the_output_matches_the_formula_and_only_factors_have_gradients():
     y = adapted(x)
     a = adapted.lora_a
     b = adapted.lora_b
+
     torch.testing.assert_close(y, x @ base.weight.T + base.bias + 2.5 * x @ a.T @ b.T)
+
     y.square().sum().backward()
     assert base.weight.grad is None
     assert base.bias.grad is None
+
     gradient = 2 * y.detach()
     torch.testing.assert_close(
         b.grad, 2.5 * torch.einsum("bto,btr->or", gradient, x @ a.detach().T)
     )
     torch.testing.assert_close(a.grad, 2.5 * torch.einsum("btr,bti->ri", gradient @ b.detach(), x))
+
     merged_weight = merged(base.weight, a, b, 2.5)
     assert merged_weight.dtype == torch.float32
     torch.testing.assert_close(
@@ -64,8 +68,10 @@ def test_dropout_only_applies_to_the_adapter_s_input_in_training():
         adapted.lora_b.zero_()
     x = torch.randn(4, 64)
     base = nn.functional.linear(x, adapted.weight, adapted.bias)
+
     # dropout does not apply to the input of the frozen weight
     assert torch.equal(adapted.train()(x), base)
+
     with torch.no_grad():
         adapted.lora_b.normal_()
     assert not torch.equal(adapted(x), adapted(x))
@@ -80,10 +86,13 @@ def test_factors_are_initialized_like_in_the_paper_and_its_code(start):
     b = torch.ones(40, 32)
     init_weights.draw_(a, "0.lora_a", draws["0.lora_a"], seed=1)
     init_weights.draw_(b, "0.lora_b", draws["0.lora_b"], seed=1)
+
     assert not b.any()
+
     bound = 1 / math.sqrt(300)  # torch's kaiming_uniform_ with a = sqrt(5)
     if start == "kaiming":
         assert 0.99 * bound < a.abs().max() <= bound
+
     expected = bound / math.sqrt(3) if start == "kaiming" else 1 / 32
     # six standard errors of 9,600 numbers
     assert float(a.std()) == pytest.approx(expected, rel=0.03)
@@ -103,8 +112,10 @@ def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six():
     spec.adapt(model, llama3, shape, config.lora)
     with_adapters, after = count_model(model, llama3.LAYOUT, shape)
     added = with_adapters - total
+
     # layers x rank x (inputs of four, outputs of q, k and v, o)
     assert added == 4 * 4 * (4 * 64 + 64 + 2 * 32 + 64)
+
     used = total - 512 * 64
     assert before(64) == flops_per_token(used, 4, 4, 16, 64)
     assert after(64) == before(64) + 6 * added - 2 * used
@@ -196,6 +207,7 @@ def test_dora_matches_the_output_and_gradients_of_peft(kind: str, dropout: float
         (adapted.lora_b.grad, their["lora_B"].grad),
         (adapted.lora_magnitude.grad, magnitude.grad),
     ]
+
     for actual, other in pairs:
         torch.testing.assert_close(actual, other, atol=1e-5 * float(other.abs().max()), rtol=1e-5)
     assert adapted.weight.grad is None
@@ -249,6 +261,7 @@ def test_a_dry_run_counts_what_a_rank_holds_and_trains(lora: dict[str, Any], fla
     trained_bytes, parameter_bytes, params, flops = run_ranks(2, held_by_a_rank, config)[0]
     with fake_backend.join(0, 2) as here:
         report = dry_run.build(config, here)
+
     assert (report.gradient_bytes, report.parameter_bytes) == (trained_bytes, parameter_bytes)
     assert (report.num_params, report.flops_per_token) == (params, flops)
     assert 2 * trained_bytes <= report.optimizer_bytes < 2 * trained_bytes + 4 * 2 * 100
@@ -274,4 +287,5 @@ def test_inactive_experts_with_adapters_cost_no_flops() -> None:
     _, after = count_model(model, mixtral.LAYOUT, shape)
     added = 4 * 4 * (64 + 2 * 32) // 2
     used = (before(64) - 12 * 1 * 4 * 16 * 64) // 6
+
     assert after(64) == before(64) - 2 * used + 6 * added

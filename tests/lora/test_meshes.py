@@ -91,6 +91,7 @@ def test_adapters_and_frozen_weights_are_equal_on_every_mesh(mesh: str) -> None:
         assert result.losses == pytest.approx(expected.losses, abs=1e-5)
         assert result.grad_norms == pytest.approx(expected.grad_norms, abs=1e-4)
         assert all(is_adapter(name) for name in result.gradients)
+
     assert initial_weights.keys() == expected.initial.keys()
     if "pp" not in mesh:
         assert_same_numbers(results[0], expected)
@@ -104,5 +105,6 @@ def test_the_reference_learns_and_freezes() -> None:
     assert not any(
         expected.initial[name].any() for name in expected.initial if name.endswith("lora_b")
     )
+
     trained = sum(weight.numel() for name, weight in expected.initial.items() if is_adapter(name))
     assert expected.facts["optimizer_bytes"] < 2 * 4 * trained + 4 * 2 * len(expected.initial)

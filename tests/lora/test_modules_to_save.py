@@ -58,20 +58,25 @@ def test_peft_opens_saved_modules_and_new_rows(family: str, rows: int, tmp_path:
     ended = train(1, config_of(base, tmp_path / "run", rows))[0]
     assert ended.error is None
     assert ended.losses[-1] < ended.losses[0]
+
     step = tmp_path / "run" / "checkpoint" / "step-4"
     saved_names = [name for name in manifest.read(step).tensors if name.startswith("model.")]
     fully_trained = {"model.embed.weight"} | (
         {"model.head.weight"} if family == "llama3" else set()
     )
+
     assert {name for name in saved_names if not is_adapter(name)} == fully_trained
+
     unmerged = logits(open_model(tmp_path / "run").model, rows or 260)
     assert cli.main(["export", str(step), "--to", str(tmp_path / "peft"), "--adapter"]) == 0
     reference = build(family)
     if rows:
         reference.resize_token_embeddings(rows)
     model = peft.PeftModel.from_pretrained(reference, tmp_path / "peft")
+
     torch.testing.assert_close(logits(model, rows or 260), unmerged, atol=3 * TOLERANCE, rtol=0)
     assert cli.main(["merge", str(step), "--to", str(tmp_path / "merged")]) == 0
+
     resolved = tmp_path / "run" / "config.resolved.toml"
     summed = logits(open_model(tmp_path / "merged", resolved).model, rows or 260)
     torch.testing.assert_close(summed, unmerged, atol=TOLERANCE, rtol=0)
@@ -81,11 +86,14 @@ def test_peft_opens_saved_modules_and_new_rows(family: str, rows: int, tmp_path:
         )
         == 0
     )
+
     # A run can start from the folder that PEFT writes.
     model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     lora = {**SAVED, "initial_load_path": str(tmp_path / "theirs")}
     off = {"optimizer": {"lr": 0.0}, "training": {"steps": 1}}
+
     assert train(1, config_of(base, tmp_path / "again", rows, lora, **off))[0].error is None
+
     again = logits(open_model(tmp_path / "again").model, rows or 260)
     torch.testing.assert_close(again, unmerged, atol=1e-6, rtol=0)
 
@@ -98,6 +106,7 @@ def test_new_rows_are_initialized_like_in_transformers(tmp_path: Path) -> None:
     reference = build("llama3")
     reference.resize_token_embeddings(ROWS)
     state = reference.state_dict()
+
     for ours, name in (
         ("embed.weight", "model.embed_tokens.weight"),
         ("head.weight", "lm_head.weight"),
@@ -123,6 +132,7 @@ def test_saved_modules_are_equal_on_every_mesh(mesh: str, tmp_path: Path) -> Non
     parts = train(
         ranks, config_of(base, tmp_path / "split", ROWS, training=rows, parallelism=degrees)
     )
+
     for ended in parts:
         assert ended.error is None
         assert ended.losses == pytest.approx(single.losses, abs=1e-5)

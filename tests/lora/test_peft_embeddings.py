@@ -51,6 +51,7 @@ def test_adapters_on_the_head_have_the_logits_of_peft(
     assert "base_model.model.lm_head.base_layer.weight" in load_file(
         adapters / "adapter_model.safetensors"
     )
+
     opened = open_model(base, tokenizer_path="bytes", adapter=adapters)
     torch.testing.assert_close(logits(opened.model, 260), expected, atol=TOLERANCE, rtol=0)
     arguments = ["merge", str(adapters), "--to", str(tmp_path / "merged"), "--base", str(base)]
@@ -58,6 +59,7 @@ def test_adapters_on_the_head_have_the_logits_of_peft(
         assert cli.main(arguments) == 5  # merging would change the embedding, too
         return
     assert cli.main(arguments) == 0
+
     merged = open_model(tmp_path / "merged", tokenizer_path="bytes").model
     torch.testing.assert_close(logits(merged, 260), expected, atol=TOLERANCE, rtol=0)
 
@@ -73,6 +75,7 @@ def test_a_run_starts_from_adapters_on_the_head(tmp_path: Path) -> None:
     config = adapter_config(
         base, tmp_path / "run", lora=lora, optimizer={"lr": 0.0}, training={"steps": 1}
     )
+
     assert train(1, config)[0].error is None
     torch.testing.assert_close(
         logits(open_model(tmp_path / "run").model, 260), expected, atol=TOLERANCE, rtol=0
@@ -83,6 +86,7 @@ def test_adapters_for_other_weights_are_rejected(tmp_path: Path, capsys: Any) ->
     _, adapters, _ = saved(["q_proj", "lm_head"], tmp_path)
     other = save(build("llama3", seed=1), tmp_path / "other")
     message = "lm_head.base_layer.weight differs from the weights of the model"
+
     with pytest.raises(CheckpointError, match=message):
         open_model(other, tokenizer_path="bytes", adapter=adapters)
     assert (
@@ -90,6 +94,7 @@ def test_adapters_for_other_weights_are_rejected(tmp_path: Path, capsys: Any) ->
         == 5
     )
     assert message in capsys.readouterr().err
+
     # A rounded copy counts as the same weight.
     file = adapters / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -109,10 +114,12 @@ def test_adapters_on_an_embedding_are_rejected_with_a_fix(tmp_path: Path) -> Non
         "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save"
         in str(caught.value)
     )
+
     lora = {"target_modules": ["q_proj", "embed_tokens"]}
     message = str(train(1, adapter_config(base, tmp_path / "run", lora=lora))[0].error)
     assert "names embed, an embedding, but only linear modules" in message
     assert 'lora.modules_to_save = ["embed_tokens"]' in message
+
     # The suggested fix works.
     lora = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
     assert train(1, adapter_config(base, tmp_path / "fixed", lora=lora))[0].error is None

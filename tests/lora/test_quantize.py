@@ -75,6 +75,7 @@ def test_quantized_weights_are_small_unchanged_and_equal_on_every_mesh(kind, bas
     # all linear modules of two layers
     assert same
     assert count == 2 * 7
+
     per_weight, per_module = BYTES[kind]
     assert num_bytes <= per_weight * weights + per_module * count
     unquantized = run_ranks(
@@ -85,6 +86,7 @@ def test_quantized_weights_are_small_unchanged_and_equal_on_every_mesh(kind, bas
     assert losses == pytest.approx(unquantized[0], rel=0.05 if kind == "nf4" else 0.005)
     assert losses[-1] < losses[0] - 0.2
     assert losses != unquantized[0]
+
     for name, parallelism in (("fsdp", {}), ("pp", {"pipeline_parallel_degree": 2})):
         config = low_config(base, tmp_path / name, kind, parallelism, local_batch_size=4)
         for rank in run_ranks(2, ten_steps, config):
@@ -110,6 +112,7 @@ def test_adapters_on_quantized_weights_merge_with_their_dequantized_values(base,
     unmerged = logits(open_model(tmp_path / "run").model, 260)
     step_4 = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["merge", step_4, "--to", str(tmp_path / "merged")]) == 0
+
     merged = open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model
     torch.testing.assert_close(logits(merged, 260), unmerged, atol=1e-5, rtol=0)
     run = run_ranks(1, logits_in_training, config)[0]

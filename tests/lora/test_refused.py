@@ -105,6 +105,7 @@ def test_an_unknown_target_is_named_with_the_nearest(targets, message):
         model={"overrides": sizes}, lora={**ON, "rank": rank, "target_modules": targets}
     )
     [[line]] = run_ranks(1, refusal, config)
+
     assert message in line
 
 
@@ -129,6 +130,7 @@ def test_experts_and_routers_are_not_targets():
             overrides={**moe, "moe_ffn_dim": 32, "num_experts": 4, "top_k": 2},
         )
         [[line]] = run_ranks(1, refusal, dataclasses.replace(config, model=model))
+
         assert message in line
 
 
@@ -160,8 +162,10 @@ def test_weights_that_changed_under_their_adapters_are_refused(run, tmp_path):
     save(build("llama3", seed=1), tmp_path / "other")
     config = adapter_config(tmp_path / "other", tmp_path / "run", training={"steps": 4})
     line = errors_of(config)
+
     assert "does not contain the base weights of the adapters" in line
     assert str(run / "base") in line
+
     step = str(tmp_path / "run" / "checkpoint" / "step-2")
     assert (
         cli.main(
@@ -170,6 +174,7 @@ def test_weights_that_changed_under_their_adapters_are_refused(run, tmp_path):
         == 2
     )
     assert not (tmp_path / "merged").exists()
+
     # The same bytes in another folder are the same weights.
     shutil.copytree(run / "base", tmp_path / "moved")
     assert (
@@ -184,6 +189,7 @@ def test_full_models_and_adapters_are_distinguished(run, tmp_path, capsys):
     step = run / "run" / "checkpoint" / "step-2"
     assert cli.main(["export", str(step), "--to", str(tmp_path / "hf")]) == 2
     assert "contains adapters, but no full model" in capsys.readouterr().err
+
     config = adapter_config(run / "base", tmp_path / "run")
     as_base = dataclasses.replace(
         config.checkpoint, initial_load_path=str(step), initial_load_in_hf=False
@@ -191,10 +197,12 @@ def test_full_models_and_adapters_are_distinguished(run, tmp_path, capsys):
     assert "merge the adapters first" in errors_of(dataclasses.replace(config, checkpoint=as_base))
     assert cli.main(["import", str(run / "base"), "--to", str(tmp_path / "full")]) == 0
     assert cli.main(["merge", str(tmp_path / "full"), "--to", str(tmp_path / "merged")]) == 5
+
     lora = dataclasses.replace(config.lora, initial_load_path=str(tmp_path / "full"))
     assert "contains a full model and no adapters" in errors_of(
         dataclasses.replace(config, lora=lora)
     )
+
     other = dataclasses.replace(config.lora, initial_load_path=str(run / "peft"), alpha=3.0)
     assert "alpha is 8.0 instead of 3.0" in errors_of(dataclasses.replace(config, lora=other))
 

@@ -51,11 +51,13 @@ def test_a_checkpoint_contains_only_adapters_and_their_optimizer(run):
     names = {name for name in stored.tensors if name.startswith("model.")}
     assert names
     assert all(is_adapter(name) for name in names)
+
     adapters = sum(
         4 * torch.Size(t.shape).numel() for n, t in stored.tensors.items() if n.startswith("model.")
     )
     # Two moments of the same size, and a step count for each.
     assert stored.total_bytes == 3 * adapters + 4 * len(names)
+
     num_model_weights = sum(weight.numel() for weight in run[1].weights.values())
     assert adapters == 4 * sum(
         weight.numel() for name, weight in run[1].weights.items() if is_adapter(name)
@@ -71,6 +73,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_also_on_another_mesh(run, bas
     straight = train(1, adapter_config(base, tmp_path / "straight", checkpoint={"interval": 2}))[0]
     for name, weight in straight.weights.items():
         assert torch.equal(weight, run[1].weights[name]), name
+
     # Resume the checkpoint of one process on two, with either split.
     for parallelism in ({}, {"tensor_parallel_degree": 2}):
         folder = tmp_path / f"two-{len(parallelism)}"
@@ -88,6 +91,7 @@ def test_the_first_output_equals_that_of_the_frozen_weights(base, tmp_path):
     ours = logits(open_model(tmp_path).model, 260)
     with torch.no_grad():
         reference = build("llama3")(tokens(260)).logits
+
     torch.testing.assert_close(ours, reference, atol=1e-4, rtol=0)
 
 
@@ -97,9 +101,11 @@ def test_merged_weights_equal_the_adapters(run, tmp_path):
         cli.main(["merge", str(folder / "checkpoint" / "step-4"), "--to", str(tmp_path / "merged")])
         == 0
     )
+
     unmerged = logits(open_model(folder).model, 260)
     summed = logits(open_model(tmp_path / "merged", folder / "config.resolved.toml").model, 260)
     torch.testing.assert_close(summed, unmerged, atol=TOLERANCE, rtol=0)
+
     with torch.no_grad():
         frozen = build("llama3")(tokens(260)).logits
     assert (unmerged - frozen).abs().max() > 0.05  # otherwise the adapters have no effect
@@ -109,6 +115,7 @@ def test_merged_weights_equal_the_adapters(run, tmp_path):
         )
         == 0
     )
+
     import transformers
 
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
@@ -137,6 +144,7 @@ def test_peft_opens_the_export_with_the_same_logits(run, base, tmp_path):
         "--adapter",
     ]
     assert cli.main(arguments) == 0
+
     fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert fields["peft_type"] == "LORA"
     assert fields["task_type"] == "CAUSAL_LM"
@@ -144,9 +152,11 @@ def test_peft_opens_the_export_with_the_same_logits(run, base, tmp_path):
     assert fields["base_model_name_or_path"] == str(base)
     assert (fields["r"], fields["lora_alpha"], fields["use_rslora"]) == (4, 8.0, False)
     assert fields["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+
     numbers = sum(w.numel() for name, w in run[1].weights.items() if is_adapter(name))
     size = (tmp_path / "peft" / "adapter_model.safetensors").stat().st_size
     assert 4 * numbers < size < 4 * numbers + 200 * 2 * 8 + 200  # plus a header line per tensor
+
     unmerged = logits(open_model(folder).model, 260)
     peft = pytest.importorskip("peft", reason="PEFT is the reference of its format")
     reference = peft.PeftModel.from_pretrained(build("llama3"), tmp_path / "peft")
@@ -178,6 +188,7 @@ def test_a_run_starts_from_peft_adapters_and_they_can_be_merged(base, tmp_path):
         str(base),
     ]
     assert cli.main(arguments) == 0
+
     lora = {
         "target_modules": ["q_proj", "v_proj", "w2"],
         "initial_load_path": str(tmp_path / "peft"),
@@ -189,7 +200,9 @@ def test_a_run_starts_from_peft_adapters_and_they_can_be_merged(base, tmp_path):
         optimizer={"lr": 0.0},
         training={"steps": 1},
     )
+
     assert train(1, config)[0].error is None
+
     ours = logits(open_model(tmp_path / "run").model, 260)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
     merged = logits(
@@ -198,6 +211,7 @@ def test_a_run_starts_from_peft_adapters_and_they_can_be_merged(base, tmp_path):
     torch.testing.assert_close(merged, expected, atol=1e-4, rtol=0)
     # Also with a checkpoint of the full model, for generation.
     assert cli.main(["import", str(base), "--to", str(tmp_path / "imported")]) == 0
+
     opened = open_model(
         tmp_path / "imported", tmp_path / "run" / "config.resolved.toml", adapter=tmp_path / "peft"
     )
@@ -213,19 +227,24 @@ def test_dora_matches_peft_and_merges_equally(base, base_dtype, tmp_path):
         "base_dtype": base_dtype,
     }
     ended = train(1, adapter_config(base, tmp_path / "run", lora=lora))[0]
+
     assert ended.error is None
     assert ended.losses[-1] < ended.losses[0]
+
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     unmerged = logits(open_model(tmp_path / "run").model, 260)
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
+
     summed = logits(
         open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260
     )
     torch.testing.assert_close(summed, unmerged, atol=TOLERANCE, rtol=0)
+
     if base_dtype != "training":
         return
     peft = pytest.importorskip("peft", reason="PEFT is the reference of its format")
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 0
+
     reference = peft.PeftModel.from_pretrained(build("llama3"), tmp_path / "peft")
     with torch.no_grad():
         torch.testing.assert_close(
@@ -247,11 +266,14 @@ def test_every_family_trains_adapters_and_merges_them(family, tmp_path):
         )
         config = dataclasses.replace(config, checkpoint=checkpoint)
     ended = train(1, config)[0]
+
     assert ended.error is None
     assert ended.losses[-1] < ended.losses[0]
+
     checkpoint = tmp_path / "run" / "checkpoint" / "step-4"
     unmerged = logits(open_model(tmp_path / "run").model, FAMILIES[family][1]["vocab_size"])
     assert cli.main(["merge", str(checkpoint), "--to", str(tmp_path / "merged")]) == 0
+
     summed = open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml")
     torch.testing.assert_close(logits(summed.model, 260), unmerged, atol=3e-5, rtol=0)
     status = cli.main(["export", str(checkpoint), "--to", str(tmp_path / "peft"), "--adapter"])
@@ -275,9 +297,11 @@ def test_frozen_weights_and_router_biases_stay_unchanged(tmp_path):
     folder = save(build("deepseek_v3"), tmp_path / "base")
     config = adapter_config(folder, tmp_path / "run", training={"steps": 10})
     [(changed, before)] = run_ranks(1, changed_by_ten_steps, config)
+
     assert changed
     assert all(is_adapter(name) for name in changed)
     assert cli.main(["import", str(folder), "--to", str(tmp_path / "imported")]) == 0
+
     stored = manifest.read(tmp_path / "imported")
     assert {name for name in before if not is_adapter(name)} == stored.tensors.keys()
     assert any(name.endswith("expert_bias") for name in stored.tensors)

@@ -93,16 +93,20 @@ def test_peft_opens_what_was_trained_and_merges_equally(
     assert (
         unmerged - logits(plain(name))
     ).abs().max() > 0.02  # otherwise the adapters have no effect
+
     adapters = exported(tmp_path / "run", tmp_path / "peft")
     model = peft.PeftModel.from_pretrained(plain(name), adapters)
     torch.testing.assert_close(logits(model), unmerged, atol=TOLERANCE, rtol=0)
+
     peft_weights = model.merge_and_unload().state_dict()
     step = str(tmp_path / "run" / "checkpoint" / "step-3")
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
+
     resolved = tmp_path / "run" / "config.resolved.toml"
     torch.testing.assert_close(
         logits(open_model(tmp_path / "merged", resolved).model), unmerged, atol=TOLERANCE, rtol=0
     )
+
     arguments = [
         "export",
         str(tmp_path / "merged"),
@@ -112,12 +116,14 @@ def test_peft_opens_what_was_trained_and_merges_equally(
         str(resolved),
     ]
     assert cli.main([*arguments, "--check", "weights"]) == 0
+
     ours = {
         name: tensor
         for file in (tmp_path / "hf").glob("*.safetensors")
         for name, tensor in load_file(file).items()
     }
     matched = {key: tensor for key, tensor in peft_weights.items() if key in ours}
+
     assert len(matched) >= len(ours) - 1
     for key, tensor in matched.items():
         torch.testing.assert_close(ours[key], tensor, atol=TOLERANCE, rtol=0, msg=key)
@@ -164,8 +170,10 @@ def test_adapters_of_transformers_are_equal_on_every_mesh(
     single = train(1, config_of(name, tmp_path / "alone", lora=lora))
     ranks, degrees = MESHES[mesh]
     split = train(ranks, config_of(name, tmp_path / "split", lora=lora, parallelism=degrees))
+
     assert split.losses == pytest.approx(single.losses, abs=1e-5)
     assert split.grad_norms == pytest.approx(single.grad_norms, abs=1e-4)
+
     trained = 0
     for key, weight in single.weights.items():
         if is_adapter(key):
@@ -173,6 +181,7 @@ def test_adapters_of_transformers_are_equal_on_every_mesh(
             trained += 1
         else:
             assert torch.equal(split.weights[key], weight), key
+
     assert trained
 
 
@@ -188,7 +197,9 @@ def test_a_run_resumes_on_another_mesh_and_starts_from_a_peft_folder(tmp_path: P
         2,
         config_of("qwen3", tmp_path / "cut", lora=lora, parallelism={"tensor_parallel_degree": 2}),
     )
+
     assert ended.losses == pytest.approx(straight.losses[2:], abs=1e-5)
+
     adapters = exported(tmp_path / "straight", tmp_path / "peft")
     start = {**lora, "initial_load_path": str(adapters)}
     train(
@@ -198,6 +209,7 @@ def test_a_run_resumes_on_another_mesh_and_starts_from_a_peft_folder(tmp_path: P
         ),
     )
     expected = logits(open_model(tmp_path / "straight").model)
+
     torch.testing.assert_close(
         logits(open_model(tmp_path / "again").model), expected, atol=TOLERANCE, rtol=0
     )
@@ -229,20 +241,24 @@ def test_adapters_written_by_peft_survive_a_round_trip(tmp_path: Path) -> None:
             "gpt2", tmp_path / "run", lora=lora, optimizer={"lr": 0.0}, training={"steps": 1}
         ),
     )
+
     torch.testing.assert_close(
         logits(open_model(tmp_path / "run").model), logits(model), atol=TOLERANCE, rtol=0
     )
+
     exported(tmp_path / "run", tmp_path / "ours", step=1)
     expected, actual = (
         load_file(tmp_path / side / "adapter_model.safetensors") for side in ("theirs", "ours")
     )
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[key], actual[key]) for key in expected)
+
     configs = [
         json.loads((tmp_path / side / "adapter_config.json").read_text())
         for side in ("theirs", "ours")
     ]
     keys = ("r", "lora_alpha", "use_dora", "fan_in_fan_out", "task_type", "use_rslora", "bias")
+
     # PEFT accepts the end of a path, or the full path
     assert configs[1]["modules_to_save"] == ["transformer.wpe"]
     assert [configs[0][key] for key in keys] == [configs[1][key] for key in keys]

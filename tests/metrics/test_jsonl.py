@@ -32,6 +32,7 @@ def test_records_after_the_checkpoint_are_removed_on_resume(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 10, 20, 30])
     file = write(path, [25, 30, 40], start_step=20)
+
     assert steps(path) == [1, 10, 20, 25, 30, 40]
     assert [record["step"] for record in file.history] == [1, 10, 20]
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
@@ -47,6 +48,7 @@ def test_torn_line_is_dropped_and_the_next_record_is_complete(tmp_path, torn):
         file.write(torn)
     write(path, [30], start_step=20)
     complete = [20] if torn == '{"step": 20}' else []
+
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [
         1,
         10,
@@ -61,6 +63,7 @@ def test_steps_written_twice_keep_the_later_history(tmp_path):
         "".join(f'{{"step": {s}, "run": {r}}}\n' for s, r in [(1, 0), (10, 0), (20, 0), (10, 1)])
     )
     file = JsonlFile(path, 30)
+
     assert [(record["step"], record["run"]) for record in file.history] == [(1, 0), (10, 1)]
     assert steps(path) == [1, 10]
 
@@ -78,7 +81,9 @@ def test_new_run_renames_an_earlier_history(tmp_path, caplog):
     write(path, [1, 10])
     with caplog.at_level("INFO", logger="shardtrain"):
         write(path, [1])
+
     assert steps(path) == [1]
+
     (aside,) = [child for child in tmp_path.iterdir() if child != path]
     assert steps(aside) == [1, 10]
     assert aside.name in caplog.text
@@ -109,6 +114,7 @@ def test_failing_disk_costs_records_and_one_warning_but_does_not_stop_training(
         file.write({"step": 3})
     file.write({"step": 4})
     file.close()
+
     assert steps(path) == [1, 4]
     assert caplog.text.count("No space left") == 1
     assert "2 records" in caplog.text
@@ -119,6 +125,7 @@ def test_folder_that_cannot_be_created_is_a_warning(tmp_path, caplog):
     file = JsonlFile(tmp_path / "run" / "metrics.jsonl", 0)
     file.write({"step": 1})
     file.close()
+
     assert "training continues" in caplog.text
     assert file.num_lost == 1
 
@@ -153,6 +160,7 @@ def test_only_the_end_of_a_large_file_is_read_with_the_same_result(
     monkeypatch.setattr(metrics_jsonl, "_TAIL_BYTES", tail_bytes)
     history = [record["step"] for record in JsonlFile(large, start).history]
     expected = steps(small)
+
     assert read_records(large) == read_records(small)
     assert all(json.loads(line) for line in large.read_text().splitlines() if line), (
         "a line is torn"
@@ -170,10 +178,12 @@ def test_history_of_a_large_file_is_thinned_and_its_end_truncated_in_place(tmp_p
     monkeypatch.setattr(metrics_jsonl, "_TAIL_BYTES", 1000)
     inode = path.stat().st_ino
     history = [record["step"] for record in JsonlFile(path, 15_000).history]
+
     assert path.stat().st_ino == inode
     assert steps(path) == list(range(1, 15_001))
     assert (history[0], history[-1]) == (1, 15_000)
     assert 2000 < len(history) <= 2502
+
     JsonlFile(path, 0)
     assert not path.exists() and len(list(tmp_path.iterdir())) == 1, (
         "the history of the earlier run was not renamed"
@@ -200,6 +210,7 @@ def test_resuming_far_back_in_a_large_file_reads_little_of_it(tmp_path, monkeypa
     monkeypatch.setattr(metrics_jsonl, "_record", counting_parse)
 
     assert JsonlFile(path, start).history[-1]["step"] == start
+
     num_parsed_bytes = sum(parsed_bytes)
     assert steps(path) == list(range(1, start + 1))
     # The first tail has 2,000 bytes. The second is doubled until it covers the distance between two of the

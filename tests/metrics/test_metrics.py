@@ -91,6 +91,7 @@ def test_loss_is_the_mean_over_tokens_and_max_loss_the_worst_rank(tmp_path, kit)
         thread.start()
     for thread in threads:
         thread.join(patience.seconds(20))
+
     assert set(logged) == {0, 1, 2}
     for first, middle, last in logged.values():
         assert (first.loss, first.max_loss) == (6.0, 7.0)
@@ -137,6 +138,7 @@ def test_a_window_without_tokens_has_no_loss_and_does_not_fail(kit):
     window = MeterWindow(kit.Clock())
     window.add(torch.zeros(()), 0, 0, 0.0)
     means = window.read(kit.OneRank())
+
     assert math.isnan(means.loss)
     assert math.isnan(means.max_loss)
     assert means.tokens_per_second == 0
@@ -149,6 +151,7 @@ def test_steps_without_targets_are_named_and_counted(tmp_path, kit, caplog):
     ):
         for step, tokens in enumerate((0, 100, 0, 100), start=1):
             metrics.update(step, torch.tensor(float(tokens)), tokens, tokens, 0.25, 1e-3, 0.125)
+
     assert [line["loss"] for line in records(tmp_path)] == [None, 1.0, None, 1.0]
     assert [line["steps_without_targets"] for line in records(tmp_path)] == [1, 1, 2, 2]
     assert caplog.text.count("loss: no targets") == 2
@@ -163,9 +166,11 @@ def test_paused_time_is_not_step_time(tmp_path, kit):
     with metrics.pause():
         clock.now += 1000
     clock.now += 2
+
     assert metrics.update(1, torch.tensor(1.0), 1, 1, 1.0, 1.0, 0.0).step_seconds == pytest.approx(
         2
     )
+
     metrics.close()
 
 
@@ -187,6 +192,7 @@ def test_numbers_that_are_not_finite_are_null_in_valid_json(tmp_path, kit):
         raise AssertionError(f"{word} is not JSON")
 
     record = json.loads(text, parse_constant=refuse)
+
     assert record["loss"] is None
     assert record["grad_norm"] is None
     assert record["own"] is None
@@ -211,6 +217,7 @@ def test_extra_metric_with_the_name_of_a_standard_one_is_rejected(tmp_path, kit,
     for step in (1, 2):
         metrics.update(step, torch.tensor(1.0), 1, 1, 1.0, 1.0, 0.0, {"lr": 2.0})
     metrics.close()
+
     assert caplog.text.count("the metric sink JsonlFiles failed") == 1
     assert "extra metrics must not have names of standard metrics: ['lr']" in caplog.text
 
@@ -233,6 +240,7 @@ def test_console_line_has_the_usual_names(tmp_path, kit, caplog, mfu):
     pattern += rf"  memory:{NUMBER} GiB  tps:{NUMBER}  tflops:{NUMBER}"
     pattern += r"  mfu: [\d.]+%" if mfu else "  mfu: -"
     pattern += rf"  data:{NUMBER}s  left: \S+"
+
     assert re.fullmatch(pattern, line), line
     assert line.startswith("step:  1  loss:  1.00000  grad_norm:  0.2500")
 
@@ -317,6 +325,7 @@ def test_speeds_count_computed_tokens_and_targets_separately(tmp_path, kit):
         clock.now += 0.5
         metrics.update(1, torch.tensor(8.0), 8, 8, 1.0, 1.0, 0.0, computed_tokens=250)
     (record,) = records(tmp_path)
+
     assert record["targets_per_second"] / record["tokens_per_second"] == pytest.approx(8 / 250)
     assert record["target_share"] == pytest.approx(8 / 250)
     assert record["tps"] == pytest.approx(record["tokens_per_second"] / 2)

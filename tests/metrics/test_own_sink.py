@@ -40,9 +40,11 @@ def test_custom_sink_receives_all_records(tmp_path, kit, caplog):
     options = {"sinks": [written(tmp_path, SINK)]}
     kit.run(tmp_path, 5, options=options, total_steps=10)
     opened, *steps = json.loads((tmp_path / "mine-0.json").read_text())
+
     assert opened == ["open", []]
     assert [(kind, step) for kind, step, _ in steps] == [("step", 1), ("step", 5)]
     assert "mine in " in caplog.text
+
     with Metrics(
         kit.config(**options), tmp_path, kit.facts(start_step=5), kit.OneRank()
     ) as metrics:
@@ -57,6 +59,7 @@ def test_other_ranks_open_it_with_save_for_all_ranks(tmp_path, kit):
     options = {"sinks": [written(tmp_path, SINK)]}
     kit.run(tmp_path, 1, options=options, rank=1, is_writer=False, world_size=2)
     assert not (tmp_path / "mine-1.json").exists()
+
     kit.run(
         tmp_path,
         1,
@@ -65,6 +68,7 @@ def test_other_ranks_open_it_with_save_for_all_ranks(tmp_path, kit):
         is_writer=False,
         world_size=2,
     )
+
     assert (tmp_path / "mine-1.json").exists()
 
 
@@ -81,6 +85,7 @@ def test_failing_sink_is_one_warning_and_the_others_continue(
         "sinks": [written(tmp_path, SINK.replace(line, broken)), written(tmp_path, SINK, "good.py")]
     }
     kit.run(tmp_path, 12, options=options)
+
     assert caplog.text.count("my_sink.py failed: OSError: no room") == 1
     assert "canary" not in caplog.text
     assert len(json.loads((tmp_path / "mine-0.json").read_text())) == 5
@@ -109,6 +114,7 @@ def test_invalid_sink_file_is_refused_in_one_line_before_ranks_start(
         main(["config", "check", str(debug), f"--metrics.sinks={path}", "--training.device=cpu"])
         == 2
     )
+
     (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "my_sink.py" in line]
     assert "metrics.sinks" in line
     assert message in line

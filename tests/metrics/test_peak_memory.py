@@ -10,6 +10,7 @@ def test_host_peak_is_in_gib_and_never_decreases():
     block = bytearray(64 * 2**20)
     after = peak_memory.read_peak("cpu")
     del block
+
     assert isinstance(after, peak_memory.HostMemory)
     # A process with torch in it is between 50 MiB and 1 TiB: a wrong unit would be off by 1024.
     assert 0.05 < before.max_rss_gib <= after.max_rss_gib < 1024
@@ -36,6 +37,7 @@ def test_cuda_peaks_come_from_the_allocator_and_are_reset(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
     peak = peak_memory.read_peak("cuda")
+
     assert peak == peak_memory.DeviceMemory(10.0, 20.0, 80.0, 3, 1)
     assert (peak.peak_gib, peak.fraction) == (20.0, 0.25)
     assert calls == ["reset"]
@@ -48,5 +50,6 @@ def test_cuda_peaks_see_a_real_allocation():
     del block
     first = peak_memory.read_peak("cuda")
     second = peak_memory.read_peak("cuda")
+
     assert first.max_active_gib >= gib(256 * 2**20)
     assert second.max_active_gib < first.max_active_gib

@@ -29,9 +29,11 @@ def test_traces_are_written_every_profile_freq_steps_for_each_rank(tmp_path):
     traces = sorted(
         path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()
     )
+
     assert traces == [
         f"profile_traces/iteration_{k}/rank{r}_trace.json" for k in (10, 5) for r in (0, 1)
     ]
+
     for path in traces:
         names = {
             event.get("name") for event in json.loads((tmp_path / path).read_text())["traceEvents"]
@@ -62,11 +64,13 @@ def test_profiling_without_effect_is_an_error(tmp_path):
         "profiling.profile_freq=3 must be at least profiler_warmup + profiler_active, which is 4; set it to at least 4",
         "profiling.enable_memory_snapshot=true requires the CUDA allocator, but this run uses cpu; set it to false",
     ]
+
     with (
         pytest.raises(ConfigError, match="profile_freq"),
         profiling.profiler(bad, tmp_path, 0, "cpu"),
     ):
         pass
+
     assert [
         p.option
         for p in profiling.profiling_problems(
@@ -103,6 +107,7 @@ def test_memory_snapshots_are_written_every_profile_freq_steps(tmp_path, allocat
         for _ in range(5):
             profiler.step()
     files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.pickle"))
+
     assert files == [f"memory_snapshot/iteration_{k}/rank3_memory_snapshot.pickle" for k in (2, 4)]
     assert allocator.calls == [("record", "all"), ("record", None)]
 
@@ -124,6 +129,7 @@ def test_running_out_of_memory_writes_a_snapshot(tmp_path, allocator, wrapped):
     ):
         profiler.step()
         fail()
+
     assert [path.parent.name for path in tmp_path.rglob("*.pickle")] == ["iteration_1_exit"]
 
 
@@ -161,4 +167,5 @@ def test_the_module_imports_no_torch():
         "print([m for m in ('torch', 'rich', 'tensorboard', 'wandb', 'numpy') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
     assert run.stdout.strip() == "[]"

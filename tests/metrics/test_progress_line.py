@@ -48,6 +48,7 @@ def test_live_line_shows_progress_and_does_not_mix_with_log_lines(tmp_path, term
     # before a log line, "return to the start and erase the line" removes the live line
     erased = stream.getvalue().replace("\r\x1b[2K", "\n")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", erased)
+
     assert "step 1/3" in text
     assert "loss 1.5000" in text
     assert "tokens/s" in text
@@ -64,6 +65,7 @@ def test_slurm_job_has_no_live_line(tmp_path, terminal, kit, monkeypatch):
     with Metrics(kit.config(), tmp_path, kit.facts(), kit.OneRank()) as metrics:
         assert metrics._progress is None
         metrics.update(1, torch.tensor(1.5), 1, 1, 1.0, 1.0, 0.0)
+
     assert "\x1b" not in stream.getvalue()
 
 
@@ -73,7 +75,9 @@ def test_live_line_works_without_colors(tmp_path, terminal, kit, monkeypatch, re
     if reason == "NO_COLOR":
         monkeypatch.setenv("NO_COLOR", "1")
     train(tmp_path, kit, **({"disable_color_printing": True} if reason == "option" else {}))
+
     assert "step 1/3" in stream.getvalue()
+
     if reason == "NO_COLOR":
         colours = re.findall(r"\x1b\[([0-9;]*)m", stream.getvalue())
         assert not [code for code in colours if re.search(r"(^|;)[349][0-7]", code)], colours
@@ -92,14 +96,17 @@ def test_rows_and_live_line_fit_the_terminal(tmp_path, terminal, kit, monkeypatc
             metrics.update(step, torch.tensor(1.5), 1, 1, 1.0, 1.0, 0.0, extra)
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue().replace("\x1b[2K", "\n"))
     rows = [line.rstrip() for line in re.split(r"[\r\n]+", drawn)]
+
     # a path or another token is never split
     assert all(len(row) <= min(columns, 96) or " " not in row.strip() for row in rows)
     assert any(row.lstrip().startswith("9990/12000") for row in rows)
+
     named = [row for row in rows if row.lstrip().startswith("step  ")]
     assert len(named) == 1
     assert ("accuracy" in named[0]) == (columns >= 96)
     assert "goodput" not in named[0]
     assert "loss" in named[0]
+
     text = (tmp_path / "log.txt").read_text()  # the log file has the complete line
     assert "step: 9990  loss:" in text
     assert "accuracy: 0.5" in text
@@ -135,7 +142,9 @@ def test_header_precedes_the_first_row_every_fortieth_row_and_changed_columns():
 
     table = StepTable(200)
     with_names = [step for step in range(1, 101) if len(row(step)) == 2]
+
     assert with_names == [1, 41, 81]
+
     names, text = row(101, accuracy=0.25)
     assert names.endswith("accuracy")
     assert text.endswith("0.25")

@@ -86,6 +86,7 @@ def test_cuda_memory_has_its_own_tags():
     memory = DeviceMemory(10.0, 20.0, 80.0, num_alloc_retries=3, num_ooms=1)
     record = Record(1, 1.0, 1.0, 1.0, 1.0, 1, 1.0, 1.0, 1.0, 0.5, 1.0, 0.5, memory, 0.0)
     tags = record.tags("cuda")
+
     assert set(tags) == TAGS | CUDA_TAGS | {"mfu(%)"}
     assert (tags["memory/max_active(%)"], tags["memory/max_reserved(%)"]) == (12.5, 25.0)
     assert (tags["memory/num_alloc_retries"], tags["memory/num_ooms"]) == (3, 1)
@@ -101,7 +102,9 @@ def test_resumed_run_has_the_full_curve_in_its_own_folder(tmp_path, kit, monkeyp
     kit.run(tmp_path, 20, options=ON, start_step=10, total_steps=20)
     folder = sorted(path for path in (tmp_path / "tb").iterdir())[-1]
     scalars = read(folder)
+
     assert set(scalars) == TAGS | {"memory/max_rss(GiB)", "validation_metrics/loss"}
+
     validation = scalars.pop("validation_metrics/loss")
     assert validation == {10: 3.0}
     # Step 12 of the first process came after the checkpoint of step 10 and is not part of the history.
@@ -123,6 +126,7 @@ def test_every_rank_can_write_to_its_own_folder(tmp_path, kit):
     folders = sorted(
         path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("events.*")
     )
+
     assert folders == ["tb/20260131-1200/rank_0", "tb/20260131-1200/rank_1"]
 
 
@@ -185,6 +189,7 @@ def test_failing_write_is_one_warning_and_closes_the_sink(
         sink.scalars(step, {"a": 1.0, "b": 2.0})
     sink.close()
     atomic_io.guard()
+
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert f"cannot write TensorBoard files in {tmp_path}/run/tb" in caplog.text
     assert "training continues without them" in caplog.text
@@ -197,7 +202,9 @@ def test_points_are_written_on_close_without_a_thread(tmp_path):
     sink = TensorBoardSink(tmp_path)
     for step in range(1, 100):
         sink.scalars(step, {"a": step})
+
     assert threading.active_count() == before
+
     sink.close()
     assert read(sink.folder)["a"] == {step: step for step in range(1, 100)}
 
@@ -207,6 +214,7 @@ def test_a_missing_package_is_an_error_and_not_an_empty_folder(tmp_path, monkeyp
 
     monkeypatch.delitem(sys.modules, "tensorboard")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
     with pytest.raises(
         ConfigError, match=r"metrics\.enable_tensorboard=true requires the package tensorboard"
     ):
@@ -219,6 +227,7 @@ def test_a_long_history_is_thinned_evenly_and_keeps_its_ends(count):
     steps = [record["step"] for record in tensorboard.thinned(records)]
     assert len(steps) == min(count, tensorboard.REPLAYED)
     assert steps == sorted(set(steps))
+
     if count:
         assert (steps[0], steps[-1]) == (0, count - 1)
         gaps = {after - before for before, after in itertools.pairwise(steps)}

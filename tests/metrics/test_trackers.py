@@ -49,14 +49,17 @@ def test_mlflow_receives_metrics_and_options_and_a_resumed_run_continues(
     store = client(tracking_uri=(tmp_path / "mlruns").as_uri())
     experiment = store.get_experiment_by_name("shardtrain")
     (run,) = store.search_runs([experiment.experiment_id])
+
     assert run.info.status == "FINISHED"
     assert run.data.params["training.seq_len"] == "2048"
     assert run.data.params["run.model"] == "llama3/debugmodel"
+
     losses = [
         (metric.step, metric.value) for metric in store.get_metric_history(run.info.run_id, "loss")
     ]
     assert [step for step, _ in losses] == [1, 5, 10]
     assert losses[0][1] == 1.0
+
     everything = b"".join(
         path.read_bytes() for path in (tmp_path / "mlruns").rglob("*") if path.is_file()
     )
@@ -71,7 +74,9 @@ def test_trackio_stores_metrics_in_files_of_the_run(tmp_path, kit) -> None:
     run.mkdir()
     kit.run(run, 10, options={"enable_trackio": True}, total_steps=10)
     files = [path for path in (run / "trackio").rglob("*.db")]
+
     assert len(files) == 1, list((run / "trackio").rglob("*"))
+
     with sqlite3.connect(files[0]) as data:
         rows = data.execute("select run_name, step, metrics from metrics order by step").fetchall()
     assert [row[1] for row in rows] == [1, 5, 10]
@@ -86,6 +91,7 @@ def test_unreachable_mlflow_server_is_one_warning_and_training_continues(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     kit.run(tmp_path, 5, options={"enable_mlflow": True})
+
     assert caplog.text.count("MLflow failed") == 1
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
@@ -115,6 +121,7 @@ def test_prometheus_serves_the_last_logged_step_until_the_run_ends(tmp_path, kit
         metrics.update(1, torch.tensor(3.0), 2, 2, 0.5, 1e-3, 0.0)
         metrics.validation(1, {"loss": 2.5})
         values = scraped(port)
+
         assert (
             values["shardtrain_loss"],
             values["shardtrain_grad_norm"],
@@ -122,6 +129,7 @@ def test_prometheus_serves_the_last_logged_step_until_the_run_ends(tmp_path, kit
         ) == (1.5, 0.5, 1)
         assert values["shardtrain_validation_loss"] == 2.5
         assert not [name for name in values if "python" in name]
+
     with pytest.raises(urllib.error.URLError):
         scraped(port)
 
@@ -136,6 +144,7 @@ def test_prometheus_listens_on_loopback_by_default_and_a_port_in_use_does_not_st
         kit.run(tmp_path, 5, options={"prometheus_port": sink.port})
     finally:
         sink.close()
+
     assert "cannot serve Prometheus metrics" in caplog.text
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
@@ -149,6 +158,7 @@ def test_a_missing_package_is_an_error(option, kit, monkeypatch, tmp_path) -> No
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
     with pytest.raises(
         ConfigError, match=rf"metrics\.{next(iter(option))}=.* requires the package .*pip install"
     ):

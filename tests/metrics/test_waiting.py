@@ -74,6 +74,7 @@ def test_silence_never_exceeds_the_interval(
                 times.append(clock.seconds)
             clock.seconds += wait
     waiting.close()
+
     assert max(after - before for before, after in itertools.pairwise(times)) <= 5
     assert clock.seconds - times[-1] <= 5
     assert console_lines()[0] == "first step (41/5000): 5s"
@@ -107,6 +108,7 @@ def test_frequent_logging_suppresses_progress_lines(
         waiting.step(step)
         log.logger.info(f"step: {step}")
     waiting.close()
+
     assert console_lines() == [f"step: {step}" for step in range(1, 20)]
 
 
@@ -120,6 +122,7 @@ def test_progress_lines_of_short_steps_have_no_time(
         waiting.step(step)
         waiting.tell()
     waiting.close()
+
     assert console_lines() == ["step 11/5000", "step 21/5000", "step 31/5000"]
 
 
@@ -147,6 +150,7 @@ def test_live_line_counts_the_seconds_of_a_slow_step(
         log.reset()
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue().replace("\x1b[2K", "\n"))
     rows = [line.rstrip() for line in re.split(r"[\r\n]+", drawn)]
+
     assert any("step 2/5000: 20s  loss 1.5000" in row for row in rows)
     assert all(len(row) <= columns for row in rows if "step 2/5000" in row)
 
@@ -160,4 +164,5 @@ def test_run_prints_progress_lines(
         kit.config(), tmp_path, kit.facts(total_steps=50), kit.OneRank(), phase=lambda: "checkpoint"
     ):
         patience.wait_for(lambda: "saving step 0" in console_lines(), 10)
+
     assert "heartbeat" not in [thread.name for thread in threading.enumerate()]

@@ -123,8 +123,10 @@ def test_hanging_client_does_not_block_steps_or_the_end(tmp_path, client, caplog
     for step in range(8):
         sink.scalars(step, {"loss": 1.0})
     sink.close(timeout_seconds=0.05)
+
     assert sink.num_dropped == 3
     assert "3 records did not reach W&B" in caplog.text
+
     client.gate.set()
     sink._thread.join(0.01)
 
@@ -140,6 +142,7 @@ def test_only_the_writer_logs_without_save_for_all_ranks(tmp_path, kit, client):
         is_writer=False,
         world_size=2,
     )
+
     assert client.inits[0]["name"] == "rank1"
 
 
@@ -148,5 +151,6 @@ def test_a_missing_client_is_an_error_before_training(tmp_path, kit, monkeypatch
 
     monkeypatch.delitem(sys.modules, "wandb")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
     with pytest.raises(ConfigError, match="pip install wandb"):
         Metrics(kit.config(**ON), tmp_path, kit.facts(), kit.OneRank())

@@ -63,7 +63,9 @@ def test_initial_weights_follow_the_architecture(name: str, tmp_path: Path) -> N
     expected_weights = {
         f"hf.{path}": parameter.detach() for path, parameter in original.named_parameters()
     }
+
     assert expected_weights.keys() == weights.keys()
+
     for path, expected in expected_weights.items():
         weight = weights[path]
         assert not weight.isnan().any(), path
@@ -72,6 +74,7 @@ def test_initial_weights_follow_the_architecture(name: str, tmp_path: Path) -> N
             continue
         spread = float(expected.std())
         error = 6 * spread / math.sqrt(expected.numel())
+
         # Formulas such as log(1), log(2), ... have no randomness. Others differ by the error of a sample.
         assert abs(float(weight.mean() - expected.mean())) <= 2 * error, path
         assert abs(float(weight.std()) - spread) <= 2 * error, path
@@ -81,6 +84,7 @@ def test_formulas_depend_on_seed_and_name_and_stay_in_range(tmp_path: Path) -> N
     model = built("qwen3_next", tmp_path)
     name = "hf.model.layers.0.linear_attn.A_log"
     first, again, other = (drawn(model, seed)[name] for seed in (0, 0, 1))
+
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert first.ge(math.log(0.01)).all()
@@ -92,12 +96,14 @@ def test_values_without_randomness_equal_those_of_transformers(tmp_path: Path) -
 
     weights = drawn(built("bamba", tmp_path / "bamba"))
     heads = torch.arange(1, 9, dtype=torch.float32)
+
     assert torch.equal(weights["hf.model.layers.0.mamba.A_log"], heads.log())
 
     model = built("minimax", tmp_path / "minimax")
     original = transformers.MiniMaxForCausalLM(hf_config("minimax"))
     expected = original.model.layers[0].self_attn
     ours = model.hf.model.layers[0].self_attn
+
     for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"):
         assert torch.equal(getattr(ours, name), getattr(expected, name)), name
     assert "model.layers.0.self_attn.slope_rate" in model.computed
@@ -206,6 +212,7 @@ def test_numbers_of_an_activation_function_keep_their_values(tmp_path: Path) -> 
     one = hf_tiny(path, tmp_path / "one")
     split = hf_tiny(path, tmp_path / "tp", parallelism={"tensor_parallel_degree": 2})
     (expected, numbers) = run_ranks(1, losses_and_numbers, one)[0]
+
     assert numbers == {
         f"hf.model.layers.{layer}.mlp.act_fn.{name}": pytest.approx(value)
         for layer in range(2)

@@ -50,12 +50,15 @@ def test_logits_match_hugging_face(variant: str, tmp_path: Path) -> None:
     folder = save(reference, tmp_path / "hf")
     description = recognise(folder)
     module = find(description.name)
+
     assert description.name == "deepseek_v2"
+
     model = module.Model(description.config).eval()
     parameters = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     importing.fill(parameters, folder, module, description.config)
     tokens_BT = torch.randint(0, 260, (2, 24), generator=torch.Generator().manual_seed(1))
     expected_BTV = reference(tokens_BT).logits
+
     assert expected_BTV.std() > 0.1
     torch.testing.assert_close(
         model(tokens_BT, torch.arange(24).expand(2, -1)),

@@ -89,6 +89,7 @@ def test_logits_match_hugging_face(q_lora_rank: int, factor: float, norm_eps: fl
     module = find("deepseek_v3")
     sizes = {**TINY, "q_lora_rank": q_lora_rank, "rope_factor": factor, "norm_eps": norm_eps}
     ours = module.Model(module.Config(**sizes))
+
     assert_same_logits(transformers.DeepseekV3ForCausalLM(config), ours)
 
 
@@ -100,6 +101,7 @@ def test_both_pairings_of_rotary_features_have_the_same_scores() -> None:
     scores_of_halves = torch.einsum(
         "btnh,bsnh->bnts", rotate(q[..., halves], angles), rotate(k[..., halves], angles)
     )
+
     torch.testing.assert_close(scores, scores_of_halves)
 
 
@@ -107,6 +109,7 @@ def test_yarn_keeps_high_frequencies_and_scales_low_ones() -> None:
     plain = RotaryAngles(64, 10000.0).inverse_frequencies()
     yarn = YarnAngles(64, 10000.0, 40.0, 4096, 32.0, 1.0).inverse_frequencies()
     turns = 4096 * plain / (2 * math.pi)
+
     assert torch.equal(yarn[turns > 40], plain[turns > 40])
     torch.testing.assert_close(yarn[turns < 0.7], plain[turns < 0.7] / 40.0)
     assert (yarn <= plain).all()

@@ -41,6 +41,7 @@ def test_mistral_matches_hugging_face(window: int | None) -> None:
         **HF_GROUPED, head_dim=8, sliding_window=window, rms_norm_eps=1e-5
     )
     model = ours("mistral", **GROUPED, sliding_window=window or 0)
+
     assert_same_logits_and_gradients(transformers.MistralForCausalLM(config), model, LENGTHS)
 
 
@@ -51,6 +52,7 @@ def test_qwen2_matches_hugging_face(tied: bool) -> None:
         **HF_GROUPED, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=tied
     )
     model = ours("qwen2", **GROUPED, tied_embeddings=tied)
+
     assert_same_logits_and_gradients(transformers.Qwen2ForCausalLM(config), model, LENGTHS)
 
 
@@ -59,6 +61,7 @@ def test_llama_matches_hugging_face(family: str) -> None:
     transformers = pytest.importorskip("transformers")
     theta = 1e4 if family == "llama2" else 5e5
     config = transformers.LlamaConfig(**HF_GROUPED, rope_theta=theta, rms_norm_eps=1e-5)
+
     assert_same_logits_and_gradients(
         transformers.LlamaForCausalLM(config), ours(family, **GROUPED), LENGTHS
     )
@@ -101,7 +104,9 @@ def test_biases_exist_where_they_should_and_start_at_zero() -> None:
         names = [name for name, _ in build(module, shape).named_parameters()]
         biases = {name for name in names if name.endswith("bias")}
         ends = {"norm.bias"} if family == "neox" else set()
+
         assert biases == ends | {f"layers.{i}.{part}.bias" for i in range(6) for part in modules}
+
         draws = init_weights.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
         assert {draws[name].distribution for name in biases} <= {"zeros"}
 
@@ -113,12 +118,14 @@ def test_published_models_have_their_windows_angles_and_tied_embeddings() -> Non
     }
     assert {flavor for flavor, window in windows.items() if window} == {"debugmodel", "7B-v0.1"}
     assert windows["7B-v0.1"] == 4096
+
     module = find("mistral")
     thetas = {
         flavor: shape_of(module, flavor, {}, "rmsnorm").rope_theta for flavor in module.FLAVORS
     }
     assert thetas.pop("7B-v0.1") == thetas.pop("debugmodel") == 1e4
     assert set(thetas.values()) == {1e6}
+
     module = find("qwen2")
     shapes = {flavor: shape_of(module, flavor, {}, "rmsnorm") for flavor in module.FLAVORS}
     assert all(
@@ -131,6 +138,7 @@ def test_published_models_have_their_windows_angles_and_tied_embeddings() -> Non
         "1.5B",
         "3B",
     }
+
     module = find("neox")
     shapes = {flavor: shape_of(module, flavor, {}, "rmsnorm") for flavor in module.FLAVORS}
     assert all(
@@ -146,6 +154,7 @@ def test_flops_of_attention_count_only_the_window() -> None:
     for window in (0, 100, 300):
         shape = shape_of(module, "debugmodel", {"sliding_window": window}, "rmsnorm")
         flops[window] = count_model(build(module, shape), module.LAYOUT, shape)[1](200)
+
     assert flops[0] == flops[300]
     assert flops[0] - flops[100] == 12 * 6 * 16 * 16 * 100
 

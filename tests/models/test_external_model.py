@@ -231,6 +231,7 @@ def test_parameters_missing_in_all_layers_are_one_line_with_a_hint_about_stars(
     module = find(write(tmp_path, ('"blocks.*.norm?.weight"', '"blocks*.weight"')))
     with pytest.raises(ConfigError) as error:
         build(module, module.Config())
+
     hint = "each * of 'blocks*.weight' stops at a dot, so write one for each part of the name"
     assert str(error.value).splitlines() == [
         f"model {tmp_path / 'my_model.py'}: initial() has no rule for parameter blocks.*.norm{number}.weight: {hint}"

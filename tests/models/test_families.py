@@ -120,11 +120,13 @@ def test_every_flavor_has_its_parameter_count_and_a_valid_layout(family: str, fl
     module = find(family)
     shape = shape_of(module, flavor, {}, "rmsnorm")
     model = build(module, shape)  # on the meta device: 405B costs no memory
+
     assert (
         sum(parameter.numel() for parameter in model.parameters())
         == PARAMETER_COUNTS[family, flavor]
     )
     assert all(parameter.is_meta for parameter in model.parameters())
+
     names = [name for name, _ in model.named_parameters()]
     assert check(module.LAYOUT, [name for name, _ in model.named_modules()], names) == []
     assert init_weights.plan(
@@ -156,6 +158,7 @@ def test_initial_residual_projections_decrease_with_depth(depth_init: bool) -> N
         assert stds == pytest.approx(
             [0.02 / (2 * (i + 1 if depth_init else 6)) ** 0.5 for i in range(6)]
         )
+
     assert draws["layers.3.attn.wq.weight"].std == 0.02
     assert draws["head.weight"].std == 256**-0.5
     assert draws["head.weight"].cutoff == 3.0
@@ -174,6 +177,7 @@ def test_models_are_causal(family: str) -> None:
     changed[:, 8] = (changed[:, 8] + 1) % SHAPE["vocab_size"]
     before = model(tokens, positions)
     after = model(changed, positions)
+
     # not bitwise: rounding of an expert's matmul may depend on its number of tokens
     torch.testing.assert_close(after[:, :8], before[:, :8], atol=1e-6, rtol=1e-5)
     assert (before[:, 8:] - after[:, 8:]).abs().amax(dim=(0, 2)).min() > 1e-4
@@ -184,12 +188,15 @@ def test_encoder_attends_in_both_directions_only_within_a_document() -> None:
     tokens, positions = inputs()
     changed = tokens.clone()
     changed[:, 8] = (changed[:, 8] + 1) % SHAPE["vocab_size"]
+
     assert (model(tokens, positions) - model(changed, positions)).abs().amax(
         dim=(0, 2)
     ).min() > 1e-6
+
     documents = (positions >= 8).long()
     before = model(tokens, positions, documents)
     after = model(changed, positions, documents)
+
     assert torch.equal(before[:, :8], after[:, :8])
     torch.testing.assert_close(
         before[:, :8], model(tokens[:, :8], positions[:, :8]), atol=1e-6, rtol=1e-5
@@ -206,6 +213,7 @@ def test_only_distances_between_positions_matter(family: str) -> None:
                 parameter.fill_(9.0)  # zero-centered: the factor is one plus the weight
     tokens, positions = inputs()
     logits = model(tokens, positions)
+
     torch.testing.assert_close(model(tokens, positions + 37), logits, atol=1e-3, rtol=0)
     assert (model(tokens, positions * 2) - logits).abs().max() > 0.1 * logits.std()
 
@@ -217,6 +225,7 @@ def test_positions_apply_per_row(family: str) -> None:
     tokens, positions = inputs()
     changed = positions.clone()
     changed[1] = torch.arange(12) % 6
+
     torch.testing.assert_close(
         model(tokens, changed)[0], model(tokens, positions)[0], atol=1e-6, rtol=1e-5
     )
@@ -247,8 +256,10 @@ def test_forward_is_a_chain_that_can_be_split_between_layers(family: str, cut: i
         del (front if i >= cut else back).get_submodule(layout.layers)[str(i)]
     tokens, positions = inputs()
     hidden = front(tokens, positions)
+
     assert hidden.shape == (2, 12, SHAPE["dim"])
     assert torch.equal(back(hidden, positions), full_model(tokens, positions))
+
     names_of_stages = {name for stage in (front, back) for name, _ in stage.named_parameters()}
     # names never change
     assert names_of_stages == {name for name, _ in full_model.named_parameters()}
@@ -274,6 +285,7 @@ def test_head_counts_follow_from_weight_shapes(family: str) -> None:
             submodule.weight = nn.Parameter(submodule.weight.chunk(2, dim)[0])
             if style == "colwise" and submodule.bias is not None:
                 submodule.bias = nn.Parameter(submodule.bias.chunk(2)[0])
+
     assert model(*inputs()).shape == (2, 12, SHAPE["vocab_size"])
 
 
@@ -286,6 +298,7 @@ def test_each_layer_has_a_core_without_parameters_or_buffers(family: str) -> Non
         for path, m in model.named_modules()
         if any(shardtrain.layout.matches(path, glob) for glob in globs)
     ]
+
     assert len(cores) == SHAPE["num_layers"]
     assert all(not list(core.parameters()) and not list(core.buffers()) for core in cores)
 
@@ -345,6 +358,7 @@ def test_rotary_options_reach_the_model() -> None:
         module, "debugmodel", {**overrides, "rope_scaling": "linear", "rope_theta": 7.0}, "rmsnorm"
     )
     rope = build(module, shape).rope
+
     assert {key: getattr(rope, key) for key in numbers} == numbers
     assert (rope.scaling, rope.theta) == ("linear", 7.0)
 
@@ -371,10 +385,12 @@ def test_model_files_know_no_parallelism_configuration_or_environment(path: Path
         "shardtrain.train",
         "os",
     )
+
     for name in imported:
         assert not any(name == package or name.startswith(f"{package}.") for package in refused), (
             name
         )
+
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert not (attributes | names) & {"environ", "getenv", "distributed"}

@@ -70,6 +70,7 @@ def test_logits_match_hugging_face(variant: str, tmp_path: Path) -> None:
     ours = native_model(save(reference, tmp_path / "hf"))
     tokens_BT, positions_BT = rows()
     expected_BTV = reference(tokens_BT).logits
+
     assert expected_BTV.std() > 0.1
     torch.testing.assert_close(ours(tokens_BT, positions_BT), expected_BTV, atol=1e-5, rtol=1e-5)
 
@@ -90,6 +91,7 @@ def test_each_mechanism_changes_logits(tmp_path: Path) -> None:
     without.load_state_dict(
         {name: w - 100.0 if "sinks" in name else w for name, w in weights.items()}
     )
+
     assert (without(*rows()) - expected_BTV).abs().max() > 1e-3
 
 
@@ -117,6 +119,7 @@ def test_gradients_of_sinks_and_biases_match_hugging_face(tmp_path: Path) -> Non
             ),
             "router": (layer.moe.router.gate.bias.grad, reference_layer.mlp.router.bias.grad),
         }
+
         for name, (gradient, expected) in pairs.items():
             assert (gradient - expected).norm() <= 1e-4 * expected.norm(), (index, name)
 
@@ -129,6 +132,7 @@ def test_different_order_of_layers_uses_transformers(tmp_path: Path) -> None:
         json.dumps({**fields, "layer_types": ["full_attention", "sliding_attention"]})
     )
     description = recognise(folder)
+
     assert description.name == "transformers"
     assert "layer_types" in description.notices[0]
 
@@ -184,6 +188,7 @@ def test_mxfp4_weights_are_exported_dequantized(tmp_path: Path) -> None:
     assert main(["import", str(folder), "--to", checkpoint, "--check", "weights"]) == 0
     assert main(["export", checkpoint, "--to", str(back), "--check", "logits"]) == 0
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
+
     written = load_file(back / "model.safetensors")
     assert all(torch.equal(written[name], stack) for name, stack in expected.items())
 
@@ -210,6 +215,7 @@ def test_mismatched_blocks_and_scales_are_rejected(
     tensors = load_file(folder / "model.safetensors")
     damage(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
     with pytest.raises(CheckpointError, match=message):
         native_model(folder)
 

@@ -98,6 +98,7 @@ def test_rotary_angles_match_transformers() -> None:
         rope_scaling={**scaling, "original_max_position_embeddings": 8192},
     )
     reference = LlamaRotaryEmbedding(config).inv_freq
+
     torch.testing.assert_close(
         RotaryAngles(128, 5e5, **LLAMA31).inverse_frequencies(), reference, rtol=1e-6, atol=0
     )
@@ -108,6 +109,7 @@ def test_angles_are_float32_cosines_and_sines_of_position_times_frequency() -> N
     cos, sin = RotaryAngles(8, 1e4)(positions)
     assert cos.shape == sin.shape == (2, 3, 1, 4)
     assert cos.dtype == sin.dtype == torch.float32
+
     angle = 100 * rotary_reference(8, 1e4, "none")[1]
     assert cos[1, 0, 0, 1].item() == pytest.approx(math.cos(angle), abs=1e-5)
     assert sin[1, 0, 0, 1].item() == pytest.approx(math.sin(angle), abs=1e-5)
@@ -130,6 +132,7 @@ def test_rotation_acts_on_pairs_half_a_head_apart_and_keeps_norms_and_dtype() ->
     expected = complex_x * torch.polar(
         torch.ones(3, 1, 4).double(), torch.arange(3.0).double()[:, None, None] * frequencies
     )
+
     torch.testing.assert_close(
         turned, torch.cat([expected.real, expected.imag], -1), atol=1e-6, rtol=0
     )
@@ -163,10 +166,13 @@ def test_attention_core_is_causal_softmax_over_grouped_heads(
     k, v = (torch.randn(2, 7, num_kv_heads, 8, requires_grad=True) for _ in range(2))
     out = AttentionCore()(q, k, v)
     expected = attention_reference(q, k, v)
+
     torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)
+
     coefficients = torch.randn_like(out)
     gradients = torch.autograd.grad((out * coefficients).sum(), (q, k, v))
     expected_gradients = torch.autograd.grad((expected * coefficients.double()).sum(), (q, k, v))
+
     torch.testing.assert_close(gradients, expected_gradients, atol=2e-6, rtol=1e-5)
 
 
@@ -190,6 +196,7 @@ def test_attention_derives_head_counts_from_weights() -> None:
             )
         half.wo.weight = torch.nn.Parameter(full_attention.wo.weight.chunk(2, dim=1)[part])
         parts.append(half(x, angles))
+
     torch.testing.assert_close(parts[0] + parts[1], full_attention(x, angles), atol=1e-6, rtol=1e-5)
 
 
@@ -200,6 +207,7 @@ def test_feed_forward_is_swiglu() -> None:
     w1, w2, w3 = (ffn.get_submodule(name).weight.double() for name in ("w1", "w2", "w3"))
     gate = x.double() @ w1.T
     expected = (gate / (1 + (-gate).exp()) * (x.double() @ w3.T)) @ w2.T
+
     torch.testing.assert_close(ffn(x).double(), expected, atol=1e-6, rtol=1e-5)
 
 
@@ -209,7 +217,9 @@ def test_norms_follow_their_formula_and_have_their_parameters(norm_type: str) ->
     norm = build_norm(norm_type, 16, 1e-5)
     x = torch.randn(3, 16, requires_grad=True)
     names = {name for name, _ in norm.named_parameters()}
+
     assert names == (set() if norm_type == "np_layernorm" else {"weight"})
+
     if names:
         torch.nn.init.normal_(norm.weight)
     values = x.detach().double()
@@ -218,7 +228,9 @@ def test_norms_follow_their_formula_and_have_their_parameters(norm_type: str) ->
     expected = values / (values.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     expected = expected * norm.weight.double() if names else expected
     out = norm(x)
+
     torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)
+
     out.square().sum().backward()
     assert torch.isfinite(x.grad).all()
 

@@ -75,6 +75,7 @@ def test_logits_match_hugging_face(variant: str, tmp_path: Path) -> None:
     ours = native_model(save(reference, tmp_path / "hf"))
     tokens_BT, positions_BT = rows()
     expected_BTV = reference(tokens_BT).logits
+
     assert expected_BTV.std() > 0.1
     torch.testing.assert_close(ours(tokens_BT, positions_BT), expected_BTV, atol=1e-5, rtol=1e-5)
 
@@ -142,18 +143,22 @@ def test_text_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     reference, folder = multimodal_folder(tmp_path)
     description = recognise(folder)
+
     assert description.name == "llama4"
     assert any("vision_config" in notice for notice in description.notices)
     torch.testing.assert_close(
         native_model(folder)(*rows()), reference(rows()[0]).logits, atol=1e-5, rtol=1e-5
     )
+
     checkpoint = str(tmp_path / "checkpoint")
     back = tmp_path / "back"
     assert main(["import", str(folder), "--to", checkpoint, "--check", "weights"]) == 0
     assert main(["export", checkpoint, "--to", str(back), "--check", "logits"]) == 0
+
     exported_config = json.loads((back / "config.json").read_text())
     assert exported_config["architectures"] == ["Llama4ForCausalLM"]
     assert exported_config["model_type"] == "llama4_text"
+
     before = reference.state_dict()
     after = load_file(back / "model.safetensors")
     assert before.keys() == after.keys()
@@ -177,6 +182,7 @@ def test_different_order_of_layers_uses_transformers(
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, **changes}))
     description = recognise(folder)
+
     assert description.name == "transformers"
     assert reason in description.notices[0]
 
@@ -233,6 +239,7 @@ def test_published_configurations_match_the_flavors(
     published_config = {**PUBLISHED, "text_config": {**PUBLISHED["text_config"], **changed}}
     (tmp_path / "config.json").write_text(json.dumps(published_config))
     description = describe(tmp_path)
+
     assert (description.name, description.flavor, dict(description.overrides)) == (
         "llama4",
         flavor,
@@ -247,5 +254,6 @@ def test_flops_of_attention_within_chunks_count_only_the_chunk() -> None:
     shape = shape_of(module, "debugmodel", {}, "rmsnorm")
     model = build(module, shape)
     _, flops = count_model(model, module.LAYOUT, shape)
+
     # only the fourth of six layers attends to more than 256 tokens
     assert flops(1024) - flops(256) == 12 * shape.num_heads * shape.head_dim * (1024 - 256)

@@ -43,4 +43,5 @@ def test_logits_match_hugging_face() -> None:
     )
     module = find("mixtral")
     ours = module.Model(module.Config(**TINY, moe_ffn_dim=24, num_experts=4))
+
     assert_same_logits(transformers.MixtralForCausalLM(config), ours)

@@ -181,6 +181,7 @@ def test_fused_experts_match_a_loop(name: str, roomy: bool, top_k: int) -> None:
 
     fused = mixed(torch.float64, expert_SK, mix)
     reference = mixed(torch.float64, expert_SK, plain_mix)
+
     for actual, expected in zip(fused, reference, strict=True):
         torch.testing.assert_close(actual, expected)
 
@@ -192,11 +193,13 @@ def test_every_row_has_a_place_and_sizes_are_few() -> None:
         places = expert_mix.Places(expert_SK, EXPERTS, is_padded=True, by_size=by_size)
         sizes = torch.tensor([batch.size for batch in places.batches for _ in range(batch.experts)])
         order = places.order_E if by_size else torch.arange(EXPERTS)
+
         # Each size covers the rows of its expert. It is a multiple of a power of two, which is at most an
         # eighth of the mean: 16, or 8 if experts are sorted.
         assert bool((sizes >= torch.tensor(counts)[order]).all())
         assert bool((sizes % (8 if by_size else 16) == 0).all())
         assert places.num_places == int(sizes.sum())
+
         expected_sizes = [0, 16, 256, 64, 64, 1024, 16, 32]
         if by_size:
             expected_sizes = [24, 24, 24, 24, 64, 64, 256, 1024]
@@ -208,6 +211,7 @@ def test_every_row_has_a_place_and_sizes_are_few() -> None:
         starts[order] = sizes.cumsum(0) - sizes
         stops[order] = sizes.cumsum(0)
         expert_R = expert_SK.flatten()
+
         assert places.place_R.unique().numel() == sum(counts)
         assert bool((places.place_R >= starts[expert_R]).all())
         assert bool((places.place_R < stops[expert_R]).all())
@@ -235,6 +239,7 @@ def test_batches_have_the_lowest_cost() -> None:
 
     split = expert_mix.batches(counts, 0)
     lowest = min(cost(way) for way in ways(counts))
+
     assert cost([(batch.experts, batch.size) for batch in split]) == lowest
 
     # Batches follow each other, without gaps between their experts and rows.
@@ -244,6 +249,7 @@ def test_batches_have_the_lowest_cost() -> None:
         assert (batch.first, batch.start) == (next_expert, next_row)
         next_expert += batch.experts
         next_row += batch.experts * batch.size
+
     assert next_expert == len(counts)
 
 
@@ -328,14 +334,17 @@ def test_cases_that_the_fused_function_does_not_support_run_step_by_step(
         return moe
 
     assert calls_of(of()) == 0
+
     monkeypatch.setattr(expert_mix, "_MANY_ROWS", 1)
     assert calls_of(of()) == 1
     assert calls_of(of(expert_bias=True)) == 0
     assert calls_of(of(gate=lambda gate_RF, up_RF: gate_RF * up_RF)) == 0
     assert calls_of(block(ROUTINGS["weights first"], dtype=torch.float32)) == 0
+
     changed = of()
     changed.experts.product = lambda *arguments: product(*arguments)
     assert calls_of(changed) == 0
+
     distant = of()
     distant.dispatch.is_local = False
     assert calls_of(distant) == 0
@@ -346,6 +355,7 @@ def test_tokens_are_independent() -> None:
     x = tokens()
     changed = x.clone()
     changed[1, 3] += 1.0
+
     torch.testing.assert_close(moe(changed)[0], moe(x)[0])
     assert not torch.equal(moe(changed)[1, 3], moe(x)[1, 3])
 
@@ -366,6 +376,7 @@ def test_grouped_matmuls_match_a_loop_over_experts(dtype: torch.dtype) -> None:
         gradients = torch.autograd.grad(out, inputs, torch.ones_like(out))
         results.append([out, *gradients])
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+
     for grouped, looped in zip(*results, strict=True):
         torch.testing.assert_close(grouped, looped, atol=tolerance, rtol=tolerance)
 
@@ -377,7 +388,9 @@ def test_experts_support_any_size(dtype: torch.dtype, rows: int) -> None:
     moe = block(ROUTINGS["softmax"], dtype=dtype)
     count_E = torch.tensor([rows] + [0] * (EXPERTS - 1))
     out = moe.experts(torch.ones(rows, DIM, dtype=dtype, requires_grad=True), count_E)
+
     assert out.shape == (rows, DIM)
+
     out.square().sum().backward()
     assert all(parameter.grad is not None for parameter in moe.experts.parameters())
 
@@ -386,6 +399,7 @@ def test_router_computes_in_float32_for_any_input_dtype() -> None:
     moe = block(ROUTINGS["sigmoid"], dtype=torch.bfloat16)
     x = tokens(dtype=torch.bfloat16)
     logits, scores, _ = moe.router(x)
+
     assert logits.dtype == scores.dtype == torch.float32
     assert torch.equal(logits, x.float() @ moe.router.gate.weight.float().T)
     assert moe(x).dtype == torch.bfloat16
@@ -397,7 +411,9 @@ def test_bias_changes_the_choice_and_not_the_weights() -> None:
     moe.router.expert_bias.zero_()
     moe.router.expert_bias[5] = 10.0
     logits, scores, chosen = moe.router(x)
+
     assert (chosen == 5).any(-1).all()
+
     weights = moe.router.weights(scores, chosen)
     torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
     picked = logits.sigmoid().gather(-1, chosen)
@@ -455,6 +471,7 @@ def test_balance_losses_add_their_weighted_gradients(
     loss = expected_balance_loss(moe, x)
     total_loss = (plain(moe, x) ** 2).sum() + 0.25 * loss
     expected_gradients = torch.autograd.grad(total_loss, leaves)
+
     for gradient, expected in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, expected)
     torch.testing.assert_close(moe.balance.loss_sum, loss.detach())
@@ -473,6 +490,7 @@ def test_balance_losses_do_not_depend_on_batching() -> None:
         gradients_of_batchings.append(
             (moe.router.gate.weight.grad.clone(), moe.balance.loss_sum, moe.balance.count_E)
         )
+
     torch.testing.assert_close(gradients_of_batchings[0], gradients_of_batchings[1])
 
 
@@ -498,6 +516,7 @@ def test_padding_after_a_text_changes_no_gradient_and_no_load(shared: int) -> No
                 (moe(x[row : row + 1, :length]) ** 2).sum().backward()
         gradients = {name: p.grad for name, p in moe.named_parameters()}
         results.append((gradients, x.grad, moe.balance.loss_sum, moe.balance.count_E))
+
     torch.testing.assert_close(results[0], results[1])
     assert int(results[0][3].sum()) == 2 * sum(lengths)
 
@@ -506,6 +525,7 @@ def test_row_of_only_padding_has_no_balance_loss() -> None:
     moe = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3, z_loss_coeff=0.1))
     moe.balance.loss_weight = torch.tensor(1.0)
     (moe(tokens(), torch.full((2, 11), FILLER_DOCUMENT)) * 0.0).sum().backward()
+
     assert float(moe.balance.loss_sum) == 0.0
     assert int(moe.balance.count_E.sum()) == 0
     assert all(bool((p.grad == 0).all()) for p in moe.parameters())
@@ -529,7 +549,9 @@ def test_tokens_are_counted_once_with_recomputation_and_never_in_evaluation(
     moe.balance.loss_weight = torch.tensor(1.0)
     with torch.no_grad():
         moe(x)
+
     assert moe.balance.count_E is None
+
     expected = torch.bincount(moe.router(x)[2].flatten(), minlength=EXPERTS)
     for times in (1, 2):
         # A checkpoint runs the block again in backward.
@@ -537,6 +559,7 @@ def test_tokens_are_counted_once_with_recomputation_and_never_in_evaluation(
         out.sum().backward()
         assert torch.equal(moe.balance.count_E, expected * times)
     moe.balance.reset()
+
     assert moe.balance.count_E is None
     assert moe.balance.loss_sum is None
 
@@ -565,6 +588,7 @@ def test_rows_are_sorted_and_unsorted(copies: int) -> None:
     order = torch.randperm(5 * copies, generator=torch.Generator().manual_seed(1))
     inverse = inverse_of(order)
     rows = repeat_and_permute(x, copies, order, inverse)
+
     assert torch.equal(rows, x.repeat_interleave(copies, 0)[order])
     assert torch.equal(permute(rows, inverse, order), x.repeat_interleave(copies, 0))
     assert torch.autograd.gradcheck(lambda x: repeat_and_permute(x, copies, order, inverse), x)
@@ -583,6 +607,7 @@ def test_padding_between_the_rows_of_experts_changes_no_number(
     rows, gradient = (torch.randn(sum(counts), DIM, generator=generator) for _ in range(2))
     count_E = torch.tensor(counts)
     groups = Groups(count_E, sum(counts))
+
     assert (groups.multiple > 1) == (sum(counts) >= 64)
     assert bool((groups.count_E % groups.multiple == 0).all())
 
@@ -597,6 +622,7 @@ def test_padding_between_the_rows_of_experts_changes_no_number(
         return [out.detach(), leaf.grad, *(parameter.grad for parameter in experts.parameters())]
 
     pairs = zip(outputs_and_gradients(False), outputs_and_gradients(True), strict=True)
+
     for without_padding, with_padding in pairs:
         torch.testing.assert_close(with_padding, without_padding, rtol=1e-5, atol=1e-5)
 
@@ -617,7 +643,9 @@ def test_only_16_bit_rows_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
             for parameter in experts.parameters():
                 parameter.fill_(0.01)
         assert experts(torch.ones(64, DIM, dtype=dtype), counts).shape == (64, DIM)
+
     # Sizes are rounded up to an eighth of the mean of 16 rows, so to multiples of 2.
     assert sizes == [[30, 10, 20, 4], [30, 10, 20, 4]]
+
     experts(torch.ones(512, DIM, dtype=torch.bfloat16), torch.tensor([101, 200, 11, 200]))
     assert sizes[-1] == [112, 208, 16, 208]

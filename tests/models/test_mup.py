@@ -50,6 +50,7 @@ def test_activations_change_alike_at_every_width(benchmark: ModuleType) -> None:
     base = benchmark.changes(mup(), str(FILE), 64)
     wide = benchmark.changes(mup(), str(FILE), 256)
     standard = benchmark.changes(llama, "AdamW", 256)
+
     for name, change in base.items():
         assert 0.5 < wide[name] / change < 1.5, name
         assert standard[name] / change > 2, name
@@ -77,6 +78,7 @@ def test_initial_values_and_rates_follow_the_width() -> None:
         for name in built["param_names"]:
             is_hidden = name.startswith("layers.") and "norm" not in name
             assert built["width_factor"] == (4 if is_hidden else 1), name
+
     assert model.layers["0"].attn.core.scale == pytest.approx(16**0.5 / 16)
 
 

@@ -227,6 +227,7 @@ def test_files_have_the_numbers_of_one_process_or_are_rejected_for_a_valid_reaso
                 times = 10 if name in AMPLIFYING else 1
                 messages = differences(result, one_process(name, num_layers(mesh)), times)
                 wrong += [f"{name}, rank {rank}: {line}" for line in messages[:3]]
+
     assert not wrong, "\n".join(wrong)
 
 

@@ -58,6 +58,7 @@ def test_the_layout_fits_every_module(name: str, extra: dict[str, float]) -> Non
     model = build(module, shape_of(module, flavor, {**TINY, **extra}, "rmsnorm"))
     paths = [n for n, _ in model.named_modules()]
     names = [n for n, _ in model.named_parameters()]
+
     assert check(module.LAYOUT, paths, names) == []
 
 
@@ -65,6 +66,7 @@ def test_routing_bias_exists_only_if_configured() -> None:
     module = find("qwen3_moe")
     plain = module.Model(module.Config(**TINY, **EXPERTS))
     assert not list(plain.named_buffers())
+
     biased = module.Model(module.Config(**TINY, **EXPERTS, load_balance_coeff=1e-3))
     assert [name for name, _ in biased.named_buffers()] == [
         f"layers.{i}.moe.router.expert_bias" for i in range(2)
@@ -80,6 +82,7 @@ def test_dense_logits_match_hugging_face(tied: bool) -> None:
         )
     )
     module = find("qwen3")
+
     assert_same_logits(
         reference, module.Model(module.Config(**TINY, ffn_dim=48, tied_embeddings=tied))
     )
@@ -99,4 +102,5 @@ def test_logits_with_experts_match_hugging_face(route_norm: bool) -> None:
     )
     module = find("qwen3_moe")
     ours = module.Model(module.Config(**TINY, **EXPERTS, route_norm=route_norm))
+
     assert_same_logits(transformers.Qwen3MoeForCausalLM(config), ours)

@@ -31,6 +31,7 @@ def test_the_layout_fits_every_interval(interval: int, attentions: int) -> None:
     overrides = {"num_layers": 4, "full_attention_interval": interval}
     model = build(NEXT, shape_of(NEXT, "debugmodel", overrides, "rmsnorm"))
     paths = [path for path, _ in model.named_modules()]
+
     assert check(NEXT.LAYOUT, paths, [name for name, _ in model.named_parameters()]) == []
     assert sum(path.endswith("attn.core") for path in paths) == attentions
     assert sum(path.endswith("delta.core") for path in paths) == 4 - attentions
@@ -121,8 +122,10 @@ def test_logits_and_gradients_equal_those_of_transformers(
         actual = ours(tokens, torch.arange(101).expand(2, -1))
         (expected * pull).sum().backward()
         (actual * pull).sum().backward()
+
     assert expected.std() > 0.1
     assert (actual - expected).norm() <= tolerance * expected.norm()
+
     for name, gradient in weights_of(theirs, ours, config, gradients=True).items():
         error = (ours.get_parameter(name).grad - gradient).norm() / gradient.norm()
         assert error <= 10 * tolerance, f"{name}: {error:.1e}"

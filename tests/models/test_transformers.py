@@ -113,7 +113,9 @@ def test_loss_and_gradients_match_transformers(name: str, mesh: str, tmp_path: P
     ranks, degrees = MESHES[mesh]
     answers = run_ranks(ranks, first_step, config_for(name, tmp_path, parallelism=degrees))
     rows = {sample: row for _, _, own_values in answers for sample, row in own_values.items()}
+
     assert len(rows) == 8
+
     loss, gradients = run_ranks(1, transformers_step, name, rows)[0]
     for own_loss, own_values, _ in answers:
         assert abs(own_loss - loss) <= 1e-5
@@ -134,7 +136,9 @@ def test_random_weights_follow_the_architecture_and_are_equal_on_every_mesh(tmp_
 
     alone = run_ranks(1, starts, config_for("gpt2", tmp_path / "a", in_hf=False))[0]
     split = run_ranks(2, starts, config_for("gpt2", tmp_path / "b", in_hf=False))[0]
+
     assert_bitwise(split, alone)
+
     residual = alone["hf.transformer.h.0.mlp.c_proj.weight"].std()
     # GPT-2 divides residual projections by the root of twice its layers; 2,048 samples distinguish 3 %.
     # transformers 5.0.0 does not
@@ -150,6 +154,7 @@ def test_every_parameter_has_an_initializer_and_every_block_is_found(name: str) 
     module = models.find("transformers")
     shape = models.shape_of(module, "folder", {"path": str(folder(name))}, "rmsnorm")
     model = models.build(module, shape)
+
     assert {name: d for name, d in module.initial(shape).items() if math.isnan(d.std)} == {}
     assert (
         len(model.blocks)
@@ -157,6 +162,7 @@ def test_every_parameter_has_an_initializer_and_every_block_is_found(name: str) 
         == (4 if name in ("bart", "bart_classifier", "t5") else 2)
     )
     assert all(parameter.is_meta for parameter in model.parameters())
+
     # values computed from config.json survive casts and to_empty
     before = [owner.__dict__[constant].clone() for owner, constant in model._constants]
     model.to(torch.bfloat16).to_empty(device="cpu")
@@ -212,6 +218,7 @@ def test_compiled_blocks_match_eager_ones(tmp_path: Path) -> None:
     compiled = run_ranks(
         2, train_steps, config_for("llama", tmp_path, in_hf=False, compile=options), 2
     )[0]
+
     assert all(abs(a - b) <= 1e-5 for a, b in zip(compiled.losses, plain.losses, strict=True))
     assert all(
         abs(a - b) <= 1e-4 for a, b in zip(compiled.grad_norms, plain.grad_norms, strict=True)
@@ -334,7 +341,9 @@ def test_packed_documents_match_padded_ones(name: str, attention: str, tmp_path:
         )
         results[packing] = run_ranks(1, step_over_documents, packing_config)[0]
     (loss, gradients), (apart, of_apart) = results["first_fit"], results["padded"]
+
     assert loss == pytest.approx(apart, rel=1e-5)
+
     scale = max(float(gradient.abs().max()) for gradient in of_apart.values())
     for parameter, gradient in of_apart.items():
         torch.testing.assert_close(
@@ -398,9 +407,11 @@ def test_network_that_ignores_documents_is_detected_on_its_mesh(deaf: bool, tmp_
     ):
         assert ("is ignored by LlamaForCausalLM" in message) is deaf
         assert "\n" not in message
+
     half = config_for("llama", tmp_path / "half", training={"mixed_precision_param": "bfloat16"})
     for message in run_ranks(2, error_about_documents, half, deaf):
         assert ("is ignored by LlamaForCausalLM" in message) is deaf
+
     if deaf:  # OPT in transformers 5.23 ignores positions in its masks, so packed rows have a different loss
         message = run_ranks(1, error_about_documents, config_for("opt", tmp_path / "other"), False)[
             0
@@ -414,5 +425,6 @@ def test_sizes_of_a_network_with_different_layers_are_the_largest(tmp_path: Path
     )
     config.save_pretrained(tmp_path)
     route_config = transformers_route.Config(path=str(tmp_path))
+
     assert route_config.num_heads == 4
     assert route_config.head_dim == 32

@@ -169,6 +169,7 @@ def test_balance_loss_of_a_mesh_equals_that_of_transformers(mesh: str, tmp_path:
     network = build(path)
     if not network.experts and {"tensor_parallel_degree", "expert_parallel_degree"} & set(degrees):
         pytest.skip("this version has no stacked experts, and the mesh is rejected")
+
     assert_same(run_ranks(ranks, first_step, config), "qwen3_moe", path)
 
 
@@ -204,6 +205,7 @@ def test_padding_and_documents_count_as_in_transformers(
     if packing == "padded":
         documents = [row[3] for answer in answers for row in answer.rows.values()]
         assert any(bool((row == FILLER_DOCUMENT).any()) for row in documents)
+
     assert_same(answers, "qwen3_moe", path)
 
 

@@ -127,6 +127,7 @@ def test_settings_that_training_would_lose_are_rejected(name: str, tmp_path: Pat
     place, line, message = REJECTED[name]
     changes = [*with_line(place, line), *([BUFFERS] if "saved" in name else [])]
     module = find(write(tmp_path, *changes))
+
     with pytest.raises(ConfigError) as error:
         build(module, module.Config())
     assert message in str(error.value)
@@ -197,6 +198,7 @@ def test_accepted_settings_take_effect_in_training(name: str, mesh: str, tmp_pat
     path = write(tmp_path, *with_line(place, line), *extra)
     num_ranks, degrees = MESHES[mesh]
     training = one if num_ranks == 1 else {}
+
     for result in run_tiny(
         num_ranks, config_of(path, parallelism=degrees, training=training), steps=3
     ):

@@ -32,9 +32,11 @@ def test_host_has_no_queue_and_needs_no_pinned_memory():
     assert accelerator.of_rank("cpu", 3) == CPU
     assert not accelerator.pins_memory(CPU)
     assert accelerator.name(CPU) == "cpu"
+
     tensor = torch.arange(3)
     assert accelerator.to_device(tensor, CPU) is tensor
     assert accelerator.read(tensor, "numbers") == [0, 1, 2]
+
     accelerator.finish(CPU)
     accelerator.finish_stream(CPU)
     assert accelerator.profiler_activity("cpu") is None
@@ -71,6 +73,7 @@ def test_rank_that_sees_a_single_device_uses_it(devices, counted, place, monkeyp
     if counted:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     device = accelerator.of_rank("cuda", 3)
+
     assert device == torch.device("cuda", place)
     assert chosen == [device]
 
@@ -113,8 +116,10 @@ def test_attention_prefers_the_fastest_kernel_and_restores_the_order(
         assert torch._C._get_sdp_priority_order()[0] == int(
             getattr(torch.nn.attention.SDPBackend, first)
         )
+
     assert torch._C._get_sdp_priority_order() == before
     assert activated == ([] if implementation == "FA2" else [implementation])
+
     with device_kernels.prefer_attention(CPU):
         assert torch._C._get_sdp_priority_order() == before
 
@@ -185,6 +190,7 @@ def test_host_copies_of_documents_are_found_for_row_slices(monkeypatch):
     host = torch.arange(12).reshape(4, 3)
     step_documents = torch.empty(4, 3, dtype=torch.int64, device="meta")
     document_mask.remember(step_documents, host)
+
     for start, stop in ((0, 2), (1, 4), (3, 4)):
         assert torch.equal(document_mask.on_host(step_documents[start:stop]), host[start:stop])
     # other views would be copied from the device, and the meta device has no data

@@ -182,6 +182,7 @@ def test_core_that_returns_nan_is_named_as_such() -> None:
     split = attention_core.broken_when_split(NanForTheFirstToken(), GIVEN, seq_len=64)
     assert split is not None
     assert "NaN or infinity" in split.rule
+
     dealt = attention_core.broken_when_heads_are_dealt(NanForTheFirstToken(), GIVEN)
     assert dealt is not None
     assert "NaN or infinity" in dealt.rule
@@ -203,6 +204,7 @@ def test_heads_that_differ_by_more_than_their_slopes_cannot_be_split() -> None:
     broken = attention_core.broken_when_heads_are_dealt(FromCount(slopes=True), GIVEN)
     assert broken is not None
     assert "different values for half of its heads" in broken.rule
+
     fixed = attention_core.broken_when_heads_are_dealt(User(slopes=True), GIVEN)
     assert fixed is not None
     assert "fails with half of its heads" in fixed.rule

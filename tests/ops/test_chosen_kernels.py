@@ -34,6 +34,7 @@ def test_machine_is_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     if not packed_linear.is_available(torch.bfloat16):
         assert speeds.pop("packed_linear") == 0  # this processor cannot pack bfloat16 weights
     assert all(speed > 0 for speed in speeds.values())
+
     monkeypatch.setattr(kernel_speed, "measure", lambda: pytest.fail("measured again"))
     assert kernel_speed.remembered_or_measured() == first
     assert len(list(cache.iterdir())) == 1  # no temporary files remain
@@ -50,7 +51,9 @@ def test_measurement_under_memory_pressure_is_repeated_after_an_hour(
     slow = Kernels(onednn_linear=0.9)
     fast = Kernels(onednn_linear=2.0)
     monkeypatch.setattr(kernel_speed, "measure", lambda: slow)
+
     assert kernel_speed.remembered_or_measured() == slow
+
     monkeypatch.setattr(kernel_speed, "measure", lambda: fast)
     assert kernel_speed.remembered_or_measured() == slow, (
         "all runs within an hour use the same choice"
@@ -59,7 +62,9 @@ def test_measurement_under_memory_pressure_is_repeated_after_an_hour(
     (path,) = cache.iterdir()
     os.utime(path, (time.time() - 3700, time.time() - 3700))
     pressure.write_text("some avg10=0.00 avg60=9.00 avg300=2.10 total=1208791999\n")
+
     assert kernel_speed.remembered_or_measured() == fast
+
     os.utime(path, (0, 0))
     monkeypatch.setattr(kernel_speed, "measure", lambda: pytest.fail("measured again"))
     assert kernel_speed.remembered_or_measured() == fast, "this measurement is kept permanently"
@@ -75,6 +80,7 @@ def test_damaged_cache_file_is_replaced(
     kernel_speed.remembered_or_measured()
     (path,) = cache.iterdir()
     path.write_text(text)
+
     assert kernel_speed.remembered_or_measured() == Kernels(
         onednn_linear=2.0, blocked_attention=3.0
     )
@@ -87,6 +93,7 @@ def test_unwritable_home_is_not_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0)
     )
+
     assert kernel_speed.remembered_or_measured() == Kernels(
         onednn_linear=2.0, blocked_attention=3.0
     )
@@ -106,6 +113,7 @@ def test_speed_is_measured_under_a_limit_of_cpu_time() -> None:
     process = multiprocessing.get_context("fork").Process(target=measure)
     process.start()
     process.join()
+
     assert process.exitcode == 0
 
 
@@ -127,6 +135,7 @@ def test_failing_kernel_is_logged_when_measured_and_at_each_start(
     monkeypatch.setattr(logging.getLogger("shardtrain"), "propagate", True)
     with caplog.at_level("WARNING"):
         speeds = kernel_speed.remembered_or_measured()
+
     assert speeds.blocked_attention == chosen_kernels.FAILED
     assert not speeds.uses("blocked_attention")
     assert [record.message for record in caplog.records] == [
@@ -137,6 +146,7 @@ def test_failing_kernel_is_logged_when_measured_and_at_each_start(
             "float32 attention with wide heads",
         )
     ]
+
     again = kernel_speed.remembered_or_measured()
     assert again == speeds
     assert again.describe().endswith(

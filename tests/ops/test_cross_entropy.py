@@ -67,6 +67,7 @@ def test_loss_and_gradient_match_the_float64_reference(
     logits, targets = example(dtype)
     loss, gradient = value_and_gradient(logits, targets)
     expected, expected_gradient = float64_reference(logits, targets)
+
     assert loss.dtype == torch.float32
     assert loss.shape == ()
     assert loss.item() == pytest.approx(expected, rel=1e-6)
@@ -132,6 +133,7 @@ def test_ignored_targets_have_no_loss_and_no_gradient() -> None:
     logits, targets = example()
     loss, gradient = value_and_gradient(logits, targets)
     assert torch.equal(gradient[targets == IGNORE], torch.zeros_like(gradient[targets == IGNORE]))
+
     is_target = targets != IGNORE
     alone, _ = value_and_gradient(logits[is_target][None], targets[is_target][None])
     torch.testing.assert_close(loss, alone, rtol=1e-6, atol=0)
@@ -150,6 +152,7 @@ def test_weight_scales_loss_and_gradient(weight) -> None:
     logits, targets = example()
     loss, gradient = value_and_gradient(logits, targets, weight)
     expected, expected_gradient = float64_reference(logits, targets, float(weight))
+
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(
         gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6 * float(weight)
@@ -204,6 +207,7 @@ def test_custom_chunk_function_is_used() -> None:
         return torch.ones(()), torch.full(logits_nV.shape, 2.0) * weight
 
     loss, gradient = value_and_gradient(logits, targets, 0.5, chunk=chunk)
+
     assert chunk_sizes == [18]
     assert loss.item() == 0.5
     assert torch.equal(gradient, torch.ones_like(logits))
@@ -214,14 +218,17 @@ def test_compiled_loss_matches_eager(dtype: torch.dtype) -> None:
     logits = (example()[0] * 5).to(dtype)
     targets = example()[1]
     assert (targets == IGNORE).any()
+
     logits_NV = logits.flatten(0, -2)
     targets_N = targets.flatten()
     weight = torch.tensor(0.3)
     loss, gradient_NV = cross_entropy.chunk_loss(logits_NV, targets_N, weight)
     other_loss, other_NV = cross_entropy.chunk_loss_without_scatter(logits_NV, targets_N, weight)
+
     assert other_NV.dtype == dtype
     # The sums of exponentials round differently, which may change the last digit of a gradient
     torch.testing.assert_close(other_loss, loss, rtol=1e-6, atol=0)
+
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(other_NV, gradient_NV.to(dtype), rtol=rtol, atol=1e-7)
 
@@ -248,6 +255,7 @@ def test_no_float32_copy_of_all_logits_exists(monkeypatch) -> None:
         torch.autograd.graph.saved_tensors_hooks(lambda t: kept_bytes.append(t) or t, lambda t: t),
     ):
         cross_entropy_sum(logits.requires_grad_(), targets).backward()
+
     assert 0 < largest.numel <= 17 * 3
     assert [(tensor.dtype, tensor.numel()) for tensor in kept_bytes] == [
         (torch.bfloat16, logits.numel())

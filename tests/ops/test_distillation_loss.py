@@ -119,6 +119,7 @@ def test_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, sums_2 = distillation_sum(logits_BTV, teacher_BTV, targets_BT, mix)
     monkeypatch.setattr("shardtrain.ops.distillation_loss.CHUNK_NUMEL", 24 * 3)
     parts, chunked_2 = distillation_sum(logits_BTV, teacher_BTV, targets_BT, mix)
+
     torch.testing.assert_close(parts, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(chunked_2, sums_2, rtol=1e-6, atol=0)
 
@@ -151,8 +152,10 @@ def test_split_columns_change_no_number() -> None:
         logits_BTV.requires_grad_()
         expected, sums_2 = distillation_sum(logits_BTV, teacher_BTV, targets_BT, mix, 0.125)
         expected.backward()
+
         for loss, sums, _ in parts:
             assert loss == pytest.approx(float(expected), rel=2e-6)
             torch.testing.assert_close(sums, sums_2, rtol=2e-6, atol=1e-6)
+
         gradient_BTV = torch.cat([gradient for _, _, gradient in parts], -1)
         torch.testing.assert_close(gradient_BTV, logits_BTV.grad, rtol=0, atol=1e-6)

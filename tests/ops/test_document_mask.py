@@ -110,10 +110,12 @@ def test_chunks_are_separate_documents(cuts, chunk, window) -> None:
         start_T = torch.tensor(starts)
         number_T = (place_T - start_T) // chunk if chunk else torch.zeros_like(place_T)
         same_TT = (start_T[:, None] == start_T) & (number_T[:, None] == number_T)
+
         assert torch.equal(cut_BT[row][:, None] == cut_BT[row], same_TT)
 
     # Without documents, a row is one document.
     chunks_of_rows_BT = document_mask.chunked(None, chunk, (B, T), q.device)
+
     if chunk == 0:
         assert chunks_of_rows_BT is None
     else:
@@ -137,6 +139,7 @@ def test_attention_with_sinks_matches_the_reference(cuts, window, level) -> None
     out = document_mask.attention(*leaves[:3], documents_BT, window, None, leaves[3])
     expected.backward(gradient.double())
     out.backward(gradient)
+
     # Gradients of sinks are sums of B T numbers of about 1.
     assert distance(out, expected) < 1e-5
     for leaf, exact_leaf in zip(leaves, exact, strict=True):
@@ -149,6 +152,7 @@ def test_negligible_sink_does_not_change_attention() -> None:
     sinks_N = torch.full((N,), -200.0)
     with_sinks = document_mask.attention(q, k, v, documents_BT, sinks_N=sinks_N)
     without_sinks = document_mask.attention(q, k, v, documents_BT)
+
     torch.testing.assert_close(with_sinks, without_sinks, rtol=0, atol=0)
 
 
@@ -183,6 +187,7 @@ def test_compiled_function_matches_eager() -> None:
         out = function(*leaves)
         out.sum().backward()
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+
     for eager_value, compiled_value in zip(*results, strict=True):
         assert torch.equal(compiled_value, eager_value)
 
@@ -204,6 +209,7 @@ def test_token_affects_only_its_own_document() -> None:
     before = document_mask.attention(q, k, v, documents_BT)
     after = document_mask.attention(q, changed_k, v, documents_BT)
     has_changed_BT = (after != before).flatten(2).any(-1)
+
     # The document of token 11 ends before token 15. Earlier tokens do not see token 11.
     assert has_changed_BT.nonzero().tolist() == [[0, t] for t in range(11, 15)]
 
@@ -220,6 +226,7 @@ def test_ragged_lists_each_beginning_once_and_never_joins_rows() -> None:
     # The second row begins with the last id of the first row.
     documents_BT[1] = documents_BT[0, -1]
     starts, longest = document_mask.ragged(documents_BT)
+
     assert starts.tolist() == [0, 3, 4, T, 2 * T]
     assert (starts.dtype, longest) == (torch.int32, T)
 

@@ -44,6 +44,7 @@ def test_squared_norm_covers_all_tensors(dtype) -> None:
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     expected = sum(tensor.double().square().sum() for tensor in tensors)
     result = squared_norm(tensors)
+
     assert result.dtype == torch.float64
     assert result.shape == ()
     assert result.item() == pytest.approx(expected.item(), rel=1e-12)

@@ -91,6 +91,7 @@ def test_scale_is_the_largest_power_of_two_that_fits(name):
     )
     power = float8.powers(amax, float8.dtype_of(name)).double()
     fits = amax.double() * torch.exp2(power)
+
     assert (fits <= largest).all()
     assert (2 * fits > largest)[:9].all()
     # The last two numbers need a larger exponent than the largest supported exponent.
@@ -102,9 +103,11 @@ def test_nonfinite_numbers_are_propagated():
     x = numbers(0, 4, 16)
     x[1, 3] = math.inf
     assert float8.rounded(x, None, "e4m3").isnan().all()
+
     by_row = float8.rounded(x, 1, "e4m3")
     assert by_row[1].isnan().all()
     assert by_row[[0, 2, 3]].isfinite().all()
+
     x[1, 3] = math.nan
     assert float8.rounded(x, 1, "e4m3")[1].isnan().all()
 
@@ -122,6 +125,7 @@ def test_other_numbers_of_a_tensor_affect_only_small_numbers():
     alone = float8.rounded(x, None, "e4m3")
     together = float8.rounded(torch.cat([x, 5.3 * x]), None, "e4m3")[:64]
     large = x.abs() > x.abs().max() * 5.3 * 2.0**-14
+
     assert torch.equal(alone[large], together[large])
     assert not torch.equal(alone, together)
 
@@ -140,6 +144,7 @@ def test_experts_match_their_rounding_model(dtype):
     exact = [expected("rowwise", x_e, w_e, g_e) for x_e, g_e, w_e in parts if len(x_e)]
     assert w.grad is not None
     assert w.grad[1].eq(0).all()
+
     used_experts = [e for e, count in enumerate(counts) if count]
     pairs = (
         (out, torch.cat([out for out, _, _ in exact])),
@@ -165,6 +170,7 @@ def test_products_of_a_device_match_emulated_products(recipe):
         out = float8.linear(x_, w_, recipe, emulate)
         out.backward(g)
         results.append((out.detach(), x_.grad, w_.grad))
+
     for on_device, emulated in zip(*results, strict=True):
         assert torch.allclose(
             on_device.float(), emulated.float(), rtol=2.0**-7, atol=1e-5 * emulated.abs().max()
@@ -218,6 +224,7 @@ def test_experts_on_a_device_get_valid_operands(monkeypatch):
         out = float8.grouped_product(x_, count_E, w_, moe.product, emulate)
         out.backward(g)
         results.append((out.detach(), x_.grad, w_.grad))
+
     for on_device, emulated in zip(*results, strict=True):
         assert torch.allclose(
             on_device.float(), emulated.float(), rtol=2.0**-7, atol=1e-5 * emulated.abs().max()

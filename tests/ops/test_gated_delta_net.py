@@ -90,6 +90,7 @@ def test_chunks_equal_the_step_by_step_form(tokens: int, block: int, documents: 
         with_gradients(by_steps, inputs(tokens)),
         strict=True,
     )
+
     for actual, expected in pairs:
         assert (actual - expected).norm() <= 1e-12 * expected.norm() + 1e-14
 
@@ -106,6 +107,7 @@ def test_the_transition_maps_any_incoming_to_the_outgoing_state(documents: str) 
         return [DeltaChunk(q, k, v, decay, beta, starts, 8).run(state)[1]]
 
     tensors = inputs(21)
+
     for actual, expected in zip(
         with_gradients(by_transition, tensors), with_gradients(by_scan, tensors), strict=True
     ):
@@ -117,6 +119,7 @@ def test_two_chunks_with_a_state_between_them_equal_one() -> None:
     whole, last = DeltaChunk(*tokens, block=8).run(state)
     first, between = DeltaChunk(*(x[:, :9] for x in tokens), block=8).run(state)
     second, end = DeltaChunk(*(x[:, 9:] for x in tokens), block=8).run(between)
+
     torch.testing.assert_close(torch.cat((first, second), dim=1), whole, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(end, last, rtol=1e-12, atol=1e-13)
 
@@ -136,6 +139,7 @@ def test_no_tensor_has_two_dimensions_of_tokens() -> None:
 
     with Watch():
         DeltaChunk(*inputs(tokens)[:5]).run()
+
     assert largest <= ROWS * HEADS * tokens * gated_delta_net.BLOCK
 
 
@@ -151,13 +155,16 @@ def test_the_convolution_equals_pytorchs_within_each_document(tokens: int) -> No
         return F.conv1d(part.mT, filters.unsqueeze(1), padding=3, groups=6)[..., : part.size(1)].mT
 
     torch.testing.assert_close(convolve(x, filters, nothing, None), expected(x))
+
     lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
     apart = torch.cat([expected(part) for part in x.split(lengths, dim=1)], dim=1)
     torch.testing.assert_close(convolve(x, filters, nothing, document_starts(documents)), apart)
+
     # the tokens before a chunk count, unless a document begins
     tail = x.new_ones(1, 3, 6)
     continued = convolve(x, filters, tail, None)
     torch.testing.assert_close(continued, expected(torch.cat((tail, x), dim=1))[:, 3:])
+
     fresh = torch.zeros(1, tokens, dtype=torch.bool)
     fresh[:, 0] = True
     torch.testing.assert_close(convolve(x, filters, tail, fresh), expected(x))

@@ -76,6 +76,7 @@ def test_all_ranks_get_the_same_bits_in_as_many_messages_as_stated(size: int) ->
     network.run(
         lambda rank, exchange: reduce_by_doubling(results[rank], torch.add, rank, size, exchange)
     )
+
     assert all(torch.equal(result, results[0]) for result in results)
     torch.testing.assert_close(results[0], numbers.sum(0), rtol=1e-14, atol=0)
     if size > RING_UP_TO:
@@ -92,6 +93,7 @@ def test_every_rank_gathers_the_numbers_of_all_in_order(size: int) -> None:
 
     network.run(gather)
     expected = torch.tensor([[rank, rank * rank] for rank in range(size)])
+
     assert all(torch.equal(rows, expected) for rows in gathered)
     assert max(network.chain) <= (size - 1).bit_length()
 

@@ -39,9 +39,11 @@ def test_seeds_names_and_blocks_have_different_numbers() -> None:
     weight = drawn((300, 500))
     assert not torch.equal(weight, drawn((300, 500), name="v"))
     assert not torch.equal(weight, drawn((300, 500), seed=1))
+
     rows_per_block = init_weights.BLOCK_NUMEL // 500
     first = weight[:rows_per_block]
     second = weight[rows_per_block : 2 * rows_per_block]
+
     assert not torch.equal(first, second)
     # 5 sigma of 65,500 pairs
     assert abs(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1]) < 0.02
@@ -62,6 +64,7 @@ def test_weights_of_a_seed_never_change() -> None:
         hashlib.blake2b(b"42/layers.0.attn.wq.weight/1", digest_size=7).digest(), "big"
     )
     tail.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
+
     assert digest == hashlib.sha256(torch.cat([expected, tail]).numpy().tobytes()).hexdigest()
 
 
@@ -88,6 +91,7 @@ def test_truncated_normal_stays_within_its_cutoff_and_has_its_variance(cutoff: f
     values = drawn((1000, 1000), Draw("truncated_normal", std=0.5, cutoff=cutoff)).double() / 0.5
     density = math.exp(-(cutoff**2) / 2) / math.sqrt(2 * math.pi)
     variance = 1 - 2 * cutoff * density / math.erf(cutoff / math.sqrt(2))
+
     assert values.abs().max() <= cutoff * (1 + 1e-6)
     assert values.abs().max() > 0.98 * cutoff
     assert abs(values.mean()) < 5e-3
@@ -183,6 +187,7 @@ def test_first_matching_rule_is_used() -> None:
         "embed": Draw("ones"),
     }
     plan = init_weights.plan(["layers.0.w", "layers.0.b", "embed"], rules, LAYOUT, 2)
+
     assert [plan[name].distribution for name in ("layers.0.w", "layers.0.b", "embed")] == [
         "normal",
         "zeros",

@@ -79,8 +79,10 @@ def test_frozen_head_and_evaluation_compute_no_gradient_of_the_head() -> None:
     hidden, head, targets = drawn(torch.float32)
     hidden.requires_grad_()
     linear_cross_entropy_sum(hidden, head, targets, torch.ones(())).backward()
+
     assert head.grad is None
     assert hidden.grad is not None
+
     with torch.no_grad():
         one = linear_cross_entropy_sum(hidden, head, targets, torch.ones(()))
     torch.testing.assert_close(one, cross_entropy_sum(hidden @ head.t(), targets).detach())
@@ -159,6 +161,7 @@ def test_fusion_with_a_tied_head_changes_no_number() -> None:
     )
     tied = run_ranks(2, at_head, config)
     separate = run_ranks(2, train_steps, config, 4)
+
     for (result, calls), expected in zip(tied, separate, strict=True):
         assert calls
         assert result.losses == pytest.approx(expected.losses, abs=1e-5)

@@ -55,6 +55,7 @@ def test_loss_and_gradient_match_pytorch(
     logits_BTV.requires_grad_()
     loss = cross_entropy_sum(logits_BTV, targets_BT, WEIGHT, chunk=terms.chunk_loss)
     loss.backward()
+
     assert loss.item() == pytest.approx(expected, rel=2e-6)
     assert logits_BTV.grad is not None
     torch.testing.assert_close(logits_BTV.grad.double(), expected_gradient_BTV, atol=2e-7, rtol=0)
@@ -70,6 +71,7 @@ def test_the_head_computes_the_same_loss(terms: LossTerms) -> None:
     loss = linear_cross_entropy_sum(
         hidden_BTD, weight_VD, targets_BT, torch.tensor(WEIGHT), terms.chunk_loss
     )
+
     assert loss.item() == pytest.approx(expected, rel=2e-6)
 
 
@@ -81,6 +83,7 @@ def test_ignored_targets_have_no_loss_and_no_gradient(terms: LossTerms) -> None:
         logits_BTV, torch.full_like(targets_BT, IGNORE), WEIGHT, chunk=terms.chunk_loss
     )
     loss.backward()
+
     assert loss.item() == 0
     assert logits_BTV.grad is not None
     assert not logits_BTV.grad.any()

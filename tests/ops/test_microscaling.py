@@ -110,7 +110,9 @@ def test_rounding_matches_the_specification_exactly(dtype, rule):
         x = torch.where(x.isfinite(), x, 1.0)
         bits, scale = microscaling.to_mx(x, rule)
         expected, expected_scale = model(x, rule)
+
         assert torch.equal(scale.long(), expected_scale)
+
         meant = bits.double().unflatten(1, (-1, 32)) * POWERS[scale.long()][..., None]
         assert torch.equal(meant.flatten(1)[:, : x.size(1)], expected)
         actual = microscaling.rounded(x, rule)
@@ -132,8 +134,10 @@ def test_block_with_a_nonfinite_number_is_nan(value, rule):
     x = numbers(0, 4, 96)
     x[1, 40] = value
     bits, scale = microscaling.to_mx(x, rule)
+
     assert scale[1, 1] == 0xFF
     assert (scale == 0xFF).sum() == 1
+
     actual = microscaling.rounded(x, rule)
     assert actual[1, 32:64].isnan().all()
     assert actual.isnan().sum() == 32
@@ -155,6 +159,7 @@ def test_empty_tensors_are_supported(shape, emulate):
     w = torch.ones(outputs, inputs, requires_grad=True)
     out = microscaling.linear(x, w, "floor", emulate)
     out.sum().backward()
+
     assert out.shape == (rows, outputs)
     assert x.grad.shape == x.shape
     assert w.grad.shape == w.shape
@@ -168,7 +173,9 @@ def test_parts_with_complete_blocks_round_like_the_full_tensor(rule):
     x = numbers(0, 64, 192).bfloat16()
     full = microscaling.rounded(x, rule)
     columns = [microscaling.rounded(part, rule) for part in x.split([96, 32, 64], dim=1)]
+
     assert torch.equal(full, torch.cat(columns, 1))
+
     rows = [microscaling.rounded(part, rule) for part in x.split(16)]
     assert torch.equal(full, torch.cat(rows))
 
@@ -277,6 +284,7 @@ def test_product_on_a_device_gets_valid_operands(monkeypatch, rule, sizes):
     microscaling_out = microscaling.linear(x_, w_, rule, emulate=False)
     microscaling_out.backward(g)
     results = (microscaling_out, x_.grad, w_.grad)
+
     for actual, expected in zip(results, products(x, w, g, rule), strict=True):
         assert torch.equal(actual, expected.bfloat16())
     assert shapes == [(rows, outputs), (rows, inputs), (outputs, inputs)]
@@ -287,6 +295,7 @@ def test_recipes_match_those_of_torchao():
     x = numbers(0, 8, 64)
     microscaling.convert(layer, "mxfp8_emulated")
     expected = microscaling.linear(x, layer.weight, "floor", emulate=True) + layer.bias
+
     assert torch.equal(layer(x), expected)
     assert "mxfp8_emulated" in repr(layer)
     assert set(dict(layer.named_parameters())) == {"weight", "bias"}
@@ -310,5 +319,6 @@ def test_rounding_is_bitwise_equal_to_torchao(dtype, rule):
     x[1, :32] = 448
     bits, scale = microscaling.to_mx(x, rule)
     their_scale, their_bits = mx_tensor.to_mx(x, torch.float8_e4m3fn, 32, mode)
+
     assert torch.equal(scale, their_scale.view(torch.uint8))
     assert torch.equal(bits.view(torch.uint8), their_bits.view(torch.uint8))

@@ -67,6 +67,7 @@ def test_seed_step_pipeline_stage_and_data_rank_each_change_all_three_generators
     seed_step(7, 3, 0, 1)
     first = numbers()
     seed_step(*arguments)
+
     assert all(
         number != first_number for number, first_number in zip(numbers(), first, strict=True)
     )
@@ -107,4 +108,5 @@ def test_seeds_do_not_depend_on_the_hash_seed_of_the_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
     )
+
     assert int(done.stdout) == seed_of(5, 6)

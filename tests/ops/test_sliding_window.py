@@ -135,6 +135,7 @@ def test_window_of_the_entire_row_is_bitwise_equal_to_no_window() -> None:
     *parts, _ = inputs()
     for size in (T, T + 5):
         assert torch.equal(AttentionCore(size)(*parts), AttentionCore()(*parts))
+
     documents_BT = numbers([{3}, {20}])
     assert torch.equal(
         AttentionCore(T)(*parts, documents_BT), AttentionCore()(*parts, documents_BT)
@@ -159,12 +160,15 @@ def test_blocks_cover_each_pair_within_the_window_once(q, s, offset, size, at_on
             )
             == 0
         )
+
         assert part.any(1).all()
         assert part.any(0).all()
         assert part[-1, -1]  # kernels align the mask at the last key
+
         visits[queries, keys] += part.long()
     i = torch.arange(q)[:, None] + offset
     j = torch.arange(s)[None]
+
     assert torch.equal(visits, ((j <= i) & (j > i - size)).long())
 
 
@@ -177,6 +181,7 @@ def test_no_mask_grows_with_the_sequence(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     *parts, _ = inputs(tokens=2000)
     document_mask.attention(*parts, None, 50)
+
     assert len(mask_sizes) == 16
     assert max(mask_sizes) <= 128 * (128 + 49)
 
@@ -189,6 +194,7 @@ def test_compiled_function_matches_eager() -> None:
         leaves = [x.clone().requires_grad_() for x in parts]
         (function(*leaves) * gradient).sum().backward()
         results.append([leaf.grad for leaf in leaves])
+
     for compiled_value, eager_value in zip(*results, strict=True):
         assert torch.equal(compiled_value, eager_value)
 

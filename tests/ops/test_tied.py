@@ -42,6 +42,7 @@ def test_untied_parameters_are_tied_again(device: str) -> None:
     model.to_empty(device=device)  # unties them in some versions of PyTorch
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     tie(model, groups)
+
     assert model.head.weight is model.embed.weight is model.inner["0"].weight
     assert dict(model.named_parameters()).keys() == {"embed.weight", "head.bias"}
 

@@ -82,7 +82,9 @@ def test_mixing_is_found_in_a_model_whose_layout_names_only_a_recurrence() -> No
     model, layout = built("qwen3_next")
     layout = dataclasses.replace(layout, context="")
     model.layers = nn.ModuleDict({"0": model.layers["0"]})
+
     assert token_mixing.outside_of_cores(model, layout) is None
+
     broken = token_mixing.outside_of_cores(
         model, dataclasses.replace(layout, recurrence="layers.*.delta.other")
     )

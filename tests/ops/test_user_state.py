@@ -83,6 +83,7 @@ def test_state_of_a_trial_is_removed_and_named(place: str, tmp_path: Path) -> No
     with trial(model) as state:
         model(3)
         assert any(changed.endswith(name) for changed in state.changed()), state.changed()
+
     assert before.changed() == []
 
 
@@ -94,6 +95,7 @@ def test_state_from_before_a_trial_is_kept(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), trial(model):
         model(3)
         raise RuntimeError
+
     assert list(model.table) == [2]
     assert torch.equal(model.mask, torch.ones(2))
 
@@ -133,4 +135,5 @@ def test_globals_of_transformers_outside_of_site_packages_are_not_read(
     model.layer = layer
     before = UserState(model)
     sys.modules["transformers"].TABLE["mask"] = torch.ones(1)
+
     assert before.changed() == []

@@ -78,6 +78,7 @@ def test_ten_updates_match_the_published_ones(name, implementation):
     params = parameters()
     expected = reference(params, config, steps=10)
     train(params, build(params.items(), config), range(10))
+
     for key, value in expected.items():
         # float32 has 24 bits, so the error of ten updates of values of about 1 is a few 1e-7.
         torch.testing.assert_close(params[key].double(), value, rtol=0, atol=2e-6)
@@ -100,7 +101,9 @@ def test_restored_state_continues_bitwise(name, implementation):
     optimizer = build(second.items(), config)
     for key, tensor in state_tensors(optimizer, second.items()).items():
         tensor.copy_(saved.pop(key))
+
     assert not saved
+
     train({key: second[key] for key in first}, optimizer, range(3, 6))
     assert all(torch.equal(second[key], value) for key, value in straight.items())
 
@@ -113,10 +116,12 @@ def test_creating_the_state_early_changes_no_update(implementation):
     train(plain, build(plain.items(), config), range(3))
     optimizer = build(early.items(), config)
     tensors = state_tensors(optimizer, early.items())
+
     assert set(tensors) == {
         f"{name}.{key}" for name in early for key in ("exp_avg", "exp_avg_sq", "step")
     }
     assert all(not tensor.any() for tensor in tensors.values())
+
     train(early, optimizer, range(3))
     assert all(torch.equal(early[key], value) for key, value in plain.items())
     assert all(tensors[f"{name}.step"] == 3 for name in early), "the tensors must be the live ones"
@@ -130,6 +135,7 @@ def test_early_state_has_the_dtypes_of_a_first_update(implementation):
     early_state = state_tensors(build(early.items(), config), early.items())
     optimizer = build(stepped.items(), config)
     train(stepped, optimizer, range(1))
+
     for key, tensor in state_tensors(optimizer, stepped.items()).items():
         assert early_state[key].dtype == tensor.dtype
         assert early_state[key].shape == tensor.shape
@@ -161,8 +167,10 @@ def test_distributed_tensors_on_several_meshes_and_plain_ones_train_alike(
     config = Optimizer(implementation=implementation, no_weight_decay=["a.bias"])
     optimizer = build(sharded.items(), config)
     tensors = state_tensors(optimizer, sharded.items())
+
     for name, parameter in sharded.items():
         assert isinstance(tensors[f"{name}.exp_avg"], DTensor) == isinstance(parameter, DTensor)
+
     train(plain, build(plain.items(), config), range(4))
     train(sharded, optimizer, range(4))
     for name, value in plain.items():
@@ -178,7 +186,9 @@ def test_frozen_parameters_are_skipped():
     params = parameters()
     params["a.bias"].requires_grad_(False)
     optimizer = build(params.items(), Optimizer())
+
     assert not any(key.startswith("a.bias") for key in state_tensors(optimizer, params.items()))
+
     params["a.weight"].requires_grad_(False)
     params["norm.weight"].requires_grad_(False)
     with pytest.raises(ConfigError, match="no parameter to train"):

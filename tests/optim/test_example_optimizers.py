@@ -114,6 +114,7 @@ def test_lion_equals_the_published_implementation() -> None:
         parameters.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=DECAY, use_triton=False
     )
     trained_by(reference, parameters)
+
     assert_close(trained_here("lion"), {key: p.detach() for key, p in parameters.items()})
 
 
@@ -128,7 +129,9 @@ def test_schedule_free_equals_the_published_implementation() -> None:
     trained_by(reference, parameters)
     ours = {key: nn.Parameter(value) for key, value in values(0).items()}
     optimizer = trained("schedule_free", ours)
+
     assert_close(ours, parameters)
+
     reference.eval()
     averages = {key: optimizer.evaluation_weights(p) for key, p in ours.items()}  # type: ignore[attr-defined]
     assert_close(averages, parameters)
@@ -197,6 +200,7 @@ def test_other_parameters_get_the_update_of_adamw(name: str) -> None:
     )
     trained_by(reference, parameters)
     ours = trained_here(name)
+
     for key in set(SHAPES) - set(MATRICES):
         torch.testing.assert_close(ours[key], parameters[key].detach(), rtol=0, atol=SAME)
 
@@ -374,11 +378,13 @@ def test_validation_and_checkpoints_use_the_evaluation_weights(tmp_path: Path, m
         },
     )
     (averages, loss, training_weights) = run_ranks(num_ranks, evaluated, config)[0]
+
     for ended in run_ranks(num_ranks, train_whole, config):
         assert ended.error is None
         # a complete run may choose other kernels
         for name, weight in training_weights.items():
             torch.testing.assert_close(ended.weights[name], weight, rtol=0, atol=1e-6, msg=name)
+
     path = tmp_path / "checkpoint" / "step-4"
     stored = manifest.read(path)
     for name, average in averages.items():
@@ -388,6 +394,7 @@ def test_validation_and_checkpoints_use_the_evaluation_weights(tmp_path: Path, m
         weight = tensors.read_whole(stored, path, f"optimizer.{name}.training_weight")
         assert torch.equal(weight, ended.weights[name])
     line = (tmp_path / "validation.jsonl").read_text().splitlines()[-1]
+
     assert json.loads(line)["loss"] == pytest.approx(loss, abs=1e-5)
 
 
@@ -403,6 +410,7 @@ def test_parameters_in_bfloat16_learn(name: str) -> None:
             config, optimizer=dataclasses.replace(config.optimizer, lr=1e-3)
         )
     losses = run_tiny(2, config, steps=8)[0].losses
+
     assert losses[-1] < losses[0] - 0.2
 
 

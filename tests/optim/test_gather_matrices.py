@@ -95,6 +95,7 @@ def test_stack_split_between_matrices_needs_no_collective():
         (1, 0),
         (0, 0),
     ]
+
     results = run_ranks(4, _map, (2, 2), [Shard(0), Shard(2)], stacks, 2**26)
     assert sum(calls for calls, _, _ in results) == 5
     assert {c for _, c, _ in results} == {2}

@@ -25,6 +25,7 @@ def test_scale_doubles_only_after_consecutive_finite_steps():
     for finite in (True, True, False, True, True, True, True, True, True):
         scaler.update(finite)
         scales.append(scaler.scale)
+
     assert scales == [8, 8, 4, 4, 4, 8, 8, 8, 16]
 
 
@@ -33,6 +34,7 @@ def test_scale_stays_within_its_bounds():
     for _ in range(100):
         scaler.update(finite=False)
     assert scaler.scale == SMALLEST == 2**-14
+
     for _ in range(100):
         scaler.update(finite=True)
     assert scaler.scale == LARGEST
@@ -48,6 +50,7 @@ def test_loaded_state_continues_the_count_of_finite_steps():
     second.load(first.state())
     for finite in outcomes[4:]:
         second.update(finite)
+
     assert second.state() == straight.state() == {"scale": 2.0**16, "finite_steps": 0}
 
 

@@ -38,6 +38,7 @@ def test_random_bits_are_uniform_and_independent():
             x, y = (d.double() - 32767.5 for d in (draws[a], draws[b]))
             assert abs((x * y).mean() / (x.square().mean())) < 5 / 2**9  # five standard deviations
     following = draws[0].double() - 32767.5
+
     assert abs((following[1:] * following[:-1]).mean() / following.square().mean()) < 5 / 2**9
 
 
@@ -66,6 +67,7 @@ def test_code_has_256_numbers_and_is_unbiased(signed):
     assert code.min() == (-1 if signed else 0)
     assert code.max() == 1
     assert (code == 0).any()
+
     every = torch.arange(stochastic_rounding.LEVELS)
     for value in [0.3, 1.0, 7e-4, 2e-7, *([-0.3, -1.0, -2e-3] if signed else [])]:
         decoded = code[
@@ -104,6 +106,7 @@ def test_small_updates_are_not_lost():
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
         results[name] = parameter.detach().float().mean().item()
+
     assert results["float32"] == pytest.approx(0.98, abs=1e-4)
     assert results["nearest"] == 1.0
     # 20 roundings of 8192 numbers with a spacing of 2^-8: the mean is within 5 standard deviations
@@ -135,6 +138,7 @@ def test_weight_decay_of_bfloat16_weights_without_gradients_is_not_lost(
     expected = 1 - steps * rate if name == "Adam" else (1 - rate * decay) ** steps
     # 262,144 numbers randomly step down by 2^-8: within 4 standard deviations of the mean
     deviation = ((1 - expected) * 2**-8) ** 0.5 / 512
+
     assert weight.detach().double().mean().item() == pytest.approx(expected, abs=4 * deviation)
 
 
@@ -143,6 +147,7 @@ def test_eight_bit_state_converges_like_float32():
     assert (
         _train(Optimizer(name="AdamW8bit", lr=0.05, weight_decay=0.0), torch.float32) <= 1.1 * plain
     )
+
     state = Optimizer(lr=0.05, weight_decay=0.0, state_dtype="bfloat16", bf16_stochastic_round=True)
     assert _train(state, torch.float32) <= 1.02 * plain
 
@@ -164,6 +169,7 @@ def test_float32_updates_match_pytorch(name):
             weight.grad = torch.randn(8, 6, generator=generator)
             optimizer.step()
         results.append(weight.detach())
+
     assert torch.allclose(*results, rtol=1e-5, atol=1e-7)
 
 
@@ -228,6 +234,7 @@ def test_update_that_cannot_be_compiled_is_unchanged_and_logged_once(monkeypatch
                 weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
             optimizer.step()
         results.append(weights)
+
     assert all(
         torch.equal(uncompiled, expected) for uncompiled, expected in zip(*results, strict=True)
     )
@@ -268,10 +275,12 @@ def test_meshes_are_bitwise_equal(name, dim):
         weight.grad = torch.randn(24, 512, generator=generator).to(dtype)
         optimizer.step()
     expected = {"w": weight.detach(), **state_tensors(optimizer, [("w", weight)])}
+
     for sharded in run_ranks(2, _sharded, CONFIGS[name], dtype, dim):
         assert sharded.keys() == expected.keys()
         for key, tensor in expected.items():
             assert torch.equal(sharded[key], tensor), key
+
     other_seed = build([("w", Parameter(weight.detach().clone()))], CONFIGS[name], seed=4)
     assert other_seed._keys != optimizer._keys  # a different seed rounds differently
 
@@ -359,10 +368,12 @@ def test_run_resumes_bitwise_and_on_other_ranks(tmp_path, optimizer):
     run_ranks(2, train_whole, config("cut"), 4)
     shutil.copytree(tmp_path / "cut", tmp_path / "one")
     continued = run_ranks(2, train_whole, config("cut"))[0]
+
     assert continued.error is None
     assert continued.losses == straight.losses[3:]
     for name, tensor in straight.optimizer.items():
         assert torch.equal(continued.optimizer[name], tensor), name
+
     alone = run_ranks(1, train_whole, config("one"))[0]
     assert alone.error is None
     assert alone.losses == pytest.approx(straight.losses[3:], abs=2e-4)

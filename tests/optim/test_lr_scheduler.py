@@ -95,6 +95,7 @@ def test_deepspeed_warmup_matches_its_closed_form_at_every_step(warmup, least, m
     logs = [
         least + (most - least) * math.log(step + 1) / math.log(warmup) for step in range(warmup)
     ]
+
     # both sides have a few roundings
     assert got == pytest.approx([*logs, *[most] * 20], rel=1e-12, abs=1e-18)
 
@@ -135,9 +136,11 @@ def test_deepspeed_schedules_with_an_end_match_their_closed_forms(warmup_type, w
     fall = [max(0.0, (total - i) / max(1.0, total - n)) for i in range(n, total)]
     same = {"lr": most, "warmup_steps": warmup, "warmup_type": warmup_type}
     got = rates(total, name="deepspeed_warmup_decay", min_lr_factor=least / most, **same)
+
     assert got == pytest.approx(
         [least + (most - least) * share for share in (*rise, *fall)][:total], rel=1e-12
     )
+
     half = [
         0.1 + 0.9 * (1 + math.cos(math.pi * (i - n + 1) / (total - n))) / 2 for i in range(n, total)
     ]
@@ -163,11 +166,14 @@ def test_rates_stay_between_zero_and_the_peak(name, data):
     steps = data.draw(st.integers(1, 50))
     lr = data.draw(st.floats(0, 10))
     got = [learning_rate(Optimizer(lr=lr), scheduler, steps, step) for step in range(70)]
+
     assert all(0 <= rate <= lr for rate in got)
+
     peak = got.index(max(got))
     # one rise and one fall; equal neighbors may differ in the last bit
     assert all(a <= b + 1e-12 for a, b in itertools.pairwise(got[: peak + 1]))
     assert all(b <= a + 1e-12 for a, b in itertools.pairwise(got[peak:]))
+
     total = scheduler.total_steps or steps
     assert set(got[total - 1 :]) <= {got[total - 1]}
 
@@ -216,6 +222,7 @@ def test_schedule_rejects_options_that_it_does_not_read(schedule):
 
     assert problems() == []
     assert set(OTHER_VALUES) == set(SCHEDULE_OPTIONS)
+
     for option, value in OTHER_VALUES.items():
         expected = [] if option in options_of(SCHEDULES[schedule]) else [f"lr_scheduler.{option}"]
         assert problems(f"--lr_scheduler.{option}={value}") == expected

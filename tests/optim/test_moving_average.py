@@ -49,6 +49,7 @@ def test_averages_equal_those_of_pytorch(dtype: torch.dtype) -> None:
         wide.load_state_dict(model.state_dict())
         average.update()
         expected.update_parameters(wide)
+
     for name, tensor in expected.module.named_parameters():
         assert average.averages[name].dtype == torch.float32
         torch.testing.assert_close(average.averages[name], tensor, atol=1e-6, rtol=0)
@@ -70,6 +71,7 @@ def test_device_decides_if_an_update_counts(applies: bool) -> None:
     if applies:
         on_host.update()
     on_device.update(torch.tensor(applies))
+
     assert_equal(on_device.averages, on_host.averages)
 
 
@@ -99,5 +101,6 @@ def test_averages_are_in_the_model_only_inside_the_block(dtype: torch.dtype, fai
                 raise RuntimeError
     except RuntimeError:
         assert fails
+
     assert_equal(dict(model.state_dict()), weights)
     assert_equal(average.averages, averages)

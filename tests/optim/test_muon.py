@@ -110,6 +110,7 @@ def test_other_parameters_get_the_update_of_adamw(implementation):
     train(muon_parameters, build(muon_parameters.items(), muon(**options)), range(4))
     config = Optimizer(lr=1e-2, weight_decay=0.3, eps=1e-3, **options)
     train(adamw_parameters, build(adamw_parameters.items(), config), range(4))
+
     for name in SHAPES:
         assert torch.equal(muon_parameters[name], adamw_parameters[name]) == (name not in HIDDEN), (
             name
@@ -142,8 +143,10 @@ def test_singular_values_approach_one(shape, dtype):
     matrix = 1e-4 * torch.randn(shape, generator=torch.Generator().manual_seed(3))
     before = matrix.clone()
     result = orthogonalize(matrix.to(dtype), 5)
+
     assert torch.equal(matrix, before)
     assert result.dtype == dtype
+
     # values not far below the largest end at 0.68 to 1.13; square matrices also have much smaller ones
     sizes = torch.linalg.svdvals(result.float())
     assert sizes.max() < 1.3
@@ -174,6 +177,7 @@ def test_state_is_one_momentum_per_matrix_and_adamw_for_the_rest():
         if name not in HIDDEN
         for key in ("exp_avg", "exp_avg_sq", "step")
     }
+
     assert set(tensors) == expected
     assert all(not tensor.any() for tensor in tensors.values())
 
@@ -189,7 +193,9 @@ def test_restored_state_continues_bitwise():
     optimizer = build(second.items(), muon())
     for key, tensor in state_tensors(optimizer, second.items()).items():
         tensor.copy_(saved.pop(key))
+
     assert not saved
+
     train(second, optimizer, range(3, 6))
     assert_bitwise(second, straight)
 
@@ -200,6 +206,7 @@ def test_parameter_without_gradient_is_unchanged():
     params["layers.0.wq.weight"].grad = torch.ones(6, 6)
     optimizer.step()
     changed = {name for name, value in values(0).items() if not torch.equal(params[name], value)}
+
     assert changed == {"layers.0.wq.weight"}
     with pytest.raises(ValueError, match="closures"):
         optimizer.step(lambda: 0.0)
@@ -214,6 +221,7 @@ def test_patterns_select_the_optimizer_and_weight_decay():
     groups = {}
     for group in optimizer.param_groups:
         groups[group["algorithm"], group["weight_decay"]] = {names[p] for p in group["params"]}
+
     assert groups == {
         ("muon", 0.3): {"layers.0.experts.w1", "head.weight"},
         ("muon", 0.0): {"layers.0.thin.weight"},
@@ -236,6 +244,7 @@ def test_filters_of_a_convolution_are_not_matrices():
         for group in build(named, muon()).param_groups
         for p in group["params"]
     }
+
     assert algorithms == {
         "experts.w1": "muon",
         "filters.weight": "adamw",
@@ -371,8 +380,10 @@ def test_pipeline_stages_update_their_own_matrices_alike():
         steps=3,
     )
     stages = [set(result.final) for result in results]
+
     assert stages[0] | stages[1] == set(one_process().final)
     assert not stages[0] & stages[1]
+
     for result in results:
         initial = {name: one_process().initial[name] for name in result.initial}
         assert_same_numbers(result, replace(one_process(), initial=initial))
@@ -390,6 +401,7 @@ def test_momentum_is_sharded_with_one_tensor_per_matrix():
     one_rank = one_process().facts
     two_ranks = run_tiny(2, tiny_config(optimizer=TINY), steps=1)[0].facts
     assert two_ranks["optimizer_bytes"] == pytest.approx(one_rank["optimizer_bytes"] / 2, rel=0.01)
+
     # Muon stores 4 bytes per number and AdamW 8; embedding and head have 64 K numbers
     numbers = one_rank["num_params"]
     ends = 2 * 512 * 64
@@ -412,6 +424,7 @@ def test_run_resumes_bitwise(tmp_path):
     straight = run_ranks(2, train_whole, config("straight"))
     run_ranks(2, train_whole, config("cut"), 4)
     continued = run_ranks(2, train_whole, config("cut"))
+
     for resumed, uninterrupted in zip(continued, straight, strict=True):
         assert resumed.error is None
         assert uninterrupted.error is None

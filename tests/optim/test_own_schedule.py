@@ -78,6 +78,7 @@ def test_schedule_file_changed_since_the_last_save_is_an_error(
     run_ranks(1, train_whole, config(2))
     path.write_text("def factor(step, total_steps):\n    return 0.25\n")
     (resumed,) = run_ranks(1, train_whole, config(4))
+
     assert (message is None) == (resumed.error is None)
     if message:
         assert message in str(resumed.error)
@@ -160,6 +161,7 @@ def test_invalid_schedule_file_is_an_error_with_its_name(
         main(["config", "check", "debug", f"--lr_scheduler.name={path}", "--training.device=cpu"])
         == 2
     )
+
     lines = [
         line for line in "".join(capsys.readouterr()).splitlines() if not line.startswith("note:")
     ]
@@ -219,6 +221,7 @@ def test_invalid_value_at_an_edge_of_a_long_schedule_is_found_at_start(
     }  # fmt: skip
     arguments = [f"--{name}={value}" for name, value in options.items()]
     assert main([*verb, "debug", *arguments, *(["--nproc=1"] if verb == ["train"] else [])]) == 2
+
     (line,) = [
         line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("error")
     ]
@@ -242,6 +245,7 @@ def test_schedule_file_that_does_not_return_times_out(
         main(["config", "check", "debug", f"--lr_scheduler.name={path}", "--training.device=cpu"])
         == 2
     )
+
     (line,) = [
         line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("error")
     ]

@@ -56,8 +56,10 @@ def test_pattern_without_a_match_is_logged_once(model, name):
     named = list(model.named_parameters())
     with kept_warnings() as lines:
         optimizer = build(named, config)
+
     assert len(lines) == 1
     assert lines[0].startswith('optimizer.no_weight_decay="*.gamma" matches no parameter')
+
     decays = decay_by_name(model, optimizer.param_groups)
     assert {name for name, decay in decays.items() if decay == 0.0} == {
         name for name, _ in named if "norm" in name
@@ -73,6 +75,7 @@ def test_pattern_may_match_only_another_pipeline_stage(model):
         optimizer = build(
             stage, Optimizer(no_weight_decay=["embed*"], weight_decay=0.1), all_names=names
         )
+
     assert [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups] == [
         (2, 0.1)
     ]

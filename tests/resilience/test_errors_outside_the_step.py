@@ -134,6 +134,7 @@ def test_goodput_accounting_fails_with_one_warning(
         ledger.saved(2)
         ledger.rollback(1)
         assert ledger.measures() == {}
+
     assert caplog.text.count("goodput is no longer recorded") == 1
 
 
@@ -145,6 +146,7 @@ def test_failing_exit_report_does_not_change_the_exit_status(
 
     monkeypatch.setattr(failure, "last_step", raise_it)
     failure.write_exit(tmp_path, None, 0)
+
     assert (
         capsys.readouterr().err == f"cannot write {tmp_path / 'exit.json'}: RuntimeError: broken\n"
     )
@@ -166,14 +168,18 @@ def test_error_outside_the_step_is_a_warning_and_training_continues(
         return storage_faults.losses(config), saved(Path(config.job.dump_folder))
 
     expected, weights = made_once(tmp_path_factory, f"errors-{ranks}", undisturbed)
+
     assert sorted(expected) == list(range(1, STEPS + 1))
     assert weights
+
     config = config_of(tmp_path / "run")
     places = list(PLACES.values()) if failing == EVERYTHING else [PLACES[failing]]
     code, output = storage_faults.run(config, ranks, None, main=partial(broken, places))
+
     assert code == 0, output
     assert saved(tmp_path / "run") == weights
     assert all(expected[step] == loss for step, loss in storage_faults.losses(config).items())
+
     warnings = [line for line in output.splitlines() if "broken: " in line and "WARNING" in line]
     assert len(set(warnings)) == len(warnings) <= len(PLACES), output
     assert json.loads((tmp_path / "run/exit.json").read_text())["code"] == 0

@@ -74,6 +74,7 @@ def test_all_ranks_are_received_and_one_rank_per_node_sends(nodes: Nodes) -> Non
     for _ in range(5):
         nodes.beat(2, 1, 5, 4, 0, 3)
     assert nodes.received() == dict.fromkeys(range(6), 5)
+
     for _ in range(3):
         time.sleep(BEAT)
         nodes.beat(*range(6))
@@ -89,12 +90,15 @@ def test_stopped_rank_does_not_silence_others(nodes: Nodes) -> None:
         time.sleep(BEAT)
         nodes.beat(0, 1, 2, 4, 5)
     received = nodes.received()
+
     assert received[3] == 1
     assert received[4] >= 12
     assert received[5] >= 12
+
     nodes.beat(3)  # it continues, and sends again
     nodes.beat(4, 5)
     nodes.beat(3)
+
     assert nodes.received()[3] == 3
 
 
@@ -104,10 +108,13 @@ def test_exit_of_a_rank_is_received_and_the_last_rank_removes_the_folder(nodes: 
     assert folder is not None
     assert folder.is_dir()
     assert folder.stat().st_mode & 0o777 == 0o700
+
     nodes.beat(0, has_left=True)
     time.sleep(3 * BEAT)
     nodes.beat(2, 1)
+
     assert nodes.received()[1] == nodes.received()[2] == 2
+
     nodes.beat(2, has_left=True)
     nodes.beat(1, has_left=True)
     assert {rank for rank, sign in nodes.ranks[3].receive().items() if sign.has_left} == {0, 1, 2}
@@ -120,6 +127,7 @@ def test_ranks_without_their_folder_send_for_themselves(nodes: Nodes) -> None:
     shutil.rmtree(nodes.ranks[0]._folder)
     for _ in range(2):
         nodes.beat(*reversed(range(6)))
+
     assert nodes.received() == dict.fromkeys(range(6), 3)
 
 
@@ -128,6 +136,7 @@ def test_verdict_reaches_every_rank_of_every_node(nodes: Nodes) -> None:
     assert nodes.ranks[4].declare("first") == b"first"
     assert nodes.ranks[0].declare("second") == b"first"
     assert [nodes.ranks[rank].verdict() for rank in (0, 3, 1, 2, 4, 5)] == [b"first"] * 6
+
     nodes.ranks[5].send_to_node(b"without the store")
     assert nodes.ranks[4].verdict() == b"without the store"
 
@@ -142,6 +151,7 @@ def test_one_rank_of_a_run_reports_its_failure(nodes: Nodes, lost: str) -> None:
         for exchange_of_rank in nodes.ranks:
             exchange_of_rank._store = LostStore()
     answers = [exchange_of_rank.is_first_to_report() for exchange_of_rank in nodes.ranks]
+
     assert answers.count(True) == (2 if lost == "the store" else 1)
     if lost == "nothing":
         assert sum(nodes.calls.values()) == 2, "one rank of each node must query the store"
@@ -165,7 +175,9 @@ def test_end_waits_for_all_ranks_with_few_requests(nodes: Nodes) -> None:
     for thread in threads:
         thread.start()
     time.sleep(0.2)
+
     assert not end_times, "the sixth rank is still missing"
+
     nodes.ranks[5].wait_for_others(6, 10)
     for thread in threads:
         thread.join()
@@ -191,6 +203,7 @@ def test_without_a_private_folder_a_rank_sends_for_itself(
     rank = HeartbeatExchange(store_of_rank, 1, 2, BEAT)
     rank.meet({**environment, STORE: ""})
     rank.say(Heartbeat(1, "host"))
+
     assert rank.receive()[1].beat == 1
     assert not folder.joinpath("sign-1").exists()
 

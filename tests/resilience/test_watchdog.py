@@ -91,6 +91,7 @@ def test_a_verdict_has_a_bounded_size_whatever_the_ranks_do(size):
         }
 
     verdict, _ = judge(signs, size=size)
+
     assert verdict.num_silent == size // 2
     assert "nor have ranks 2,4,6" in verdict.message
     assert len(to_json(verdict)) < 4000
@@ -108,6 +109,7 @@ def test_live_rank_outside_a_collective_is_blamed(culprit):
         .replace("0,1", "0-1")
         .replace("1,2", "1-2")
     )
+
     assert verdict.rank == culprit
     assert (
         f"ranks {others}: phase step of step 12, waits in all_reduce (train.py:9 in _read)"
@@ -134,6 +136,7 @@ def test_ranks_furthest_behind_are_blamed():
         }
 
     verdict, _ = judge(signs, size=4)
+
     assert verdict.rank == 1
     assert verdict.message.endswith("; nor have ranks 2")
 
@@ -144,6 +147,7 @@ def test_ranks_in_different_collectives_are_all_named():
         return {rank: say(beat, **(other if rank == 1 else WAITING)) for rank in range(4)}
 
     verdict, _ = judge(signs, size=4)
+
     assert verdict.rank == 1
     assert (
         "ranks 0,2-3 in all_reduce (train.py:9 in _read), rank 1 in all_gather (mine.py:3 in f)"
@@ -194,6 +198,7 @@ def test_long_compilation_may_end_at_different_times():
 
     # the slowest rank may need 200 s more after 1,000 s of compilation
     assert judge(signs(500, 600), 1200, size=3) is None
+
     verdict, seconds = judge(signs(500, 700), 3000, size=3)
     assert verdict.rank == 0
     assert verdict.message.startswith("has not arrived")
@@ -210,6 +215,7 @@ def test_consecutive_collectives_count_as_progress():
         judge(lambda beat: {0: say(beat, **WAITING), 1: say(beat, ticks=beat, **WAITING)}, 1000)
         is None
     )
+
     verdict, seconds = judge(
         lambda beat: {rank: say(beat, ticks=min(beat, 99), **WAITING) for rank in range(2)}, 1000
     )
@@ -297,6 +303,7 @@ def test_rank_counts_as_slow_after_five_consecutive_windows():
     for window in range(WINDOWS + 2):
         marks = {rank: mark(window, work=48 if rank == 2 else 25) for rank in range(4)}
         slow_ranks.append([straggler.rank for straggler in stragglers.add(marks, signs) or []])
+
     assert slow_ranks == [[]] * WINDOWS + [[2], [2]]
 
 
@@ -314,6 +321,7 @@ def test_window_with_few_samples_is_extended():
     for window in range(8):
         marks = {0: mark(window, samples=8, work=4), 1: mark(window, samples=8, work=7)}
         results.append(stragglers.add(marks, signs))
+
     assert [result is None for result in results] == [
         True,
         True,
@@ -334,6 +342,7 @@ def test_latest_common_marks_are_compared():
     assert common(signs, 2, after=4) is None
     assert common(signs, 3, after=0) is None
     assert find_odd({0: mark(4), 1: mark(4)}, signs) is None
+
     odd = find_odd(common(signs, 2, after=0), signs)
     assert odd.rank == 1
     assert odd.message.endswith("rank 0: step; rank 1: lost")
@@ -398,6 +407,7 @@ def test_inspecting_the_stack_keeps_no_object_alive():
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
+
     assert collected[0] < 10, "a reference cycle through a frame keeps tensors alive"
 
 
@@ -410,6 +420,7 @@ def test_work_inside_pytorch_frames_is_not_a_wait():
             return x
 
     torch.nn.Sequential(Looks())(torch.ones(1))
+
     assert not seen[0].collective
     assert seen[0].at.startswith("test_watchdog.py:")
     assert not seen[0].compiling
@@ -480,6 +491,7 @@ def test_missing_rank_is_named():
     config = dataclasses.replace(shallow_config(), comm=comm)
     facts = config_consistency.facts_of(config, 4)
     store = Store({"facts-1": json.dumps([facts, {}])})
+
     with pytest.raises(
         PeerError, match="rank 2, 3 has not arrived within comm.init_timeout_seconds=1"
     ):

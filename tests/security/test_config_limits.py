@@ -72,6 +72,7 @@ def test_time_and_memory_are_bounded(tmp_path: Path, name: str) -> None:
         timeout=patience.seconds(120),
     )
     status, seconds, peak_bytes = json.loads(done.stderr.splitlines()[-1])
+
     assert status == 2
     assert seconds < 5.0
     assert peak_bytes < 300 * 2**20

@@ -72,6 +72,7 @@ def test_nan_in_a_column_is_a_bad_row_with_its_position_and_column(
     more = {"training.dataset": "parquet", "training.dataset_path": path, **options}
     done = train(tmp_path, None, **more)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+
     assert done.returncode == 3 and len(errors) == 1, done.stderr
     assert str(path) in errors[0]
     assert "row 0" in errors[0]
@@ -87,5 +88,6 @@ def test_environment_variable_with_newlines_is_refused_in_one_line(
         tmp_path, {**VARIABLES[name], name: value}, **{"training.dataset": "python_stdlib"}
     )
     errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+
     assert done.returncode == 2 and len(errors) == 1 and name in errors[0], done.stderr
     assert ("\x1b" not in done.stderr and "\\n" in errors[0]) or "?" in errors[0]

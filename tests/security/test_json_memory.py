@@ -231,6 +231,7 @@ def test_memory_of_a_hostile_file_is_bounded(kind: str, shape: str, tmp_path: Pa
     path = form.write(tmp_path, shape, size - MIB)
     grown_bytes, message = grown_in_fork(lambda: form.read(tmp_path), 60)
     file_bytes = path.stat().st_size
+
     assert grown_bytes < form.memory_bytes + file_bytes + SLACK_BYTES, message
     assert len(message.splitlines()) <= 1
 

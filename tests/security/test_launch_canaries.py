@@ -100,6 +100,7 @@ def test_dry_runs_and_batch_scripts_contain_no_secret(tmp_path: Path, config_fil
         record = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path / "record")}
         done = run(tmp_path, "launch", "slurm", config_file, **record)
         assert (done.returncode, done.stdout) == (0, "slurm/7\n"), done.stderr
+
     assert "#SBATCH" in (tmp_path / "record.script").read_text()
     assert_silent(tmp_path, lines)
 
@@ -156,10 +157,13 @@ def test_ssh_run_that_fails_with_every_secret_masks_them(tmp_path: Path, config_
         arguments = [f"--launch.ssh.config_file={ssh_config}", f"--launch.python={sys.executable}"]
         arguments += [f"--launch.workdir={ROOT}", "--nproc", "2"]
         done = run(tmp_path, "launch", "ssh", config_file, *arguments, *train_options)
+
         # the variables have arrived: the error of the dataset contains all of them, masked
         assert done.returncode == 2 and done.stderr.count("***") >= len(CANARIES), done.stderr
+
         logs = run(tmp_path, "launch", "logs", done.stdout.splitlines()[0])
         assert "refused: ***" in logs.stdout
         report = run(tmp_path, "doctor", "--json", "--nproc", "1", *options(tmp_path)).stdout
         assert "findings" in report
+
     assert_silent(tmp_path, lines)

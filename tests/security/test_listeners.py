@@ -96,6 +96,7 @@ def test_ranks_with_workers_only_listen_on_loopback(tmp_path: Path) -> None:
         assert bool(seen) is not bool(names), (
             "gloo's listeners are visible exactly if there is no private network"
         )
+
     assert all(is_loopback(address) for address, _ in seen), seen
 
 
@@ -111,6 +112,7 @@ def test_preparing_data_listens_nowhere(tmp_path: Path) -> None:
         str(tmp_path / "x"),
         *source,
     ]
+
     assert not watch([*command, "--processes", "2"], tmp_path)
 
 

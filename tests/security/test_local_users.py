@@ -124,6 +124,7 @@ def test_another_user_cannot_access_the_rendezvous_folder(
     num_keys = store.num_keys()
     signs.set("sign-0", "well")
     (tmp_path / "reachable").write_text("x")
+
     assert as_nobody(lambda: (tmp_path / "reachable").read_text()), (
         "the attacker cannot even reach the parent folder"
     )
@@ -158,6 +159,7 @@ def test_folder_store_counts_and_sets_values_atomically(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
     assert store.add("n", 0) == 80
     assert (store.compare_set("v", "", "first"), store.compare_set("v", "", "second")) == (
         b"first",
@@ -204,6 +206,7 @@ def test_variable_with_newlines_and_escapes_is_reported_in_one_line(tmp_path: Pa
     command = [sys.executable, "-m", "shardtrain", "train", "--job.dump_folder", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+
     assert done.returncode == 2 and len(errors) == 1 and "RANK" in errors[0], done.stderr
     assert "\x1b" not in done.stderr
 
@@ -255,7 +258,9 @@ def test_ranks_of_another_launcher_on_one_machine_meet_in_a_private_folder(tmp_p
             thread.start()
         for thread in threads:
             thread.join(patience.seconds(120))
+
         assert attempts_of_ranks == {0: [attempt] * 2, 1: [attempt] * 2}
+
     assert len(list((tmp_path / "runtime/shardtrain").iterdir())) == 1
 
 
@@ -272,6 +277,7 @@ def test_folder_open_to_others_is_skipped(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "runtime").mkdir()
     (tmp_path / "runtime/shardtrain").symlink_to(taken)
     folder = private_store.folder_of_launcher(launched(tmp_path))
+
     assert folder
     assert folder.is_relative_to(tmp_path / "home")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -283,6 +289,7 @@ def test_sweep_ignores_files_that_disappear(tmp_path: Path) -> None:
     other = private_store.folder_of_launcher(launched(tmp_path, MASTER_PORT="29501"))
     assert folder
     assert other
+
     for parent in (folder, other):
         (parent / "gone").symlink_to(tmp_path / "nowhere")
     private_store.sweep(folder)

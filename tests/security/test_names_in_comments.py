@@ -67,7 +67,9 @@ def test_a_file_name_stays_in_its_comment(
     file = tmp_path / NAMES[name]
     file.write_text(TEXT, encoding="utf-8")
     text = WRITERS[writer](file, tmp_path / "new", capsys)
+
     assert re.search(rf"[\x00-\x08\x0b-\x1f{CONTROLS}]", text) is None
+
     values = tomllib.loads(text)
     assert values["training"]["steps"] == 7
     assert values["job"]["description"] == "a \x1b]0;t\x07 \x9b31m \u202e \u2028"
@@ -82,6 +84,7 @@ def test_config_check_names_the_file_in_one_line(
     file.write_text(TEXT, encoding="utf-8")
     main(["config", "check", str(file), "--for-machine", "none"])
     output = capsys.readouterr().out
+
     assert re.search(rf"[\x00-\x08\x0b-\x1f{CONTROLS}]", output) is None
     assert re.search(r"\.toml: \d+ errors?, \d+ notes?$", output.splitlines()[-1])
     assert "planted.py" not in output.splitlines()[0]

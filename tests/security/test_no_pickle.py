@@ -129,6 +129,7 @@ def test_list_of_exceptions_is_current() -> None:
         for name, use in ALLOWED
         if (ROOT / name).exists() and use not in uses(ROOT / name)
     ]
+
     assert not obsolete
 
 
@@ -137,14 +138,18 @@ def test_only_explicit_requests_use_the_reader_of_bin_weights() -> None:
     texts = {name_of(path): path.read_text(encoding="utf-8") for path in PACKAGE}
     on_request = "if legacy_bin:\n        return BinWeights(folder)\n"
     importing = texts["shardtrain/hf/importing.py"]
+
     assert importing.count("BinWeights(") == importing.count(on_request) == 1
+
     readers = {
         name for name in texts if "BinWeights(" in texts[name].replace("class BinWeights(", "")
     }
     assert readers == {"shardtrain/hf/importing.py", "shardtrain/hf/source.py"}
+
     text = "".join(texts.values())
     assert "weights_only=" not in text
     assert "FileSystemReader" not in text
+
     # the package uses PyTorch's DCP writer, but never its reader, which unpickles
     writer = ast.parse(texts["shardtrain/tools/dcp/writing.py"])
     imported = [
@@ -152,15 +157,18 @@ def test_only_explicit_requests_use_the_reader_of_bin_weights() -> None:
         for node in ast.walk(writer)
         if isinstance(node, ast.Import | ast.ImportFrom)
     ]
+
     assert [line for line in imported if "distributed.checkpoint" in line] == [
         "import torch.distributed.checkpoint as dcp",
         "from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter",
         "from torch.distributed.checkpoint.planner import WriteItem, WriteItemType",
     ]
+
     attributes = [ast.unparse(node) for node in ast.walk(writer) if isinstance(node, ast.Attribute)]
     assert {name for name in attributes if re.fullmatch(r"dcp\.\w+", name)} == {
         "dcp.save",
         "dcp.api",
     }
+
     others = [name for name, text in texts.items() if "import torch.distributed.checkpoint" in text]
     assert others == ["shardtrain/tools/dcp/writing.py"]

@@ -227,6 +227,7 @@ def test_state_of_a_checkpoint() -> None:
     guard = Guard()
     guard.add(2.5, 1.5, 8)
     valid = {"state": TrainState(step=1, samples_consumed=2).to_dict(), "guard": guard.to_dict()}
+
     assert not wrong(json.loads(json.dumps(valid)), read)
     with pytest.raises(CheckpointError, match="samples_consumed=10"):
         TrainState().load({**TrainState().to_dict(), "samples_consumed": 10**30})
@@ -271,6 +272,7 @@ def test_best_checkpoint(tmp_path: Path) -> None:
         assert not pointer or len(best.describe(pointer)) < 200
 
     valid = {"step": 4, "metric": "validation.loss", "mode": "min", "value": 7.5}
+
     assert not wrong(valid, read, takes_infinity=True)
 
 
@@ -342,6 +344,7 @@ def test_options_in_toml(names: list[str], tmp_path: Path) -> None:
                 violations.append(f"{case}: {str(problems[0])[:200]}")
             if value == "nan" and not problems:
                 violations.append(f"{case}: is accepted")
+
     assert not violations, "\n".join(violations)
 
 

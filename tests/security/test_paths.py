@@ -37,6 +37,7 @@ def test_path_outside_the_run_folder_is_refused(option: str, path: str) -> None:
     if option == "metrics.save_log_file":
         path += "/{rank}"
     loaded = config.load(None, [f"--{option}={path}"])
+
     assert any(problem.option == option for problem in config.check(loaded))
 
 
@@ -64,6 +65,7 @@ def test_deleting_does_not_follow_links(tmp_path: Path, name: str) -> None:
         retention.discard(folder / name)
     else:
         retention.sweep(folder, "ffff", now=2.0**40)
+
     assert (precious / "file").read_text() == "kept"
     assert not list(folder.iterdir()), "the link was not deleted"
 
@@ -74,6 +76,7 @@ def test_link_inside_a_deleted_checkpoint_is_not_followed(tmp_path: Path) -> Non
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1/link").symlink_to(tmp_path / "precious", target_is_directory=True)
     retention.discard(tmp_path / "step-1")
+
     assert (tmp_path / "precious/file").read_text() == "kept"
 
 
@@ -81,6 +84,7 @@ def test_link_instead_of_a_file_is_replaced_without_writing_to_its_target(tmp_pa
     (tmp_path / "precious").write_text("kept")
     (tmp_path / "exit.json").symlink_to(tmp_path / "precious")
     atomic_io.write(tmp_path / "exit.json", "new")
+
     assert (tmp_path / "precious").read_text() == "kept"
     assert (tmp_path / "exit.json").read_text() == "new"
     assert not (tmp_path / "exit.json").is_symlink()
@@ -112,6 +116,7 @@ def test_repeatedly_planted_link_never_redirects_a_write(tmp_path: Path) -> None
     finally:
         ended.set()
         thread.join()
+
     assert precious.read_text() == "kept"
 
 
@@ -128,7 +133,9 @@ def test_world_writable_checkpoint_folder_is_refused_unless_allowed(tmp_path: Pa
                 refused.to_continue()
             refused.close()
         allowed = checkpoints(tmp_path, allow_shared_writable=True)
+
         assert allowed.to_continue() == tmp_path / "checkpoint/step-3"
+
         allowed.close()
 
 
@@ -167,7 +174,9 @@ def test_run_writes_nothing_world_writable_and_nothing_outside_its_folder(tmp_pa
         timeout=patience.seconds(120),
         umask=0,
     )
+
     assert done.returncode == 0, done.stderr
+
     written = [path for path in outputs.rglob("*") if not path.is_symlink()]
     assert len(written) > 5
     assert not [path for path in (outputs, *written) if path.stat().st_mode & stat.S_IWOTH]

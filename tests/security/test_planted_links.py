@@ -114,6 +114,7 @@ def test_one_function_opens_all_files_that_a_run_writes() -> None:
         lines = [*written(ast.parse(path.read_text(encoding="utf-8")))]
         if lines:
             lines_of_modules[name] = lines
+
     assert lines_of_modules.keys() - NOT_OF_A_RUN == set(), lines_of_modules
 
 
@@ -174,7 +175,9 @@ def test_run_opens_its_files_relative_to_a_folder_descriptor(tmp_path: Path) -> 
     process = multiprocessing.get_context("fork").Process(target=launch)
     process.start()
     process.join(patience.seconds(120))
+
     assert process.exitcode == 0, (tmp_path / "terminal").read_text()
+
     opened = (tmp_path / "report").read_text().splitlines()
     assert [line for line in opened if line.startswith("path")] == []
     names = {line.removeprefix("name ") for line in opened}
@@ -214,7 +217,9 @@ def test_links_instead_of_files_of_a_run_never_redirect_a_write(
     first = config_of(tmp_path / "first")
     second = config_of(tmp_path / "second")
     code, output = storage_faults.run(first, 2, None)
+
     assert code == 0, output
+
     names = [path.relative_to(tmp_path / "first") for path in files_below(tmp_path / "first")]
     names = [name for name in names if not name.parts[1:2] or not name.parts[1].startswith("step-")]
     assert {str(name) for name in names if len(name.parts) == 1} == {
@@ -224,6 +229,7 @@ def test_links_instead_of_files_of_a_run_never_redirect_a_write(
     assert {"logs/rank-1.out", "logs/rank-1.err", "exit.json", "metrics.jsonl"} <= {
         str(name) for name in names
     }
+
     (tmp_path / "precious").mkdir()
     for number, name in enumerate([*names, Path(".exit.json.reserved")]):
         precious = tmp_path / f"precious/{number}"
@@ -231,6 +237,7 @@ def test_links_instead_of_files_of_a_run_never_redirect_a_write(
         (tmp_path / "second" / name).parent.mkdir(parents=True, exist_ok=True)
         plant(tmp_path / "second" / name, precious)
     code, output = storage_faults.run(second, 2, None)
+
     assert code == 0, output
     assert {path.read_text() for path in (tmp_path / "precious").iterdir()} == {"kept"}
     assert len(list((tmp_path / "precious").iterdir())) == len(names) + 1
@@ -260,13 +267,17 @@ def test_linked_folder_is_refused_at_start_with_its_target(folder: str, tmp_path
     config = replace(
         config, profiling=replace(config.profiling, save_traces_folder="profile_traces/deeper")
     )
+
     assert not link_problems(config)
+
     elsewhere.mkdir()
     (run / folder).parent.mkdir(parents=True, exist_ok=True)
     (run / folder).symlink_to(elsewhere)
     problems = link_problems(config)
+
     assert FOLDERS[folder] in {problem.option for problem in problems}
     assert all(f"{run / folder}, a link to {elsewhere}" in problem.rule for problem in problems)
+
     if folder == "checkpoint":
         assert problems[0].fix == f"remove the link, or set checkpoint.folder to {elsewhere}"
         target_folder = replace(
@@ -275,6 +286,7 @@ def test_linked_folder_is_refused_at_start_with_its_target(folder: str, tmp_path
         assert not link_problems(target_folder)
         no_saves = replace(config, checkpoint=replace(config.checkpoint, load_only=True))
         assert not link_problems(no_saves)
+
     assert not list(elsewhere.iterdir())
 
 
@@ -305,6 +317,7 @@ def test_target_of_a_link_is_offered_as_checkpoint_folder_only_if_it_works(
     elsewhere = "use another folder"
     if is_offered:
         elsewhere = f"set checkpoint.folder to {run_folder / target}"
+
     assert found.fix == f"remove the link, or {elsewhere}"
 
 
@@ -340,6 +353,7 @@ def test_file_with_the_name_of_a_folder_is_refused_at_start(folder: str, tmp_pat
         )
         config = replace(config, **{section: replace(getattr(config, section), **{option: True})})
     (found,) = problems(config)
+
     assert (found.option, found.rule) == (
         FOLDERS[folder],
         f"leads through {path}, which is not a folder",
@@ -352,6 +366,7 @@ def test_folder_with_the_name_of_a_file_is_refused_at_start(tmp_path: Path) -> N
         (tmp_path / "run" / name).mkdir(parents=True)
     rules = [problem.rule for problem in machine_notes(Loaded(config_of(tmp_path / "run")))]
     names = (*FILES_OF_A_RUN, "config.toml")
+
     assert rules == [
         f"contains a folder {name}, but a run writes a file with this name" for name in names
     ]
@@ -378,6 +393,7 @@ def test_folder_that_becomes_a_link_after_the_checks_is_refused(tmp_path: Path) 
     run.mkdir()
     for name in ("logs", "checkpoint"):
         (run / name).symlink_to(elsewhere)
+
     with pytest.raises(
         StorageError, match=rf"{run}/logs is a link to {elsewhere}, which a run does not follow"
     ):
@@ -387,6 +403,7 @@ def test_folder_that_becomes_a_link_after_the_checks_is_refused(tmp_path: Path) 
     ):
         Lease(run / "checkpoint").acquire()
     assert not list(elsewhere.iterdir())
+
     atomic_io.guard()
 
 
@@ -413,7 +430,9 @@ def test_node_report_does_not_follow_a_linked_folder(
             assert [*nodes.map(node, range(2))] == [6, 6]
     finally:
         atomic_io.guard()
+
     assert not list(elsewhere.iterdir())
+
     rule = f"{run}/logs is a link to {elsewhere}, which a run does not follow"
     lines = capsys.readouterr().err.splitlines()
     assert sorted(lines) == [
@@ -494,8 +513,10 @@ def test_two_nodes_write_nothing_through_planted_links(
         homes, f"--checkpoint.enable={str(name == 'checkpoint' or planted_on == 0).lower()}"
     )
     kept = [path for path in precious.rglob("*") if path.is_file()]
+
     assert len(kept) == len(names)
     assert {path.read_text() for path in kept} == {"kept"}
+
     if name == "files":
         assert [code for code, _ in ends] == [0, 0], ends
         return

@@ -174,6 +174,7 @@ def test_installation_imports_no_module_of_the_current_directory(tmp_path: Path)
         timeout=patience.seconds(240),
         check=False,
     )
+
     assert "pip could not install" in done.stderr, done.stderr
     assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
 
@@ -193,6 +194,7 @@ def test_editable_installation_imports_no_module_of_the_current_directory(tmp_pa
     installed_wheel.run(*pip, *options, cwd=sources, seconds=300)
     (listing,) = installed.glob("__editable__*.pth")
     (entry,) = listing.read_text().splitlines()
+
     assert entry == str(sources)
 
     # what Python adds to the path at its start, in a folder that has each relative entry as a folder
@@ -205,6 +207,7 @@ def test_editable_installation_imports_no_module_of_the_current_directory(tmp_pa
     code = (
         f"{start}; import importlib.util as u, shardtrain; print(u.find_spec('absent_elsewhere'))"
     )
+
     assert installed_wheel.run(sys.executable, "-I", "-S", "-c", code, cwd=folder).strip() == "None"
     assert not (planted / "imported").exists()
 
@@ -234,4 +237,5 @@ def test_only_python_child_starts_python() -> None:
         )
     }
     pdsh = "shardtrain/launch/platforms/pdsh.py"  # it starts a single file in isolated mode (-I)
+
     assert started == {"shardtrain/utils/python_child.py", pdsh}

@@ -218,7 +218,9 @@ def test_each_mode_has_exactly_the_listeners_of_the_table(name, tmp_path, monkey
     expected = {(row["Process"], row["Address"], row["Port"]): row["How long"] for row in rows}
     expected.pop(("none", "", ""), None)
     actual = seen(MODES[name], tmp_path)
+
     assert actual <= set(expected), "SECURITY.md does not list a listener"
+
     permanent = {
         listener for listener, how_long in expected.items() if not how_long.startswith("an instant")
     }
@@ -242,4 +244,5 @@ def test_listeners_of_every_kind_are_detected():
         for address, family in families.items():
             stack.enter_context(socket.create_server((address, 0), family=family))
         addresses = {address_of(digits) for digits, _ in listeners({os.getpid()}) - inherited}
+
     assert addresses == set(families)

@@ -105,6 +105,7 @@ def test_every_interpreter_on_a_node_has_the_safe_path(platform: str) -> None:
                     count += 1
                     assert command[place + 1] == "-P", command
                     assert command[place + 2] in ("-m", "-c"), command
+
         assert count >= 1, f"{platform} starts no Python"
 
 
@@ -149,6 +150,7 @@ def test_hosts_of_ssh_import_no_planted_module(
         if verb == "doctor":
             command.append("--doctor")
         done = finished(command, ROOT, {"XDG_STATE_HOME": str(tmp_path)})
+
     assert not imported.exists(), imported.read_text()
     assert done.returncode == 0, done.stderr[-2000:]
     if verb == "train":
@@ -192,6 +194,7 @@ def test_nodes_of_slurm_import_no_planted_module(script: str, tmp_path: Path) ->
         "NGPU": "1",
     }
     done = finished(["bash", str(text), *arguments], planted, variables)
+
     assert not imported.exists(), imported.read_text()
     assert done.returncode == 0, done.stderr[-2000:]
     assert list(losses(tmp_path / "run")) == [1]
@@ -228,6 +231,7 @@ def test_host_with_an_older_python_is_named_in_one_line(tmp_path: Path) -> None:
         ]  # fmt: skip
         done = finished(command, ROOT, {"XDG_STATE_HOME": str(tmp_path)})
     lines = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+
     assert done.returncode == 2 and len(lines) == 1, done.stderr
     assert "host-a" in lines[0]
     assert "its Python is older than 3.11" in lines[0]

@@ -70,6 +70,7 @@ def test_run_with_all_sinks_writes_no_secret(tmp_path: Path) -> None:
         "--checkpoint.enable",
     ]
     status, printed, lines = run(tmp_path, "train", "--nproc", "2", *options(tmp_path), *flags)
+
     assert status == 0, printed
     assert (tmp_path / "outputs/wandb-stub.json").exists()
     assert (tmp_path / "outputs/config.resolved.toml").exists()
@@ -92,6 +93,7 @@ def test_error_with_every_secret_is_masked(tmp_path: Path, verb: str) -> None:
             str(dataset),
         ]
     status, printed, lines = run(tmp_path, *arguments)
+
     assert status != 0 and "refused: ***" in printed, printed
     assert_silent(tmp_path, lines)
 
@@ -105,6 +107,7 @@ def test_option_with_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch, option
     monkeypatch.setenv("MY_SERVICE_PASSWORD", CANARIES["MY_SERVICE_PASSWORD"])
     loaded = config.load(None, [f"--{option}", f"x-{CANARIES['MY_SERVICE_PASSWORD']}"])
     problems = [problem for problem in config.check(loaded) if "holds a secret" in problem.rule]
+
     assert [problem.option for problem in problems] == [option]
     assert CANARIES["MY_SERVICE_PASSWORD"] not in str(problems[0])
 
@@ -126,7 +129,9 @@ def test_address_with_a_secret_is_refused_and_never_printed(
     file = tmp_path / "run.toml"
     file.write_text(f'[training]\ndataset = "jsonl"\ndataset_path = "{value}"\n')
     problems = [item for item in config.check(config.load(file)) if "holds a secret" in item.rule]
+
     assert [problem.option for problem in problems] == ["training.dataset_path"]
+
     for verb in ("show", "check"):
         main(["config", verb, str(file)])
         printed = capsys.readouterr()
@@ -140,6 +145,7 @@ def test_warning_about_a_variable_masks_secrets(capsys: pytest.CaptureFixture[st
     environment = {"OMP_NUM_THREADS": "x" * 23 + " " + token}
     drop_invalid(environment)
     printed = capsys.readouterr().err
+
     assert "***" in printed
     assert "ghp_" not in printed
 

@@ -159,9 +159,11 @@ def test_ranks_do_not_listen_in_the_shared_network(network: dict[str, str], tmp_
         this_network = os.readlink("/proc/self/ns/net")
         threads = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
         networks_of_threads = {os.readlink(task / "ns/net") for task in threads}
+
         assert len(networks_of_threads - {this_network}) == 1, (
             "the ranks do not share one private network"
         )
+
         networks_of_ranks = {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
         assert networks_of_ranks == {this_network}
 
@@ -174,6 +176,7 @@ def test_error_in_the_private_network_propagates_unchanged(
     )
     if os.geteuid() != 0:
         pytest.skip("this process has not entered the user namespace")
+
     with pytest.raises(ZeroDivisionError):
         private_network.call_inside(lambda: 1 // 0)
 
@@ -193,8 +196,10 @@ def test_user_who_connects_during_setup_is_named_and_the_run_stops(
         return server
 
     sockets: list[socket.socket] = []
+
     with pytest.raises(PeerError, match=f"the user with id {NOBODY} connected"):
         gloo_sockets.private(make)
+
     for opened in sockets:
         opened.close()
 
@@ -265,6 +270,7 @@ def test_user_namespace_does_not_bypass_file_permissions(tmp_path: Path) -> None
     answer = as_nobody(in_the_network)
     if answer == "no network":
         pytest.skip("this system does not allow network namespaces of users")
+
     assert answer == "PermissionError"
 
 
@@ -281,7 +287,9 @@ def test_process_with_capabilities_does_not_enter_a_user_namespace(
 
     monkeypatch.setattr(private_network, "_call", refuse)
     monkeypatch.setattr(private_network, "_capabilities", lambda: capabilities)
+
     with pytest.raises(PermissionError):
         private_network._enter_new_network()
+
     enters_user_namespace = any(flags & private_network._NEW_USER for flags in all_flags)
     assert enters_user_namespace == (not capabilities)

@@ -100,6 +100,7 @@ def test_special_or_huge_file_is_refused(
         "damaged",
         "no file",
     )
+
     assert any(reason in result for reason in reasons), result
 
 
@@ -122,6 +123,7 @@ def test_pipe_instead_of_rows_is_refused(reader: Callable[[Path], object], tmp_p
         result = str(reader(tmp_path / "rows"))
     except (ShardtrainError, OSError) as error:
         result = str(error)
+
     assert "regular file" in result or not result
 
 
@@ -210,7 +212,9 @@ def test_history_starts_anew_if_the_file_is_not_one(
     path = tmp_path / "metrics.jsonl"
     kind(path)
     history = metrics_jsonl.JsonlFile(path, start_step)
+
     assert history.history == []
+
     history.write({"step": 5, "loss": 1.0})
     assert history.num_lost == 0
     assert not path.is_symlink()
@@ -234,6 +238,7 @@ def test_long_line_between_records_is_read_once(
         return read_line(*arguments)
 
     monkeypatch.setattr(bounded_reads, "line", counted)
+
     assert metrics_jsonl.JsonlFile(path, 4).history[-1] == records[-1]
     assert num_calls < 100
     assert metrics_jsonl.read_records(path) == records

@@ -86,6 +86,7 @@ def test_secret_of_an_unknown_option_is_never_printed(name, capfd, monkeypatch, 
     for message in reports(name, value, tmp_path):
         assert canary(value) not in message, message
         assert "***" in message or "is not a section" in message, message
+
     for file in ("trainer.json", "deepspeed.json"):
         arguments = {"learning_rate": 1e-5, "output_dir": "x", "per_device_train_batch_size": 1}
         deepspeed = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
@@ -94,6 +95,7 @@ def test_secret_of_an_unknown_option_is_never_printed(name, capfd, monkeypatch, 
         )
         main(["config", "migrate", file, "-o", f"{file}.toml"])
         printed = "".join(capfd.readouterr())
+
         assert canary(value) not in printed and "***" in printed, printed
 
 

@@ -93,6 +93,7 @@ def test_padding_batch_adds_nothing_to_the_load_of_experts(task: str, tmp_path: 
         return dataclasses.replace(run_config, model=Model(name="mixtral", overrides=MIXTURE))
 
     alone = run_tiny(1, of(2, 1), 2)[0]
+
     for result in (*run_tiny(1, of(1, 1), 2), *run_tiny(2, of(1, 2), 2)):
         assert_same_numbers(result, alone)
 
@@ -107,6 +108,7 @@ def test_padding_entry_of_a_group_adds_nothing_to_the_load_of_experts(tmp_path: 
         return dataclasses.replace(run_config, model=Model(name="mixtral", overrides=MIXTURE))
 
     together, apart = (run_tiny(1, of(local), 1)[0] for local in (2, 1))
+
     assert_same_numbers(apart, together)
 
 
@@ -134,7 +136,9 @@ def test_validation_is_equal_on_any_number_of_ranks(task: str, file: Path, tmp_p
             file, task, job={"dump_folder": str(folder)}, validation={**validation, "local_batch_size": 2},
             training={"steps": 1, "local_batch_size": 2 // ranks}, parallelism={"data_parallel_shard_degree": ranks},
         )  # fmt: skip
+
         assert run_ranks(ranks, train_whole, run_config)[0].error is None
+
         (line,) = (folder / "validation.jsonl").read_text().splitlines()
         results.append(
             {
@@ -143,6 +147,7 @@ def test_validation_is_equal_on_any_number_of_ranks(task: str, file: Path, tmp_p
                 if key.startswith(("loss", "reward"))
             }
         )
+
     assert results[0].keys() == results[1].keys()
     assert "reward_margin" in results[0]
     assert results[0] == pytest.approx(results[1], abs=1e-5)
@@ -169,6 +174,7 @@ def test_chat_template_and_columns_of_answers_are_configurable(
     path.write_text(json.dumps({"asked": [{"role": "user", "content": "is it"}], **row}) + "\n")
     named = (f"--data.chat_template={template}", "--data.prompt_field=asked")
     assert show.main(arguments_for(path, "preference", *named)) == 0
+
     shown = capsys.readouterr().out
     assert "is it?«yes!»" in shown
     assert "is it?«no!»" in shown
@@ -188,11 +194,13 @@ def test_data_show_prints_both_answers_with_learned_parts(
         "<bos>2+2 is« five!<eos>»",
     ]
     assert show.main(arguments_for(path, "reward_model", "--json")) == 0
+
     shown = json.loads(capsys.readouterr().out)
     assert [(name, [piece["learned"] for piece in pieces]) for name, pieces in shown["texts"]] == [
         ("chosen", [False]),
         ("rejected", [False]),
     ]
+
     path.write_text(json.dumps({"prompt": "a", "completion": "b", "label": False}) + "\n")
     assert show.main(arguments_for(path, "kto")) == 0
     assert capsys.readouterr().out.splitlines()[2:] == [
@@ -256,6 +264,7 @@ def test_kto_label_may_be_a_number(tmp_path: Path, label: Any, is_good: bool | N
         ((answer,),) = KTO(config(path, "kto")).read_rows("train")
         assert answer.is_good == is_good
         return
+
     with pytest.raises(DataError, match="label '0.5' in column 'label' is neither true nor false"):
         KTO(config(path, "kto")).read_rows("train")
 
@@ -272,6 +281,7 @@ def test_chat_preferences_are_read_in_every_layout() -> None:
     ]
     sizes = {"steps": 2, "local_batch_size": 1, "global_batch_size": 1}
     runs = [ours([row], task={"name": "preference"}, training=sizes) for row in rows]
+
     assert all(run.error is None for run in runs)
     assert runs[0].losses == runs[1].losses == runs[2].losses
     assert runs[0].losses[1] < runs[0].losses[0]
@@ -291,7 +301,9 @@ def test_transformers_models_learn_from_answers(
     run_config = dataclasses.replace(
         foreign("gpt2", tmp_path, overrides=overrides, training=training), task=Task(name=task)
     )
+
     assert list(check(Loaded(run_config))) == []
+
     ended = run_ranks(1, train_whole, run_config)[0]
     assert ended.error is None
     assert ended.losses[-1] < ended.losses[0]
@@ -316,13 +328,16 @@ def test_margin_of_a_row_is_subtracted_from_the_difference_of_scores(
     rows = task.read_rows("train")
     batch = RowBatch(task.collate(list(rows)), torch.tensor([0]), 1, 1)
     loss = task.loss_sum(torch.tensor([[1.25, 0.5]]), batch, torch.tensor(1.0))
+
     assert float(loss) == pytest.approx(math.log1p(math.exp(margin - 0.75)), abs=1e-6)
+
     plain = tmp_path / "plain.jsonl"
     plain.write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
     same = (
         RewardModel(config(plain, "reward_model")).read_rows("train").fingerprint
         == rows.fingerprint
     )
+
     assert same == (margin == 0.0)
 
 

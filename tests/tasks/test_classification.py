@@ -56,6 +56,7 @@ def test_meshes_change_no_number_despite_different_padding(model: str, mesh: str
     ranks, parallelism, training = MESHES[mesh]
     sections: dict[str, Any] = {"model": DECODER} if model == "decoder" else {}
     results = run_tiny(ranks, config(parallelism=parallelism, training=training, **sections), 4)
+
     for result in results:
         # gradient norms reach 20: a rounding of 1e-7 in a weight becomes 1e-5 in the loss two updates later
         assert_same_numbers(result, reference(model), loss=3e-5)
@@ -79,6 +80,7 @@ def test_tensor_parallelism_supports_any_number_of_labels(
     }
     one_process = run_tiny(1, config(training={"local_batch_size": 8}, **sections), 4)[0]
     mesh = {"tensor_parallel_degree": ranks, "disable_loss_parallel": True}
+
     for result in run_tiny(
         ranks, config(training={"local_batch_size": 8}, parallelism=mesh, **sections), 4
     ):
@@ -151,6 +153,7 @@ def test_macro_f1_is_the_mean_over_labels() -> None:
     task = Classification(config(task={"labels": ["a", "b", "c"]}))
     rows = {"prediction": torch.tensor([0, 0, 1, 1]), "label": torch.tensor([0, 1, 1, 1])}
     metrics = task.metrics(rows)
+
     # label c never occurs
     assert metrics == {
         "accuracy": 0.75,
@@ -162,6 +165,7 @@ def test_long_row_is_truncated_and_keeps_eos() -> None:
     task = Classification(config(training={"seq_len": 6}))
     short = task.read_rows("train")[0]
     long = max(task.read_rows("train"), key=lambda row: len(row.tokens))
+
     assert len(long.tokens) == 6
     assert long.tokens[0] == 256
     assert long.tokens[-1] == 257
@@ -187,6 +191,7 @@ def test_second_text_of_a_pair_follows_the_first(tmp_path: Path) -> None:
         training={"dataset": "jsonl", "dataset_path": str(path)},
     )
     (row,) = tasks.open_task(run_config).read_rows("train")
+
     assert row.tokens.tolist() == [256, ord("x"), 257, ord("y"), 257]
     assert row.label == 1
 
@@ -225,6 +230,7 @@ def test_integer_is_a_label_in_any_type(tmp_path: Path, label: Any, number: int 
     if number is not None:
         assert [row.label for row in Classification(run_config).read_rows("train")] == [number]
         return
+
     with pytest.raises(DataError, match="in column 'label' is not one of 0, 1"):
         Classification(run_config).read_rows("train")
 
@@ -237,6 +243,7 @@ def test_missing_column_is_reported_with_the_existing_ones(tmp_path: Path) -> No
         task={"label_field": "label"},
         training={"dataset_path": str(path)},
     )
+
     with pytest.raises(
         DataError, match=r"train.tsv:2: has no column 'label'; its columns are sentence, score"
     ):
@@ -262,6 +269,7 @@ def test_three_epochs_learn_labels_decided_by_one_word_and_keep_the_best(tmp_pat
     )
     run_ranks(2, train_whole, run_config)
     lines = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+
     # 200 rows in steps of 16: 12.5 steps per epoch
     assert [line["step"] for line in lines] == [
         13,
@@ -271,6 +279,7 @@ def test_three_epochs_learn_labels_decided_by_one_word_and_keep_the_best(tmp_pat
         63,
         75,
     ]
+
     best = max(lines, key=lambda line: line["accuracy"])
     assert best["accuracy"] > 0.9
     pointer = json.loads((tmp_path / "checkpoint" / "best.json").read_text())
@@ -302,6 +311,7 @@ def test_run_resumes_at_the_row_where_it_stopped(tmp_path: Path) -> None:
         )
         for name in ("whole", "cut")
     ]
+
     for uninterrupted, resumed in run_ranks(2, continued, *configs):
         assert resumed.sample_ids == uninterrupted.sample_ids[3:]
         assert resumed.losses == uninterrupted.losses[3:]

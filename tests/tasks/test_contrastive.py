@@ -159,6 +159,7 @@ def test_loss_and_gradients_equal_sentence_transformers(
     config = contrastive(
         tmp_path, rows(negatives), pooling, parallelism=parallelism, training=training
     )
+
     for loss, gradients in run_ranks(num_ranks, one_step, config):
         assert loss == pytest.approx(expected_loss, abs=SAME)
         for name, gradient in expected.items():
@@ -176,6 +177,7 @@ def test_rows_that_fill_up_a_batch_are_no_negatives(tmp_path: Path) -> None:
                       "on_data_end": "stop", "last_batch": "keep"},
         )  # fmt: skip
         losses.append(run_ranks(num_ranks, one_step, config)[0][0])
+
     assert losses[0] == pytest.approx(losses[1], abs=SAME)
 
 
@@ -192,7 +194,9 @@ def test_export_opens_in_sentence_transformers(tmp_path: Path, pooling: str) -> 
         checkpoint={"last_save_in_hf": True, "last_save_model_only": True},
     )
     (ended,) = run_ranks(1, train_whole, config)
+
     assert ended.error is None
+
     exported = next(path.parent for path in tmp_path.rglob("config.json"))
     write_modules(exported, pooling)
     model = package.SentenceTransformer(str(exported), device="cpu")
@@ -211,6 +215,7 @@ def test_export_opens_in_sentence_transformers(tmp_path: Path, pooling: str) -> 
             return task.forward(model, batch)[:, 0]
 
     expected = run_ranks(1, embed)[0]
+
     torch.testing.assert_close(embeddings, expected, rtol=0, atol=SAME)
 
 

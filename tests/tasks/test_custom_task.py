@@ -71,7 +71,9 @@ def test_single_method_of_a_task_can_be_replaced(tmp_path: Path) -> None:
         Config(), task=dataclasses.replace(Config().task, name=str(file))
     )
     task = tasks.open_task(run_config)
+
     assert isinstance(task, RowTask)
+
     rows = {"prediction": torch.tensor([1, 0]), "label": torch.tensor([1, 1])}
     assert task.metrics(rows)["rows"] == 2.0
     assert task.metrics(rows)["accuracy"] == 0.5
@@ -94,6 +96,7 @@ def test_invalid_task_file_is_a_one_line_error(tmp_path: Path, text: str, messag
     run_config = dataclasses.replace(
         Config(), task=dataclasses.replace(Config().task, name=str(file))
     )
+
     with pytest.raises(ConfigError, match=message):
         task = tasks.open_task(run_config)
         task.open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1)

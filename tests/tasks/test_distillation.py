@@ -105,6 +105,7 @@ def test_experts_on_either_side_change_no_number(
     on_ranks = dataclasses.replace(
         run_config, parallelism=dataclasses.replace(run_config.parallelism, **parallelism)
     )
+
     assert not check(Loaded(on_ranks)), check(Loaded(on_ranks))
     for result in run_tiny(2, on_ranks, 2):
         assert_same_numbers(result, expected)
@@ -126,9 +127,11 @@ def test_resumed_run_requires_its_original_teacher(tmp_path: Path) -> None:
         parted, task=dataclasses.replace(parted.task, teacher_path=str(moved))
     )
     resumed = train(same)  # the same bytes in a different folder
+
     assert resumed.error is None, resumed.error
     assert resumed.losses == uninterrupted.losses[2:]
     assert_bitwise(resumed.weights, uninterrupted.weights)
+
     other_teacher = config(
         tmp_path / "parted",
         {"teacher_path": str(teacher(seed=1))},
@@ -136,6 +139,7 @@ def test_resumed_run_requires_its_original_teacher(tmp_path: Path) -> None:
         training={"steps": 6},
     )
     refused = train(other_teacher)
+
     assert isinstance(refused.error, ConfigError)
     assert "teacher differ" in str(refused.error)
 
@@ -154,6 +158,7 @@ def test_bfloat16_teacher_has_the_numbers_of_a_float32_one(monkeypatch: pytest.M
         )
 
     monkeypatch.setattr(Distillation, "teacher", in_float32)
+
     assert run_tiny(1, run_config, 2)[0].losses == half.losses
 
 
@@ -165,13 +170,16 @@ def test_validation_measures_only_the_student_and_steps_log_both_losses(tmp_path
         "local_batch_size": 2,
     }  # fmt: skip
     run_config = config(tmp_path, {"kd_ratio": 0.25}, training={"steps": 2}, validation=validation)
+
     assert train(run_config, ranks=2).error is None
+
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for step in steps:
         mixed = 0.75 * step["cross_entropy"] + 0.25 * 4 * step["divergence"]
         assert step["loss"] == pytest.approx(mixed, rel=1e-5)
         assert step["divergence"] > 0.01
     logged = json.loads((tmp_path / "validation.jsonl").read_text().splitlines()[-1])
+
     # near log 512 = 6.24 for random weights, unlike the mixed loss
     assert logged["loss"] == pytest.approx(steps[-1]["cross_entropy"], abs=1.0)
     assert abs(logged["loss"] - steps[-1]["loss"]) > abs(
@@ -203,6 +211,7 @@ def test_teacher_may_have_an_architecture_only_in_transformers(tmp_path: Path) -
     ended = train(
         config(tmp_path / "run", {"teacher_path": str(tmp_path / "gpt2")}, training={"steps": 2})
     )
+
     assert ended.error is None, ended.error
     assert ended.losses[-1] < ended.losses[0]
 
@@ -215,6 +224,7 @@ def test_adapters_learn_from_a_teacher(tmp_path: Path) -> None:
         checkpoint={"enable": True},
     )
     ended = train(run_config)
+
     assert ended.error is None, ended.error
     assert ended.losses[-1] < ended.losses[0]
 
@@ -252,6 +262,7 @@ def test_invalid_distillation_options_are_rejected(tmp_path: Path) -> None:
         assert all("\n" not in line for line in problems)
     plain = dataclasses.replace(one, task=Task(name="preference", teacher_path=str(teacher())))
     problems = [str(one) for one in check(Loaded(plain, {"task.teacher_path": "command line"}))]
+
     assert any('is only read by task.name = "distillation"' in line for line in problems), problems
 
 
@@ -289,9 +300,11 @@ def test_different_vocabularies_are_rejected(tmp_path: Path) -> None:
     assert not lines("own", "own")
     assert not lines("own", "same")
     assert not lines("own", "more")
+
     (line,) = lines("own", "other")
     assert "has another vocabulary than" in line
     assert "id 40 is" in line
+
     (line,) = lines("more", "own")
     assert "'<extra>' here and nothing there" in line
     (line,) = lines("bytes", "own")
@@ -302,10 +315,12 @@ def test_teacher_with_too_few_rows_or_damaged_weights_is_rejected(tmp_path: Path
     few = train(config(tmp_path / "few", {"teacher_path": str(teacher(vocab_size=128))}))
     assert isinstance(few.error, ConfigError)
     assert "has rows for 128 ids" in str(few.error)
+
     place = save(build("qwen3", vocab_size=512), tmp_path / "cut")
     file = place / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     cut = train(config(tmp_path / "run", {"teacher_path": str(place)}))
+
     assert isinstance(cut.error, CheckpointError)
     assert "is truncated" in str(cut.error)
 
@@ -319,7 +334,9 @@ def test_packed_documents_are_masked_in_both_models_or_rejected(tmp_path: Path) 
     )
     data = {"format": "prompt_completion", "packing": "first_fit"}
     training = {"dataset": "jsonl", "dataset_path": str(rows), "steps": 2, "on_data_end": "repeat"}
+
     assert train(config(tmp_path / "apart", data=data, training=training)).error is None
+
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(
         tmp_path / "gpt2"
@@ -327,7 +344,9 @@ def test_packed_documents_are_masked_in_both_models_or_rejected(tmp_path: Path) 
     broken = config(
         tmp_path / "run", {"teacher_path": str(tmp_path / "gpt2")}, data=data, training=training
     )
+
     assert train(broken).error is None  # GPT-2 supports restarting positions
+
     sizes = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -345,5 +364,6 @@ def test_packed_documents_are_masked_in_both_models_or_rejected(tmp_path: Path) 
             training=training,
         )
     )
+
     assert isinstance(ended.error, ConfigError)
     assert "is ignored by OPTForCausalLM" in str(ended.error)

@@ -139,8 +139,10 @@ def test_llama_4_equals_a_plain_loop(tmp_path: Path) -> None:
         pytest.skip("needs torchvision")
     expected: FirstStep = run_ranks(1, first_step, config_of("llama4", tmp_path))[0]
     loss, gradients, _ = plain_step("llama4", tmp_path / "data" / "rows.jsonl")
+
     assert expected.loss == pytest.approx(loss, rel=1e-5)
     assert_same_gradients(expected, gradients)
+
     mesh = {"data_parallel_shard_degree": 2}
     config = config_of("llama4", tmp_path, parallelism=mesh, training={"local_batch_size": 1})
     assert difference(run_ranks(2, first_step, config), expected) < 2e-5
@@ -191,8 +193,10 @@ def test_packed_rows_equal_a_plain_loop(name: str, tmp_path: Path) -> None:
     task = tasks.open_task(config)
     batch = task.collate(list(task.read_rows("train")))
     num_sequences, longest = batch["tokens_BT"].shape
+
     assert num_sequences < BATCH
     assert longest <= config.training.seq_len
+
     step = run_ranks(1, first_step, config)[0]
     loss, gradients, _ = plain_step(name, tmp_path / "data" / "rows.jsonl")
     assert step.loss == pytest.approx(loss, rel=1e-5)
@@ -223,6 +227,7 @@ def test_ranks_without_images(name: str, counts: tuple[int, ...], tmp_path: Path
     loss, gradients, _ = plain_step(name, rows)
     mesh = {"data_parallel_shard_degree": 2}
     config = config_of(name, tmp_path, rows, parallelism=mesh, training={"local_batch_size": 1})
+
     for step in run_ranks(2, first_step, config):
         assert step.loss == pytest.approx(loss, rel=1e-5)
         assert_same_gradients(step, gradients)
@@ -296,6 +301,7 @@ def test_loss_and_gradients_equal_trl(name: str, tmp_path: Path) -> None:
     rows = tmp_path / "data" / "rows.jsonl"
     step = run_ranks(1, first_step, config)[0]
     loss, gradients = run_ranks(1, trl_step, vision_folder(name), rows, tmp_path / "trl")[0]
+
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert_same_gradients(step, gradients)
 
@@ -335,6 +341,7 @@ def test_adapters_by_pattern(tmp_path: Path) -> None:
         )
         steps.append(run_ranks(ranks, first_step, config)[0])
     one, two = steps
+
     assert two.loss == pytest.approx(one.loss, rel=1e-5)
     assert any("vision_tower" in key and "q_proj" in key for key in one.gradients)
     assert all("lora_" in key for key in one.gradients)
@@ -370,6 +377,7 @@ def test_validation_counts_the_tokens_of_answers(tmp_path: Path) -> None:
         )
         values.append(run_ranks(ranks, evaluated, config)[0])
     loss, _, num_tokens = plain_step("llava", Path(rows))
+
     for evaluation in values:
         assert evaluation["loss"] == pytest.approx(loss, rel=1e-5)
         assert 0 <= evaluation["accuracy"] <= 1
@@ -398,10 +406,13 @@ def test_a_resumed_run_and_its_export(name: str, tmp_path: Path) -> None:
         )
 
     complete = run_ranks(1, train_whole, config(tmp_path / "complete"))[0]
+
     assert complete.error is None
+
     resumed = config(tmp_path / "resumed")
     run_ranks(1, train_whole, resumed, 3)
     ended = run_ranks(1, train_whole, resumed)[0]
+
     assert ended.error is None
     assert ended.losses == complete.losses[2:]
     assert_bitwise(ended.weights, complete.weights)
@@ -410,13 +421,16 @@ def test_a_resumed_run_and_its_export(name: str, tmp_path: Path) -> None:
     other = config(tmp_path / "other", data_parallel_shard_degree=2)
     run_ranks(2, train_whole, other, 3)
     on_two = run_ranks(2, train_whole, other)[0]
+
     assert on_two.losses == pytest.approx(complete.losses[2:], abs=1e-5)
 
     import transformers
 
     folder = tmp_path / "complete/checkpoint/step-4-hf"
     names = {path.name for path in folder.iterdir()}
+
     assert {"preprocessor_config.json", "tokenizer.json", "config.json"} <= names
+
     exported = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     original = transformers.AutoModelForImageTextToText.from_pretrained(vision_folder(name)).eval()
     with torch.no_grad():
@@ -480,6 +494,7 @@ def test_bad_rows_are_named(name: str, tmp_path: Path) -> None:
     rows[0] |= change
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = tasks.open_task(config_of("llava", tmp_path, path))
+
     with pytest.raises(DataError) as refused:
         task.read_rows("train")
     assert reason in str(refused.value)
@@ -492,7 +507,9 @@ def test_a_damaged_image_is_found_by_data_check_and_stops_a_run(tmp_path: Path) 
     image = tmp_path / "data" / "2.png"
     image.write_bytes(image.read_bytes()[:-100])
     task = tasks.open_task(config_of("llava", tmp_path, path))
+
     assert isinstance(task, ImageText)
+
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     bad = [str(row) for row in task.encode(rows, "train") if isinstance(row, BadRow)]
     assert len(bad) == 1
@@ -518,7 +535,9 @@ def test_rows_that_exceed_seq_len(tmp_path: Path) -> None:
         return [len(row.tokens) for row in rows]
 
     complete = lengths(128)
+
     assert len(complete) == 3
+
     # Images of 16 tokens: the second row has two of them.
     first, second, third = complete
     assert lengths(second - 3) == [first, second - 3, third]
@@ -552,6 +571,7 @@ enable = true
 """
     (tmp_path / "run.toml").write_text(text)
     problems = "\n".join(map(str, check(load(str(tmp_path / "run.toml")))))
+
     for part in (
         'model.name="llama3" does not read images',
         "data.format=",
@@ -592,6 +612,7 @@ def test_a_folder_without_a_processor(tmp_path: Path) -> None:
     shutil.copytree(vision_folder("llava"), folder)
     for name in ("preprocessor_config.json", "processor_config.json"):
         (folder / name).unlink()
+
     with pytest.raises(ConfigError, match="has neither preprocessor_config.json nor"):
         ImageProcessor(str(folder))
 
@@ -603,6 +624,7 @@ def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
     content = json.loads(file.read_text()) | {"auto_map": {"AutoProcessor": "code.Processor"}}
     file.write_text(json.dumps(content))
     (folder / "code.py").write_text("open('canary', 'w').close()\n")
+
     with pytest.raises(ConfigError, match="names its own code"):
         ImageProcessor(str(folder))
 
@@ -623,4 +645,5 @@ def test_a_chat_template_in_a_file_of_the_processor(tmp_path: Path) -> None:
     config = dataclasses.replace(config, model=model)
     expected = tasks.open_task(config_of("llava", tmp_path)).read_rows("train")
     rows = tasks.open_task(config).read_rows("train")
+
     assert [row.text for row in rows] == [row.text for row in expected]

@@ -67,12 +67,15 @@ def test_separate_epochs_contain_each_row_once(
         [stream(rows, batch, 3, "keep", rank, ranks, accumulation) for rank in range(ranks)]
     )
     per_epoch = math.ceil(rows / size)
+
     assert len(steps_kept) == 3 * per_epoch
+
     epochs = [
         list(chain.from_iterable(steps_kept[e * per_epoch : (e + 1) * per_epoch])) for e in range(3)
     ]
     assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
     assert rows < 8 or epochs[0] != epochs[1]
+
     if rows >= size:
         steps_discarded = steps(
             [stream(rows, batch, 3, "discard", rank, ranks, accumulation) for rank in range(ranks)]
@@ -99,6 +102,7 @@ def test_run_resumes_from_any_step_of_any_epoch(last: str) -> None:
         later = stream(29, 4, 3, last)
         later.seek(4 * done)
         assert steps([later]) == all_steps[done:]
+
     # a position means a different row there
     assert stream(29, 4, 3, last).fingerprint != stream(29, 2, 3, last).fingerprint
 
@@ -145,6 +149,7 @@ def test_smaller_last_step_is_equal_on_every_mesh(mesh: str, rows: int) -> None:
     options = {"global_batch_size": 8, "epochs": 2, "last_batch": "keep"}
     number = 2 * math.ceil(rows / 8)
     reference = run_tiny(1, config(rows, training={"local_batch_size": 8, **options}), number)[0]
+
     for result in run_tiny(ranks, config(rows, training={**options, **training}), number):
         assert_same_numbers(result, reference, loss=3e-5)
 
@@ -157,4 +162,5 @@ def test_last_batch_is_rejected_for_documents() -> None:
     problems = [
         str(problem) for problem in check(Loaded(language, {"training.last_batch": "file"}))
     ]
+
     assert any("training.last_batch" in line and "packs documents" in line for line in problems)

@@ -163,7 +163,9 @@ def test_resume_with_another_reference_is_refused(tmp_path: Path) -> None:
     task = {"reference_path": str(reference)}
     saves = {"checkpoint": {"interval": 2}}
     (started,) = run_ranks(1, train_whole, config_of(tmp_path, task, **saves), 3)
+
     assert started.error is None
+
     resumed = config_of(
         tmp_path, {"reference_path": str(folder())}, training={"steps": 12}, **saves
     )

@@ -49,6 +49,7 @@ def test_flops_of_images_equal_those_that_pytorch_counts(name: str, tmp_path: Pa
     config = with_images(config_of(name, tmp_path), "64x64")
     task = tasks.open_task(config)
     assert isinstance(task, ImageText)
+
     module, shape = models.configured(config.model)
     model = task.adapt(models.build(module, shape), module.LAYOUT)
     batch = dict(task.planned_batch(1).tensors)
@@ -61,6 +62,7 @@ def test_flops_of_images_equal_those_that_pytorch_counts(name: str, tmp_path: Pa
     without_image = counted_flops(vision_folder(name), text)
     # Forward and backward are three times the forward pass.
     flops = task.planned_flops_per_row(model) / 3
+
     assert flops == pytest.approx(with_image - without_image, rel=0.1)
 
 
@@ -75,6 +77,7 @@ def test_plans_and_dry_runs_count_images(name: str, tmp_path: Path) -> None:
         plans.append(planning.make(changed, 8, hardware.find("h100")))
         with fake_backend.join(0, 2) as world:
             runs.append(dry_run.build(changed, world))
+
     for run in runs:
         assert not run.traced.not_traced
     assert runs[1].traced.activations_bytes > runs[0].traced.activations_bytes
@@ -82,6 +85,7 @@ def test_plans_and_dry_runs_count_images(name: str, tmp_path: Path) -> None:
     assert runs[1].flops_per_token > runs[0].flops_per_token
     assert plans[1].fullest.activations > plans[0].fullest.activations
     assert plans[1].flops_per_token == pytest.approx(runs[1].flops_per_token)
+
     num_params = sum(
         weight.numel() for weight in models.build(*models.configured(config.model)).parameters()
     )
@@ -93,11 +97,13 @@ def test_a_run_counts_the_flops_of_its_images(tmp_path: Path) -> None:
     config = with_images(config_of("llava", tmp_path), "64x40")
     task = tasks.open_task(config)
     assert isinstance(task, ImageText)
+
     module, shape = models.configured(config.model)
     model = task.adapt(models.build(module, shape), module.LAYOUT)
     per_row = task.flops_per_row(model)
     assert per_row is not None
     rows = task.read_rows("train")
+
     assert rows[0].sizes == ((64, 40),)
     assert per_row(rows[0]) == task.planned_flops_per_row(model) > 0
     assert per_row(rows[1]) == 0  # a row without images

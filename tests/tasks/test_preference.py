@@ -104,9 +104,11 @@ def test_loss_matches_the_paper_in_float64(file: Path) -> None:
     run_config = config(file)
     before = run_tiny(1, run_config, 2)[0]
     after = run_tiny(1, run_config, 3)[0]
+
     assert before.losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), (
         "the loss must be log 2 before learning"
     )
+
     third = after.sample_ids[2]
     assert len(third) == 8
     expected = closed_form(run_config, before.initial, before.final, third)
@@ -142,6 +144,7 @@ def test_meshes_change_no_number(mesh: str, loss: str, file: Path) -> None:
     on_mesh = dataclasses.replace(
         config(file, parallelism=parallelism, training=training), task=task
     )
+
     for result in run_tiny(ranks, on_mesh, 4):
         assert_same_numbers(result, alone)
 
@@ -161,14 +164,18 @@ def test_resumed_run_requires_its_original_reference(file: Path, tmp_path: Path)
         "initial_load_path": str(start / "checkpoint/step-2"),
     }
     uninterrupted = train(config(file, tmp_path / "uninterrupted", checkpoint=checkpoint))
+
     assert uninterrupted.losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), (
         "the reference must be the initial weights"
     )
+
     parted = config(file, tmp_path / "parted", checkpoint=checkpoint)
     train(parted, stop_after=2)
     resumed = train(parted)
+
     assert resumed.losses == uninterrupted.losses[2:]
     assert_bitwise(resumed.weights, uninterrupted.weights)
+
     moved = {**checkpoint, "initial_load_path": str(start / "checkpoint/step-1"), "interval": 1}
     other_reference = train(
         config(file, tmp_path / "parted", checkpoint=moved, training={"steps": 6})
@@ -187,6 +194,7 @@ def test_reference_of_adapters_is_the_base_model(file: Path, tmp_path: Path) -> 
         lora={"enable": True, "rank": 4},
     )
     losses = train(run_config).losses
+
     assert losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), (
         "initial adapters must not change the model"
     )
@@ -204,7 +212,9 @@ def test_preferences_are_learned_and_rewards_measured(file: Path, tmp_path: Path
     run_config = config(
         file, tmp_path, training={"steps": 10}, validation={**validation, "local_batch_size": 3}
     )
+
     assert train(run_config, ranks=2).error is None
+
     logged = json.loads((tmp_path / "validation.jsonl").read_text().splitlines()[-1])
     assert logged["reward_accuracy"] == 1.0
     assert logged["reward_margin"] > 0.5
@@ -226,6 +236,7 @@ def test_conversations_are_supported(tmp_path: Path) -> None:
     path.write_text(json.dumps(row) + "\n")
     run_config = config(path, data={"chat_template": str(template)})
     pair = Preference(run_config).read_rows("train")[0]
+
     assert bytes(pair.chosen[1][pair.chosen[1] >= 0].tolist()) == b"chosen;"
     assert bytes(pair.rejected[1][pair.rejected[1] >= 0].tolist()) == b"rejected;"
 
@@ -289,6 +300,7 @@ def test_damaged_reference_is_rejected(file: Path, tmp_path: Path) -> None:
     ended = train(
         config(file, tmp_path / "run", checkpoint={"enable": True, "initial_load_path": str(start)})
     )
+
     assert isinstance(ended.error, CheckpointError)
     assert "is damaged" in str(ended.error)
 
@@ -308,7 +320,9 @@ def test_logged_rewards_are_those_of_all_pairs_of_the_step(file: Path, tmp_path:
         )
     alone, two_ranks = logs
     names = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
+
     assert [alone[0][name] for name in names] == [0, 0, 0, 0]
+
     last = alone[-1]
     assert last["reward_margin"] == pytest.approx(
         last["reward_chosen"] - last["reward_rejected"], abs=1e-9
@@ -364,7 +378,9 @@ def test_reference_of_an_adapted_run_is_its_initial_model(
         run_config = dataclasses.replace(run_config, task=Task(name=task, beta=BETA, group_size=2))
         results.append(train(run_config, ranks))
     one_process, two_ranks = results
+
     assert one_process.error is None, one_process.error
+
     of_equal_models = 0.6931471805599453 if task == "preference" else 0.5
     assert one_process.losses[0] == pytest.approx(of_equal_models, abs=1e-6)
     assert abs(one_process.losses[-1] - of_equal_models) > 1e-6, (

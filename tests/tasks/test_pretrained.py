@@ -47,8 +47,10 @@ def test_scores_match_transformers_for_any_padding(tmp_path: Path, family: str) 
         job={"dump_folder": str(tmp_path / "run")},
     )
     batch, outputs, head = run_ranks(1, scores, run_config)[0]
+
     assert head.shape == (2, 32)
     assert len(set(batch["lengths_B"].tolist())) > 1
+
     body.config.num_labels = 2
     reference = getattr(
         transformers, type(body).__name__.replace("CausalLM", "SequenceClassification")

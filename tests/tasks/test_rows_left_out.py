@@ -82,6 +82,7 @@ def test_empty_answer_learns_its_end_and_long_prompt_is_skipped(
             else list(rows_read)
         )
         ends = [ord(";")] if chat else [EOS]
+
         assert sorted(learned(task, row) for row in flat) == sorted([ends, [*b"yes", *ends]])
         assert (
             "skipped 1 row: the prompt fills seq_len, so no token of the answer is left to learn"
@@ -96,5 +97,6 @@ def test_skipped_long_rows_have_a_separate_limit_except_in_a_test_set(tmp_path: 
         DataError, match="more than data.long_rows_max_fraction=0.5 allows; .*_fraction=0.667"
     ):
         tasks.open_task(config(tmp_path, "preference", rows)).read_rows("train")
+
     allowed = config(tmp_path, "preference", rows, long_rows_max_fraction=0.667)
     assert len(tasks.open_task(allowed).read_rows("train")) == 1

@@ -144,11 +144,13 @@ def test_masked_tokens_depend_on_row_and_epoch(tmp_path: Path) -> None:
         return tokens_of_epochs  # type: ignore[return-value]
 
     first, second = epochs(8)
+
     assert [first, second] == epochs(4)
     assert len(first) == 24
     assert all(
         first[sample] != second[sample] for sample in range(24) if len(first[sample][0]) > 12
     )
+
     fates = {"mask": 0, "same": 0, "other": 0}
     for shown, targets in first.values():
         chosen = [
@@ -156,12 +158,15 @@ def test_masked_tokens_depend_on_row_and_epoch(tmp_path: Path) -> None:
             for token, target in zip(shown, targets, strict=True)
             if target != IGNORE
         ]
+
         assert len(chosen) == max(1, round(0.3 * (len(shown) - 2)))
         assert targets[0] == targets[-1] == IGNORE
         assert shown[0] == 256
         assert shown[-1] == 257
+
         for token, target in chosen:
             fates["mask" if token == 300 else "same" if token == target else "other"] += 1
+
     assert 0.7 < fates["mask"] / sum(fates.values()) < 0.9
     assert fates["same"]
     assert fates["other"]
@@ -202,6 +207,7 @@ def test_model_for_another_task_is_rejected(
     if "options" in changes:
         task = dataclasses.replace(task, options=changes["options"])
     text = run_ranks(1, rejection, dataclasses.replace(config, task=task))[0]
+
     assert message in text
 
 

@@ -130,6 +130,7 @@ def test_rank_without_targets_changes_no_number(
     expected = run_ranks(1, trained, one_process, first_rank)[0]
     divided = config(tmp_path, parallelism=parallelism, local_batch_size=2, **batch)
     ranks = 4 if parallelism else 2
+
     for results in run_ranks(ranks, trained, divided, first_rank):
         for (count, norm), (same_count, same_norm) in zip(results, expected, strict=True):
             assert (count, norm) == (same_count, pytest.approx(same_norm, rel=1e-6))

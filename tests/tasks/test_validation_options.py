@@ -90,10 +90,13 @@ def test_kto_exchanges_full_completions_before_truncation(file: Path) -> None:
             mismatched = [*tokenizer.encode(originals[number - 1]["completion"]).tolist(), eos]
             expected = [*prompt, *mismatched][: SEQ_LEN + 1]
             num_kept = len(expected) - 1
+
             assert mixed[number, :num_kept].tolist() == expected[:-1]
+
             learned = targets[number][targets[number] != IGNORE]
             assert learned.tolist() == expected[len(prompt) :]
             num_longer += len(prompt) + len(mismatched) > SEQ_LEN + 1
+
     assert num_longer, "no completion is truncated"
 
 
@@ -112,5 +115,6 @@ def test_answer_of_a_reward_model_has_at_most_seq_len_tokens(file: Path) -> None
 
     task = RewardModel(config(file, "reward_model"))
     batch = task.collate(list(task.read_rows("train")))
+
     assert int(batch["lengths_B2"].max()) == SEQ_LEN
     assert torch.equal(batch["lengths_B2"], batch["lengths_B2"].clamp(max=SEQ_LEN))

@@ -108,6 +108,7 @@ def test_every_command_opens_the_named_step_and_prints_it(
     arguments = [*COMMANDS[command], *(["--step", step] if step else [])]
     code, text = run(arguments, folders, tmp_path, capfd)
     assert code == 0, text
+
     reasons = {
         2: "best validation.loss 1; the latest is step 3: --step=latest",
         1: "the best is step 2: --step=best",
@@ -125,6 +126,7 @@ def test_checkpoint_is_an_alias_of_step_in_test(
     code, text = run(
         [*COMMANDS["test"], "--checkpoint", "1", "--step", "1"], folders, tmp_path, capfd
     )
+
     assert code == 2
     assert '--checkpoint="1" is another name of --step; use one of them' in text
 
@@ -134,6 +136,7 @@ def test_python_opens_the_named_step(step: str | int | None, folders: dict[str, 
     expected = NAMED.get(step, step)  # type: ignore[call-overload]
     model = shardtrain.load_model(folders["RUN"], step=step)
     assert f"step-{expected}" in repr(model)
+
     same = shardtrain.load_model(folders["RUN"] / f"checkpoint/step-{expected}")
     for name, weight in model.model.state_dict().items():
         assert weight.equal(same.model.state_dict()[name]), name
@@ -166,6 +169,7 @@ def test_step_requires_the_folder_of_a_run(
         code, text = run([*command, "--step", "best"], folders, tmp_path, capfd)
         assert code == 2
         assert '--step="best" requires the folder of a run' in text
+
     with pytest.raises(
         ConfigError,
         match='^step="nine" must be latest, best or a number; write it like step="best"',
@@ -179,6 +183,7 @@ def test_without_a_best_checkpoint_the_latest_is_used(
     copy = shutil.copytree(folders["RUN"], tmp_path / "copy")
     (copy / "checkpoint/best.json").unlink()
     assert "step-3," in repr(shardtrain.load_model(copy))
+
     code, text = run(
         ["export", str(copy), "--to", "NEW", "--step", "best"], folders, tmp_path, capfd
     )
@@ -193,8 +198,10 @@ def test_a_damaged_best_step_is_skipped_unless_it_was_named(
     copy = shutil.copytree(folders["RUN"], tmp_path / "copy")
     (file,) = (copy / "checkpoint/step-2").glob("*.bin")
     file.write_bytes(file.read_bytes()[:-1] + b"?")
+
     assert "step-3 (the best is step 2" in repr(shardtrain.load_model(copy))
     assert "skipped, using step-3" in caplog.text
+
     code, text = run(
         ["export", str(copy), "--to", "NEW", "--step", "best"], folders, tmp_path, capfd
     )

@@ -83,6 +83,7 @@ def test_generate_and_evaluate_name_the_averages(
     assert cli.main(["generate", *words]) == 0
     assert "averaged weights" in capsys.readouterr().err
     assert cli.main(["evaluate", str(run), "--use_ema"]) == 0
+
     result = json.loads(capsys.readouterr().out)
     assert "averaged weights" in result["model"]
     # the run validated its averages
@@ -110,6 +111,7 @@ def test_merge_adds_the_averaged_adapters(tmp_path: Path) -> None:
     adapted = train(tmp_path / "run", lora=True)
     assert cli.main(["merge", str(adapted), "--to", str(tmp_path / "averaged"), "--use_ema"]) == 0
     assert cli.main(["merge", str(adapted), "--to", str(tmp_path / "plain")]) == 0
+
     tokens_BT = torch.arange(32)[None]
     logits = {}
     for name, path, use_ema in (
@@ -120,6 +122,7 @@ def test_merge_adds_the_averaged_adapters(tmp_path: Path) -> None:
         file = adapted / "config.resolved.toml"
         opened = shardtrain.load_model(path, dtype="float32", config=file, use_ema=use_ema)
         logits[name] = opened.model(tokens_BT, tokens_BT)
+
     torch.testing.assert_close(logits["averaged"], logits["adapted"], atol=1e-5, rtol=0)
     assert (logits["plain"] - logits["adapted"]).abs().max() > 1e-5
 
@@ -149,4 +152,5 @@ def test_plan_counts_the_averages(tmp_path: Path) -> None:
         plan = shardtrain.plan(Loaded(config(tmp_path / "run", decay)), gpus=1)
         ranks.append(plan.ranks[0])
     without, with_averages = ranks
+
     assert with_averages.optimizer - without.optimizer == without.parameters

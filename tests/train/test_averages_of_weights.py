@@ -170,6 +170,7 @@ def test_other_decay_must_be_accepted_and_continues_the_averages(tmp_path: Path)
     refused = one_run(tmp_path, STEPS + 1, 0.5)
     assert "training.ema_decay: 0.8 -> 0.5" in str(refused.error)
     assert one_run(tmp_path, STEPS + 1, 0.5, accepts=True).error is None
+
     weights = stored(tmp_path, WEIGHTS_PREFIX, STEPS + 1)
     after = stored(tmp_path, step=STEPS + 1)
     assert_same(after, {name: before[name].lerp(weights[name], 0.5) for name in before})
@@ -180,6 +181,7 @@ def test_averages_that_are_switched_on_start_with_the_loaded_weights(tmp_path: P
     assert not stored(tmp_path)
     before = stored(tmp_path, WEIGHTS_PREFIX)
     assert one_run(tmp_path, STEPS + 1, DECAY, accepts=True).error is None
+
     weights = stored(tmp_path, WEIGHTS_PREFIX, STEPS + 1)
     after = stored(tmp_path, step=STEPS + 1)
     assert_same(after, {name: before[name].lerp(weights[name], 1 - DECAY) for name in before})
@@ -227,6 +229,7 @@ def test_skipped_steps_do_not_update_the_averages(on_device: bool) -> None:
         optimizer={"implementation": "fused"},
     )
     ((averages, by_hand),) = run_ranks(1, one_skipped_step, config, on_device)
+
     assert_same(averages, by_hand)
 
 
@@ -237,7 +240,9 @@ def test_only_adapters_are_averaged(tmp_path: Path) -> None:
         lora=dataclasses.replace(config.lora, enable=True, rank=4, random_base=True),
     )
     (ended,) = run_ranks(1, train_whole, config)
+
     assert ended.error is None
+
     averages = stored(tmp_path)
     assert averages
     assert all("lora_" in name for name in averages)
@@ -317,6 +322,7 @@ def test_averages_count_as_memory_and_storage() -> None:
     without = shallow_config()
     config = shallow_config(training={"ema_decay": DECAY})
     parameters = [memory_fit.ParameterMemory(1000, tensor=False, expert=False, trained=True)]
+
     for count in (
         lambda c: memory_fit.state_bytes(c, 1, parameters),
         lambda c: memory_fit.checkpoint_bytes(c, parameters),

@@ -159,6 +159,7 @@ def test_canceled_validation_is_repeated(
     straight = made_once(
         tmp_path_factory, f"run-{patience}", lambda: run_ranks(2, train, uninterrupted, patience)[0]
     )
+
     assert straight.error is None
     assert straight.state["step"] == (PATIENCE_ENDS if patience else LAST)
     assert len(result(uninterrupted)["validations"].splitlines()) == straight.state["step"]

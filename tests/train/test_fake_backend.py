@@ -77,6 +77,7 @@ def test_replicas_have_equal_memory_and_optionally_split_optimizer_states():
     replicas = {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1}
     replicated = dry(deep_config(parallelism=replicas), size=4)
     shared = dry(deep_config(parallelism={**replicas, "shard_optimizer_states": True}), size=4)
+
     assert (
         replicated.parameter_bytes
         == shared.parameter_bytes
@@ -99,13 +100,16 @@ def test_all_axes_together_are_built_and_traced(rank, schedule):
         "pipeline_parallel_last_stage_less_layers": 0,
     }
     run = dry(deep_config(parallelism=degrees, training={"global_batch_size": 16}), rank, 32)
+
     assert run.sizes == {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
     assert run.place["pp"] == (rank > 15)
     assert (run.traced.layers, run.traced.not_traced) == (2, "")
     assert run.traced.activations_bytes > 0
+
     text = "\n".join(run.stages)
     first = "embed" in text
     last = "head" in text
+
     assert (first, last) == (
         (True, True)
         if schedule == "ZBVZeroBubble" and rank == 0
@@ -135,6 +139,7 @@ def test_micro_batch_has_no_memory_and_is_not_counted_as_activation(monkeypatch)
     monkeypatch.setattr(fake_backend, "trace", watched)
     dry(deep_config(parallelism={"tensor_parallel_degree": 2}), size=2)
     (batch,) = batches
+
     assert [type(tensor) for tensor in vars(batch).values() if isinstance(tensor, torch.Tensor)][
         :1
     ] == [FakeTensor]
@@ -153,6 +158,7 @@ def test_skipped_layers_are_counted_as_if_traced(monkeypatch, mode, tp):
     few_layers = dry(config, size=4)
     monkeypatch.setattr(fake_backend, "LAYERS_OF_A_KIND", 10)
     everything = dry(config, size=4)
+
     assert few_layers.traced.layers_traced == (4 if mode == "selective" else 2)
     assert everything.traced.layers_traced == 10
     assert few_layers.traced.activations_bytes == pytest.approx(
@@ -173,6 +179,7 @@ def test_copies_of_skipped_layers_are_counted_as_if_traced(monkeypatch, mode):
     few_layers = dry(config)
     monkeypatch.setattr(fake_backend, "LAYERS_OF_A_KIND", 10)
     everything = dry(config)
+
     assert (few_layers.traced.layers_traced, everything.traced.layers_traced) == (2, 10)
     # plus the temporary float32 gradient of the head
     assert (
@@ -206,6 +213,7 @@ def test_skipped_chunks_of_the_loss_are_counted_as_if_traced(monkeypatch, tp):
     few = dry(config, size=2 * tp).traced
     monkeypatch.setattr(cross_entropy, "few_chunks", contextlib.nullcontext)
     all_of_them = dry(config, size=2 * tp).traced
+
     assert chunk_counts[0] == 2 < chunk_counts[1]
     assert few.gathered_bytes == all_of_them.gathered_bytes
     # a scalar of the loss
@@ -224,6 +232,7 @@ def test_fake_tensors_are_counted_like_real_ones():
         )
         runner.materialize({name: Draw("zeros") for name in runner.parameters()}, 0)
         real = fake_backend.trace(runner, module.LAYOUT, mesh, config, dry_run._micro_batch(config))
+
     # real kernels allocate a few scratch tensors
     assert without_memory.activations_bytes == pytest.approx(real.activations_bytes, rel=0.01)
     assert without_memory.layers_traced == real.layers_traced
@@ -239,6 +248,7 @@ def test_bytes_alive_count_results_that_are_still_referenced():
             dropped = result.double()
             assert memory.activations == 12000
             del dropped
+
     assert (memory.activations, memory.most_activations, memory.gathered) == (4000, 12000, 0)
 
 
@@ -254,6 +264,7 @@ def test_pipeline_keeps_the_micro_batches_in_flight_of_its_schedule(schedule, ra
         "pipeline_parallel_last_stage_less_layers": 0,
     }
     run = dry(deep_config(parallelism=degrees), rank, 4)
+
     assert run.traced.most_in_flight == in_flight
 
 
@@ -273,6 +284,7 @@ def test_configuration_of_405b_on_512_ranks_is_checked_in_seconds_without_files(
     degrees = ["--parallelism.pipeline_parallel_degree", "8", "--training.local_batch_size", "8"]
     config = str(ROOT / "configs/llama3_405b.toml")
     code, out, err = answer(capsys, config, "--nproc", "512", *ANYWHERE, *degrees)
+
     assert (code, err) == (0, "")
     assert "rank 511 of 512" in out
     assert "nothing is trained, read or written" in out
@@ -298,6 +310,7 @@ def test_worlds_of_one_and_of_thousands_are_built(capsys, size):
         "true",
     ]
     code, out, _ = answer(capsys, str(ROOT / "configs/debug.toml"), *arguments)
+
     assert code == 0
     assert f"rank 0 of {size}" in out
     assert "note: compile.enable=true: a dry run does not compile" in out
@@ -325,6 +338,7 @@ def test_buffers_of_experts_have_no_memory_with_selective_recomputation(monkeypa
         training={"seq_len": 32},
     )
     dry(config, size=8)  # two ranks per expert
+
     assert len(buffers) > 10
     assert all(isinstance(tensor, FakeTensor) for tensor in buffers)
 
@@ -339,6 +353,7 @@ def test_experts_are_traced_with_equal_load():
         parallelism={"expert_parallel_degree": 4},
     )
     run = dry(config, size=8)
+
     assert run.traced.not_traced == ""
     assert run.traced.activations_bytes > 0
 
@@ -355,6 +370,7 @@ def test_untraceable_configuration_is_reported():
         },  # a loop over experts, with data-dependent numbers of rows
     )
     run = dry(config, size=2)
+
     assert "shapes depend on data" in run.traced.not_traced
     assert any("activations: not traced" in line for line in dry_run.report(run, config))
 

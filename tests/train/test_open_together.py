@@ -160,6 +160,7 @@ def test_storage_calls_do_not_grow_with_ranks_and_all_ranks_have_the_same_rows(
     datasets_to_open = {kind: write(kind, tmp_path / kind.replace(" ", "_")) for kind in KINDS}
     (alone,) = run_ranks(1, open_all, tmp_path, datasets_to_open, COUNT)
     ranks = run_ranks(count, open_all, tmp_path, datasets_to_open, COUNT)
+
     for kind in KINDS:
         assert sum(results_of_rank[kind][0] for results_of_rank in ranks) == alone[kind][0] > 0, (
             kind
@@ -203,6 +204,7 @@ def test_one_rank_contacts_the_hub_and_others_open_its_cache(
         tmp_path / "cache"
     )
     first, *others = run_ranks(3, open_hub_on_ranks, tmp_path, streaming, has_cache)
+
     assert first[0] == ["revision", "commit-0"]
     assert first[1] == [f"row {number}" for number in range(70)]
     for requests, texts, files in others:
@@ -257,6 +259,7 @@ def test_one_rank_reads_the_files_of_a_tokenizer_and_all_have_the_same_one(tmp_p
     ]
     (alone,) = run_ranks(1, open_tokenizers, tmp_path, paths)
     ranks = run_ranks(3, open_tokenizers, tmp_path, paths)
+
     for number, path in enumerate(paths):
         assert [results_of_rank[number][0] > 0 for results_of_rank in ranks] == [
             True,
@@ -303,6 +306,7 @@ def test_one_rank_checks_the_copy_of_a_node(nodes: Path, per_node: int) -> None:
     calls = [count for count, _ in ranks]
     first = calls[0]
     second = calls[per_node]
+
     assert sum(calls) == first + second
     assert first < second <= first + shared_opening.MAX_WITNESSES
 
@@ -348,6 +352,7 @@ def test_rank_that_lacks_listed_files_is_named_on_all(
     else:
         shutil.rmtree(data)
     (kind, code, text), *others = run_ranks(4, open_on_nodes, nodes, {"dataset": "jsonl"})
+
     assert (kind, code) == ("ConfigError", 2)
     assert "\n" not in text
     assert re.match(r"rank 2 on \S+: ", text) and re.search(message, text), text

@@ -221,6 +221,7 @@ def test_resume_in_a_ramp_continues_it(
     run_ranks(MESHES[before][0], train_whole, run_config(before, "run"), 2)
     shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-2", ignore_errors=True)
     resumed = run_ranks(MESHES[after][0], train_whole, run_config(after, "run"))[0]
+
     assert resumed.error is None
     assert resumed.losses == pytest.approx(straight.losses[SAVED:], abs=SAME_LOSS)
     assert resumed.state["samples_consumed"] == sum(BATCHES)
@@ -233,12 +234,15 @@ def test_metrics_count_the_tokens_and_flops_of_each_step(tmp_path: Path) -> None
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     seen = [record["tokens_seen"] for record in records]
     expected = [SEQ_LEN * sum(BATCHES[: step + 1]) for step in range(STEPS)]
+
     assert seen == expected
+
     # 12 layers * heads * head size * tokens per sequence, and 6 per parameter: longer sequences cost more per token
     flops = [record["tflops"] * 1e12 / record["tps"] for record in records]
     growth = [after - before for before, after in pairwise(flops)]
     per_token = 12 * 2 * 4 * 16
     wanted = [per_token * (after - before) for before, after in pairwise(LENGTHS)]
+
     # the file has numbers of four digits or more
     assert growth == pytest.approx(wanted, rel=1e-2, abs=per_token)
 
@@ -269,6 +273,7 @@ def test_validation_within_a_ramp_changes_no_number(tmp_path: Path, mesh: str) -
     expected = ended.pop("one process, accumulation")
     without = config(path, mesh, job={"dump_folder": str(tmp_path / "without")})
     unvalidated = run_ranks(MESHES[mesh][0], train_whole, without)[0]
+
     assert ended[mesh].losses == unvalidated.losses
     assert ended[mesh].losses == pytest.approx(expected.losses, abs=SAME_LOSS)
     assert found[mesh] == pytest.approx(found["one process, accumulation"], abs=SAME_LOSS)
@@ -283,7 +288,9 @@ def test_epochs_end_after_the_steps_of_the_ramp(tmp_path: Path) -> None:
         training=training,
     )
     ended = run_ranks(1, train_whole, this)[0]
+
     assert ended.error is None
+
     rows = [sample for step in ended.sample_ids for sample in step if sample >= 0]
     assert len(set(rows)) == ended.state["samples_consumed"]
     sizes = derived.step_sizes(this, 1)

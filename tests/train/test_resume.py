@@ -163,6 +163,7 @@ def test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(
             assert len(uninterrupted) == STEPS
             assert getattr(killed, field) == uninterrupted[:KILLED], field
             assert getattr(resumed, field) == uninterrupted[SAVED:], field
+
         assert straight.state == resumed.state
         assert_bitwise(resumed.weights, straight.weights)
         assert_bitwise(resumed.optimizer, straight.optimizer)
@@ -181,6 +182,7 @@ def test_final_state_counts_steps_samples_and_tokens(runs: list[dict[str, Ended]
         assert runs[0][name].state == runs[1][name].state
         hashes.add(runs[0][name].state["order_hash"])
         assert {**runs[0][name].state, "order_hash": 0} == {**expected, "order_hash": 0}
+
     assert len(hashes) == 1 and hashes != {0}, "data must be equal on any mesh and after any resume"
 
 

@@ -38,6 +38,7 @@ def test_resolved_configuration_names_its_origin_and_round_trips(tmp_path: Path)
     folder = tmp_path / "new/outputs"
     run_folder.write_resolved_config(loaded, folder, 4)
     text = (folder / "config.resolved.toml").read_text()
+
     assert text == (folder / "copy.toml").read_text()
     assert text.startswith(
         f"#:schema ./shardtrain.schema.json\n# {run_folder.versions()}, 4 ranks, started from {file}\n"
@@ -79,6 +80,7 @@ def test_header_shows_the_arithmetic_of_the_batch() -> None:
         ),
     )
     lines = run_folder.describe(Loaded(config), grid, 1_500_000, 10, 160)
+
     assert lines[1].endswith(", 1.50M parameters")
     assert lines[2] == "mesh: 16 ranks, dp_replicate 2 x dp_shard 4 x tp 2"
     assert (

@@ -79,9 +79,11 @@ def test_samples_do_not_affect_training_and_continue_after_a_resume(tmp_path: Pa
 
     with_samples = ended("with", 1, 3)
     without = ended("without", 0, 3)
+
     assert with_samples.losses == without.losses
     assert_bitwise(with_samples.weights, without.weights)
     assert not (tmp_path / "without/samples.jsonl").exists()
+
     ended("with", 2, 4)  # continues after step 3
     lines = [
         json.loads(line) for line in (tmp_path / "with/samples.jsonl").read_text().splitlines()
@@ -134,4 +136,5 @@ def test_frequency_of_0_disables_the_sample_after_the_last_step_too(
     cli._show_sample(
         configs.load(None, ["--metrics.sample_prompt=def", "--checkpoint.enable", *arguments])
     )
+
     assert bool(prompts) == shown

@@ -13,6 +13,7 @@ def test_step_sums_round_trip() -> None:
         checksum=2**64 - 3,
         flags=[1.0, 0.0, 2.0, 0.0],
     )
+
     assert StepSums.unpack(sums.pack()) == sums
 
 
@@ -29,4 +30,5 @@ def test_sums_over_ranks_are_exact() -> None:
         num_targets=2**40, num_tokens=2**41, num_rows=2, checksum=5, flags=[0.0, 1.0, 0.0, 1.0]
     )
     total = StepSums.unpack(first.pack() + second.pack())
+
     assert total == StepSums(2**40 + 3, 2**41 + 5, 3, 4, [1.0 + 2**20, 2.0, 0.0, 1.0])

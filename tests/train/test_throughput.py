@@ -47,6 +47,7 @@ def test_equal_texts_have_equal_token_counts(
     record = trained(tmp_path, ranks, data)
     seconds = record["step_seconds"]
     computed = record["tokens_per_second"] * seconds
+
     # the last token of a row is a target only
     assert computed == pytest.approx(NUM_ROWS * (LENGTH - 1), rel=1e-6)
     assert record["targets_per_second"] * seconds == pytest.approx(NUM_ROWS * targets, rel=1e-6)
@@ -111,11 +112,14 @@ def test_task_on_rows_counts_tokens_and_flops_of_its_rows(
     run_ranks(1, train_whole, config)
     record = dict(record_of((tmp_path / "run/metrics.jsonl").read_bytes().splitlines()[0]))
     lengths = LENGTHS[task]
+
     assert record["tokens_per_second"] * record["step_seconds"] == pytest.approx(
         sum(lengths), rel=1e-6
     )
+
     module, shape = models.configured(config.model)
     model = tasks.open_task(config).adapt(models.build(module, shape), module.LAYOUT)
     N = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("embed."))
     flops = sum(6 * N * length + 12 * 1 * 4 * 16 * length**2 for length in lengths)
+
     assert record["tflops"] * record["step_seconds"] == pytest.approx(flops / 1e12, rel=1e-6)

@@ -168,12 +168,14 @@ def test_update_gets_clipped_gradients_and_the_log_the_norm_before(steps: Any, m
         free = rank[mesh, "none"]
         assert clipped.grad_norm == pytest.approx(free.grad_norm, abs=SAME_NORM)
         assert clipped.grad_norm > 0.1
+
         total = (
             sum(float(gradient.double().square().sum()) for gradient in clipped.gradients.values())
             ** 0.5
         )
         # the clipping factor has 1e-6 in its divisor, as in PyTorch
         assert total == pytest.approx(0.01, rel=1e-4)
+
         unclipped = (
             sum(float(gradient.double().square().sum()) for gradient in free.gradients.values())
             ** 0.5

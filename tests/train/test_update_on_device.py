@@ -111,6 +111,7 @@ def test_nonfinite_step_changes_nothing_and_others_are_bitwise_equal_to_the_host
             config, model=dataclasses.replace(config.model, overrides=overrides)
         )
     (_, state, error), *_ = run_on_device_and_host(ranks, config, spoil=(2, float("nan")))
+
     assert error is None
     assert (state["step"], state["updates"]) == (3, 2)
 
@@ -120,6 +121,7 @@ def test_run_without_skipping_stops_with_the_weights_before_the_step():
     assert "step 2" in error
     assert "the weights are still those of step 1" in error
     assert state["step"] == 1
+
     (before, *_), *_ = run_ranks(1, steps, tiny_config(), False, (0, 1.0), 1)
     assert_bitwise(tensors, before)
 

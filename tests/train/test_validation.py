@@ -135,10 +135,12 @@ def test_each_row_is_read_once_in_the_same_order_on_any_number_of_ranks(ranks: i
         )
         by_rank = [ids for _, _, ids in evaluations]
         assert len({len(ids) for ids in by_rank}) == 1, "ranks have different numbers of batches"
+
         in_order = [
             sample for step in zip(*by_rank, strict=True) for batch in step for sample in batch
         ]
         assert in_order == [*range(rows), *[-1] * (len(in_order) - rows)]
+
         for result in results:
             evaluation = result[number][0]
             assert evaluation.loss == pytest.approx(expected(rows).loss, abs=SAME)
@@ -297,6 +299,7 @@ def test_training_is_bitwise_equal_with_and_without_validation(tmp_path: Path, k
     }[kind]()
     with_it = whole_run(2, tmp_path / "with", with_steps(run_config, 5, freq=2))
     without = whole_run(2, tmp_path / "without", with_steps(run_config, 5, enable=False))
+
     assert with_it.losses == without.losses
     assert with_it.grad_norms == without.grad_norms
     assert with_it.state == without.state
@@ -337,18 +340,22 @@ def test_validation_runs_every_freq_steps_and_after_the_last_and_logs_to_all_sin
     )
     whole_run(1, tmp_path, run_config)
     lines = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+
     assert [line["step"] for line in lines] == [2, 4, 5]
     for line in lines:
         assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
     assert lines[-1]["loss"] < lines[0]["loss"] < math.log(512) + 1
+
     (folder,) = [file.parent for file in (tmp_path / "tb").rglob("events.*")]
     events = EventAccumulator(str(folder))
     events.Reload()
     points = events.Scalars("validation_metrics/loss")
+
     assert [(point.step, point.value) for point in points] == [
         (x["step"], pytest.approx(x["loss"])) for x in lines
     ]
     assert [point.step for point in events.Scalars("validation_metrics/perplexity")] == [2, 4, 5]
+
     log = (tmp_path / "logs" / "rank-0.log").read_text()
     assert log.count("validation step:") == 3
     assert "7 sequences of 16 tokens, every 2 steps and after the last" in log
@@ -363,7 +370,9 @@ def test_run_whose_data_ends_early_is_validated_at_its_end(
     run_config = dataclasses.replace(
         run_config, training=dataclasses.replace(run_config.training, **training)
     )
+
     assert whole_run(1, tmp_path, run_config).state["step"] == 3
+
     lines = (tmp_path / "validation.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == steps
 

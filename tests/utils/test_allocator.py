@@ -37,5 +37,6 @@ def test_freed_blocks_are_used_again_unless_the_environment_says_otherwise() -> 
     if not kept:
         pytest.skip("this C library is not glibc")
     kept_anyway, usual = faults(MALLOC_TRIM_THRESHOLD_="131072")
+
     assert not kept_anyway
     assert count < usual / 2  # the heap may still have grown once

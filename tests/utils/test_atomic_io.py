@@ -73,6 +73,7 @@ def test_planted_file_is_replaced(
     path = run / "logs/file"
     plant(path, precious)
     write(path)
+
     assert precious.read_text() == "kept"
     assert [other.name for other in precious.parent.iterdir()] == ["file"]
     assert stat.S_ISREG(path.lstat().st_mode)
@@ -91,6 +92,7 @@ def test_device_is_kept(run: Path, kind: int, write: Callable[[Path], None]) -> 
     except PermissionError:
         pytest.skip("this container forbids devices")
     device = path.lstat()
+
     with pytest.raises(OSError, match="it is a device, which a file must not replace") as caught:
         write(path)
     assert str(caught.value.filename) == str(path)
@@ -120,6 +122,7 @@ def test_appending_to_a_hard_linked_file_does_not_change_its_other_name(run: Pat
     path.chmod(0o640)
     second.hardlink_to(path)
     append(path)
+
     assert path.read_text() == "old new"
     assert second.read_text() == "old "
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
@@ -136,6 +139,7 @@ def test_linked_folder_is_refused_with_its_target(
         link_path.rmdir()
     link_path.parent.mkdir(parents=True, exist_ok=True)
     link_path.symlink_to(precious)
+
     with pytest.raises(
         OSError, match=f"{link_path} is a link to {precious}, which a run does not follow"
     ):
@@ -170,6 +174,7 @@ def test_mode_respects_the_umask(run: Path) -> None:
         replace(run / "replaced")
     finally:
         os.umask(before)
+
     assert {stat.S_IMODE((run / name).stat().st_mode) for name in ("appended", "replaced")} == {
         0o640
     }
@@ -193,6 +198,7 @@ def test_dots_after_a_link_lead_to_the_folder_that_the_system_uses(
         write(Path(path, "file"))
     finally:
         atomic_io.guard()
+
     assert Path(path, "file").read_text() in ("new", "")
     assert (tmp_path / "elsewhere/run/file").exists()
     assert not list((tmp_path / "run").iterdir())

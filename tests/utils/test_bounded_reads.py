@@ -26,6 +26,7 @@ def test_kind_of_a_path(tmp_path: Path) -> None:
         "gone": "",
         "file/below": "",
     }
+
     assert {name: bounded_reads.kind(tmp_path / name) for name in names} == names
 
 
@@ -45,6 +46,7 @@ def test_failing_storage_is_not_reported_as_a_missing_folder(
         return stat(path, *arguments, **keywords)
 
     monkeypatch.setattr(os, "stat", fails_once)
+
     with pytest.raises(StorageError, match=rf"^cannot read .*\(errno {number}\), "):
         list_files(Request(str(tmp_path)), "text", [".txt"])
 

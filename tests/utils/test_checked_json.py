@@ -22,6 +22,7 @@ def test_flipped_bit_never_changes_a_record():
         # a flip in the name of the checksum leaves an unknown field and all original fields
         assert record is None or RECORD.items() <= record.items(), bytes(changed)
         num_rejected += record is None
+
     assert num_rejected > 7 * len(line)
 
 

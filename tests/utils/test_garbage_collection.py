@@ -44,6 +44,7 @@ def test_gc_debug_collects_everything_every_step_and_reports_it(collections, cap
     ):
         for step in (1, 2):
             collection.step(step)
+
     assert collections == [2, 2]
     assert "gc: step 2: 0 objects in cycles, 0 not freed" in caplog.text
 

@@ -22,10 +22,12 @@ def test_long_operation_is_reported_and_short_one_is_silent(
     with heartbeat("short"):
         pass
     assert capsys.readouterr().err == ""
+
     with heartbeat("shardtrain export", seconds=0.01):
         patience.wait_for(lambda: "shardtrain export: " in capsys.readouterr().err, 10)
     capsys.readouterr()
     time.sleep(0.05)
+
     assert capsys.readouterr().err == ""
     assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
@@ -52,6 +54,7 @@ def test_environment_variable_sets_the_interval(
 
     with heartbeat("export"):
         patience.wait_for(prints_twice, 10)
+
     assert "".join(output).count("export: ") >= 2
 
 
@@ -80,12 +83,15 @@ def test_waiting_heartbeat_prints_without_a_thread(
     waiting = WaitingHeartbeat("checking data")
     threads = threading.active_count()
     waiting.tell()
+
     assert capsys.readouterr().err == ""
+
     patience.wait_for(lambda: waiting.timeout == 0, 10)
     waiting.tell()
     assert threading.active_count() == threads
     assert waiting.seconds == 0.01
     assert capsys.readouterr().err.startswith("checking data: ")
+
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0")
     assert WaitingHeartbeat("checking data").seconds is None
 
@@ -103,7 +109,9 @@ def test_consecutive_short_waits_count_as_one_silence(
             if waiting.timeout == 0:
                 waiting.tell()
                 num_lines += 1
+
     assert capsys.readouterr().err.startswith("comparing: ")
+
     with WaitingHeartbeat("comparing") as waiting:
         assert waiting.timeout > 0
 
@@ -115,6 +123,7 @@ def test_consecutive_short_operations_count_as_one_silence() -> None:
     while not lines and time.monotonic() < deadline:
         with heartbeat("importing", seconds=0.5, say=lines.append):
             time.sleep(0.05)
+
     assert lines
     assert lines[0].startswith("importing: ")
 
@@ -130,10 +139,13 @@ def test_inner_of_nested_heartbeats_reports(monkeypatch: pytest.MonkeyPatch) -> 
                 # the outer operation waits longer, so a delayed inner thread still prints first
                 assert outer() > 0.3
                 assert inner() == pytest.approx(0.1)
+
             assert len(lines) == 3
             assert all(line.startswith("inner: ") for line in lines)
         clock.now += 0.11
+
         assert outer() == pytest.approx(0.1)
+
     assert len(lines) == 4
     assert lines[3].startswith("outer: ")
 

@@ -69,6 +69,7 @@ def test_compiler_uses_a_folder_that_only_this_user_can_write(
         monkeypatch.setenv(library_environment.COMPILER_CACHE, str(shared))
     plant(shared)
     folder = library_environment.compiler_cache()
+
     assert folder == (shared if is_used else tmp_path / "cache/shardtrain/torchinductor")
     if name == "nothing":
         assert shared.stat().st_mode & 0o077 == 0
@@ -105,10 +106,12 @@ def test_unusable_folder_of_the_users_variable_is_refused(name: str, tmp_path: P
         pytest.skip("root writes everywhere")
     path = tmp_path / "parent/cache" if "below" in name or "folder" in name else tmp_path / "cache"
     UNUSABLE[name](path)
+
     with pytest.raises(ConfigError) as caught:
         environment.set_process_defaults(
             {library_environment.COMPILER_CACHE: str(path)}, 1, 1, alone=True
         )
+
     start = "TORCHINDUCTOR_CACHE_DIR"
     fix = "name another folder, or unset it"
     assert str(caught.value).startswith(f'{start}="{path}" is not a folder that can be written: ')
@@ -136,8 +139,10 @@ def test_child_of_a_library_imports_nothing_from_the_current_directory(
     before = dict(os.environ)
     with process_group.join(Comm(), "cpu"):
         subprocess.run(child, check=True, timeout=patience.seconds(60))
+
     assert not (tmp_path / "imported").exists()
     assert dict(os.environ) == before
+
     subprocess.run(child, check=True, timeout=patience.seconds(60))
     assert (tmp_path / "imported").exists(), "the planted module would run without the variable"
 
@@ -153,4 +158,5 @@ def test_compiler_probe_imports_nothing_from_the_current_directory(
     (tmp_path / "ctypes.py").write_text("open('imported', 'w')\ncdll = None\n")
     with library_environment.protected():
         vector_instructions.VecAVX2()._probe_load(str(tmp_path / "absent.so"))
+
     assert not (tmp_path / "imported").exists()

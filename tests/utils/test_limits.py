@@ -62,6 +62,7 @@ def test_limit_that_is_too_small_is_named_with_the_required_value(
     set_limits(monkeypatch, **given)
     with pytest.raises(OutOfMemoryError) as caught:
         limits.require(2)
+
     (line,) = caught.value.problems
     assert str(line).startswith(f"{message} for 2 ranks on this host"), line
     set_limits(monkeypatch)
@@ -99,6 +100,7 @@ def test_run_with_a_small_limit_exits_with_7_and_one_line(
         preexec_fn=lambda: resource.setrlimit(number, (value, value)),
     )  # fmt: skip
     (line,) = done.stderr.splitlines()
+
     assert done.returncode == 7 and line.startswith(f"error[7]: {message}"), done.stderr
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == 7
 
@@ -137,6 +139,7 @@ def test_smallest_run_fits_above_the_needs(name: str, value: int, tmp_path: Path
         command, capture_output=True, text=True, timeout=patience.seconds(120),
         preexec_fn=lambda: resource.setrlimit(number, (value, value)),
     )  # fmt: skip
+
     assert done.returncode == 0, done.stderr
 
 
@@ -182,12 +185,15 @@ def test_user_with_few_processes_is_refused_in_one_line(most: int, tmp_path: Pat
         env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=patience.seconds(120),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NPROC, (most, most)),
     )  # fmt: skip
+
     assert "Traceback" not in done.stderr and "panicked" not in done.stderr, done.stderr
+
     if most == 60:
         assert done.returncode == 0, done.stderr
         return
     line = f"error[7]: ulimit -u={most} must be at least 24 for 2 ranks on this host, even with the smallest model; "
     assert done.stderr == f"{line}raise it with ulimit -u\n"
+
     end = json.loads((tmp_path / "run/exit.json").read_text())
     assert done.returncode == end["code"] == 7
     assert end["retryable"] is False
@@ -235,6 +241,7 @@ def test_threads_of_other_programs_of_the_user_count() -> None:
 
     # The fork, 15 threads, and 14 more.
     message = as_limited_user(30, lambda: (limits.require(1), print("fits", file=sys.stderr)))
+
     assert message == "fits\n"
     assert as_limited_user(26, start) == (
         "OutOfMemoryError: ulimit -u=26 leaves 10 more threads, but 1 rank on this host must be able to start 11; "
@@ -255,6 +262,7 @@ def test_tokenizer_without_enough_threads_is_refused_before_its_library_panics(
 
     tokenizer = json_file.JsonTokenizer(file, content, "model.tokenizer_path", "tokenizer")
     message = as_limited_user(20, lambda: tokenizer.encode_batch(["a text", "another text"]))
+
     assert message == (
         "OutOfMemoryError: ulimit -u=20 leaves 19 more threads, but the threads of the tokenizer must be able to "
         "start 40; end other programs of this user, lower RAYON_NUM_THREADS, or raise it with ulimit -u\n"
@@ -279,13 +287,17 @@ def test_limit_of_threads_of_a_cgroup_is_read(
     job = tmp_path / "kubepods/pod-1"
     job.mkdir(parents=True)
     monkeypatch.setattr(limits, "_lines", lambda _: ["0::/kubepods/pod-1"])
+
     assert limits.cgroup_threads(tmp_path) == 0
+
     (job / "pids.max").write_text("max\n")
     (job.parent / "pids.max").write_text("1000\n")
     assert limits.cgroup_threads(tmp_path) == 1000
+
     monkeypatch.undo()
     set_limits(monkeypatch)
     monkeypatch.setattr(limits, "cgroup_threads", lambda: 5)
+
     with pytest.raises(OutOfMemoryError, match=r"pids.max of the cgroup=5 must be at least 12"):
         limits.require(1)
 
@@ -326,7 +338,9 @@ def test_every_out_of_memory_error_has_the_same_code_and_names_the_limit(
     monkeypatch.setattr(limits, "read", lambda: [roomy, limit, few])
     monkeypatch.setattr(limits, "threads_in_use", lambda name: 49)
     message = failure.describe(error, 0)
+
     assert message.exit_code == 7
+
     start = "no more processes or threads can be started" if is_thread else "memory ran out"
     assert message.message.startswith(start)
     end = (
@@ -334,13 +348,16 @@ def test_every_out_of_memory_error_has_the_same_code_and_names_the_limit(
         if is_thread
         else "ulimit -d; 390.00 MiB of it are used"
     )
+
     assert message.message.endswith(end), message.message
+
     # without a limit it is the machine's memory
     monkeypatch.setattr(limits, "read", list)
     monkeypatch.setattr(limits, "host_memory", lambda: {"total": 2**30, "available": 2**20})
     assert failure.describe(error, 0).message.endswith(
         "this machine; 1.00 MiB of 1.00 GiB are free now"
     )
+
     with pytest.raises(OutOfMemoryError), limits.memory_errors():
         raise error
 
@@ -354,6 +371,7 @@ def test_threads_in_use_are_those_of_all_programs_of_the_user() -> None:
         other.stdout.readline()
         in_use = limits.threads_in_use(limits.OF_THREADS)
         other.stdin.close()
+
     # Other programs of the user may end or start during the test.
     assert in_use >= 200
     assert before >= 1
@@ -369,6 +387,7 @@ def test_other_errors_are_not_about_memory() -> None:
         with pytest.raises(type(error)), limits.memory_errors():
             raise error
     message = failure.describe(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."), 0)
+
     assert (message.exit_code, message.message) == (
         7,
         "CUDA out of memory. Tried to allocate 2.00 GiB.",
@@ -380,6 +399,7 @@ def test_memory_of_a_machine_respects_its_limits(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(limits, "host_memory", lambda: {"total": 2**35, "swap": 2**30})
     set_limits(monkeypatch)
     assert machine._host(2) == ("this machine", 2**35 + 2**30)
+
     set_limits(monkeypatch, cgroup=2**33)
     assert machine._host(2) == ("this container", 2**33 + 2**30)
     # three quarters of 560 MiB are not available to a model
@@ -395,11 +415,14 @@ def test_cgroup_of_a_job_applies_without_a_namespace(
     monkeypatch.setattr(
         limits, "_lines", lambda _: ["1:name=systemd:/", "0::/system.slice/job_7/step_0"]
     )
+
     assert limits.cgroup_memory(tmp_path) == (0, 0)
+
     for folder, limit in ((job, "max"), (job.parent, "1000"), (tmp_path / "system.slice", "5000")):
         (folder / "memory.max").write_text(limit + "\n")
         (folder / "memory.current").write_text("600\n")
     assert limits.cgroup_memory(tmp_path) == (1000, 600)
+
     # Version 1 has a hierarchy for memory.
     monkeypatch.setattr(
         limits, "_lines", lambda _: ["5:cpu:/slurm/job_8", "4:memory:/slurm/job_7", "0::/"]
@@ -408,6 +431,7 @@ def test_cgroup_of_a_job_applies_without_a_namespace(
     job.mkdir(parents=True)
     (job / "memory.limit_in_bytes").write_text("900\n")
     (job / "memory.usage_in_bytes").write_text("500\n")
+
     assert limits.cgroup_memory(tmp_path) == (900, 500)
 
 
@@ -471,7 +495,9 @@ def test_a_real_cgroup_is_read_and_named_when_the_kernel_kills(
         preexec_fn=lambda: (cgroup / "cgroup.procs").write_text("0"),
     )  # fmt: skip
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+
     assert done.returncode == code and told in line, done.stderr
+
     end = json.loads((tmp_path / "run" / "exit.json").read_text())
     assert (end["code"], end["retryable"]) == (code, code == 6)
     assert told in end["message"]
@@ -530,6 +556,7 @@ def test_missing_library_is_distinguished_from_a_broken_one(
         (tmp_path / "planted_library.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
     with pytest.raises(kind) as caught:
         libraries.load("planted_library", "data.option", "value", "it")
     assert message in str(caught.value), caught.value

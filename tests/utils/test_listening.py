@@ -83,6 +83,7 @@ def test_a_machine_without_ipv6_rejects_an_ipv6_address(monkeypatch):
 
     monkeypatch.setenv(listening.LISTEN_ADDRESS, "::1")
     monkeypatch.setattr(listening.socket, "create_server", refuse)
+
     with pytest.raises(ConfigError, match="is not an address of this machine"):
         listening.rendezvous_listener("127.0.0.1", 0)
 

@@ -67,6 +67,7 @@ def test_only_selected_ranks_write_to_the_console(tmp_path, capsys):
     setup(tmp_path, console=True, prefix=True)
     log.logger.info("loud")
     out, err = capsys.readouterr()
+
     assert not out
     assert "quiet" not in err
     assert err.startswith("[rank0] ")
@@ -79,6 +80,7 @@ def test_lines_appear_once_although_the_root_logger_has_handlers(tmp_path, monke
     monkeypatch.setattr(logging.root, "handlers", [handler])
     setup(tmp_path, console=False)
     logging.getLogger("shardtrain.data").info("once")
+
     assert root.getvalue() == ""
     assert (tmp_path / "logs/rank-0.log").read_text().count("once") == 1
 
@@ -90,6 +92,7 @@ def test_colours_reach_a_terminal_and_never_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     path = setup(tmp_path)
     log.logger.info("red", extra=COLORED)
+
     assert "\x1b[31mred\x1b[0m" in sys.stderr.getvalue()
     assert "\x1b" not in path.read_text()
     assert "red" in path.read_text()
@@ -102,6 +105,7 @@ def test_terminal_lines_are_wrapped_and_file_lines_are_not(tmp_path, monkeypatch
     log.logger.info("six terms that are too long, and /a/path/that/is/never/cut/in/two")
     log.logger.warning("careful")
     shown = sys.stderr.getvalue().replace("\x1b[33m", "").replace("\x1b[0m", "")
+
     assert (
         shown
         == "six terms that are too long,\n    and\n    /a/path/that/is/never/cut/in/two\nwarning: careful\n"
@@ -121,6 +125,7 @@ def test_no_ansi_codes_without_colors(tmp_path, monkeypatch, reason):
     setup(tmp_path, color=reason != "option")
     log.logger.info("red", extra=COLORED)
     log.logger.info("also \x1b[1min the text\x1b[0m")
+
     assert "red" in sys.stderr.getvalue()
     assert "also in the text" in sys.stderr.getvalue()
     assert "\x1b" not in sys.stderr.getvalue()
@@ -151,6 +156,7 @@ def test_secrets_are_masked_in_messages_arguments_colours_and_tracebacks(
         raise RuntimeError(f"refused {secret}")
     except RuntimeError:
         log.logger.exception("failed with %s", secret, stack_info=True)
+
     for text in (path.read_text(), sys.stderr.getvalue()):
         assert secret not in text
         assert text.count("***") >= 3
@@ -208,6 +214,7 @@ def test_full_disk_costs_lines_of_the_log_and_is_reported_once(
     finally:
         log.reset()
     errors = capfd.readouterr().err
+
     assert errors.count(f"cannot write the log file {path}: No space left on device") == 1
     assert "Traceback" not in errors
     assert [line.rpartition(" INFO ")[2] for line in path.read_text().splitlines()] == [
@@ -220,12 +227,15 @@ def test_with_thousands_of_ranks_only_rank_0_of_a_node_logs_until_a_warning(tmp_
         monkeypatch.setenv("LOCAL_RANK", str(rank % 8))
         path = setup(tmp_path, rank, world_size=2048, console=False)
         log.logger.info("step 1")
+
         assert path.exists() == (rank == 2000)
+
         if rank == 2003:
             log.logger.warning("the loss is not finite")
             assert path.read_text().endswith("WARNING the loss is not finite\n")
             assert "step 1" not in path.read_text()
         log.reset()
+
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
         "rank-2000.log",
         "rank-2003.log",
@@ -255,6 +265,7 @@ def test_lines_have_one_prefix_under_torchrun_tee(
     setup(tmp_path, 1, prefix=True)
     log.logger.info("hello")
     shown = capfd.readouterr().err
+
     assert "hello" in shown
     assert shown.startswith("[rank1] ") is is_prefixed
     assert (tmp_path / "logs/rank-1.log").read_text().startswith("[rank1] ")

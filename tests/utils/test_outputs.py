@@ -115,6 +115,7 @@ def test_target_of_the_wrong_kind_is_refused_before_any_work(
     kind(tmp_path / "target.toml")
     before = sorted(tmp_path.iterdir())
     line = refusal(words, capsys)
+
     assert "target.toml" in line
     assert SPECIAL_KINDS.get(kind, f"is a {kind.__name__}, not a ") in line
     assert "name another" in line
@@ -143,6 +144,7 @@ def test_target_with_a_name_that_is_too_long_is_refused_before_any_work(
     for path in (name, f"{name}/new.toml", f"new/{name}"):
         line = refusal(words.replace("{}", path), capsys)
         assert output_target.TOO_LONG in line
+
     assert not list(tmp_path.iterdir())
 
 
@@ -151,6 +153,7 @@ def test_valid_targets(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "link to file").symlink_to("file")
     (tmp_path / "link to folder").symlink_to("folder")
+
     for name in ("file", "link to file", "new", "folder/new", "link to folder/new", "new/new"):
         assert output_target.violated_rule(tmp_path / name, "file") == ""
     for name in ("folder", "link to folder", "new", "folder/new", "new/new"):

@@ -34,6 +34,7 @@ def test_limit_of_open_files_is_raised_to_the_maximum() -> None:
     child.start()
     child.join()
     maximum, returned, limits = receiver.recv()
+
     assert returned == maximum
     assert limits == (maximum, maximum)
 
@@ -46,6 +47,7 @@ def test_too_many_hosts_for_the_limit_of_open_files_are_refused_before_connectin
         ssh_connections.SshConnections, "_start", lambda self: pytest.fail("a host was reached")
     )
     plans: list[Any] = [None] * 1024
+
     with pytest.raises(
         ConfigError,
         match=r"launch ssh connects to 1024 hosts, which requires 5220 open files, but 1024 are",
@@ -65,5 +67,6 @@ def test_unsupported_characters_of_a_terminal_are_escaped(encoding: str) -> None
         "utf-8": "größer → 漢".encode(),
         "ascii:replace": b"gr??er ? ?",
     }
+
     assert done.stdout.strip() == expected[encoding]
     assert not done.stderr

@@ -16,6 +16,7 @@ def test_a_process_is_identified_until_it_has_ended() -> None:
     assert this_process == process_identity.read_stat(os.getpid())
     assert this_process is not None
     assert not this_process.has_ended
+
     with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL) as child:
         # it stays a zombie until it is waited for
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -33,6 +34,7 @@ def test_a_machine_without_proc_has_no_identity(monkeypatch) -> None:
 
     monkeypatch.setattr("pathlib.Path.read_text", fail)
     monkeypatch.setattr("os.readlink", fail)
+
     assert process_identity.read_stat() is None
     assert process_identity.boot_id() == os.uname().nodename
     assert process_identity.pid_namespace() == ""

@@ -100,6 +100,7 @@ def test_error_names_the_file_the_cause_and_the_fix(
     monkeypatch.undo()
     cause = CAUSES[number]
     message = str(caught.value)
+
     if name == "ENOMEM":
         assert message.startswith(
             f"cannot write {path}: memory ran out (Cannot allocate memory)"
@@ -132,6 +133,7 @@ def test_exhausted_inodes_are_distinguished_from_a_full_disk(
     monkeypatch.setattr(os, "statvfs", {tmp_path: facts}.__getitem__)
     # the file and its folder do not exist yet, so the nearest existing folder determines the filesystem
     path = tmp_path / "new" / "file"
+
     assert message in storage_errors.explain(
         OSError(errno.ENOSPC, "No space left on device", str(path)), path
     )
@@ -150,11 +152,13 @@ def test_inodes_are_those_of_the_drafts_filesystem(
     roomy = SimpleNamespace(f_bavail=100, f_files=5000, f_favail=700)
     monkeypatch.setattr(os, "statvfs", lambda path: full if Path(path) == tmp_path else roomy)
     monkeypatch.setattr(os, call, fails)
+
     with pytest.raises(OSError) as caught:
         if call == "mkdir":
             files.make_draft(tmp_path / "step-2.tmp-0")
         else:
             files.rename(tmp_path / "step-2.tmp-0", tmp_path / "step-2")
+
     message = str(storage_errors.cannot("write checkpoint", "", caught.value))
     assert f"{tmp_path}/step-2.tmp-0" in message
     assert "0 of 5000 inodes are free" in message
@@ -166,6 +170,7 @@ def test_link_instead_of_a_new_folder_is_named_before_writing(tmp_path: Path) ->
     message = f"exported: it is a link to {tmp_path}/absent; remove it"
     with pytest.raises(StorageError, match=message), files.new_folder(output):
         pytest.fail("the folder is written")
+
     assert list(tmp_path.iterdir()) == [output]
 
 
@@ -185,6 +190,7 @@ def test_an_error_anywhere_in_a_run_has_the_fix_of_its_errno(name: str, tmp_path
     )
     assert isinstance(inside, ShardtrainError)
     assert fix_of(name) in str(inside)
+
     # a socket is not a file of the run
     unnamed = local.of_storage(OSError(number, os.strerror(number)), tmp_path)
     is_told = CAUSES[number].may_pass and not CAUSES[number].is_of_sockets
@@ -196,6 +202,7 @@ def test_the_command_line_uses_the_same_table(capsys: pytest.CaptureFixture[str]
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/data/file")
 
     assert cli.run(action, []) == 8
+
     message = capsys.readouterr().err
     assert "/data/file: Stale file handle (errno 116)" in message
     assert CAUSES[errno.ESTALE].fix in message

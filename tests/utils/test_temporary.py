@@ -61,6 +61,7 @@ def test_folder_of_a_live_process_is_not_removed(place: Path) -> None:
     first = temporary.make()
     second = temporary.make("verify")
     assert {*place.iterdir()} == {first, second}
+
     temporary.remove(first)
     temporary.remove(second)
     assert [*place.iterdir()] == []
@@ -89,7 +90,9 @@ def test_exit_of_a_fork_removes_nothing(place: Path) -> None:
             temporary.remove(folder)
             os._exit(0)
         os.waitpid(pid, 0)
+
         assert folder.exists()
+
         with temporary.temporary_folder():
             assert folder.exists(), "the lock was lost"
 
@@ -193,6 +196,7 @@ def test_link_inside_an_abandoned_folder_is_not_followed(place: Path) -> None:
     (abandoned / "meeting/link").symlink_to(place / "precious")
     with temporary.temporary_folder():
         assert not abandoned.exists()
+
     assert (place / "precious/data").read_text() == "kept"
 
 
@@ -203,6 +207,8 @@ def test_a_fork_removes_no_folder_of_its_parent(place: Path) -> None:
         temporary.remove_all()
         os._exit(0)
     os.waitpid(pid, 0)
+
     assert [*place.iterdir()] == [folder]
+
     temporary.remove_all()
     assert [*place.iterdir()] == []

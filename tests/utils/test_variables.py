@@ -46,6 +46,7 @@ def test_no_module_converts_a_variable_to_a_number_itself() -> None:
         for path, text in SOURCES.items()
         if re.search(r"(int|float)\((os\.)?environ", text)
     ]
+
     assert found == ["ledger.py"]
 
 
@@ -79,6 +80,7 @@ def test_invalid_number_of_ranks_or_nodes_is_refused_in_one_line(
     if name.endswith("NODE_RANK"):
         values |= {name.replace("NODE_RANK", "NNODES"): "2", "PET_RDZV_ENDPOINT": "127.0.0.1:1"}
     monkeypatch.setenv(name, text)
+
     with pytest.raises(ConfigError, match=name) as caught:
         environment.requested_processes(None, values)
         nodes.find(CommandLine(None, None, ()), values)

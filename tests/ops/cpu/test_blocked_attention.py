@@ -114,6 +114,7 @@ def test_blocked_attention_with_masks_matches_within_1e_6_in_float32(
     out.backward(inputs[3])
     results = [out, *gradients_of(leaves)]
     expected = exact(inputs, visible_tokens(of_row, 300, window), None)
+
     assert largest_error(results, expected) <= 1e-6
 
 
@@ -140,6 +141,7 @@ def test_number_of_rows_and_heads_per_block_changes_no_number(
     expected = exact(inputs, causal(5, 150), None)
     bound = 1e-6 if dtype == torch.float32 else 5e-3
     results = attended(q, k, v, gradient)
+
     assert largest_error(results, expected) <= bound
 
 
@@ -152,6 +154,7 @@ def test_non_contiguous_tensors_are_supported(groups: int) -> None:
     views = [part.unflatten(2, (-1, 24)) for part in parts]
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
     expected = [result.double() for result in attended(*inputs)]
+
     for others in (views, transposed):
         # The order of sums may depend on the stride of rows.
         assert largest_error(attended(*others), expected) <= 5e-7
@@ -164,6 +167,7 @@ def test_large_scores_in_float32_match_softmax(size: float) -> None:
     expected = exact([q * size, k, v, gradient], causal(2, 200), None)
     # Scores of some thousands are rounded to 2^-12, and so are logarithms of weights.
     bound = 4 * size * 2.0**-23 * 4
+
     assert all(bool(x.isfinite().all()) for x in results)
     assert largest_error(results, expected) <= max(1e-5, bound)
 
@@ -228,6 +232,7 @@ def test_error_in_bfloat16_is_at_most_half_larger_than_the_error_of_pytorch(
     out.backward(inputs[3])
     results = [out, *gradients_of(leaves)]
     theirs = _by_pytorch(inputs, visible)
+
     for name, actual, pytorch, exact_value in zip("oqkv", results, theirs, expected, strict=True):
         assert error(actual, exact_value) <= 1.5 * error(pytorch, exact_value), name
 

@@ -73,4 +73,5 @@ def test_modules_outside_the_cpu_folders_do_not_import_them_at_module_level() ->
         imports += [
             f"{name}: {module}" for module in imports_at_top(tree) if module.startswith(FOLDERS)
         ]
+
     assert not imports, "import these inside the function that runs on a CPU: " + ", ".join(imports)

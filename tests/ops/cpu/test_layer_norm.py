@@ -95,11 +95,13 @@ def test_float32_mixed_dtypes_and_norms_without_weights_use_pytorch() -> None:
     )
     before = [model[0](x), model[1](x.bfloat16()), model[2](x.view(10, 4, 8))]
     layer_norm.use(model)
+
     assert [type(module) for module in model] == [
         Float32SumLayerNorm,
         nn.LayerNorm,
         Float32SumLayerNorm,
     ]
+
     after = [model[0](x), model[1](x.bfloat16()), model[2](x.view(10, 4, 8))]
     assert all(
         torch.equal(original, replaced) for original, replaced in zip(before, after, strict=True)
@@ -153,6 +155,7 @@ def test_bfloat16_model_has_the_gradients_of_float32_on_one_process(how: str) ->
     (exact,) = run_ranks(1, gradients, config(mixed_precision_param="float32"))
     (gradients_of_run,) = run_ranks(1, gradients, config(**reduced))
     norms = [name for name in exact if "norm" in name]
+
     assert len(norms) == 10
     for name in norms:  # activations are rounded to 8 bits
         assert float((gradients_of_run[name] - exact[name]).norm()) < 0.03 * float(

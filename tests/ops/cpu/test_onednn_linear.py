@@ -33,8 +33,10 @@ def test_values_and_gradients_match_linear(
     ours = nn.Sequential(nn.Linear(48, 80, bias=bias))
     ours[0].load_state_dict(plain.state_dict())
     onednn_linear.use(ours)
+
     assert type(ours[0]) is OneDnnLinear
     assert list(ours.state_dict()) == [f"0.{name}" for name in plain.state_dict()]
+
     x, y = (
         torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(1)).requires_grad_()
         for _ in range(2)
@@ -47,6 +49,7 @@ def test_values_and_gradients_match_linear(
     pairs = [(out, expected), (x.grad, y.grad)]
     for weight, plain_weight in zip(ours.parameters(), plain.parameters(), strict=True):
         pairs.append((weight.grad, plain_weight.grad))
+
     for actual, target in pairs:
         # float32 sums in a different order
         torch.testing.assert_close(actual, target, rtol=1e-5, atol=1e-5)
@@ -72,6 +75,7 @@ def test_unsupported_cases_use_pytorch(change: Any, monkeypatch: pytest.MonkeyPa
     onednn_linear.use(layer)
     layer, x = change(layer, torch.ones(2, 8))
     out = layer(x)
+
     if x.device.type != "meta":
         assert torch.equal(out, F.linear(x, layer[0].weight, layer[0].bias))
 
@@ -82,6 +86,7 @@ def test_subclass_with_its_own_forward_is_not_replaced() -> None:
 
     model = nn.Sequential(Other(2, 2))
     onednn_linear.use(model)
+
     assert type(model[0]) is Other
 
 

@@ -42,8 +42,10 @@ def test_values_match_linear(dtype: torch.dtype, tolerance: float, bias: bool) -
     exact = nn.Linear(96, 144, bias=bias).double()
     exact.load_state_dict(layer.state_dict())
     packed = nn.Sequential(layer)
+
     assert packed_linear.use(packed)
     assert type(layer) is PackedLinear
+
     with torch.inference_mode():
         for shape in (
             (1,),
@@ -74,6 +76,7 @@ def test_weight_is_unchanged_and_its_old_memory_is_freed() -> None:
     before = layer.weight.detach().clone()
     old = weakref.ref(layer.weight)
     packed_linear.use(nn.Sequential(layer))
+
     assert old() is None
     assert layer.weight.shape == (48, 32)
     assert torch.equal(layer.weight.to_dense(), before)
@@ -85,8 +88,10 @@ def test_tied_head_is_packed_and_the_embedding_keeps_its_weight() -> None:
     tokens_BT = torch.arange(6).view(2, 3)
     nn.init.normal_(model.embed.weight)
     expected = model(tokens_BT, torch.arange(3).expand(2, -1))
+
     assert packed_linear.use(model)
     assert type(model.head) is PackedLinear
+
     logits = model(tokens_BT, torch.arange(3).expand(2, -1))
     # float32 sums in a different order
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)

@@ -95,6 +95,7 @@ def test_non_contiguous_inputs_and_gradients_are_supported() -> None:
         leaf = x.clone().requires_grad_()
         kind(4, eps=1e-5)(leaf.t()).t().backward(torch.ones(6, 4).t())
         results.append(leaf.grad)
+
     torch.testing.assert_close(*results)
 
 
@@ -120,6 +121,7 @@ def test_subclass_and_norm_without_weight_are_not_replaced() -> None:
     model = nn.Sequential(Other(2), nn.RMSNorm(2, elementwise_affine=False), nn.RMSNorm(2))
     names = list(model.state_dict())
     rms_norm.use(model)
+
     assert [type(module) for module in model] == [Other, nn.RMSNorm, RowwiseRMSNorm]
     assert list(model.state_dict()) == names
 

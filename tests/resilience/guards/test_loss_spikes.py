@@ -173,6 +173,7 @@ def test_skipped_spike_does_not_change_the_weights(root: Path, one: dict[str, En
     assert skipped.state["nonfinite_skips"] == 0
     assert skipped.lrs[POISONED] == skipped.lrs[POISONED - 1]
     assert [record["skipped_updates"] for record in records(root / "skip")] == [0] * 10 + [1] * 6
+
     counts = [float(count) for name, count in skipped.optimizer.items() if name.endswith(".step")]
     assert set(counts) == {STEPS - 1}
     assert skipped.losses[:POISONED] == one["log"].losses[:POISONED]
@@ -206,6 +207,7 @@ def test_metrics_of_a_rewound_run_have_each_step_once(root: Path, one: dict[str,
     assert [record["loss"] for record in rows] == one["rewind"].losses[:8] + one["rewind"].losses[
         10:
     ]
+
     log = (root / "rewind/logs/rank-0.log").read_text()
     assert "continuing after step 8" in log
     assert "skipping rows 72 to 87 of the data" in log
@@ -222,6 +224,7 @@ def test_killed_run_with_a_rewind_resumes_bitwise(
     assert resumed.state == straight.state
     assert_bitwise(resumed.weights, straight.weights)
     assert_bitwise(resumed.optimizer, straight.optimizer)
+
     folder = root / ("killed" if name == "resumed" else "late")
     keys = (
         "step",

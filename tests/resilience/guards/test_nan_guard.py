@@ -134,11 +134,13 @@ def test_run_continues_after_a_skipped_update_and_its_schedule_waits(
         assert skipped.state["step"] == 5
         assert skipped.state["updates"] == 4
         assert skipped.state["nonfinite_skips"] == 0
+
         counts = [
             float(count) for name, count in skipped.optimizer.items() if name.endswith(".step")
         ]
         assert set(counts) == {4}
         assert skipped.state["samples_consumed"] == 40
+
     assert_bitwise(runs[0]["skip"].weights, runs[1]["skip"].weights)
 
 
@@ -158,6 +160,7 @@ def test_fraction_of_skipped_steps_is_limited(root: Path, runs: list[dict[str, E
         assert "; 1 of 1000 updates were skipped (training.nonfinite_max_skip_fraction)" in str(
             rank["share"].error
         )
+
     records = [json.loads(line) for line in (root / "share/metrics.jsonl").read_text().splitlines()]
     assert [record["skipped_updates"] for record in records] == [0, 1, 1]
 
@@ -174,8 +177,10 @@ def test_float16_overflow_halves_the_loss_scale_on_every_rank(
         # The scale is halved at step 2, and doubled after steps 3, 4 and 5.
         assert run.scaler == {"scale": 1024.0, "finite_steps": 0}
         assert rank["half killed"].scaler == {"scale": 512.0, "finite_steps": 2}
+
         log = (root / f"half-straight/logs/rank-{number}.log").read_text()
         assert "step 2: the loss of rank 1 overflowed float16 at loss scale 1024" in log
+
     assert_bitwise(runs[0]["half straight"].weights, runs[1]["half straight"].weights)
 
 

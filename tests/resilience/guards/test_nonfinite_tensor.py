@@ -163,5 +163,6 @@ def test_nonfinite_values_are_named_and_never_reach_the_weights(mesh: str) -> No
                 assert f".ffn (rank {culprit})" in message
             elif place == "transient":
                 assert "a second forward pass of the same rows was finite" in message
+
     messages = [[message for *_, message in rank] for rank in results]
     assert messages == messages[:1] * len(results)

@@ -101,6 +101,7 @@ def test_flipped_bit_is_reported_with_its_rank_and_tensor(
     results = run_ranks(size, flips, parallelism)
     assert results == results[:1] * size
     assert len(results[0]) == FLIPS
+
     for name, culprit, message in results[0]:
         ranks = (
             f"rank {culprit} differs from the other 2"
@@ -145,6 +146,7 @@ def test_checksum_changes_with_every_bit(dtype: torch.dtype) -> None:
             flip(tensor, index, bit)
             assert checksum(tensor) != expected
             flip(tensor, index, bit)
+
     assert checksum(tensor) == expected
     assert checksum(torch.ones(3, 0, dtype=dtype)) == 0
     assert checksum(torch.ones((), dtype=dtype)).dtype == torch.int64
@@ -218,11 +220,13 @@ def test_different_replicas_are_not_saved_and_the_run_resumes_bitwise(
     hint = "no checkpoint is known to be without it"
     if good:
         hint = f"the last checkpoint known to be without it is {folder / f'step-{good}'}"
+
     for result in run_ranks(size, losses, config, flipped):
         assert result["code"] == 4
         assert result["error"].startswith(f"step {refused}: {first}")
         assert hint in result["error"]
     assert [path.name for path in folder.glob("step-*")] == ([f"step-{good}"] if good else [])
+
     resumed = run_ranks(size, losses, config)[0]
     # bitwise
     assert resumed == {step: loss for step, loss in undisturbed.items() if int(step) > good}

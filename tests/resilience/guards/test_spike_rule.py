@@ -22,6 +22,7 @@ def test_spike_is_a_number_of_standard_deviations_above_the_mean() -> None:
         guard.add(value, 1.0, 128)
     mean = statistics.fmean(values[-128:])
     spread = statistics.stdev(values[-128:])
+
     assert guard.find_spike(mean + 5.99 * spread, 1.0, 128, 6) == ""
     assert guard.find_spike(mean + 6.01 * spread, 1.0, 128, 6).startswith("the loss 3.")
     assert guard.find_spike(mean - 20 * spread, 1.0, 128, 6) == ""
@@ -58,6 +59,7 @@ def test_only_true_spikes_are_reported(seed: int) -> None:
     steps = 5_300
     series = healthy(seed, steps)
     assert spikes_of(series) == []
+
     rng = random.Random(seed)
     # adds ten standard deviations to the loss, or sets the norm to 26
     for size, part in (
@@ -91,6 +93,7 @@ def test_higher_loss_that_stays_is_a_spike_for_four_steps() -> None:
     for _ in range(20):
         spikes.append(bool(guard.find_spike(5.0, 1.0, 128, 6)))
         guard.add(5.0, 1.0, 128)
+
     assert spikes == [True] * 4 + [False] * 16
 
 
@@ -117,6 +120,7 @@ def test_steps_that_contain_skipped_rows_are_left_out() -> None:
         True,
         False,
     ]
+
     for first in range(0, 70, 3):
         for step in (4, 8, 16):
 
@@ -132,7 +136,9 @@ def test_state_survives_json_and_bad_state_is_refused() -> None:
     guard = Guard([1.5, 0.1], [2.0, 1 / 3], [4, 7], 3, [Rewind(9, 4, 40, 56)])
     other = Guard()
     other.load(json.loads(json.dumps(guard.to_dict())))
+
     assert other == guard
+
     good = guard.to_dict()
     for name, bad in (
         ("losses", None),

@@ -70,15 +70,19 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.exists, hub.files = False, {}
     arguments = (str(trained), "--to", str(tmp_path / "hf"), "--push", "org/name", "--private")
+
     assert push(*arguments) == 0
+
     captured = capsys.readouterr()
     output = captured.out + captured.err
     assert TOKEN not in output
     assert "secretsignature" not in output
     assert hub.private
+
     local = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
     assert hub.files == local
     assert {"README.md", "config.json", "model.safetensors"} <= local.keys()
+
     text = local["README.md"].decode()
     front = yaml.safe_load(text.split("---")[1])
     assert front["library_name"] == "transformers"
@@ -87,15 +91,18 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
     assert TOKEN not in text
     assert "| Steps | 4 |" in text
     assert "| Mesh | 1 rank |" in text
+
     losses = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert f"loss {losses[-1]['loss']:.4g}" in text
     assert "Validation" in text
+
     toml = re.search(r"```toml\n(.*?)```", text, re.DOTALL)[1]
     (tmp_path / "again.toml").write_text(toml)
     from shardtrain import config
 
     again = config.load(tmp_path / "again.toml").config
     first = config.load(trained / "config.resolved.toml").config
+
     for section in (
         "model",
         "training",
@@ -110,6 +117,7 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
         )
     assert card.is_own(text)
     assert not card.is_own(text.replace("Steps", "steps"))
+
     before = len(sent(hub))
     assert push(*arguments) == 0, "the repeated command must succeed"
     assert "already contains this checkpoint" in capsys.readouterr().out
@@ -131,6 +139,7 @@ def test_an_interrupted_upload_reports_its_progress_and_continues(hub, folder, m
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(names) > 1
+
     puts = []
 
     def fault(handler, path):
@@ -140,12 +149,15 @@ def test_an_interrupted_upload_reports_its_progress_and_continues(hub, folder, m
         return len(puts) > 1 and handler.refuse(400)
 
     hub.fault, before = fault, dict(hub.files)
+
     assert push(str(folder), "--push", "org/name") != 0
+
     message = error_of(capsys.readouterr().err)
     assert names[0] in message
     assert "this upload is not visible in org/name yet" in message
     assert "secretsignature" not in message
     assert hub.files == before
+
     hub.fault, puts = lambda handler, path: False, []
     stored = len(hub.stored)
     assert push(str(folder), "--push", "org/name") == 0
@@ -170,11 +182,13 @@ def test_a_user_written_card_is_kept_unless_overwrite_is_set(
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     (folder / "README.md").write_text(card.of_folder(folder).text("0" * 64))
     before = hub.files["README.md"]
+
     assert (
         push(str(folder), "--push", "org/name", *(["--overwrite_card"] if overwrite else [])) == 0
     )
     assert (hub.files["README.md"] != before) == overwrite
     assert ("was not written by shardtrain, so it is kept" in capsys.readouterr().out) != overwrite
+
     if overwrite:  # the card is ours now, and is replaced without a flag
         (folder / "README.md").write_text(
             dataclasses.replace(card.of_folder(folder), name="new").text("0" * 64)
@@ -192,6 +206,7 @@ def test_a_concurrent_commit_is_not_overwritten(hub, folder, monkeypatch, capsys
         return False
 
     hub.fault, before = fault, dict(hub.files)
+
     assert push(str(folder), "--push", "org/name") != 0
     assert "was changed by somebody else during the upload" in capsys.readouterr().err
     assert hub.files == before
@@ -222,7 +237,9 @@ def test_impossible_uploads_are_rejected_in_one_line_before_they_start(
         monkeypatch.setenv("HF_TOKEN", token)
     for fact, value in facts.items():
         setattr(hub, fact, value)
+
     assert push(str(folder), "--to", str(tmp_path / "new"), "--push", "org/name", *arguments) != 0
+
     message = capsys.readouterr().err
     assert expected in error_of(message) and len(message.strip().splitlines()) == 1, message
     assert not sent(hub)
@@ -234,6 +251,7 @@ def test_refusals_of_the_hub_and_missing_files_are_reported(hub, folder, monkeyp
     hub.fault = lambda handler, path: "/preupload/" in path and handler.refuse(403)
     assert push(str(folder), "--push", "org/name") != 0
     assert "is not writable with the current token (status 403)" in capsys.readouterr().err
+
     hub.fault = lambda handler, path: False
     real = type(hub).facts
 
@@ -241,6 +259,7 @@ def test_refusals_of_the_hub_and_missing_files_are_reported(hub, folder, monkeyp
         return [file for file in real(server) if file["rfilename"] != "config.json"]
 
     monkeypatch.setattr(type(hub), "facts", lost)
+
     assert push(str(folder), "--push", "org/name") != 0
     assert "config.json is not in org/name" in capsys.readouterr().err
 
@@ -249,6 +268,7 @@ def test_a_card_rejected_by_the_hub_is_reported(hub, folder, monkeypatch, capsys
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     (folder / "README.md").write_text("# mine\n")
     before = dict(hub.files)
+
     assert push(str(folder), "--push", "org/name", "--overwrite_card") != 0
     assert "the hub rejects the front matter of README.md" in error_of(capsys.readouterr().err)
     assert hub.files == before
@@ -268,6 +288,7 @@ def test_a_folder_of_another_checkpoint_is_not_uploaded(
         "--dtype",
         "bfloat16",
     )
+
     assert push(*arguments) != 0
     assert "already exists; name a new folder" in capsys.readouterr().err
     assert not sent(hub)
@@ -281,5 +302,6 @@ def test_the_card_contains_the_origin_of_the_folder(tmp_path):
     (place / "config.json").write_text(json.dumps({**config, "_name_or_path": "someone/base"}))
     (place / "README.md").write_text("---\nlicense: apache-2.0\n---\n# base\n")
     folder_source = source.of_folder(place)
+
     assert card._base_model(folder_source) == "someone/base"
     assert card._license(folder_source) == "apache-2.0"

@@ -40,4 +40,5 @@ print(status, sorted(name for name in {HEAVY!r} if name in sys.modules))
         timeout=patience.seconds(60),
         check=False,
     )
+
     assert result.stdout.splitlines()[-1] == "0 []", result.stdout + result.stderr

@@ -69,6 +69,7 @@ def test_clean_data_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[st
     code, report = run(capsys, *arguments)
     lengths = [len(row["text"]) + 2 for row in rows]
     table = report["datasets"]["jsonl"]
+
     assert code == 0
     assert not report["warnings"]
     assert not report["problems"]
@@ -91,6 +92,7 @@ def test_sequences_per_epoch_are_those_of_training(
     stream = open_dataloader(
         load(None, arguments).config, batch_rank=0, num_batch_ranks=3, accumulation=1
     )
+
     assert table["sequences per epoch"] == stream.num_samples
     assert table["sequences per step"] == 6
     assert (
@@ -114,6 +116,7 @@ def test_every_kind_of_bad_row_is_reported_with_its_places(
     path = jsonl(tmp_path / "a.jsonl", [*texts(10), *wrong, *texts(5), "{broken\n"])
     code, report = run(capsys, *arguments_for(path))
     table = report["datasets"]["jsonl"]
+
     assert code == 3
     assert (table["rows"], table["documents"], table["bad rows"], table["empty rows"]) == (
         22,
@@ -121,14 +124,17 @@ def test_every_kind_of_bad_row_is_reported_with_its_places(
         6,
         1,
     )
+
     reasons = "\n".join(table["reasons"])
     assert all(f"a.jsonl:{line}" in reasons for line in (11, 12, 13, 14, 15, 16, 22))
     assert any("6 bad of 22 rows" in problem for problem in report["problems"])
+
     code, _ = run(
         capsys,
         *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "0.5"),
     )
     assert code == 0
+
     code, _ = run(
         capsys,
         *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "0.2"),
@@ -163,6 +169,7 @@ def test_duplicates_are_counted_and_found(
         *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "1.0"),
     )
     table = report["datasets"]["jsonl"]
+
     assert table["duplicates"] == 2
     assert [line.count(".jsonl:") for line in table["first duplicates"]] == [2, 2]
     assert [
@@ -194,7 +201,9 @@ def test_places_of_duplicates_hold_across_parts(
     path = jsonl(tmp_path / "a.jsonl", [*texts(30), {"text": ""}, *texts(30)])
     _, report = run(capsys, *arguments_for(path))
     table = report["datasets"]["jsonl"]
+
     assert table["duplicates"] == 30
+
     places = [
         [part.split(":")[-1] for part in line.split(" = ")] for line in table["first duplicates"]
     ]
@@ -212,8 +221,10 @@ def test_leakage_into_validation_is_reported(
         path, "--validation.enable", "--validation.dataset", "jsonl", "--validation.seq_len", "64"
     )
     code, report = run(capsys, *arguments, "--validation.dataset_path", str(validation_file))
+
     assert code == 0
     assert report["datasets"]["validation: jsonl"]["documents"] == 4
+
     (warning,) = report["warnings"]
     assert "2 of 4 documents are in the training data" in warning
     assert "b.jsonl:2" in warning
@@ -250,12 +261,15 @@ def test_prepared_shards_are_verified(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
     code, report = run(capsys, *arguments)
     table, (_, direct) = report["datasets"]["tokens"], run(capsys, *arguments_for(path))
+
     assert code == 0
+
     same = [key for key in table if key not in ("first duplicates",)]
     assert {key: table[key] for key in same} == {
         key: direct["datasets"]["jsonl"][key] for key in same
     }
     assert table["first duplicates"] == ["document 3000 = document 0"]
+
     with (folder / "tokens-00000.bin").open("r+b") as file:
         file.seek(20_000)
         file.write(b"\x00\x01")
@@ -288,6 +302,7 @@ def test_a_mixture_is_checked_source_by_source(
             _, other = run(capsys, str(config), "--world_size", str(ranks))
             counted = other["datasets"][name]["steps per epoch"]
             assert counted == steps_of(load(config, ends).config, ranks), (name, ranks)
+
         assert (
             table["steps per epoch"] >= table["sequences per epoch"] / table["sequences per step"]
         )
@@ -299,6 +314,7 @@ def test_the_report_is_readable(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert lines[0] == "dataset jsonl"
     assert lines[-1] == "no problems"
     assert any(line.split() == ["documents", "40"] for line in lines)
+
     path = jsonl(tmp_path / "a.jsonl", [*texts(), "{broken\n"])
     assert check.main(arguments_for(path)) == 3
     assert "problem: dataset jsonl has 1 bad of 41 rows" in capsys.readouterr().out
@@ -323,6 +339,7 @@ def test_text_of_a_dataset_is_printed_without_control_characters(
         folder = tmp_path / text
         folder.mkdir()
     assert check.main(arguments_for(jsonl(folder / "a.jsonl", rows), *more)) == 3
+
     output = capsys.readouterr().out
     assert "planted" in output
     assert all(line.isprintable() for line in output.split("\n"))
@@ -356,6 +373,7 @@ def test_without_a_world_size_steps_follow_from_the_mesh(
         "3",
     ]
     _, report = run(capsys, *arguments, *mesh)
+
     assert report["datasets"]["jsonl"]["sequences per step"] == 6
 
 
@@ -379,6 +397,7 @@ def test_skipping_every_document_is_a_problem(
         jsonl(tmp_path / "a.jsonl", [{"text": "x" * 100}] * 2 + [{"text": "y" * 70}]), *fitted
     )
     code, report = run(capsys, *arguments)
+
     assert code == 3
     assert "has no sequence with packing first_fit" in report["problems"][0]
     assert "3 of 3 documents are longer than 65 tokens and are skipped" in " ".join(
@@ -410,6 +429,7 @@ def test_steps_of_a_row_task_match_its_stream(
     )
     arguments += ["--training.last_batch", last_batch]
     _, report = run(capsys, *arguments, "--world_size", "2")
+
     assert report["datasets"]["jsonl"]["steps per epoch"] == steps
 
 
@@ -457,6 +477,7 @@ def test_rows_of_a_task_are_checked_with_the_task_s_reader(
     stream = open_task(load(None, arguments).config).open_dataloader(
         batch_rank=0, num_batch_ranks=2, accumulation=1
     )
+
     assert (code, report["problems"]) == (0, [])
     assert (table["rows"], table["documents"], table["bad rows"], table["duplicates"]) == (
         30,
@@ -471,11 +492,13 @@ def test_rows_of_a_task_are_checked_with_the_task_s_reader(
     jsonl(tmp_path / "a.jsonl", [*[good] * 30, *wrong])
     code, report = run(capsys, *arguments)
     table = report["datasets"]["jsonl"]
+
     assert code == 3
     assert "has 3 bad of 33 rows" in report["problems"][0]
     assert (table["rows"], table["documents"], table["bad rows"]) == (33, 30, 3)
     assert table["sequences per epoch"] == stream.num_samples
     assert all(f"a.jsonl:{line}" in "\n".join(table["reasons"]) for line in (31, 32, 33))
+
     arguments += ["--data.bad_rows=skip", "--data.bad_rows_max_fraction=0.1"]
     assert run(capsys, *arguments)[0] == 0
     # Rows of a validation set must not be skipped.
@@ -485,6 +508,7 @@ def test_rows_of_a_task_are_checked_with_the_task_s_reader(
         f"--validation.dataset_path={tmp_path}/a.jsonl",
     ]
     code, report = run(capsys, *arguments)
+
     assert code == 3
     assert "has 3 bad of 33 rows" in report["problems"][0]
     assert report["datasets"]["validation: jsonl"]["sequences per pass"] == 30

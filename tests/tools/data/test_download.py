@@ -69,6 +69,7 @@ def test_only_the_tokenizer_s_files_are_downloaded(hub, tmp_path, capsys):
     assert contents(tmp_path / "x" / "name") == {
         name: FILES[name] for name in ("tokenizer.json", "tokenizer_config.json")
     }
+
     printed = capsys.readouterr().out
     assert f"org/name at {COMMIT}: 2 files" in printed
     assert "tokenizer.json: 13 B" in printed
@@ -85,6 +86,7 @@ def test_every_kind_of_asset_is_found_and_a_second_call_downloads_nothing(hub, t
         "model.safetensors",
     }
     assert "index: none, the weights are one file" in capsys.readouterr().out
+
     before = len(hub.requests)
     assert run(tmp_path, "--assets", "safetensors", "config") == 0
     assert len(hub.requests) == before + 1
@@ -109,6 +111,7 @@ def test_torchtitan_s_script_is_this_verb(hub, tmp_path):
         timeout=patience.seconds(60),
         check=False,
     )
+
     assert result.returncode == 0, result.stderr
     assert contents(tmp_path / "x" / "name") == {"config.json": FILES["config.json"]}
 
@@ -126,15 +129,18 @@ def test_the_token_is_sent_to_the_hub_but_not_to_redirect_targets(
     assert {headers.get("authorization") for _, _, headers in hub.requests} == {f"Bearer {TOKEN}"}
     assert len(cdn.requests) == 1
     assert "authorization" not in cdn.requests[0][2]
+
     # the hash of the hub counts, not that of the storage server
     cdn.files["model.safetensors"] = WEIGHTS[:-1] + b"x"
     (tmp_path / "name" / "model.safetensors").unlink()
     assert "has the hash" in fails(DataError, tmp_path, "--assets", "safetensors")
     assert contents(tmp_path / "name") == {}
+
     cdn.close()
     assert "cannot be reached" in fails(StorageError, tmp_path, "--assets", "safetensors")
     # the library logs the address
     assert f"Error while downloading from {cdn.url}" in log.getvalue()
+
     printed = capsys.readouterr()
     for text in (printed.out, printed.err, log.getvalue()):
         assert TOKEN not in text
@@ -146,9 +152,11 @@ def test_the_token_of_a_login_is_found(hub, tmp_path, monkeypatch):
     (tmp_path / "home" / "token").write_text(TOKEN)
     assert run(tmp_path / "x") == 0
     assert hub.requests[0][2]["authorization"] == f"Bearer {TOKEN}"
+
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
     assert run(tmp_path / "x") == 0
     assert "authorization" not in hub.requests[-1][2]
+
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
     (tmp_path / "home" / "token").write_bytes(b"\xff\xfe")
     assert "hf auth login" in fails(ConfigError, tmp_path)
@@ -211,6 +219,7 @@ def test_refusals_of_the_hub_name_a_fix(hub, tmp_path, monkeypatch, name, where)
         monkeypatch.setenv("HF_TOKEN", token)
     hub.fault = lambda handler, path: where in path and handler.refuse(status, **headers)
     text = fails(ConfigError, tmp_path)
+
     assert re.search(message, text), text
     assert len(hub.requests) == (1 if where == "/api/" else 2)
 
@@ -220,6 +229,7 @@ def test_a_busy_hub_is_reported_and_the_storage_server_is_retried(hub, tmp_path)
     assert "is busy (too many requests, status 429); try again in 120 seconds" in fails(
         StorageError, tmp_path
     )
+
     hub.fault = lambda handler, path: handler.refuse(500)
     assert "an error of the hub, status 500" in fails(StorageError, tmp_path)
     answers = [429, 503]
@@ -236,6 +246,7 @@ def test_a_hub_out_of_reach_is_reported(hub, tmp_path, monkeypatch):
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
         assert "cannot be reached" in fails(StorageError, tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "ftp://x")
+
     assert "HF_ENDPOINT" in fails(ConfigError, tmp_path)
 
 
@@ -282,6 +293,7 @@ def test_a_hub_that_never_ends_its_answer_times_out(
         handler.command == method and where in path and drip(handler, head)
     )
     begun = time.monotonic()
+
     assert "cannot be reached" in fails(StorageError, tmp_path)
     # The limit is 0.4 seconds. A hang would never end.
     assert time.monotonic() - begun < patience.seconds(30)
@@ -338,6 +350,7 @@ def test_log_messages_after_the_time_limit_are_not_printed(hub, capsys, monkeypa
 
     with pytest.raises(TimeoutError):
         hub_client.bounded(call, 0.2)
+
     timed_out.set()
     assert ended.wait(patience.seconds(60))
     logger.warning("of another call")
@@ -371,6 +384,7 @@ def test_a_connection_that_is_lost_again_and_again_ends_in_an_error(hub, tmp_pat
         and "/resolve/" in path
         and handler.give(b"", claimed_size=len(WEIGHTS))
     )
+
     assert "cannot be reached" in fails(StorageError, tmp_path, "--assets", "safetensors")
     assert complete_files(tmp_path) == {}
 
@@ -399,9 +413,11 @@ def test_corrupt_content_is_fetched_once_more_and_never_kept(hub, tmp_path, name
     assert run(tmp_path, *assets) == 0
     assert contents(tmp_path / "name")[name] == correct
     assert hub.fetched().count(name) == 2
+
     (tmp_path / "name" / name).unlink()
     answers[:] = [correct[:-1] + b"y"] * 2  # wrong every time
     assert f"{name} has the hash" in fails(DataError, tmp_path, *assets)
+
     for content in (correct[:-1], correct + b"x"):
         answers[:] = [content] * 2
         assert f"{name} does not have the size" in fails(DataError, tmp_path, *assets)
@@ -428,7 +444,9 @@ def test_an_existing_file_stays_until_the_new_one_is_complete(hub, tmp_path):
             handler.command == "GET" and "/resolve/" in path and handler.refuse(500)
         )
         fails(StorageError, tmp_path)
+
         assert complete_files(tmp_path / "name")["tokenizer.json"] == content
+
         hub.fault = lambda handler, path: False
         assert run(tmp_path) == 0
         assert contents(tmp_path / "name")["tokenizer.json"] == FILES["tokenizer.json"]
@@ -482,9 +500,11 @@ def test_a_full_disk_is_reported_before_and_during_the_download(hub, tmp_path, m
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
+
     assert "device (errno 28); free space, or name another --local_dir" in fails(
         StorageError, tmp_path
     )
+
     (tmp_path / "file").write_bytes(b"")
     assert "is a file, not a folder" in fails(ConfigError, tmp_path / "file")
 

@@ -100,7 +100,9 @@ def test_any_number_of_processes_writes_the_same_bytes(rows: list[str], shard_to
             folders.append(Path(name) / f"by-{processes}")
             extra = ["--processes", str(processes), "--shard_tokens", str(shard_tokens)]
             assert prepare.main(["--output", str(folders[-1]), *extra, *arguments]) == 0
+
         assert contents(folders[0]) == contents(folders[1])
+
         line = ShardTokenBuffer(folders[0])
         assert_same(line, in_memory(arguments))
         assert [wrong for _, several in verify(line) for wrong in several] == []
@@ -117,6 +119,7 @@ def test_masks_are_kept(tmp_path: Path) -> None:
         ["--output", str(tmp_path / "o"), "--shard_tokens", "999", "--processes", "2", *arguments]
     )
     line = ShardTokenBuffer(tmp_path / "o")
+
     assert line.has_mask
     assert line.index.format == "prompt_completion"
     assert 0 < line.index.tally["learned"] < line.num_tokens
@@ -133,7 +136,9 @@ def test_compressed_files_are_separate_units(
         (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(content.encode()))
     arguments = arguments_for(folder)
     prepare.main(["--output", str(tmp_path / "o"), "--processes", "4", *arguments])
+
     assert_same(ShardTokenBuffer(tmp_path / "o"), in_memory(arguments))
+
     note = "has 3 parts (compressed files, row groups) with one reader each, so 3 of 4 processes have work"
     assert note in capsys.readouterr().err
 
@@ -163,6 +168,7 @@ def test_the_last_line_summarizes_the_output(
     path = jsonl(tmp_path / "a.jsonl", [*texts(30), {"text": ""}])
     prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *arguments_for(path)])
     lines = capsys.readouterr().out.splitlines()
+
     assert "30 documents" in lines[0]
     assert "MB/s" in lines[0]
     assert "tokens/s" in lines[0]
@@ -215,6 +221,7 @@ def test_a_folder_of_other_options_is_refused(
     if more == ["rewrite"]:
         jsonl(path, texts(30, seed=1))
         more = []
+
     with pytest.raises(ConfigError, match=match) as caught:
         prepare.main([*arguments, *more])
     assert "\n" not in str(caught.value)
@@ -244,6 +251,7 @@ def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -
         is_read_first = name.endswith(".json")
         (planted / name).symlink_to(tmp_path / "absent" if is_read_first else precious)
     prepare.main(["--output", str(planted), "--processes", "1", *arguments])
+
     assert precious.read_text() == "kept"
     assert not (tmp_path / "absent").exists()
     assert contents(planted) == contents(tmp_path / "sound")
@@ -254,6 +262,7 @@ def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -
     elsewhere.mkdir()
     linked.mkdir()
     (linked / "unfinished").symlink_to(elsewhere)
+
     with pytest.raises(StorageError, match=f"unfinished is a link to {elsewhere}"):
         prepare.main(["--output", str(linked), "--processes", "1", *arguments])
     assert list(elsewhere.iterdir()) == []
@@ -305,6 +314,7 @@ def test_the_first_bad_row_of_the_source_stops_it(tmp_path: Path, processes: str
         processes,
         *arguments_for(bad_rows(tmp_path)),
     ]
+
     with pytest.raises(DataError, match=r"a\.jsonl:58: .*data\.bad_rows=.skip.") as caught:
         prepare.main(arguments)
     assert "\n" not in str(caught.value)
@@ -322,6 +332,7 @@ def test_too_many_bad_rows_stop_it_with_the_same_count(tmp_path: Path, processes
         *arguments_for(bad_rows(tmp_path)),
     ]
     arguments += ["--data.bad_rows", "skip", "--data.bad_rows_max_fraction"]
+
     with pytest.raises(
         DataError, match=r"has 3 bad of 300 rows, more than .*a\.jsonl:58, .*a\.jsonl:124, .*251"
     ):
@@ -347,6 +358,7 @@ def test_a_file_that_changes_during_the_run_stops_it(
         os.utime(path, ns=(1, 1))
 
     monkeypatch.setattr(work_units, "append_unit", append_and_touch)
+
     with pytest.raises(ConfigError, match=r"a\.jsonl.* was changed"):
         prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *arguments_for(path)])
     assert not (tmp_path / "o" / "index.json").exists()
@@ -361,6 +373,7 @@ def test_a_folder_that_cannot_be_created_is_a_storage_error(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), "folder")
 
     monkeypatch.setattr(Path, "mkdir", fail)
+
     with pytest.raises(
         StorageError,
         match="cannot write .*; the command continues where it stopped when it is repeated",

@@ -110,6 +110,7 @@ def test_twenty_kills_change_no_byte(tmp_path: Path, arguments: list[str]) -> No
     for kill in range(20):
         more = ["--output", str(folder), "--processes", str(kill % 3 + 1), *arguments]
         assert in_child(more, kill_at(1 + kill * 3 // 4)) == -signal.SIGKILL
+
     assert in_child(["--output", str(folder), "--processes", "2", *arguments]) == 0
     assert contents(folder) == contents(expected)
 
@@ -131,9 +132,11 @@ def test_a_kill_at_any_moment_of_the_last_steps_changes_no_byte(
         )
         if code == 0:
             break
+
         assert code == -signal.SIGKILL
         if (folder / "index.json").exists():
             assert contents(folder) == contents(expected)
+
     assert contents(folder) == contents(expected)
 
 
@@ -150,7 +153,9 @@ def test_a_torn_unit_is_written_again(
         with pytest.raises(ZeroDivisionError):
             prepare.main(["--output", str(folder), "--processes", "1", *arguments])
     parts = sorted((folder / UNFINISHED).glob("unit-*.tokens"))
+
     assert len(parts) > 3
+
     os.truncate(parts[0], 10)
     parts[1].write_bytes(b"\x00" * parts[1].stat().st_size)
     parts[2].unlink()
@@ -173,11 +178,13 @@ def test_a_process_that_dies_is_named_and_costs_nothing(
         return write(target, source, encoder, policy, unit, say)
 
     monkeypatch.setattr(work_units, "write_unit", dies)
+
     with pytest.raises(
         PeerError,
         match=r"process \d+ died at unit 2 with signal 9 \(SIGKILL\); the machine may be out",
     ):
         prepare.main(["--output", str(folder), "--processes", "1", *arguments])
+
     monkeypatch.setattr(work_units, "write_unit", write)
     assert prepare.main(["--output", str(folder), "--processes", "1", *arguments]) == 0
 
@@ -203,6 +210,7 @@ def test_a_full_disk_is_a_storage_error_from_which_it_continues(
     full = in_child(
         more, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
     )
+
     assert full == 8
     assert "the command continues where it stopped when it is repeated" in capfd.readouterr().err
     assert in_child(more) == 0
@@ -226,6 +234,7 @@ def test_ctrl_c_stops_it_cleanly(
         work_units.append_unit = once
 
     assert in_child(["--output", str(folder), "--processes", "2", *arguments], interrupt) == 130
+
     captured = capfd.readouterr()
     assert captured.err.strip().splitlines()[-1] == "stopped; the same command continues from here"
     assert in_child(["--output", str(folder), "--processes", "2", *arguments]) == 0
@@ -241,6 +250,7 @@ def test_two_commands_do_not_write_one_folder(tmp_path: Path, arguments: list[st
             in_child(["--output", str(folder), "--processes", "1", *arguments])
             == ConfigError.exit_code
         )
+
     assert in_child(["--output", str(folder), "--processes", "1", *arguments]) == 0
 
 
@@ -266,7 +276,9 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path, arguments:
     finally:
         work_units.write_unit = write
     started = [int(path.name) for path in pids.iterdir()]
+
     assert started
+
     for _ in range(200):
         alive = [pid for pid in started if is_alive(pid)]
         if not alive:

@@ -21,6 +21,7 @@ def test_without_a_terminal_a_line_is_printed_occasionally(
             now[0] = 100.0 + second
             bar.advance(0.2 + 0.02 * second, 1_000_000 * second)
     lines = capsys.readouterr().err.splitlines()
+
     # The work of an earlier run counts in the percentage, but not in the speed: 2 % of 1 GB per second, 28 % after 4 s.
     assert lines == [
         "preparing web: 28.0 %, 20.00 MB/s, 1.00M tokens/s, 36s left",

@@ -117,6 +117,7 @@ def test_a_planted_leak_is_found_with_its_positions() -> None:
     report = probe(Deaf(model_of("llama3")), packed())
     assert not report.clean
     assert report.changes[0].leaks == {1: [7], 2: list(range(8, 30)), 3: list(range(30, T))}
+
     text = "\n".join(verdicts(report))
     assert "LEAK from document 0 into document 2: 8-29" in text
     assert verdicts(report)[-1].startswith("verdict: 6 leaks")
@@ -155,7 +156,9 @@ def test_shifted_targets_are_counted_but_only_some_printed() -> None:
     batch = packed()
     shifted = dataclasses.replace(batch, targets_BT=batch.targets_BT.roll(1, 1))
     report = probe(model_of("llama3"), shifted)
+
     assert len(report.wrong) > 20
+
     lines = verdicts(report)
     assert sum("shifted target" in line or "across" in line for line in lines) == 8
     assert f"... and {len(report.wrong) - 8} more" in lines

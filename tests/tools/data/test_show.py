@@ -48,6 +48,7 @@ def test_split_documents_continue_in_the_next_sequence(pairs, capsys):
     sequences = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(sequences) == 1, "a step must have one sequence"
     assert show.main([*arguments, "--training.local_batch_size=3"]) == 0
+
     sequences = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["position"] for row in sequences] == [0, 1, 2]
     targets = sum(row["num_targets"] for row in sequences)
@@ -58,6 +59,7 @@ def test_split_documents_continue_in_the_next_sequence(pairs, capsys):
         for p in part["pieces"]
         if p["learned"]
     )
+
     assert targets == learned == len("4") + 1 + len("Paris") + 1
 
 
@@ -68,6 +70,7 @@ def test_colors_mark_targets_and_text_cannot_control_the_terminal():
         ByteTokenizer(),
         color=True,
     )
+
     assert "\033[90m<bos>A\033[0m\033[32mB\\x1b<eos>\033[0m" in text
 
 
@@ -82,7 +85,9 @@ def test_pieces_are_cut_from_the_text_of_the_entire_document():
         tokenizer,
         color=False,
     )
+
     assert text.splitlines()[2:] == ["Q: what?", "A:« two words»"]
+
     # é is two bytes
     half_characters = [
         show.TokenRun(False, [0xC3]),
@@ -93,6 +98,7 @@ def test_pieces_are_cut_from_the_text_of_the_entire_document():
         ByteTokenizer(),
         color=False,
     )
+
     assert text.splitlines()[-1] == "«é!»"
 
 
@@ -125,6 +131,7 @@ def test_the_steps_of_a_finished_run_are_shown_from_its_folder(pairs, tmp_path, 
         "# shardtrain 0, torch 2, Python 3, 4 ranks, started from the defaults\n" + resolved
     )
     assert show.main([str(folder), "--step", "3", "--rows", "9"]) == 0
+
     heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("==")]
     assert [head.split(":")[0] for head in heads] == [f"== position {p}" for p in (8, 9, 10, 11)]
 

@@ -87,6 +87,7 @@ def test_transformers_reads_the_tokenizer_equally(trained):
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(str(trained))
     text = "the café 12345 in 東京<|im_end|>"
+
     assert (
         reference.encode(text, add_special_tokens=False)
         == open_tokenizer(str(trained)).encode(text).tolist()
@@ -117,6 +118,7 @@ def test_two_processes_train_the_same_bytes(corpus, trained, tmp_path):
         text=True,
         timeout=patience.seconds(120),
     )
+
     assert result.returncode == 0, result.stderr
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (trained / name).read_bytes()
@@ -127,6 +129,7 @@ def test_compression_is_measured_on_held_out_text(corpus, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "bytes per token on held-out text" in printed
     assert "8 of 8 parts are unchanged" in printed
+
     texts = tool.TrainingTexts([str(corpus)], None, "text", False)
     assert len(list(texts)) == 392
     assert len(texts.held_out) == 8
@@ -148,6 +151,7 @@ def test_files_are_read_by_their_endings_and_columns(corpus, tmp_path):
         [(packed, []), (corpus, ["--text_field", "body.x"]), (corpus.parent, [])]
     ):
         assert run(source, tmp_path / str(i), *arguments) == 0
+
     first, *others = ((tmp_path / str(i) / "tokenizer.json").read_bytes() for i in range(3))
     assert all(other == first for other in others)
 
@@ -197,6 +201,7 @@ def test_a_bad_row_stops_with_its_location_unless_skipping_is_enabled(tmp_path, 
     file = tmp_path / "a.jsonl"
     rows = [json.dumps({"text": line}) for line in lines(20)]
     file.write_text("\n".join([*rows, '{"body": 1}', '{"text": ""}', "{"]) + "\n")
+
     with pytest.raises(
         DataError,
         match=r"a\.jsonl:21: has no column 'text'; its columns are body; .*--skip_bad_rows",
@@ -204,6 +209,7 @@ def test_a_bad_row_stops_with_its_location_unless_skipping_is_enabled(tmp_path, 
         run(file, tmp_path / "x")
     assert run(file, tmp_path / "x", "--skip_bad_rows") == 0
     assert "2 bad rows skipped" in capsys.readouterr().out
+
     file.write_text('{"body": "x"}\n')
     with pytest.raises(DataError, match="--text_field"):
         run(file, tmp_path / "y", "--skip_bad_rows")

@@ -61,6 +61,7 @@ def test_a_pytorch_checkpoint_imports_bitwise(ranks: int, tmp_path: Path) -> Non
         )
         == 0
     )
+
     ours = {our_name(name): rows(name, tensor) for name, tensor in expected.items()}
     assert_equal(tensors_of(tmp_path / "ours"), ours)
     stored = manifest.read(tmp_path / "ours")
@@ -82,7 +83,9 @@ def test_an_exported_checkpoint_loads_in_pytorch_bitwise(ranks: int, tmp_path: P
     options["training"] = {"steps": 2, "local_batch_size": 1, "global_batch_size": 4}
     options["checkpoint"] = {"enable": True, "interval": 2}
     options["parallelism"] = {"data_parallel_shard_degree": ranks}
+
     assert run_ranks(ranks, train_whole, tiny_config(**options))[0].error is None
+
     step = tmp_path / "run/checkpoint/step-2"
     assert cli.main(["checkpoint", "to-dcp", str(step), str(tmp_path / "theirs")]) == 0
     loaded, counters, group = run_ranks(ranks, load, str(tmp_path / "theirs"))[0]
@@ -112,12 +115,14 @@ def test_a_schedule_file_named_by_a_run_is_not_executed(tmp_path: Path, capsys: 
         "checkpoint": {"enable": True, "interval": 1},
         "lr_scheduler": {"name": str(schedule)},
     }
+
     assert run_ranks(1, train_whole, tiny_config(**options))[0].error is None
 
     schedule.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{schedule.read_text()}")
     command = ["checkpoint", "to-dcp", str(tmp_path / "run"), str(tmp_path / "dcp")]
     assert cli.main(command) == 2
     assert not (tmp_path / "ran").exists()
+
     message = capsys.readouterr().err
     assert "my_schedule.py" in message
     assert "--config" in message
@@ -129,6 +134,7 @@ def test_a_round_trip_changes_only_what_a_folder_cannot_store(tmp_path: Path) ->
     folder = saved_one(tmp_path / "step-3")
     main = ["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]
     assert cli.main(main) == 0
+
     config = tmp_path / "run.toml"
     config.write_text("".join(f"{option[2:].replace('=', ' = ')}\n" for option in words()))
     assert (
@@ -143,6 +149,7 @@ def test_a_round_trip_changes_only_what_a_folder_cannot_store(tmp_path: Path) ->
         )
         == 0
     )
+
     before = DcpFolder(folder)
     after = DcpFolder(tmp_path / "b")
     assert_equal(
@@ -202,6 +209,7 @@ def test_reordered_queries_and_keys_reproduce_interleaved_rotary_scores() -> Non
         return torch.einsum("btnh,bsnh->bnts", q, k)
 
     ours = {w: names.to_ours(f"layers.0.attn.{w}.weight", tensor) for w, tensor in theirs.items()}
+
     # Rotations are computed in float32.
     torch.testing.assert_close(
         scores(rotate, ours), scores(rotate_pairs, theirs), rtol=1e-5, atol=1e-5
@@ -233,6 +241,7 @@ def test_a_folder_of_another_model_is_rejected_without_writing(
         2,
         5,
     )
+
     error = capfd.readouterr().err
     assert message in error
     assert len(error.strip().splitlines()) == 1
@@ -279,6 +288,7 @@ def test_tensor_counters_are_read_and_rotary_tables_ignored(tmp_path: Path, capf
     )
     assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "a"), *words()]) == 0
     assert "freqs_cis (complex64): skipped" in capfd.readouterr().out
+
     state = manifest.read(tmp_path / "a").facts["state"]
     assert (state["step"], state["updates"], state["tokens_seen"]) == (7, 7, 99)
 
@@ -318,17 +328,20 @@ def test_a_llama_2_of_the_first_torchtitan_imports_and_exports(tmp_path: Path, c
         == 0
     )
     assert "rotary angles" not in capsys.readouterr().out
+
     before = DcpFolder(folder)
     weights = {
         our_name(n): rows(n, before.tensor(n))
         for n in before.tensors
         if not n.startswith(("optim", "train"))
     }
+
     assert_equal(
         {name: tensor for name, tensor in tensors_of(ours).items() if name.startswith("model.")},
         weights,
     )
     assert cli.main(["checkpoint", "to-dcp", str(ours), str(tmp_path / "b"), "--model-only"]) == 0
+
     after = DcpFolder(tmp_path / "b")
     assert_equal(
         {n: before.tensor(n) for n in after.tensors}, {n: after.tensor(n) for n in after.tensors}
@@ -363,7 +376,9 @@ def test_names_match_torchtitan_s_state_dict_adapters(family: str) -> None:
     names = naming.naming(naming.TORCHTITAN, family, config)
     ours = [name for name, _ in models.build(module, config).named_parameters()]
     converted = [names.theirs(name) for name in ours]
+
     assert len(set(converted)) == len(converted)
+
     ends = {name.split(".", 2)[2] for name in converted if name.startswith("layers.")}
     assert ends == THEIRS[family]
     assert {name for name in converted if not name.startswith("layers.")} == {
@@ -383,6 +398,7 @@ def test_a_model_with_another_layout_is_rejected_in_both_directions(
         )
         == 2
     )
+
     message = capfd.readouterr().err
     assert "gpt_oss" in message
     assert "w1 and w3 of experts in one matrix" in message
@@ -404,8 +420,10 @@ def test_different_rotary_angles_in_torchtitan_are_reported() -> None:
         return models.shape_of(models.find(name), "debugmodel", overrides, "rmsnorm")
 
     (line,) = _other_angles("llama3", config("llama3"), None)
+
     assert 'rope_scaling = "llama3"' in line
     assert not _other_angles("llama3", config("llama3", rope_scaling="llama3"), None)
+
     deep = config("deepseek_v3", rope_factor=40.0)
     assert not _other_angles("deepseek_v3", deep, 8192)
     assert len(_other_angles("deepseek_v3", deep, None)) == 1
@@ -440,15 +458,19 @@ def test_an_exported_folder_has_all_keys_of_pytorch_s_schedule_and_optimizer(
         )
         == 0
     )
+
     exported = DcpFolder(tmp_path / "b")
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
     schedule_state = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0).state_dict()
+
     assert {f"lr_scheduler.{key}" for key in schedule_state} <= exported.objects.keys()
     assert exported.value("lr_scheduler.last_epoch") == STEP
+
     group = "optimizer.param_groups.norm.weight."
     assert {
         group + key for key in optimizer.param_groups[0] if key != "params"
     } <= exported.objects.keys()
+
     decoupled = group + "decoupled_weight_decay"  # Adam, not AdamW
     assert decoupled not in exported.objects or exported.value(decoupled) is False
 

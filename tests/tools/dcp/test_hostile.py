@@ -235,6 +235,7 @@ def test_a_hostile_folder_runs_nothing_and_is_one_line(
     shutil.copytree(good_folder, folder)
     CASES[name](folder, canary)
     assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]) == 5
+
     lines = capfd.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and len(lines[0]) < 700 and str(folder) in lines[0], lines
     assert not canary.exists()
@@ -278,11 +279,13 @@ def test_plain_values_of_any_pickle_protocol_are_read() -> None:
         if protocol < 3:
             value = {**value, "a": [1, 2.5, (True, None, "é"), -(2**70)]}
         assert parse(pickle.dumps(value, protocol), set(), "it") == value
+
         names = {
             name
             for name, _, _ in pickletools.genops(pickle.dumps(value, protocol))
             if name.name == "GLOBAL"
         }
+
         assert not names
 
 

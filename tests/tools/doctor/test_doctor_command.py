@@ -79,6 +79,7 @@ def test_the_doctor_examines_two_ranks_and_leaves_no_files(tmp_path, here):
     assert report["ranks"] == 2
     assert len(report["hosts"]) == 1
     assert code == report["exit_code"]
+
     failed = {row["area"] for row in report["findings"] if row["verdict"] == "fail"}
     assert failed <= {"limits", "memory"}, "only areas that depend on this machine may fail"
     areas = {row["area"] for row in report["findings"]}
@@ -194,6 +195,7 @@ def test_parsing_the_arguments_imports_no_torch():
         timeout=patience.seconds(60),
         check=False,
     )
+
     assert result.returncode == 0
 
 
@@ -211,6 +213,8 @@ def test_the_ranks_per_host_are_read_from_slurm(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2),4")
+
     assert doctor_command._local_size() == 8
+
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert doctor_command._local_size() == 2

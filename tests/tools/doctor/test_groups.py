@@ -19,6 +19,7 @@ def test_each_axis_divides_the_ranks_into_groups_that_differ_only_along_it(chose
     sizes = dict(zip(AXES, chosen, strict=True))
     rank_groups = groups.of_mesh(sizes)
     assert set(rank_groups) == {axis for axis, degree in sizes.items() if degree > 1}
+
     for axis, divided in rank_groups.items():
         assert sorted(rank for group in divided for rank in group) == list(range(math.prod(chosen)))
         for group in divided:
@@ -46,6 +47,7 @@ def test_pairs_are_disjoint_in_a_round_and_join_neighbours(size):
         covered |= set(ranks)
         assert len(ranks) == len(set(ranks))
         assert all((b - a) % size == 1 for a, b in pairs)
+
     assert size < 3 or covered == set(range(size))
 
 
@@ -57,6 +59,7 @@ def test_hosts_yield_groups_within_and_across_without_duplicates(tmp_path):
         "one host": [[0, 1], [2, 3]],
         "across hosts": [[0, 2], [1, 3]],
     }
+
     rank_groups = groups.of_run(loaded(tmp_path, parallelism={"tensor_parallel_degree": 2}), hosts)
     assert set(rank_groups) == {"dp_shard (across hosts)", "tp (one host)", "all ranks"}
 

@@ -183,6 +183,7 @@ def test_each_problem_of_one_rank_is_named_with_the_rank_and_a_fix(
     assert text in row.measured
     assert row.fix
     assert 2 in row.ranks
+
     others = set(rows) - {(area, subject)}
     # A variable that only one rank has also differs between ranks.
     assert all(other[0] == area == "environment" for other in others), others
@@ -210,6 +211,7 @@ def test_devices_of_one_host_are_expected_to_use_nvlink():
     rate, why = links.expected(reports, [0, 1], 2)
     assert rate == pytest.approx(18 * 26.562e9)
     assert "NVLink" in why
+
     for facts in reports.facts.values():
         facts["devices"]["health"]["nvlink"] = []
     assert links.expected(reports, [0, 1], 2) == (pytest.approx(63.008e9), "63 GB/s of PCIe 5 x16")
@@ -241,6 +243,7 @@ def test_a_slow_rank_is_distinguished_from_its_neighbours():
                 {"kind": "neighbouring hosts", "peer": peer, "rate": rate},
             ]
     row = troubles(reports)["network", "neighbouring hosts"]
+
     assert row.ranks == (4,)
     assert "slowest rank 4 (host-2)" in row.measured
 
@@ -260,6 +263,7 @@ def test_a_folder_that_hosts_do_not_share_fails_where_it_must_be_shared(must_sha
         folder = patients.folder(unseen=unseen, must_share=must_share)
         reports.facts[number]["storage"]["folders"]["checkpoint.folder"] = folder
     rows = troubles(reports)
+
     assert (("storage", "checkpoint.folder shared") in rows) == must_share
 
 
@@ -269,6 +273,7 @@ def test_a_slow_host_is_named_by_its_disk():
 
     reports = spoiled(lame, [4, 5], num_hosts=3)
     row = troubles(reports)["storage", "checkpoint.folder rate"]
+
     assert row.ranks == (4, 5)
     assert "host-2, the slowest host" in row.measured
 
@@ -277,6 +282,7 @@ def test_a_model_too_large_for_devices_and_disk_is_reported():
     reports = patients.healthy()
     reports.facts[0]["config"] |= {"state_bytes_per_rank": 2**37, "checkpoint_bytes": 2**43}
     rows = troubles(reports)
+
     assert rows["memory", "device memory"].verdict == "fail"
     assert "128.00 GiB or more" in rows["memory", "device memory"].expected
     assert rows["storage", "room for a checkpoint"].verdict == "fail"
@@ -298,6 +304,7 @@ def test_a_silent_rank_is_missing_and_the_status_is_that_of_a_lost_peer():
     reports = patients.healthy()
     facts = {number: facts for number, facts in reports.facts.items() if number != 3}
     rows = judged(Reports(4, facts, {3: "devices"}))
+
     assert rows[0].verdict == "fail"
     assert rows[0].ranks == (3,)
     assert "last seen at devices" in rows[0].measured
@@ -315,6 +322,7 @@ def test_the_table_names_hosts_and_fixes_and_fits_a_terminal():
     reports = spoiled(change("versions", torch="2.12.0"), [2, 3], num_hosts=3)
     document = doctor_report.document(reports, judged(reports), 3.0)
     assert json.loads(doctor_report.to_json(document)) == json.loads(json.dumps(document))
+
     text = doctor_report.text_of(document)
     assert "inspect host-1 (ranks 2-3): versions: torch" in text
     assert "fix: start all ranks from one environment" in text
@@ -326,6 +334,7 @@ def test_all_fields_of_a_finding_are_in_the_document():
     reports = patients.healthy()
     document = doctor_report.document(reports, judged(reports), 1.0)
     names = {field.name for field in dataclasses.fields(judged(reports)[0])}
+
     assert all(set(row) == names for row in document["findings"])
     assert document["hosts"] == {"host-0": 2, "host-1": 2}
     assert document["verdict"] == "pass"
@@ -360,6 +369,7 @@ def test_fields_unknown_to_an_old_driver_are_queried_by_older_names_or_omitted(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with health.query("GPU-1") as query:
         values = health.answer(query, "GPU-1")
+
     assert values["nvlink"] == [25.0]
     assert values["clocks_event_reasons.active"] == "1"
     assert "remapped_rows.failure" not in values
@@ -381,6 +391,7 @@ def test_speeds_of_cards_are_read_from_the_kernel(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     rates = {card["name"]: card["rate"] for card in links.network_cards(tmp_path)}
+
     assert rates == {"mlx5_0:1": 50e9, "mlx5_1:1": 0.0, "eth0": 3.125e9}
 
 
@@ -403,6 +414,7 @@ def test_the_hanging_ranks_furthest_behind_are_named(behind):
     for number, facts in reports.facts.items():
         facts["network"] = {"stopped": "all_reduce on tp", "place": 7 if number in behind else 8}
     (row,) = [row for row in judged(reports) if row.area == "network"]
+
     assert row.ranks == tuple(behind)
     assert "all_reduce on tp did not finish" in row.measured
 
@@ -412,8 +424,10 @@ def test_a_collective_that_hangs_on_all_ranks_is_reported_unless_a_rank_is_missi
     for facts in reports.facts.values():
         facts["network"] = {"stopped": "all_reduce on tp", "place": 7}
     (row,) = [row for row in judged(reports) if row.area == "network"]
+
     assert "hangs on all ranks" in row.measured
     assert row.ranks == ()
+
     facts = {number: facts for number, facts in reports.facts.items() if number != 3}
     rows = [
         row for row in judged(Reports(4, facts, {3: "all_reduce on tp"})) if row.verdict == "fail"

@@ -24,6 +24,7 @@ def test_without_a_majority_all_ranks_deviate_and_equal_ones_do_not(texts):
     values = dict(enumerate(texts))
     counts = sorted((texts.count(text) for text in set(texts)), reverse=True)
     outliers = odd(values)
+
     if len(counts) == 1:
         assert outliers == []
     elif counts[0] == counts[1]:

@@ -35,6 +35,7 @@ def test_healthy_ranks_pass(tmp_path):
     reports = examined(2, tmp_path, ["versions", "hosts", "clock", "storage", "network"], _loopback)
     findings = rows(reports, "versions", "clock", "storage", "network")
     failed = [row for row in findings.values() if row.verdict == "fail"]
+
     assert failed == []
     assert findings["job.dump_folder shared"].verdict == "pass"
     assert (
@@ -118,6 +119,7 @@ def test_a_fast_clock_is_named(tmp_path):
     row = rows(examined(3, tmp_path, ["clock"], _ahead), "clock")["skew"]
     assert row.verdict == "fail"
     assert row.ranks == (1,)
+
     measured = re.match(r"\+(\d+\.\d) s on rank 1", row.measured)
     # a busy machine replies late
     assert measured
@@ -138,6 +140,7 @@ def test_ranks_that_do_not_share_the_folder_of_checkpoints_are_reported(tmp_path
         return patients.loaded(tmp_path / "ab"[rank], checkpoint={"enable": True})
 
     findings = rows(examined(2, tmp_path, ["storage"], _impatient, separate_folders), "storage")
+
     assert findings["checkpoint.folder shared"].verdict == "fail"
     assert "first_node" in findings["checkpoint.folder shared"].fix
     assert findings["job.dump_folder shared"].verdict == "pass", (
@@ -172,6 +175,7 @@ def test_a_collective_that_hangs_names_the_rank_that_did_not_arrive(tmp_path):
     assert time.monotonic() - started < patience.seconds(60), (
         "must not wait for the end of the hang"
     )
+
     findings = [
         row for row in patients.judged(reports, "hosts", "network") if row.area == "network"
     ]
@@ -200,12 +204,15 @@ def test_a_missing_rank_is_waited_for_once_and_named(tmp_path):
         _absent,
         limit_seconds=patience.seconds(1.5),
     )
+
     assert time.monotonic() - started < patience.seconds(60)
+
     findings = [
         row
         for row in patients.judged(reports, "hosts", "clock", "storage", "network")
         if row.verdict == "fail"
     ]
+
     assert findings[0].area == "ranks"
     assert findings[0].ranks == (1,)
     assert [row.measured for row in findings[1:]] == ["rank 1 has not arrived; ranks 0, 2 waited"]
@@ -269,6 +276,7 @@ def test_a_problem_of_the_configuration_on_this_machine_is_reported(tmp_path):
         )
 
     findings = rows(examined(1, tmp_path, ["config"], loaded_of=with_missing_data), "config")
+
     assert findings["problem"].verdict == "fail"
     assert "nothing.txt" in findings["problem"].measured
 
@@ -329,6 +337,7 @@ def test_old_files_of_a_killed_doctor_are_removed(tmp_path):
         path.touch()
     os.utime(old, (0, 0))
     storage_checks._sweep(tmp_path)
+
     assert not old.exists()
     assert new.exists()
 

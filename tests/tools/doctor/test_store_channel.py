@@ -106,6 +106,7 @@ def test_a_rank_sends_and_receives_the_same_whatever_the_number_of_ranks(tmp_pat
         counts[size] = (max(steady), max(line._store.num_bytes for line in lines[1:]))
     requests = [requests for requests, _ in counts.values()]
     num_bytes = [num_bytes for _, num_bytes in counts.values()]
+
     # The last rank to arrive at a meeting announces it.
     assert max(requests) - min(requests) <= 3, counts
     # One number of up to three digits for each host, up to MOST_SIGNERS hosts, and the digits of rank numbers.
@@ -122,6 +123,7 @@ def test_the_facts_of_a_rank_do_not_contain_the_members_of_its_groups(tmp_path):
         facts = reports.facts[1]["network"]["collectives"]
         sizes.append(max(len(json.dumps({**one, "rate": 0, "latency": 0})) for one in facts))
         assert {one["size"] for one in facts} == {reports.size}
+
     assert sizes[0] == sizes[1]
 
 
@@ -140,6 +142,7 @@ def test_ranks_that_wait_send_few_requests(size, monkeypatch):
 
     line._store.wait = wait
     monkeypatch.setattr("shardtrain.tools.doctor.store_channel.time.monotonic", lambda: now[0])
+
     assert not line._comes("never", 60.0)
     assert sum(waits) == pytest.approx(60)
     assert size * len(waits) / 60 <= max(min(4 * size, 1000), 1.1 * LOOKS_PER_SECOND)
@@ -150,5 +153,6 @@ def test_a_waiting_rank_hears_of_one_that_gave_up():
     both = [line.begin("network") for line in lines]
     both[1].mark("joining the process group")
     both[1].cancel()
+
     with pytest.raises(PeerError, match="rank 1 did not get past joining the process group"):
         both[0].meet("all_reduce")

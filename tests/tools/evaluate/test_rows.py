@@ -88,6 +88,7 @@ def test_the_loss_of_each_row_is_independent_of_others_and_of_their_order(
         assert result["loss"] == pytest.approx(expected, rel=1e-6)
         assert result["tokens"] == sum(count for _, count in sums)
         assert result["bytes"] == sum(len(text.encode()) for text in TEXTS)
+
         lengths = [len(text.encode()) + 1 for text in TEXTS]
         assert (result["rows"], result["sequences"]) == (
             len(TEXTS),
@@ -105,6 +106,7 @@ def test_rows_without_a_target_are_ignored(
     )
     options = {"data.add_bos": False, "data.add_eos": False, "data.packing": packing}
     result = api.evaluate(opened, path, seq_len=SEQ_LEN, options=options)
+
     assert (result["rows"], result["tokens"]) == (2, len("the cat") - 1 + 60 - 1)
     assert "1 of 3 documents have a single token, and so no target" in caplog.text
 
@@ -118,9 +120,12 @@ def test_packing_is_an_option_and_depends_on_the_order(opened: OpenedModel, tmp_
         total, count = loss_of(
             reference_model, [token for text in texts for token in (BOS, *text.encode(), EOS)]
         )
+
         assert result["loss"] == pytest.approx(total / count, rel=1e-6)
         assert result["tokens"] == count
+
         losses.append(result["loss"])
+
     assert abs(losses[0] - losses[1]) > 1e-3, (
         "documents in the same sequence must attend to each other"
     )
@@ -136,11 +141,13 @@ def test_the_format_of_rows_is_detected_by_their_columns(
     arguments = ["evaluate", "--from", str(folder), "--tokenizer", "bytes", "--data", f"set={path}"]
     arguments += ["--data.chat_template", str(template)] if form in ("chat", "sharegpt") else []
     assert cli.main(arguments) == 0
+
     result = json.loads(capfd.readouterr().out)["sets"]["set"]
     expected_tokens = (
         [*b"uhi;a there;"] if form in ("chat", "sharegpt") else [BOS, *b"hi there", EOS]
     )
     total, count = loss_of(build("llama3").double(), expected_tokens, FIRST_TARGET[form])
+
     assert result["loss"] == pytest.approx(total / count, rel=1e-6)
     assert result["tokens"] == 2 * count
     assert result["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
@@ -169,6 +176,7 @@ def test_the_format_can_be_set_like_in_training(folder: Path, tmp_path: Path) ->
     assert read.data_options == {
         "format": "prompt_completion", "prompt_field": "question", "completion_field": "reply", "add_bos": False,
     }  # fmt: skip
+
     opened = open_model(folder, tokenizer_path="bytes")
     options = {f"data.{name}": value for name, value in read.data_options.items()}
     assert (

@@ -70,10 +70,12 @@ def test_loss_and_bits_equal_those_of_transformers_in_float64(rows: Path, tmp_pa
             torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
         )
         tokens += int((targets != IGNORE).sum())
+
     assert result["tokens"] == tokens
     # float32 compared with float64
     assert result["loss"] == pytest.approx(total / tokens, rel=1e-6)
     assert result["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
+
     size = sum(len(text.encode()) for text in TEXTS)
     assert size - 1 <= result["bytes"] <= size, (
         "all bytes, or all but the first, which has no context"
@@ -172,6 +174,7 @@ def test_the_loss_equals_the_validation_loss_of_the_run(
         tmp_path, "text" if kind == "text" else "jsonl", held_out[kind], num_ranks, **sections
     )
     result = run_ranks(1, measured, tmp_path, 1)[0]
+
     assert result["loss"] == pytest.approx(expected, rel=1e-6)  # different summation order
     assert result["sequences"] == sequences
 
@@ -196,6 +199,7 @@ def test_the_command_prints_the_evaluated_fraction_of_the_run_s_set(
         tmp_path, "text", held_out["text"], 1, validation={"steps": 3, "local_batch_size": 5}
     )
     assert cli.main(["evaluate", "--from", str(tmp_path)]) == 0
+
     printed = capfd.readouterr()
     assert "validation: 15 of 47 sequences (validation.steps=3)" in printed.err
     assert json.loads(printed.out)["sets"]["validation"]["loss"] == pytest.approx(
@@ -231,6 +235,7 @@ def test_the_command_prints_and_writes_json(
         )
         == 0
     )
+
     printed = json.loads(capfd.readouterr().out)
     assert printed["sets"]["one"] == printed["sets"]["two"]
     assert printed == json.loads(output.read_text())

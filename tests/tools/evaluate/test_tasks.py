@@ -151,6 +151,7 @@ def test_results_equal_those_of_lm_eval_s_engine_on_any_number_of_ranks(place: P
     results = ours(0, place, 1)
     assert_equal(results, expected)
     assert results["tiny_until"].keys() == expected["tiny_until"].keys()
+
     first, second = run_ranks(2, ours, place, 2, 2)
     assert_equal(first, expected)
     assert second == {}, "only the first rank of a node reports results"
@@ -172,6 +173,7 @@ def test_texts_equal_those_of_lm_eval_s_engine(place: Path) -> None:
     engine = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=32, device="cpu")
     expected = engine.generate_until(requests, disable_tqdm=True)
     results = Engine(open_model(place / "hf"), 3).generate_until(requests)
+
     assert results == expected
     assert len(set(results)) > 1
 
@@ -198,6 +200,7 @@ def test_metric_in_the_current_directory_does_not_replace_one_of_the_library(
                 loading.evaluation_module_factory(name)
         else:
             loading.evaluation_module_factory(name)
+
     assert asked == ([] if is_refused else [name])
 
 

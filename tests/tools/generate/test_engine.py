@@ -65,6 +65,7 @@ def test_neither_the_cache_nor_the_batch_changes_a_token(family, sampling):
     model, layout = tiny(family)
     inputs = prompts(5, 1, 17, 9)
     generated = Generator(model, layout).generate(inputs, 16, sampling, seed=3)
+
     assert [len(row) for row in generated] == [16] * 4
     assert len({tuple(row) for row in generated}) == 4
     assert (
@@ -85,6 +86,7 @@ def test_the_head_receives_a_contiguous_tensor(lengths):
     model.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     Generator(model, layout).generate(prompts(*lengths), 3)
     size = model.head.in_features
+
     assert [x.shape for x in seen] == [(len(lengths), 1, size)] * 3
     assert all(x.stride() == (size, size, 1) for x in seen)
 
@@ -106,6 +108,7 @@ def test_rows_that_end_do_not_change_others():
     for row, full in zip(generated, unstopped, strict=True):
         ends = [place for place, token in enumerate(full) if token in stops]
         assert row == (full[: ends[0] + 1] if ends else full)
+
     assert len({len(row) for row in generated}) > 2  # rows ended at different steps
 
 
@@ -119,6 +122,7 @@ def test_a_row_ends_when_its_watcher_stops_it():
         return row == 1 and len(new) == 2
 
     generated = Generator(model, layout).generate(inputs, 4, watch=watch)
+
     assert [len(row) for row in generated] == [4, 2]
     assert [new for row, new in seen if row == 0] == [generated[0][: n + 1] for n in range(4)]
 
@@ -131,6 +135,7 @@ def test_a_cache_that_grows_changes_no_token():
     with torch.no_grad():  # the most likely token at each position of the full row
         row = torch.tensor([[*inputs[1], *generated[1]]])
         logits = model(row, torch.arange(row.size(1))[None])[0, len(inputs[1]) - 1 : -1]
+
     assert logits.argmax(-1).tolist() == generated[1]
     assert len(generated[1]) == new
 
@@ -144,7 +149,9 @@ def test_attention_with_matmuls_changes_no_token(family, monkeypatch):
     inputs = prompts(3, 40, 8, 1)
     stops = frozenset(range(0, VOCAB, 40))
     expected = Generator(model, layout, width=2).generate(inputs, 2 * BLOCK, DRAWN, stop_ids=stops)
+
     assert max(map(len, expected)) > BLOCK  # the cache has grown, and rows have ended
+
     monkeypatch.setattr(cache, "_has_fast_matmuls", lambda *_: True)
     for width in (1, 2):
         assert (
@@ -170,6 +177,7 @@ def test_attention_with_matmuls_matches_float64(dtype, tokens):
     ).transpose(1, 2)
     # Scores and probabilities are rounded to 8 bits, like in block-wise attention.
     error = (output.double() - exact).norm() / exact.norm()
+
     assert error < (1e-6 if dtype == torch.float32 else 8e-3)
 
 
@@ -180,7 +188,9 @@ def test_the_seed_and_the_number_of_a_row_decide_what_is_drawn():
     first, again = Generator(model, layout).generate(
         [prompt, prompt], 12, sampling, seed=1, numbers=[0, 0]
     )
+
     assert first == again
+
     other = Generator(model, layout).generate(
         [prompt, prompt], 12, sampling, seed=1, numbers=[0, 7]
     )
@@ -201,7 +211,9 @@ def test_generation_does_not_change_the_model():
     model, layout = tiny("llama3")
     before = {name: type(module) for name, module in model.named_modules()}
     Generator(model, layout).generate(prompts(2), 2)
+
     assert {name: type(module) for name, module in model.named_modules()} == before
+
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     # the head computes all tokens again
     assert model(tokens, torch.arange(3).expand(2, -1)).shape == (
@@ -251,6 +263,7 @@ def test_user_defined_cores_and_windows_are_followed_exactly(window):
         layer.attn.core = Window(window)
     inputs = prompts(3, 9, 6)
     generated = Generator(model, layout).generate(inputs, 12)
+
     assert generated == Generator(model, layout, use_cache=False).generate(inputs, 12)
     assert (generated == Generator(*tiny("llama3")).generate(inputs, 12)) is (window == 0)
 
@@ -267,6 +280,7 @@ def test_a_core_with_other_math_is_rejected_and_works_without_a_cache():
         installed(model, layout),
     ):
         pass
+
     assert not any(isinstance(module, CachedCore) for module in model.modules())
     assert len(Generator(model, layout, use_cache=False).generate(prompts(3), 4)[0]) == 4
 
@@ -290,6 +304,7 @@ def test_score_options_of_a_core_are_followed_exactly(name):
                 parameter.mul_(3)
     inputs = prompts(3, 30, 6)
     generated = Generator(model, module.LAYOUT).generate(inputs, 12)
+
     assert generated == Generator(model, module.LAYOUT, use_cache=False).generate(inputs, 12)
     assert len({tuple(row) for row in generated}) == 3
 

@@ -113,6 +113,7 @@ def test_a_stop_text_ends_the_output(trained, capfd):
         "--stop",
         " step",
     ]
+
     assert answer(capfd, *arguments)[:2] == (0, " and shard, in\n")
 
 
@@ -143,10 +144,13 @@ def test_rows_keep_every_byte_of_their_fields(trained, tmp_path, capfd):
         "--batch_size",
         "2",
     )
+
     assert code == 0, err
+
     written = out.read_text(encoding="utf-8").splitlines()
     prefixes = [line.rstrip()[:-1].rstrip() for line in lines if line]
     endings = ["and shard, in step.", "ank that gathers last", "ns flow: é 東京"]
+
     assert written == [
         f'{line}, "answer": "{end}"}}' for line, end in zip(prefixes, endings, strict=True)
     ]
@@ -170,6 +174,7 @@ def test_weights_are_packed_for_the_requested_passes_and_rows(
         "--output",
         str(tmp_path / "out.jsonl"),
     ]
+
     assert answer(capfd, *arguments, "--max_new_tokens", "20", "--batch_size", "2")[0] == 0
     assert calls == [(20, 1), (40, 2)]
 
@@ -196,6 +201,7 @@ def test_two_processes_write_the_same_file_as_one(trained, tmp_path, capfd):
     for name, more in {"one": ["--batch_size", "3"], "two": ["--nproc", "2"]}.items():
         code, _, err = answer(capfd, *arguments, *more, "--output", str(tmp_path / name))
         assert code == 0, err
+
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     assert not list(trained.glob("logs/rank-1*"))  # the run folder is unchanged
 
@@ -259,8 +265,10 @@ def test_tensor_parallel_ranks_generate_the_tokens_of_one_rank(tmp_path, name, o
         prompts, 6
     )
     (first, num_local_weights), (second, _) = run_ranks(2, generate_split, tmp_path, prompts)
+
     assert first == second == expected
     assert len({tuple(row) for row in expected}) == 3
+
     total = sum(p.numel() for p in opened.model.parameters())
     assert num_local_weights < 0.9 * total
 
@@ -295,10 +303,12 @@ def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(
     answers = Answers(options, opened)
     tokenizer = opened.tokenizer
     ids = answers._encoder.value("Hello", "prompt")
+
     assert (
         tokenizer.decode(ids, keep_special=True)
         == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     )
+
     named = {tokenizer.decode([i], keep_special=True) for i in answers._stop_ids}
     assert named == {"</s>", "<|im_end|>", "<|im_start|>"}
     rows = tmp_path / "in.jsonl"
@@ -306,9 +316,11 @@ def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(
         '{"m": [{"role": "user", "content": "Hello"}]}\n{"m": [{"role": "assistant", "content": "x"}]}\n'
     )
     valid_row, invalid_row = read_rows(rows, "m", "prediction")
+
     assert answers._encoder.row(valid_row, "m", "tools") == ids
     with pytest.raises(DataError, match=r"in\.jsonl:2: .*nothing to generate"):
         answers._encoder.row(invalid_row, "m", "tools")
+
     code, _, err = answer(capfd, "--from", str(trained), "--chat", "--prompt", "Hello")
     assert code == 2
     assert "data.chat_template is not set" in err
@@ -375,6 +387,7 @@ def test_a_bad_row_is_named_without_writing_output(trained, tmp_path, capfd, lin
         str(tmp_path / "out.jsonl"),
     ]
     code, _, err = answer(capfd, *arguments)
+
     assert code == 3
     assert message in err
     assert "in.jsonl:3: " in err
@@ -404,14 +417,17 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_skipped_in_a_folder(trained
     data = bytearray(stored.read_bytes())
     data[1000] ^= 1
     stored.write_bytes(data)
+
     with pytest.raises(CheckpointError, match=r"step-60.*damaged"):
         open_model(run / "checkpoint" / "step-60")
     assert "step-40" in open_model(run).name
+
     shutil.rmtree(run / "checkpoint" / "step-40")
     code, _, err = answer(capfd, "--from", str(run), "--prompt", "x")
     assert code == 5
     assert "no checkpoint in" in err
     assert "damaged" in err
+
     shutil.rmtree(run / "checkpoint")
     with pytest.raises(CheckpointError, match="has no checkpoint"):
         open_model(run)
@@ -432,6 +448,7 @@ def test_code_named_by_a_folder_is_not_executed(trained, tmp_path):
     )
     config = run / "config.resolved.toml"
     config.write_text(config.read_text().replace('name = "llama3"', f'name = "{code}"'))
+
     with pytest.raises(ConfigError, match=r"is a Python file named in .*--config"):
         open_model(run)
     assert not (tmp_path / "ran").exists()
@@ -458,9 +475,11 @@ def test_a_recurrence_without_a_state_in_the_layout_requires_no_cache(tmp_path, 
         "ab",
     )
     code, _, err = answer(capfd, *arguments)
+
     assert code == 2
     assert "add --no_cache" in err
     assert "mixes tokens outside of the attention core" in err
+
     code, out, _ = answer(capfd, *arguments, "--no_cache", "--max_new_tokens", "2")
     assert code == 0
     assert out
@@ -489,6 +508,7 @@ def test_help_needs_no_torch():
         env=paths,
         check=False,
     )
+
     assert result.returncode == 0 and "--max_new_tokens" in result.stdout, result.stderr
 
 

@@ -65,6 +65,7 @@ def test_a_stop_text_ends_the_row_and_is_never_printed(tokenizer, stop):
     ids = tokenizer.encode(SENTENCES[0]).tolist()
     text = Text(tokenizer, tokenizer.encode("Hello ").tolist(), frozenset(), ["zebra", stop])
     streamed, new = printed(text, ids)
+
     assert stop not in streamed
     assert text.of(new) == streamed
     assert streamed.strip() == SENTENCES[0].partition(stop)[0].strip()

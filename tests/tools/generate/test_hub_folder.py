@@ -137,6 +137,7 @@ def test_rows_equal_those_of_transformers_with_and_without_bos(tmp_path: Path) -
             str(out),
         ]
         assert main([*arguments, "--max_new_tokens", str(NEW), *(["--chat"] if chat else [])]) == 0
+
         model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(place)
         for text, line in zip(QUESTIONS, out.read_text().splitlines(), strict=True):
@@ -155,8 +156,11 @@ def test_rows_equal_those_of_transformers_with_and_without_bos(tmp_path: Path) -
             ]
             generated = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=ends)
             expected = tokenizer.decode(generated[0, ids.size(1) :], skip_special_tokens=True)
+
             assert json.loads(line)["prediction"] == expected, (family, chat, text)
+
             equal += 1
+
     assert equal == 18
 
 
@@ -215,6 +219,7 @@ def test_a_text_ends_where_transformers_ends_it(
         main(["generate", "--from", str(folder), "--prompt", "the cat", "--max_new_tokens", "20"])
         == 0
     )
+
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     # If no file names an end token, transformers never stops, but we stop at the tokenizer's.
@@ -223,6 +228,7 @@ def test_a_text_ends_where_transformers_ends_it(
     prompt = tokenizer("the cat", return_tensors="pt")
     generated = model.generate(**prompt, max_new_tokens=20, do_sample=False, eos_token_id=ends)
     new = generated[0, prompt.input_ids.size(1) :]
+
     assert len(new) < 20
     assert capfd.readouterr().out == tokenizer.decode(new, skip_special_tokens=True) + "\n"
 
@@ -240,6 +246,7 @@ def test_settings_that_are_not_used_are_named(
     assert (
         main(["generate", "--from", str(copy), "--prompt", "the cat", "--max_new_tokens", "2"]) == 0
     )
+
     named = "do_sample=True, forced_bos_token_id=7, max_length=10, suppress_tokens=[5], temperature=0.6, top_p=0.9"
     assert f"ignored generation settings of the model: {named}; set" in capfd.readouterr().err
     for content in ("[]", "{", '{"eos_token_id": "a"}', '{"eos_token_id": [1.5]}'):
@@ -259,7 +266,9 @@ def test_add_bos_overrides_the_tokenizer_of_a_folder(
         GenerationPrompts(model.tokenizer, model.config.data, None).value("the cat", "--prompt")
         for model in (opened, opened.with_data(add_bos=True))
     )
+
     assert with_bos == [opened.tokenizer.bos_id, *plain]
+
     arguments = ["generate", "--from", str(folder), "--prompt", "the cat", "--max_new_tokens", "4"]
     assert main([*arguments, "--add_bos", "true"]) == 0
     for more, message in (

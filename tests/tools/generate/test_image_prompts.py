@@ -55,6 +55,7 @@ def test_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) ->
     image = IMAGE[name]
     text = f"<s>user\n{image}a cat {image}?</s><s>assistant\n"
     expected = tokens_of_transformers(name, text, paths)
+
     assert our_tokens(name, "<image>a cat <image>?", paths, chat=True) == expected
     assert our_tokens(name, text, paths, chat=False) == expected
 
@@ -72,10 +73,12 @@ def test_the_command_prints_the_text(tmp_path: Path, capfd: Any) -> None:
     (path,) = images_in(tmp_path, 1)
     words = ["generate", folder, "--prompt", "a cat?", "--chat", "--image", path]
     assert cli.main([*words, "--dtype", "float32", "--max_new_tokens", str(NUM_NEW)]) == 0
+
     new = our_tokens("llava", "a cat?", [path], chat=True)
     tokenizer = open_model(vision_folder("llava"), may_read_images=True).tokenizer
     if 1 in new:
         new = new[: new.index(1)]
+
     assert capfd.readouterr().out.strip() == tokenizer.decode(new).strip()
 
 
@@ -114,6 +117,7 @@ def test_wrong_images_are_one_line(
     if "1.png" in options:
         words += ["--image", "0.png"]
     assert cli.main(words) == code
+
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error")]
     assert len(lines) == 1
     assert message in lines[0]

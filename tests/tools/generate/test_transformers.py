@@ -100,5 +100,6 @@ def test_greedy_tokens_equal_those_of_transformers(
         assert packed_linear.use(model)
         assert isinstance(model.head, packed_linear.PackedLinear)
     generated = Generator(model, module.LAYOUT).generate(rows, new)
+
     assert generated == expected.tolist()
     assert len({tuple(row) for row in generated}) == 3

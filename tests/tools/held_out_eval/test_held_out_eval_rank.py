@@ -87,7 +87,9 @@ def test_two_processes_write_the_files_of_the_best_checkpoint(
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.001")  # default: 5 seconds
     options = ["--task.test_dataset_path", file_of(7, 2), "--output", str(tmp_path), "--nproc", "2"]
     result = shardtrain("test", str(trained() / "config.resolved.toml"), *options)
+
     assert result.returncode == 0, result.stderr
+
     step = best.read_pointer(trained() / "checkpoint")["step"]
     assert f"step-{step}" in result.stderr
     assert all(f"\n{what}: 0s" in result.stderr for what in ("measuring dev", "measuring test"))
@@ -97,6 +99,7 @@ def test_two_processes_write_the_files_of_the_best_checkpoint(
         "test_prediction.txt",
         "test_results.json",
     ]
+
     for name, size, seed in (("dev", 50, 1), ("test", 7, 2)):
         lines = (tmp_path / f"{name}_prediction.txt").read_text().splitlines()
         right = sum(
@@ -109,6 +112,7 @@ def test_two_processes_write_the_files_of_the_best_checkpoint(
         json.loads(line) for line in (trained() / "validation.jsonl").read_text().splitlines()
     ]
     accuracy = json.loads((tmp_path / "dev_results.json").read_text())["Accuracy"]
+
     assert accuracy == max(line["accuracy"] for line in logged)
 
 
@@ -135,6 +139,7 @@ def test_rows_without_labels_only_get_predictions(ranks: int) -> None:
         for labels in (True, False)
     )
     _, with_labels = run_ranks(ranks, choose, labelled, None, ("test",))[0]
+
     for _, files in run_ranks(ranks, choose, unlabelled, None, ("test",)):
         assert files == {
             "test_results.json": None,
@@ -150,6 +155,7 @@ def test_any_checkpoint_can_be_named(wanted: str, expected: str | None) -> None:
     run_config = trained_config(trained())
     wanted = str(trained() / "checkpoint" / "step-10") if wanted == "PATH" else wanted
     result = run_ranks(1, choose, run_config, wanted, ())[0]
+
     if expected is None:
         assert "--step=40 does not exist" in result
     else:
@@ -185,6 +191,7 @@ def test_a_wrong_row_leaves_no_file(tmp_path: Path) -> None:
     ]
     arguments = ["test", str(trained() / "config.resolved.toml"), *options]
     stderr_file = tmp_path / "stderr"
+
     assert end(fork(main, arguments, stderr_file)) == 3
     assert f"{bad}:2: label '2' in column '1' is not one of 0, 1" in stderr_file.read_text()
     assert "Traceback" not in stderr_file.read_text()
@@ -217,6 +224,7 @@ def test_a_language_model_is_tested_by_its_loss() -> None:
     }
     run_config = shallow_config(validation=held_out)
     loss, files = run_ranks(1, language_model, run_config)[0]
+
     assert list(files) == ["dev_results.json"]
     assert json.loads(files["dev_results.json"])["loss"] == pytest.approx(loss)
 

@@ -68,6 +68,7 @@ def test_calibrated_cpu_plans_match_measured_steps(capsys):
     spec.loader.exec_module(module)
     rows = json.loads((BENCHMARKS / "results" / "plan_cpu.json").read_text())["rows"]
     scores_on_cpu = module.score(rows)
+
     assert len({(model, mesh) for model, mesh, *_ in scores_on_cpu}) >= 8
     for model, mesh, cpu, planned, *_ in scores_on_cpu:
         assert abs(planned / cpu - 1) < 0.2, (model, mesh, cpu, planned)

@@ -56,6 +56,7 @@ def test_only_sufficient_changes_are_suggested(memory_mib: int, changes: int) ->
     lines = after_run.after_out_of_memory(
         run_config, 1, is_cpu=True, memory_bytes=memory_mib * 2**20
     )
+
     assert len(lines[1:]) == changes, lines
 
 
@@ -90,13 +91,16 @@ def test_a_run_out_of_memory_ends_with_7_and_suggestions(
         f"--job.dump_folder={tmp_path}",
     ]
     result = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(120))
+
     assert result.returncode == 7, result.stderr
+
     lines = result.stderr.splitlines()
     title = next(
         number
         for number, line in enumerate(lines)
         if line.startswith("each of these changes needs less memory")
     )
+
     assert any(line.startswith("error[7]: ") for line in lines[:title])
     assert 1 <= len(shares(lines[title + 1 :])) <= 3
 
@@ -126,11 +130,13 @@ def test_planned_and_measured_values_are_compared_and_large_differences_warn(
     gib = plan.fullest.peak / 2**30
     run = finished(tmp_path, 1.1 * plan.tps, 0.5 * gib)
     speed, memory = after_run.beside_measured(run, 8, "NVIDIA H100 80GB HBM3")
+
     assert speed.endswith("(+10%)")
     assert not speed.startswith("warning")
     assert memory == (
         f"warning: peak memory in GiB: planned {gib:.1f}, measured {0.5 * gib:.1f} (-50%): more than 15% off"
     )
+
     comparison = json.loads((run / "planned.json").read_text())  # for shardtrain report
     assert comparison["peak memory in GiB"] == pytest.approx([gib, 0.5 * gib])
 
@@ -142,6 +148,7 @@ def test_a_difference_in_a_small_run_is_no_warning(tmp_path: Path) -> None:
         '[model]\nflavor = "2.6M"\n[training]\nlocal_batch_size = 4\nseq_len = 256\n'
     )
     lines = after_run.beside_measured(run, 1, "NVIDIA H200")
+
     assert len(lines) == 2 and not any(line.startswith("warning") for line in lines), lines
     assert "depends on the host" in lines[0]
     assert "within the accuracy of a plan" in lines[1]

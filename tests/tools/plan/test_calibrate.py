@@ -91,6 +91,7 @@ def test_rates_come_from_the_doctor_s_report(report):
     row = hardware.find("h100")
     learned = calibrate.learn_report(report(), row)
     device = learned.device
+
     # The rate of the slowest device, scaled by the fraction of the peak that large products reach.
     assert device.flops["bfloat16"] * device.matmul_efficiency == pytest.approx(400e12)
     assert device.flops["float8"] / row.flops["float8"] == pytest.approx(
@@ -113,6 +114,7 @@ def test_a_slower_device_of_the_report_makes_a_slower_plan(report):
         ).time.seconds
         for rate in (400e12, 300e12, 200e12)
     ]
+
     assert steps == sorted(steps)
     assert steps[2] > 1.5 * steps[0]
 
@@ -131,6 +133,7 @@ def test_a_report_of_another_device_or_no_report_is_refused(report, tmp_path):
         (tmp_path / "wrong.json").write_text(text)
         with pytest.raises(ConfigError, match=r"is not a report|impossible rates"):
             calibrate.learn_report(tmp_path / "wrong.json", hardware.find("h100"))
+
     for wrong in ({"rate": 1.0}, {"rate": float("nan")}, {"links": -1.0}, {"links": 1.0}):
         with pytest.raises(ConfigError, match="of h100|impossible rates|is not a report"):
             calibrate.learn_report(report(**wrong), hardware.find("h100"))
@@ -143,5 +146,6 @@ def test_the_doctor_of_this_machine_calibrates_a_plan_of_it(tmp_path):
     device = calibrate.learn_report(path, hardware.find("cpu")).device
     # with one thread, like all tests
     measured = min(facts["rate"] for facts in reports.of("devices").values())
+
     assert device.flops["float32"] * device.matmul_efficiency == pytest.approx(measured)
     assert device.link == hardware.find("cpu").link

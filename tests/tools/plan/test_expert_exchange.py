@@ -36,6 +36,7 @@ def test_balanced_routers_exchange_no_more_than_the_rows_of_each_token() -> None
     link_rate = DEVICE.link.bytes_per_second * DEVICE.link.efficiency
     without_latency = 2 * sent_bytes / link_rate
     latency = 2 * DEVICE.link.latency_seconds * (1 + 3 / 2)  # a tree over 8 ranks is 3 deep
+
     assert forward["expert exchange"] == pytest.approx(without_latency + latency)
 
 
@@ -65,6 +66,7 @@ def test_the_product_of_a_rank_with_one_expert_is_a_plain_product() -> None:
         if linear.style != "router":
             others += layer_timing.product_seconds(linear, job, DEVICE, SEQ_LEN, 1)
     forward = layer_timing.layer_pass(layer, job, DEVICE, DIM).forward
+
     assert forward["matmul"] == pytest.approx(others + plain)
 
 

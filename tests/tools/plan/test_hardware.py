@@ -28,6 +28,7 @@ def test_each_device_of_the_package_is_plausible_and_names_its_sources(name):
     assert device.source
     assert device.link.source
     assert device.network.source
+
     half = "bfloat16" if "bfloat16" in device.flops else "float16"
     assert device.peak(half) >= device.peak("float32")
     assert device.memory_bytes > 2**30
@@ -46,6 +47,7 @@ def test_a_user_defined_device_is_a_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(ROW)
     device = hardware.find(str(path))
+
     assert (device.name, device.devices_per_node, device.link.name) == ("mine", 4, "pcie4")
     assert device.peak("bfloat16") == 100e12
     with pytest.raises(ConfigError, match="float8"):
@@ -110,7 +112,9 @@ def test_without_a_switch_two_devices_use_only_part_of_the_link(tmp_path):
         planning.make(config, 4, device).time.costs["tensor parallel"]
         for device in (direct, switched)
     ]
+
     assert costs[0] == pytest.approx(3 * costs[1], rel=0.01)
+
     path.write_text(path.read_text().replace("peers = 0", "peers = 1.5"))
     with pytest.raises(ConfigError, match=r"links.direct.peers=1.5 is not a whole number"):
         hardware.find(str(path))

@@ -352,6 +352,7 @@ def test_experts_in_a_list_are_recognized():
     model = shapes.read(config)
     layer = model.layers[0]
     experts = layer.experts
+
     assert experts.listed
     assert (experts.count, experts.top_k, experts.ffn, experts.gated) == (8, 2, 256, True)
     assert not any("experts" in linear.path for linear in layer.linears)
@@ -428,4 +429,5 @@ def test_a_real_step_of_a_transformers_network_holds_the_planned_bytes(
     config = hf_tiny(folder, tmp_path, **{**sections, "training": training})
     measured = max(run_ranks(size, measured_bytes, config))
     (planned,) = planned_bytes(config, size)
+
     assert planned == pytest.approx(measured, rel=0.1)

@@ -36,7 +36,9 @@ def test_each_parameter_is_on_its_stage(stages: int) -> None:
     settings = config(2, stages)
     shape = shapes.read(settings)
     job = job_sizes.of_config(settings, stages, len(shape.layers), 1, shape.has_experts)
+
     assert job.stages[-1].stop == 6
+
     counts = []
     for index in range(stages):
         parameters = parameters_of_stage(shape, job, index)
@@ -46,4 +48,5 @@ def test_each_parameter_is_on_its_stage(stages: int) -> None:
     expected = sum(parameter.numel() for parameter in model.parameters())
     if stages > 1:
         expected += model.embed.weight.numel()
+
     assert sum(counts) == expected

@@ -66,6 +66,7 @@ def test_on_a_narrow_terminal_no_line_is_wider() -> None:
             columns
         )
     search_result = search.run(config.load("debug"), 2, hardware.find("cpu"))
+
     assert max(map(len, search.lines(search_result, 3, 60))) <= 60
 
 
@@ -86,8 +87,10 @@ def test_snapshots_count_as_host_memory(capsys):
     for nodes in (1, 2):
         _, out, _ = answer(capsys, *words, "--nodes", str(nodes), "--device", "h200", "--json")
         sizes[nodes] = json.loads(out)["snapshot_bytes_per_node"]
+
     assert sizes[1] == pytest.approx(2 * 12 * 8.03e9, rel=0.01)
     assert sizes[2] == pytest.approx(sizes[1], rel=0.01)
+
     _, out, _ = answer(capsys, *words, "--nodes", "2", "--device", "h200")
     assert "of host memory on each node (checkpoint.snapshot_interval)" in out
     _, out, _ = answer(capsys, "llama3_8b", "--nodes", "2", "--device", "h200")
@@ -99,6 +102,7 @@ def test_an_oversized_plan_reports_the_excess_and_a_fix(capsys):
     assert code == 2
     assert "does not fit" in out
     assert "too much; possible changes" in out
+
     plan = shardtrain.plan("llama3_70b", gpus=8, device="a100-40")
     assert not plan.fits
     assert 1 <= len(plan.fixes) <= 3
@@ -151,6 +155,7 @@ def test_an_output_that_must_not_be_written_is_rejected_before_the_search(
     Path("mine.toml").write_text('[model]\nname = "llama3"\nflavor = "8B"\n')
     monkeypatch.setattr(search, "run", None)
     code, out, err = answer(capsys, "./mine.toml", "--gpus", "8", "--search", "-o", output)
+
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
@@ -189,16 +194,20 @@ def test_the_best_of_a_search_is_no_slower_and_accepted_by_train(tmp_path):
     search_result = search.run(loaded, 16, device)
     best = search_result.ranked[0]
     requested = planning.make(loaded.config, 16, device)
+
     assert best.plan.tps >= requested.tps
     assert best.plan.fits
     assert best.plan.job.tokens_per_step == requested.job.tokens_per_step
+
     speeds = [candidate.plan.tps for candidate in search_result.ranked]
     assert speeds == sorted(speeds, reverse=True)
     path = tmp_path / "best.toml"
     path.write_text(search.as_toml(loaded, best))
     again = config.load(str(path), [])
     config.require_to_build(again, 16)
+
     assert planning.make(again.config, 16, device).as_dict() == best.plan.as_dict()
+
     text = search.lines(search_result, 3)
     assert max(map(len, text)) <= 80
     assert any("runner-up" in line for line in text)
@@ -221,6 +230,7 @@ def test_the_best_of_a_search_is_trained_as_a_dry_run_on_as_many_ranks(
     path = tmp_path / "best.toml"
     arguments = [preset, "--gpus", str(world_size), "--device", device, "--search", "-o", str(path)]
     assert cli.main(["plan", *arguments]) == 0
+
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.txt").write_text("a text " * 100)
@@ -228,6 +238,7 @@ def test_the_best_of_a_search_is_trained_as_a_dry_run_on_as_many_ranks(
     command += ["--comm.mode", "fake_backend", "--job.dump_folder", str(tmp_path / "run")]
     command += ["--model.hf_assets_path", "bytes", "--training.dataset_path", str(text)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=patience.seconds(1800))
+
     assert result.returncode == 0, result.stderr[-2000:]
     assert "GiB" in result.stdout + result.stderr
 
@@ -244,6 +255,7 @@ def test_an_unknown_peak_is_refused(tmp_path):
         "[devices.old]\nmemory_gib = 16\nmemory_bytes_per_second = 9e11\ndevices_per_node = 8\n"
         'link = "pcie4"\nnetwork = "ethernet-10g"\nsource = "a box"\n[devices.old.flops]\nfloat16 = 1e14\n'
     )
+
     with pytest.raises(ConfigError, match="bfloat16"):
         shardtrain.plan("llama3_8b", gpus=8, device=str(path))
 
@@ -259,6 +271,7 @@ def test_every_schedule_is_planned(name):
         "parallelism.pipeline_parallel_schedule": name,
     }
     plan = shardtrain.plan("llama3_8b", options, gpus=16)
+
     assert len(plan.ranks) == 4
     assert 0 < plan.time.bubble < 0.5
     assert plan.time.costs["pipeline bubble and sends"] > 0
@@ -270,8 +283,10 @@ def test_the_largest_fits_and_a_little_more_does_not(name, world_size):
     loaded = config.load(name)
     largest = planning.largest(loaded.config, world_size, device)
     now = planning.make(loaded.config, world_size, device)
+
     if not now.fits:  # even one row does not fit, and larger values cannot help
         assert largest["training.local_batch_size"] == 0
+
     for option, number in largest.items():
         for times, fits in ((1, True), (1.05, False)):
             value = max(number + (times > 1), int(number * times))
@@ -299,6 +314,7 @@ def test_the_largest_values_of_a_layout_are_reported_on_request(capsys):
     }
     assert int(limits["training.seq_len"]) > 8192
     assert int(limits["model.overrides.num_layers"]) > 32
+
     code, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--largest", "--json")
     assert json.loads(out)["largest"] == {option: int(number) for option, number in limits.items()}
 
@@ -311,9 +327,11 @@ def test_failures_cost_half_an_interval_and_a_restart_each(capsys):
         budgets[interval] = json.loads(capsys.readouterr().out)["budget"]
     often = budgets[100]
     rarely = budgets[1000]
+
     assert (
         often["days"] == rarely["days"] < often["days_with_failures"] < rarely["days_with_failures"]
     )
+
     lost = rarely["seconds_between_saves"] / 2 + 600
     gained = rarely["days_with_failures"] - rarely["days"]
     assert rarely["failures"] * lost / 86400 == pytest.approx(gained, rel=1e-9)
@@ -349,11 +367,13 @@ def test_float8_is_searched_if_requested_and_supported_by_the_device(tmp_path, c
     assert cli.main(arguments) == 0
     plain = json.loads(capsys.readouterr().out)
     assert cli.main([*arguments, "--float8"]) == 0
+
     both = json.loads(capsys.readouterr().out)
     assert both["counted"] == 2 * plain["counted"]
     assert not any("model.converters" in candidate["options"] for candidate in plain["ranked"])
     assert both["ranked"][0]["options"]["model.converters"] == [LINEAR]
     assert both["ranked"][0]["tokens_per_second"] > plain["ranked"][0]["tokens_per_second"]
+
     code, _, err = answer(
         capsys, "llama3_8b", "--gpus", "8", "--search", "--float8", "--device", "a100"
     )
@@ -376,6 +396,7 @@ def test_plan_and_dry_run_report_the_assumed_row_length(
         "--training.dataset=jsonl",
         f"--training.dataset_path={tmp_path}",
     ]
+
     for verb in (["plan", "debug"], ["train", "debug", "--comm.mode=fake_backend", "--nproc", "2"]):
         assert cli.main([*verb, *arguments]) == 0
         assert (note in " ".join(capsys.readouterr().out.split())) == has_rows
@@ -393,6 +414,7 @@ def test_mx_counts_as_float8_if_supported_and_emulation_is_noted(capsys):
         assert cli.main([*arguments, *options]) == 0
         plans[name] = json.loads(capsys.readouterr().out)
     speed = {name: plan["tokens_per_second"] for name, plan in plans.items()}
+
     assert speed["quantize.linear.mx"] == speed["quantize.linear.float8"] > speed[""]
     assert speed["emulated"] < speed["quantize.linear.mx"]
     assert "MX is counted as float8" in "".join(plans["quantize.linear.mx"]["notes"])

@@ -71,6 +71,7 @@ def test_a_plan_agrees_with_the_dry_run_within_five_percent(sections):
     run = traced(config, 0, 8)
     plan = planned(config, 0, 8)
     weight_bytes = run.parameter_bytes + run.low_bits_bytes
+
     assert (plan.parameters, plan.gradients) == (weight_bytes, run.gradient_bytes)
     assert plan.optimizer == run.optimizer_bytes
     assert plan.total == pytest.approx(run.total_bytes, rel=0.05)
@@ -95,6 +96,7 @@ def test_the_plan_of_every_family_matches_its_trace(name, flavor, most):
     config = replace(tiny_config(training=training), model=Model(**options))
     run = traced(config, 0, 4)
     plan = planned(config, 0, 4)
+
     assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
     assert plan.total == pytest.approx(run.total_bytes, rel=most)
 
@@ -118,6 +120,7 @@ def test_weights_of_a_transformers_network_are_counted_from_its_modules(parallel
     config = hf_tiny(deep_folder("qwen3_moe"), tmp_path, parallelism=parallelism, training=training)
     run = traced(config, 0, 4)
     plan = planned(config, 0, 4)
+
     assert shapes.read(config).has_experts
     assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
 
@@ -143,10 +146,12 @@ def test_activations_of_experts_of_a_transformers_network_are_traced(parallelism
     config = hf_tiny(folder, tmp_path, parallelism=parallelism, training=training)
     run = traced(config, 0, 4)
     plan = planned(config, 0, 4)
+
     assert not run.traced.not_traced
     assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
     # With tp=2 the plan counts the unsharded gradients of two micro-batches, and the dry run does not
     assert plan.total == pytest.approx(run.total_bytes, rel=0.17)
+
     experts = shapes.read(config).layers[0].experts
     assert (experts.count, experts.top_k, experts.ffn) == (8, 2, 256)
 
@@ -173,6 +178,7 @@ def test_activations_of_a_transformers_network_agree_with_the_trace(name, ranks,
     )
     run = traced(config, 0, 4)
     plan = planned(config, 0, 4)
+
     assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
     # Networks keep some more copies than the layers of this package, and OPT keeps fewer
     assert plan.total == pytest.approx(run.total_bytes, rel=0.15)
@@ -194,6 +200,7 @@ def test_a_pipeline_holds_the_micro_batches_in_flight(name, rank):
     )
     run = traced(config, rank * 4, 8)
     plan = planned(config, rank, 8)
+
     assert plan.in_flight == run.traced.most_in_flight
     assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
     assert plan.total == pytest.approx(run.total_bytes, rel=0.08)
@@ -208,6 +215,7 @@ def test_parameters_of_the_presets_are_counted_without_a_process_group(preset, s
     sizes = job_sizes.of_config(config, size, len(model.layers), has_experts=model.has_experts)
     memory = rank_memory.of_rank(model, sizes, 0, (), "cuda")
     ranks = derived.shard_degree(config, size) * config.parallelism.tensor_parallel_degree
+
     # norms are replicated on tensor-parallel ranks
     assert memory.parameters == pytest.approx(4 * model.num_params / ranks, rel=0.001)
     assert memory.optimizer == pytest.approx(2 * memory.parameters, rel=1e-4)
@@ -234,8 +242,10 @@ def test_eight_billion_weights_fit_one_gpu_of_80_gb(options):
     memory = rank_memory.of_rank(
         model, job_sizes.of_config(config, 1, len(model.layers)), 0, (), "cuda"
     )
+
     assert model.num_params > 8e9
     assert config.training.seq_len == 8192
+
     device = hardware.find("h100")
     # for the driver, the allocator, and float32 temporaries of the update
     assert memory.total + 4 * 2**30 <= device.memory_bytes
@@ -245,6 +255,7 @@ def test_the_kernels_of_a_gpu_keep_less_than_those_of_the_cpu():
     config = wide()
     model = shapes.read(config)
     sizes = job_sizes.of_config(config, 8, len(model.layers))
+
     assert (
         rank_memory.of_rank(model, sizes, 0, (), "cuda").total
         < rank_memory.of_rank(model, sizes, 0, (), "cpu").total
@@ -257,10 +268,12 @@ def test_a_shape_from_sizes_equals_that_of_the_model():
     from_sizes = shapes.decoder(
         "llama3 8B", 32, 4096, 32, 8, 14336, 128256, config.training.seq_len
     )
+
     assert (from_sizes.num_params, from_sizes.flops_per_token) == (
         read_shape.num_params,
         read_shape.flops_per_token,
     )
+
     sizes = job_sizes.of_config(config, 8, 32)
     assert rank_memory.of_rank(from_sizes, sizes, 0, (), "cuda") == rank_memory.of_rank(
         read_shape, sizes, 0, (), "cuda"

@@ -28,6 +28,7 @@ def test_every_schedule_of_pytorch_runs_to_its_end_and_computes_each_part_once(n
     times = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     seconds = {(kind, stage): time for stage in range(2 * degree) for kind, time in times.items()}
     line = schedule.simulate(orders, seconds, 0.0)
+
     assert line.busy_seconds == pytest.approx([3.0 * 2 * count] * degree)
     assert line.seconds < schedule.simulate(schedule.orders("GPipe", degree, degree, count), {
         (kind, stage): 2 * time for stage in range(degree) for kind, time in times.items()

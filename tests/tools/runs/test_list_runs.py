@@ -59,6 +59,7 @@ def test_runs_are_found_below_and_the_newest_comes_first(
     run_folder(tmp_path / "a/b/c/d/e/f/run")
     (tmp_path / "loop").symlink_to(tmp_path)
     assert cli.main(["runs", str(tmp_path)]) == 0
+
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["STATE", "STEP", "LOSS", "AGE", "RUN"]
     assert [line.split()[-1] for line in lines] == [
@@ -68,6 +69,7 @@ def test_runs_are_found_below_and_the_newest_comes_first(
     assert lines[0].startswith("under way")
     assert lines[0].split()[2:4] == ["7", "2.5"]
     assert cli.main(["runs", str(tmp_path), "--json"]) == 0
+
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["state"], row["step"], row["loss"]) for row in rows] == [
         ("under way", 7, 2.5),

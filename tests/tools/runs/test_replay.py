@@ -139,6 +139,7 @@ def test_a_rewound_run_replays_without_its_excluded_rows(root: Path) -> None:
         json.loads(line) for line in (root / "rewound/metrics.jsonl").read_text().splitlines()
     ]
     assert [record["rewinds"] for record in records] == [0] * 3 + [1] * 3 + [2] * 5
+
     for steps, count in (("1:11", 11), ("5:11", 8)):
         status, output = replay(root, steps, str(root / "rewound"))
         assert status == 0, output
@@ -153,6 +154,7 @@ def test_the_first_difference_is_named(root: Path) -> None:
     lines[4]["grad_norm"] = was * (1 + 2**-50)
     (folder / "metrics.jsonl").write_bytes(b"".join(map(line_of, lines)))
     status, output = replay(root, "6", str(folder))
+
     assert status == 4, output
     assert f"step 5 differs from the run: grad_norm {was} was {lines[4]['grad_norm']}" in output
 
@@ -160,6 +162,7 @@ def test_the_first_difference_is_named(root: Path) -> None:
     shutil.copytree(root / "other/checkpoint/step-6", folder / "checkpoint/step-6")
     (folder / "metrics.jsonl").unlink()
     status, output = replay(root, "6", str(folder))
+
     assert status == 4, output
     assert "step 6 differs from the run: model.embed.weight and " in output
     assert "more tensors of step-6 differ" in output
@@ -190,6 +193,7 @@ def test_a_replay_does_not_start_from_damaged_checkpoints(root: Path) -> None:
     shutil.copytree(root / "run", folder)
     (folder / "checkpoint/step-6/manifest.json").write_bytes(b"x")
     (folder / "checkpoint/step-3/rank-00000.bin").write_bytes(b"")
+
     assert plan(config(folder), 8, 8).base == 0
     assert plan(config(root / "run"), 8, 8).base == 6
     assert plan(config(root / "run"), 6, 8).base == 3
@@ -220,6 +224,7 @@ def test_opening_a_folder_runs_no_code_named_by_its_configuration(
     lines += ["[metrics]", f"sinks = [{str(code)!r}]", f"token_metrics = [{str(code)!r}]"]
     (folder / "config.resolved.toml").write_text("\n".join(lines) + "\n")
     assert cli.main([*verb, str(folder)]) == 2
+
     stderr = capsys.readouterr().err
     for option in [*named, "metrics.sinks", "metrics.token_metrics"]:
         assert f"{option}=" in stderr, option
@@ -249,4 +254,5 @@ def test_replay_accepts_options_that_save_or_validate(
     folder = root / "run" / "checkpoint"
     request = replay_plan.ReplayPlan(root / "run", folder, base, 4, 1, ())
     replayed = replay_plan.config_of(run_config, request, tmp_path)
+
     assert list(check(Loaded(replayed))) == []

@@ -305,6 +305,7 @@ def test_a_reduced_copy_is_found_for_every_family(
     (reduction,) = forked_workers.run(1, own_sizes.smaller, config, 2, tp, folder=tmp_path)
     assert reduction["why"] == ""
     assert reduction["given"]["num_layers"] <= own_sizes.MOST_LAYERS
+
     facts = configs.read_model_file(str(FAMILIES / f"{name}.py"))
     small = configs.shape(facts, flavor, reduction["given"])
     assert small["num_heads"] % tp == 0
@@ -357,7 +358,9 @@ def test_all_ranks_receive_the_same_verdict_before_building(tmp_path: Path) -> N
     path = tmp_path / "model.py"
     path.write_text(changed(WRONG["queries, keys and values one after the other"][1]))
     answers = run_ranks(2, ask_on_ranks, str(path), str(tmp_path))
+
     assert answers[0] == answers[1]
+
     refusal, quiet = answers[0]
     assert refusal.startswith(f"model.name={path} on tp=2")
     assert "order queries, keys and values by head" in refusal

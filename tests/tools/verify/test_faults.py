@@ -723,7 +723,9 @@ def test_a_fault_in_the_engine_is_detected_and_named(name, benches, monkeypatch)
     planted.plant(monkeypatch)
     row = bench.run(planted.mesh, **planted.options)
     print(f"\n{name:50} {planted.mesh:26} {row.verdict:8} {row.first}; {row.cause}")
+
     assert row.verdict in ("differs", "failed"), row
+
     answer = f"{row.first}; {row.cause}"
     assert all(text in answer for text in planted.answer), answer
 
@@ -763,4 +765,5 @@ def test_a_fault_in_the_engine_is_detected_in_a_model_that_amplifies_rounding(
     planted.plant(monkeypatch)
     row = bench.run(planted.mesh, **planted.options)
     print(f"\n{name:50} {planted.mesh:26} {row.verdict:8} {row.first}; {row.cause}")
+
     assert row.verdict in ("differs", "failed") and not row.cause.startswith(BLIND), row

@@ -526,6 +526,7 @@ def test_a_fault_visible_without_a_mesh_is_named(name, results):
     verdict = "refused" if result["broken"] else without_faults
     cause = " ".join(result["broken"]) or result["impossible"].get(axis, "")
     print(f"\n{name:45} {fault.mesh:12} {verdict:12} {cause}")
+
     assert verdict == fault.verdict, cause
     assert all(text in cause for text in fault.cause), cause
 
@@ -547,6 +548,7 @@ def test_a_correct_model_has_the_same_results_on_every_mesh(name, tmp_path, caps
     )
     meshes = ("dp_shard=2", "tp=2", "cp=2", "pp=2")
     status = verify.main([str(path), "--mesh", *meshes, "--steps", "1", "--json"])
+
     assert status == 0, capsys.readouterr().out
 
 
@@ -572,5 +574,6 @@ def test_the_command_names_a_fault_in_a_model_file(name, tmp_path):
         verdict = "refused"
         cause = str(error)
     print(f"\n{name:45} {fault.mesh:12} {verdict:12} {cause}")
+
     assert verdict == fault.verdict, cause
     assert all(text in cause for text in fault.cause), cause

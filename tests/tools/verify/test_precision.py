@@ -659,7 +659,9 @@ def test_a_fault_of_low_precision_is_detected_and_named(name, tmp_path, monkeypa
     planted = FAULTS[name]
     planted.plant(monkeypatch)
     row = rows_of(tmp_path, planted.options, planted.mesh, steps=planted.steps)[planted.row]
+
     assert row.verdict == "differs", row
+
     answer = f"{row.first}; {row.cause}"
     assert all(text in answer for text in planted.answer), answer
 
@@ -704,6 +706,7 @@ def test_a_fault_of_low_precision_in_a_model_file_is_detected_and_named(name, dt
     old, new, where = MODEL_FAULTS[name]
     text = PRECISE.read_text()
     assert old in text
+
     path = tmp_path / "model.py"
     path.write_text(text.replace(old, new))
     options = (
@@ -712,6 +715,7 @@ def test_a_fault_of_low_precision_in_a_model_file_is_detected_and_named(name, dt
         f"--training.mixed_precision_param={dtype}",
     )
     row = rows_of(tmp_path / "runs", options, "dp_shard=2", steps=1)["one process"]
+
     assert row.verdict == "differs" and where in row.first, row
 
 
@@ -784,7 +788,9 @@ def test_a_norm_whose_scale_is_close_to_one_is_not_flagged():
     ones_D = torch.ones(192)
     actual_BD = F.rms_norm(x_BD.float(), (192,), ones_D, 1e-5).bfloat16()
     exact_BD = F.rms_norm(x_BD.double(), (192,), ones_D.double(), 1e-5)
+
     assert deviation(actual_BD, exact_BD, roundings=2, is_by_row=True).is_rounding
+
     scale_B1 = x_BD.square().mean(-1, keepdim=True).rsqrt()
     assert not deviation(x_BD * scale_B1, exact_BD, roundings=2, is_by_row=True).is_rounding
 
@@ -796,12 +802,14 @@ def test_tolerances_have_a_key_for_each_number(tmp_path):
     loaded = config.load(None, ["--activation_checkpoint.mode", "none"])
     request = verify_request.VerifyOptions(meshes=("dp_shard=2",), steps=1, precision="own")
     allowed = precision.tolerances(verify.plan(loaded, request), trainer, tmp_path)
+
     assert {
         "loss/0",
         "norm/0",
         "gradient/0/embed.weight",
         "weights/0/layers.1.ffn.w2.weight",
     } <= allowed.keys()
+
     of_gradients = [value for key, value in allowed.items() if key.startswith("gradient/")]
     assert all(0.004 < value < 0.5 for value in of_gradients), allowed
     assert len(set(of_gradients)) == len(of_gradients)  # measured, not a constant

@@ -227,6 +227,7 @@ def test_a_broken_promise_is_refused_with_its_place(name, tmp_path, results):
         message = str(error.value)
     else:
         message = "\n".join([*results[name]["broken"], results[name]["impossible"].get("pp", "")])
+
     assert all(text in message for text in texts), message
 
 

@@ -77,6 +77,7 @@ def test_a_norm_summed_in_float32_is_detected(monkeypatch):
         return torch.stack(norms).square().sum()
 
     monkeypatch.setattr(grad_clip, "squared_norm", chained)
+
     assert norm(1, {}, 5_000_000, "normal") > real.SUM_LIMIT
 
 
@@ -99,6 +100,7 @@ def test_micro_batches_summed_in_float32_are_detected(monkeypatch):
         return total
 
     monkeypatch.setattr(runner.PlainRunner, "forward_backward", forward_backward)
+
     assert _many_micro_batches() > real.SUM_LIMIT
 
 
@@ -129,6 +131,7 @@ def test_a_partially_scaled_gradient_is_detected(monkeypatch):
         "scale_gradients",
         lambda ps, factor: scale(ps, 1.0) or ps[0].grad[:-1].mul_(factor),
     )
+
     assert beyond.scaled(0, 1, 100) == {"wrong": beyond.COLUMNS}
 
 
@@ -143,6 +146,7 @@ def test_numbers_of_a_tile_depend_only_on_their_position():
             assert torch.equal(
                 torch.tensor(values), wholes[name][tuple(slice(*pair) for pair in slices)]
             )
+
     assert abs(float(wholes["matrix"].std()) - 2.0) < 0.1
     assert abs(float(wholes["matrix"].mean()) - 1.0) < 0.1
 
@@ -185,9 +189,11 @@ def test_factors_reproduce_the_gradients_of_float64(monkeypatch, tmp_path):
     expected = expected.detach()
     monkeypatch.setattr(float64, "FACTORED_NUMEL", 900)
     loss, gradients = float64.loss_and_gradients(model, loss_of)
+
     assert loss == pytest.approx(float(expected), rel=1e-14)
     assert set(gradients.factors) == {"0.weight", "1.weight", "2.weight"}
     assert set(gradients.whole) == {"1.bias"}
+
     float64.write(gradients, str(tmp_path / "gradients"))
     gradients = float64.read(str(tmp_path / "gradients"))
     for name, parameter in exact.named_parameters():
@@ -211,7 +217,9 @@ def test_factors_of_a_product_with_an_untransposed_matrix_match_float64(monkeypa
     loss_of(exact).backward()
     monkeypatch.setattr(float64, "FACTORED_NUMEL", 900)
     _, gradients = float64.loss_and_gradients(model, loss_of)
+
     assert set(gradients.factors) == {"weight"}
+
     expected = exact.weight.grad.reshape(-1, 40)
     rows = gradients.rows("weight", 10, 96, slice(1, 30))
     assert torch.allclose(rows, expected[10:96, 1:30], rtol=1e-12, atol=1e-12)
@@ -252,7 +260,9 @@ def test_a_step_of_each_kind_of_layer_of_a_transformers_network_matches_float64(
     arguments = ("--model.name", "transformers", "--model.overrides.path", str(tmp_path))
     rows = rows_of(*arguments, meshes=("1", "dp_shard=2,tp=2"))
     steps = {name: row for name, row in rows.items() if name[0].startswith("layers")}
+
     assert len(steps) == 6 and {row.verdict for row in steps.values()} == {"pass"}, steps
+
     kept = 1 if name in ("qwen3", "granitemoe") else 2
     assert steps["layers: loss", "1"].note.endswith(f" 4 -> {kept}")
 
@@ -294,9 +304,11 @@ def test_a_network_that_does_not_fit_has_fewer_experts_and_a_small_vocabulary(tm
     }
     pieces = network_pieces("deepseek_v3", tmp_path, 0, changes)
     layers = pieces["layers"]
+
     assert layers.size_text == (
         "num_hidden_layers 4 -> 2, vocabulary 4000 -> 1024, n_routed_experts 8 -> 2, one group"
     )
+
     fields = fields_of(layers)
     assert (fields["n_routed_experts"], fields["vocab_size"]) == (2, 1024)
     assert (fields["n_group"], fields["topk_group"]) == (1, 1)
@@ -317,6 +329,7 @@ def test_experts_are_halved_only_until_the_network_fits(tmp_path):
     changes = {"num_local_experts": 64, "vocab_size": 300}
     whole = network_pieces("mixtral", tmp_path / "whole", 1 << 40, changes)
     assert set(whole) == {"layers"}
+
     budget = whole["layers"].bytes_on({}, 1) - 1
     pieces = network_pieces("mixtral", tmp_path / "cut", budget, changes)
     assert fields_of(pieces["layers"])["num_local_experts"] == 32
@@ -351,6 +364,7 @@ def test_a_wrong_layer_is_detected(monkeypatch):
 
     monkeypatch.setattr(FeedForward, "forward", rounded)
     rows = rows_of("--model.overrides", "{dim = 64, vocab_size = 300}", meshes=("1",))
+
     assert rows["layer and vocabulary: gradients", "1"].verdict == "fail"
 
 
@@ -361,11 +375,13 @@ def test_a_model_that_does_not_fit_is_reduced_and_each_reduction_reported():
 
     loaded = config.load(None, ["--model.name", "deepseek_v3", "--model.flavor", "671B"])
     pieces = {piece.name: piece for piece in real_layers.pieces(loaded, 8 << 30, counted)}
+
     assert set(pieces) == {"dense layer", "layer", "vocabulary"}
     assert all(piece.bytes_on({}, 1) <= 8 << 30 for piece in pieces.values())
     assert "experts 256 -> " in pieces["layer"].size_text
     assert "vocabulary 129280 -> 1024" in pieces["layer"].size_text
     assert "embedding of 1024 rows" in pieces["vocabulary"].size_text
+
     (full_model,) = real_layers.pieces(loaded, 1 << 50, counted)
     assert full_model.size_text == "num_layers 61 -> 2"
 
@@ -374,11 +390,13 @@ def test_checks_that_do_not_fit_are_skipped_and_reported(capsys, monkeypatch):
     monkeypatch.setattr(real, "of_model", lambda *_: iter(()))
     monkeypatch.setattr(real, "general", lambda _: _one_that_fits_and_one_that_does_not())
     assert cli.main(["verify", "--real", "--memory", "1"]) == 0
+
     text = capsys.readouterr().out
     assert "left out" in text
     assert "needs 2.00 GiB of memory, 1.00 GiB allowed" in text
     assert "1 passed, 0 failed, 1 left out: checks that were left out have no result" in text
     assert cli.main(["verify", "--real", "--json", "--memory=1"]) == 0
+
     report = json.loads(capsys.readouterr().out)
     assert [row["verdict"] for row in report["rows"]] == ["pass", "left out"]
     assert report["exit_code"] == 0
@@ -451,6 +469,7 @@ def test_one_layer_of_each_family_matches_float64(model, flavor):
     ]
     if not any(row.verdict != "left out" for row in steps):
         pytest.skip("; ".join({row.note for row in steps}))
+
     assert not [row for row in rows.values() if row.verdict == "fail"]
 
 
@@ -496,6 +515,7 @@ def test_a_step_needs_no_more_memory_than_its_row_states(arguments, name, tmp_pa
             (real_layers.step, trainer, real_layers.on_mesh(piece, {}).config, piece, path),
         )
     )
+
     assert piece.numel > 1 << 26 or name == "layer"
     assert max(reference, step) - before <= piece.bytes_on({}, 1), (before, reference, step)
 

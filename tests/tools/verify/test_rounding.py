@@ -84,10 +84,12 @@ def test_a_cause_that_explains_nothing_is_not_named() -> None:
     reference_gradient = torch.randn(1000)
     noise = torch.randn(1000)
     e = evidence([reference_gradient + 5e-5 * noise] * 2, reference_gradient)
+
     assert causes.clipped_otherwise(e) is None
     assert causes.scaled(e) is None
     assert not e.explains("w", lambda _: reference_gradient)
     assert not e.explains_loss(4.0, 1e-6)
+
     for factor, message in ((0.5, "scaled by 1/2"), (2.0, "scaled by 2"), (1.01, "scaled by 1.01")):
         off = evidence([factor * reference_gradient + 5e-5 * noise] * 2, reference_gradient)
         assert message in str(causes.scaled(off))
@@ -123,6 +125,7 @@ def test_a_small_difference_is_detected_without_an_arithmetic_cause(
 
     monkeypatch.setattr(grad_clip, "gradient_norm", noisy)
     row = bench.run(mesh)
+
     assert row.verdict == "differs" and row.cause.startswith("no simple cause fits"), row
 
 
@@ -143,6 +146,7 @@ def test_a_correct_model_that_amplifies_rounding_causes_no_alarm(make_bench) -> 
     bench = make(make_bench, 4)
     rows = [bench.run(mesh) for mesh in MESHES]
     assert [row.verdict for row in rows] == ["same"] * len(MESHES), rows
+
     amplified = [row for row in rows if row.rounding]
     assert amplified, rows
     assert all(row.gradient > USUAL.gradient or row.weights > USUAL.weights for row in amplified), (
@@ -167,6 +171,7 @@ def test_if_rounding_determines_all_results_verify_reports_it_and_training_warns
     ]
     run_config = config.load(None, [*arguments, "--parallelism.tensor_parallel_degree", "2"]).config
     verdict = before_training.judge(run_config)
+
     assert (
         not verdict.refused and not verdict.compared and verify_report.BLIND in verdict.left_out[0]
     ), verdict

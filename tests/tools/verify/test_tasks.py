@@ -28,6 +28,7 @@ def test_a_masked_language_model_is_verified(tmp_path: Path) -> None:
     assert any(
         note.startswith("task: masked_language_model as language_model") for note in task.notes
     )
+
     (row,) = verify.verify(task, trainer, tmp_path)  # type: ignore[arg-type]
     assert row.verdict == "same"
     assert row.gradient is not None

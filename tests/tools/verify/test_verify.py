@@ -43,6 +43,7 @@ def test_tokens_of_one_expert_dropped(make_bench, monkeypatch):
 
     monkeypatch.setattr(moe.Dispatch, "forward", drop)
     row = bench.run("dp_shard=2")
+
     assert row.verdict == "differs" and "expert 3" in row.cause and "dropped" in row.cause, row
 
 
@@ -105,6 +106,7 @@ def test_a_wrong_mesh_is_refused_without_torch():
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
+
     assert result.stdout.split() == ["2", "False"]
 
 
@@ -117,6 +119,7 @@ def test_the_default_meshes_have_the_configured_axes_and_name_impossible_ones():
     arguments = [f"--parallelism.{name}={value}" for name, value in degrees.items()]
     loaded = config.load(None, [*arguments, "--model.overrides.num_kv_heads=1"])
     plans = meshes.default(loaded, ())
+
     assert plans[0].name == "dp_shard=2,tp=2,cp=2"
     assert all(plan.num_ranks <= 8 for plan in plans)
     assert any(
@@ -124,6 +127,7 @@ def test_the_default_meshes_have_the_configured_axes_and_name_impossible_ones():
         for plan in plans
     )
     assert not any("ep" in plan.degrees for plan in plans)
+
     possible = [plan.name for plan in plans if not plan.problem]
     assert {"dp_replicate=2", "dp_shard=2", "pp=2", "cp=2"} <= set(possible)
 
@@ -136,6 +140,7 @@ def test_each_schedule_is_tried_on_each_mesh_with_stages():
         ("pp=2", "ZBVZeroBubble"),
         ("tp=2", ""),
     ]
+
     task = verify.plan(
         loaded, verify_request.VerifyOptions(meshes=("pp=2",), schedules=("1F1B", "ZBVZeroBubble"))
     )
@@ -159,6 +164,7 @@ def test_options_that_verify_disables_are_noted_and_not_rejected():
     loaded = config.load(None, [f"--{name}={value}" for name, value in options.items()])
     task = verify.plan(loaded, verify_request.VerifyOptions(meshes=("dp_shard=2",)))
     notes = "\n".join(task.notes)
+
     assert "optimizer: Muon -> AdamW" in notes
     assert "optimizer.qk_clip_threshold: off" in notes
     assert "precision: float16 -> float32" in notes
@@ -190,6 +196,7 @@ def test_the_arguments_of_a_request_are_parsed():
         json=True,
         overrides=("--debug.seed", "3"),
     )
+
     assert verify_request.read(arguments) == expected
 
 
@@ -205,6 +212,7 @@ def test_schedules_and_the_command_line_end_to_end(capsys):
         "1",
     ]
     assert cli.main(arguments) == 0
+
     out = capsys.readouterr().out
     assert "num_layers 6 -> 4" in out
     assert "AdamW with eps 0.01" in out
@@ -235,6 +243,7 @@ def test_full_keeps_the_model_and_its_weights(capsys):
         "--training.seq_len=24",
     ]
     assert verify.main(arguments) == 0
+
     report = json.loads(capsys.readouterr().out)
     assert not any("->" in note and "model" in note for note in report["notes"])
     assert any("24 synthetic tokens" in note for note in report["notes"])
@@ -280,6 +289,7 @@ def test_a_mesh_that_the_model_rules_out_fails_unless_allowed(tmp_path, capsys):
     arguments = ["verify", str(path), "--mesh", "pp=2", "dp_shard=2", "--steps", "1", "--json"]
     assert cli.main(arguments) == json.loads(capsys.readouterr().out)["exit_code"] == 4
     assert cli.main([*arguments, "--allow-impossible"]) == 0
+
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["mesh"], row["verdict"]) for row in rows] == [
         ("pp=2", "not possible"),
@@ -307,6 +317,7 @@ def test_the_table_shows_the_differences():
     )
     impossible = MeshResult("ep=2", "", "not possible", cause="no experts")
     text = verify_report.table([same, wrong, differs, impossible])
+
     assert "pp=2 1F1B: step 1: here\n  likely cause: this" in text
     assert "ep=2: not possible: no experts" in text
     assert json.loads(verify_report.document("m", [], [differs], 4))["rows"][0]["gradient"] is None

@@ -64,7 +64,9 @@ def test_pipeline_rank_without_parameters_to_train_is_rejected_before_ranks_star
     names = [
         {"tok_embeddings": "embed", "output": "head"}.get(n, n) for part in parts for n in part
     ]
+
     assert names == ["embed", *LAYERS, "norm", "head"]
+
     ranks_fail = []
     for rank in range(2):
         parameters_of_rank = []
@@ -78,6 +80,7 @@ def test_pipeline_rank_without_parameters_to_train_is_rejected_before_ranks_star
         except ConfigError:
             ranks_fail.append(rank)
     errors, parameters = build(config)
+
     assert bool(errors) == bool(ranks_fail)
     assert (parameters is None) == bool(ranks_fail)
     if errors:
@@ -122,5 +125,6 @@ def test_float8_options_that_match_no_module_are_rejected_before_ranks_start(
         ),
     )
     errors, _ = build(replace(config, quantize=quantize))
+
     assert problem in "".join(map(str, errors))
     assert bool(errors) == bool(problem)

@@ -56,6 +56,9 @@ def test_invalid_sizes_are_found_and_their_fixes_work(family: str) -> None:
                 fixed_arguments = [text for pair in fixed_options.items() for text in pair]
                 fixed = problems_of(family, flavor, fixed_arguments)
                 remaining = [other for other in fixed if other.option == problem.option]
+
                 assert not remaining, f"{problem}: with {suggested[1]} it is {remaining[0]}"
+
                 tried += 1
+
     assert tried > 5

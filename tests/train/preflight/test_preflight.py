@@ -357,6 +357,7 @@ def test_check_counts_ranks_of_other_nodes(capsys: pytest.CaptureFixture[str]) -
     assert started(["--nnodes=2"]) == (2, [line.partition("]: ")[2] for line in errors])
     assert len(errors) == 1
     assert "the rendezvous endpoint is not set" in errors[0]
+
     arguments = [
         "--nnodes=2",
         "--rdzv_endpoint=here:29500",
@@ -407,14 +408,17 @@ def test_disk_without_space_for_a_checkpoint_is_rejected_with_the_numbers(
         small_disks(free)
         verdict = judge(loaded, machine.this_machine(loaded, 1))
         lines = [line for line in (*verdict.lines, *verdict.warnings) if "checkpoint" in line]
+
         assert (verdict.exit_code, len(lines)) == (
             code,
             1 if message else 0,
         ) and message in "".join(lines), lines
         assert not message or (format_bytes(size) in lines[0] and format_bytes(free) in lines[0])
+
         if message and not code:
             require(loaded, machine.this_machine(loaded, 1))
             assert capsys.readouterr().err == f"warning: {lines[0]}\n"
+
     assert not judge(
         config.load("run.toml", arguments[1:]), machine.this_machine(loaded, 1)
     ).lines  # saves are disabled
@@ -428,7 +432,9 @@ def test_workers_whose_batches_exceed_shared_memory_are_rejected(
     # workers, prefetched batches, bytes per token, rows, tokens per row
     needed = 2 * 4 * 24 * 2 * 32
     small_disks(needed)
+
     assert not judge(loaded, machine.this_machine(loaded, 1)).lines
+
     small_disks(needed - 1)
     (line,) = judge(loaded, machine.this_machine(loaded, 1)).lines
     assert "training.dataloader.num_workers=2" in line
@@ -457,7 +463,9 @@ def test_process_that_will_fork_opens_no_files_itself(folder: Path, arguments: l
         require_in_child(loaded, machine.this_machine(loaded, 1), ChildWatch())
     except ShardtrainError as error:
         in_child = error
+
     assert threads() == before
+
     try:
         require(loaded, machine.this_machine(loaded, 1))
     except ShardtrainError as error:
@@ -485,6 +493,7 @@ def test_machine_option_decides_which_checks_run(capsys: pytest.CaptureFixture[s
     # only the file: rules, but no paths or memory
     assert cli.main([*arguments, *large, "--for-machine", "none"]) == 0
     assert cli.main([*arguments, "--for-machine=none", "--training.seq_len=0"]) == 2
+
     capsys.readouterr()
     # another machine: memory and dtypes, but no paths
     large += ["--training.device=cuda"]
@@ -532,6 +541,7 @@ def test_first_of_many_ranks_checks_files_for_all(
         arguments[2] = "--training.global_batch_size=512"
     status = cli.main(arguments)
     errors = capsys.readouterr().err
+
     assert (begun == [rank]) == begins, errors
     assert begins or (status == 3 and "broken.jsonl" in errors)
     assert cli.main([*arguments, "--training.seq_len=0"]) == 2
@@ -548,14 +558,17 @@ def test_bytes_of_a_rank_follow_from_shapes_layout_and_mesh() -> None:
 
     one_rank = needed(1)
     errors, parameters = meta_model.build(config.load("run.toml").config)
+
     assert not errors
     assert parameters is not None
     # weights, gradients and two AdamW states
     assert one_rank == 4 * 4 * sum(one.num_elements for one in parameters)
     assert needed(4) == one_rank // 4
+
     replicas = ["--parallelism.data_parallel_replicate_degree=2"]
     assert needed(2, *replicas) == one_rank
     assert needed(2, *replicas, "--parallelism.shard_optimizer_states") == one_rank * 3 // 4
+
     split = needed(2, "--parallelism.tensor_parallel_degree=2")
     assert one_rank // 2 < split < one_rank  # norms are replicated
     assert needed(1, "--training.dtype=bfloat16") == one_rank // 2
@@ -574,6 +587,7 @@ def test_model_accepted_without_importing_torch_fits() -> None:
         errors, parameters = meta_model.build(loaded.config)
         assert not errors
         assert parameters is not None
+
         needed = memory_fit.state_bytes(loaded.config, 1, parameters)
         for share in (0.9, 1.1, 2.0, 8.0):
             device_machine = machine.Machine(
@@ -602,6 +616,7 @@ def test_more_ranks_than_accelerators_are_rejected_in_one_line() -> None:
             for error in judge(loaded, device_machine).errors
             for problem in error.problems
         ]
+
         assert len(problems) == int(refused), problems
         if refused:
             assert problems[0].startswith(f"ranks of this machine={ranks} exceeds its ")

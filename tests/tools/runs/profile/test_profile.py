@@ -147,6 +147,7 @@ def test_events_with_any_value_are_summed_or_skipped(key: str, value: str, tmp_p
         summary = read(path)
         self_times = [operator.self_us for operator in summary.operations]
         numbers = [summary.span_us, summary.compute_us, *self_times, *sum(summary.memory, ())]
+
         assert all(math.isfinite(number) for number in numbers)
 
 
@@ -176,6 +177,7 @@ def test_the_newest_step_of_a_run_is_reported_and_the_slowest_rank(
     write(tmp_path / "profile_traces/iteration_20/rank0_trace.json", ON_CPU)
     write(tmp_path / "profile_traces/iteration_20/rank1_trace.json", slow)
     assert cli.main(["profile", str(tmp_path)]) == 0
+
     out = capsys.readouterr().out
     assert "*    1" in out
     assert "aten::addmm" in out
@@ -203,6 +205,7 @@ def test_wrong_profile_arguments_are_one_line(
     write(tmp_path / "run/profile_traces/iteration_10/rank0_trace.json", ON_CPU)
     (tmp_path / "profile_traces").mkdir()
     assert cli.main(["profile", *arguments]) == 2
+
     error = capsys.readouterr().err
     assert message in error
     assert len(error.strip().splitlines()) == 1
@@ -218,6 +221,7 @@ def test_a_real_trace_is_read(tmp_path: Path) -> None:
             (x @ x).relu()
     recorded.export_chrome_trace(str(tmp_path / "real.json"))
     summary = read(tmp_path / "real.json")
+
     assert {op.name: op.calls for op in summary.operations}["aten::mm"] == 5
     assert summary.memory
     assert max(size for _, size in summary.memory) >= 64 * 64 * 4

@@ -73,6 +73,7 @@ def test_a_page_has_the_curves_and_the_last_numbers_of_its_run(tmp_path: Path) -
     text = written(tmp_path, folder)
     charts_of_page = charts(text)
     train, validation = charts_of_page["Loss"]["lines"]
+
     assert train["x"] == list(range(1, 21))
     assert train["y"][0] == 4.0
     assert train["y"][-1] == 0.2
@@ -81,6 +82,7 @@ def test_a_page_has_the_curves_and_the_last_numbers_of_its_run(tmp_path: Path) -
     assert charts_of_page["my_metric"]["lines"][0]["y"] == [7.5] * 20  # a metric added by a task
     assert "perplexity (validation)" in charts_of_page
     assert "order_hash" not in charts_of_page
+
     elements = Elements(text)
     assert sum(tag == "svg" for tag, _ in elements.tags) == len(charts_of_page)
     assert "first" in elements.text
@@ -105,6 +107,7 @@ def test_samples_sources_and_planned_values_are_shown(tmp_path: Path) -> None:
     )
     text = written(tmp_path, folder)
     page_text = Elements(text).text
+
     assert "f_1(<b>)" in page_text
     assert "f_99(<b>)" in page_text
     assert 2 <= page_text.count("def f_") <= 8
@@ -126,6 +129,7 @@ def test_compared_runs_show_only_the_options_that_differ(tmp_path: Path) -> None
     second = run_folder(tmp_path / "b" / "run", steps=9, lr=0.2)
     text = written(tmp_path, first, second)
     lines = charts(text)["Loss"]["lines"]
+
     # both folders are named "run"
     assert [line["name"] for line in lines] == [
         str(first),
@@ -133,6 +137,7 @@ def test_compared_runs_show_only_the_options_that_differ(tmp_path: Path) -> None
     ]
     assert [len(line["x"]) for line in lines] == [5, 9]
     assert lines[0]["color"] != lines[1]["color"]
+
     page_text = Elements(text).text
     assert "training.lr" in page_text
     assert "training.seq_len" not in page_text
@@ -149,6 +154,7 @@ def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
     text = written(tmp_path, folder)
     kinds = {tag for tag, _ in Elements(clean).tags}
     elements = Elements(text)
+
     assert {tag for tag, _ in elements.tags} == kinds
     assert not any(
         name.startswith("on") or name in ("src", "href")
@@ -175,6 +181,7 @@ def test_no_control_character_of_a_run_is_in_the_page(tmp_path: Path) -> None:
     (folder / "logs").mkdir()
     (folder / "logs/rank-0.log").write_text(f"2026-01-01 00:00:00 WARNING {obeyed}\n")
     text = written(tmp_path, folder)
+
     assert not set(text) & set(obeyed)
     assert "\\x1b" in text
     assert "\\u202e" in text
@@ -197,6 +204,7 @@ def test_downsampling_keeps_every_spike(place: int) -> None:
     series.values.extend([1.0] * 100_000)
     series.values[place] = 9.0
     steps, values = series.thinned()
+
     assert len(steps) <= 2 * run_files.POINTS
     assert steps == sorted(set(steps))
     assert values[steps.index(place)] == 9.0
@@ -208,6 +216,7 @@ def test_a_page_of_100_000_steps_stays_below_5_mb(tmp_path: Path) -> None:
         series = record.metrics.setdefault(f"metric_{number}", run_files.Series())
         series.steps.extend(range(100_000))
         series.values.extend((7919 * step * (number + 1) % 10_007) / 7 for step in range(100_000))
+
     assert len(page.build([record])) < 5_000_000
 
 
@@ -231,6 +240,7 @@ def test_damaged_lines_are_counted_and_the_rest_is_drawn(tmp_path: Path, name: s
             + b'{"step": 4, "loss": 1.0, "inf": Infinity, "none": null}\n{"step": 5, "lo'
         )
     record = run_files.read(folder)
+
     assert record.bad_lines == 1
     assert list(record.metrics["loss"].steps) == [1, 2, 3, 4]  # the last line is incomplete
     assert "inf" not in record.metrics
@@ -253,6 +263,7 @@ def test_wrong_folders_are_reported_together_and_nothing_is_written(
     output = tmp_path / "report.html"
     arguments = ["report", str(folder), str(tmp_path / "none"), str(tmp_path), "-o", str(output)]
     assert cli.main(arguments) == 2
+
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert all("has no metrics.jsonl; name the folder of a run" in line for line in lines)

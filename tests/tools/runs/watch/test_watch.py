@@ -61,9 +61,11 @@ def test_appended_lines_are_read_once_and_torn_lines_when_complete(
     run = FollowedRun(tmp_path)
     run.look()
     assert (run.state, steps(run)) == ("not there yet", [])
+
     add(tmp_path, lines(1, 3) + '{"step": 4, "lo')
     run.look()
     assert (run.state, steps(run), run.last["step"]) == ("under way", [1, 2, 3], 3)
+
     taken: list[bytes] = []
     take = FollowedRun._take
     monkeypatch.setattr(
@@ -72,6 +74,7 @@ def test_appended_lines_are_read_once_and_torn_lines_when_complete(
     add(tmp_path, 'ss": 2.5}\n')
     run.look()
     run.look()
+
     assert steps(run) == [1, 2, 3, 4]
     assert len(taken) == 1
     assert run.curves["loss"][1][-1] == 2.5
@@ -84,14 +87,18 @@ def test_rewound_and_restarted_runs_are_followed(tmp_path: Path) -> None:
     # resumed from a checkpoint: later lines are removed
     (tmp_path / "metrics.jsonl").write_text(lines(1, 4))
     run.look()
+
     assert steps(run) == [1, 2, 3, 4]
+
     add(tmp_path, lines(3, 6))  # rewound within a run
     run.look()
     assert steps(run) == [1, 2, 3, 4, 5, 6]
+
     (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics-before.jsonl")
     run.look()
     assert steps(run) == []
     assert run.last == {}
+
     add(tmp_path, lines(1, 50))  # a longer file with the same name
     run.look()
     assert steps(run) == list(range(1, 51))
@@ -107,6 +114,7 @@ def test_a_long_file_is_sampled_and_its_curve_spans_all_steps(
     run = FollowedRun(tmp_path)
     run.look()
     sampled_steps = steps(run)
+
     assert sampled_steps == sorted(set(sampled_steps))
     assert sampled_steps[0] < 200
     assert run.last["step"] == 20_000
@@ -128,6 +136,7 @@ def test_any_file_content_yields_a_frame(text: str, tmp_path: Path) -> None:
         add(tmp_path, text, name)
     run = FollowedRun(tmp_path)
     run.look()
+
     assert frame([run], 0, Terminal(80, 24))
 
 
@@ -153,9 +162,11 @@ def test_a_frame_fits_its_terminal_and_escapes_file_content(
     rows = frame(followed, 1, Terminal(columns, height, unicode))
     assert len(rows) <= height
     assert max(map(len, rows)) <= columns
+
     text = "\n".join(rows)
     assert "\x1b" not in text
     assert "\x07" not in text
+
     if not unicode:
         text.encode("ascii")
 
@@ -195,6 +206,7 @@ def test_every_command_shows_the_same_goodput(
         assert cli.main(command) == 0
         values += re.findall(r"^goodput +(\d.*? %)", capsys.readouterr().out, re.MULTILINE)
     assert cli.main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+
     values += [goodput] if f"<td>{goodput}</td>" in (tmp_path / "page.html").read_text() else []
     assert values == [goodput] * 3
 
@@ -209,6 +221,7 @@ def test_watch_and_report_label_the_speed_equally(
     assert cli.main(["watch", str(tmp_path), "--once"]) == 0
     assert re.search(r"^tokens/s, all devices +1,?955", capsys.readouterr().out, re.MULTILINE)
     assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
+
     page = (tmp_path / "page.html").read_text()
     assert "<th>Tokens/s, all devices</th>" in page
     assert "<td>1955</td>" in page.replace(",", "")
@@ -220,6 +233,7 @@ def test_once_prints_every_run_below_a_folder(
     full(tmp_path / "a")
     full(tmp_path / "b")
     assert cli.main(["watch", str(tmp_path), "--once"]) == 0
+
     out = capsys.readouterr().out
     assert "a  under way" in out
     assert "b  under way" in out

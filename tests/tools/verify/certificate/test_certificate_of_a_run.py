@@ -52,9 +52,11 @@ def test_a_run_records_its_certificate(tmp_path, capsys):
     run = tmp_path / "run"
     arguments = [*TINY, "--job.dump_folder", str(run), "--job.certificate", str(path)]
     assert cli.main(["train", "defaults", "--nproc", "1", *arguments]) == 0, capsys.readouterr()
+
     log = next(run.rglob("*.log")).read_text()
     assert f"certificate: {path} (sha256 " in log
     assert ") applies" in log
+
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     manifest = next((run / "checkpoint" / "step-2").glob("*.json")).read_text()
     assert json.dumps(sha256) in manifest
@@ -71,6 +73,7 @@ def test_a_run_records_its_certificate(tmp_path, capsys):
         "all",
     ]
     assert cli.main(["train", "defaults", "--nproc", "1", *again]) == 0, capsys.readouterr()
+
     log = next(run.rglob("*.log")).read_text()
     assert "does not apply: optimizer.lr: 0.0008 -> 0.1" in log
     assert "global_batch_size" not in log.split("does not")[1]

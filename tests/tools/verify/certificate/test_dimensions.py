@@ -44,6 +44,7 @@ def test_a_divisor_that_each_rank_counts_itself(check, monkeypatch):
     monkeypatch.setattr(StepSums, "all_reduce", lambda self, _: self)
     result = check("task", meshes=("dp_shard=2",))
     assert result.verdict == "differs", result
+
     first = result.comparisons[0].first
     assert "gradient of" in first
     assert "in step 1" in first
@@ -85,7 +86,9 @@ def test_a_loss_divided_by_the_targets_of_each_micro_batch(check, monkeypatch):
 
     monkeypatch.setattr(runner.PlainRunner, "forward_backward", mean_of_means)
     result = check("accumulation")
+
     assert result.verdict == "differs" and "in step 1" in result.comparisons[0].first, result
+
     cause = result.comparisons[0].cause
     assert "backward pass first differs in module head: check the divisor" in cause, cause
 
@@ -99,6 +102,7 @@ def test_a_resume_that_skips_a_batch(check, monkeypatch):
 
     monkeypatch.setattr(DataLoader, "seek", skip)
     result = check("resume")
+
     assert result.verdict == "differs", result
     assert "in step 3" in result.comparisons[0].first
     assert "does not continue at its position in the data" in result.comparisons[0].cause
@@ -109,6 +113,7 @@ def test_a_resume_that_starts_again(check, monkeypatch):
 
     monkeypatch.setattr(trainer, "resume", lambda run, checkpoints: None)
     result = check("resume")
+
     assert result.verdict == "failed"
     assert "continued at step 0 instead of 2" in result.comparisons[0].first
 
@@ -209,6 +214,7 @@ def test_a_batch_order_that_depends_on_workers(check, monkeypatch):
 
     monkeypatch.setattr(MicroBatches, "__getitem__", next_of_worker)
     result = check("workers")
+
     assert result.verdict == "differs" and "in step 1" in result.comparisons[0].first, result
     assert "order of rows depends on worker processes" in result.comparisons[0].cause
 
@@ -232,6 +238,7 @@ def test_positions_that_depend_on_the_documents_before(check, monkeypatch):
         return dataclasses.replace(batch, positions_BT=positions_BT), cursors
 
     monkeypatch.setattr(MicroBatches, "make", stretched)
+
     assert check("packing", *PACKED).verdict == "differs"
 
 
@@ -241,7 +248,9 @@ def test_attention_between_documents(check, monkeypatch):
         Batch, "to", lambda self, *a, **b: to(dataclasses.replace(self, documents_BT=None), *a, **b)
     )
     result = check("packing", *PACKED)
+
     assert result.verdict == "differs" and "gradient of" in result.comparisons[0].first, result
+
     cause = result.comparisons[0].cause
     assert "documents affect each other" in cause and "layers.*.attn.core" in cause, cause
 
@@ -314,6 +323,7 @@ def test_a_wrong_border_between_documents(check, monkeypatch, name):
     plant(monkeypatch)
     result = check("packing", *options)
     (comparison,) = result.comparisons
+
     assert result.verdict == "differs", result
     assert text in comparison.first and "data/packing" in comparison.cause, comparison
 
@@ -380,7 +390,9 @@ def test_a_recomputation_that_differs_from_the_first_pass(check, monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, "silu", changed)
     result = check("recompute")
+
     assert result.verdict == "differs", result
+
     cause = result.comparisons[0].cause
     assert "the forward pass agrees, and the backward pass first differs in module layers." in cause
     assert "recomputed forward pass" in cause
@@ -396,6 +408,7 @@ def test_compiled_code_with_another_result(check, monkeypatch):
         perturbed(module, 1.001)
 
     monkeypatch.setattr(compiling, "apply", wrong)
+
     assert check("compile", "--compile.enable", "true").verdict == "differs"
 
 
@@ -418,6 +431,7 @@ def test_a_validation_mean_of_means(check, monkeypatch):
         lambda self, batch: evaluate(self, batch) / max(1, batch.num_targets),
     )
     result = check("validation", *VALIDATION)
+
     assert (
         result.verdict == "differs"
         and "validation of loss in step 3" in result.comparisons[0].first

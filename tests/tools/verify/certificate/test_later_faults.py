@@ -429,6 +429,8 @@ def test_a_later_fault_is_detected(name, check, tmp_path: Path, monkeypatch):
         assert result is not None, "not detected"
     else:
         result = rows_of(tmp_path, planted.options, planted.mesh, steps=1)[planted.where]
+
     assert result.verdict == "differs", result
+
     answer = f"{result.first}; {result.cause}"
     assert all(text in answer for text in planted.answer), answer

@@ -214,6 +214,7 @@ def test_the_small_run_keeps_an_option_or_names_it(name, tmp_path, monkeypatch):
     run = small_run.prepare(loaded, (), tmp_path, verify.small_copy)
     is_kept = value_of(run.config, name) == other
     line = SUMMARIZED.get(name, f"{name}: ")
+
     assert is_kept or any(line in note for note in run.notes), run.notes
 
 

@@ -34,6 +34,7 @@ def test_a_gradient_that_rounding_may_replace_proves_nothing(
     row = row_of(tolerance)
     request = VerifyOptions(meshes=("dp_shard=2",), precision="own")
     assert exit_code([row], request) == (0 if verdict == "holds" else 4)
+
     result = comparison.of_mesh(row, has_measured_tolerances=True)
     assert comparison.verdict_of([result], accepts_impossible=True) == verdict
     assert ("1 of 1 gradients" in result.first) == (verdict == "not proven")

@@ -125,6 +125,7 @@ def test_gradients_of_adapters_that_are_not_reduced_over_tp_are_seen(check, monk
 
     wrap(monkeypatch, DTensor, "to_local", to_local)
     result = check("task", *LORA, meshes=("tp=2",))
+
     assert result.verdict == "differs", result
     assert re.match(
         r"the first difference is gradient of \S+\.lora_[ab] in step 1", result.comparisons[0].first
@@ -142,6 +143,7 @@ def test_gradients_of_adapters_on_one_data_rank_only_are_seen(check, monkeypatch
 
     wrap(monkeypatch, LoraLinear, "_added", added)
     result = check("task", *LORA, meshes=("dp_shard=2",))
+
     assert result.verdict == "differs", result
     assert re.match(
         r"the first difference is gradient of \S+\.lora_[ab] in step 1", result.comparisons[0].first
@@ -181,6 +183,7 @@ def test_a_distillation_divided_by_the_targets_of_each_micro_batch_is_seen(
 
     wrap(monkeypatch, distillation_runner, "distillation_sum", mean)
     result = check("accumulation", *distillation)
+
     assert result.verdict == "differs" and "in step 1" in result.comparisons[0].first, result
 
 
@@ -200,6 +203,7 @@ def test_a_teacher_that_attends_to_other_documents_is_seen(check, monkeypatch, d
 
     wrap(monkeypatch, distillation_runner.DistillationRunner, "_loss", loss)
     result = check("packing", *packed)
+
     assert result.verdict == "differs" and "in step 1" in result.comparisons[0].first, result
 
 
@@ -215,8 +219,10 @@ def test_rounding_of_states_is_off_in_float32():
     options = ["--optimizer.bf16_stochastic_round", "true", "--optimizer.state_dtype", "bfloat16"]
     task = verify.plan(config.load(None, options), VerifyOptions(meshes=("tp=2",)))
     (plan,) = task.plans
+
     assert plan.problem == ""
     assert plan.loaded.config.optimizer.state_dtype == "default"
+
     task = verify.plan(config.load(None, options), VerifyOptions(meshes=("tp=2",), precision="own"))
     assert task.plans[0].loaded.config.optimizer.bf16_stochastic_round
 
@@ -245,7 +251,9 @@ def test_the_certificate_of_a_preset_holds(tmp_path, name, capsys):
     path = tmp_path / "certificate.json"
     status = cli.main(["verify", name, "--certificate", str(path), "--quick"])
     dimensions = json.loads(path.read_text())["dimensions"]
+
     assert has_proven_part(dimensions), dimensions
+
     verdicts = {dimension["name"]: dimension["verdict"] for dimension in dimensions}
     not_proven = [dimension for dimension, verdict in verdicts.items() if verdict == "not proven"]
     assert not_proven == NOT_PROVEN.get(name, []), capsys.readouterr()
@@ -253,6 +261,7 @@ def test_the_certificate_of_a_preset_holds(tmp_path, name, capsys):
         dimension for dimension, verdict in verdicts.items() if verdict == "holds"
     }
     assert set(verdicts.values()) <= {"holds", "does not apply", "not proven"}
+
     expected = 4 if not_proven else 0
     assert status == expected
     assert cli.main(["verify", name, "--check", str(path)]) == expected, capsys.readouterr()

@@ -380,7 +380,9 @@ def test_the_situation_of_a_public_report_is_detected_and_named(
         row = bench.run(planted.mesh, **planted.options)
     level = level_of(row)
     print(f"\n{name:50} {planted.mesh:26} {level:9} {row.first}; {row.cause}")
+
     assert row.verdict == "differs", row
+
     answer = f"{row.first}; {row.cause}"
     assert all(text in answer for text in planted.answer), answer
     assert level == LEVELS.get(name, "cause"), answer
@@ -393,6 +395,7 @@ def test_the_share_of_named_reports():
     levels = Counter(LEVELS.get(report.fault, "cause") for report in REPORTS)
     text = ", ".join(f"{count} {level}" for level, count in levels.items())
     print(f"\n{len(REPORTS)} reports: {text}")
+
     assert levels["cause"] >= LEAST_SHARE * len(REPORTS), text
 
 
