@@ -29,12 +29,13 @@ class User(nn.Module):
         self, by: float = 0.0, cap: float = 0.0, slopes: bool = False, sees: int = 0, **more: Any
     ) -> None:
         super().__init__()
-        self._scale, self._cap, self._slopes, self._window = by, cap, slopes, sees
-        self._causal, self._drop, self._sink = (
-            more.pop("causal", True),
-            more.pop("drop", 0.0),
-            more.pop("sink", False),
-        )
+        self._scale = by
+        self._cap = cap
+        self._slopes = slopes
+        self._window = sees
+        self._causal = more.pop("causal", True)
+        self._drop = more.pop("drop", 0.0)
+        self._sink = more.pop("sink", False)
         self._documents = more.pop("documents", True)
         for name, value in more.items():
             setattr(self, name, value)
@@ -42,27 +43,39 @@ class User(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None
     ) -> Tensor:
-        if not getattr(self, "heads_first", False):
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+        heads_first = getattr(self, "heads_first", False)
+        if not heads_first:
+            q = q.transpose(1, 2)
+            k = k.transpose(1, 2)
+            v = v.transpose(1, 2)
+        tokens = q.size(2)
+        queries_per_key = q.size(1) // k.size(1)
+        k = k.repeat_interleave(queries_per_key, 1)
+        v = v.repeat_interleave(queries_per_key, 1)
+
         scores = q @ k.transpose(-1, -2) * (self._scale or q.size(-1) ** -0.5)
         if self._cap:
             scores = self._cap * (scores / self._cap).tanh()
-        place = torch.arange(q.size(2))
+        position = torch.arange(tokens)
         if self._slopes:
             slopes = torch.tensor(getattr(self, "alibi_slopes", SLOPES))
-            scores = scores - slopes[:, None, None] * (place[:, None] - place)
-        visible = torch.ones(q.size(2), q.size(2), dtype=torch.bool)
-        visible = visible.tril() if self._causal else visible
-        visible = visible.triu(1 - self._window) if self._window else visible
+            scores = scores - slopes[:, None, None] * (position[:, None] - position)
+
+        visible = torch.ones(tokens, tokens, dtype=torch.bool)
+        if self._causal:
+            visible = visible.tril()
+        if self._window:
+            visible = visible.triu(1 - self._window)
         if documents_BT is not None and self._documents:
-            visible = (visible & (documents_BT[:, :, None] == documents_BT[:, None]))[:, None]
+            same_document = documents_BT[:, :, None] == documents_BT[:, None]
+            visible = (visible & same_document)[:, None]
         scores = scores.masked_fill(~visible, -1e9)
+
         if self._sink:
             scores = torch.cat((scores, torch.zeros_like(scores[..., :1])), -1)
-        weights = F.dropout(scores.softmax(-1)[..., : q.size(2)], self._drop, self.training)
-        out = weights @ v
-        return out if getattr(self, "heads_first", False) else out.transpose(1, 2)
+        weights = scores.softmax(-1)[..., :tokens]
+        out = F.dropout(weights, self._drop, self.training) @ v
+        return out if heads_first else out.transpose(1, 2)
 
 
 class Flat(User):
@@ -83,9 +96,9 @@ class Chunked(AttentionCore):
         self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None
     ) -> Tensor:  # type: ignore[override]
         chunks_BT = (torch.arange(q.size(1)) // 5).expand(q.size(0), -1)
-        return super().forward(
-            q, k, v, chunks_BT if documents_BT is None else documents_BT * 100 + chunks_BT
-        )
+        if documents_BT is not None:
+            chunks_BT = documents_BT * 100 + chunks_BT
+        return super().forward(q, k, v, chunks_BT)
 
 
 KEPT: dict[str, tuple[nn.Module, CoreCall]] = {
@@ -148,7 +161,9 @@ def test_core_that_follows_its_attributes_is_accepted(name: str) -> None:
 def test_undeclared_feature_of_a_core_is_named(name: str) -> None:
     module, call, message = BROKEN[name]
     broken = attention_core.broken_when_split(module, call, seq_len=64)
-    assert broken is not None and message in broken.rule and broken.fix, broken
+    assert broken is not None, broken
+    assert message in broken.rule, broken
+    assert broken.fix, broken
 
 
 class NanForSomeHeads(AttentionCore):

@@ -54,20 +54,21 @@ def test_measurement_under_memory_pressure_is_repeated_after_an_hour(
 
     assert kernel_speed.remembered_or_measured() == slow
 
+    # All runs within an hour use the same choice.
     monkeypatch.setattr(kernel_speed, "measure", lambda: fast)
-    assert kernel_speed.remembered_or_measured() == slow, (
-        "all runs within an hour use the same choice"
-    )
+    assert kernel_speed.remembered_or_measured() == slow
 
+    # After an hour, it is measured again, now without memory pressure.
     (path,) = cache.iterdir()
-    os.utime(path, (time.time() - 3700, time.time() - 3700))
+    an_hour_ago = time.time() - 3700
+    os.utime(path, (an_hour_ago, an_hour_ago))
     pressure.write_text("some avg10=0.00 avg60=9.00 avg300=2.10 total=1208791999\n")
-
     assert kernel_speed.remembered_or_measured() == fast
 
+    # This measurement is kept permanently.
     os.utime(path, (0, 0))
     monkeypatch.setattr(kernel_speed, "measure", lambda: pytest.fail("measured again"))
-    assert kernel_speed.remembered_or_measured() == fast, "this measurement is kept permanently"
+    assert kernel_speed.remembered_or_measured() == fast
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"another": 2.0}', '{"onednn_linear": "fast"}'])
@@ -138,15 +139,18 @@ def test_failing_kernel_is_logged_when_measured_and_at_each_start(
 
     assert speeds.blocked_attention == chosen_kernels.FAILED
     assert not speeds.uses("blocked_attention")
-    assert [record.message for record in caplog.records] == [
-        f"CPU kernels: blocked {name} failed (RuntimeError: no such kernel); using PyTorch's kernel"
-        for name in (
-            "bfloat16 attention",
-            "float32 attention with narrow heads",
-            "float32 attention with wide heads",
+    failed_kernels = (
+        "bfloat16 attention",
+        "float32 attention with narrow heads",
+        "float32 attention with wide heads",
+    )
+    for record, name in zip(caplog.records, failed_kernels, strict=True):
+        assert record.message == (
+            f"CPU kernels: blocked {name} failed (RuntimeError: no such kernel);"
+            " using PyTorch's kernel"
         )
-    ]
 
+    # The next start reads the stored measurement, and reports the same kernels.
     again = kernel_speed.remembered_or_measured()
     assert again == speeds
     assert again.describe().endswith(

@@ -82,6 +82,7 @@ def test_loss_matches_pytorch() -> None:
     reference = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="sum"
     )
+    # float32 rounding of a sum in chunks
     torch.testing.assert_close(cross_entropy_sum(logits, targets), reference, rtol=1e-6, atol=0)
 
 
@@ -132,11 +133,13 @@ def test_a_real_vocabulary_that_is_split_matches_the_float64_reference(vocab: in
 def test_ignored_targets_have_no_loss_and_no_gradient() -> None:
     logits, targets = example()
     loss, gradient = value_and_gradient(logits, targets)
-    assert torch.equal(gradient[targets == IGNORE], torch.zeros_like(gradient[targets == IGNORE]))
+    gradient_of_ignored = gradient[targets == IGNORE]
+    assert torch.equal(gradient_of_ignored, torch.zeros_like(gradient_of_ignored))
 
+    # The loss is that of a row without the ignored tokens, up to the order of float32 sums.
     is_target = targets != IGNORE
-    alone, _ = value_and_gradient(logits[is_target][None], targets[is_target][None])
-    torch.testing.assert_close(loss, alone, rtol=1e-6, atol=0)
+    expected, _ = value_and_gradient(logits[is_target][None], targets[is_target][None])
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
@@ -153,10 +156,10 @@ def test_weight_scales_loss_and_gradient(weight) -> None:
     loss, gradient = value_and_gradient(logits, targets, weight)
     expected, expected_gradient = float64_reference(logits, targets, float(weight))
 
+    # float32 against float64; gradients are at most as large as the weight
     assert loss.item() == pytest.approx(expected, rel=1e-6)
-    torch.testing.assert_close(
-        gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6 * float(weight)
-    )
+    atol = 1e-6 * float(weight)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=atol)
 
 
 def test_gradient_is_weighted_before_rounding() -> None:
@@ -186,8 +189,10 @@ def test_nothing_is_saved_without_gradients() -> None:
     logits, targets = example()
     with torch.no_grad():
         loss = cross_entropy_sum(logits, targets)
+    expected, _ = float64_reference(logits, targets)
+
     assert not loss.requires_grad
-    assert loss.item() == pytest.approx(float64_reference(logits, targets)[0], rel=1e-6)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_second_backward_is_an_error() -> None:
@@ -299,10 +304,8 @@ def _check_split(rank: int, num_ranks: int) -> None:
         columns = slice(vocabulary.offset, min(vocab, vocabulary.offset + -(-vocab // num_ranks)))
         # ranks with fewer columns process more tokens per chunk; exponentials are saved for backward, or recomputed
         for chunk_numel, kept_numel in ((12, 0), (31, 1 << 24), (1 << 24, 0)):
-            cross_entropy.CPU_CHUNK_NUMEL, split_cross_entropy.MOST_KEPT_NUMEL = (
-                chunk_numel,
-                kept_numel,
-            )
+            cross_entropy.CPU_CHUNK_NUMEL = chunk_numel
+            split_cross_entropy.MOST_KEPT_NUMEL = kept_numel
             for dtype, atol in GRADIENT_ATOL.items():
                 logits, targets = example(dtype, vocab=vocab)
                 expected, expected_gradient = float64_reference(logits, targets, 0.5)

@@ -68,17 +68,18 @@ def by_formula(
 
 def assert_by_formula(mix: Mix, columns: int, teacher_columns: int, weight: float = 0.125) -> None:
     logits_BTV, teacher_BTV, targets_BT = batch(columns, teacher_columns)
-    given_BTV = logits_BTV.clone().requires_grad_()
-    total, sums_2 = distillation_sum(given_BTV, teacher_BTV, targets_BT, mix, weight)
+    leaf_BTV = logits_BTV.clone().requires_grad_()
+    total, sums_2 = distillation_sum(leaf_BTV, teacher_BTV, targets_BT, mix, weight)
     total.backward()
     exact_BTV = logits_BTV.double().requires_grad_()
     expected, loss, divergence = by_formula(exact_BTV, teacher_BTV.double(), targets_BT, mix)
     (weight * expected).backward()
+
     # The loss of a token is computed in float32, with terms up to 10.
     torch.testing.assert_close(total.double(), (weight * expected).detach(), rtol=2e-6, atol=0)
     torch.testing.assert_close(sums_2, torch.stack((loss, divergence)), rtol=2e-6, atol=1e-6)
-    torch.testing.assert_close(given_BTV.grad.double(), exact_BTV.grad, rtol=0, atol=1e-6)
-    assert not given_BTV.grad[targets_BT == IGNORE].any(), "ignored targets must have no gradient"
+    torch.testing.assert_close(leaf_BTV.grad.double(), exact_BTV.grad, rtol=0, atol=1e-6)
+    assert not leaf_BTV.grad[targets_BT == IGNORE].any(), "ignored targets must have no gradient"
 
 
 @pytest.mark.parametrize("name", MIXES)
@@ -95,22 +96,24 @@ def test_vocabulary_rows_missing_in_one_model_are_excluded(columns: tuple[int, i
 def test_identical_teacher_has_no_divergence() -> None:
     logits_BTV, _, targets_BT = batch()
     for name in ("forward_kl", "reverse_kl", "jsd"):
-        given_BTV = logits_BTV.clone().requires_grad_()
-        total, _ = distillation_sum(given_BTV, logits_BTV, targets_BT, Mix(1.0, 2.0, name, 0.3))
+        leaf_BTV = logits_BTV.clone().requires_grad_()
+        total, _ = distillation_sum(leaf_BTV, logits_BTV, targets_BT, Mix(1.0, 2.0, name, 0.3))
         total.backward()
+
+        # rounding of float32 probabilities, summed over 14 tokens
         assert abs(total.item()) < 1e-5
-        assert float(given_BTV.grad.abs().max()) < 1e-6
+        assert float(leaf_BTV.grad.abs().max()) < 1e-6
 
 
 def test_tokens_with_teacher_probability_0_keep_the_loss_finite() -> None:
     logits_BTV, teacher_BTV, targets_BT = batch()
     teacher_BTV[..., 20:] = -math.inf
     for name in ("forward_kl", "jsd"):
-        given_BTV = logits_BTV.clone().requires_grad_()
-        total, _ = distillation_sum(given_BTV, teacher_BTV, targets_BT, Mix(0.5, 1.0, name, 0.3))
+        leaf_BTV = logits_BTV.clone().requires_grad_()
+        total, _ = distillation_sum(leaf_BTV, teacher_BTV, targets_BT, Mix(0.5, 1.0, name, 0.3))
         total.backward()
         assert math.isfinite(total.item())
-        assert bool(given_BTV.grad.isfinite().all())
+        assert bool(leaf_BTV.grad.isfinite().all())
 
 
 def test_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +123,7 @@ def test_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardtrain.ops.distillation_loss.CHUNK_NUMEL", 24 * 3)
     parts, chunked_2 = distillation_sum(logits_BTV, teacher_BTV, targets_BT, mix)
 
+    # float32 sums in a different order
     torch.testing.assert_close(parts, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(chunked_2, sums_2, rtol=1e-6, atol=0)
 
@@ -136,12 +140,12 @@ def split(rank: int) -> list[tuple[float, Tensor, Tensor]]:
     for mix in MIXES.values():
         logits_BTV, teacher_BTV, targets_BT = batch(25, 25)
         columns_of_rank = slice(vocabulary.offset, vocabulary.offset + vocabulary.columns)
-        given_BTv = logits_BTV[..., columns_of_rank].clone().requires_grad_()
+        leaf_BTv = logits_BTV[..., columns_of_rank].clone().requires_grad_()
         loss, sums_2 = distillation_sum(
-            given_BTv, teacher_BTV[..., columns_of_rank], targets_BT, mix, 0.125, vocabulary
+            leaf_BTv, teacher_BTV[..., columns_of_rank], targets_BT, mix, 0.125, vocabulary
         )
         loss.backward()
-        results.append((float(loss), sums_2, given_BTv.grad))
+        results.append((float(loss), sums_2, leaf_BTv.grad))
     return results
 
 
@@ -153,6 +157,7 @@ def test_split_columns_change_no_number() -> None:
         expected, sums_2 = distillation_sum(logits_BTV, teacher_BTV, targets_BT, mix, 0.125)
         expected.backward()
 
+        # float32 sums of two parts
         for loss, sums, _ in parts:
             assert loss == pytest.approx(float(expected), rel=2e-6)
             torch.testing.assert_close(sums, sums_2, rtol=2e-6, atol=1e-6)

@@ -42,11 +42,16 @@ def expected(recipe: str, x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tens
         w8 = on_grid(w, None, "e4m3")
         g8 = on_grid(g, None, "e5m2")
         return x8 @ w8.T, g8 @ w8, g8.T @ x8
+    # Scales are along the summed dimension of each product.
     out = on_grid(x, 1, "e4m3") @ on_grid(w, 1, "e4m3").T
     if recipe == "rowwise":
         dx = on_grid(g, 1, "e4m3") @ on_grid(w, 0, "e4m3")
-        return out, dx, on_grid(g, 0, "e4m3").T @ on_grid(x, 0, "e4m3")
-    return out, on_grid(g, 1, "e4m3") @ on_grid(w, None, "e4m3"), g.double().T @ x.double()
+        dw = on_grid(g, 0, "e4m3").T @ on_grid(x, 0, "e4m3")
+        return out, dx, dw
+    # The third recipe computes the gradient of the weight without float8.
+    dx = on_grid(g, 1, "e4m3") @ on_grid(w, None, "e4m3")
+    dw = g.double().T @ x.double()
+    return out, dx, dw
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
@@ -70,6 +75,8 @@ def test_linear_layer_matches_its_rounding_model_in_float64(recipe, dtype):
     out = layer(x[None])[0]
     out.backward(g)
     exact = expected(recipe, x.detach(), w, g)
+
+    # The rounding error of a sum is relative to the sum of the magnitudes.
     x_abs = x.detach().abs()
     w_abs = w.abs()
     g_abs = g.abs()
@@ -113,7 +120,7 @@ def test_nonfinite_numbers_are_propagated():
 
 
 def test_rounding_again_changes_nothing():
-    """Gathered weights rely on it."""
+    """FSDP rounds a weight before gathering it, and each product rounds the gathered weight again."""
     for seed in range(20):
         x = numbers(seed, 32, 16).bfloat16()
         once = float8.rounded(x, None, "e4m3")
@@ -122,12 +129,13 @@ def test_rounding_again_changes_nothing():
 
 def test_other_numbers_of_a_tensor_affect_only_small_numbers():
     x = numbers(0, 64, 64)
-    alone = float8.rounded(x, None, "e4m3")
+    separately = float8.rounded(x, None, "e4m3")
     together = float8.rounded(torch.cat([x, 5.3 * x]), None, "e4m3")[:64]
-    large = x.abs() > x.abs().max() * 5.3 * 2.0**-14
+    # Smaller numbers are subnormal with the scale of the larger tensor.
+    is_large = x.abs() > x.abs().max() * 5.3 * 2.0**-14
 
-    assert torch.equal(alone[large], together[large])
-    assert not torch.equal(alone, together)
+    assert torch.equal(separately[is_large], together[is_large])
+    assert not torch.equal(separately, together)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -140,19 +148,24 @@ def test_experts_match_their_rounding_model(dtype):
     w.requires_grad_()
     out = float8.grouped_product(x, torch.tensor(counts), w, moe.product, emulate=True)
     out.backward(g)
-    parts = zip(x.detach().split(counts), g.split(counts), w.detach().unbind(), strict=True)
-    exact = [expected("rowwise", x_e, w_e, g_e) for x_e, g_e, w_e in parts if len(x_e)]
     assert w.grad is not None
-    assert w.grad[1].eq(0).all()
+    assert w.grad[1].eq(0).all()  # the expert without tokens
 
     used_experts = [e for e, count in enumerate(counts) if count]
-    pairs = (
-        (out, torch.cat([out for out, _, _ in exact])),
-        (x.grad, torch.cat([dx for _, dx, _ in exact])),
-        (w.grad[used_experts], torch.stack([dw for _, _, dw in exact])),
-    )
+    results = (out, x.grad, w.grad[used_experts])
+    outs, dxs, dws = [], [], []
+    parts = zip(x.detach().split(counts), g.split(counts), w.detach().unbind(), strict=True)
+    for x_e, g_e, w_e in parts:
+        if len(x_e):
+            out_e, dx_e, dw_e = expected("rowwise", x_e, w_e, g_e)
+            outs.append(out_e)
+            dxs.append(dx_e)
+            dws.append(dw_e)
+    exact = (torch.cat(outs), torch.cat(dxs), torch.stack(dws))
+
+    # bfloat16 results are rounded to 8 bits, float32 results differ in the order of sums
     rounding = 2.0**-8 if dtype is torch.bfloat16 else 1e-5
-    for actual, expected_value in pairs:
+    for actual, expected_value in zip(results, exact, strict=True):
         largest = float(expected_value.abs().max())
         assert torch.allclose(actual.double(), expected_value, rtol=rounding, atol=1e-6 * largest)
 
@@ -196,7 +209,9 @@ def _grouped_by_contract(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum
     scales_b = scale_b.view(-1, b.size(1))
     products = []
     for start, stop, s_a, s_b in zip(starts, starts[1:], scales_a, scales_b, strict=False):
-        products.append((a[:, start:stop] * s_a[:, None]) @ (b[start:stop] * s_b))
+        columns_of_a = a[:, start:stop] * s_a[:, None]
+        rows_of_b = b[start:stop] * s_b
+        products.append(columns_of_a @ rows_of_b)
     assert all(stop % 16 == 0 for stop in starts)
     return torch.stack(products).to(out_dtype)
 

@@ -85,13 +85,11 @@ def test_chunks_equal_the_step_by_step_form(tokens: int, block: int, documents: 
     def by_steps(q, k, v, decay, beta, state):
         return step_by_step(q, k, v, decay, beta, state, starts)
 
-    pairs = zip(
-        with_gradients(chunked, inputs(tokens)),
-        with_gradients(by_steps, inputs(tokens)),
-        strict=True,
-    )
+    results = with_gradients(chunked, inputs(tokens))
+    references = with_gradients(by_steps, inputs(tokens))
 
-    for actual, expected in pairs:
+    for actual, expected in zip(results, references, strict=True):
+        # float64 sums in a different order
         assert (actual - expected).norm() <= 1e-12 * expected.norm() + 1e-14
 
 
@@ -107,21 +105,27 @@ def test_the_transition_maps_any_incoming_to_the_outgoing_state(documents: str) 
         return [DeltaChunk(q, k, v, decay, beta, starts, 8).run(state)[1]]
 
     tensors = inputs(21)
+    results = with_gradients(by_transition, tensors)
+    references = with_gradients(by_scan, tensors)
 
-    for actual, expected in zip(
-        with_gradients(by_transition, tensors), with_gradients(by_scan, tensors), strict=True
-    ):
+    for actual, expected in zip(results, references, strict=True):
+        # float64 sums in a different order
         assert (actual - expected).norm() <= 1e-12 * expected.norm() + 1e-14
 
 
 def test_two_chunks_with_a_state_between_them_equal_one() -> None:
     *tokens, state = inputs(21)
-    whole, last = DeltaChunk(*tokens, block=8).run(state)
-    first, between = DeltaChunk(*(x[:, :9] for x in tokens), block=8).run(state)
-    second, end = DeltaChunk(*(x[:, 9:] for x in tokens), block=8).run(between)
+    expected, expected_state = DeltaChunk(*tokens, block=8).run(state)
 
-    torch.testing.assert_close(torch.cat((first, second), dim=1), whole, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(end, last, rtol=1e-12, atol=1e-13)
+    first_tokens = [x[:, :9] for x in tokens]
+    last_tokens = [x[:, 9:] for x in tokens]
+    first, state_between = DeltaChunk(*first_tokens, block=8).run(state)
+    second, last_state = DeltaChunk(*last_tokens, block=8).run(state_between)
+
+    # float64 sums in a different order
+    both = torch.cat((first, second), dim=1)
+    torch.testing.assert_close(both, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(last_state, expected_state, rtol=1e-12, atol=1e-13)
 
 
 def test_no_tensor_has_two_dimensions_of_tokens() -> None:
@@ -149,16 +153,18 @@ def test_the_convolution_equals_pytorchs_within_each_document(tokens: int) -> No
     x = torch.randn(1, tokens, 6, generator=generator, dtype=torch.float64)
     filters = torch.randn(6, 4, generator=generator, dtype=torch.float64)
     documents = torch.tensor([[0, 1, 1, 1, 1, 1, 2, 3, 3, 9, 9, 9]])[:, :tokens]
-    nothing = x.new_zeros(1, 3, 6)
+    no_tail = x.new_zeros(1, 3, 6)
 
     def expected(part: Tensor) -> Tensor:
         return F.conv1d(part.mT, filters.unsqueeze(1), padding=3, groups=6)[..., : part.size(1)].mT
 
-    torch.testing.assert_close(convolve(x, filters, nothing, None), expected(x))
+    torch.testing.assert_close(convolve(x, filters, no_tail, None), expected(x))
 
+    # documents of a row equal documents that are convolved separately
     lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
-    apart = torch.cat([expected(part) for part in x.split(lengths, dim=1)], dim=1)
-    torch.testing.assert_close(convolve(x, filters, nothing, document_starts(documents)), apart)
+    separately = torch.cat([expected(part) for part in x.split(lengths, dim=1)], dim=1)
+    together = convolve(x, filters, no_tail, document_starts(documents))
+    torch.testing.assert_close(together, separately)
 
     # the tokens before a chunk count, unless a document begins
     tail = x.new_ones(1, 3, 6)

@@ -54,25 +54,26 @@ def computed(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_error_against_float64_is_that_of_separate_head_and_loss(dtype: torch.dtype) -> None:
     hidden, head, targets = drawn(dtype)
-    leaves = [hidden.double().requires_grad_(), head.double().requires_grad_()]
-    logits = (leaves[0] @ leaves[1].t()).flatten(0, 1)
-    exact_loss = (
-        torch.nn.functional.cross_entropy(
-            logits, targets.flatten(), ignore_index=IGNORE, reduction="sum"
-        )
-        / 4
+    exact_hidden = hidden.double().requires_grad_()
+    exact_head = head.double().requires_grad_()
+    logits = (exact_hidden @ exact_head.t()).flatten(0, 1)
+    loss_sum = torch.nn.functional.cross_entropy(
+        logits, targets.flatten(), ignore_index=IGNORE, reduction="sum"
     )
+    exact_loss = loss_sum / 4
     exact_loss.backward()
-    exact = [exact_loss.detach(), *(leaf.grad for leaf in leaves)]
-    ours, usual = (computed(hidden, head, targets, together) for together in (True, False))
+    exact = [exact_loss.detach(), exact_hidden.grad, exact_head.grad]
+
+    ours = computed(hidden, head, targets, together=True)
+    usual = computed(hidden, head, targets, together=False)
     for fused, separate, expected in zip(ours, usual, exact, strict=True):
         assert expected is not None
         assert fused.dtype == separate.dtype
-        mine_error, usual_error = (
-            float((value.double() - expected).norm()) for value in (fused, separate)
-        )
+        error = float((fused.double() - expected).norm())
+        usual_error = float((separate.double() - expected).norm())
         # the product of each chunk is rounded once, and the sum once more
-        assert mine_error <= 1.5 * usual_error + torch.finfo(dtype).eps * float(expected.norm())
+        last_rounding = torch.finfo(dtype).eps * float(expected.norm())
+        assert error <= 1.5 * usual_error + last_rounding
 
 
 def test_frozen_head_and_evaluation_compute_no_gradient_of_the_head() -> None:
@@ -122,9 +123,15 @@ def test_fusion_is_used_for_large_logits(
 
 
 def at_head(rank: int, config: Any) -> tuple[Result, int]:
+    """Train with the fused head and loss. Return the result and the number of fused losses."""
     calls = []
     compute = runner.linear_cross_entropy_sum
-    runner.linear_cross_entropy_sum = lambda *arguments: calls.append(1) or compute(*arguments)  # type: ignore[assignment]
+
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(1)
+        return compute(*arguments)
+
+    runner.linear_cross_entropy_sum = counted  # type: ignore[assignment]
     loss_at_head.WORTH_IT_BYTES = -(1 << 62)
     cross_entropy.CHUNK_NUMEL = 1
     return train_steps(rank, config, 4), len(calls)
@@ -145,14 +152,17 @@ MESHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_fusion_changes_no_number_of_a_run(mesh: str) -> None:
-    config = tiny_config(
-        parallelism=MESHES[mesh], training={"local_batch_size": 4 if mesh == "fsdp" else 8}
-    )
-    for result, calls in run_ranks(1 if mesh == "one" else 2, at_head, config):
+    training = {"local_batch_size": 4 if mesh == "fsdp" else 8}
+    config = tiny_config(parallelism=MESHES[mesh], training=training)
+    expected = reference(4)
+    num_ranks = 1 if mesh == "one" else 2
+
+    for result, calls in run_ranks(num_ranks, at_head, config):
         # with tp, logits are split; with pp, they cross the end of a stage
         assert (calls > 0) == (mesh not in ("tp", "pp"))
-        assert result.losses == pytest.approx(reference(4).losses, abs=1e-5)
-        assert result.grad_norms == pytest.approx(reference(4).grad_norms, rel=1e-5)
+        # float32 sums in a different order
+        assert result.losses == pytest.approx(expected.losses, abs=1e-5)
+        assert result.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
 
 
 def test_fusion_with_a_tied_head_changes_no_number() -> None:
@@ -164,5 +174,6 @@ def test_fusion_with_a_tied_head_changes_no_number() -> None:
 
     for (result, calls), expected in zip(tied, separate, strict=True):
         assert calls
+        # float32 sums in a different order
         assert result.losses == pytest.approx(expected.losses, abs=1e-5)
         assert result.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)

@@ -58,7 +58,8 @@ def numbers(seed: int, *shape: int) -> Tensor:
 def edges() -> Tensor:
     """Blocks whose maximum is at an edge of a rule, with numbers at and near midpoints of float8 values."""
     tops = [0.0, 1.0, 1.75, 448.0, 256.0, 2.0**-126, 2.0**-118, 2.0**-119, 2.0**119, 2.0**127]
-    tops += [math.nextafter(top, up) for top in (1.0, 1.75, 448.0) for up in (0.0, 1e9)]
+    for top in (1.0, 1.75, 448.0):
+        tops += [math.nextafter(top, 0.0), math.nextafter(top, 1e9)]
     finfo = torch.finfo(torch.float32)
     tops += [
         1 - 2.0**-24,
@@ -132,7 +133,7 @@ def test_floor_clips_and_rceil_does_not():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_block_with_a_nonfinite_number_is_nan(value, rule):
     x = numbers(0, 4, 96)
-    x[1, 40] = value
+    x[1, 40] = value  # in the second of three blocks of the row
     bits, scale = microscaling.to_mx(x, rule)
 
     assert scale[1, 1] == 0xFF
@@ -189,10 +190,16 @@ def test_rounding_again_changes_nothing(rule):
 
 def products(x: Tensor, w: Tensor, g: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return output and gradients of input and weight in float64, with operands rounded along the summed dimension."""
+
     # Operands of the output are rounded along inputs I, of the input's gradient along outputs O, and of
     # the weight's gradient along rows R.
-    x_I, w_I, g_O, w_O, g_R, x_R = (model(part, rule)[0] for part in (x, w, g, w.T, g.T, x.T))
-    return x_I @ w_I.T, g_O @ w_O.T, g_R @ x_R.T
+    def rounded(rows: Tensor) -> Tensor:
+        return model(rows, rule)[0]
+
+    out = rounded(x) @ rounded(w).T
+    dx = rounded(g) @ rounded(w.T).T
+    dw = rounded(g.T) @ rounded(x.T).T
+    return out, dx, dw
 
 
 @pytest.mark.parametrize("sizes", [(64, 96, 32), (40, 48, 80)], ids=str)
@@ -212,13 +219,17 @@ def test_linear_layer_matches_its_rounding_model(rule, dtype, sizes):
     w_ = w.to(dtype).requires_grad_()
     out = microscaling.linear(x_[None], w_, rule, emulate=True)[0]
     out.backward(g.to(dtype))
+
+    # The rounding error of a sum is relative to the sum of the magnitudes.
     x_abs = x.abs().double()
     w_abs = w.abs().double()
     g_abs = g.abs().double()
     sizes_of_sums = (x_abs @ w_abs.T, g_abs @ w_abs, g_abs.T @ x_abs)
     results = (out, x_.grad, w_.grad)
+    exact = products(x, w, g, rule)
+
     epsilon = 1e-15 if dtype is torch.float64 else 2e-6
-    for actual, expected, size in zip(results, products(x, w, g, rule), sizes_of_sums, strict=True):
+    for actual, expected, size in zip(results, exact, sizes_of_sums, strict=True):
         bound = epsilon * 2 * size
         if dtype is torch.bfloat16:
             bound = bound + expected.abs() * 2.0**-8
@@ -232,9 +243,11 @@ def laid_out(scale: Tensor, rows: int, blocks: int) -> Tensor:
     scales = torch.empty(rows, blocks, dtype=torch.uint8)
     for row in range(rows):
         for block in range(blocks):
+            # A tile of 512 bytes has the scales of 128 rows and 4 blocks.
             tile = row // 128 * tiles + block // 4
-            outer = row % 128
-            scales[row, block] = scale[512 * tile + outer % 32 * 16 + outer // 32 * 4 + block % 4]
+            row_of_tile = row % 128
+            offset = row_of_tile % 32 * 16 + row_of_tile // 32 * 4 + block % 4
+            scales[row, block] = scale[512 * tile + offset]
     return scales
 
 
@@ -263,16 +276,18 @@ def test_product_on_a_device_gets_valid_operands(monkeypatch, rule, sizes):
         assert scale_a.dtype is scale_b.dtype is torch.float8_e8m0fnu
         on_meta = [operand.to("meta") for operand in (a, b, scale_a, scale_b)]
         shapes.append(tuple(original(*on_meta, out_dtype=out_dtype).shape))
-        meant = []
-        for rows_of, scale in ((a, scale_a), (b.t(), scale_b)):
-            assert rows_of.dtype is torch.float8_e4m3fn
-            assert rows_of.is_contiguous()
-            assert rows_of.size(1) % 32 == 0
-            blocks = rows_of.size(1) // 32
-            power = POWERS[laid_out(scale.view(torch.uint8), rows_of.size(0), blocks).long()]
-            numbers_of_blocks = rows_of.double().unflatten(1, (blocks, 32))
-            meant.append((numbers_of_blocks * power[..., None]).flatten(1))
-        return (meant[0] @ meant[1].T).to(out_dtype)
+
+        def represented_numbers(operand: Tensor, scale: Tensor) -> Tensor:
+            assert operand.dtype is torch.float8_e4m3fn
+            assert operand.is_contiguous()
+            assert operand.size(1) % 32 == 0
+            blocks = operand.size(1) // 32
+            power = POWERS[laid_out(scale.view(torch.uint8), operand.size(0), blocks).long()]
+            numbers_of_blocks = operand.double().unflatten(1, (blocks, 32))
+            return (numbers_of_blocks * power[..., None]).flatten(1)
+
+        product = represented_numbers(a, scale_a) @ represented_numbers(b.t(), scale_b).T
+        return product.to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     rows, inputs, outputs = sizes

@@ -18,14 +18,19 @@ def counts(sampling):
     return torch.bincount(torch.tensor(chosen), minlength=4).div(1000)
 
 
+def assert_shares(sampling, expected):
+    # Each boundary between two tokens lies between two of a thousand random numbers.
+    torch.testing.assert_close(counts(sampling), expected, atol=0.002, rtol=0)
+
+
 def test_most_likely_token_is_chosen_at_temperature_zero():
     assert choose(LOGITS, Sampling(), []) == [1]
 
 
 def test_tokens_are_drawn_with_their_probabilities():
-    torch.testing.assert_close(counts(Sampling(temperature=1.0)), SHARES, atol=0.002, rtol=0)
-    hot = SHARES.sqrt() / SHARES.sqrt().sum()
-    torch.testing.assert_close(counts(Sampling(temperature=2.0)), hot, atol=0.002, rtol=0)
+    assert_shares(Sampling(temperature=1.0), SHARES)
+    roots = SHARES.sqrt()
+    assert_shares(Sampling(temperature=2.0), roots / roots.sum())
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,7 @@ def test_tokens_are_drawn_with_their_probabilities():
 def test_top_k_and_top_p_draw_only_the_most_likely_tokens(sampling, drawn):
     expected = torch.zeros(4)
     expected[drawn] = SHARES[drawn] / SHARES[drawn].sum()
-    torch.testing.assert_close(counts(sampling), expected, atol=0.002, rtol=0)
+    assert_shares(sampling, expected)
 
 
 @pytest.mark.parametrize("spread", [3.0, 0.1])
@@ -52,13 +57,17 @@ def test_top_p_of_a_large_vocabulary_matches_a_full_sort(spread):
     logits = spread * torch.randn(4, 30_000, generator=torch.Generator().manual_seed(0))
     # The last row needs the entire vocabulary, even if the others do not.
     logits[3] = logits[3] / 30
+    sampling = Sampling(temperature=1.0, top_p=0.8)
+
+    # The reference sorts all tokens and removes those after the first with a sum of 0.8.
     shares, ids = logits.softmax(-1).double().sort(descending=True)
     shares = shares.masked_fill(shares.cumsum(-1) - shares >= 0.8, 0.0)
     for u in (0.0, 0.3, 0.7, 0.99):
         drawn = torch.searchsorted(shares.cumsum(-1), u * shares.sum(-1, keepdim=True), right=True)
         expected = ids.gather(-1, drawn)[:, 0].tolist()
-        assert choose(logits, Sampling(temperature=1.0, top_p=0.8), [u] * 4) == expected
-        assert choose(logits[:1], Sampling(temperature=1.0, top_p=0.8), [u]) == expected[:1]
+
+        assert choose(logits, sampling, [u] * 4) == expected
+        assert choose(logits[:1], sampling, [u]) == expected[:1]
 
 
 def test_extreme_random_numbers_draw_possible_tokens():
@@ -75,7 +84,7 @@ def test_penalty_makes_earlier_tokens_less_likely():
 
 
 def test_rows_of_a_batch_are_independent():
-    alone = Draws(5, [3])
-    with_another_row = Draws(5, [1, 3])
+    one_row = Draws(5, [3])
+    two_rows = Draws(5, [1, 3])
     for _ in range(3):
-        assert alone.next([0])[0] == with_another_row.next([0, 1])[1]
+        assert one_row.next([0])[0] == two_rows.next([0, 1])[1]

@@ -51,7 +51,11 @@ def test_every_part_changes_the_seed_and_parts_are_not_concatenated() -> None:
 
 
 def test_thousand_inputs_have_a_thousand_seeds() -> None:
-    assert len({seed_of(0, step, rank) for step in range(25) for rank in range(40)}) == 1000
+    seeds = set()
+    for step in range(25):
+        for rank in range(40):
+            seeds.add(seed_of(0, step, rank))
+    assert len(seeds) == 1000
 
 
 def test_step_has_the_same_numbers_regardless_of_earlier_steps() -> None:
@@ -68,9 +72,8 @@ def test_seed_step_pipeline_stage_and_data_rank_each_change_all_three_generators
     first = numbers()
     seed_step(*arguments)
 
-    assert all(
-        number != first_number for number, first_number in zip(numbers(), first, strict=True)
-    )
+    for number, first_number in zip(numbers(), first, strict=True):
+        assert number != first_number
 
 
 @pytest.mark.parametrize("warn_only", [False, True])
@@ -87,10 +90,8 @@ def test_deterministic_option_configures_pytorch(warn_only: bool, monkeypatch) -
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = (
-            benchmark,
-            deterministic,
-        )
+        torch.backends.cudnn.benchmark = benchmark
+        torch.backends.cudnn.deterministic = deterministic
 
 
 def test_workspace_setting_of_the_user_is_kept(monkeypatch) -> None:

@@ -66,23 +66,26 @@ def by_hand(
 def largest_error(
     function: Callable[..., Tensor], size: int, documents_BT: Tensor | None, parts: list[Tensor]
 ) -> float:
+    """Largest error of the output and of the gradients against the reference."""
     *attention_inputs, gradient = parts
     exact = [x.detach().cpu().double().requires_grad_() for x in attention_inputs]
-    expected = by_hand(*exact, size, None if documents_BT is None else documents_BT.cpu())
+    documents_on_cpu = None if documents_BT is None else documents_BT.cpu()
+    expected = by_hand(*exact, size, documents_on_cpu)
     expected.backward(gradient.cpu().double())
+
     leaves = [x.clone().requires_grad_() for x in attention_inputs]
     out = function(*leaves, documents_BT, size)
     out.backward(gradient)
-    pairs = [
-        (out, expected),
-        *((actual.grad, target.grad) for actual, target in zip(leaves, exact, strict=True)),
-    ]
-    assert all(actual.dtype == gradient.dtype for actual, _ in pairs)
-    errors = [
-        float((actual.detach().cpu().double() - target.detach()).abs().max())
-        for actual, target in pairs
-    ]
-    assert not any(map(math.isnan, errors))
+
+    pairs = [(out, expected)]
+    for leaf, exact_leaf in zip(leaves, exact, strict=True):
+        pairs.append((leaf.grad, exact_leaf.grad))
+    errors = []
+    for actual, target in pairs:
+        assert actual.dtype == gradient.dtype
+        error = float((actual.detach().cpu().double() - target.detach()).abs().max())
+        assert not math.isnan(error)
+        errors.append(error)
     return max(errors)
 
 
@@ -94,13 +97,12 @@ def largest_error(
     st.sampled_from([document_mask.attention, document_mask.masked_attention]),
 )
 def test_attention_within_a_window_matches_the_reference(cuts, size, at_once, function) -> None:
+    documents_BT = None if cuts is None else numbers(cuts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sliding_window, "QUERIES_AT_ONCE", at_once)
         patch.setattr(document_mask, "_QUERIES_AT_ONCE", at_once)
         # values and gradients are about 1; float32 has a precision of 1e-7
-        assert (
-            largest_error(function, size, None if cuts is None else numbers(cuts), inputs()) < 2e-6
-        )
+        assert largest_error(function, size, documents_BT, inputs()) < 2e-6
 
 
 def test_rows_longer_than_kernel_blocks_are_exact() -> None:
@@ -110,10 +112,10 @@ def test_rows_longer_than_kernel_blocks_are_exact() -> None:
 
 
 def test_bfloat16_has_its_usual_precision() -> None:
-    assert (
-        largest_error(document_mask.attention, 5, numbers([{1, 9}, {12}]), inputs(torch.bfloat16))
-        < 6e-2
-    )
+    documents_BT = numbers([{1, 9}, {12}])
+    error = largest_error(document_mask.attention, 5, documents_BT, inputs(torch.bfloat16))
+    # bfloat16 has 8 significant bits, and gradients are up to 4: some units of 2^-6
+    assert error < 6e-2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
@@ -124,11 +126,9 @@ def test_bfloat16_has_its_usual_precision() -> None:
 def test_cuda_matches_attention_within_a_window(
     dtype: torch.dtype, tolerance: float, size: int
 ) -> None:
+    parts = inputs(dtype, "cuda")
     for documents_BT in (None, numbers([{1, 2, 9}, {12}]).cuda()):
-        assert (
-            largest_error(document_mask.attention, size, documents_BT, inputs(dtype, "cuda"))
-            < tolerance
-        )
+        assert largest_error(document_mask.attention, size, documents_BT, parts) < tolerance
 
 
 def test_window_of_the_entire_row_is_bitwise_equal_to_no_window() -> None:
@@ -154,31 +154,32 @@ def test_window_of_the_entire_row_is_bitwise_equal_to_no_window() -> None:
 def test_blocks_cover_each_pair_within_the_window_once(q, s, offset, size, at_once) -> None:
     visits = torch.zeros(q, s, dtype=torch.int64)
     for queries, keys, band in sliding_window.blocks(q, s, offset, size, at_once):
-        part = (
-            sliding_window.mask(
-                queries.stop - queries.start, keys.stop - keys.start, band, torch.empty(0)
-            )
-            == 0
-        )
+        num_queries = queries.stop - queries.start
+        num_keys = keys.stop - keys.start
+        mask = sliding_window.mask(num_queries, num_keys, band, torch.empty(0))
+        part = mask == 0
 
         assert part.any(1).all()
         assert part.any(0).all()
         assert part[-1, -1]  # kernels align the mask at the last key
 
         visits[queries, keys] += part.long()
+
     i = torch.arange(q)[:, None] + offset
     j = torch.arange(s)[None]
-
-    assert torch.equal(visits, ((j <= i) & (j > i - size)).long())
+    is_within_window = (j <= i) & (j > i - size)
+    assert torch.equal(visits, is_within_window.long())
 
 
 def test_no_mask_grows_with_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     mask_sizes = []
     mask = sliding_window.mask
-    monkeypatch.setattr(
-        "shardtrain.ops.flash_attention.mask",
-        lambda q, s, *rest: mask_sizes.append(q * s) or mask(q, s, *rest),
-    )
+
+    def recorded_mask(q: int, s: int, *rest: object) -> Tensor:
+        mask_sizes.append(q * s)
+        return mask(q, s, *rest)
+
+    monkeypatch.setattr("shardtrain.ops.flash_attention.mask", recorded_mask)
     *parts, _ = inputs(tokens=2000)
     document_mask.attention(*parts, None, 50)
 
@@ -201,7 +202,9 @@ def test_compiled_function_matches_eager() -> None:
 
 def test_meta_tensors_pass_through_forward_and_backward() -> None:
     with FakeTensorMode():
-        q, k, v = (torch.randn(B, T, heads, H, requires_grad=True) for heads in (N, K, K))
+        q = torch.randn(B, T, N, H, requires_grad=True)
+        k = torch.randn(B, T, K, H, requires_grad=True)
+        v = torch.randn(B, T, K, H, requires_grad=True)
         out = document_mask.attention(q, k, v, None, 5)
         out.sum().backward()
         assert (out.shape, q.grad.shape, k.grad.shape) == (q.shape, q.shape, k.shape)

@@ -34,12 +34,14 @@ def exact(inputs: list[Tensor], visible_BTT: Tensor, scale: float | None) -> lis
     q, k, v, gradient = (x.double() for x in inputs)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     groups = q.size(2) // k.size(2)
-    k, v = (x.repeat_interleave(groups, dim=2).transpose(1, 2) for x in leaves[1:])
-    out = F.scaled_dot_product_attention(
-        leaves[0].transpose(1, 2), k, v, attn_mask=visible_BTT[:, None], scale=scale
-    )
-    out.transpose(1, 2).backward(gradient)
-    return [out.transpose(1, 2).detach(), *gradients_of(leaves)]
+    # PyTorch expects heads before tokens, and as many key heads as query heads.
+    queries = leaves[0].transpose(1, 2)
+    keys, values = (x.repeat_interleave(groups, dim=2).transpose(1, 2) for x in leaves[1:])
+    mask = visible_BTT[:, None]
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    out = out.transpose(1, 2)
+    out.backward(gradient)
+    return [out.detach(), *gradients_of(leaves)]
 
 
 def gradients_of(leaves: list[Tensor]) -> list[Tensor]:
@@ -115,6 +117,7 @@ def test_blocked_attention_with_masks_matches_within_1e_6_in_float32(
     results = [out, *gradients_of(leaves)]
     expected = exact(inputs, visible_tokens(of_row, 300, window), None)
 
+    # Some units in the last place of float32 (2^-24).
     assert largest_error(results, expected) <= 1e-6
 
 
@@ -123,6 +126,8 @@ def test_blocked_attention_matches_within_1e_6_in_float32(groups: int) -> None:
     q, k, v, gradient = inputs = drawn(torch.float32, 300, groups)
     results = attended(q, k, v, gradient)
     expected = exact(inputs, causal(2, 300), None)
+
+    # Some units in the last place of float32 (2^-24).
     assert largest_error(results, expected) <= 1e-6
 
 
@@ -148,10 +153,11 @@ def test_number_of_rows_and_heads_per_block_changes_no_number(
 @pytest.mark.parametrize("groups", [1, 4])
 def test_non_contiguous_tensors_are_supported(groups: int) -> None:
     inputs = drawn(torch.float32, 70, groups, 24)
-    # Views of a fused product of queries, keys and values, and tensors with heads before tokens.
+    # Views of a fused product of queries, keys and values.
     fused = torch.cat([x.flatten(2) for x in inputs], dim=-1)
-    parts = fused.split([x[0, 0].numel() for x in inputs], dim=-1)
-    views = [part.unflatten(2, (-1, 24)) for part in parts]
+    widths = [x[0, 0].numel() for x in inputs]
+    views = [part.unflatten(2, (-1, 24)) for part in fused.split(widths, dim=-1)]
+    # Tensors that store heads before tokens.
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
     expected = [result.double() for result in attended(*inputs)]
 
@@ -163,8 +169,9 @@ def test_non_contiguous_tensors_are_supported(groups: int) -> None:
 @pytest.mark.parametrize("size", [30.0, 1e4])
 def test_large_scores_in_float32_match_softmax(size: float) -> None:
     q, k, v, gradient = drawn(torch.float32, 200)
-    results = attended(q * size, k, v, gradient)
-    expected = exact([q * size, k, v, gradient], causal(2, 200), None)
+    large_q = q * size
+    results = attended(large_q, k, v, gradient)
+    expected = exact([large_q, k, v, gradient], causal(2, 200), None)
     # Scores of some thousands are rounded to 2^-12, and so are logarithms of weights.
     bound = 4 * size * 2.0**-23 * 4
 
@@ -227,11 +234,12 @@ def test_error_in_bfloat16_is_at_most_half_larger_than_the_error_of_pytorch(
     window = tokens // 4 if packed else 0
     visible = visible_tokens(of_row, tokens, window)
     expected = exact(inputs, visible, None)
+    theirs = _by_pytorch(inputs, visible)
+
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     out = kernel(*leaves, of_row, window)
     out.backward(inputs[3])
     results = [out, *gradients_of(leaves)]
-    theirs = _by_pytorch(inputs, visible)
 
     for name, actual, pytorch, exact_value in zip("oqkv", results, theirs, expected, strict=True):
         assert error(actual, exact_value) <= 1.5 * error(pytorch, exact_value), name

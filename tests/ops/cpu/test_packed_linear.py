@@ -143,7 +143,7 @@ def test_packing_requires_enough_use(
     module = find("llama3")
     model = module.Model(module.Config(vocab_size=32, dim=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=24)).to(dtype)  # fmt: skip  # noqa: E501
     assert packed_linear.use_where_it_pays(model, passes, rows) is pays
+
     # models of users may read the weight of a linear layer
-    assert not packed_linear.use_where_it_pays(
-        nn.Sequential(nn.Linear(8, 8, dtype=dtype)), passes, rows
-    )
+    users_model = nn.Sequential(nn.Linear(8, 8, dtype=dtype))
+    assert not packed_linear.use_where_it_pays(users_model, passes, rows)

@@ -26,11 +26,15 @@ def computed(
     kind: type[nn.RMSNorm], dtype: torch.dtype, shape: tuple[int, ...], eps: float
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x, gradient = (
-        torch.randn(*shape, generator=generator, dtype=torch.float32).bfloat16().to(dtype)
-        for _ in range(2)
-    )
-    weight = torch.randn(shape[-1], generator=generator, dtype=torch.float32).bfloat16().to(dtype)
+
+    def bfloat16_numbers(*sizes: int) -> Tensor:
+        """Random numbers that every tested dtype represents exactly."""
+        numbers = torch.randn(*sizes, generator=generator, dtype=torch.float32)
+        return numbers.bfloat16().to(dtype)
+
+    x = bfloat16_numbers(*shape)
+    gradient = bfloat16_numbers(*shape)
+    weight = bfloat16_numbers(shape[-1])
     module = kind(shape[-1], eps=eps, dtype=dtype)
     with torch.no_grad():
         module.weight.copy_(weight)
@@ -53,9 +57,9 @@ def _float64_by_default() -> Iterator[None]:
 def test_default_dtype_changes_no_number(request: pytest.FixtureRequest) -> None:
     expected = computed(RowwiseRMSNorm, torch.bfloat16, (7, 24), 1e-5)
     request.getfixturevalue("_float64_by_default")
-    for actual, expected_value in zip(
-        computed(RowwiseRMSNorm, torch.bfloat16, (7, 24), 1e-5), expected, strict=True
-    ):
+    results = computed(RowwiseRMSNorm, torch.bfloat16, (7, 24), 1e-5)
+
+    for actual, expected_value in zip(results, expected, strict=True):
         assert torch.equal(actual, expected_value)
 
 
@@ -69,15 +73,13 @@ def test_error_against_float64_is_that_of_pytorch(
     exact = computed(nn.RMSNorm, torch.float64, shape, eps)
     rowwise = computed(RowwiseRMSNorm, dtype, shape, eps)
     pytorch = computed(nn.RMSNorm, dtype, shape, eps)
+
     for actual, pytorch_value, expected in zip(rowwise, pytorch, exact, strict=True):
-        error, usual_error = (
-            float((value.double() - expected).norm()) for value in (actual, pytorch_value)
-        )
+        error = float((actual.double() - expected).norm())
+        usual_error = float((pytorch_value.double() - expected).norm())
         # half a unit in the last place, in case PyTorch happens to be exact
-        assert error <= 1.5 * usual_error + torch.finfo(dtype).eps * float(expected.norm()), (
-            error,
-            usual_error,
-        )
+        last_rounding = torch.finfo(dtype).eps * float(expected.norm())
+        assert error <= 1.5 * usual_error + last_rounding, (error, usual_error)
 
 
 def test_default_eps_is_that_of_pytorch() -> None:
@@ -127,9 +129,15 @@ def test_subclass_and_norm_without_weight_are_not_replaced() -> None:
 
 
 def by_rows(rank: int, config: Any) -> tuple[Result, int]:
+    """Train with the rowwise norm. Return the result and the number of calls."""
     calls = []
     apply = rms_norm._RMSNorm.apply
-    rms_norm._RMSNorm.apply = lambda *arguments: calls.append(1) or apply(*arguments)  # type: ignore[func-returns-value]
+
+    def counted_apply(*arguments: Any) -> Tensor:
+        calls.append(1)
+        return apply(*arguments)
+
+    rms_norm._RMSNorm.apply = counted_apply
     chosen_kernels.use(Kernels(rms_norm=2.0))
     return train_steps(rank, config, 4), len(calls)
 
@@ -137,10 +145,13 @@ def by_rows(rank: int, config: Any) -> tuple[Result, int]:
 @pytest.mark.parametrize("mesh", ["one", "fsdp", "tp"])
 def test_rowwise_norm_changes_no_number_of_a_run(mesh: str) -> None:
     parallelism = {"tensor_parallel_degree": 2} if mesh == "tp" else {}
-    config = tiny_config(
-        parallelism=parallelism, training={"local_batch_size": 4 if mesh == "fsdp" else 8}
-    )
-    for result, calls in run_ranks(1 if mesh == "one" else 2, by_rows, config):
+    training = {"local_batch_size": 4 if mesh == "fsdp" else 8}
+    config = tiny_config(parallelism=parallelism, training=training)
+    expected = reference(4)
+    num_ranks = 1 if mesh == "one" else 2
+
+    for result, calls in run_ranks(num_ranks, by_rows, config):
         assert calls or mesh == "tp"  # with TP, norms get DTensors
-        assert result.losses == pytest.approx(reference(4).losses, abs=1e-5)
-        assert result.grad_norms == pytest.approx(reference(4).grad_norms, rel=1e-5)
+        # float32 sums in a different order
+        assert result.losses == pytest.approx(expected.losses, abs=1e-5)
+        assert result.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
