@@ -52,6 +52,7 @@ def test_every_flavor_has_its_published_size() -> None:
     [(16, 40.0, 1e-6), (0, 40.0, 1e-6), (16, 1.0, 1e-6), (16, 40.0, 0.3)],
 )
 def test_logits_match_hugging_face(q_lora_rank: int, factor: float, norm_eps: float) -> None:
+    """With and without compressed queries, with and without YaRN, and with a large epsilon."""
     transformers = pytest.importorskip("transformers")
     yarn: dict[str, Any] = {
         "rope_type": "yarn",
@@ -96,29 +97,34 @@ def test_logits_match_hugging_face(q_lora_rank: int, factor: float, norm_eps: fl
 def test_both_pairings_of_rotary_features_have_the_same_scores() -> None:
     angles = RotaryAngles(8, 100.0)(torch.arange(5).expand(1, -1))
     q, k = torch.randn(2, 1, 5, 2, 8, generator=torch.Generator().manual_seed(0))
-    halves = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
-    scores = torch.einsum("btnh,bsnh->bnts", rotate_pairs(q, angles), rotate_pairs(k, angles))
-    scores_of_halves = torch.einsum(
-        "btnh,bsnh->bnts", rotate(q[..., halves], angles), rotate(k[..., halves], angles)
-    )
 
-    torch.testing.assert_close(scores, scores_of_halves)
+    def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("btnh,bsnh->bnts", q, k)
+
+    # Pairs of neighbors become pairs of features half a head apart.
+    halves = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    scores_of_pairs = scores(rotate_pairs(q, angles), rotate_pairs(k, angles))
+    scores_of_halves = scores(rotate(q[..., halves], angles), rotate(k[..., halves], angles))
+    torch.testing.assert_close(scores_of_pairs, scores_of_halves)
 
 
 def test_yarn_keeps_high_frequencies_and_scales_low_ones() -> None:
     plain = RotaryAngles(64, 10000.0).inverse_frequencies()
     yarn = YarnAngles(64, 10000.0, 40.0, 4096, 32.0, 1.0).inverse_frequencies()
-    turns = 4096 * plain / (2 * math.pi)
+    turns = 4096 * plain / (2 * math.pi)  # within the original context
+    is_high = turns > 40
+    is_low = turns < 0.7
 
-    assert torch.equal(yarn[turns > 40], plain[turns > 40])
-    torch.testing.assert_close(yarn[turns < 0.7], plain[turns < 0.7] / 40.0)
+    assert torch.equal(yarn[is_high], plain[is_high])
+    torch.testing.assert_close(yarn[is_low], plain[is_low] / 40.0)
+    # All others are between the two.
     assert (yarn <= plain).all()
     assert (yarn >= plain / 40 * 0.999).all()
-    torch.testing.assert_close(
-        YarnAngles(64, 10000.0, 1.0, 4096, 32.0, 1.0).inverse_frequencies(), plain
-    )
+
+    factor_of_1 = YarnAngles(64, 10000.0, 1.0, 4096, 32.0, 1.0).inverse_frequencies()
+    torch.testing.assert_close(factor_of_1, plain)
     assert yarn_scale(1.0, 1.0) == 1.0
-    assert yarn_scale(40.0, 1.0) == pytest.approx(1.3689, abs=1e-4)
+    assert yarn_scale(40.0, 1.0) == pytest.approx(1.3689, abs=1e-4)  # 0.1 ln(40) + 1
 
 
 def test_first_layers_are_dense_and_others_have_experts() -> None:

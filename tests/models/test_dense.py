@@ -88,13 +88,16 @@ def test_neox_matches_hugging_face(changes: dict[str, Any], fields: dict[str, An
 
 def test_biases_exist_where_they_should_and_start_at_zero() -> None:
     expected = {
-        "qwen2": {f"attn.w{letter}" for letter in "qkv"},
+        "qwen2": {"attn.wq", "attn.wk", "attn.wv"},
         "neox": {
             "attn_norm",
+            "attn.wq",
+            "attn.wk",
+            "attn.wv",
+            "attn.wo",
             "ffn_norm",
             "ffn.w1",
             "ffn.w2",
-            *(f"attn.w{letter}" for letter in "qkvo"),
         },
         "mistral": set(),
     }
@@ -103,49 +106,50 @@ def test_biases_exist_where_they_should_and_start_at_zero() -> None:
         shape = shape_of(module, "debugmodel", {}, "rmsnorm")
         names = [name for name, _ in build(module, shape).named_parameters()]
         biases = {name for name in names if name.endswith("bias")}
-        ends = {"norm.bias"} if family == "neox" else set()
 
-        assert biases == ends | {f"layers.{i}.{part}.bias" for i in range(6) for part in modules}
+        expected_biases = {"norm.bias"} if family == "neox" else set()
+        for layer in range(6):
+            expected_biases |= {f"layers.{layer}.{module}.bias" for module in modules}
+        assert biases == expected_biases
 
+        # and they start at zero
         draws = init_weights.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
         assert {draws[name].distribution for name in biases} <= {"zeros"}
 
 
 def test_published_models_have_their_windows_angles_and_tied_embeddings() -> None:
-    windows = {
-        flavor: fields.get("sliding_window", 0)
-        for flavor, fields in find("mistral").FLAVORS.items()
-    }
-    assert {flavor for flavor, window in windows.items() if window} == {"debugmodel", "7B-v0.1"}
-    assert windows["7B-v0.1"] == 4096
+    def shapes_of(family: str) -> dict[str, Any]:
+        module = find(family)
+        return {flavor: shape_of(module, flavor, {}, "rmsnorm") for flavor in module.FLAVORS}
 
-    module = find("mistral")
-    thetas = {
-        flavor: shape_of(module, flavor, {}, "rmsnorm").rope_theta for flavor in module.FLAVORS
+    # Only the first Mistral has a window. Later ones have a larger base of the angles.
+    mistral = shapes_of("mistral")
+    assert {name for name, shape in mistral.items() if shape.sliding_window} == {
+        "debugmodel",
+        "7B-v0.1",
     }
-    assert thetas.pop("7B-v0.1") == thetas.pop("debugmodel") == 1e4
-    assert set(thetas.values()) == {1e6}
+    assert mistral["7B-v0.1"].sliding_window == 4096
+    for name, shape in mistral.items():
+        assert shape.rope_theta == (1e4 if name in ("debugmodel", "7B-v0.1") else 1e6), name
 
-    module = find("qwen2")
-    shapes = {flavor: shape_of(module, flavor, {}, "rmsnorm") for flavor in module.FLAVORS}
-    assert all(
-        shape.rope_theta == 1e6 and shape.qkv_bias and not shape.sliding_window
-        for shape in shapes.values()
-    )
-    assert {flavor for flavor, shape in shapes.items() if shape.tied_embeddings} == {
+    # Only small Qwen2 models tie their embeddings.
+    qwen2 = shapes_of("qwen2")
+    for name, shape in qwen2.items():
+        assert shape.rope_theta == 1e6, name
+        assert shape.qkv_bias, name
+        assert not shape.sliding_window, name
+    assert {name for name, shape in qwen2.items() if shape.tied_embeddings} == {
         "debugmodel",
         "0.5B",
         "1.5B",
         "3B",
     }
 
-    module = find("neox")
-    shapes = {flavor: shape_of(module, flavor, {}, "rmsnorm") for flavor in module.FLAVORS}
-    assert all(
-        shape.num_heads * shape.head_dim == shape.dim == shape.ffn_dim / 4
-        for shape in shapes.values()
-    )
-    assert {flavor for flavor, shape in shapes.items() if shape.hidden_act != "gelu"} == {"20B"}
+    neox = shapes_of("neox")
+    for name, shape in neox.items():
+        assert shape.num_heads * shape.head_dim == shape.dim, name
+        assert shape.ffn_dim == 4 * shape.dim, name
+    assert {name for name, shape in neox.items() if shape.hidden_act != "gelu"} == {"20B"}
 
 
 def test_flops_of_attention_count_only_the_window() -> None:
@@ -174,4 +178,5 @@ def test_neox_rejects_invalid_rotary_fractions(
     module = find("neox")
     with pytest.raises(ConfigError) as error:
         build(module, shape_of(module, "debugmodel", {field: value}, "rmsnorm"))
-    assert all(fragment in str(error.value) for fragment in fragments), str(error.value)
+    for fragment in fragments:
+        assert fragment in str(error.value)

@@ -98,10 +98,9 @@ def test_rotary_angles_match_transformers() -> None:
         rope_scaling={**scaling, "original_max_position_embeddings": 8192},
     )
     reference = LlamaRotaryEmbedding(config).inv_freq
+    frequencies = RotaryAngles(128, 5e5, **LLAMA31).inverse_frequencies()
 
-    torch.testing.assert_close(
-        RotaryAngles(128, 5e5, **LLAMA31).inverse_frequencies(), reference, rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(frequencies, reference, rtol=1e-6, atol=0)  # float32 rounding
 
 
 def test_angles_are_float32_cosines_and_sines_of_position_times_frequency() -> None:
@@ -110,6 +109,7 @@ def test_angles_are_float32_cosines_and_sines_of_position_times_frequency() -> N
     assert cos.shape == sin.shape == (2, 3, 1, 4)
     assert cos.dtype == sin.dtype == torch.float32
 
+    # an angle of 10 has an error of 1e-6 in float32
     angle = 100 * rotary_reference(8, 1e4, "none")[1]
     assert cos[1, 0, 0, 1].item() == pytest.approx(math.cos(angle), abs=1e-5)
     assert sin[1, 0, 0, 1].item() == pytest.approx(math.sin(angle), abs=1e-5)
@@ -126,17 +126,18 @@ def test_rotation_acts_on_pairs_half_a_head_apart_and_keeps_norms_and_dtype() ->
     torch.manual_seed(0)
     x = torch.randn(1, 3, 2, 8, dtype=torch.float64)
     angles = RotaryAngles(8, 1e4)(torch.arange(3)[None])
-    turned = rotate(x.float(), angles).double()
+    rotated = rotate(x.float(), angles).double()
+
+    # The reference multiplies complex numbers: pairs of features times exp(i * position * frequency).
     complex_x = torch.complex(x[..., :4], x[..., 4:])
     frequencies = torch.tensor(rotary_reference(8, 1e4, "none"), dtype=torch.float64)
-    expected = complex_x * torch.polar(
-        torch.ones(3, 1, 4).double(), torch.arange(3.0).double()[:, None, None] * frequencies
-    )
+    exact_angles = torch.arange(3.0).double()[:, None, None] * frequencies
+    product = complex_x * torch.polar(torch.ones(3, 1, 4).double(), exact_angles)
+    expected = torch.cat([product.real, product.imag], -1)
 
-    torch.testing.assert_close(
-        turned, torch.cat([expected.real, expected.imag], -1), atol=1e-6, rtol=0
-    )
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), atol=1e-5, rtol=0)
+    # float32 rounding
+    torch.testing.assert_close(rotated, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), atol=1e-5, rtol=0)
     assert rotate(x.bfloat16(), angles).dtype == torch.bfloat16
 
 
@@ -150,7 +151,8 @@ def attention_reference(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tenso
     for b in range(q.size(0)):
         for t in range(q.size(1)):
             for n in range(q.size(2)):
-                keys, values = (x[b, : t + 1, n // heads_per_key] for x in (k, v))
+                keys = k[b, : t + 1, n // heads_per_key]
+                values = v[b, : t + 1, n // heads_per_key]
                 scores = keys @ q[b, t, n] / math.sqrt(q.size(-1))
                 weights = (scores - scores.max()).exp()
                 out[b, t, n] = (weights / weights.sum()) @ values
@@ -163,10 +165,12 @@ def test_attention_core_is_causal_softmax_over_grouped_heads(
 ) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 7, num_heads, 8, requires_grad=True)
-    k, v = (torch.randn(2, 7, num_kv_heads, 8, requires_grad=True) for _ in range(2))
+    k = torch.randn(2, 7, num_kv_heads, 8, requires_grad=True)
+    v = torch.randn(2, 7, num_kv_heads, 8, requires_grad=True)
     out = AttentionCore()(q, k, v)
     expected = attention_reference(q, k, v)
 
+    # float32 against float64
     torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)
 
     coefficients = torch.randn_like(out)
@@ -206,9 +210,10 @@ def test_feed_forward_is_swiglu() -> None:
     x = torch.randn(2, 3, 8)
     w1, w2, w3 = (ffn.get_submodule(name).weight.double() for name in ("w1", "w2", "w3"))
     gate = x.double() @ w1.T
-    expected = (gate / (1 + (-gate).exp()) * (x.double() @ w3.T)) @ w2.T
+    silu = gate / (1 + (-gate).exp())
+    expected = (silu * (x.double() @ w3.T)) @ w2.T
 
-    torch.testing.assert_close(ffn(x).double(), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ffn(x).double(), expected, atol=1e-6, rtol=1e-5)  # float32 rounding
 
 
 @pytest.mark.parametrize("norm_type", ["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"])
@@ -216,20 +221,19 @@ def test_norms_follow_their_formula_and_have_their_parameters(norm_type: str) ->
     torch.manual_seed(0)
     norm = build_norm(norm_type, 16, 1e-5)
     x = torch.randn(3, 16, requires_grad=True)
+    has_weight = norm_type != "np_layernorm"
     names = {name for name, _ in norm.named_parameters()}
+    assert names == ({"weight"} if has_weight else set())
 
-    assert names == (set() if norm_type == "np_layernorm" else {"weight"})
-
-    if names:
-        torch.nn.init.normal_(norm.weight)
     values = x.detach().double()
     if "layernorm" in norm_type:
         values = values - values.mean(-1, keepdim=True)
     expected = values / (values.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    expected = expected * norm.weight.double() if names else expected
+    if has_weight:
+        torch.nn.init.normal_(norm.weight)
+        expected = expected * norm.weight.double()
     out = norm(x)
-
-    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)  # float32 rounding
 
     out.square().sum().backward()
     assert torch.isfinite(x.grad).all()

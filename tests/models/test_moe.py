@@ -161,7 +161,9 @@ def plain_mix(
     """Reference: loop over the experts of each token."""
     sums = []
     for x_D, expert_K, weights_K in zip(x_SD, choice.expert_SK, choice.weights_SK, strict=True):
-        w1, w2, w3 = (w[expert_K] for w in (w1_EFD, w2_EDF, w3_EFD))
+        w1 = w1_EFD[expert_K]
+        w2 = w2_EDF[expert_K]
+        w3 = w3_EFD[expert_K]
         hidden_KF = F.silu(w1 @ x_D) * (w3 @ x_D)
         sums.append(weights_K @ torch.einsum("kdf,kf->kd", w2, hidden_KF))
     return torch.stack(sums)
@@ -191,7 +193,10 @@ def test_every_row_has_a_place_and_sizes_are_few() -> None:
     expert_SK = choice_of(counts, 4)
     for by_size in (False, True):
         places = expert_mix.Places(expert_SK, EXPERTS, is_padded=True, by_size=by_size)
-        sizes = torch.tensor([batch.size for batch in places.batches for _ in range(batch.experts)])
+        size_of_expert = []
+        for batch in places.batches:
+            size_of_expert += [batch.size] * batch.experts
+        sizes = torch.tensor(size_of_expert)
         order = places.order_E if by_size else torch.arange(EXPERTS)
 
         # Each size covers the rows of its expert. It is a multiple of a power of two, which is at most an
@@ -231,14 +236,18 @@ def test_batches_have_the_lowest_cost() -> None:
     def cost(split: list[tuple[int, int]]) -> int:
         return sum(experts * size + expert_mix._CALL_ROWS for experts, size in split)
 
-    def ways(remaining: list[int]) -> list[list[tuple[int, int]]]:
+    def all_splits(remaining: list[int]) -> list[list[tuple[int, int]]]:
         if not remaining:
             return [[]]
-        allowed = [n for n in expert_mix._BATCH_SIZES if n <= len(remaining)]
-        return [[(n, remaining[n - 1]), *others] for n in allowed for others in ways(remaining[n:])]
+        splits = []
+        for num_experts in expert_mix._BATCH_SIZES:
+            if num_experts <= len(remaining):
+                batch = (num_experts, remaining[num_experts - 1])  # sorted: the last is the largest
+                splits += [[batch, *rest] for rest in all_splits(remaining[num_experts:])]
+        return splits
 
     split = expert_mix.batches(counts, 0)
-    lowest = min(cost(way) for way in ways(counts))
+    lowest = min(cost(candidate) for candidate in all_splits(counts))
 
     assert cost([(batch.experts, batch.size) for batch in split]) == lowest
 
@@ -278,9 +287,13 @@ def test_fused_experts_are_as_accurate_in_16_bits(
     exact = mixed(torch.float64, expert_SK, plain_mix, sizes)
     fused = mixed(dtype, expert_SK, expert_mix.mix, sizes)
     separate = mixed(dtype, expert_SK, step_by_step, sizes)
+
+    def error(value: Tensor, exact_value: Tensor) -> float:
+        return float((value.double() - exact_value).norm() / exact_value.norm())
+
     for exact_value, fused_value, separate_value in zip(exact, fused, separate, strict=True):
-        fused_error = float((fused_value.double() - exact_value).norm() / exact_value.norm())
-        separate_error = float((separate_value.double() - exact_value).norm() / exact_value.norm())
+        fused_error = error(fused_value, exact_value)
+        separate_error = error(separate_value, exact_value)
         assert fused_error <= 1.05 * separate_error
         assert separate_error < 0.01
 
@@ -448,10 +461,12 @@ def expected_balance_loss(moe: MoE, x_BTD: Tensor) -> Tensor:
         T = x_TD.size(0)
         chosen_TK = scores_TE.topk(r.top_k).indices
         for i in range(r.num_experts):
+            # f and P as in the paper: the load of an expert, and its mean normalized score
             f = r.num_experts / (r.top_k * T) * (chosen_TK == i).sum()
             P = (scores_TE[:, i] / scores_TE.sum(-1)).sum() / T
             total = total + T * r.balance_loss_coeff * f * P
-        total = total + r.z_loss_coeff * logits_TE.exp().sum(-1).log().square().sum()
+        log_sums_T = logits_TE.exp().sum(-1).log()
+        total = total + r.z_loss_coeff * log_sums_T.square().sum()
     return total
 
 
@@ -582,9 +597,8 @@ def test_invalid_routing_is_rejected(fields: dict[str, object], message: str) ->
 
 @pytest.mark.parametrize("copies", [1, 3])
 def test_rows_are_sorted_and_unsorted(copies: int) -> None:
-    x = torch.randn(
-        5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
-    )
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 3, dtype=torch.float64, generator=generator, requires_grad=True)
     order = torch.randperm(5 * copies, generator=torch.Generator().manual_seed(1))
     inverse = inverse_of(order)
     rows = repeat_and_permute(x, copies, order, inverse)
@@ -604,7 +618,8 @@ def test_padding_between_the_rows_of_experts_changes_no_number(
     with torch.no_grad():
         for parameter in experts.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    rows, gradient = (torch.randn(sum(counts), DIM, generator=generator) for _ in range(2))
+    rows = torch.randn(sum(counts), DIM, generator=generator)
+    gradient = torch.randn(sum(counts), DIM, generator=generator)
     count_E = torch.tensor(counts)
     groups = Groups(count_E, sum(counts))
 
@@ -621,10 +636,12 @@ def test_padding_between_the_rows_of_experts_changes_no_number(
         out.backward(gradient)
         return [out.detach(), leaf.grad, *(parameter.grad for parameter in experts.parameters())]
 
-    pairs = zip(outputs_and_gradients(False), outputs_and_gradients(True), strict=True)
+    expected = outputs_and_gradients(has_padding=False)
+    results = outputs_and_gradients(has_padding=True)
 
-    for without_padding, with_padding in pairs:
-        torch.testing.assert_close(with_padding, without_padding, rtol=1e-5, atol=1e-5)
+    for actual, expected_value in zip(results, expected, strict=True):
+        # float32 sums over different numbers of rows
+        torch.testing.assert_close(actual, expected_value, rtol=1e-5, atol=1e-5)
 
 
 def test_only_16_bit_rows_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:

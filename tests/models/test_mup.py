@@ -65,6 +65,8 @@ def test_initial_values_and_rates_follow_the_width() -> None:
         is_hidden = "attn.w" in pattern or "ffn.w" in pattern
         factor = 0.5 if is_hidden and draw.distribution == "normal" else 1.0
         assert draw.std == pytest.approx(base[pattern].std * factor), pattern
+
+    # Learning rates of hidden matrices are divided by the factor of the width.
     with torch.device("meta"):
         model = module.Model(shape)
     named = list(model.named_parameters())
@@ -79,6 +81,7 @@ def test_initial_values_and_rates_follow_the_width() -> None:
             is_hidden = name.startswith("layers.") and "norm" not in name
             assert built["width_factor"] == (4 if is_hidden else 1), name
 
+    # Attention scores are divided by the head size instead of its root, scaled to be equal at the base.
     assert model.layers["0"].attn.core.scale == pytest.approx(16**0.5 / 16)
 
 
@@ -105,12 +108,15 @@ def one_process() -> Result:
 def test_meshes_change_no_number(mesh: str) -> None:
     num_ranks, parallelism = MESHES[mesh]
     training = {} if mesh in ("fsdp", "hsdp") else {"local_batch_size": 8}
+    reference = one_process()
+
     for result in run_tiny(num_ranks, config(parallelism=parallelism, training=training), 3):
-        expected = one_process()
-        initial = {key: expected.initial[key] for key in result.initial}
-        expected = Result(**{**vars(expected), "initial": initial})
+        # a pipeline stage has a part of the weights
+        initial = {key: reference.initial[key] for key in result.initial}
+        expected = Result(**{**vars(reference), "initial": initial})
         assert_same_numbers(result, expected)
         for key, weight in result.final.items():
+            # float32 gradients are summed in a different order
             torch.testing.assert_close(weight, expected.final[key], atol=1e-5, rtol=0, msg=key)
 
 

@@ -68,7 +68,7 @@ def weights_of(
 ) -> dict[str, Tensor]:
     """Return the weights, or gradients, of Hugging Face's model under our names."""
     source = {name: p.grad if gradients else p for name, p in hf.named_parameters()}
-    found = {}
+    weights = {}
     for name, parameter in ours.named_parameters():
         place = NEXT.HUB.source(name, config)
         assert place is not None
@@ -77,17 +77,15 @@ def weights_of(
             # their model stacks experts, and gate and up projections
             stack = name.rpartition(".")[0].replace("layers", "model.layers").replace("moe", "mlp")
             if name.endswith("w2"):
-                found[name] = source[f"{stack}.down_proj"]
+                weights[name] = source[f"{stack}.down_proj"]
             else:
-                found[name] = source[f"{stack}.gate_up_proj"].chunk(2, dim=1)[
-                    0 if name.endswith("w1") else 1
-                ]
+                gate, up = source[f"{stack}.gate_up_proj"].chunk(2, dim=1)
+                weights[name] = gate if name.endswith("w1") else up
             continue
-        whole = torch.empty_like(parameter, requires_grad=False)
+        weights[name] = torch.empty_like(parameter, requires_grad=False)
         for piece in pieces(place, tuple(parameter.shape), config.head_dim):
-            whole[piece.ours] = source[piece.name].detach()[piece.theirs]
-        found[name] = whole
-    return found
+            weights[name][piece.ours] = source[piece.name].detach()[piece.theirs]
+    return weights
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])

@@ -105,26 +105,24 @@ def test_loss_and_gradients_match_transformers(name: str, mesh: str, tmp_path: P
     """Within 1e-5 of the largest gradient: the programs sum float32 numbers in a different order."""
     import transformers
 
-    if (
-        mesh == "tp"
-        and "layers.*.self_attn.q_norm" not in transformers.Qwen3Config.base_model_tp_plan
-    ):
+    plan = transformers.Qwen3Config.base_model_tp_plan
+    if mesh == "tp" and "layers.*.self_attn.q_norm" not in plan:
         pytest.skip("the Qwen3 plan of this version lacks the norms of heads, and is rejected")
     ranks, degrees = MESHES[mesh]
     answers = run_ranks(ranks, first_step, config_for(name, tmp_path, parallelism=degrees))
-    rows = {sample: row for _, _, own_values in answers for sample, row in own_values.items()}
-
+    rows = {}
+    for _, _, rows_of_rank in answers:
+        rows |= rows_of_rank
     assert len(rows) == 8
 
-    loss, gradients = run_ranks(1, transformers_step, name, rows)[0]
-    for own_loss, own_values, _ in answers:
-        assert abs(own_loss - loss) <= 1e-5
-        assert own_values.keys() == gradients.keys()
-        scale = max(float(gradient.abs().max()) for gradient in gradients.values())
-        for parameter, gradient in gradients.items():
-            torch.testing.assert_close(
-                own_values[parameter], gradient, atol=1e-5 * scale, rtol=0, msg=parameter
-            )
+    expected_loss, expected_gradients = run_ranks(1, transformers_step, name, rows)[0]
+    scale = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
+    for loss, gradients, _ in answers:
+        assert abs(loss - expected_loss) <= 1e-5
+        assert gradients.keys() == expected_gradients.keys()
+        for parameter, expected in expected_gradients.items():
+            actual = gradients[parameter]
+            torch.testing.assert_close(actual, expected, atol=1e-5 * scale, rtol=0, msg=parameter)
 
 
 def starts(rank: int, config: Config) -> dict[str, Tensor]:
@@ -134,19 +132,20 @@ def starts(rank: int, config: Config) -> dict[str, Tensor]:
 def test_random_weights_follow_the_architecture_and_are_equal_on_every_mesh(tmp_path: Path) -> None:
     import transformers
 
-    alone = run_ranks(1, starts, config_for("gpt2", tmp_path / "a", in_hf=False))[0]
+    one_process = run_ranks(1, starts, config_for("gpt2", tmp_path / "a", in_hf=False))[0]
     split = run_ranks(2, starts, config_for("gpt2", tmp_path / "b", in_hf=False))[0]
 
-    assert_bitwise(split, alone)
+    assert_bitwise(split, one_process)
 
-    residual = alone["hf.transformer.h.0.mlp.c_proj.weight"].std()
+    residual = one_process["hf.transformer.h.0.mlp.c_proj.weight"].std()
     # GPT-2 divides residual projections by the root of twice its layers; 2,048 samples distinguish 3 %.
     # transformers 5.0.0 does not
     is_scaled = not transformers.__version__.startswith("5.0.")
-    assert abs(float(residual) - 0.02 / math.sqrt(4 if is_scaled else 1)) < 5e-4
-    assert abs(float(alone["hf.transformer.wte.weight"].std()) - 0.02) < 5e-4
-    assert alone["hf.transformer.ln_f.weight"].eq(1).all()
-    assert alone["hf.transformer.ln_f.bias"].eq(0).all()
+    expected_residual = 0.02 / math.sqrt(4) if is_scaled else 0.02
+    assert abs(float(residual) - expected_residual) < 5e-4
+    assert abs(float(one_process["hf.transformer.wte.weight"].std()) - 0.02) < 5e-4
+    assert one_process["hf.transformer.ln_f.weight"].eq(1).all()
+    assert one_process["hf.transformer.ln_f.bias"].eq(0).all()
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -277,6 +276,7 @@ def test_unsupported_folder_is_a_one_line_error(
     path = copy_with("llama", tmp_path / "folder", **changes)
     with pytest.raises(ConfigError) as raised:
         models.build(module, models.shape_of(module, "folder", {"path": str(path)}, "rmsnorm"))
+
     assert re.search(message, str(raised.value))
     assert "\n" not in str(raised.value)
 
@@ -321,34 +321,30 @@ def test_packed_documents_match_padded_ones(name: str, attention: str, tmp_path:
     """With learned positions and attention windows, loss and gradients of packed rows equal those of padded rows."""
     file = tmp_path / "rows.jsonl"
     file.write_text(DOCUMENTS)
-    results = {}
-    for packing in ("first_fit", "padded"):
-        training_options = {
-            "dataset": "jsonl",
-            "dataset_path": str(file),
-            "seq_len": 64,
-            "local_batch_size": 1,
-            "epochs": 1,
-        }
-        training = {**training_options, "steps": 1}
-        data = {"packing": packing}
-        packing_config = config_for(
-            name,
-            tmp_path / packing,
-            overrides={"attention": attention},
-            training=training,
-            data=data,
-        )
-        results[packing] = run_ranks(1, step_over_documents, packing_config)[0]
-    (loss, gradients), (apart, of_apart) = results["first_fit"], results["padded"]
+    training = {
+        "dataset": "jsonl",
+        "dataset_path": str(file),
+        "seq_len": 64,
+        "local_batch_size": 1,
+        "epochs": 1,
+        "steps": 1,
+    }
 
-    assert loss == pytest.approx(apart, rel=1e-5)
+    def loss_and_gradients(packing: str) -> tuple[float, dict[str, Any]]:
+        sections = {"training": training, "data": {"packing": packing}}
+        overrides = {"attention": attention}
+        config = config_for(name, tmp_path / packing, overrides=overrides, **sections)
+        return run_ranks(1, step_over_documents, config)[0]
 
-    scale = max(float(gradient.abs().max()) for gradient in of_apart.values())
-    for parameter, gradient in of_apart.items():
-        torch.testing.assert_close(
-            gradients[parameter], gradient, atol=1e-5 * scale, rtol=0, msg=parameter
-        )
+    loss, gradients = loss_and_gradients("first_fit")
+    expected_loss, expected_gradients = loss_and_gradients("padded")
+
+    # float32 sums in a different order
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    scale = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
+    for parameter, expected in expected_gradients.items():
+        actual = gradients[parameter]
+        torch.testing.assert_close(actual, expected, atol=1e-5 * scale, rtol=0, msg=parameter)
 
 
 def error_about_documents(rank: int, config: Config, deaf: bool) -> str:

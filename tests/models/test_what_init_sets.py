@@ -215,8 +215,8 @@ def test_frozen_part_keeps_its_initial_values(
     path = write(tmp_path, *with_line("mlp", f"{part}.requires_grad_(False)"))
     num_ranks, degrees = MESHES[mesh]
     result = run_tiny(num_ranks, config_of(path, parallelism=degrees), steps=2)[0]
+
     for name in ("weight", "bias"):
-        same = torch.equal(
-            result.initial[f"blocks.0.mlp.up.{name}"], result.final[f"blocks.0.mlp.up.{name}"]
-        )
-        assert same == (name in frozen), name
+        parameter = f"blocks.0.mlp.up.{name}"
+        is_unchanged = torch.equal(result.initial[parameter], result.final[parameter])
+        assert is_unchanged == (name in frozen), name

@@ -81,7 +81,9 @@ class SelfAttention(nn.Module):
         self.dense = nn.Linear(c.hidden_size, c.hidden_size)
 
     def forward(self, x):
-        q, k, v = (f(x).unflatten(-1, (-1, self.size)) for f in (self.query, self.key, self.value))
+        q = self.query(x).unflatten(-1, (-1, self.size))
+        k = self.key(x).unflatten(-1, (-1, self.size))
+        v = self.value(x).unflatten(-1, (-1, self.size))
         return self.dense(self.core(q, k, v).flatten(-2))
 
 

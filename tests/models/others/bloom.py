@@ -65,11 +65,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = (
-            nn.LayerNorm(c.dim),
-            nn.LayerNorm(c.dim),
-        )
-        self.self_attention, self.mlp = Attention(c), MLP(c)
+        self.input_layernorm = nn.LayerNorm(c.dim)
+        self.post_attention_layernorm = nn.LayerNorm(c.dim)
+        self.self_attention = Attention(c)
+        self.mlp = MLP(c)
 
     def forward(self, x, documents_BT=None):
         x = x + self.self_attention(self.input_layernorm(x), documents_BT)

@@ -65,12 +65,15 @@ class Attention(nn.Module):
         self.q = nn.Linear(c.dim, c.dim, bias=False)
         self.k = nn.Linear(c.dim, c.num_kv_heads * self.size, bias=False)
         self.v = nn.Linear(c.dim, c.num_kv_heads * self.size, bias=False)
-        self.q_norm, self.k_norm = CohereNorm(self.size), CohereNorm(self.size)
+        self.q_norm = CohereNorm(self.size)
+        self.k_norm = CohereNorm(self.size)
         self.core = AttentionCore()
         self.o = nn.Linear(c.dim, c.dim, bias=False)
 
     def forward(self, x, angles, documents_BT):
-        q, k, v = (w(x).unflatten(-1, (-1, self.size)) for w in (self.q, self.k, self.v))
+        q = self.q(x).unflatten(-1, (-1, self.size))
+        k = self.k(x).unflatten(-1, (-1, self.size))
+        v = self.v(x).unflatten(-1, (-1, self.size))
         q = rotate_pairs(self.q_norm(q), angles)
         k = rotate_pairs(self.k_norm(k), angles)
         return self.o(self.core(q, k, v, documents_BT).flatten(2))
@@ -79,7 +82,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.gate, self.up = (nn.Linear(c.dim, c.ffn_dim, bias=False) for _ in range(2))
+        self.gate = nn.Linear(c.dim, c.ffn_dim, bias=False)
+        self.up = nn.Linear(c.dim, c.ffn_dim, bias=False)
         self.down = nn.Linear(c.ffn_dim, c.dim, bias=False)
 
     def forward(self, x):
@@ -89,7 +93,9 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.input_layernorm, self.attn, self.mlp = CohereNorm(c.dim), Attention(c), MLP(c)
+        self.input_layernorm = CohereNorm(c.dim)
+        self.attn = Attention(c)
+        self.mlp = MLP(c)
 
     def forward(self, x, angles, documents_BT):
         y = self.input_layernorm(x)

@@ -46,10 +46,8 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, 2 * c.dim, bias=False),
-            nn.Linear(2 * c.dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, 2 * c.dim, bias=False)
+        self.down = nn.Linear(2 * c.dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -68,10 +66,8 @@ class Conv(nn.Module):
 class Decay(nn.Module):
     def __init__(self, heads):
         super().__init__()
-        self.A_log, self.dt_bias = (
-            nn.Parameter(torch.empty(heads)),
-            nn.Parameter(torch.empty(heads)),
-        )
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
 
     def forward(self, a):
         return -self.A_log.exp() * F.softplus(a + self.dt_bias)
@@ -81,16 +77,21 @@ class Delta(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.width = c.dim // c.num_heads
-        self.q, self.k, self.v, self.z, self.out = (
-            nn.Linear(c.dim, c.dim, bias=False) for _ in range(5)
-        )
-        self.alpha, self.beta = (nn.Linear(c.dim, c.num_heads, bias=False) for _ in range(2))
-        self.conv, self.a, self.head_norm = Conv(c.dim), Decay(c.num_heads), nn.RMSNorm(self.width)
+        self.q = nn.Linear(c.dim, c.dim, bias=False)
+        self.k = nn.Linear(c.dim, c.dim, bias=False)
+        self.v = nn.Linear(c.dim, c.dim, bias=False)
+        self.z = nn.Linear(c.dim, c.dim, bias=False)
+        self.out = nn.Linear(c.dim, c.dim, bias=False)
+        self.alpha = nn.Linear(c.dim, c.num_heads, bias=False)
+        self.beta = nn.Linear(c.dim, c.num_heads, bias=False)
+        self.conv = Conv(c.dim)
+        self.a = Decay(c.num_heads)
+        self.head_norm = nn.RMSNorm(self.width)
 
     def forward(self, x):
-        q, k, v = (
-            self.conv(f(x)).unflatten(-1, (-1, self.width)) for f in (self.q, self.k, self.v)
-        )
+        q = self.conv(self.q(x)).unflatten(-1, (-1, self.width))
+        k = self.conv(self.k(x)).unflatten(-1, (-1, self.width))
+        v = self.conv(self.v(x)).unflatten(-1, (-1, self.width))
         q = F.normalize(q, dim=-1)
         k = F.normalize(k, dim=-1)
         beta = self.beta(x).sigmoid()[..., None]
@@ -111,12 +112,10 @@ class Delta(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.mix_norm, self.delta, self.mlp_norm, self.mlp = (
-            nn.RMSNorm(c.dim),
-            Delta(c),
-            nn.RMSNorm(c.dim),
-            MLP(c),
-        )
+        self.mix_norm = nn.RMSNorm(c.dim)
+        self.delta = Delta(c)
+        self.mlp_norm = nn.RMSNorm(c.dim)
+        self.mlp = MLP(c)
 
     def forward(self, x):
         x = x + self.delta(self.mix_norm(x))
@@ -128,7 +127,8 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

@@ -43,10 +43,8 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, 2 * c.dim, bias=False),
-            nn.Linear(2 * c.dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, 2 * c.dim, bias=False)
+        self.down = nn.Linear(2 * c.dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -54,7 +52,9 @@ class MLP(nn.Module):
 
 class Core(nn.Module):
     def forward(self, q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
@@ -62,26 +62,28 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.width = c.dim // c.num_heads
-        self.q, self.k, self.v, self.o = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
+        self.q = nn.Linear(c.dim, c.dim, bias=False)
+        self.k = nn.Linear(c.dim, c.dim, bias=False)
+        self.v = nn.Linear(c.dim, c.dim, bias=False)
+        self.o = nn.Linear(c.dim, c.dim, bias=False)
         self.core = Core()
 
     def forward(self, x, positions):
-        q, k, v = (f(x).unflatten(-1, (-1, self.width)) for f in (self.q, self.k, self.v))
+        q = self.q(x).unflatten(-1, (-1, self.width))
+        k = self.k(x).unflatten(-1, (-1, self.width))
+        v = self.v(x).unflatten(-1, (-1, self.width))
         scaled_positions = positions[..., None, None] / 16
-        return self.o(
-            self.core(q * scaled_positions.cos() + k * scaled_positions.sin(), k, v).flatten(2)
-        )
+        out = self.core(q * scaled_positions.cos() + k * scaled_positions.sin(), k, v)
+        return self.o(out.flatten(2))
 
 
 class Layer(nn.Module):
     def __init__(self, c, index):
         super().__init__()
-        self.attn_norm, self.attn, self.mlp_norm, self.mlp = (
-            nn.RMSNorm(c.dim),
-            Attention(c),
-            nn.RMSNorm(c.dim),
-            MLP(c),
-        )
+        self.attn_norm = nn.RMSNorm(c.dim)
+        self.attn = Attention(c)
+        self.mlp_norm = nn.RMSNorm(c.dim)
+        self.mlp = MLP(c)
         self.router = nn.Linear(c.dim, 1) if index % 2 else None
 
     def forward(self, x, positions):
@@ -99,7 +101,8 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.layers = nn.ModuleDict({str(i): Layer(c, i) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

@@ -50,7 +50,10 @@ class Lambda(nn.Module):
     def __init__(self, hd, i):
         super().__init__()
         self.start = 0.8 - 0.6 * math.exp(-0.3 * i)
-        self.q1, self.k1, self.q2, self.k2 = (nn.Parameter(torch.zeros(hd)) for _ in range(4))
+        self.q1 = nn.Parameter(torch.zeros(hd))
+        self.k1 = nn.Parameter(torch.zeros(hd))
+        self.q2 = nn.Parameter(torch.zeros(hd))
+        self.k2 = nn.Parameter(torch.zeros(hd))
 
     def forward(self, y):
         lam = (self.q1 * self.k1).sum().exp() - (self.q2 * self.k2).sum().exp() + self.start
@@ -61,12 +64,17 @@ class Attention(nn.Module):
     def __init__(self, c, i):
         super().__init__()
         self.hd = c.dim // c.num_heads
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
-        self.lam, self.head_norm = Lambda(self.hd, i), nn.RMSNorm(2 * self.hd)
+        self.wq = nn.Linear(c.dim, c.dim, bias=False)
+        self.wk = nn.Linear(c.dim, c.dim, bias=False)
+        self.wv = nn.Linear(c.dim, c.dim, bias=False)
+        self.wo = nn.Linear(c.dim, c.dim, bias=False)
+        self.lam = Lambda(self.hd, i)
+        self.head_norm = nn.RMSNorm(2 * self.hd)
         self.core = AttentionCore()
 
     def forward(self, x, angles):
-        q, k = (rotate(w(x).unflatten(-1, (-1, self.hd)), angles) for w in (self.wq, self.wk))
+        q = rotate(self.wq(x).unflatten(-1, (-1, self.hd)), angles)
+        k = rotate(self.wk(x).unflatten(-1, (-1, self.hd)), angles)
         v = self.wv(x).unflatten(-1, (-1, 2, self.hd))
         # heads 2n and 2n + 1 are the two maps of pair n; both read the pair's two values
         first = self.core(q, k, v[..., 0, :].repeat_interleave(2, 2)).unflatten(2, (-1, 2))
@@ -79,10 +87,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, c.ffn_dim, bias=False),
-            nn.Linear(c.ffn_dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, c.ffn_dim, bias=False)
+        self.down = nn.Linear(c.ffn_dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -91,8 +97,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c, i):
         super().__init__()
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
-        self.attn, self.mlp = Attention(c, i), MLP(c)
+        self.attn_norm = nn.RMSNorm(c.dim)
+        self.mlp_norm = nn.RMSNorm(c.dim)
+        self.attn = Attention(c, i)
+        self.mlp = MLP(c)
 
     def forward(self, x, angles):
         x = x + self.attn(self.attn_norm(x), angles)
@@ -105,7 +113,8 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.rope = RotaryAngles(c.dim // c.num_heads, 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c, i) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

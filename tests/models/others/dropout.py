@@ -41,10 +41,8 @@ LAYOUT = Layout(
 class Embed(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.wte, self.wpe = (
-            nn.Embedding(c.vocab_size, c.n_embd),
-            nn.Embedding(c.block_size, c.n_embd),
-        )
+        self.wte = nn.Embedding(c.vocab_size, c.n_embd)
+        self.wpe = nn.Embedding(c.block_size, c.n_embd)
         self.drop = nn.Dropout(c.dropout)
 
     def forward(self, idx, pos):
@@ -67,7 +65,8 @@ class CausalSelfAttention(nn.Module):
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(c.n_embd), nn.LayerNorm(c.n_embd)
+        self.ln_1 = nn.LayerNorm(c.n_embd)
+        self.ln_2 = nn.LayerNorm(c.n_embd)
         self.attn = CausalSelfAttention(c)
         self.mlp = nn.Sequential(
             nn.Linear(c.n_embd, 4 * c.n_embd, bias=False),

@@ -45,21 +45,25 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.hd = c.dim // c.num_heads
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
+        self.wq = nn.Linear(c.dim, c.dim, bias=False)
+        self.wk = nn.Linear(c.dim, c.dim, bias=False)
+        self.wv = nn.Linear(c.dim, c.dim, bias=False)
+        self.wo = nn.Linear(c.dim, c.dim, bias=False)
         self.core = AttentionCore()
 
     def forward(self, x, angles, documents_BT=None):
-        q, k, v = (w(x).unflatten(-1, (-1, self.hd)) for w in (self.wq, self.wk, self.wv))
-        return self.wo(self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2))
+        q = self.wq(x).unflatten(-1, (-1, self.hd))
+        k = self.wk(x).unflatten(-1, (-1, self.hd))
+        v = self.wv(x).unflatten(-1, (-1, self.hd))
+        out = self.core(rotate(q, angles), rotate(k, angles), v, documents_BT)
+        return self.wo(out.flatten(2))
 
 
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, c.ffn_dim, bias=False),
-            nn.Linear(c.ffn_dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, c.ffn_dim, bias=False)
+        self.down = nn.Linear(c.ffn_dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -69,7 +73,8 @@ class DynamicTanh(nn.Module):
     def __init__(self, dim):
         super().__init__()
         self.alpha = nn.Parameter(torch.full((1,), 0.5))
-        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x):
         return torch.tanh(self.alpha * x) * self.weight + self.bias
@@ -78,8 +83,10 @@ class DynamicTanh(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.attn_norm, self.mlp_norm = DynamicTanh(c.dim), DynamicTanh(c.dim)
-        self.attn, self.mlp = Attention(c), MLP(c)
+        self.attn_norm = DynamicTanh(c.dim)
+        self.mlp_norm = DynamicTanh(c.dim)
+        self.attn = Attention(c)
+        self.mlp = MLP(c)
 
     def forward(self, x, angles, documents_BT=None):
         x = x + self.attn(self.attn_norm(x), angles, documents_BT)
@@ -92,7 +99,8 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.rope = RotaryAngles(c.dim // c.num_heads, 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = DynamicTanh(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = DynamicTanh(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

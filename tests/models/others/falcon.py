@@ -49,17 +49,18 @@ class Attention(nn.Module):
         self.dense = nn.Linear(c.dim, c.dim, bias=False)
 
     def forward(self, x, angles):
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q, self.k, self.v))
-        return self.dense(self.core(rotate(q, angles), rotate(k, angles), v).flatten(2))
+        q = self.q(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v(x).unflatten(-1, (-1, self.head_dim))
+        out = self.core(rotate(q, angles), rotate(k, angles), v)
+        return self.dense(out.flatten(2))
 
 
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, 4 * c.dim, bias=False),
-            nn.Linear(4 * c.dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, 4 * c.dim, bias=False)
+        self.down = nn.Linear(4 * c.dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.gelu(self.up(x)))
@@ -68,7 +69,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.ln, self.attn, self.mlp = nn.LayerNorm(c.dim), Attention(c), MLP(c)
+        self.ln = nn.LayerNorm(c.dim)
+        self.attn = Attention(c)
+        self.mlp = MLP(c)
 
     def forward(self, x, angles):
         normed = self.ln(x)

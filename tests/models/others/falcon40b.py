@@ -57,7 +57,8 @@ class Attention(nn.Module):
         q = qkv[..., :-2, :].flatten(2, 3)
         k = qkv[..., -2, :]
         v = qkv[..., -1, :]
-        return self.dense(self.core(rotate(q, angles), rotate(k, angles), v).flatten(2))
+        out = self.core(rotate(q, angles), rotate(k, angles), v)
+        return self.dense(out.flatten(2))
 
 
 class MLP(nn.Module):
@@ -73,8 +74,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.ln_attn, self.ln_mlp = nn.LayerNorm(c.hidden_size), nn.LayerNorm(c.hidden_size)
-        self.self_attention, self.mlp = Attention(c), MLP(c)
+        self.ln_attn = nn.LayerNorm(c.hidden_size)
+        self.ln_mlp = nn.LayerNorm(c.hidden_size)
+        self.self_attention = Attention(c)
+        self.mlp = MLP(c)
 
     def forward(self, x, angles):
         attn = self.self_attention(self.ln_attn(x), angles)

@@ -44,10 +44,8 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, 2 * c.dim, bias=False),
-            nn.Linear(2 * c.dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, 2 * c.dim, bias=False)
+        self.down = nn.Linear(2 * c.dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -68,12 +66,13 @@ class Attention(nn.Module):
         super().__init__()
         self.width = c.dim // c.num_heads
         self.q = nn.Linear(c.dim, 2 * c.dim, bias=False)  # per head: a query and its gate
-        self.k, self.v, self.u, self.o = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
-        self.nq, self.nk, self.core = (
-            nn.RMSNorm(self.width),
-            nn.RMSNorm(self.width),
-            AttentionCore(),
-        )
+        self.k = nn.Linear(c.dim, c.dim, bias=False)
+        self.v = nn.Linear(c.dim, c.dim, bias=False)
+        self.u = nn.Linear(c.dim, c.dim, bias=False)
+        self.o = nn.Linear(c.dim, c.dim, bias=False)
+        self.nq = nn.RMSNorm(self.width)
+        self.nk = nn.RMSNorm(self.width)
+        self.core = AttentionCore()
 
     def forward(self, x, positions):
         q, gate = self.q(x).unflatten(-1, (-1, 2 * self.width)).chunk(2, -1)
@@ -86,12 +85,10 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.attn_norm, self.attn, self.mlp_norm, self.mlp = (
-            nn.RMSNorm(c.dim),
-            Attention(c),
-            nn.RMSNorm(c.dim),
-            MLP(c),
-        )
+        self.attn_norm = nn.RMSNorm(c.dim)
+        self.attn = Attention(c)
+        self.mlp_norm = nn.RMSNorm(c.dim)
+        self.mlp = MLP(c)
 
     def forward(self, x, positions):
         x = x + self.attn(self.attn_norm(x), positions)
@@ -103,7 +100,8 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

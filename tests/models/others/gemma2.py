@@ -85,12 +85,11 @@ class Attention(nn.Module):
         self.core = AttentionCore(window, c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping)
 
     def forward(self, x, angles, documents_BT):
-        q, k, v = (
-            w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return self.o_proj(
-            self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2)
-        )
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        out = self.core(rotate(q, angles), rotate(k, angles), v, documents_BT)
+        return self.o_proj(out.flatten(2))
 
 
 class GeGLU(nn.Module):
@@ -107,9 +106,12 @@ class GeGLU(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c, window):
         super().__init__()
-        self.self_attn, self.mlp = Attention(c, window), GeGLU(c)
-        self.input_layernorm, self.post_attention_layernorm = Norm(c.dim), Norm(c.dim)
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = Norm(c.dim), Norm(c.dim)
+        self.self_attn = Attention(c, window)
+        self.mlp = GeGLU(c)
+        self.input_layernorm = Norm(c.dim)
+        self.post_attention_layernorm = Norm(c.dim)
+        self.pre_feedforward_layernorm = Norm(c.dim)
+        self.post_feedforward_layernorm = Norm(c.dim)
 
     def forward(self, x, angles, documents_BT):
         x = x + self.post_attention_layernorm(

@@ -73,14 +73,15 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
         self.v_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
-        self.q_norm, self.k_norm = RMSNorm(c.head_dim), RMSNorm(c.head_dim)
+        self.q_norm = RMSNorm(c.head_dim)
+        self.k_norm = RMSNorm(c.head_dim)
         self.core = AttentionCore(window=c.sliding_window if is_sliding else 0, scale=24**-0.5)
 
     def forward(self, x, global_angles, local_angles, documents_BT):
         angles = local_angles if self.is_sliding else global_angles
-        q, k, v = (
-            w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         q = rotate(self.q_norm(q), angles)
         k = rotate(self.k_norm(k), angles)
         return self.o_proj(self.core(q, k, v, documents_BT).flatten(2))
@@ -102,14 +103,10 @@ class Layer(nn.Module):
         super().__init__()
         self.self_attn = Attention(c, bool((i + 1) % c.sliding_window_pattern))
         self.mlp = MLP(c)
-        self.input_layernorm, self.post_attention_layernorm = (
-            RMSNorm(c.hidden_size),
-            RMSNorm(c.hidden_size),
-        )
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = (
-            RMSNorm(c.hidden_size),
-            RMSNorm(c.hidden_size),
-        )
+        self.input_layernorm = RMSNorm(c.hidden_size)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size)
+        self.pre_feedforward_layernorm = RMSNorm(c.hidden_size)
+        self.post_feedforward_layernorm = RMSNorm(c.hidden_size)
 
     def forward(self, x, global_angles, local_angles, documents_BT):
         residual = x
@@ -124,10 +121,8 @@ class Model(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
-        self.rotary_emb, self.rotary_emb_local = (
-            RotaryAngles(c.head_dim, 1e6, scaling="linear", factor=8.0),
-            RotaryAngles(c.head_dim, 1e4),
-        )
+        self.rotary_emb = RotaryAngles(c.head_dim, 1e6, scaling="linear", factor=8.0)
+        self.rotary_emb_local = RotaryAngles(c.head_dim, 1e4)
         self.layers = nn.ModuleDict({str(i): Layer(c, i) for i in range(c.num_layers)})
         self.norm = RMSNorm(c.hidden_size)
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)

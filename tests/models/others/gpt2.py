@@ -52,7 +52,9 @@ class Embed(nn.Module):
 
 class Core(nn.Module):
     def forward(self, q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
@@ -82,8 +84,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(c.dim), Attention(c)
-        self.ln_2, self.mlp = nn.LayerNorm(c.dim), MLP(c)
+        self.ln_1 = nn.LayerNorm(c.dim)
+        self.attn = Attention(c)
+        self.ln_2 = nn.LayerNorm(c.dim)
+        self.mlp = MLP(c)
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))

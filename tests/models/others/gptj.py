@@ -57,19 +57,21 @@ class Core(nn.Module):
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.head_dim, self.rotary_dim = c.n_embd // c.num_heads, c.rotary_dim
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(c.n_embd, c.n_embd, bias=False) for _ in range(3)
-        )
+        self.head_dim = c.n_embd // c.num_heads
+        self.rotary_dim = c.rotary_dim
+        self.q_proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
+        self.k_proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
+        self.v_proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
         self.core = Core()
         self.out_proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
 
     def forward(self, x, positions):
         B, T = positions.shape
-        q, k, v = (
-            w(x).view(B, T, -1, self.head_dim) for w in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = (rotate_every_two(y, positions, self.rotary_dim) for y in (q, k))
+        q = self.q_proj(x).view(B, T, -1, self.head_dim)
+        k = self.k_proj(x).view(B, T, -1, self.head_dim)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim)
+        q = rotate_every_two(q, positions, self.rotary_dim)
+        k = rotate_every_two(k, positions, self.rotary_dim)
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.out_proj(out.transpose(1, 2).reshape(B, T, -1))
 
@@ -77,10 +79,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.fc_in, self.fc_out = (
-            nn.Linear(c.n_embd, 4 * c.n_embd),
-            nn.Linear(4 * c.n_embd, c.n_embd),
-        )
+        self.fc_in = nn.Linear(c.n_embd, 4 * c.n_embd)
+        self.fc_out = nn.Linear(4 * c.n_embd, c.n_embd)
 
     def forward(self, x):
         return self.fc_out(F.gelu(self.fc_in(x), approximate="tanh"))
@@ -89,7 +89,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.ln_1, self.attn, self.mlp = nn.LayerNorm(c.n_embd), Attention(c), MLP(c)
+        self.ln_1 = nn.LayerNorm(c.n_embd)
+        self.attn = Attention(c)
+        self.mlp = MLP(c)
 
     def forward(self, x, positions):
         y = self.ln_1(x)

@@ -74,14 +74,18 @@ class Attention(nn.Module):
         self.wo = nn.Linear(c.dim, c.dim, bias=False)
 
     def forward(self, x, angles, documents_BT):
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        return self.wo(self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2))
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        out = self.core(rotate(q, angles), rotate(k, angles), v, documents_BT)
+        return self.wo(out.flatten(2))
 
 
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.attn_norm, self.ffn_norm = nn.RMSNorm(c.dim, eps=1e-6), nn.RMSNorm(c.dim, eps=1e-6)
+        self.attn_norm = nn.RMSNorm(c.dim, eps=1e-6)
+        self.ffn_norm = nn.RMSNorm(c.dim, eps=1e-6)
         self.attn = Attention(c)
         self.moe = MoE(
             c.dim, c.moe_ffn_dim, Routing(c.num_experts, c.top_k, load_balance_coeff=1e-3)
@@ -99,7 +103,8 @@ class Model(nn.Module):
         self.embed = Embed(c)
         self.rope = RotaryAngles(c.dim // c.num_heads, 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim, eps=1e-6), Head(c)
+        self.norm = nn.RMSNorm(c.dim, eps=1e-6)
+        self.head = Head(c)
 
     def forward(self, tokens_BT, positions_BT, documents_BT=None):
         x = self.embed(tokens_BT)

@@ -50,10 +50,8 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, 2 * c.dim, bias=False),
-            nn.Linear(2 * c.dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, 2 * c.dim, bias=False)
+        self.down = nn.Linear(2 * c.dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -62,10 +60,8 @@ class MLP(nn.Module):
 class Conv(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.weight, self.bias = (
-            nn.Parameter(torch.empty(width, 1, 4)),
-            nn.Parameter(torch.empty(width)),
-        )
+        self.weight = nn.Parameter(torch.empty(width, 1, 4))
+        self.bias = nn.Parameter(torch.empty(width))
 
     def forward(self, x):
         y = F.conv1d(
@@ -85,10 +81,8 @@ class RGLRU(nn.Module):
 
     def forward(self, x):
         x = x.unflatten(-1, (-1, self.rate.size(1)))
-        i, r = (
-            torch.einsum("btnd,nde->btne", x, w).sigmoid()
-            for w in (self.input_gate, self.recurrence_gate)
-        )
+        i = torch.einsum("btnd,nde->btne", x, self.input_gate).sigmoid()
+        r = torch.einsum("btnd,nde->btne", x, self.recurrence_gate).sigmoid()
         log_a = -8.0 * r * F.softplus(self.rate)
         gated_input = (1 - (2 * log_a).exp()).clamp_min(1e-6).sqrt() * i * x
         h = torch.zeros_like(x[:, 0])
@@ -102,12 +96,11 @@ class RGLRU(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.x, self.y, self.out = (
-            nn.Linear(c.dim, c.dim),
-            nn.Linear(c.dim, c.dim),
-            nn.Linear(c.dim, c.dim),
-        )
-        self.conv, self.lru = Conv(c.dim), RGLRU(c.num_heads, c.dim // c.num_heads)
+        self.x = nn.Linear(c.dim, c.dim)
+        self.y = nn.Linear(c.dim, c.dim)
+        self.out = nn.Linear(c.dim, c.dim)
+        self.conv = Conv(c.dim)
+        self.lru = RGLRU(c.num_heads, c.dim // c.num_heads)
 
     def forward(self, x, positions):
         return self.out(self.lru(self.conv(self.x(x))) * F.gelu(self.y(x)))
@@ -121,7 +114,9 @@ class Core(nn.Module):
     def forward(self, q, k, v):
         T = torch.arange(q.size(1), device=q.device)
         lag = T[:, None] - T
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         mask = (lag >= 0) & (lag < self.window)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(
             1, 2
@@ -143,21 +138,26 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.width = c.dim // c.num_heads
-        self.q, self.o = nn.Linear(c.dim, c.dim, bias=False), nn.Linear(c.dim, c.dim)
-        self.k, self.v = (
-            nn.Linear(c.dim, c.num_kv_heads * self.width, bias=False) for _ in range(2)
-        )
+        self.q = nn.Linear(c.dim, c.dim, bias=False)
+        self.o = nn.Linear(c.dim, c.dim)
+        self.k = nn.Linear(c.dim, c.num_kv_heads * self.width, bias=False)
+        self.v = nn.Linear(c.dim, c.num_kv_heads * self.width, bias=False)
         self.core = Core(c.window)
 
     def forward(self, x, positions):
-        q, k, v = (f(x).unflatten(-1, (-1, self.width)) for f in (self.q, self.k, self.v))
-        return self.o(self.core(rotary(q, positions), rotary(k, positions), v).flatten(2))
+        q = self.q(x).unflatten(-1, (-1, self.width))
+        k = self.k(x).unflatten(-1, (-1, self.width))
+        v = self.v(x).unflatten(-1, (-1, self.width))
+        out = self.core(rotary(q, positions), rotary(k, positions), v)
+        return self.o(out.flatten(2))
 
 
 class Layer(nn.Module):
     def __init__(self, c, index):
         super().__init__()
-        self.mix_norm, self.mlp_norm, self.mlp = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim), MLP(c)
+        self.mix_norm = nn.RMSNorm(c.dim)
+        self.mlp_norm = nn.RMSNorm(c.dim)
+        self.mlp = MLP(c)
         self.is_attention = index % 3 == 2
         if self.is_attention:
             self.attn = Attention(c)
@@ -175,7 +175,8 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.layers = nn.ModuleDict({str(i): Layer(c, i) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

@@ -44,10 +44,8 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, 2 * c.dim, bias=False),
-            nn.Linear(2 * c.dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, 2 * c.dim, bias=False)
+        self.down = nn.Linear(2 * c.dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -78,7 +76,9 @@ class Filter(nn.Module):
 
     def __init__(self, dim):
         super().__init__()
-        self.into, self.out, self.skip = nn.Linear(9, 16), nn.Linear(16, dim, bias=False), Skip(dim)
+        self.into = nn.Linear(9, 16)
+        self.out = nn.Linear(16, dim, bias=False)
+        self.skip = Skip(dim)
 
     def forward(self, x):
         lag = torch.arange(x.size(1), device=x.device) / 64
@@ -95,8 +95,10 @@ class Filter(nn.Module):
 class Operator(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.proj, self.out = nn.Linear(c.dim, 3 * c.dim), nn.Linear(c.dim, c.dim)
-        self.short, self.filter = Short(3 * c.dim), Filter(c.dim)
+        self.proj = nn.Linear(c.dim, 3 * c.dim)
+        self.out = nn.Linear(c.dim, c.dim)
+        self.short = Short(3 * c.dim)
+        self.filter = Filter(c.dim)
 
     def forward(self, x):
         a, b, v = self.short(self.proj(x)).unflatten(-1, (-1, 3)).unbind(-1)
@@ -106,12 +108,10 @@ class Operator(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.op_norm, self.op, self.mlp_norm, self.mlp = (
-            nn.RMSNorm(c.dim),
-            Operator(c),
-            nn.RMSNorm(c.dim),
-            MLP(c),
-        )
+        self.op_norm = nn.RMSNorm(c.dim)
+        self.op = Operator(c)
+        self.mlp_norm = nn.RMSNorm(c.dim)
+        self.mlp = MLP(c)
 
     def forward(self, x):
         x = x + self.op(self.op_norm(x))
@@ -123,7 +123,8 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

@@ -44,7 +44,9 @@ LAYOUT = Layout(
 
 class Core(nn.Module):
     def forward(self, q, k, v, documents=None, slopes=None):
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         T = torch.arange(q.size(2), device=q.device)
         distance = (T[:, None] - T).clamp_min(0)
         s = (
@@ -59,21 +61,26 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.hd = c.dim // c.num_heads
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
-        self.core, self.slopes = Core(), HeadNumbers(c.num_heads)
+        self.wq = nn.Linear(c.dim, c.dim, bias=False)
+        self.wk = nn.Linear(c.dim, c.dim, bias=False)
+        self.wv = nn.Linear(c.dim, c.dim, bias=False)
+        self.wo = nn.Linear(c.dim, c.dim, bias=False)
+        self.core = Core()
+        self.slopes = HeadNumbers(c.num_heads)
 
     def forward(self, x, angles):
-        q, k, v = (w(x).unflatten(-1, (-1, self.hd)) for w in (self.wq, self.wk, self.wv))
-        return self.wo(self.core(q, k, v, None, self.slopes()).flatten(2))
+        q = self.wq(x).unflatten(-1, (-1, self.hd))
+        k = self.wk(x).unflatten(-1, (-1, self.hd))
+        v = self.wv(x).unflatten(-1, (-1, self.hd))
+        out = self.core(q, k, v, None, self.slopes())
+        return self.wo(out.flatten(2))
 
 
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, c.ffn_dim, bias=False),
-            nn.Linear(c.ffn_dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, c.ffn_dim, bias=False)
+        self.down = nn.Linear(c.ffn_dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -82,8 +89,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
-        self.attn, self.mlp = Attention(c), MLP(c)
+        self.attn_norm = nn.RMSNorm(c.dim)
+        self.mlp_norm = nn.RMSNorm(c.dim)
+        self.attn = Attention(c)
+        self.mlp = MLP(c)
 
     def forward(self, x, angles):
         x = x + self.attn(self.attn_norm(x), angles)
@@ -96,7 +105,8 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.rope = RotaryAngles(c.dim // c.num_heads, 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

@@ -46,21 +46,25 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.hd = c.dim // c.num_heads
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
+        self.wq = nn.Linear(c.dim, c.dim, bias=False)
+        self.wk = nn.Linear(c.dim, c.dim, bias=False)
+        self.wv = nn.Linear(c.dim, c.dim, bias=False)
+        self.wo = nn.Linear(c.dim, c.dim, bias=False)
         self.core = AttentionCore()
 
     def forward(self, x, angles, documents_BT=None):
-        q, k, v = (w(x).unflatten(-1, (-1, self.hd)) for w in (self.wq, self.wk, self.wv))
-        return self.wo(self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2))
+        q = self.wq(x).unflatten(-1, (-1, self.hd))
+        k = self.wk(x).unflatten(-1, (-1, self.hd))
+        v = self.wv(x).unflatten(-1, (-1, self.hd))
+        out = self.core(rotate(q, angles), rotate(k, angles), v, documents_BT)
+        return self.wo(out.flatten(2))
 
 
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, c.ffn_dim, bias=False),
-            nn.Linear(c.ffn_dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, c.ffn_dim, bias=False)
+        self.down = nn.Linear(c.ffn_dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -78,13 +82,12 @@ class LayerScale(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c, drop):
         super().__init__()
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
-        self.attn, self.mlp, self.ls_attn, self.ls_mlp = (
-            Attention(c),
-            MLP(c),
-            LayerScale(c.dim),
-            LayerScale(c.dim),
-        )
+        self.attn_norm = nn.RMSNorm(c.dim)
+        self.mlp_norm = nn.RMSNorm(c.dim)
+        self.attn = Attention(c)
+        self.mlp = MLP(c)
+        self.ls_attn = LayerScale(c.dim)
+        self.ls_mlp = LayerScale(c.dim)
         self.drop_path = drop
 
     def path(self, x):
@@ -104,7 +107,8 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.rope = RotaryAngles(c.dim // c.num_heads, 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c, 0.0) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

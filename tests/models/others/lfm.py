@@ -43,10 +43,8 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, c.ffn_dim, bias=False),
-            nn.Linear(c.ffn_dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, c.ffn_dim, bias=False)
+        self.down = nn.Linear(c.ffn_dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -69,10 +67,8 @@ class ShortConv(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        self.in_proj, self.out_proj = (
-            nn.Linear(c.dim, 3 * c.dim, bias=False),
-            nn.Linear(c.dim, c.dim, bias=False),
-        )
+        self.in_proj = nn.Linear(c.dim, 3 * c.dim, bias=False)
+        self.out_proj = nn.Linear(c.dim, c.dim, bias=False)
         self.dw = Depthwise(c.dim)
 
     def forward(self, x):
@@ -84,8 +80,10 @@ class ShortConv(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.conv_norm, self.mlp_norm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
-        self.conv, self.mlp = ShortConv(c), MLP(c)
+        self.conv_norm = nn.RMSNorm(c.dim)
+        self.mlp_norm = nn.RMSNorm(c.dim)
+        self.conv = ShortConv(c)
+        self.mlp = MLP(c)
 
     def forward(self, x):
         x = x + self.conv(self.conv_norm(x))
@@ -97,7 +95,8 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

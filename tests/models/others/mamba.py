@@ -43,10 +43,8 @@ LAYOUT = Layout(
 class Conv(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.weight, self.bias = (
-            nn.Parameter(torch.empty(width, 1, 4)),
-            nn.Parameter(torch.empty(width)),
-        )
+        self.weight = nn.Parameter(torch.empty(width, 1, 4))
+        self.bias = nn.Parameter(torch.empty(width))
 
     def forward(self, x):
         y = F.conv1d(
@@ -60,13 +58,12 @@ class Scan(nn.Module):
 
     def __init__(self, c, width):
         super().__init__()
-        self.rank, self.states = c.dt_rank, c.states
+        self.rank = c.dt_rank
+        self.states = c.states
         self.x_proj = nn.Linear(width, c.dt_rank + 2 * c.states, bias=False)
         self.dt_proj = nn.Linear(c.dt_rank, width)
-        self.A_log, self.D = (
-            nn.Parameter(torch.empty(width, c.states)),
-            nn.Parameter(torch.empty(width)),
-        )
+        self.A_log = nn.Parameter(torch.empty(width, c.states))
+        self.D = nn.Parameter(torch.empty(width))
 
     def forward(self, x):
         dt, B, C = self.x_proj(x).split([self.rank, self.states, self.states], -1)
@@ -84,11 +81,10 @@ class Mixer(nn.Module):
     def __init__(self, c):
         super().__init__()
         width = 2 * c.dim
-        self.in_proj, self.out_proj = (
-            nn.Linear(c.dim, 2 * width, bias=False),
-            nn.Linear(width, c.dim, bias=False),
-        )
-        self.conv, self.scan = Conv(width), Scan(c, width)
+        self.in_proj = nn.Linear(c.dim, 2 * width, bias=False)
+        self.out_proj = nn.Linear(width, c.dim, bias=False)
+        self.conv = Conv(width)
+        self.scan = Scan(c, width)
 
     def forward(self, x):
         x, z = self.in_proj(x).chunk(2, -1)
@@ -98,7 +94,8 @@ class Mixer(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.mix_norm, self.mixer = nn.RMSNorm(c.dim), Mixer(c)
+        self.mix_norm = nn.RMSNorm(c.dim)
+        self.mixer = Mixer(c)
 
     def forward(self, x):
         return x + self.mixer(self.mix_norm(x))
@@ -109,7 +106,8 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

@@ -66,18 +66,18 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.head_dim = c.hidden_size // c.num_heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(c.hidden_size, c.hidden_size, bias=False) for _ in range(4)
-        )
+        self.q_proj = nn.Linear(c.hidden_size, c.hidden_size, bias=False)
+        self.k_proj = nn.Linear(c.hidden_size, c.hidden_size, bias=False)
+        self.v_proj = nn.Linear(c.hidden_size, c.hidden_size, bias=False)
+        self.o_proj = nn.Linear(c.hidden_size, c.hidden_size, bias=False)
         self.core = AttentionCore()
 
     def forward(self, x, angles, documents_BT):
-        q, k, v = (
-            w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return self.o_proj(
-            self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2)
-        )
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        out = self.core(rotate(q, angles), rotate(k, angles), v, documents_BT)
+        return self.o_proj(out.flatten(2))
 
 
 class MLP(nn.Module):
@@ -95,11 +95,10 @@ class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.scale = c.scale_depth / math.sqrt(c.num_layers)
-        self.input_layernorm, self.post_attention_layernorm = (
-            nn.RMSNorm(c.hidden_size),
-            nn.RMSNorm(c.hidden_size),
-        )
-        self.self_attn, self.mlp = Attention(c), MLP(c)
+        self.input_layernorm = nn.RMSNorm(c.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size)
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
 
     def forward(self, x, angles, documents_BT):
         x = x + self.self_attn(self.input_layernorm(x), angles, documents_BT) * self.scale
@@ -112,7 +111,8 @@ class Model(nn.Module):
         self.embed_tokens = Embed(c)
         self.rope = RotaryAngles(c.hidden_size // c.num_heads, 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.lm_head = nn.RMSNorm(c.hidden_size), Head(c)
+        self.norm = nn.RMSNorm(c.hidden_size)
+        self.lm_head = Head(c)
         self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, tokens, positions, documents_BT=None):

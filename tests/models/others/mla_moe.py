@@ -62,7 +62,8 @@ LAYOUT = Layout(
 class LatentAttention(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.nope_dim, self.rope_dim = c.nope_dim, c.rope_dim
+        self.nope_dim = c.nope_dim
+        self.rope_dim = c.rope_dim
         self.q = nn.Linear(c.dim, c.num_heads * (c.nope_dim + c.rope_dim), bias=False)
         self.down = nn.Linear(c.dim, c.kv_latent + c.rope_dim, bias=False)
         self.latent_norm = nn.RMSNorm(c.kv_latent, eps=1e-6)
@@ -84,7 +85,8 @@ class LatentAttention(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c, dense):
         super().__init__()
-        self.attn_norm, self.ffn_norm = nn.RMSNorm(c.dim, eps=1e-6), nn.RMSNorm(c.dim, eps=1e-6)
+        self.attn_norm = nn.RMSNorm(c.dim, eps=1e-6)
+        self.ffn_norm = nn.RMSNorm(c.dim, eps=1e-6)
         self.attn = LatentAttention(c)
         if dense:
             self.ffn = FeedForward(c.dim, c.ffn_dim)
@@ -109,10 +111,8 @@ class Model(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): Layer(c, i < c.num_dense_layers) for i in range(c.num_layers)}
         )
-        self.norm, self.head = (
-            nn.RMSNorm(c.dim, eps=1e-6),
-            nn.Linear(c.dim, c.vocab_size, bias=False),
-        )
+        self.norm = nn.RMSNorm(c.dim, eps=1e-6)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens_BT, positions_BT, documents_BT=None):
         x = self.embed(tokens_BT)

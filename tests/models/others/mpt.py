@@ -63,21 +63,27 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.head_dim = c.d_model // c.num_heads
-        self.wq, self.wk, self.wv = (nn.Linear(c.d_model, c.d_model, bias=False) for _ in range(3))
+        self.wq = nn.Linear(c.d_model, c.d_model, bias=False)
+        self.wk = nn.Linear(c.d_model, c.d_model, bias=False)
+        self.wv = nn.Linear(c.d_model, c.d_model, bias=False)
         self.core = AlibiCore(c.num_heads, c.alibi_bias_max)
         self.out_proj = nn.Linear(c.d_model, c.d_model, bias=False)
 
     def forward(self, x, documents):
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         return self.out_proj(self.core(q, k, v, documents).flatten(2))
 
 
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.norm_1, self.norm_2 = (nn.LayerNorm(c.d_model, bias=False) for _ in range(2))
+        self.norm_1 = nn.LayerNorm(c.d_model, bias=False)
+        self.norm_2 = nn.LayerNorm(c.d_model, bias=False)
         self.attn = Attention(c)
-        self.up_proj, self.act = nn.Linear(c.d_model, 4 * c.d_model, bias=False), nn.GELU()
+        self.up_proj = nn.Linear(c.d_model, 4 * c.d_model, bias=False)
+        self.act = nn.GELU()
         self.down_proj = nn.Linear(4 * c.d_model, c.d_model, bias=False)
 
     def forward(self, x, documents):

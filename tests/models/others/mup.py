@@ -54,10 +54,8 @@ class MupCore(nn.Module):
 class Embed(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.tokens, self.places = (
-            nn.Embedding(c.vocab_size, c.width),
-            nn.Embedding(c.max_tokens, c.width),
-        )
+        self.tokens = nn.Embedding(c.vocab_size, c.width)
+        self.places = nn.Embedding(c.max_tokens, c.width)
 
     def forward(self, tokens, positions):
         return 4.0 * self.tokens(tokens) + self.places(positions)
@@ -67,7 +65,10 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.head_dim = c.width // c.num_heads
-        self.q, self.k, self.v, self.o = (nn.Linear(c.width, c.width) for _ in range(4))
+        self.q = nn.Linear(c.width, c.width)
+        self.k = nn.Linear(c.width, c.width)
+        self.v = nn.Linear(c.width, c.width)
+        self.o = nn.Linear(c.width, c.width)
         self.core = MupCore(self.head_dim)
 
     def forward(self, x):
@@ -78,9 +79,11 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(c.width), nn.LayerNorm(c.width)
+        self.norm1 = nn.LayerNorm(c.width)
+        self.norm2 = nn.LayerNorm(c.width)
         self.attn = Attention(c)
-        self.w1, self.w2 = nn.Linear(c.width, 3 * c.width), nn.Linear(3 * c.width, c.width)
+        self.w1 = nn.Linear(c.width, 3 * c.width)
+        self.w2 = nn.Linear(3 * c.width, c.width)
 
     def forward(self, x):
         x = x + self.attn(self.norm1(x))
@@ -90,7 +93,8 @@ class Layer(nn.Module):
 class Readout(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(c.width), nn.Linear(c.width, c.vocab_size, bias=False)
+        self.norm = nn.LayerNorm(c.width)
+        self.linear = nn.Linear(c.width, c.vocab_size, bias=False)
         self.ratio = c.width / c.base_width
 
     def forward(self, x):
@@ -100,7 +104,8 @@ class Readout(nn.Module):
 class Model(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.embed, self.readout = Embed(c), Readout(c)
+        self.embed = Embed(c)
+        self.readout = Readout(c)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
 
     def forward(self, tokens, positions):

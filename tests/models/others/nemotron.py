@@ -73,10 +73,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, c.ffn_dim, bias=False),
-            nn.Linear(c.ffn_dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, c.ffn_dim, bias=False)
+        self.down = nn.Linear(c.ffn_dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.relu(self.up(x)).pow(2))
@@ -85,8 +83,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.attn_norm, self.mlp_norm = LayerNorm1P(c.dim), LayerNorm1P(c.dim)
-        self.attn, self.mlp = Attention(c), MLP(c)
+        self.attn_norm = LayerNorm1P(c.dim)
+        self.mlp_norm = LayerNorm1P(c.dim)
+        self.attn = Attention(c)
+        self.mlp = MLP(c)
 
     def forward(self, x, angles):
         x = x + self.attn(self.attn_norm(x), angles)
@@ -99,7 +99,8 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.rope = RotaryAngles(c.dim // c.num_heads // 2, 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = LayerNorm1P(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = LayerNorm1P(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

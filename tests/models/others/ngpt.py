@@ -94,13 +94,17 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.hd = c.dim // c.num_heads
-        self.wq, self.wk, self.wv = (UnitLinear(c.dim, c.dim, bias=False) for _ in range(3))
+        self.wq = UnitLinear(c.dim, c.dim, bias=False)
+        self.wk = UnitLinear(c.dim, c.dim, bias=False)
+        self.wv = UnitLinear(c.dim, c.dim, bias=False)
         self.wo = UnitOut(c.dim, c.dim, bias=False)
         self.s_qk = Scale(self.hd)
         self.core = AttentionCore(scale=self.hd**0.5)
 
     def forward(self, x, angles):
-        q, k, v = (w(x).unflatten(-1, (-1, self.hd)) for w in (self.wq, self.wk, self.wv))
+        q = self.wq(x).unflatten(-1, (-1, self.hd))
+        k = self.wk(x).unflatten(-1, (-1, self.hd))
+        v = self.wv(x).unflatten(-1, (-1, self.hd))
         q = self.s_qk(rotate(q, angles))
         k = self.s_qk(rotate(k, angles))
         return self.wo(self.core(q, k, v).flatten(2))
@@ -109,10 +113,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.u, self.v = (
-            UnitLinear(c.dim, c.ffn_dim, bias=False),
-            UnitLinear(c.dim, c.ffn_dim, bias=False),
-        )
+        self.u = UnitLinear(c.dim, c.ffn_dim, bias=False)
+        self.v = UnitLinear(c.dim, c.ffn_dim, bias=False)
         self.o = UnitOut(c.ffn_dim, c.dim, bias=False)
         self.scale = c.dim**0.5
 
@@ -123,12 +125,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.attn, self.mlp, self.step_a, self.step_m = (
-            Attention(c),
-            MLP(c),
-            Step(c.dim),
-            Step(c.dim),
-        )
+        self.attn = Attention(c)
+        self.mlp = MLP(c)
+        self.step_a = Step(c.dim)
+        self.step_m = Step(c.dim)
 
     def forward(self, x, angles):
         x = self.step_a(x, self.attn(x, angles))

@@ -55,12 +55,18 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.head_dim = c.dim // c.num_heads
-        self.q, self.k, self.v, self.out = (nn.Linear(c.dim, c.dim) for _ in range(4))
-        self.temperature, self.core = Temperature(), AttentionCore(scale=1.0)
+        self.q = nn.Linear(c.dim, c.dim)
+        self.k = nn.Linear(c.dim, c.dim)
+        self.v = nn.Linear(c.dim, c.dim)
+        self.out = nn.Linear(c.dim, c.dim)
+        self.temperature = Temperature()
+        self.core = AttentionCore(scale=1.0)
         self.out_norm = nn.LayerNorm(c.dim)
 
     def forward(self, x, angles):
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q, self.k, self.v))
+        q = self.q(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v(x).unflatten(-1, (-1, self.head_dim))
         q = F.normalize(rotate(q, angles), dim=-1)
         k = F.normalize(rotate(k, angles), dim=-1)
         return self.out(self.out_norm(self.core(self.temperature(q), k, v).flatten(2)))
@@ -69,11 +75,9 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.norm, self.down = (
-            nn.Linear(c.dim, c.ffn_dim),
-            nn.LayerNorm(c.ffn_dim),
-            nn.Linear(c.ffn_dim, c.dim),
-        )
+        self.up = nn.Linear(c.dim, c.ffn_dim)
+        self.norm = nn.LayerNorm(c.ffn_dim)
+        self.down = nn.Linear(c.ffn_dim, c.dim)
 
     def forward(self, x):
         return self.down(self.norm(F.gelu(self.up(x))))
@@ -82,8 +86,11 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.norm_in, self.norm_out, self.norm_ffn = (nn.LayerNorm(c.dim) for _ in range(3))
-        self.attn, self.ffn = Attention(c), FeedForward(c)
+        self.norm_in = nn.LayerNorm(c.dim)
+        self.norm_out = nn.LayerNorm(c.dim)
+        self.norm_ffn = nn.LayerNorm(c.dim)
+        self.attn = Attention(c)
+        self.ffn = FeedForward(c)
 
     def forward(self, x, angles):
         x = x + self.norm_out(self.attn(self.norm_in(x), angles))
@@ -96,7 +103,8 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.rope = RotaryAngles(c.dim // c.num_heads, 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = nn.LayerNorm(c.dim), nn.Linear(c.dim, c.vocab_size)
+        self.norm = nn.LayerNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

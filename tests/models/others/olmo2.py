@@ -49,7 +49,8 @@ LAYOUT = Layout(
 class RMSNorm(nn.Module):
     def __init__(self, size, eps):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
 
     def forward(self, x):
         y = x.float()
@@ -73,10 +74,11 @@ class Attention(nn.Module):
         q = self.q_norm(self.q_proj(x))
         k = self.k_norm(self.k_proj(x))
         v = self.v_proj(x)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
-        return self.o_proj(
-            self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2)
-        )
+        q = q.unflatten(-1, (-1, self.head_dim))
+        k = k.unflatten(-1, (-1, self.head_dim))
+        v = v.unflatten(-1, (-1, self.head_dim))
+        out = self.core(rotate(q, angles), rotate(k, angles), v, documents_BT)
+        return self.o_proj(out.flatten(2))
 
 
 class MLP(nn.Module):
@@ -93,7 +95,8 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.self_attn, self.mlp = Attention(c), MLP(c)
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
         self.post_attention_layernorm = RMSNorm(c.dim, c.eps)
         self.post_feedforward_layernorm = RMSNorm(c.dim, c.eps)
 

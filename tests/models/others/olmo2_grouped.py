@@ -46,11 +46,12 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.hd = c.dim // c.num_heads
-        self.wq, self.wo = nn.Linear(c.dim, c.dim, bias=False), nn.Linear(c.dim, c.dim, bias=False)
-        self.wk, self.wv = (
-            nn.Linear(c.dim, c.num_kv_heads * self.hd, bias=False) for _ in range(2)
-        )
-        self.q_norm, self.k_norm = nn.LayerNorm(c.dim), nn.LayerNorm(c.num_kv_heads * self.hd)
+        self.wq = nn.Linear(c.dim, c.dim, bias=False)
+        self.wo = nn.Linear(c.dim, c.dim, bias=False)
+        self.wk = nn.Linear(c.dim, c.num_kv_heads * self.hd, bias=False)
+        self.wv = nn.Linear(c.dim, c.num_kv_heads * self.hd, bias=False)
+        self.q_norm = nn.LayerNorm(c.dim)
+        self.k_norm = nn.LayerNorm(c.num_kv_heads * self.hd)
         self.core = AttentionCore()
 
     def forward(self, x, angles, documents_BT=None):
@@ -58,16 +59,15 @@ class Attention(nn.Module):
             y.unflatten(-1, (-1, self.hd))
             for y in (self.q_norm(self.wq(x)), self.k_norm(self.wk(x)), self.wv(x))
         )
-        return self.wo(self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2))
+        out = self.core(rotate(q, angles), rotate(k, angles), v, documents_BT)
+        return self.wo(out.flatten(2))
 
 
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, c.ffn_dim, bias=False),
-            nn.Linear(c.ffn_dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, c.ffn_dim, bias=False)
+        self.down = nn.Linear(c.ffn_dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -76,8 +76,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
-        self.attn, self.mlp = Attention(c), MLP(c)
+        self.attn_norm = nn.RMSNorm(c.dim)
+        self.mlp_norm = nn.RMSNorm(c.dim)
+        self.attn = Attention(c)
+        self.mlp = MLP(c)
 
     def forward(self, x, angles):
         x = x + self.attn_norm(self.attn(x, angles))
@@ -90,7 +92,8 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.rope = RotaryAngles(c.dim // c.num_heads, 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

@@ -45,10 +45,8 @@ class Attention(nn.Module):
         self.head_dim = c.head_dim
         # per group: two q, one k, one v
         self.qkv = nn.Linear(c.dim, groups * 4 * c.head_dim, bias=False)
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(c.head_dim, eps=1e-6),
-            nn.RMSNorm(c.head_dim, eps=1e-6),
-        )
+        self.q_norm = nn.RMSNorm(c.head_dim, eps=1e-6)
+        self.k_norm = nn.RMSNorm(c.head_dim, eps=1e-6)
         self.core = AttentionCore()
         self.out = nn.Linear(groups * 2 * c.head_dim, c.dim, bias=False)
 
@@ -77,7 +75,8 @@ class GatedFFN(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c, index):
         super().__init__()
-        self.attn_norm, self.ffn_norm = nn.RMSNorm(c.dim, eps=1e-6), nn.RMSNorm(c.dim, eps=1e-6)
+        self.attn_norm = nn.RMSNorm(c.dim, eps=1e-6)
+        self.ffn_norm = nn.RMSNorm(c.dim, eps=1e-6)
         self.attn = Attention(c, groups=4 if index % 2 else 2)
         self.ffn = GatedFFN(c.dim, c.ffn_step * (1 + index))
 
@@ -92,10 +91,8 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.rope = RotaryAngles(c.head_dim, 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c, i) for i in range(c.num_layers)})
-        self.norm, self.head = (
-            nn.RMSNorm(c.dim, eps=1e-6),
-            nn.Linear(c.dim, c.vocab_size, bias=False),
-        )
+        self.norm = nn.RMSNorm(c.dim, eps=1e-6)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens_BT, positions_BT, documents_BT=None):
         x = self.embed(tokens_BT)

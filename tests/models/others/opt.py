@@ -58,7 +58,9 @@ class Attention(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.head_dim = c.dim // c.num_heads
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(c.dim, c.dim) for _ in range(3))
+        self.q_proj = nn.Linear(c.dim, c.dim)
+        self.k_proj = nn.Linear(c.dim, c.dim)
+        self.v_proj = nn.Linear(c.dim, c.dim)
         self.core = AttentionCore(scale=1.0)
         self.out_proj = nn.Linear(c.dim, c.dim)
 

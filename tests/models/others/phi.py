@@ -47,15 +47,16 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = c.dim // c.num_heads
         self.rotary_dim = int(c.partial_rotary_factor * self.head_dim)
-        self.q_proj, self.k_proj, self.v_proj, self.dense = (
-            nn.Linear(c.dim, c.dim) for _ in range(4)
-        )
+        self.q_proj = nn.Linear(c.dim, c.dim)
+        self.k_proj = nn.Linear(c.dim, c.dim)
+        self.v_proj = nn.Linear(c.dim, c.dim)
+        self.dense = nn.Linear(c.dim, c.dim)
         self.core = AttentionCore()
 
     def forward(self, x, angles, documents):
-        q, k, v = (
-            w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         r = self.rotary_dim
         q = torch.cat([rotate(q[..., :r], angles), q[..., r:]], -1)
         k = torch.cat([rotate(k[..., :r], angles), k[..., r:]], -1)
@@ -65,10 +66,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.fc1, self.fc2 = (
-            nn.Linear(c.dim, c.intermediate_size),
-            nn.Linear(c.intermediate_size, c.dim),
-        )
+        self.fc1 = nn.Linear(c.dim, c.intermediate_size)
+        self.fc2 = nn.Linear(c.intermediate_size, c.dim)
 
     def forward(self, x):
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
@@ -77,7 +76,9 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.input_layernorm, self.self_attn, self.mlp = nn.LayerNorm(c.dim), Attention(c), MLP(c)
+        self.input_layernorm = nn.LayerNorm(c.dim)
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
         self.resid_dropout = nn.Dropout(0.0)
 
     def forward(self, x, angles, documents):
@@ -95,10 +96,8 @@ class Model(nn.Module):
         self.embed_tokens = nn.Embedding(c.vocab_size, c.dim)
         self.rotary = RotaryAngles(int(c.partial_rotary_factor * (c.dim // c.num_heads)), 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.final_layernorm, self.lm_head = (
-            nn.LayerNorm(c.dim),
-            nn.Linear(c.dim, c.vocab_size, bias=True),
-        )
+        self.final_layernorm = nn.LayerNorm(c.dim)
+        self.lm_head = nn.Linear(c.dim, c.vocab_size, bias=True)
 
     def forward(self, tokens, positions, documents_BT=None):
         x = self.embed_tokens(tokens)

@@ -44,7 +44,8 @@ LAYOUT = Layout(
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.head_dim, self.group = c.hidden_size // c.num_heads, c.num_heads // c.num_kv_heads
+        self.head_dim = c.hidden_size // c.num_heads
+        self.group = c.num_heads // c.num_kv_heads
         # for each KV head: queries, key, value
         self.qkv_proj = nn.Linear(
             c.hidden_size, c.num_kv_heads * (self.group + 2) * self.head_dim, bias=False
@@ -57,7 +58,8 @@ class Attention(nn.Module):
         q, k, v = parts.split((self.group, 1, 1), dim=-2)
         q = rotate(q.flatten(2, 3), angles)
         k = rotate(k.squeeze(-2), angles)
-        return self.o_proj(self.core(q, k, v.squeeze(-2), documents_BT).flatten(2))
+        out = self.core(q, k, v.squeeze(-2), documents_BT)
+        return self.o_proj(out.flatten(2))
 
 
 class MLP(nn.Module):
@@ -76,7 +78,8 @@ class Layer(nn.Module):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=1e-5)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=1e-5)
-        self.self_attn, self.mlp = Attention(c), MLP(c)
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
         self.drop = nn.Dropout(c.resid_pdrop)
 
     def forward(self, x, angles, documents_BT=None):

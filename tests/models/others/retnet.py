@@ -43,10 +43,8 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, 2 * c.dim, bias=False),
-            nn.Linear(2 * c.dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, 2 * c.dim, bias=False)
+        self.down = nn.Linear(2 * c.dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -70,15 +68,18 @@ class Retention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.width = c.dim // c.num_heads
-        self.q, self.k, self.v, self.g, self.out = (
-            nn.Linear(c.dim, c.dim, bias=False) for _ in range(5)
-        )
-        self.pace, self.group = Pace(c.num_heads), nn.LayerNorm(self.width)
+        self.q = nn.Linear(c.dim, c.dim, bias=False)
+        self.k = nn.Linear(c.dim, c.dim, bias=False)
+        self.v = nn.Linear(c.dim, c.dim, bias=False)
+        self.g = nn.Linear(c.dim, c.dim, bias=False)
+        self.out = nn.Linear(c.dim, c.dim, bias=False)
+        self.pace = Pace(c.num_heads)
+        self.group = nn.LayerNorm(self.width)
 
     def forward(self, x):
-        q, k, v = (
-            f(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
+        q = self.q(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        k = self.k(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        v = self.v(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
         decayed = self.pace(q @ k.transpose(-1, -2) * self.width**-0.5)
         y = self.group((decayed @ v).transpose(1, 2)).flatten(2)
         return self.out(F.silu(self.g(x)) * y)
@@ -87,12 +88,10 @@ class Retention(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.ret_norm, self.ret, self.mlp_norm, self.mlp = (
-            nn.RMSNorm(c.dim),
-            Retention(c),
-            nn.RMSNorm(c.dim),
-            MLP(c),
-        )
+        self.ret_norm = nn.RMSNorm(c.dim)
+        self.ret = Retention(c)
+        self.mlp_norm = nn.RMSNorm(c.dim)
+        self.mlp = MLP(c)
 
     def forward(self, x):
         x = x + self.ret(self.ret_norm(x))
@@ -104,7 +103,8 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

@@ -57,14 +57,18 @@ class TimeMix(nn.Module):
     def __init__(self, dim):
         super().__init__()
         self.shift = Shift(dim)
-        self.decay, self.receptance, self.key, self.value = (
-            nn.Linear(dim, dim, bias=False) for _ in range(4)
-        )
+        self.decay = nn.Linear(dim, dim, bias=False)
+        self.receptance = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, dim, bias=False)
+        self.value = nn.Linear(dim, dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x):
         x = self.shift(x)
-        w, r, k, v = (f(x) for f in (self.decay, self.receptance, self.key, self.value))
+        w = self.decay(x)
+        r = self.receptance(x)
+        k = self.key(x)
+        v = self.value(x)
         # logarithm of the remaining weight of a token at each later one
         decay = (-0.5 - F.softplus(w)).cumsum(1)
         log_weight = decay[:, :, None] - decay[:, None]
@@ -80,10 +84,8 @@ class ChannelMix(nn.Module):
     def __init__(self, dim):
         super().__init__()
         self.shift = Shift(dim)
-        self.key, self.value = (
-            nn.Linear(dim, 4 * dim, bias=False),
-            nn.Linear(4 * dim, dim, bias=False),
-        )
+        self.key = nn.Linear(dim, 4 * dim, bias=False)
+        self.value = nn.Linear(4 * dim, dim, bias=False)
 
     def forward(self, x):
         return self.value(self.key(self.shift(x)).relu().square())
@@ -92,8 +94,10 @@ class ChannelMix(nn.Module):
 class Block(nn.Module):
     def __init__(self, dim):
         super().__init__()
-        self.ln1, self.ln2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.att, self.ffn = TimeMix(dim), ChannelMix(dim)
+        self.ln1 = nn.LayerNorm(dim)
+        self.ln2 = nn.LayerNorm(dim)
+        self.att = TimeMix(dim)
+        self.ffn = ChannelMix(dim)
 
     def forward(self, x):
         x = x + self.att(self.ln1(x))
@@ -103,9 +107,11 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.emb, self.ln0 = nn.Embedding(c.vocab_size, c.dim), nn.LayerNorm(c.dim)
+        self.emb = nn.Embedding(c.vocab_size, c.dim)
+        self.ln0 = nn.LayerNorm(c.dim)
         self.blocks = nn.ModuleDict({str(i): Block(c.dim) for i in range(c.num_layers)})
-        self.ln_out, self.head = nn.LayerNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.ln_out = nn.LayerNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.ln0(self.emb(tokens))

@@ -53,13 +53,18 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.head_dim = c.dim // c.num_heads
-        self.q, self.k, self.v, self.out = (nn.Linear(c.dim, c.dim) for _ in range(4))
+        self.q = nn.Linear(c.dim, c.dim)
+        self.k = nn.Linear(c.dim, c.dim)
+        self.v = nn.Linear(c.dim, c.dim)
+        self.out = nn.Linear(c.dim, c.dim)
         # a table with one row, whose columns are split with the heads
         self.sinks = nn.Embedding(1, c.num_heads)
         self.core = SinkCore()
 
     def forward(self, x, angles):
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q, self.k, self.v))
+        q = self.q(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v(x).unflatten(-1, (-1, self.head_dim))
         sinks = self.sinks(torch.zeros(1, dtype=torch.long, device=q.device))[0]
         return self.out(self.core(rotate(q, angles), rotate(k, angles), v, None, sinks).flatten(2))
 
@@ -67,7 +72,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = nn.Linear(c.dim, 2 * c.dim), nn.Linear(2 * c.dim, c.dim)
+        self.up = nn.Linear(c.dim, 2 * c.dim)
+        self.down = nn.Linear(2 * c.dim, c.dim)
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -76,8 +82,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.attn_norm, self.ffn_norm = nn.RMSNorm(c.dim, eps=1e-5), nn.RMSNorm(c.dim, eps=1e-5)
-        self.attn, self.mlp = Attention(c), MLP(c)
+        self.attn_norm = nn.RMSNorm(c.dim, eps=1e-5)
+        self.ffn_norm = nn.RMSNorm(c.dim, eps=1e-5)
+        self.attn = Attention(c)
+        self.mlp = MLP(c)
 
     def forward(self, x, angles):
         x = x + self.attn(self.attn_norm(x), angles)
@@ -90,10 +98,8 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.rope = RotaryAngles(c.dim // c.num_heads, 150000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = (
-            nn.RMSNorm(c.dim, eps=1e-5),
-            nn.Linear(c.dim, c.vocab_size, bias=False),
-        )
+        self.norm = nn.RMSNorm(c.dim, eps=1e-5)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)

@@ -51,21 +51,25 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.head_dim = c.dim // c.num_heads
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
+        self.wq = nn.Linear(c.dim, c.dim, bias=False)
+        self.wk = nn.Linear(c.dim, c.dim, bias=False)
+        self.wv = nn.Linear(c.dim, c.dim, bias=False)
+        self.wo = nn.Linear(c.dim, c.dim, bias=False)
         self.core = AttentionCore(scale=0.12 * 8)
 
     def forward(self, x, angles):
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        return self.wo(self.core(rotate(norm(q), angles), rotate(norm(k), angles), v).flatten(2))
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        out = self.core(rotate(norm(q), angles), rotate(norm(k), angles), v)
+        return self.wo(out.flatten(2))
 
 
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, 4 * c.dim, bias=False),
-            nn.Linear(4 * c.dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, 4 * c.dim, bias=False)
+        self.down = nn.Linear(4 * c.dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.relu(self.up(x)).square())
@@ -74,7 +78,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.attn, self.mlp = Attention(c), MLP(c)
+        self.attn = Attention(c)
+        self.mlp = MLP(c)
 
     def forward(self, x, angles):
         x = x + self.attn(norm(x), angles)

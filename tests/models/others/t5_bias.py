@@ -40,7 +40,9 @@ LAYOUT = Layout(
 
 class Core(nn.Module):
     def forward(self, q, k, v, bias):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         hidden = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).triu(1)
         bias = bias.masked_fill(hidden, -torch.inf)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0).transpose(1, 2)
@@ -49,15 +51,19 @@ class Core(nn.Module):
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.head_dim, self.num_buckets = c.d_model // c.num_heads, c.num_buckets
-        self.q, self.k, self.v, self.o = (
-            nn.Linear(c.d_model, c.d_model, bias=False) for _ in range(4)
-        )
+        self.head_dim = c.d_model // c.num_heads
+        self.num_buckets = c.num_buckets
+        self.q = nn.Linear(c.d_model, c.d_model, bias=False)
+        self.k = nn.Linear(c.d_model, c.d_model, bias=False)
+        self.v = nn.Linear(c.d_model, c.d_model, bias=False)
+        self.o = nn.Linear(c.d_model, c.d_model, bias=False)
         self.relative_attention_bias = nn.Embedding(c.num_buckets, c.num_heads)
         self.core = Core()
 
     def forward(self, x, positions):
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q, self.k, self.v))
+        q = self.q(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v(x).unflatten(-1, (-1, self.head_dim))
         distance = (positions[:, :, None] - positions[:, None]).clamp(min=0)
         far_bucket = 4 + (distance.float().clamp(min=4) / 4).log2().mul(2).long()
         bucket = torch.where(distance < 4, distance, far_bucket).clamp(max=self.num_buckets - 1)
@@ -68,7 +74,8 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(c.d_model, eps=1e-6), nn.RMSNorm(c.d_model, eps=1e-6)
+        self.norm1 = nn.RMSNorm(c.d_model, eps=1e-6)
+        self.norm2 = nn.RMSNorm(c.d_model, eps=1e-6)
         self.attn = Attention(c)
         self.wi = nn.Linear(c.d_model, 4 * c.d_model, bias=False)
         self.wo = nn.Linear(4 * c.d_model, c.d_model, bias=False)

@@ -43,10 +43,8 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(c.dim, 2 * c.dim, bias=False),
-            nn.Linear(2 * c.dim, c.dim, bias=False),
-        )
+        self.up = nn.Linear(c.dim, 2 * c.dim, bias=False)
+        self.down = nn.Linear(2 * c.dim, c.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -56,12 +54,18 @@ class Cell(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.width = c.dim // c.num_heads
-        self.q, self.k, self.v, self.o = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
+        self.q = nn.Linear(c.dim, c.dim, bias=False)
+        self.k = nn.Linear(c.dim, c.dim, bias=False)
+        self.v = nn.Linear(c.dim, c.dim, bias=False)
+        self.o = nn.Linear(c.dim, c.dim, bias=False)
         self.gates = nn.Linear(c.dim, 2 * c.num_heads)  # per head: input gate, forget gate
-        self.head_norm, self.down = nn.RMSNorm(self.width), nn.Linear(c.dim, c.dim, bias=False)
+        self.head_norm = nn.RMSNorm(self.width)
+        self.down = nn.Linear(c.dim, c.dim, bias=False)
 
     def forward(self, x):
-        q, k, v = (f(x).unflatten(-1, (-1, self.width)) for f in (self.q, self.k, self.v))
+        q = self.q(x).unflatten(-1, (-1, self.width))
+        k = self.k(x).unflatten(-1, (-1, self.width))
+        v = self.v(x).unflatten(-1, (-1, self.width))
         i, f = self.gates(x).unflatten(-1, (-1, 2)).unbind(-1)
         f = F.logsigmoid(f)
         k = k * self.width**-0.5
@@ -87,12 +91,10 @@ class Cell(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.cell_norm, self.cell, self.mlp_norm, self.mlp = (
-            nn.RMSNorm(c.dim),
-            Cell(c),
-            nn.RMSNorm(c.dim),
-            MLP(c),
-        )
+        self.cell_norm = nn.RMSNorm(c.dim)
+        self.cell = Cell(c)
+        self.mlp_norm = nn.RMSNorm(c.dim)
+        self.mlp = MLP(c)
 
     def forward(self, x):
         x = x + self.cell(self.cell_norm(x))
@@ -104,7 +106,8 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(c.dim)
+        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions):
         x = self.embed(tokens)
