@@ -84,12 +84,8 @@ def test_peft_opens_adapters_of_experts_and_merges_equally(
 
 def test_expert_adapters_that_peft_transposes_are_merged_but_not_exported(tmp_path, capsys) -> None:
     base = save(build("llama4"), tmp_path / "base")
-    ended = train(
-        1,
-        adapter_config(
-            base, tmp_path / "run", lora={**BOTH, "target_parameters": ["experts.*_proj"]}
-        ),
-    )[0]
+    lora = {**BOTH, "target_parameters": ["experts.*_proj"]}
+    ended = train(1, adapter_config(base, tmp_path / "run", lora=lora))[0]
 
     assert ended.error is None
     assert ended.losses[-1] < ended.losses[0]
@@ -98,12 +94,11 @@ def test_expert_adapters_that_peft_transposes_are_merged_but_not_exported(tmp_pa
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 2
     assert "merge the adapters" in capsys.readouterr().err
-    assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
 
-    summed = logits(
-        open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260
-    )
-    torch.testing.assert_close(summed, unmerged, atol=3e-5, rtol=0)
+    # The advice works: the merged model computes the same logits, up to float32 rounding.
+    assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
+    merged = open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml")
+    torch.testing.assert_close(logits(merged.model, 260), unmerged, atol=3e-5, rtol=0)
 
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {

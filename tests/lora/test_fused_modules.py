@@ -119,7 +119,8 @@ def test_peft_opens_adapters_of_interleaved_experts_that_were_trained_here(tmp_p
 
     model = peft.PeftModel.from_pretrained(build("gpt_oss"), tmp_path / "peft").eval()
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens(260)).logits, unmerged, atol=TOLERANCE, rtol=0)
+        logits_of_peft = model(tokens(260)).logits
+    torch.testing.assert_close(logits_of_peft, unmerged, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("names", [STACKS, ["feed_forward.experts.down_proj"]])

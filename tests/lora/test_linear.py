@@ -41,23 +41,24 @@ def test_the_output_matches_the_formula_and_only_factors_have_gradients():
     a = adapted.lora_a
     b = adapted.lora_b
 
-    torch.testing.assert_close(y, x @ base.weight.T + base.bias + 2.5 * x @ a.T @ b.T)
+    base_output = x @ base.weight.T + base.bias
+    torch.testing.assert_close(y, base_output + 2.5 * x @ a.T @ b.T)
 
     y.square().sum().backward()
     assert base.weight.grad is None
     assert base.bias.grad is None
 
     gradient = 2 * y.detach()
-    torch.testing.assert_close(
-        b.grad, 2.5 * torch.einsum("bto,btr->or", gradient, x @ a.detach().T)
-    )
-    torch.testing.assert_close(a.grad, 2.5 * torch.einsum("btr,bti->ri", gradient @ b.detach(), x))
+    expected_b_grad = 2.5 * torch.einsum("bto,btr->or", gradient, x @ a.detach().T)
+    expected_a_grad = 2.5 * torch.einsum("btr,bti->ri", gradient @ b.detach(), x)
+    torch.testing.assert_close(b.grad, expected_b_grad)
+    torch.testing.assert_close(a.grad, expected_a_grad)
 
     merged_weight = merged(base.weight, a, b, 2.5)
     assert merged_weight.dtype == torch.float32
-    torch.testing.assert_close(
-        x.float() @ merged_weight.T + base.bias.float(), y.float(), atol=1e-4, rtol=0
-    )
+    output_of_merged = x.float() @ merged_weight.T + base.bias.float()
+    # the merged weight is rounded to float32, and outputs are sums of 24 numbers up to about 30
+    torch.testing.assert_close(output_of_merged, y.float(), atol=1e-4, rtol=0)
 
 
 def test_dropout_only_applies_to_the_adapter_s_input_in_training():
@@ -181,20 +182,23 @@ def test_dora_matches_the_output_and_gradients_of_peft(kind: str, dropout: float
         "target_modules": ["0"],
         "use_dora": True,
         "lora_dropout": dropout,
+        "fan_in_fan_out": kind == "Conv1D",
     }
-    options["fan_in_fan_out"] = kind == "Conv1D"
     adapted = LoraLinear(base, 4, 2.0, dropout, use_dora=True)
     reference = peft.get_peft_model(nn.Sequential(copy.deepcopy(base)), peft.LoraConfig(**options))
-    their = {
-        name.split(".default")[0].rpartition(".")[2]: p
-        for name, p in reference.named_parameters()
-        if p.requires_grad
-    }
+
+    # Both get the same random factors and magnitudes.
+    their = {}
+    for name, parameter in reference.named_parameters():
+        if parameter.requires_grad:
+            their[name.split(".default")[0].rpartition(".")[2]] = parameter
     magnitude = next(p for name, p in reference.named_parameters() if "magnitude" in name)
     with torch.no_grad():
         adapted.lora_a.copy_(their["lora_A"].normal_())
         adapted.lora_b.copy_(their["lora_B"].normal_())
         adapted.lora_magnitude.copy_(magnitude.uniform_(0.5, 2.0))
+
+    # A forward and a backward pass with the same input and dropout.
     outputs = []
     for model in (adapted, reference):
         x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -202,14 +206,16 @@ def test_dora_matches_the_output_and_gradients_of_peft(kind: str, dropout: float
         out = model.train()(x)
         out.square().sum().backward()
         outputs.append((out.detach(), x.grad))
-    pairs = [*zip(*outputs, strict=True), (adapted.lora_a.grad, their["lora_A"].grad)]
-    pairs += [
+
+    pairs = [
+        *zip(*outputs, strict=True),
+        (adapted.lora_a.grad, their["lora_A"].grad),
         (adapted.lora_b.grad, their["lora_B"].grad),
         (adapted.lora_magnitude.grad, magnitude.grad),
     ]
-
-    for actual, other in pairs:
-        torch.testing.assert_close(actual, other, atol=1e-5 * float(other.abs().max()), rtol=1e-5)
+    for actual, expected in pairs:
+        atol = 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(actual, expected, atol=atol, rtol=1e-5)
     assert adapted.weight.grad is None
     assert adapted.bias.grad is None
 
@@ -264,6 +270,7 @@ def test_a_dry_run_counts_what_a_rank_holds_and_trains(lora: dict[str, Any], fla
 
     assert (report.gradient_bytes, report.parameter_bytes) == (trained_bytes, parameter_bytes)
     assert (report.num_params, report.flops_per_token) == (params, flops)
+    # Adam has two float32 numbers per trained weight, and a step count per parameter.
     assert 2 * trained_bytes <= report.optimizer_bytes < 2 * trained_bytes + 4 * 2 * 100
 
 
@@ -285,7 +292,9 @@ def test_inactive_experts_with_adapters_cost_no_flops() -> None:
     options = Lora(enable=True, rank=4, target_parameters=["experts.gate_up_proj"])
     spec.adapt(model, mixtral, shape, options)
     _, after = count_model(model, mixtral.LAYOUT, shape)
-    added = 4 * 4 * (64 + 2 * 32) // 2
-    used = (before(64) - 12 * 1 * 4 * 16 * 64) // 6
 
+    # Factors of rank 4 of 4 experts, of which half are active.
+    added = 4 * 4 * (64 + 2 * 32) // 2
+    # FLOPs without attention, which are 6 per weight.
+    used = (before(64) - 12 * 1 * 4 * 16 * 64) // 6
     assert after(64) == before(64) - 2 * used + 6 * added

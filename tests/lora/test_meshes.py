@@ -82,12 +82,14 @@ def test_adapters_and_frozen_weights_are_equal_on_every_mesh(mesh: str) -> None:
     dora = "dora" in mesh
     results = run_tiny(ranks, config(parallelism, training, mode, use_dora=dora), STEPS)
     expected = one_process(dora)
+
     initial_weights: dict[str, torch.Tensor] = {}
     for result in results:
         initial_weights |= result.initial
         for name, weight in result.initial.items():
             assert torch.equal(weight, expected.initial[name]), f"initial {name} differs"
             assert torch.equal(weight, result.final[name]) != is_adapter(name), name
+        # float32 sums in a different order
         assert result.losses == pytest.approx(expected.losses, abs=1e-5)
         assert result.grad_norms == pytest.approx(expected.grad_norms, abs=1e-4)
         assert all(is_adapter(name) for name in result.gradients)
@@ -102,9 +104,11 @@ def test_the_reference_learns_and_freezes() -> None:
     assert expected.losses[-1] < expected.losses[0] - 0.5
     for name, weight in expected.initial.items():
         assert torch.equal(weight, expected.final[name]) != is_adapter(name), name
-    assert not any(
-        expected.initial[name].any() for name in expected.initial if name.endswith("lora_b")
-    )
+    for name, weight in expected.initial.items():
+        if name.endswith("lora_b"):
+            assert not weight.any(), name
 
+    # Adam's state: two float32 numbers per trained weight, and step counts.
     trained = sum(weight.numel() for name, weight in expected.initial.items() if is_adapter(name))
-    assert expected.facts["optimizer_bytes"] < 2 * 4 * trained + 4 * 2 * len(expected.initial)
+    step_counts_bytes = 4 * 2 * len(expected.initial)
+    assert expected.facts["optimizer_bytes"] < 2 * 4 * trained + step_counts_bytes

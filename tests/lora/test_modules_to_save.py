@@ -129,17 +129,15 @@ def test_saved_modules_are_equal_on_every_mesh(mesh: str, tmp_path: Path) -> Non
     ranks, degrees = MESHES[mesh]
     rows = {"global_batch_size": 8, "local_batch_size": 4}
     single = train(1, config_of(base, tmp_path / "one", ROWS, training=rows))[0]
-    parts = train(
-        ranks, config_of(base, tmp_path / "split", ROWS, training=rows, parallelism=degrees)
-    )
+    split = config_of(base, tmp_path / "split", ROWS, training=rows, parallelism=degrees)
 
-    for ended in parts:
+    for ended in train(ranks, split):
         assert ended.error is None
+        # float32 sums in a different order
         assert ended.losses == pytest.approx(single.losses, abs=1e-5)
         for name, weight in ended.weights.items():
-            torch.testing.assert_close(
-                weight, single.weights[name], atol=TOLERANCE, rtol=0, msg=name
-            )
+            expected = single.weights[name]
+            torch.testing.assert_close(weight, expected, atol=TOLERANCE, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +166,8 @@ def test_a_vocabulary_that_cannot_grow_is_refused_before_ranks_start(
     sections: Any, texts: list[str]
 ) -> None:
     problems = "\n".join(map(str, check(Loaded(tiny_config(**sections)))))
-    assert all(text in problems for text in texts), problems
+    for text in texts:
+        assert text in problems
 
 
 def test_modules_that_cannot_be_fully_saved_are_named(tmp_path: Path) -> None:

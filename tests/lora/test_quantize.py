@@ -42,29 +42,29 @@ def ten_steps(rank, config):
     """Return losses, stored bytes, number of weights, whether they are unchanged, adapters, and number of modules."""
     run = make_run(rank, config)
     resume.resume(run, Checkpoints(config))
-    modules = [
-        m
-        for part in run.runner.parts
-        for m in part.modules()
-        if isinstance(m, FrozenLinear) and m.low_bits
-    ]
-    before = [m.low_bits.restored(torch.float32) for m in modules]
+    modules = []
+    for part in run.runner.parts:
+        for module in part.modules():
+            if isinstance(module, FrozenLinear) and module.low_bits:
+                modules.append(module)
+    weights_before = [module.low_bits.restored(torch.float32) for module in modules]
+
     losses = []
     for _ in range(10):
         outcome = step(run)
-        losses.append(
-            float(run.mesh.sum(outcome.loss_sum.double(), over=("pp", "dp_shard")))
-            / outcome.global_tokens
-        )
-    same = all(
-        torch.equal(m.low_bits.restored(torch.float32), w)
-        for m, w in zip(modules, before, strict=True)
-    )
-    adapters = {
-        name: to_full(p.detach()) for name, p in run.runner.parameters().items() if p.requires_grad
-    }
-    bytes_held = sum(m.low_bits.bytes for m in modules)
-    return losses, bytes_held, sum(w.numel() for w in before), same, adapters, len(modules)
+        loss_sum = run.mesh.sum(outcome.loss_sum.double(), over=("pp", "dp_shard"))
+        losses.append(float(loss_sum) / outcome.global_tokens)
+
+    unchanged = True
+    for module, weight in zip(modules, weights_before, strict=True):
+        unchanged = unchanged and torch.equal(module.low_bits.restored(torch.float32), weight)
+    adapters = {}
+    for name, parameter in run.runner.parameters().items():
+        if parameter.requires_grad:
+            adapters[name] = to_full(parameter.detach())
+    stored_bytes = sum(module.low_bits.bytes for module in modules)
+    num_weights = sum(weight.numel() for weight in weights_before)
+    return losses, stored_bytes, num_weights, unchanged, adapters, len(modules)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -113,10 +113,11 @@ def test_adapters_on_quantized_weights_merge_with_their_dequantized_values(base,
     step_4 = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["merge", step_4, "--to", str(tmp_path / "merged")]) == 0
 
+    # float32 rounding of logits of about 1
     merged = open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model
     torch.testing.assert_close(logits(merged, 260), unmerged, atol=1e-5, rtol=0)
-    run = run_ranks(1, logits_in_training, config)[0]
-    torch.testing.assert_close(run, unmerged, atol=1e-5, rtol=0)
+    logits_of_run = run_ranks(1, logits_in_training, config)[0]
+    torch.testing.assert_close(logits_of_run, unmerged, atol=1e-5, rtol=0)
 
 
 def test_initialized_weights_include_router_buffers():

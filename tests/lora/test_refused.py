@@ -78,7 +78,9 @@ ON = {"enable": True, "random_base": True}
 )
 def test_options_that_cannot_work_are_refused_before_ranks_start(sections, texts):
     problems = [str(problem) for problem in check(Loaded(tiny_config(**sections)))]
-    assert len(problems) == 1 and all(text in problems[0] for text in texts), problems
+    assert len(problems) == 1, problems
+    for text in texts:
+        assert text in problems[0], problems
     assert not check(Loaded(tiny_config(lora=ON)))
 
 
@@ -254,28 +256,36 @@ def test_a_damaged_folder_of_peft_is_refused(run, tmp_path):
             PeftFolder(tmp_path / "peft", llama3, shape)
         return str(caught.value)
 
-    assert "truncated" in message(lambda path: path.write_bytes(path.read_bytes()[:-9]))
-    assert "a pickle, which is never opened" in message(
-        lambda path: path.rename(path.parent / "adapter_model.bin")
-    )
-    assert "no weights" in message(lambda path: path.unlink())
+    def truncate(path) -> None:
+        path.write_bytes(path.read_bytes()[:-9])
 
-    def without_one(path) -> None:
+    def rename_to_pickle(path) -> None:
+        path.rename(path.parent / "adapter_model.bin")
+
+    def delete(path) -> None:
+        path.unlink()
+
+    assert "truncated" in message(truncate)
+    assert "a pickle, which is never opened" in message(rename_to_pickle)
+    assert "no weights" in message(delete)
+
+    # Files that can be read, with tensors that do not belong to this model.
+    def remove_first(path) -> None:
         tensors = load_file(path)
         tensors.pop(sorted(tensors)[0])
         save_file(tensors, path)
 
-    def wider(path) -> None:
+    def widen_first(path) -> None:
         tensors = load_file(path)
         tensors[sorted(tensors)[0]] = torch.zeros(4, 33)
         save_file(tensors, path)
 
-    def renamed(path) -> None:
-        save_file(
-            {name.replace("layers.1", "layers.7"): t for name, t in load_file(path).items()}, path
-        )
+    def rename_layer(path) -> None:
+        tensors = load_file(path)
+        renamed = {name.replace("layers.1", "layers.7"): t for name, t in tensors.items()}
+        save_file(renamed, path)
 
-    for change in (without_one, wider, renamed):
+    for change in (remove_first, widen_first, rename_layer):
         assert "does not fit this model" in message(change)
 
 
@@ -284,6 +294,7 @@ def test_a_damaged_checkpoint_is_not_merged(run, tmp_path):
     step = tmp_path / "run" / "checkpoint" / "step-2"
     file = step / "rank-00000.bin"
     file.write_bytes(file.read_bytes()[:-1])
+
     assert cli.main(["merge", str(step), "--to", str(tmp_path / "merged")]) == 5
     assert cli.main(["export", str(step), "--to", str(tmp_path / "merged"), "--adapter"]) == 5
     assert not list(tmp_path.glob("merged*"))

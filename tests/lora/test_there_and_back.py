@@ -92,6 +92,7 @@ def test_the_first_output_equals_that_of_the_frozen_weights(base, tmp_path):
     with torch.no_grad():
         reference = build("llama3")(tokens(260)).logits
 
+    # Two implementations of the model sum float32 numbers in a different order.
     torch.testing.assert_close(ours, reference, atol=1e-4, rtol=0)
 
 
@@ -235,21 +236,19 @@ def test_dora_matches_peft_and_merges_equally(base, base_dtype, tmp_path):
     unmerged = logits(open_model(tmp_path / "run").model, 260)
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
 
-    summed = logits(
-        open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260
-    )
-    torch.testing.assert_close(summed, unmerged, atol=TOLERANCE, rtol=0)
+    merged = open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml")
+    torch.testing.assert_close(logits(merged.model, 260), unmerged, atol=TOLERANCE, rtol=0)
 
     if base_dtype != "training":
         return
+    # PEFT computes the same logits with the exported adapters.
     peft = pytest.importorskip("peft", reason="PEFT is the reference of its format")
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 0
 
     reference = peft.PeftModel.from_pretrained(build("llama3"), tmp_path / "peft")
     with torch.no_grad():
-        torch.testing.assert_close(
-            reference.eval()(tokens(260)).logits, unmerged, atol=TOLERANCE, rtol=0
-        )
+        logits_of_peft = reference.eval()(tokens(260)).logits
+    torch.testing.assert_close(logits_of_peft, unmerged, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -260,9 +259,10 @@ def test_every_family_trains_adapters_and_merges_them(family, tmp_path):
     folder = save(build(family), tmp_path / "base")
     config = adapter_config(folder, tmp_path / "run")
     if family == "qwen2":  # also with a shardtrain checkpoint
-        assert cli.main(["import", str(folder), "--to", str(tmp_path / "own")]) == 0
+        imported = str(tmp_path / "imported")
+        assert cli.main(["import", str(folder), "--to", imported]) == 0
         checkpoint = dataclasses.replace(
-            config.checkpoint, initial_load_path=str(tmp_path / "own"), initial_load_in_hf=False
+            config.checkpoint, initial_load_path=imported, initial_load_in_hf=False
         )
         config = dataclasses.replace(config, checkpoint=checkpoint)
     ended = train(1, config)[0]
@@ -274,8 +274,10 @@ def test_every_family_trains_adapters_and_merges_them(family, tmp_path):
     unmerged = logits(open_model(tmp_path / "run").model, FAMILIES[family][1]["vocab_size"])
     assert cli.main(["merge", str(checkpoint), "--to", str(tmp_path / "merged")]) == 0
 
+    # float32 rounding of the merged weights
     summed = open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml")
     torch.testing.assert_close(logits(summed.model, 260), unmerged, atol=3e-5, rtol=0)
+
     status = cli.main(["export", str(checkpoint), "--to", str(tmp_path / "peft"), "--adapter"])
     assert status == 0 or family == "neox"  # which fuses queries, keys and values
 

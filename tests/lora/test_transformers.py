@@ -90,9 +90,8 @@ def test_peft_opens_what_was_trained_and_merges_equally(
     ended = train(1, config_of(name, tmp_path / "run", lora=lora))
     assert ended.losses[-1] < ended.losses[0]
     unmerged = logits(open_model(tmp_path / "run").model)
-    assert (
-        unmerged - logits(plain(name))
-    ).abs().max() > 0.02  # otherwise the adapters have no effect
+    effect = (unmerged - logits(plain(name))).abs().max()
+    assert effect > 0.02, "the adapters have no effect, so the test would show nothing"
 
     adapters = exported(tmp_path / "run", tmp_path / "peft")
     model = peft.PeftModel.from_pretrained(plain(name), adapters)
@@ -103,10 +102,10 @@ def test_peft_opens_what_was_trained_and_merges_equally(
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
 
     resolved = tmp_path / "run" / "config.resolved.toml"
-    torch.testing.assert_close(
-        logits(open_model(tmp_path / "merged", resolved).model), unmerged, atol=TOLERANCE, rtol=0
-    )
+    merged = open_model(tmp_path / "merged", resolved)
+    torch.testing.assert_close(logits(merged.model), unmerged, atol=TOLERANCE, rtol=0)
 
+    # The exported weights are those that PEFT merges.
     arguments = [
         "export",
         str(tmp_path / "merged"),
@@ -117,11 +116,9 @@ def test_peft_opens_what_was_trained_and_merges_equally(
     ]
     assert cli.main([*arguments, "--check", "weights"]) == 0
 
-    ours = {
-        name: tensor
-        for file in (tmp_path / "hf").glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
+    ours = {}
+    for file in (tmp_path / "hf").glob("*.safetensors"):
+        ours |= load_file(file)
     matched = {key: tensor for key, tensor in peft_weights.items() if key in ours}
 
     assert len(matched) >= len(ours) - 1
@@ -161,19 +158,19 @@ def test_adapters_of_transformers_are_equal_on_every_mesh(
     """AdamW's eps is large, see ``tiny.py``."""
     import transformers
 
-    if (
-        "tp" in mesh
-        and "layers.*.self_attn.q_norm" not in transformers.Qwen3Config.base_model_tp_plan
-    ):
-        pytest.skip("this version's plan of Qwen3 leaves out norms of heads, and is refused")
+    plan = transformers.Qwen3Config.base_model_tp_plan
+    if "tp" in mesh and "layers.*.self_attn.q_norm" not in plan:
+        pytest.skip("the Qwen3 plan of this version lacks the norms of heads, and is rejected")
     folder(name)
     single = train(1, config_of(name, tmp_path / "alone", lora=lora))
     ranks, degrees = MESHES[mesh]
     split = train(ranks, config_of(name, tmp_path / "split", lora=lora, parallelism=degrees))
 
+    # float32 sums in a different order
     assert split.losses == pytest.approx(single.losses, abs=1e-5)
     assert split.grad_norms == pytest.approx(single.grad_norms, abs=1e-4)
 
+    # Adapters change equally, and frozen weights not at all.
     trained = 0
     for key, weight in single.weights.items():
         if is_adapter(key):
@@ -193,26 +190,21 @@ def test_a_run_resumes_on_another_mesh_and_starts_from_a_peft_folder(tmp_path: P
     lora = {"use_dora": True, "target_modules": ["q_proj", "down_proj"]}
     straight = train(1, config_of("qwen3", tmp_path / "straight", lora=lora))
     train(1, config_of("qwen3", tmp_path / "cut", lora=lora), stop_after=2)
-    ended = train(
-        2,
-        config_of("qwen3", tmp_path / "cut", lora=lora, parallelism={"tensor_parallel_degree": 2}),
-    )
+    split = {"tensor_parallel_degree": 2}
+    ended = train(2, config_of("qwen3", tmp_path / "cut", lora=lora, parallelism=split))
 
+    # float32 sums in a different order
     assert ended.losses == pytest.approx(straight.losses[2:], abs=1e-5)
 
+    # A step with a learning rate of 0 leaves the adapters as they were loaded.
     adapters = exported(tmp_path / "straight", tmp_path / "peft")
     start = {**lora, "initial_load_path": str(adapters)}
-    train(
-        1,
-        config_of(
-            "qwen3", tmp_path / "again", lora=start, optimizer={"lr": 0.0}, training={"steps": 1}
-        ),
-    )
-    expected = logits(open_model(tmp_path / "straight").model)
+    no_update = {"optimizer": {"lr": 0.0}, "training": {"steps": 1}}
+    train(1, config_of("qwen3", tmp_path / "again", lora=start, **no_update))
 
-    torch.testing.assert_close(
-        logits(open_model(tmp_path / "again").model), expected, atol=TOLERANCE, rtol=0
-    )
+    expected = logits(open_model(tmp_path / "straight").model)
+    actual = logits(open_model(tmp_path / "again").model)
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_adapters_written_by_peft_survive_a_round_trip(tmp_path: Path) -> None:

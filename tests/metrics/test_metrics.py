@@ -175,27 +175,21 @@ def test_paused_time_is_not_step_time(tmp_path, kit):
 
 
 def test_numbers_that_are_not_finite_are_null_in_valid_json(tmp_path, kit):
+    nan_loss = torch.tensor(float("nan"))
+    infinite_norm = float("inf")
+    metrics_of_the_task = {"ratio": float("-inf"), "n": 3}
     with Metrics(kit.config(), tmp_path, kit.facts(), kit.OneRank()) as metrics:
-        metrics.update(
-            1,
-            torch.tensor(float("nan")),
-            1,
-            1,
-            float("inf"),
-            1.0,
-            0.0,
-            {"own": float("-inf"), "n": 3},
-        )
+        metrics.update(1, nan_loss, 1, 1, infinite_norm, 1.0, 0.0, metrics_of_the_task)
     text = (tmp_path / "metrics.jsonl").read_text()
 
-    def refuse(word):
-        raise AssertionError(f"{word} is not JSON")
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
 
     record = json.loads(text, parse_constant=refuse)
 
     assert record["loss"] is None
     assert record["grad_norm"] is None
-    assert record["own"] is None
+    assert record["ratio"] is None
     assert record["n"] == 3
 
 
@@ -257,11 +251,10 @@ def test_the_coloured_line_is_the_plain_line_with_colours(tmp_path, kit, caplog)
 def test_summary_contains_steps_losses_tokens_speed_and_files(tmp_path, kit, caplog):
     with caplog.at_level("INFO", logger="shardtrain"):
         kit.run(tmp_path, 4, total_steps=4)
-    text = caplog.text
-    assert (
-        "done: 4 steps (to step 4) in 2s, loss 1.0000 -> 0.3611, 400 tokens, 200 tokens/s" in text
-    )
-    assert str(tmp_path / "metrics.jsonl") in text
+
+    summary = "done: 4 steps (to step 4) in 2s, loss 1.0000 -> 0.3611, 400 tokens, 200 tokens/s"
+    assert summary in caplog.text
+    assert str(tmp_path / "metrics.jsonl") in caplog.text
 
 
 def test_finished_run_reports_it_and_the_option_to_increase(tmp_path, kit, caplog):

@@ -52,28 +52,36 @@ def one_minute(monkeypatch):
 
 
 def read(folder):
+    """Return the value per step of each tag."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    scalars = {}
+    for tag in events.Tags()["scalars"]:
+        scalars[tag] = {event.step: event.value for event in events.Scalars(tag)}
+    return scalars
 
 
 def test_event_files_have_exactly_the_documented_tags_at_the_log_steps(tmp_path, kit):
     kit.run(tmp_path, 10, options=ON, total_steps=10)
     scalars = read(tmp_path / "tb/20260131-1200")
+
     assert set(scalars) == TAGS | {"memory/max_rss(GiB)"}
-    assert all(set(points) == {1, 5, 10} for points in scalars.values())
+    for tag, points in scalars.items():
+        assert set(points) == {1, 5, 10}, tag
+        for value in points.values():
+            assert math.isfinite(value), tag
+
     # float32 in the file: 1e-6 relative.
     assert scalars["time_metrics/data_loading(%)"][5] == pytest.approx(25.0, rel=1e-6)
     assert scalars["throughput(tps)"][5] == pytest.approx(200.0, rel=1e-6)
     assert scalars["n_tokens_seen"][10] == 1000
     assert scalars["memory/max_rss(GiB)"][1] > 0
-    assert all(math.isfinite(v) for points in scalars.values() for v in points.values())
 
 
 def test_mfu_is_in_percent_if_the_peak_is_known(tmp_path, kit):
     kit.run(tmp_path, 1, options=ON | {"peak_flops": 4e12, "save_tb_folder": "curves"})
     scalars = read(tmp_path / "curves/20260131-1200")
-    assert scalars["mfu(%)"][1] == pytest.approx(10.0, rel=1e-6)
+    assert scalars["mfu(%)"][1] == pytest.approx(10.0, rel=1e-6)  # float32 in the file
 
 
 def test_legacy_tag_of_the_speed_is_optional(tmp_path, kit):

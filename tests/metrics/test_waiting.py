@@ -148,6 +148,8 @@ def test_live_line_counts_the_seconds_of_a_slow_step(
             metrics.update(2, torch.tensor(1.5), 1, 1, 1.0, 1.0, 0.0)
     finally:
         log.reset()
+
+    # Without escape sequences, each redraw is a row.
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue().replace("\x1b[2K", "\n"))
     rows = [line.rstrip() for line in re.split(r"[\r\n]+", drawn)]
 

@@ -18,7 +18,9 @@ class Stub(ModuleType):
 
     def __init__(self):
         super().__init__("wandb")
-        self.inits, self.logs, self.finished = [], [], False
+        self.inits = []
+        self.logs = []
+        self.finished = False
         self.fail_init = self.fail_log = None
         self.gate = threading.Event()
         self.gate.set()
