@@ -24,6 +24,7 @@ def matrices(num):
 
 
 def _map(rank, mesh_shape, placements, tensors, local_elements):
+    """Map all matrices. Return the numbers of calls of the function, of collectives and of buckets."""
     mesh = init_device_mesh("cpu", mesh_shape)
     placed = [distribute_tensor(tensor, mesh, placements) for tensor in tensors]
     calls = []
@@ -33,22 +34,22 @@ def _map(rank, mesh_shape, placements, tensors, local_elements):
         return function_of_full_matrix(matrix)
 
     buckets = plan(placed, local_elements)
+    order = []
+    results = []
     with CommDebugMode() as mode:
-        results = [
-            part
-            for bucket in buckets
-            for part in bucket.map([local_tensor(t) for t in bucket.tensors], function)
-        ]
+        for bucket in buckets:
+            order += bucket.tensors
+            shards = [local_tensor(tensor) for tensor in bucket.tensors]
+            results += bucket.map(shards, function)
     collectives = sum(mode.get_comm_counts().values())
-    order = [tensor for bucket in buckets for tensor in bucket.tensors]
+
     assert [id(tensor) for tensor in order] == [id(tensor) for tensor in placed]
     for full, tensor, result in zip(tensors, placed, results, strict=True):
-        each = (
-            function_of_full_matrix(full)
-            if full.ndim == 2
-            else torch.stack([function_of_full_matrix(m) for m in full])
-        )
-        assert torch.equal(result, each[local_slices(tensor)])
+        if full.ndim == 2:
+            expected = function_of_full_matrix(full)
+        else:  # a stack of matrices
+            expected = torch.stack([function_of_full_matrix(matrix) for matrix in full])
+        assert torch.equal(result, expected[local_slices(tensor)])
         assert result.is_contiguous()
     return len(calls), collectives, len(buckets)
 

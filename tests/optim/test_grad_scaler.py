@@ -42,7 +42,9 @@ def test_scale_stays_within_its_bounds():
 
 def test_loaded_state_continues_the_count_of_finite_steps():
     outcomes = [True, False, True, True, True, True]
-    straight, first, second = (LossScaler(2.0**16, growth_interval=4) for _ in range(3))
+    straight = LossScaler(2.0**16, growth_interval=4)
+    first = LossScaler(2.0**16, growth_interval=4)
+    second = LossScaler(2.0**16, growth_interval=4)
     for finite in outcomes:
         straight.update(finite)
     for finite in outcomes[:4]:

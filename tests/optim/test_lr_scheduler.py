@@ -15,17 +15,23 @@ from shardtrain.config.schema import LRScheduler, Optimizer
 from shardtrain.facts.lr_schedules import SCHEDULES, options_of
 from shardtrain.optim.lr_scheduler import learning_rate
 
+EXACT = 1e-12
+"""Relative rounding of a few float64 operations."""
+
 
 def rates(steps, lr=1.0, count=None, **scheduler):
-    return [
-        learning_rate(Optimizer(lr=lr), LRScheduler(**scheduler), steps, step)
-        for step in range(steps if count is None else count)
-    ]
+    """Return the learning rates of the first ``count`` steps (by default all) of a run."""
+    optimizer = Optimizer(lr=lr)
+    schedule = LRScheduler(**scheduler)
+    if count is None:
+        count = steps
+    return [learning_rate(optimizer, schedule, steps, step) for step in range(count)]
 
 
 def test_warmup_stable_decay_reaches_the_peak_and_ends_one_step_before_zero():
-    expected = [1 / 2, 1, 1, *(k / 8 for k in range(7, 0, -1))]
-    assert rates(10, warmup_steps=2) == pytest.approx(expected, rel=1e-12)
+    rise = [1 / 2, 1]
+    fall = [k / 8 for k in range(8, 0, -1)]
+    assert rates(10, warmup_steps=2) == pytest.approx(rise + fall, rel=EXACT)
 
 
 def test_warmup_stable_decay_stays_at_the_peak_until_its_share_of_decay():
@@ -45,7 +51,8 @@ def test_warmup_stable_decay_stays_at_the_peak_until_its_share_of_decay():
 )
 def test_decay_has_its_shape_above_the_minimum_rate(decay_type, shape):
     got = rates(10, warmup_steps=2, decay_type=decay_type, min_lr_factor=0.1)
-    assert got[3:] == pytest.approx([0.1 + 0.9 * shape(k / 8) for k in range(1, 8)], rel=1e-12)
+    expected = [0.1 + 0.9 * shape(k / 8) for k in range(1, 8)]
+    assert got[3:] == pytest.approx(expected, rel=EXACT)
 
 
 def test_warmup_longer_than_the_run_is_shortened():
@@ -61,8 +68,10 @@ def test_no_decay_keeps_the_peak():
 
 
 def test_linear_linear_matches_torchtrain():
-    expected = [1 / 3, 2 / 3, 1, *(k / 8 for k in range(7, 0, -1))]
-    assert rates(10, name="linear_linear", warmup_steps=2) == pytest.approx(expected, rel=1e-12)
+    rise = [1 / 3, 2 / 3, 1]
+    fall = [k / 8 for k in range(7, 0, -1)]
+    actual = rates(10, name="linear_linear", warmup_steps=2)
+    assert actual == pytest.approx(rise + fall, rel=EXACT)
 
 
 def test_linear_by_proportion_rounds_the_warmup_down():
@@ -97,15 +106,18 @@ def test_deepspeed_warmup_matches_its_closed_form_at_every_step(warmup, least, m
     ]
 
     # both sides have a few roundings
-    assert got == pytest.approx([*logs, *[most] * 20], rel=1e-12, abs=1e-18)
+    assert got == pytest.approx([*logs, *[most] * 20], rel=EXACT, abs=1e-18)
 
 
 @pytest.mark.parametrize("decay_type", ["linear", "cosine"])
 def test_transformers_schedule_begins_at_zero(decay_type):
     got = rates(10, name="transformers", warmup_steps=2, decay_type=decay_type)
-    shares = [step / 8 for step in range(8)]
-    decay = [1 - s if decay_type == "linear" else 0.5 * (1 + math.cos(math.pi * s)) for s in shares]
-    assert got == pytest.approx([0, 1 / 2, *decay], rel=1e-12)
+    progress = [step / 8 for step in range(8)]
+    if decay_type == "linear":
+        decay = [1 - p for p in progress]
+    else:
+        decay = [0.5 * (1 + math.cos(math.pi * p)) for p in progress]
+    assert got == pytest.approx([0, 1 / 2, *decay], rel=EXACT)
 
 
 def test_warmup_proportion_is_rounded_up_as_in_transformers():
@@ -130,22 +142,25 @@ def test_deepspeed_warmup_can_be_linear_and_takes_at_least_two_steps():
 def test_deepspeed_schedules_with_an_end_match_their_closed_forms(warmup_type, warmup, total):
     """Compare with ``_get_gamma`` of WarmupDecayLR and ``get_lr_ratio`` of WarmupCosineLR at iterations 0, 1, ..."""
     n = max(2, warmup)
-    least = 1e-6
-    most = 5e-5
-    rise = [math.log(i + 1) / math.log(n) if warmup_type == "log" else i / n for i in range(n)]
+    lowest = 1e-6
+    peak = 5e-5
+    common = {"lr": peak, "warmup_steps": warmup, "warmup_type": warmup_type}
+    rise = [i / n for i in range(n)]
+    if warmup_type == "log":
+        rise = [math.log(i + 1) / math.log(n) for i in range(n)]
+
     fall = [max(0.0, (total - i) / max(1.0, total - n)) for i in range(n, total)]
-    same = {"lr": most, "warmup_steps": warmup, "warmup_type": warmup_type}
-    got = rates(total, name="deepspeed_warmup_decay", min_lr_factor=least / most, **same)
+    expected = [lowest + (peak - lowest) * share for share in (*rise, *fall)]
+    got = rates(total, name="deepspeed_warmup_decay", min_lr_factor=lowest / peak, **common)
+    assert got == pytest.approx(expected[:total], rel=EXACT)
 
-    assert got == pytest.approx(
-        [least + (most - least) * share for share in (*rise, *fall)][:total], rel=1e-12
-    )
-
-    half = [
-        0.1 + 0.9 * (1 + math.cos(math.pi * (i - n + 1) / (total - n))) / 2 for i in range(n, total)
-    ]
-    got = rates(total, name="deepspeed_warmup_cosine", min_lr_factor=0.1, **same)
-    assert got == pytest.approx([most * share for share in (*rise, *half)][:total], rel=1e-12)
+    cosine = []
+    for i in range(n, total):
+        progress = (i - n + 1) / (total - n)
+        cosine.append(0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
+    expected = [peak * share for share in (*rise, *cosine)]
+    got = rates(total, name="deepspeed_warmup_cosine", min_lr_factor=0.1, **common)
+    assert got == pytest.approx(expected[:total], rel=EXACT)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

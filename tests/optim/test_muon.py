@@ -170,13 +170,10 @@ def test_update_size_does_not_depend_on_shape_or_gradient():
 def test_state_is_one_momentum_per_matrix_and_adamw_for_the_rest():
     params = parameters()
     tensors = state_tensors(build(params.items(), muon()), params.items())
-    expected = {f"{name}.momentum" for name in HIDDEN}
-    expected |= {
-        f"{name}.{key}"
-        for name in SHAPES
-        if name not in HIDDEN
-        for key in ("exp_avg", "exp_avg_sq", "step")
-    }
+    expected = set()
+    for name in SHAPES:
+        keys = ["momentum"] if name in HIDDEN else ["exp_avg", "exp_avg_sq", "step"]
+        expected |= {f"{name}.{key}" for key in keys}
 
     assert set(tensors) == expected
     assert all(not tensor.any() for tensor in tensors.values())
@@ -238,12 +235,11 @@ def test_filters_of_a_convolution_are_not_matrices():
         "w1.weight": (9, 6),
     }
     named = [(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
-    names = {parameter: name for name, parameter in named}
-    algorithms = {
-        names[p]: group["algorithm"]
-        for group in build(named, muon()).param_groups
-        for p in group["params"]
-    }
+    name_of = {parameter: name for name, parameter in named}
+    algorithms = {}
+    for group in build(named, muon()).param_groups:
+        for parameter in group["params"]:
+            algorithms[name_of[parameter]] = group["algorithm"]
 
     assert algorithms == {
         "experts.w1": "muon",
@@ -362,33 +358,36 @@ FIRST = ("fsdp 2", "ddp 2", "tp 2", "cp 2", "zero-1 2")
 )
 def test_meshes_change_no_number_of_muon(name):
     num_ranks, parallelism = MESHES[name]
-    results = run_tiny(
-        num_ranks, tiny_config(optimizer=TINY, training=CLIPPED, parallelism=parallelism), steps=3
-    )
-    assert min(one_process().grad_norms) > 2 * CLIPPED["max_norm"]
+    config = tiny_config(optimizer=TINY, training=CLIPPED, parallelism=parallelism)
+    expected = one_process()
+    assert min(expected.grad_norms) > 2 * CLIPPED["max_norm"], "gradients must be clipped"
+
+    results = run_tiny(num_ranks, config, steps=3)
+
     for result in results:
-        assert_same_numbers(result, one_process())
+        assert_same_numbers(result, expected)
         assert_bitwise(result.final, results[0].final)
-        for key, weight in one_process().final.items():
+        for key, weight in expected.final.items():
+            # three float32 updates
             torch.testing.assert_close(result.final[key], weight, atol=2e-6, rtol=0, msg=key)
 
 
 def test_pipeline_stages_update_their_own_matrices_alike():
-    results = run_tiny(
-        2,
-        tiny_config(optimizer=TINY, training=CLIPPED, parallelism={"pipeline_parallel_degree": 2}),
-        steps=3,
-    )
-    stages = [set(result.final) for result in results]
+    parallelism = {"pipeline_parallel_degree": 2}
+    config = tiny_config(optimizer=TINY, training=CLIPPED, parallelism=parallelism)
+    results = run_tiny(2, config, steps=3)
+    expected = one_process()
+    first_stage, second_stage = (set(result.final) for result in results)
 
-    assert stages[0] | stages[1] == set(one_process().final)
-    assert not stages[0] & stages[1]
+    assert first_stage | second_stage == set(expected.final)
+    assert not first_stage & second_stage
 
     for result in results:
-        initial = {name: one_process().initial[name] for name in result.initial}
-        assert_same_numbers(result, replace(one_process(), initial=initial))
+        initial = {name: expected.initial[name] for name in result.initial}
+        assert_same_numbers(result, replace(expected, initial=initial))
         for key, weight in result.final.items():
-            torch.testing.assert_close(weight, one_process().final[key], atol=2e-6, rtol=0, msg=key)
+            # three float32 updates
+            torch.testing.assert_close(weight, expected.final[key], atol=2e-6, rtol=0, msg=key)
 
 
 def test_offloaded_parameters_train_alike():

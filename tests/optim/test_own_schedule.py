@@ -157,14 +157,11 @@ def test_invalid_schedule_file_is_an_error_with_its_name(
     tmp_path: Path, capsys, text: str | None, message: str
 ) -> None:
     path = str(tmp_path / "my_schedule.py") if text is None else written(tmp_path, text)
-    assert (
-        main(["config", "check", "debug", f"--lr_scheduler.name={path}", "--training.device=cpu"])
-        == 2
-    )
+    arguments = ["config", "check", "debug", f"--lr_scheduler.name={path}", "--training.device=cpu"]
+    assert main(arguments) == 2
 
-    lines = [
-        line for line in "".join(capsys.readouterr()).splitlines() if not line.startswith("note:")
-    ]
+    output = "".join(capsys.readouterr()).splitlines()
+    lines = [line for line in output if not line.startswith("note:")]
     (line,) = [line for line in lines if "my_schedule.py" in line]
     assert "lr_scheduler.name=" in line
     assert message in line

@@ -24,10 +24,16 @@ def model():
 
 
 def decay_by_name(model, groups):
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    listed = [(names[p], group["weight_decay"]) for group in groups for p in group["params"]]
-    assert len(listed) == len(names) == len(dict(listed))
-    return dict(listed)
+    """Return the weight decay of each parameter, which must be in exactly one group."""
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    decay = {}
+    for group in groups:
+        for parameter in group["params"]:
+            name = name_of[parameter]
+            assert name not in decay
+            decay[name] = group["weight_decay"]
+    assert len(decay) == len(name_of)
+    return decay
 
 
 def test_patterns_match_across_dots_and_split_the_parameters(model):
