@@ -106,14 +106,18 @@ def of_orpo() -> Both:
 def of_kto() -> Both:
     rows = pairs()
     options_of_task = {"name": "kto", "beta": BETA, "group_size": BATCH, "desirable_weight": 1.5}
-    alone = {"local_batch_size": 1, "global_batch_size": 1}
-    ended = ours(rows, task=options_of_task, training=alone)
+    one_group_per_step = {"local_batch_size": 1, "global_batch_size": 1}
+    ended = ours(rows, task=options_of_task, training=one_group_per_step)
+
+    # TRL gets the rows in the order in which our run read its groups.
     order = [int(i) for i in sample_at(np.arange(len(rows)), len(rows), Config().debug.seed)]
-    groups = [number for step in ended.sample_ids for number in step]
-    ordered_rows = [rows[order[group * BATCH + i]] for group in groups for i in range(BATCH)]
-    data = datasets.Dataset.from_list(
-        [{key: row[key] for key in ("prompt", "completion", "label")} for row in ordered_rows]
-    )
+    ordered_rows = []
+    for step in ended.sample_ids:
+        for group in step:
+            for index in order[group * BATCH : (group + 1) * BATCH]:
+                row = rows[index]
+                ordered_rows.append({key: row[key] for key in ("prompt", "completion", "label")})
+    data = datasets.Dataset.from_list(ordered_rows)
 
     def make(model: Any, tokenizer: Any) -> Any:
         args = options(trl.KTOConfig, beta=BETA, desirable_weight=1.5, max_length=None)
@@ -152,23 +156,20 @@ def of_packed_rows() -> Both:
     """Every step has all rows, so packing only affects attention."""
     rows = pairs()
     packing = {"format": "prompt_completion", "packing": "first_fit"}
-    count = len(
-        {
-            number
-            for step in ours(rows, data=packing, training={"steps": 8}).sample_ids
-            for number in step
-        }
-    )
+    # A first run counts the packed rows of an epoch.
+    packed_rows = set()
+    for step in ours(rows, data=packing, training={"steps": 8}).sample_ids:
+        packed_rows |= set(step)
+    count = len(packed_rows)
     assert BATCH < count < len(rows)
-    ended = ours(
-        rows, data=packing, training={"local_batch_size": count, "global_batch_size": count}
-    )
-    assert all(len(set(step)) == count for step in ended.sample_ids), (
-        "every step must have all rows once"
-    )
-    data = datasets.Dataset.from_list(
-        [{key: row[key] for key in ("prompt", "completion")} for row in rows] * 10
-    )
+
+    batch_size = {"local_batch_size": count, "global_batch_size": count}
+    ended = ours(rows, data=packing, training=batch_size)
+    for step in ended.sample_ids:
+        assert len(set(step)) == count, "every step must have all rows once"
+
+    texts = [{key: row[key] for key in ("prompt", "completion")} for row in rows]
+    data = datasets.Dataset.from_list(texts * 10)
     return ended, theirs(lambda model, tokenizer: sft(model, tokenizer, data, len(rows)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -71,31 +72,33 @@ def config(file: Path, task: str, **sections: dict[str, Any]) -> Config:
 )
 def test_meshes_change_no_number(task: str, mesh: str, file: Path) -> None:
     ranks, parallelism, training = MESHES[mesh]
-    alone = run_tiny(1, config(file, task), 4)[0]
-    assert alone.losses[-1] != alone.losses[0]
-    for result in run_tiny(
-        ranks, config(file, task, parallelism=parallelism, training=training), 4
-    ):
-        assert_same_numbers(result, alone)
+    one_process = run_tiny(1, config(file, task), 4)[0]
+    assert one_process.losses[-1] != one_process.losses[0]
+
+    on_mesh = config(file, task, parallelism=parallelism, training=training)
+    for result in run_tiny(ranks, on_mesh, 4):
+        assert_same_numbers(result, one_process)
 
 
 @pytest.mark.parametrize("task", ["simpo", "kto"])
 def test_padding_batch_adds_nothing_to_the_load_of_experts(task: str, tmp_path: Path) -> None:
     """In the last step, rank 0 has a batch and rank 1 only padding."""
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in pairs()[: 9 if task == "kto" else 3]))
+    num_rows = 9 if task == "kto" else 3
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs()[:num_rows]))
 
-    def of(local: int, ranks: int) -> Config:
-        training = {"on_data_end": "stop", "local_batch_size": local, "steps": 2}
-        run_config = config(
-            path, task, training=training, parallelism={"data_parallel_shard_degree": ranks}
-        )
+    def mixture(local_batch_size: int, ranks: int) -> Config:
+        training = {"on_data_end": "stop", "local_batch_size": local_batch_size, "steps": 2}
+        mesh = {"data_parallel_shard_degree": ranks}
+        run_config = config(path, task, training=training, parallelism=mesh)
         return dataclasses.replace(run_config, model=Model(name="mixtral", overrides=MIXTURE))
 
-    alone = run_tiny(1, of(2, 1), 2)[0]
+    expected = run_tiny(1, mixture(2, ranks=1), 2)[0]
 
-    for result in (*run_tiny(1, of(1, 1), 2), *run_tiny(2, of(1, 2), 2)):
-        assert_same_numbers(result, alone)
+    accumulated = run_tiny(1, mixture(1, ranks=1), 2)
+    on_two_ranks = run_tiny(2, mixture(1, ranks=2), 2)
+    for result in (*accumulated, *on_two_ranks):
+        assert_same_numbers(result, expected)
 
 
 def test_padding_entry_of_a_group_adds_nothing_to_the_load_of_experts(tmp_path: Path) -> None:
@@ -115,8 +118,9 @@ def test_padding_entry_of_a_group_adds_nothing_to_the_load_of_experts(tmp_path: 
 def test_groups_contain_every_row_once_and_at_least_two() -> None:
     for count in range(1, 12):
         groups = list(_groups(list(range(count)), 3))  # type: ignore[arg-type]
-        assert [row for group in groups for row in group] == list(range(count))
-        assert all(len(group) in (2, 3, 4) for group in groups) or count == 1
+        assert list(itertools.chain.from_iterable(groups)) == list(range(count))
+        if count > 1:
+            assert all(len(group) in (2, 3, 4) for group in groups)
 
 
 @pytest.mark.parametrize("task", ["kto", "reward_model"])
@@ -185,6 +189,8 @@ def test_data_show_prints_both_answers_with_learned_parts(
 ) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"chosen": "2+2 is four", "rejected": "2+2 is five!"}) + "\n")
+
+    # ORPO learns the chosen answer and its end. French quotation marks enclose what is learned.
     assert show.main(arguments_for(path, "orpo")) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "== position 0: row 0 of jsonl",
@@ -193,13 +199,14 @@ def test_data_show_prints_both_answers_with_learned_parts(
         "-- rejected: 14 tokens, 7 in the loss",
         "<bos>2+2 is« five!<eos>»",
     ]
-    assert show.main(arguments_for(path, "reward_model", "--json")) == 0
 
+    # A reward model learns no token.
+    assert show.main(arguments_for(path, "reward_model", "--json")) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert [(name, [piece["learned"] for piece in pieces]) for name, pieces in shown["texts"]] == [
-        ("chosen", [False]),
-        ("rejected", [False]),
-    ]
+    (chosen, chosen_pieces), (rejected, rejected_pieces) = shown["texts"]
+    assert (chosen, rejected) == ("chosen", "rejected")
+    assert [piece["learned"] for piece in chosen_pieces] == [False]
+    assert [piece["learned"] for piece in rejected_pieces] == [False]
 
     path.write_text(json.dumps({"prompt": "a", "completion": "b", "label": False}) + "\n")
     assert show.main(arguments_for(path, "kto")) == 0
@@ -329,16 +336,15 @@ def test_margin_of_a_row_is_subtracted_from_the_difference_of_scores(
     batch = RowBatch(task.collate(list(rows)), torch.tensor([0]), 1, 1)
     loss = task.loss_sum(torch.tensor([[1.25, 0.5]]), batch, torch.tensor(1.0))
 
-    assert float(loss) == pytest.approx(math.log1p(math.exp(margin - 0.75)), abs=1e-6)
+    # -log(sigmoid(difference - margin)) in float32
+    difference = 1.25 - 0.5
+    assert float(loss) == pytest.approx(math.log1p(math.exp(margin - difference)), abs=1e-6)
 
+    # A margin changes the fingerprint of the rows, so a resumed run notices it.
     plain = tmp_path / "plain.jsonl"
     plain.write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
-    same = (
-        RewardModel(config(plain, "reward_model")).read_rows("train").fingerprint
-        == rows.fingerprint
-    )
-
-    assert same == (margin == 0.0)
+    plain_rows = RewardModel(config(plain, "reward_model")).read_rows("train")
+    assert (plain_rows.fingerprint == rows.fingerprint) == (margin == 0.0)
 
 
 @pytest.mark.parametrize("value", ["true", '"1"', "1e999", "[1]"])

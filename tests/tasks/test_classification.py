@@ -90,26 +90,27 @@ def test_tensor_parallelism_supports_any_number_of_labels(
 def reference_loss(rank: int, run_config: Config) -> float:
     """Return the loss of the first step's rows, one at a time and unpadded, using only the task's reading of files."""
     run = make_run(rank, run_config)
-    sample_ids = next(run.dataloader).sample_ids_B.tolist()
-    texts = [rows(200)[i] for i in sample_ids]
+    model = run.runner.parts[0]
+    all_rows = rows(200)
     losses = []
-    for text, label in texts:
+    for sample_id in next(run.dataloader).sample_ids_B.tolist():
+        text, label = all_rows[sample_id]
         tokens = torch.tensor([[256, *text.encode(), 257]])[:, :LENGTH]
-        if len(text.encode()) > LENGTH - 2:
-            tokens[0, -1] = 257
-        scores = run.runner.parts[0](tokens, torch.arange(tokens.size(1))[None])[0, -1]
+        tokens[0, -1] = 257  # also the end of a text that was cut
+        positions = torch.arange(tokens.size(1))[None]
+        scores = model(tokens, positions)[0, -1]
         losses.append(F.cross_entropy(scores.double(), torch.tensor(label)).item())
     return sum(losses) / len(losses)
 
 
 @pytest.mark.parametrize("model", ["encoder", "decoder"])
 def test_loss_is_the_mean_over_unpadded_rows(model: str) -> None:
-    run_config = config(
-        training={"local_batch_size": 8}, **({"model": DECODER} if model == "decoder" else {})
-    )
-    assert reference(model).losses[0] == pytest.approx(
-        run_ranks(1, reference_loss, run_config)[0], abs=1e-6
-    )
+    sections = {"model": DECODER} if model == "decoder" else {}
+    run_config = config(training={"local_batch_size": 8}, **sections)
+    (expected,) = run_ranks(1, reference_loss, run_config)
+
+    # float32 sums of padded and unpadded rows
+    assert reference(model).losses[0] == pytest.approx(expected, abs=1e-6)
 
 
 def evaluated(rank: int, sizes: tuple[int, ...]) -> list[Any]:
@@ -141,12 +142,16 @@ def one_process() -> list[Any]:
 def test_each_row_is_evaluated_once_and_predictions_keep_the_order_of_the_file(ranks: int) -> None:
     for result in run_ranks(ranks, evaluated, (872, 7)):
         assert result == one_process()
+
     for size, (count, metrics, predictions) in zip((872, 7), one_process(), strict=True):
         labels = [label for _, label in rows(size, 1)]
         assert count == size
         assert predictions["label"] == labels
-        right = sum(a == b for a, b in zip(predictions["prediction"], labels, strict=True))
-        assert metrics["accuracy"] == right / size
+
+        num_correct = 0
+        for prediction, label in zip(predictions["prediction"], labels, strict=True):
+            num_correct += prediction == label
+        assert metrics["accuracy"] == num_correct / size
 
 
 def test_macro_f1_is_the_mean_over_labels() -> None:

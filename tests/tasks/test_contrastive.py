@@ -194,14 +194,15 @@ def test_export_opens_in_sentence_transformers(tmp_path: Path, pooling: str) -> 
         checkpoint={"last_save_in_hf": True, "last_save_model_only": True},
     )
     (ended,) = run_ranks(1, train_whole, config)
-
     assert ended.error is None
 
+    # Embeddings of sentence-transformers, from the exported folder.
     exported = next(path.parent for path in tmp_path.rglob("config.json"))
     write_modules(exported, pooling)
     model = package.SentenceTransformer(str(exported), device="cpu")
     embeddings = torch.from_numpy(model.encode([row["anchor"] for row in data]))
 
+    # Embeddings of the task, with the weights at the end of the run.
     def embed(rank: int) -> Tensor:
         run = make_run(rank, config)
         names = run.runner.parameters()

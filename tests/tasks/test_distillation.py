@@ -234,8 +234,9 @@ def problems_of(broken: Config) -> list[str]:
 
 
 def test_invalid_distillation_options_are_rejected(tmp_path: Path) -> None:
-    one = config()
-    assert not problems_of(one)
+    valid = config()
+    assert not problems_of(valid)
+
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/config.json").write_text('{"model_type": "martian"}')
@@ -253,62 +254,65 @@ def test_invalid_distillation_options_are_rejected(tmp_path: Path) -> None:
         ({"teacher_path": str(teacher(vocab_size=640))}, {"tensor_parallel_degree": 2},
          "has 640 rows of its vocabulary and the model 512"),
     ]  # fmt: skip
-    for task, parallelism, expected in cases:
-        broken = dataclasses.replace(
-            one, task=dataclasses.replace(one.task, **task), parallelism=Parallelism(**parallelism)
-        )
-        problems = problems_of(broken)
+    for task_options, degrees, expected in cases:
+        task = dataclasses.replace(valid.task, **task_options)
+        parallelism = Parallelism(**degrees)
+        problems = problems_of(dataclasses.replace(valid, task=task, parallelism=parallelism))
         assert any(expected in line for line in problems), (expected, problems)
         assert all("\n" not in line for line in problems)
-    plain = dataclasses.replace(one, task=Task(name="preference", teacher_path=str(teacher())))
-    problems = [str(one) for one in check(Loaded(plain, {"task.teacher_path": "command line"}))]
 
+    # Another task does not read the option.
+    task = Task(name="preference", teacher_path=str(teacher()))
+    loaded = Loaded(dataclasses.replace(valid, task=task), {"task.teacher_path": "command line"})
+    problems = [str(problem) for problem in check(loaded)]
     assert any('is only read by task.name = "distillation"' in line for line in problems), problems
 
 
 def test_different_vocabularies_are_rejected(tmp_path: Path) -> None:
     """Every token of the student must have the same id in the teacher. Extra tokens and different files are allowed."""
-    names = ("<s>", "</s>", "<pad>")
-    for name in ("own", "same", "more", "other"):
-        bpe_folder(tmp_path / name, names, bos_token="<s>")
-    file = tmp_path / "more/tokenizer.json"
-    more = json.loads(file.read_text())
-    more["added_tokens"].append(
-        {**more["added_tokens"][0], "id": len(more["model"]["vocab"]), "content": "<extra>"}
-    )
-    file.write_text(json.dumps(more))
-    file = tmp_path / "same/tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()), indent=1))
-    file = tmp_path / "other/tokenizer.json"
-    changed = json.loads(file.read_text())
-    vocab = changed["model"]["vocab"]
-    first, second = sorted(vocab, key=vocab.get)[40:42]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    file.write_text(json.dumps(changed))
-    for name in ("own", "same", "more", "other"):
+    special_tokens = ("<s>", "</s>", "<pad>")
+    for name in ("original", "reformatted", "extended", "swapped"):
+        bpe_folder(tmp_path / name, special_tokens, bos_token="<s>")
         save(build("qwen3", vocab_size=512), tmp_path / name)
 
-    def lines(student_folder: str, teacher_folder: str) -> list[str]:
-        run_config = config(task={"teacher_path": str(tmp_path / teacher_folder)})
-        assets = student_folder if student_folder == "bytes" else str(tmp_path / student_folder)
-        return problems_of(
-            dataclasses.replace(
-                run_config, model=dataclasses.replace(run_config.model, hf_assets_path=assets)
-            )
-        )
+    # The same tokens in another file.
+    file = tmp_path / "reformatted/tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=1))
 
-    assert not lines("own", "own")
-    assert not lines("own", "same")
-    assert not lines("own", "more")
+    # One more token, after all others.
+    file = tmp_path / "extended/tokenizer.json"
+    extended = json.loads(file.read_text())
+    extra = {"id": len(extended["model"]["vocab"]), "content": "<extra>"}
+    extended["added_tokens"].append({**extended["added_tokens"][0], **extra})
+    file.write_text(json.dumps(extended))
 
-    (line,) = lines("own", "other")
-    assert "has another vocabulary than" in line
-    assert "id 40 is" in line
+    # Two tokens with swapped ids.
+    file = tmp_path / "swapped/tokenizer.json"
+    swapped = json.loads(file.read_text())
+    vocab = swapped["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.get)[40:42]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    file.write_text(json.dumps(swapped))
 
-    (line,) = lines("more", "own")
-    assert "'<extra>' here and nothing there" in line
-    (line,) = lines("bytes", "own")
-    assert "ids are bytes in this run" in line
+    def problems(student: str, teacher: str) -> list[str]:
+        run_config = config(task={"teacher_path": str(tmp_path / teacher)})
+        assets = student if student == "bytes" else str(tmp_path / student)
+        model = dataclasses.replace(run_config.model, hf_assets_path=assets)
+        return problems_of(dataclasses.replace(run_config, model=model))
+
+    assert not problems("original", "original")
+    assert not problems("original", "reformatted")
+    assert not problems("original", "extended")
+
+    (problem,) = problems("original", "swapped")
+    assert "has another vocabulary than" in problem
+    assert "id 40 is" in problem
+
+    (problem,) = problems("extended", "original")
+    assert "'<extra>' here and nothing there" in problem
+
+    (problem,) = problems("bytes", "original")
+    assert "ids are bytes in this run" in problem
 
 
 def test_teacher_with_too_few_rows_or_damaged_weights_is_rejected(tmp_path: Path) -> None:

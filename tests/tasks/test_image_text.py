@@ -118,7 +118,8 @@ def test_loss_and_gradients_equal_a_plain_loop(name: str, tmp_path: Path) -> Non
     config = config_of(name, tmp_path)
     step = run_ranks(1, first_step, config)[0]
     loss, gradients, _ = plain_step(name, tmp_path / "data" / "rows.jsonl")
-    assert step.loss == pytest.approx(loss, rel=1e-5)
+
+    assert step.loss == pytest.approx(loss, rel=1e-5)  # float32 sums in a different order
     assert_same_gradients(step, gradients)
 
 
@@ -178,6 +179,8 @@ def test_the_mesh_changes_no_number(mesh: str, name: str, tmp_path: Path) -> Non
     ranks, parallelism, sizes = MESHES[mesh]
     config = config_of(name, tmp_path, parallelism=parallelism, training=sizes)
     results = run_ranks(ranks, first_step, config)
+
+    # float32 sums in a different order
     assert difference(results, expected) < 2e-5
 
 
@@ -199,7 +202,8 @@ def test_packed_rows_equal_a_plain_loop(name: str, tmp_path: Path) -> None:
 
     step = run_ranks(1, first_step, config)[0]
     loss, gradients, _ = plain_step(name, tmp_path / "data" / "rows.jsonl")
-    assert step.loss == pytest.approx(loss, rel=1e-5)
+
+    assert step.loss == pytest.approx(loss, rel=1e-5)  # float32 sums in a different order
     assert_same_gradients(step, gradients)
 
 
@@ -367,6 +371,7 @@ def test_validation_counts_the_tokens_of_answers(tmp_path: Path) -> None:
         "steps": -1,
     }
     values = []
+    # All rows in one batch, one row per rank, and packed rows.
     for ranks, size, new_config in ((1, 8, config_of), (2, 1, config_of), (1, 4, packed_config)):
         config = new_config(
             "llava",
@@ -378,6 +383,7 @@ def test_validation_counts_the_tokens_of_answers(tmp_path: Path) -> None:
         values.append(run_ranks(ranks, evaluated, config)[0])
     loss, _, num_tokens = plain_step("llava", Path(rows))
 
+    # float32 sums in a different order
     for evaluation in values:
         assert evaluation["loss"] == pytest.approx(loss, rel=1e-5)
         assert 0 <= evaluation["accuracy"] <= 1
@@ -545,6 +551,7 @@ def test_rows_that_exceed_seq_len(tmp_path: Path) -> None:
 
 
 def test_options_that_do_not_fit(tmp_path: Path) -> None:
+    """All problems of a configuration are reported together."""
     path = rows_with_images(tmp_path / "data")
     text = f"""
 [model]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from shardtrain.utils.errors import CheckpointError, ConfigError, DataError
 
 BETA = 0.3
 SEQ_LEN = 48
+LOSS_OF_EQUAL_MODELS = pytest.approx(math.log(2), abs=1e-6)
+"""The loss of a policy that equals its reference, in float32."""
 PAIRS = 16
 WORDS = ["mesh", "shard", "rank", "norm", "step", "loss", "é"]
 
@@ -64,9 +67,10 @@ def log_probability(model: torch.nn.Module, prompt: str, answer: str) -> torch.T
     """Return the float64 log-probability of answer and EOS after a prompt. Tokens are bytes, BOS 256 and EOS 257."""
     before = [256, *prompt.encode()]
     tokens = [*before, *answer.encode(), 257][: SEQ_LEN + 1]
-    logs = model(torch.tensor([tokens[:-1]]), torch.arange(len(tokens) - 1)[None])[0].log_softmax(
-        -1
-    )
+    inputs = torch.tensor([tokens[:-1]])
+    positions = torch.arange(len(tokens) - 1)[None]
+    logs = model(inputs, positions)[0].log_softmax(-1)
+    # Position i predicts token i + 1. The last token of the prompt predicts the first of the answer.
     return sum(logs[i, tokens[i + 1]] for i in range(len(before) - 1, len(tokens) - 1))
 
 
@@ -140,13 +144,12 @@ MESHES_OF_LOSSES = [(mesh, loss) for loss in LOSSES for mesh in MESHES]
 def test_meshes_change_no_number(mesh: str, loss: str, file: Path) -> None:
     ranks, parallelism, training = MESHES[mesh]
     task = Task(name="preference", beta=BETA, **LOSSES[loss])
-    alone = run_tiny(1, dataclasses.replace(config(file), task=task), 4)[0]
-    on_mesh = dataclasses.replace(
-        config(file, parallelism=parallelism, training=training), task=task
-    )
+    one_process = run_tiny(1, dataclasses.replace(config(file), task=task), 4)[0]
+    on_mesh = config(file, parallelism=parallelism, training=training)
+    on_mesh = dataclasses.replace(on_mesh, task=task)
 
     for result in run_tiny(ranks, on_mesh, 4):
-        assert_same_numbers(result, alone)
+        assert_same_numbers(result, one_process)
 
 
 def train(config: Config, ranks: int = 1, stop_after: int | None = None) -> Ended:
@@ -165,9 +168,7 @@ def test_resumed_run_requires_its_original_reference(file: Path, tmp_path: Path)
     }
     uninterrupted = train(config(file, tmp_path / "uninterrupted", checkpoint=checkpoint))
 
-    assert uninterrupted.losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), (
-        "the reference must be the initial weights"
-    )
+    assert uninterrupted.losses[0] == LOSS_OF_EQUAL_MODELS, "the reference is the initial weights"
 
     parted = config(file, tmp_path / "parted", checkpoint=checkpoint)
     train(parted, stop_after=2)
@@ -176,12 +177,12 @@ def test_resumed_run_requires_its_original_reference(file: Path, tmp_path: Path)
     assert resumed.losses == uninterrupted.losses[2:]
     assert_bitwise(resumed.weights, uninterrupted.weights)
 
-    moved = {**checkpoint, "initial_load_path": str(start / "checkpoint/step-1"), "interval": 1}
-    other_reference = train(
-        config(file, tmp_path / "parted", checkpoint=moved, training={"steps": 6})
-    )
-    assert isinstance(other_reference.error, ConfigError)
-    assert "reference weights differ" in str(other_reference.error)
+    # A reference from another step is rejected.
+    changed = {**checkpoint, "initial_load_path": str(start / "checkpoint/step-1"), "interval": 1}
+    longer = config(file, tmp_path / "parted", checkpoint=changed, training={"steps": 6})
+    error = train(longer).error
+    assert isinstance(error, ConfigError)
+    assert "reference weights differ" in str(error)
 
 
 def test_reference_of_adapters_is_the_base_model(file: Path, tmp_path: Path) -> None:
@@ -195,9 +196,7 @@ def test_reference_of_adapters_is_the_base_model(file: Path, tmp_path: Path) -> 
     )
     losses = train(run_config).losses
 
-    assert losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), (
-        "initial adapters must not change the model"
-    )
+    assert losses[0] == LOSS_OF_EQUAL_MODELS, "initial adapters must not change the model"
     assert losses[-1] != losses[0]
 
 
@@ -259,27 +258,18 @@ def test_row_that_is_not_a_pair_is_named(row: dict[str, str], message: str, tmp_
 
 
 def test_invalid_preference_options_are_rejected(file: Path) -> None:
-    run_config = config(file)
-    cases = [
-        (
-            dataclasses.replace(run_config, parallelism=Parallelism(pipeline_parallel_degree=2)),
-            "splits the model",
-        ),
-        (
-            dataclasses.replace(run_config, parallelism=Parallelism(context_parallel_degree=2)),
-            "splits each sequence",
-        ),
-        (
-            dataclasses.replace(run_config, task=Task(name="preference", beta=0.0)),
-            "task.beta=0.0 must be above 0",
-        ),
-        (
-            dataclasses.replace(run_config, task=Task(name="preference", rejected_field="chosen")),
-            "name three columns",
-        ),
-    ]
-    for broken, message in cases:
-        lines = [str(problem) for problem in check(Loaded(broken))]
+    pipeline = Parallelism(pipeline_parallel_degree=2)
+    split_sequences = Parallelism(context_parallel_degree=2)
+    no_beta = Task(name="preference", beta=0.0)
+    one_column = Task(name="preference", rejected_field="chosen")
+    for sections, message in (
+        ({"parallelism": pipeline}, "splits the model"),
+        ({"parallelism": split_sequences}, "splits each sequence"),
+        ({"task": no_beta}, "task.beta=0.0 must be above 0"),
+        ({"task": one_column}, "name three columns"),
+    ):
+        invalid = dataclasses.replace(config(file), **sections)
+        lines = [str(problem) for problem in check(Loaded(invalid))]
         assert any(message in line for line in lines), (message, lines)
 
 
@@ -311,23 +301,26 @@ def test_logged_rewards_are_those_of_all_pairs_of_the_step(file: Path, tmp_path:
         "parallelism": {"data_parallel_shard_degree": 2},
         "training": {"local_batch_size": 2},
     }
-    logs = []
-    for ranks, sections in ((1, {}), (2, on_ranks)):
+
+    def logged(ranks: int, **sections: Any) -> list[dict[str, float]]:
         folder = tmp_path / str(ranks)
         train(config(file, folder, metrics={"log_freq": 1}, **sections), ranks)
-        logs.append(
-            [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        )
-    alone, two_ranks = logs
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    one_process = logged(1)
+    two_ranks = logged(2, **on_ranks)
     names = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
 
-    assert [alone[0][name] for name in names] == [0, 0, 0, 0]
+    first = one_process[0]
+    assert [first[name] for name in names] == [0, 0, 0, 0]
 
-    last = alone[-1]
-    assert last["reward_margin"] == pytest.approx(
-        last["reward_chosen"] - last["reward_rejected"], abs=1e-9
-    )
+    last = one_process[-1]
+    margin = last["reward_chosen"] - last["reward_rejected"]
+    assert last["reward_margin"] == pytest.approx(margin, abs=1e-9)
     assert last["reward_margin"] != 0
+
+    # float32 sums in a different order
     for name in names:
         assert two_ranks[-1][name] == pytest.approx(last[name], abs=1e-5), name
 
@@ -356,18 +349,21 @@ def test_reference_of_an_adapted_run_is_its_initial_model(
         "initial_load_path": str(tmp_path / "start/checkpoint/step-2"),
     }
     lora = {"enable": True, "rank": 4, **ADAPTED[name]}
-    if "adapters" in name:
+    if "adapters" in name:  # of an earlier run
         first = config(file, tmp_path / "first", checkpoint=base, lora=lora, optimizer={"lr": 0.05})
         train(first)
         lora["initial_load_path"] = str(tmp_path / "first/checkpoint/step-4")
         base["initial_load_model_only"] = True
-    rows_of_kto = tmp_path / "kto.jsonl"
-    labeled = [
-        {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0}
-        for i, row in enumerate(rows())
-    ]
-    rows_of_kto.write_text("".join(json.dumps(row) + "\n" for row in labeled))
-    data = file if task == "preference" else rows_of_kto
+
+    data = file
+    if task == "kto":  # reads labeled completions instead of pairs
+        data = tmp_path / "kto.jsonl"
+        lines = []
+        for number, row in enumerate(rows()):
+            labeled = {"prompt": row["prompt"], "completion": row["chosen"]}
+            lines.append(json.dumps({**labeled, "label": number % 2 == 0}) + "\n")
+        data.write_text("".join(lines))
+
     on_meshes = {
         1: {},
         2: {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 2}},
@@ -381,9 +377,10 @@ def test_reference_of_an_adapted_run_is_its_initial_model(
 
     assert one_process.error is None, one_process.error
 
-    of_equal_models = 0.6931471805599453 if task == "preference" else 0.5
-    assert one_process.losses[0] == pytest.approx(of_equal_models, abs=1e-6)
-    assert abs(one_process.losses[-1] - of_equal_models) > 1e-6, (
-        "the model must differ from its reference later"
-    )
+    # At first, the model equals its reference. Later it does not.
+    loss_of_equal_models = math.log(2) if task == "preference" else 0.5
+    assert one_process.losses[0] == pytest.approx(loss_of_equal_models, abs=1e-6)
+    assert abs(one_process.losses[-1] - loss_of_equal_models) > 1e-6
+
+    # float32 sums in a different order
     assert two_ranks.losses == pytest.approx(one_process.losses, abs=1e-5)

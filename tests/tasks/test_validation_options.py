@@ -82,6 +82,7 @@ def test_kto_exchanges_full_completions_before_truncation(file: Path) -> None:
     num_longer = 0
     for group in task.read_rows("train"):
         originals = [by_text[tokenizer.decode(answer.side.all_tokens)] for answer in group]
+        # The second half of a batch has each prompt with the completion of the row before.
         batch = task.collate([group])
         mixed = batch["tokens_BMT"][0, len(group) :]
         targets = batch["targets_BMT"][0, len(group) :]

@@ -229,22 +229,22 @@ def test_resume_in_a_ramp_continues_it(
 
 
 def test_metrics_count_the_tokens_and_flops_of_each_step(tmp_path: Path) -> None:
-    this = config(texts(tmp_path), "one process, accumulation", job={"dump_folder": str(tmp_path)})
-    assert run_ranks(1, train_whole, this)[0].error is None
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    seen = [record["tokens_seen"] for record in records]
-    expected = [SEQ_LEN * sum(BATCHES[: step + 1]) for step in range(STEPS)]
+    job = {"dump_folder": str(tmp_path)}
+    run_config = config(texts(tmp_path), "one process, accumulation", job=job)
+    assert run_ranks(1, train_whole, run_config)[0].error is None
 
-    assert seen == expected
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    tokens_seen = [record["tokens_seen"] for record in records]
+    assert tokens_seen == [SEQ_LEN * sum(BATCHES[: step + 1]) for step in range(STEPS)]
 
     # 12 layers * heads * head size * tokens per sequence, and 6 per parameter: longer sequences cost more per token
     flops = [record["tflops"] * 1e12 / record["tps"] for record in records]
     growth = [after - before for before, after in pairwise(flops)]
     per_token = 12 * 2 * 4 * 16
-    wanted = [per_token * (after - before) for before, after in pairwise(LENGTHS)]
+    expected_growth = [per_token * (after - before) for before, after in pairwise(LENGTHS)]
 
     # the file has numbers of four digits or more
-    assert growth == pytest.approx(wanted, rel=1e-2, abs=per_token)
+    assert growth == pytest.approx(expected_growth, rel=1e-2, abs=per_token)
 
 
 @pytest.mark.parametrize("mesh", cases(["pp"], nightly=["fsdp", "tp", "cp"]))
@@ -258,40 +258,41 @@ def test_validation_within_a_ramp_changes_no_number(tmp_path: Path, mesh: str) -
         "freq": 2,
         "seq_len": SEQ_LEN,
     }
-    ended = {}
-    for name in ("one process, accumulation", mesh):
-        folder = tmp_path / name
-        this = config(path, name, job={"dump_folder": str(folder)}, validation=validation)
-        ended[name] = run_ranks(MESHES[name][0], train_whole, this)[0]
-        assert ended[name].error is None
-    found = {}
-    for name in ended:
-        lines = (tmp_path / name / "validation.jsonl").read_text().splitlines()
-        found[name] = [json.loads(line)["loss"] for line in lines]
-        # after steps 2 and 4, and after the last step
-        assert len(found[name]) == 3
-    expected = ended.pop("one process, accumulation")
-    without = config(path, mesh, job={"dump_folder": str(tmp_path / "without")})
-    unvalidated = run_ranks(MESHES[mesh][0], train_whole, without)[0]
 
-    assert ended[mesh].losses == unvalidated.losses
-    assert ended[mesh].losses == pytest.approx(expected.losses, abs=SAME_LOSS)
-    assert found[mesh] == pytest.approx(found["one process, accumulation"], abs=SAME_LOSS)
+    def train_and_validate(mesh: str) -> tuple[Any, list[float]]:
+        """Return the end of a run, and its validation losses."""
+        folder = tmp_path / mesh
+        run_config = config(path, mesh, job={"dump_folder": str(folder)}, validation=validation)
+        ended = run_ranks(MESHES[mesh][0], train_whole, run_config)[0]
+        assert ended.error is None
+        lines = (folder / "validation.jsonl").read_text().splitlines()
+        validation_losses = [json.loads(line)["loss"] for line in lines]
+        # after steps 2 and 4, and after the last step
+        assert len(validation_losses) == 3
+        return ended, validation_losses
+
+    expected, expected_validation = train_and_validate("one process, accumulation")
+    ended, validation_losses = train_and_validate(mesh)
+    without_validation = config(path, mesh, job={"dump_folder": str(tmp_path / "without")})
+    unvalidated = run_ranks(MESHES[mesh][0], train_whole, without_validation)[0]
+
+    assert ended.losses == unvalidated.losses
+    assert ended.losses == pytest.approx(expected.losses, abs=SAME_LOSS)
+    assert validation_losses == pytest.approx(expected_validation, abs=SAME_LOSS)
 
 
 def test_epochs_end_after_the_steps_of_the_ramp(tmp_path: Path) -> None:
-    this = config(texts(tmp_path), "one process, accumulation")
-    training = dataclasses.replace(this.training, epochs=1)
-    this = dataclasses.replace(
-        this,
-        job=dataclasses.replace(this.job, dump_folder=str(tmp_path)),
-        training=training,
-    )
-    ended = run_ranks(1, train_whole, this)[0]
-
+    job = {"dump_folder": str(tmp_path)}
+    run_config = config(texts(tmp_path), "one process, accumulation", job=job)
+    training = dataclasses.replace(run_config.training, epochs=1)
+    run_config = dataclasses.replace(run_config, training=training)
+    ended = run_ranks(1, train_whole, run_config)[0]
     assert ended.error is None
 
-    rows = [sample for step in ended.sample_ids for sample in step if sample >= 0]
-    assert len(set(rows)) == ended.state["samples_consumed"]
-    sizes = derived.step_sizes(this, 1)
-    assert len(ended.losses) == sizes.num_steps(0, ended.state["samples_consumed"])
+    rows = set()
+    for step in ended.sample_ids:
+        rows |= {sample for sample in step if sample >= 0}
+    num_rows = ended.state["samples_consumed"]
+    assert len(rows) == num_rows
+    sizes = derived.step_sizes(run_config, 1)
+    assert len(ended.losses) == sizes.num_steps(0, num_rows)

@@ -73,24 +73,21 @@ def test_header_shows_the_arithmetic_of_the_batch() -> None:
         training=Training(local_batch_size=2, global_batch_size=32, seq_len=64, steps=10)
     )
     grid = mesh(dp_replicate=2, dp_shard=4, tp=2)
-    config = dataclasses.replace(
-        config,
-        parallelism=dataclasses.replace(
-            config.parallelism, data_parallel_replicate_degree=2, tensor_parallel_degree=2
-        ),
+    parallelism = dataclasses.replace(
+        config.parallelism, data_parallel_replicate_degree=2, tensor_parallel_degree=2
     )
+    config = dataclasses.replace(config, parallelism=parallelism)
     lines = run_folder.describe(Loaded(config), grid, 1_500_000, 10, 160)
 
     assert lines[1].endswith(", 1.50M parameters")
     assert lines[2] == "mesh: 16 ranks, dp_replicate 2 x dp_shard 4 x tp 2"
-    assert (
-        lines[3]
-        == "batch: 2 sequences x 2 accumulation x 8 data ranks = 32 sequences x 64 = 2048 tokens per step"
+    assert lines[3] == (
+        "batch: 2 sequences x 2 accumulation x 8 data ranks"
+        " = 32 sequences x 64 = 2048 tokens per step"
     )
     assert lines[4] == "data: python_stdlib, packed by concat; 10 steps = 2.00 epochs of 160 rows"
-    assert (
-        lines[5]
-        == "precision: parameters float32, compute bfloat16, gradient reduction float32; seed 42"
+    assert lines[5] == (
+        "precision: parameters float32, compute bfloat16, gradient reduction float32; seed 42"
     )
     assert lines[6] == "folder: ./outputs; no checkpoints (checkpoint.enable=false)"
     assert len(lines) == 7

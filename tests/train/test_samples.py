@@ -48,9 +48,9 @@ MESHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mesh", cases(["tp", "fsdp"], nightly=["copies"]))
 def test_meshes_change_no_sample(mesh: str) -> None:
-    (alone,) = run_ranks(1, drawn, config())
-    assert alone
-    assert run_ranks(2, drawn, config(MESHES[mesh])) == [alone] * 2
+    (sample,) = run_ranks(1, drawn, config())
+    assert sample
+    assert run_ranks(2, drawn, config(MESHES[mesh])) == [sample, sample]
 
 
 def sampled_and_generated(rank: int, run_config: Config) -> tuple[str, str]:
@@ -59,9 +59,10 @@ def sampled_and_generated(rank: int, run_config: Config) -> tuple[str, str]:
     layout: Layout = llama.LAYOUT
     generator = Generator(run.runner.parts[0], layout, tokenizer.vocab_size)
     prompt = [*tokenizer.prefix_ids, *tokenizer.encode(PROMPT).tolist()]
-    new = 64 - len(prompt)
-    stops = frozenset([tokenizer.eos_id]) if tokenizer.eos_id is not None else frozenset()
-    (ids,) = generator.generate([prompt], new, samples.SAMPLING, seed=1, stop_ids=stops)
+    num_new = 64 - len(prompt)
+    assert tokenizer.eos_id is not None
+    stop_ids = frozenset([tokenizer.eos_id])
+    (ids,) = generator.generate([prompt], num_new, samples.SAMPLING, seed=1, stop_ids=stop_ids)
     return drawn(rank, run_config), tokenizer.decode(ids)
 
 

@@ -45,12 +45,12 @@ def test_equal_texts_have_equal_token_counts(
     tmp_path: Path, ranks: int, data: dict[str, Any], targets: int
 ) -> None:
     record = trained(tmp_path, ranks, data)
-    seconds = record["step_seconds"]
-    computed = record["tokens_per_second"] * seconds
+    num_tokens = record["tokens_per_second"] * record["step_seconds"]
+    num_targets = record["targets_per_second"] * record["step_seconds"]
 
     # the last token of a row is a target only
-    assert computed == pytest.approx(NUM_ROWS * (LENGTH - 1), rel=1e-6)
-    assert record["targets_per_second"] * seconds == pytest.approx(NUM_ROWS * targets, rel=1e-6)
+    assert num_tokens == pytest.approx(NUM_ROWS * (LENGTH - 1), rel=1e-6)
+    assert num_targets == pytest.approx(NUM_ROWS * targets, rel=1e-6)
     assert record["target_share"] == pytest.approx(targets / (LENGTH - 1))
     assert record["tps"] == pytest.approx(record["tokens_per_second"] / ranks)
     assert record["tokens_seen"] == NUM_ROWS * targets

@@ -100,12 +100,11 @@ def one_step(rank: int, config: Config, num_kept: Mapping[int, int] | int = 64) 
 def mesh_steps(
     rank: int, meshes: tuple[str, ...], masks: dict[str, Any]
 ) -> dict[tuple[str, str], Step]:
-    steps = {
-        (mesh, name): one_step(rank, config(mesh), mask)
-        for mesh in meshes
-        for name, mask in masks.items()
-    }
+    """One step per mesh and mask, by their names, and one with clipped gradients."""
+    steps = {}
     for mesh in meshes:
+        for name, mask in masks.items():
+            steps[mesh, name] = one_step(rank, config(mesh), mask)
         steps[mesh, "clipped"] = one_step(rank, config(mesh, max_norm=0.01))
     return steps
 

@@ -130,16 +130,19 @@ def test_each_row_is_read_once_in_the_same_order_on_any_number_of_ranks(ranks: i
     # neither set is divisible by batches of 5 rows per rank; some ranks get none of the 7 rows
     results = run_ranks(ranks, evaluated, [config(rows=rows) for rows in SIZES])
     for number, rows in enumerate(SIZES):
-        evaluations = sorted(
-            (result[number] for result in results), key=lambda evaluation: evaluation[1]
-        )
-        by_rank = [ids for _, _, ids in evaluations]
-        assert len({len(ids) for ids in by_rank}) == 1, "ranks have different numbers of batches"
+        evaluations = [result[number] for result in results]
+        evaluations.sort(key=lambda evaluation: evaluation[1])  # by rank
+        batches_of_ranks = [ids for _, _, ids in evaluations]
+        num_batches = {len(batches) for batches in batches_of_ranks}
+        assert len(num_batches) == 1, "ranks have different numbers of batches"
 
-        in_order = [
-            sample for step in zip(*by_rank, strict=True) for batch in step for sample in batch
-        ]
-        assert in_order == [*range(rows), *[-1] * (len(in_order) - rows)]
+        # A step reads one batch per rank, in the order of ranks. Padding rows have the number -1.
+        in_order = []
+        for batches_of_step in zip(*batches_of_ranks, strict=True):
+            for batch in batches_of_step:
+                in_order += batch
+        num_padding = len(in_order) - rows
+        assert in_order == [*range(rows), *[-1] * num_padding]
 
         for result in results:
             evaluation = result[number][0]
@@ -311,18 +314,21 @@ def counts(rank: int, run_config: Config) -> bool:
     """True if evaluation does not change token counts and router biases of experts."""
     run = make_run(rank, run_config)
     trainer.step(run)
-    blocks = [m for part in run.runner.parts for m in part.modules() if hasattr(m, "count_E")]
-    before = [block.count_E.clone() for block in blocks]
-    biases = {name: buffer.clone() for name, buffer in run.runner.buffers().items()}
+    blocks = []
+    for part in run.runner.parts:
+        blocks += [module for module in part.modules() if hasattr(module, "count_E")]
+    counts_before = [block.count_E.clone() for block in blocks]
+    biases_before = {name: buffer.clone() for name, buffer in run.runner.buffers().items()}
+    if not blocks or not biases_before:
+        return False
+
     evaluate.evaluate(run.runner, evaluate.open_dataloader(run_config, run.mesh), run.mesh)
-    same = all(
-        torch.equal(block.count_E, count) for block, count in zip(blocks, before, strict=True)
-    )
-    return (
-        bool(blocks and biases)
-        and same
-        and all(torch.equal(run.runner.buffers()[n], b) for n, b in biases.items())
-    )
+
+    for block, count in zip(blocks, counts_before, strict=True):
+        if not torch.equal(block.count_E, count):
+            return False
+    biases = run.runner.buffers()
+    return all(torch.equal(biases[name], bias) for name, bias in biases_before.items())
 
 
 def test_evaluation_does_not_count_towards_the_balance_of_experts() -> None:
@@ -335,27 +341,26 @@ def test_validation_runs_every_freq_steps_and_after_the_last_and_logs_to_all_sin
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run_config = with_steps(config(), 5, freq=2)
-    run_config = dataclasses.replace(
-        run_config, metrics=dataclasses.replace(run_config.metrics, enable_tensorboard=True)
-    )
-    whole_run(1, tmp_path, run_config)
-    lines = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    metrics = dataclasses.replace(run_config.metrics, enable_tensorboard=True)
+    whole_run(1, tmp_path, dataclasses.replace(run_config, metrics=metrics))
 
+    # validation.jsonl
+    lines = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 5]
     for line in lines:
         assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
     assert lines[-1]["loss"] < lines[0]["loss"] < math.log(512) + 1
 
+    # TensorBoard
     (folder,) = [file.parent for file in (tmp_path / "tb").rglob("events.*")]
     events = EventAccumulator(str(folder))
     events.Reload()
-    points = events.Scalars("validation_metrics/loss")
-
-    assert [(point.step, point.value) for point in points] == [
-        (x["step"], pytest.approx(x["loss"])) for x in lines
-    ]
+    for point, line in zip(events.Scalars("validation_metrics/loss"), lines, strict=True):
+        assert point.step == line["step"]
+        assert point.value == pytest.approx(line["loss"])
     assert [point.step for point in events.Scalars("validation_metrics/perplexity")] == [2, 4, 5]
 
+    # the log of rank 0
     log = (tmp_path / "logs" / "rank-0.log").read_text()
     assert log.count("validation step:") == 3
     assert "7 sequences of 16 tokens, every 2 steps and after the last" in log

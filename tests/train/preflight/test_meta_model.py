@@ -61,32 +61,34 @@ def test_pipeline_rank_without_parameters_to_train_is_rejected_before_ranks_star
     with torch.device("meta"):
         model = models.build(module, shape)
     spec.adapt(model, module, shape, config.lora, False)
-    names = [
-        {"tok_embeddings": "embed", "output": "head"}.get(n, n) for part in parts for n in part
-    ]
+    # The parts use names of torchtitan, and the model uses ours.
+    torchtitan_names = {"tok_embeddings": "embed", "output": "head"}
+    all_modules = []
+    modules_of_parts = []
+    for part in parts:
+        modules = [torchtitan_names.get(name, name) for name in part]
+        modules_of_parts.append(modules)
+        all_modules += modules
+    assert all_modules == ["embed", *LAYERS, "norm", "head"]
 
-    assert names == ["embed", *LAYERS, "norm", "head"]
-
-    ranks_fail = []
+    failing_ranks = []
     for rank in range(2):
         parameters_of_rank = []
         for index in stages.stages_of_rank(schedule, rank, 2, len(parts)):
-            keep = {{"tok_embeddings": "embed", "output": "head"}.get(n, n) for n in parts[index]}
-            parameters_of_rank += list(
-                stage(copy.deepcopy(model), module.LAYOUT, keep).named_parameters()
-            )
+            modules_of_stage = set(modules_of_parts[index])
+            part = stage(copy.deepcopy(model), module.LAYOUT, modules_of_stage)
+            parameters_of_rank += list(part.named_parameters())
         try:
             optim.build(parameters_of_rank, config.optimizer)
         except ConfigError:
-            ranks_fail.append(rank)
-    errors, parameters = build(config)
+            failing_ranks.append(rank)
 
-    assert bool(errors) == bool(ranks_fail)
-    assert (parameters is None) == bool(ranks_fail)
+    errors, parameters = build(config)
+    assert bool(errors) == bool(failing_ranks)
+    assert (parameters is None) == bool(failing_ranks)
     if errors:
-        assert f"leaves pipeline rank {ranks_fail[0]} without a parameter to train" in str(
-            errors[0]
-        )
+        message = f"leaves pipeline rank {failing_ranks[0]} without a parameter to train"
+        assert message in str(errors[0])
 
 
 @pytest.mark.parametrize(
@@ -113,17 +115,11 @@ def test_float8_options_that_match_no_module_are_rejected_before_ranks_start(
             "converters": ["quantize.linear.float8", "quantize.grouped_mm.float8"],
         }
     )
-    quantize = replace(
-        config.quantize,
-        linear=replace(
-            config.quantize.linear,
-            float8=replace(config.quantize.linear.float8, emulate=True, **sections),
-        ),
-        grouped_mm=replace(
-            config.quantize.grouped_mm,
-            float8=replace(config.quantize.grouped_mm.float8, emulate=True, fqns=["experts"]),
-        ),
-    )
+    linear = config.quantize.linear
+    linear = replace(linear, float8=replace(linear.float8, emulate=True, **sections))
+    experts = config.quantize.grouped_mm
+    experts = replace(experts, float8=replace(experts.float8, emulate=True, fqns=["experts"]))
+    quantize = replace(config.quantize, linear=linear, grouped_mm=experts)
     errors, _ = build(replace(config, quantize=quantize))
 
     assert problem in "".join(map(str, errors))

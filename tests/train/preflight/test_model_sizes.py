@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -21,20 +22,19 @@ SUGGESTED = re.compile(r"^use (?:at most |one of )?\"?([\w.]+)\"?(?:,| or |$)")
 
 def problems_of(family: str, flavor: str, arguments: list[str]) -> list:
     """Return the problems that ``config check`` finds, by the rules or, if they find none, by building the model."""
-    loaded = config.load(
-        "debug", ["--model.name", family, "--model.flavor", flavor, *arguments], keep_problems=True
-    )
-    problems = [
-        problem
-        for problem in [*loaded.problems, *config.check(loaded)]
-        if problem.option.startswith("model.")
-    ]
+    options = ["--model.name", family, "--model.flavor", flavor, *arguments]
+    loaded = config.load("debug", options, keep_problems=True)
+    problems = [*loaded.problems, *config.check(loaded)]
+    problems = [problem for problem in problems if problem.option.startswith("model.")]
     if problems:
         return problems
+
     assert memory_fit.needs_model_build(loaded)
     errors, _ = meta_model.build(loaded.config)
-    assert all(isinstance(error, ConfigError) for error in errors), errors
-    return [problem for error in errors for problem in error.problems]
+    for error in errors:
+        assert isinstance(error, ConfigError), error
+        problems += error.problems
+    return problems
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def problems_of(family: str, flavor: str, arguments: list[str]) -> list:
 def test_invalid_sizes_are_found_and_their_fixes_work(family: str) -> None:
     facts = model_file.read_model_file(family)
     flavor = "debugmodel" if "debugmodel" in facts.flavors else next(iter(facts.flavors))
-    tried = 0
+    num_fixes = 0
     for name, (kind, _) in facts.fields.items():
         for value in VALUES.get(kind.removesuffix(" | None"), []):
             arguments = [f"--model.overrides.{name}", str(value)]
@@ -52,13 +52,14 @@ def test_invalid_sizes_are_found_and_their_fixes_work(family: str) -> None:
                 suggested = SUGGESTED.match(problem.fix)
                 if suggested is None:
                     continue
-                fixed_options = dict([tuple(arguments), (f"--{problem.option}", suggested[1])])
-                fixed_arguments = [text for pair in fixed_options.items() for text in pair]
+
+                # With the suggested value, the option has no problem.
+                fixed_options = {arguments[0]: arguments[1]}
+                fixed_options[f"--{problem.option}"] = suggested[1]
+                fixed_arguments = list(itertools.chain.from_iterable(fixed_options.items()))
                 fixed = problems_of(family, flavor, fixed_arguments)
                 remaining = [other for other in fixed if other.option == problem.option]
-
                 assert not remaining, f"{problem}: with {suggested[1]} it is {remaining[0]}"
+                num_fixes += 1
 
-                tried += 1
-
-    assert tried > 5
+    assert num_fixes > 5
