@@ -155,7 +155,8 @@ def test_a_step_that_does_not_exist_is_rejected(
     for command in COMMANDS.values():
         code, text = run([*command, "--step", step], folders, tmp_path, capfd)
         run_folder = folders["ADAPTERS" if "ADAPTERS" in command else "RUN"]
-        assert code in (2, 5) and message.replace("RUN", str(run_folder)) in text, text
+        assert code in (2, 5), text
+        assert message.replace("RUN", str(run_folder)) in text, text
 
 
 def test_step_requires_the_folder_of_a_run(

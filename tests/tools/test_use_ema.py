@@ -59,11 +59,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def averages(run: Path) -> dict[str, Tensor]:
     path = run / "checkpoint" / f"step-{STEPS}"
     stored = manifest.read(path)
-    found = {}
+    averaged_weights = {}
     for name in stored.tensors:
         if name.startswith(AVERAGES_PREFIX):
-            found[name.removeprefix(AVERAGES_PREFIX)] = tensors.read_whole(stored, path, name)
-    return found
+            short_name = name.removeprefix(AVERAGES_PREFIX)
+            averaged_weights[short_name] = tensors.read_whole(stored, path, name)
+    return averaged_weights
 
 
 def weights(path: Path, use_ema: bool = False) -> dict[str, Tensor]:
@@ -79,8 +80,8 @@ def test_load_model_opens_the_averages(run: Path) -> None:
 def test_generate_and_evaluate_name_the_averages(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [str(run), "--prompt", "mesh", "--max_new_tokens", "1", "--use_ema"]
-    assert cli.main(["generate", *words]) == 0
+    arguments = [str(run), "--prompt", "mesh", "--max_new_tokens", "1", "--use_ema"]
+    assert cli.main(["generate", *arguments]) == 0
     assert "averaged weights" in capsys.readouterr().err
     assert cli.main(["evaluate", str(run), "--use_ema"]) == 0
 
@@ -93,16 +94,22 @@ def test_generate_and_evaluate_name_the_averages(
 
 
 def test_test_follows_the_option_of_the_validation(run: Path, tmp_path: Path) -> None:
-    words = [str(run / "config.resolved.toml"), "--output", str(tmp_path / "test"), "--nproc", "1"]
-    assert cli.main(["test", *words]) == 0
+    arguments = [
+        str(run / "config.resolved.toml"),
+        "--output",
+        str(tmp_path / "test"),
+        "--nproc",
+        "1",
+    ]
+    assert cli.main(["test", *arguments]) == 0
     tested = json.loads((tmp_path / "test" / "dev_results.json").read_text())["loss"]
     line = (run / "validation.jsonl").read_text().splitlines()[-1]
     assert tested == pytest.approx(json.loads(line)["loss"], abs=1e-6)
 
 
 def test_export_writes_the_averages(run: Path, tmp_path: Path) -> None:
-    words = [str(run), "--to", str(tmp_path / "hf"), "--use_ema", "--check", "weights"]
-    assert cli.main(["export", *words]) == 0
+    arguments = [str(run), "--to", str(tmp_path / "hf"), "--use_ema", "--check", "weights"]
+    assert cli.main(["export", *arguments]) == 0
     model = shardtrain.load_model(tmp_path / "hf", dtype="float32", tokenizer="bytes").model
     assert_bitwise({name: p.detach() for name, p in model.named_parameters()}, averages(run))
 
@@ -123,6 +130,7 @@ def test_merge_adds_the_averaged_adapters(tmp_path: Path) -> None:
         opened = shardtrain.load_model(path, dtype="float32", config=file, use_ema=use_ema)
         logits[name] = opened.model(tokens_BT, tokens_BT)
 
+    # The merged weights are rounded once more to float32.
     torch.testing.assert_close(logits["averaged"], logits["adapted"], atol=1e-5, rtol=0)
     assert (logits["plain"] - logits["adapted"]).abs().max() > 1e-5
 
@@ -138,11 +146,11 @@ def test_hugging_face_folder_has_no_averages(
 ) -> None:
     folder = tmp_path / "hf"
     assert cli.main(["export", str(run), "--to", str(folder), "--check", "weights"]) == 0
-    for words in (
+    for arguments in (
         ["generate", str(folder), "--prompt", "mesh", "--use_ema"],
         ["export", str(folder), "--to", str(tmp_path / "new"), "--use_ema"],
     ):
-        assert cli.main(words) == 2
+        assert cli.main(arguments) == 2
         assert "--use_ema=true requires a checkpoint" in capsys.readouterr().err
 
 

@@ -68,11 +68,13 @@ def sent(hub) -> list[str]:
 
 def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.exists, hub.files = False, {}
+    hub.exists = False
+    hub.files = {}
     arguments = (str(trained), "--to", str(tmp_path / "hf"), "--push", "org/name", "--private")
 
     assert push(*arguments) == 0
 
+    # No secret is printed, and the repository is private as requested.
     captured = capsys.readouterr()
     output = captured.out + captured.err
     assert TOKEN not in output
@@ -83,6 +85,7 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
     assert hub.files == local
     assert {"README.md", "config.json", "model.safetensors"} <= local.keys()
 
+    # The card has the facts of the run, and no others.
     text = local["README.md"].decode()
     front = yaml.safe_load(text.split("---")[1])
     assert front["library_name"] == "transformers"
@@ -96,34 +99,26 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
     assert f"loss {losses[-1]['loss']:.4g}" in text
     assert "Validation" in text
 
-    toml = re.search(r"```toml\n(.*?)```", text, re.DOTALL)[1]
-    (tmp_path / "again.toml").write_text(toml)
+    # A run can be started from the configuration in the card.
     from shardtrain import config
 
-    again = config.load(tmp_path / "again.toml").config
-    first = config.load(trained / "config.resolved.toml").config
+    (tmp_path / "card.toml").write_text(re.search(r"```toml\n(.*?)```", text, re.DOTALL)[1])
+    config_of_card = config.load(tmp_path / "card.toml").config
+    config_of_run = config.load(trained / "config.resolved.toml").config
+    sections = ("model", "training", "optimizer", "lr_scheduler", "data", "task", "parallelism")
+    for section in sections:
+        assert getattr(config_of_card, section) == getattr(config_of_run, section), section
 
-    for section in (
-        "model",
-        "training",
-        "optimizer",
-        "lr_scheduler",
-        "data",
-        "task",
-        "parallelism",
-    ):
-        assert getattr(again, section) == getattr(first, section), (
-            "the card must contain the configuration of the run"
-        )
+    # A card that a user edited is recognised.
     assert card.is_own(text)
     assert not card.is_own(text.replace("Steps", "steps"))
 
-    before = len(sent(hub))
-    assert push(*arguments) == 0, "the repeated command must succeed"
+    # The same command again uploads nothing.
+    num_requests = len(sent(hub))
+    assert push(*arguments) == 0
     assert "already contains this checkpoint" in capsys.readouterr().out
-    assert not [line for line in sent(hub)[before:] if line.startswith("PUT")], (
-        "weights were uploaded twice"
-    )
+    for request in sent(hub)[num_requests:]:
+        assert not request.startswith("PUT"), "weights were uploaded twice"
 
 
 def test_a_card_can_be_written_with_an_export(trained, tmp_path, capsys):
@@ -140,6 +135,7 @@ def test_an_interrupted_upload_reports_its_progress_and_continues(hub, folder, m
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(names) > 1
 
+    # The server accepts the first file, and refuses the second.
     puts = []
 
     def fault(handler, path):
@@ -148,7 +144,8 @@ def test_an_interrupted_upload_reports_its_progress_and_continues(hub, folder, m
         puts.append(path)
         return len(puts) > 1 and handler.refuse(400)
 
-    hub.fault, before = fault, dict(hub.files)
+    hub.fault = fault
+    before = dict(hub.files)
 
     assert push(str(folder), "--push", "org/name") != 0
 
@@ -158,10 +155,11 @@ def test_an_interrupted_upload_reports_its_progress_and_continues(hub, folder, m
     assert "secretsignature" not in message
     assert hub.files == before
 
-    hub.fault, puts = lambda handler, path: False, []
-    stored = len(hub.stored)
+    # The same command continues with the files that are missing.
+    num_stored = len(hub.stored)
+    assert num_stored >= 1
+    hub.fault = lambda handler, path: False
     assert push(str(folder), "--push", "org/name") == 0
-    assert stored >= 1
     assert set(names) <= hub.files.keys()
 
 
@@ -205,7 +203,8 @@ def test_a_concurrent_commit_is_not_overwritten(hub, folder, monkeypatch, capsys
             hub.head = "f" * 40
         return False
 
-    hub.fault, before = fault, dict(hub.files)
+    hub.fault = fault
+    before = dict(hub.files)
 
     assert push(str(folder), "--push", "org/name") != 0
     assert "was changed by somebody else during the upload" in capsys.readouterr().err
@@ -241,7 +240,8 @@ def test_impossible_uploads_are_rejected_in_one_line_before_they_start(
     assert push(str(folder), "--to", str(tmp_path / "new"), "--push", "org/name", *arguments) != 0
 
     message = capsys.readouterr().err
-    assert expected in error_of(message) and len(message.strip().splitlines()) == 1, message
+    assert expected in error_of(message), message
+    assert len(message.strip().splitlines()) == 1, message
     assert not sent(hub)
     assert not (tmp_path / "new").exists()
 

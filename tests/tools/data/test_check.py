@@ -105,41 +105,29 @@ def test_sequences_per_epoch_are_those_of_training(
 def test_every_kind_of_bad_row_is_reported_with_its_places(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong: list[Any] = [
-        "{broken\n",
-        {"other": 1},
-        {"text": 7},
-        {"text": None},
-        "[1]\n",
-        {"text": ""},
-    ]
-    path = jsonl(tmp_path / "a.jsonl", [*texts(10), *wrong, *texts(5), "{broken\n"])
+    bad_rows: list[Any] = ["{broken\n", {"other": 1}, {"text": 7}, {"text": None}, "[1]\n"]
+    empty_row = {"text": ""}
+    rows = [*texts(10), *bad_rows, empty_row, *texts(5), "{broken\n"]
+    path = jsonl(tmp_path / "a.jsonl", rows)
     code, report = run(capsys, *arguments_for(path))
-    table = report["datasets"]["jsonl"]
 
     assert code == 3
-    assert (table["rows"], table["documents"], table["bad rows"], table["empty rows"]) == (
-        22,
-        15,
-        6,
-        1,
-    )
+    table = report["datasets"]["jsonl"]
+    assert table["rows"] == 22
+    assert table["documents"] == 15
+    assert table["bad rows"] == 6
+    assert table["empty rows"] == 1
 
     reasons = "\n".join(table["reasons"])
-    assert all(f"a.jsonl:{line}" in reasons for line in (11, 12, 13, 14, 15, 16, 22))
+    for line in (11, 12, 13, 14, 15, 16, 22):
+        assert f"a.jsonl:{line}" in reasons
     assert any("6 bad of 22 rows" in problem for problem in report["problems"])
 
-    code, _ = run(
-        capsys,
-        *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "0.5"),
-    )
-    assert code == 0
-
-    code, _ = run(
-        capsys,
-        *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "0.2"),
-    )
-    assert code == 3
+    # 6 of 22 rows are 27 %.
+    for fraction, expected_code in (("0.5", 0), ("0.2", 3)):
+        options = ["--data.bad_rows", "skip", "--data.bad_rows_max_fraction", fraction]
+        code, _ = run(capsys, *arguments_for(path, *options))
+        assert code == expected_code
 
 
 def test_no_usable_row_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,6 +135,15 @@ def test_no_usable_row_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 3
     assert "has 0 usable of 3 rows" in report["problems"][0]
     assert report["datasets"]["jsonl"]["sequences per epoch"] == 0
+
+
+def pairs_of_lines(table: dict[str, Any]) -> list[list[str]]:
+    """Line numbers of duplicates, which a report lists as ``FILE:LINE = FILE:LINE``."""
+    pairs = []
+    for duplicates in table["first duplicates"]:
+        places = duplicates.split(" = ")
+        pairs.append([place.split(":")[-1] for place in places])
+    return pairs
 
 
 def test_duplicates_are_counted_and_found(
@@ -164,22 +161,15 @@ def test_duplicates_are_counted_and_found(
         texts()[7],
     ]
     path = jsonl(tmp_path / "a.jsonl", rows)
-    _, report = run(
-        capsys,
-        *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "1.0"),
-    )
+    options = ["--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "1.0"]
+    _, report = run(capsys, *arguments_for(path, *options))
     table = report["datasets"]["jsonl"]
 
     assert table["duplicates"] == 2
-    assert [line.count(".jsonl:") for line in table["first duplicates"]] == [2, 2]
-    assert [
-        part.split(":")[-1] for line in table["first duplicates"] for part in line.split(" = ")
-    ] == [
-        "44",
-        "5",
-        "47",
-        "8",
-    ]
+    assert pairs_of_lines(table) == [["44", "5"], ["47", "8"]]
+    for duplicates in table["first duplicates"]:
+        assert duplicates.count(".jsonl:") == 2
+
     assert len(report["warnings"]) == 1
     assert "4.8 % of the documents are exact copies" in report["warnings"][0]
 
@@ -203,11 +193,7 @@ def test_places_of_duplicates_hold_across_parts(
     table = report["datasets"]["jsonl"]
 
     assert table["duplicates"] == 30
-
-    places = [
-        [part.split(":")[-1] for part in line.split(" = ")] for line in table["first duplicates"]
-    ]
-    assert places == [["32", "1"], ["33", "2"], ["34", "3"]]
+    assert pairs_of_lines(table) == [["32", "1"], ["33", "2"], ["34", "3"]]
 
 
 def test_leakage_into_validation_is_reported(
@@ -251,33 +237,26 @@ def test_prepared_shards_are_verified(tmp_path: Path, capsys: pytest.CaptureFixt
     folder = tmp_path / "o"
     prepare.main(["--output", str(folder), "--processes", "1", *arguments_for(path)])
     capsys.readouterr()
-    arguments = [
-        "--training.dataset",
-        "tokens",
-        "--training.dataset_path",
-        str(folder),
-        "--training.seq_len",
-        "64",
-    ]
+    arguments = ["--training.dataset=tokens", f"--training.dataset_path={folder}"]
+    arguments += ["--training.seq_len=64"]
+
+    # The report on shards is that on the rows, except for the places of duplicates.
     code, report = run(capsys, *arguments)
-    table, (_, direct) = report["datasets"]["tokens"], run(capsys, *arguments_for(path))
-
     assert code == 0
+    table = report["datasets"]["tokens"]
+    _, report_on_rows = run(capsys, *arguments_for(path))
+    table_of_rows = report_on_rows["datasets"]["jsonl"]
+    assert table.pop("first duplicates") == ["document 3000 = document 0"]
+    assert table == {key: table_of_rows[key] for key in table}
 
-    same = [key for key in table if key not in ("first duplicates",)]
-    assert {key: table[key] for key in same} == {
-        key: direct["datasets"]["jsonl"][key] for key in same
-    }
-    assert table["first duplicates"] == ["document 3000 = document 0"]
-
+    # A changed token is detected.
     with (folder / "tokens-00000.bin").open("r+b") as file:
         file.seek(20_000)
         file.write(b"\x00\x01")
     code, report = run(capsys, *arguments)
     assert code == 3
-    assert any(
-        "tokens-00000.bin differs from its SHA-256" in problem for problem in report["problems"]
-    )
+    message = "tokens-00000.bin differs from its SHA-256"
+    assert any(message in problem for problem in report["problems"])
 
 
 def test_a_mixture_is_checked_source_by_source(

@@ -209,9 +209,8 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize(
-    "where", ["/api/", "/resolve/"]
-)  # the file list of a gated repository is public
+# The file list of a gated repository is public, so the first refusal may be that of a file.
+@pytest.mark.parametrize("where", ["/api/", "/resolve/"])
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals_of_the_hub_name_a_fix(hub, tmp_path, monkeypatch, name, where):
     status, headers, token, message = REFUSALS[name]
@@ -519,9 +518,8 @@ def test_two_concurrent_downloads_do_not_mix_files(hub, tmp_path):
 def test_help_names_every_option(capsys):
     assert cli.main(["data", "download", "--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(
-        text in printed for text in ("--repo_id", "--assets", "HF_TOKEN", "--tokenizer_path")
-    )
+    for text in ("--repo_id", "--assets", "HF_TOKEN", "--tokenizer_path"):
+        assert text in printed
 
 
 def test_only_a_download_imports_the_library():

@@ -103,10 +103,11 @@ def test_any_number_of_processes_writes_the_same_bytes(rows: list[str], shard_to
 
         assert contents(folders[0]) == contents(folders[1])
 
-        line = ShardTokenBuffer(folders[0])
-        assert_same(line, in_memory(arguments))
-        assert [wrong for _, several in verify(line) for wrong in several] == []
-        assert line.index.tally["rows"] == len(rows)
+        shards = ShardTokenBuffer(folders[0])
+        assert_same(shards, in_memory(arguments))
+        for _, problems in verify(shards):
+            assert not problems
+        assert shards.index.tally["rows"] == len(rows)
 
 
 def test_masks_are_kept(tmp_path: Path) -> None:
@@ -243,6 +244,8 @@ def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -
     """An attacker may have prepared a folder that looks like that of an interrupted command."""
     arguments = arguments_for(jsonl(tmp_path / "a.jsonl", texts(30)))
     prepare.main(["--output", str(tmp_path / "sound"), "--processes", "1", *arguments])
+
+    # Links in place of all files: to a precious file or, for those that are read first, to an absent one.
     precious = tmp_path / "precious"
     precious.write_text("kept")
     planted = tmp_path / "planted"
@@ -257,6 +260,7 @@ def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -
     assert contents(planted) == contents(tmp_path / "sound")
     assert not any(path.is_symlink() for path in planted.rglob("*"))
 
+    # A link in place of the folder of unfinished work.
     elsewhere = tmp_path / "elsewhere"
     linked = tmp_path / "linked"
     elsewhere.mkdir()

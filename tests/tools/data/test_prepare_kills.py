@@ -276,9 +276,9 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path, arguments:
     finally:
         work_units.write_unit = write
     started = [int(path.name) for path in pids.iterdir()]
-
     assert started
 
+    # Wait up to ten seconds.
     for _ in range(200):
         alive = [pid for pid in started if is_alive(pid)]
         if not alive:

@@ -61,6 +61,7 @@ def model_of(family: str) -> nn.Module:
 
 
 def packed() -> Batch:
+    """A row of several documents, each of which ends without a target."""
     tokens = torch.randint(0, V, (1, T), generator=torch.Generator().manual_seed(2))
     targets = torch.full_like(tokens, IGNORE)
     positions = torch.empty_like(tokens)
@@ -207,7 +208,10 @@ def arguments(tmp_path: Path) -> list[str]:
         "training.local_batch_size": 2,
         "data.document_mask": "on",
     }
-    return [argument for name, value in options.items() for argument in (f"--{name}", str(value))]
+    command_line = []
+    for name, value in options.items():
+        command_line += [f"--{name}", str(value)]
+    return command_line
 
 
 def test_the_verb_prints_boundaries_and_the_verdict(

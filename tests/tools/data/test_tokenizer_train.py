@@ -24,7 +24,11 @@ WORDS = SENTENCE.split()
 
 
 def lines(count: int = 400) -> list[str]:
-    return [" ".join(WORDS[(i * j + j) % len(WORDS)] for j in range(3, 15)) for i in range(count)]
+    texts = []
+    for i in range(count):
+        indexes = [(i * j + j) % len(WORDS) for j in range(3, 15)]
+        texts.append(" ".join(WORDS[index] for index in indexes))
+    return texts
 
 
 @pytest.fixture(scope="module")
@@ -147,13 +151,13 @@ def test_too_little_text_for_a_held_out_part_is_reported(tmp_path, capsys):
 def test_files_are_read_by_their_endings_and_columns(corpus, tmp_path):
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(corpus.read_bytes()))
-    for i, (source, arguments) in enumerate(
-        [(packed, []), (corpus, ["--text_field", "body.x"]), (corpus.parent, [])]
-    ):
-        assert run(source, tmp_path / str(i), *arguments) == 0
+    assert run(packed, tmp_path / "compressed") == 0
+    assert run(corpus, tmp_path / "column", "--text_field", "body.x") == 0
+    assert run(corpus.parent, tmp_path / "folder") == 0
 
-    first, *others = ((tmp_path / str(i) / "tokenizer.json").read_bytes() for i in range(3))
-    assert all(other == first for other in others)
+    expected = (tmp_path / "compressed" / "tokenizer.json").read_bytes()
+    for name in ("column", "folder"):
+        assert (tmp_path / name / "tokenizer.json").read_bytes() == expected
 
 
 def test_a_tokenizer_is_only_overwritten_with_force(trained, corpus, tmp_path):
@@ -220,9 +224,8 @@ def test_help_names_every_option(capsys):
     for arguments in (["--help"], ["train", "--help"]):
         assert cli.main(["data", "tokenizer", *arguments]) == 0
     printed = capsys.readouterr().out
-    assert all(
-        text in printed for text in ("--input", "--vocab_size", "--output", "--special", "--force")
-    )
+    for text in ("--input", "--vocab_size", "--output", "--special", "--force"):
+        assert text in printed
 
 
 def test_a_dataset_file_needs_no_input(tmp_path, monkeypatch):

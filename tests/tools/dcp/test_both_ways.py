@@ -79,13 +79,13 @@ def test_an_exported_checkpoint_loads_in_pytorch_bitwise(ranks: int, tmp_path: P
     options: dict[str, Any] = {
         "model": {"overrides": OVERRIDES},
         "job": {"dump_folder": str(tmp_path / "run")},
+        "training": {"steps": 2, "local_batch_size": 1, "global_batch_size": 4},
+        "checkpoint": {"enable": True, "interval": 2},
+        "parallelism": {"data_parallel_shard_degree": ranks},
     }
-    options["training"] = {"steps": 2, "local_batch_size": 1, "global_batch_size": 4}
-    options["checkpoint"] = {"enable": True, "interval": 2}
-    options["parallelism"] = {"data_parallel_shard_degree": ranks}
-
     assert run_ranks(ranks, train_whole, tiny_config(**options))[0].error is None
 
+    # PyTorch loads the exported folder into torchtitan's model on the same number of ranks.
     step = tmp_path / "run/checkpoint/step-2"
     assert cli.main(["checkpoint", "to-dcp", str(step), str(tmp_path / "theirs")]) == 0
     loaded, counters, group = run_ranks(ranks, load, str(tmp_path / "theirs"))[0]
@@ -109,20 +109,19 @@ def test_a_schedule_file_named_by_a_run_is_not_executed(tmp_path: Path, capsys: 
     options: dict[str, Any] = {
         "model": {"overrides": OVERRIDES},
         "job": {"dump_folder": str(tmp_path / "run")},
-    }
-    options["training"] = {"steps": 1, "local_batch_size": 1, "global_batch_size": 1}
-    options |= {
+        "training": {"steps": 1, "local_batch_size": 1, "global_batch_size": 1},
         "checkpoint": {"enable": True, "interval": 1},
         "lr_scheduler": {"name": str(schedule)},
     }
-
     assert run_ranks(1, train_whole, tiny_config(**options))[0].error is None
 
+    # The schedule now leaves a file when it is executed.
     schedule.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{schedule.read_text()}")
     command = ["checkpoint", "to-dcp", str(tmp_path / "run"), str(tmp_path / "dcp")]
     assert cli.main(command) == 2
     assert not (tmp_path / "ran").exists()
 
+    # The error names the fix: the user passes the configuration, and so trusts its files.
     message = capsys.readouterr().err
     assert "my_schedule.py" in message
     assert "--config" in message
@@ -135,32 +134,24 @@ def test_a_round_trip_changes_only_what_a_folder_cannot_store(tmp_path: Path) ->
     main = ["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]
     assert cli.main(main) == 0
 
+    # The configuration of the run as a file: the same options without their dashes.
     config = tmp_path / "run.toml"
     config.write_text("".join(f"{option[2:].replace('=', ' = ')}\n" for option in words()))
-    assert (
-        cli.main(
-            [
-                "checkpoint",
-                "to-dcp",
-                str(tmp_path / "ours"),
-                str(tmp_path / "b"),
-                f"--config={config}",
-            ]
-        )
-        == 0
-    )
+    back = ["checkpoint", "to-dcp", str(tmp_path / "ours"), str(tmp_path / "b")]
+    assert cli.main([*back, f"--config={config}"]) == 0
 
     before = DcpFolder(folder)
     after = DcpFolder(tmp_path / "b")
-    assert_equal(
-        {n: before.tensor(n) for n in before.tensors}, {n: after.tensor(n) for n in after.tensors}
-    )
-    assert {
-        name: after.value(name) for name in after.objects if name.startswith("train_state")
-    } == {
-        "train_state.step": STEP,
-        "train_state.ntokens_seen": TOKENS,
-    }
+    tensors_before = {name: before.tensor(name) for name in before.tensors}
+    tensors_after = {name: after.tensor(name) for name in after.tensors}
+    assert_equal(tensors_before, tensors_after)
+
+    # Of the other entries, only the state of the training is kept.
+    train_state = {}
+    for name in after.objects:
+        if name.startswith("train_state"):
+            train_state[name] = after.value(name)
+    assert train_state == {"train_state.step": STEP, "train_state.ntokens_seen": TOKENS}
 
 
 @pytest.mark.parametrize("kind", naming.NAMINGS)
@@ -260,11 +251,10 @@ def saved(
     steps = optimizer(model.parameters())
     steps.step()
     names = [name for name, _ in model.named_parameters()]
-    state = {
-        f"state.{names[i]}.{key}": value
-        for i, entry in steps.state_dict()["state"].items()
-        for key, value in entry.items()
-    }
+    state = {}
+    for number, entry in steps.state_dict()["state"].items():
+        for key, value in entry.items():
+            state[f"state.{names[number]}.{key}"] = value
     dcp.save({**model.state_dict(), "optimizer": state, **more}, checkpoint_id=folder, no_dist=True)
     return folder
 
@@ -297,55 +287,43 @@ def test_names_of_wrapped_modules_are_read(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from dcp_folders import TitanLlama
 
+    # DDP adds "module" to names, and torch.compile adds "_orig_mod".
     plain = TitanLlama().state_dict()
-    dcp.save(
-        {
-            f"module.{name.replace('.attention.', '._orig_mod.attention.')}": t
-            for name, t in plain.items()
-        },
-        checkpoint_id=tmp_path / "wrapped",
-        no_dist=True,
-    )
-    assert (
-        cli.main(
-            ["checkpoint", "from-dcp", str(tmp_path / "wrapped"), str(tmp_path / "a"), *words()]
-        )
-        == 0
-    )
-    assert_equal(
-        tensors_of(tmp_path / "a"),
-        {our_name(name): rows(name, tensor) for name, tensor in plain.items()},
-    )
+    wrapped = {}
+    for name, tensor in plain.items():
+        wrapped[f"module.{name.replace('.attention.', '._orig_mod.attention.')}"] = tensor
+    folder = tmp_path / "wrapped"
+    dcp.save(wrapped, checkpoint_id=folder, no_dist=True)
+
+    command = ["checkpoint", "from-dcp", str(folder), str(tmp_path / "a"), *words()]
+    assert cli.main(command) == 0
+    expected = {our_name(name): rows(name, tensor) for name, tensor in plain.items()}
+    assert_equal(tensors_of(tmp_path / "a"), expected)
 
 
 def test_a_llama_2_of_the_first_torchtitan_imports_and_exports(tmp_path: Path, capsys: Any) -> None:
     folder = saved_one(tmp_path / "step-3")
     ours = tmp_path / "ours"
-    assert (
-        cli.main(
-            ["checkpoint", "from-dcp", str(folder), str(ours), "--model.name=llama2", *words()]
-        )
-        == 0
-    )
+    command = ["checkpoint", "from-dcp", str(folder), str(ours), "--model.name=llama2", *words()]
+    assert cli.main(command) == 0
     assert "rotary angles" not in capsys.readouterr().out
 
+    # The imported weights are those of the folder.
     before = DcpFolder(folder)
-    weights = {
-        our_name(n): rows(n, before.tensor(n))
-        for n in before.tensors
-        if not n.startswith(("optim", "train"))
-    }
+    expected = {}
+    for name in before.tensors:
+        if not name.startswith(("optim", "train")):
+            expected[our_name(name)] = rows(name, before.tensor(name))
+    imported = tensors_of(ours)
+    weights = {name: tensor for name, tensor in imported.items() if name.startswith("model.")}
+    assert_equal(weights, expected)
 
-    assert_equal(
-        {name: tensor for name, tensor in tensors_of(ours).items() if name.startswith("model.")},
-        weights,
-    )
+    # The exported tensors are those of the folder.
     assert cli.main(["checkpoint", "to-dcp", str(ours), str(tmp_path / "b"), "--model-only"]) == 0
-
     after = DcpFolder(tmp_path / "b")
-    assert_equal(
-        {n: before.tensor(n) for n in after.tensors}, {n: after.tensor(n) for n in after.tensors}
-    )
+    original = {name: before.tensor(name) for name in after.tensors}
+    exported = {name: after.tensor(name) for name in after.tensors}
+    assert_equal(original, exported)
 
 
 EXPERTS = ["router.gate.weight", *(f"experts.{w}" for w in ("w1", "w2", "w3"))]

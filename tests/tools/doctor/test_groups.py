@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from hypothesis import given
@@ -20,13 +21,20 @@ def test_each_axis_divides_the_ranks_into_groups_that_differ_only_along_it(chose
     rank_groups = groups.of_mesh(sizes)
     assert set(rank_groups) == {axis for axis, degree in sizes.items() if degree > 1}
 
-    for axis, divided in rank_groups.items():
-        assert sorted(rank for group in divided for rank in group) == list(range(math.prod(chosen)))
-        for group in divided:
-            places = [_place(rank, chosen) for rank in group]
-            number = AXES.index(axis)
-            assert [place[number] for place in places] == list(range(sizes[axis]))
-            assert len({(*place[:number], *place[number + 1 :]) for place in places}) == 1
+    for axis, groups_of_axis in rank_groups.items():
+        grouped_ranks = sorted(itertools.chain.from_iterable(groups_of_axis))
+        assert grouped_ranks == list(range(math.prod(chosen)))
+
+        number = AXES.index(axis)
+        for group in groups_of_axis:
+            along_axis = []
+            along_others = set()
+            for rank in group:
+                place = list(_place(rank, chosen))
+                along_axis.append(place.pop(number))
+                along_others.add(tuple(place))
+            assert along_axis == list(range(sizes[axis]))
+            assert len(along_others) == 1
 
 
 def _place(rank, shape):
@@ -43,12 +51,13 @@ def test_pairs_are_disjoint_in_a_round_and_join_neighbours(size):
     rounds = groups.pairs(range(size))
     covered = set()
     for pairs in rounds:
-        ranks = [rank for pair in pairs for rank in pair]
+        ranks = list(itertools.chain.from_iterable(pairs))
         covered |= set(ranks)
         assert len(ranks) == len(set(ranks))
         assert all((b - a) % size == 1 for a, b in pairs)
 
-    assert size < 3 or covered == set(range(size))
+    if size >= 3:
+        assert covered == set(range(size))
 
 
 def test_hosts_yield_groups_within_and_across_without_duplicates(tmp_path):

@@ -90,7 +90,8 @@ def test_a_rank_that_multiplies_slowly_is_named(tmp_path):
 
 def _lame(rank):
     # 20 products instead of one, to be the slowest even on a busy machine
-    device_checks.CPU_SIZE, device_checks.REPEATS = 256, 3
+    device_checks.CPU_SIZE = 256
+    device_checks.REPEATS = 3
     if rank == 2:
         product = device_checks.multiply
         device_checks.multiply = lambda a, b: [product(a, b) for _ in range(20)][-1]
@@ -103,7 +104,8 @@ def test_a_product_with_one_wrong_element_is_detected(tmp_path):
 
 
 def _damaged(rank):
-    device_checks.CPU_SIZE, device_checks.REPEATS = 256, 1
+    device_checks.CPU_SIZE = 256
+    device_checks.REPEATS = 1
     if rank == 1:
         product = device_checks.multiply
 
@@ -220,7 +222,8 @@ def test_a_missing_rank_is_waited_for_once_and_named(tmp_path):
 
 
 def _absent(rank):
-    store_channel.EXTRA_SECONDS, store_channel.AGAIN_SECONDS = 0.5, 0.3
+    store_channel.EXTRA_SECONDS = 0.5
+    store_channel.AGAIN_SECONDS = 0.3
     return patients.ABSENT if rank == 1 else None
 
 
@@ -359,7 +362,8 @@ def test_inaccurate_sums_of_a_rank_are_detected_and_the_rank_is_named(tmp_path):
 
 
 def _adds_in_float32(rank):
-    numbers.NUMBERS, numbers.TOKENS = {"cpu": 2**21}, {"cpu": 4}
+    numbers.NUMBERS = {"cpu": 2**21}
+    numbers.TOKENS = {"cpu": 4}
     if rank == 2:
         # PyTorch's norm on a CPU sums float32 squares sequentially in each lane.
         dtensor.squared_norm = lambda tensors: torch.linalg.vector_norm(

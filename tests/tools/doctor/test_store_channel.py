@@ -85,9 +85,9 @@ def exchange(
         hosts = network._hosts(context)
         is_first = rank % 8 == 0
         (folder / f"{storage_checks.PREFIX}x-{rank}").touch()
-        found = {"job.dump_folder": {"signed": is_first}}
-        storage_checks._look(context, places, found, f"{storage_checks.PREFIX}x-")
-        assert found["job.dump_folder"]["unseen"] == []
+        results = {"job.dump_folder": {"signed": is_first}}
+        storage_checks._look(context, places, results, f"{storage_checks.PREFIX}x-")
+        assert results["job.dump_folder"]["unseen"] == []
         return hosts
 
     with ThreadPoolExecutor(size) as ranks:

@@ -79,8 +79,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (kind, text) in TASKS.items():
         head = COMMON.format(name=name, rows=root / "rows.jsonl", kind=kind)
         (root / "include" / f"{name}.yaml").write_text(head + text)
-    tokenizer = open_tokenizer(str(bpe_folder(root / "hf", bos_token="<s>", eos_token="</s>")))
-    save(build("llama2", vocab_size=tokenizer.vocab_size, max_position_embeddings=32), root / "hf")
+    folder = bpe_folder(root / "hf", bos_token="<s>", eos_token="</s>")
+    vocab_size = open_tokenizer(str(folder)).vocab_size
+    save(build("llama2", vocab_size=vocab_size, max_position_embeddings=32), root / "hf")
     return root
 
 
@@ -188,8 +189,8 @@ def test_metric_in_the_current_directory_does_not_replace_one_of_the_library(
     """Tasks such as humaneval load their metric by name, and the library runs a local file of that name."""
     from evaluate import loading
 
-    asked: list[str] = []
-    monkeypatch.setattr(loading, "evaluation_module_factory", lambda path, **_: asked.append(path))
+    loaded: list[str] = []
+    monkeypatch.setattr(loading, "evaluation_module_factory", lambda path, **_: loaded.append(path))
     monkeypatch.chdir(tmp_path)
     for planted in ("code_eval/code_eval.py", "author/metric/metric.py"):
         Path(planted).parent.mkdir(parents=True)
@@ -201,7 +202,7 @@ def test_metric_in_the_current_directory_does_not_replace_one_of_the_library(
         else:
             loading.evaluation_module_factory(name)
 
-    assert asked == ([] if is_refused else [name])
+    assert loaded == ([] if is_refused else [name])
 
 
 def test_an_unknown_task_is_rejected() -> None:

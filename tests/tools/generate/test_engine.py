@@ -48,8 +48,12 @@ def tiny(family, layers=2, **overrides):
 
 
 def prompts(*lengths):
+    """Return random token ids, as many per prompt as its length."""
     rng = random.Random(0)
-    return [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
+    rows = []
+    for length in lengths:
+        rows.append([rng.randrange(VOCAB) for _ in range(length)])
+    return rows
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -82,13 +86,15 @@ def test_neither_the_cache_nor_the_batch_changes_a_token(family, sampling):
 def test_the_head_receives_a_contiguous_tensor(lengths):
     # For a view with other strides, PyTorch computes a batched product, which copies the head's weight for each row.
     model, layout = tiny("llama3")
-    seen = []
-    model.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    inputs_of_head = []
+    model.head.register_forward_pre_hook(lambda _, inputs: inputs_of_head.append(inputs[0]))
     Generator(model, layout).generate(prompts(*lengths), 3)
     size = model.head.in_features
 
-    assert [x.shape for x in seen] == [(len(lengths), 1, size)] * 3
-    assert all(x.stride() == (size, size, 1) for x in seen)
+    assert len(inputs_of_head) == 3
+    for x in inputs_of_head:
+        assert x.shape == (len(lengths), 1, size)
+        assert x.stride() == (size, size, 1)
 
 
 def test_passes_padded_to_a_multiple_of_ranks_change_no_token():
@@ -105,9 +111,13 @@ def test_rows_that_end_do_not_change_others():
     stops = frozenset(range(0, VOCAB, 9))
     unstopped = Generator(model, layout).generate(inputs, 24, DRAWN, seed=1)
     generated = Generator(model, layout).generate(inputs, 24, DRAWN, seed=1, stop_ids=stops)
-    for row, full in zip(generated, unstopped, strict=True):
-        ends = [place for place, token in enumerate(full) if token in stops]
-        assert row == (full[: ends[0] + 1] if ends else full)
+    for row, unstopped_row in zip(generated, unstopped, strict=True):
+        expected = []
+        for token in unstopped_row:
+            expected.append(token)
+            if token in stops:
+                break
+        assert row == expected
 
     assert len({len(row) for row in generated}) > 2  # rows ended at different steps
 
@@ -130,14 +140,16 @@ def test_a_row_ends_when_its_watcher_stops_it():
 def test_a_cache_that_grows_changes_no_token():
     model, layout = tiny("llama3", layers=1)
     inputs = prompts(3, 7)
-    new = BLOCK + 40
-    generated = Generator(model, layout).generate(inputs, new)
-    with torch.no_grad():  # the most likely token at each position of the full row
-        row = torch.tensor([[*inputs[1], *generated[1]]])
-        logits = model(row, torch.arange(row.size(1))[None])[0, len(inputs[1]) - 1 : -1]
+    num_new = BLOCK + 40
+    _, generated = Generator(model, layout).generate(inputs, num_new)
 
-    assert logits.argmax(-1).tolist() == generated[1]
-    assert len(generated[1]) == new
+    # Without a cache: the most likely token at each position of the full row.
+    row = torch.tensor([[*inputs[1], *generated]])
+    positions = torch.arange(row.size(1))[None]
+    with torch.no_grad():
+        logits = model(row, positions)[0, len(inputs[1]) - 1 : -1]
+    assert logits.argmax(-1).tolist() == generated
+    assert len(generated) == num_new
 
 
 @pytest.mark.parametrize(
@@ -164,20 +176,28 @@ def test_attention_with_matmuls_changes_no_token(family, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_with_matmuls_matches_float64(dtype, tokens):
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in ((2, tokens, 8, 16), (2, 4, 90, 16), (2, 4, 90, 16)))  # fmt: skip  # noqa: E501
-    mask = torch.ones(90, 90, dtype=torch.bool).tril()[None, None, 90 - tokens :].repeat(2, 1, 1, 1)
+    q = torch.randn(2, tokens, 8, 16, generator=generator).to(dtype)
+    k = torch.randn(2, 4, 90, 16, generator=generator).to(dtype)
+    v = torch.randn(2, 4, 90, 16, generator=generator).to(dtype)
+    causal = torch.ones(90, 90, dtype=torch.bool).tril()
+    mask = causal[None, None, 90 - tokens :].repeat(2, 1, 1, 1)
     mask[1, :, :, :20] = False  # padding before the first token of a row
-    room_K, room_V = (torch.full((2, 4, 128, 16), 7.0, dtype=dtype) for _ in range(2))
-    room_K[:, :, :90] = k
-    room_V[:, :, :90] = v
-    output = cache._attend_with_matmuls(q, room_K.mT.contiguous().mT, room_V, 90, mask, None)
-    double = (x.double().repeat_interleave(2, dim=1) for x in (k, v))
-    exact = F.scaled_dot_product_attention(
-        q.double().transpose(1, 2), *double, attn_mask=mask
-    ).transpose(1, 2)
-    # Scores and probabilities are rounded to 8 bits, like in block-wise attention.
-    error = (output.double() - exact).norm() / exact.norm()
 
+    # The cache has unused space after the tokens.
+    cached_k = torch.full((2, 4, 128, 16), 7.0, dtype=dtype)
+    cached_v = torch.full((2, 4, 128, 16), 7.0, dtype=dtype)
+    cached_k[:, :, :90] = k
+    cached_v[:, :, :90] = v
+    transposed_k = cached_k.mT.contiguous().mT
+    output = cache._attend_with_matmuls(q, transposed_k, cached_v, 90, mask, None)
+
+    exact_q = q.double().transpose(1, 2)
+    exact_k = k.double().repeat_interleave(2, dim=1)
+    exact_v = v.double().repeat_interleave(2, dim=1)
+    exact = F.scaled_dot_product_attention(exact_q, exact_k, exact_v, attn_mask=mask)
+    exact = exact.transpose(1, 2)
+    error = (output.double() - exact).norm() / exact.norm()
+    # Scores and probabilities are rounded to 8 bits, like in block-wise attention.
     assert error < (1e-6 if dtype == torch.float32 else 8e-3)
 
 
@@ -243,7 +263,9 @@ class Window(nn.Module):
         T = q.size(1)
         distance = torch.arange(T)[:, None] - torch.arange(T)
         mask = (distance >= 0) & ((distance < self.window) | (self.window == 0))
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(
             1, 2
         )

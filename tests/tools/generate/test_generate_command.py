@@ -134,26 +134,17 @@ def test_rows_keep_every_byte_of_their_fields(trained, tmp_path, capfd):
         "--output",
         str(out),
     ]
-    code, _, err = answer(
-        capfd,
-        *arguments,
-        "--max_new_tokens",
-        "36",
-        "--prediction_field",
-        "answer",
-        "--batch_size",
-        "2",
-    )
-
+    arguments += ["--max_new_tokens", "36", "--prediction_field", "answer", "--batch_size", "2"]
+    code, _, err = answer(capfd, *arguments)
     assert code == 0, err
 
+    # Each row is written as it was, with one more field before its closing brace.
     written = out.read_text(encoding="utf-8").splitlines()
-    prefixes = [line.rstrip()[:-1].rstrip() for line in lines if line]
-    endings = ["and shard, in step.", "ank that gathers last", "ns flow: é 東京"]
-
-    assert written == [
-        f'{line}, "answer": "{end}"}}' for line, end in zip(prefixes, endings, strict=True)
-    ]
+    rows = [line for line in lines if line]
+    answers = ["and shard, in step.", "ank that gathers last", "ns flow: é 東京"]
+    for written_row, row, text in zip(written, rows, answers, strict=True):
+        fields = row.rstrip().removesuffix("}").rstrip()
+        assert written_row == f'{fields}, "answer": "{text}"}}'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
@@ -242,10 +233,8 @@ MOE = {"moe_ffn_dim": 64, "top_k": 2}
     [
         ("qwen3", {"tied_embeddings": True}),
         ("mixtral", {**MOE, "num_experts": 4}),
-        (
-            "mixtral",
-            {**MOE, "num_experts": 3},
-        ),  # not divisible by two ranks: each rank has all experts
+        # Two ranks cannot divide three experts, so each has all of them.
+        ("mixtral", {**MOE, "num_experts": 3}),
         ("deepseek_v3", {**MOE, "num_experts": 4, "kv_lora_rank": 32, "num_dense_layers": 1}),
     ],
     ids=["qwen3", "mixtral", "mixtral-3-experts", "deepseek_v3"],
@@ -261,16 +250,16 @@ def test_tensor_parallel_ranks_generate_the_tokens_of_one_rank(tmp_path, name, o
     run_ranks(1, save_one, config)
     prompts = [[256, 5, 9], [256], [256, 80, 81, 82, 83, 84]]
     opened = open_model(tmp_path)
-    expected = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size).generate(
-        prompts, 6
-    )
+    generator = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size)
+    expected = generator.generate(prompts, 6)
     (first, num_local_weights), (second, _) = run_ranks(2, generate_split, tmp_path, prompts)
 
     assert first == second == expected
     assert len({tuple(row) for row in expected}) == 3
 
-    total = sum(p.numel() for p in opened.model.parameters())
-    assert num_local_weights < 0.9 * total
+    # A rank has only a part of the weights, but all embeddings.
+    num_weights = sum(p.numel() for p in opened.model.parameters())
+    assert num_local_weights < 0.9 * num_weights
 
 
 # --- conversations ---
@@ -282,23 +271,12 @@ def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(
     pytest.importorskip("tokenizers"), pytest.importorskip("jinja2")
     special = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
     folder = bpe_folder(tmp_path / "tokenizer", special, chat_template=CHAT, eos_token="</s>")
-    config = (
-        (trained / "config.resolved.toml")
-        .read_text()
-        .replace('hf_assets_path = "bytes"', f'hf_assets_path = "{folder}"')
-    )
+    config = (trained / "config.resolved.toml").read_text()
+    config = config.replace('hf_assets_path = "bytes"', f'hf_assets_path = "{folder}"')
     (tmp_path / "run.toml").write_text(config)
-    arguments = [
-        "--from",
-        str(trained),
-        "--config",
-        str(tmp_path / "run.toml"),
-        "--max_new_tokens",
-        "3",
-    ]
-    options = generate_request.read(
-        [*arguments, "--prompt", "Hello", "--chat", "--stop", "<|im_start|>"]
-    )
+    arguments = ["--from", str(trained), "--config", str(tmp_path / "run.toml")]
+    arguments += ["--max_new_tokens", "3", "--prompt", "Hello", "--chat", "--stop", "<|im_start|>"]
+    options = generate_request.read(arguments)
     opened = open_model(options.source, options.config)
     answers = Answers(options, opened)
     tokenizer = opened.tokenizer
@@ -309,8 +287,11 @@ def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(
         == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     )
 
-    named = {tokenizer.decode([i], keep_special=True) for i in answers._stop_ids}
-    assert named == {"</s>", "<|im_end|>", "<|im_start|>"}
+    # Generation stops at the end of a turn, at EOS, and at the token of --stop.
+    stop_tokens = {tokenizer.decode([i], keep_special=True) for i in answers._stop_ids}
+    assert stop_tokens == {"</s>", "<|im_end|>", "<|im_start|>"}
+
+    # A row of a file has the same prompt, and must end with a turn of the user.
     rows = tmp_path / "in.jsonl"
     rows.write_text(
         '{"m": [{"role": "user", "content": "Hello"}]}\n{"m": [{"role": "assistant", "content": "x"}]}\n'
@@ -321,6 +302,7 @@ def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(
     with pytest.raises(DataError, match=r"in\.jsonl:2: .*nothing to generate"):
         answers._encoder.row(invalid_row, "m", "tools")
 
+    # A run without a template cannot chat.
     code, _, err = answer(capfd, "--from", str(trained), "--chat", "--prompt", "Hello")
     assert code == 2
     assert "data.chat_template is not set" in err
@@ -466,20 +448,15 @@ def test_a_recurrence_without_a_state_in_the_layout_requires_no_cache(tmp_path, 
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, overrides={}))
     run_ranks(1, train_one, config)
     run = tmp_path / "run"
-    arguments = (
-        "--from",
-        str(run),
-        "--config",
-        str(run / "config.resolved.toml"),
-        "--prompt",
-        "ab",
-    )
+    config_file = str(run / "config.resolved.toml")
+    arguments = ("--from", str(run), "--config", config_file, "--prompt", "ab")
     code, _, err = answer(capfd, *arguments)
 
     assert code == 2
     assert "add --no_cache" in err
     assert "mixes tokens outside of the attention core" in err
 
+    # The fix works.
     code, out, _ = answer(capfd, *arguments, "--no_cache", "--max_new_tokens", "2")
     assert code == 0
     assert out
@@ -509,7 +486,8 @@ def test_help_needs_no_torch():
         check=False,
     )
 
-    assert result.returncode == 0 and "--max_new_tokens" in result.stdout, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert "--max_new_tokens" in result.stdout, result.stderr
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,8 @@ def test_add_bos_overrides_the_tokenizer_of_a_folder(
         capfd.readouterr()
         assert main([*arguments, *more]) == 2
         error = capfd.readouterr().err
-        assert message in error and error.count("\n") == 1, error
+        assert message in error, error
+        assert error.count("\n") == 1, error
 
 
 def test_missing_and_ineffective_options_are_reported(
@@ -294,23 +295,12 @@ def test_missing_and_ineffective_options_are_reported(
         ([str(tmp_path), "--tokenizer", "bytes"], "is only for Hugging Face folders"),
     ]
     capfd.readouterr()
+    generate = ["generate", "--prompt", "a", "--from"]
     for arguments, message in cases:
-        assert main(["generate", "--prompt", "a", "--from", *arguments]) == 2
+        assert main([*generate, *arguments]) == 2
         error = capfd.readouterr().err
-        assert message in error and error.count("\n") == 1, error
-    assert (
-        main(
-            [
-                "generate",
-                "--prompt",
-                "a",
-                "--from",
-                str(bare),
-                "--tokenizer",
-                "bytes",
-                "--max_new_tokens",
-                "2",
-            ]
-        )
-        == 0
-    )
+        assert message in error
+        assert error.count("\n") == 1, error
+
+    # The fix of the first error works.
+    assert main([*generate, str(bare), "--tokenizer", "bytes", "--max_new_tokens", "2"]) == 0

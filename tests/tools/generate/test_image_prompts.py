@@ -71,8 +71,8 @@ def test_images_precede_a_prompt_without_places(tmp_path: Path) -> None:
 def test_the_command_prints_the_text(tmp_path: Path, capfd: Any) -> None:
     folder = str(vision_folder("llava"))
     (path,) = images_in(tmp_path, 1)
-    words = ["generate", folder, "--prompt", "a cat?", "--chat", "--image", path]
-    assert cli.main([*words, "--dtype", "float32", "--max_new_tokens", str(NUM_NEW)]) == 0
+    arguments = ["generate", folder, "--prompt", "a cat?", "--chat", "--image", path]
+    assert cli.main([*arguments, "--dtype", "float32", "--max_new_tokens", str(NUM_NEW)]) == 0
 
     new = our_tokens("llava", "a cat?", [path], chat=True)
     tokenizer = open_model(vision_folder("llava"), may_read_images=True).tokenizer
@@ -113,10 +113,10 @@ def test_wrong_images_are_one_line(
     truncated(tmp_path)
     prompt = "a <image> cat <image>" if "1.png" in options else "a cat"
     folder = str(vision_folder("llava"))
-    words = ["generate", folder, "--prompt", prompt, "--image", image, *options]
+    arguments = ["generate", folder, "--prompt", prompt, "--image", image, *options]
     if "1.png" in options:
-        words += ["--image", "0.png"]
-    assert cli.main(words) == code
+        arguments += ["--image", "0.png"]
+    assert cli.main(arguments) == code
 
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error")]
     assert len(lines) == 1
@@ -135,6 +135,6 @@ def test_an_image_for_a_text_model_is_refused(tmp_path: Path, capfd: Any) -> Non
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     (path,) = images_in(tmp_path, 1)
-    words = ["generate", str(folder), "--tokenizer", "bytes", "--prompt", "a", "--image", path]
-    assert cli.main(words) == 2
+    arguments = ["generate", str(folder), "--tokenizer", "bytes", "--prompt", "a", "--image", path]
+    assert cli.main(arguments) == 2
     assert "requires a model that reads images" in capfd.readouterr().err

@@ -103,27 +103,30 @@ class Counted(LiveMemory):
 
 def measured_bytes(rank: int, config: Any, kernels: rank_memory.Kernels = "cpu") -> int:
     """Return the peak bytes of a rank in the second of two steps."""
-    chosen_kernels.use(
-        chosen_kernels.Kernels(rms_norm=2.0) if kernels == "cpu by rows" else chosen_kernels.PYTORCH
-    )
+    chosen = chosen_kernels.PYTORCH
+    if kernels == "cpu by rows":
+        chosen = chosen_kernels.Kernels(rms_norm=2.0)
+    chosen_kernels.use(chosen)
     run = make_run(rank, config)
     if config.lora.base_dtype != "training":
         resume.resume(run, Checkpoints(config))
-    parameters = [parameter for part in run.runner.parts for parameter in part.parameters()]
+    parameters = []
+    low_bits_bytes = 0
+    for part in run.runner.parts:
+        parameters += part.parameters()
+        low_bits_bytes += sum(module.low_bits.bytes for module in quantized_linears(part))
     counted = Counted(parameters)
     with counted:
         trainer.step(run)  # creates the optimizer states, which persist
     counted.most = 0
     with counted:
         trainer.step(run)
-    weights = {
-        local_tensor(p).untyped_storage()._cdata: local_tensor(p).untyped_storage().nbytes()
-        for p in parameters
-    }
-    low_bits = sum(
-        module.low_bits.bytes for part in run.runner.parts for module in quantized_linears(part)
-    )
-    return sum(weights.values()) + low_bits + counted.most
+    # Parameters may share memory, so count each storage once.
+    bytes_of_storages = {}
+    for parameter in parameters:
+        storage = local_tensor(parameter).untyped_storage()
+        bytes_of_storages[storage._cdata] = storage.nbytes()
+    return sum(bytes_of_storages.values()) + low_bits_bytes + counted.most
 
 
 def planned_bytes(config: Any, size: int, kernels: rank_memory.Kernels = "cpu") -> list[int]:

@@ -7,13 +7,22 @@ import pytest
 from shardtrain.tools.plan import schedule
 
 
+def seconds_of_stages(num_stages, **seconds_of_kinds):
+    """Return the time of each kind of computation of each stage, which are equal for all stages."""
+    seconds = {}
+    for stage in range(num_stages):
+        for kind, time in seconds_of_kinds.items():
+            seconds[kind, stage] = time
+    return seconds
+
+
 @pytest.mark.parametrize("name", ["1F1B", "GPipe"])
 @pytest.mark.parametrize(("degree", "count"), [(2, 2), (4, 8), (8, 32)])
 def test_the_bubble_of_one_stage_per_rank_matches_the_formula(name, degree, count):
-    seconds = {
-        (kind, stage): time for stage in range(degree) for kind, time in (("F", 1.0), ("B", 2.0))
-    }
-    line = schedule.simulate(schedule.orders(name, degree, degree, count), seconds, 0.0)
+    orders = schedule.orders(name, degree, degree, count)
+    seconds = seconds_of_stages(degree, F=1.0, B=2.0)
+    line = schedule.simulate(orders, seconds, 0.0)
+
     assert line.seconds == pytest.approx(3 * (count + degree - 1))
     assert line.bubble == pytest.approx((degree - 1) / (count + degree - 1))
 
@@ -25,17 +34,20 @@ def test_every_schedule_of_pytorch_runs_to_its_end_and_computes_each_part_once(n
     degree = 4
     count = 8
     orders = schedule.orders(name, degree, 2 * degree, count)
-    times = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-    seconds = {(kind, stage): time for stage in range(2 * degree) for kind, time in times.items()}
+    seconds = seconds_of_stages(2 * degree, F=1.0, B=2.0, I=1.0, W=1.0)
     line = schedule.simulate(orders, seconds, 0.0)
 
     assert line.busy_seconds == pytest.approx([3.0 * 2 * count] * degree)
-    assert line.seconds < schedule.simulate(schedule.orders("GPipe", degree, degree, count), {
-        (kind, stage): 2 * time for stage in range(degree) for kind, time in times.items()
-    }, 0.0).seconds  # fmt: skip
+
+    # GPipe has half the stages, each twice as long.
+    orders_of_gpipe = schedule.orders("GPipe", degree, degree, count)
+    seconds_of_gpipe = seconds_of_stages(degree, F=2.0, B=4.0, I=2.0, W=2.0)
+    gpipe = schedule.simulate(orders_of_gpipe, seconds_of_gpipe, 0.0)
+    assert line.seconds < gpipe.seconds
 
 
 def test_sends_take_time_once_per_direction():
-    seconds = {(kind, stage): 1.0 for stage in range(2) for kind in "FB"}
+    seconds = seconds_of_stages(2, F=1.0, B=1.0)
     orders = schedule.orders("1F1B", 2, 2, 1)
+    # two forward and two backward passes, and a send in each direction
     assert schedule.simulate(orders, seconds, 0.5).seconds == pytest.approx(5.0)

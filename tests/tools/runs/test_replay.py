@@ -210,25 +210,31 @@ def test_opening_a_folder_runs_no_code_named_by_its_configuration(
     code = tmp_path / "code.py"
     folder.mkdir()
     code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    keys = {
+    # A configuration in which every option that may name a Python file names this one.
+    keys_of_sections = {
         "model": ["name", "tokenizer_path"],
         "task": ["name"],
         "optimizer": ["name"],
         "training": ["dataset"],
+        "lr_scheduler": ["name"],
+        "validation": ["dataset"],
+        "data.sources.web": ["dataset"],
     }
-    keys |= {"lr_scheduler": ["name"], "validation": ["dataset"], "data.sources.web": ["dataset"]}
-    named = [f"{section}.{key}" for section, names in keys.items() for key in names]
-    lines = []
-    for section, names in keys.items():
-        lines += [f"[{section}]", *(f"{key} = {str(code)!r}" for key in names)]
-    lines += ["[metrics]", f"sinks = [{str(code)!r}]", f"token_metrics = [{str(code)!r}]"]
+    options = ["metrics.sinks", "metrics.token_metrics"]
+    lines = ["[metrics]", f"sinks = [{str(code)!r}]", f"token_metrics = [{str(code)!r}]"]
+    for section, keys in keys_of_sections.items():
+        lines.append(f"[{section}]")
+        for key in keys:
+            lines.append(f"{key} = {str(code)!r}")
+            options.append(f"{section}.{key}")
     (folder / "config.resolved.toml").write_text("\n".join(lines) + "\n")
+
     assert cli.main([*verb, str(folder)]) == 2
 
     stderr = capsys.readouterr().err
-    for option in [*named, "metrics.sinks", "metrics.token_metrics"]:
+    for option in options:
         assert f"{option}=" in stderr, option
-    assert stderr.count("is code that only the folder of a run names") == len(named) + 2
+    assert stderr.count("is code that only the folder of a run names") == len(options)
     assert not (tmp_path / "ran").exists()
 
 

@@ -248,8 +248,10 @@ def tiers(names: Any, default: tuple[str, ...]) -> list[Any]:
 def test_a_wrong_file_is_refused_with_its_module_and_a_fix(name: str, tmp_path: Path) -> None:
     mesh, changes, texts = WRONG[name]
     verdict = verdict_of(tmp_path, changed(changes), mesh)
-    assert verdict.refused and not verdict.compared, verdict
-    assert all(text in " ".join(verdict.refused) for text in texts), verdict.refused
+    assert verdict.refused, verdict
+    assert not verdict.compared, verdict
+    for text in texts:
+        assert text in " ".join(verdict.refused), verdict.refused
     assert all("\n" not in line for line in verdict.refused)
 
 
@@ -257,7 +259,9 @@ def test_a_wrong_file_is_refused_with_its_module_and_a_fix(name: str, tmp_path: 
 def test_a_correct_file_is_compared_and_not_refused(name: str, tmp_path: Path) -> None:
     mesh, changes = RIGHT[name]
     verdict = verdict_of(tmp_path, changed(changes), mesh)
-    assert verdict.refused == [] and verdict.left_out == [] and verdict.compared, verdict
+    assert verdict.refused == [], verdict
+    assert verdict.left_out == [], verdict
+    assert verdict.compared, verdict
     if "bfloat16" in name or "autocast" in name:
         assert any("casts to bfloat16 are disabled" in line for line in verdict.noticed)
 
@@ -315,28 +319,16 @@ def test_a_reduced_copy_is_found_for_every_family(
 
 
 def test_the_meshes_of_a_run_need_no_more_than_eight_ranks() -> None:
-    for arguments, expected in {
-        ("--parallelism.tensor_parallel_degree", "2"): ["tp=2"],
-        ("--parallelism.tensor_parallel_degree", "16"): ["tp=2"],
-        (
-            "--parallelism.tensor_parallel_degree",
-            "8",
-            "--parallelism.pipeline_parallel_degree",
-            "4",
-        ): [
-            "tp=2,pp=2",
-            "tp=8",
-        ],
-        (
-            "--parallelism.expert_parallel_degree",
-            "8",
-            "--parallelism.context_parallel_degree",
-            "6",
-        ): [
-            "cp=2,ep=2",
-        ],
-    }.items():
-        assert meshes.of_run(configs.load(None, list(arguments))) == expected
+    for degrees, expected in (
+        ({"tensor": 2}, ["tp=2"]),
+        ({"tensor": 16}, ["tp=2"]),
+        ({"tensor": 8, "pipeline": 4}, ["tp=2,pp=2", "tp=8"]),
+        ({"expert": 8, "context": 6}, ["cp=2,ep=2"]),
+    ):
+        arguments = [
+            f"--parallelism.{axis}_parallel_degree={degree}" for axis, degree in degrees.items()
+        ]
+        assert meshes.of_run(configs.load(None, arguments)) == expected
 
 
 def ask_on_ranks(rank: int, path: str, folder: str) -> tuple[str, list[str]]:

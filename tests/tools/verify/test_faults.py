@@ -424,9 +424,11 @@ def the_sum_after_a_rowwise_linear_missing(monkeypatch):
 @fault("pp=2", "layers in another order", "layers.1 has the input that layers.0 has on one process")
 def layers_on_the_wrong_stage(monkeypatch):
     def swap(parts, *arguments):
-        stages = parts(*arguments)
         other = {"layers.0": "layers.1", "layers.1": "layers.0"}
-        return [[other.get(name, name) for name in part] for part in stages]
+        swapped = []
+        for modules in parts(*arguments):
+            swapped.append([other.get(name, name) for name in modules])
+        return swapped
 
     wrap(monkeypatch, stages, "modules_per_stage", swap)
     monkeypatch.setattr(pipeline_parallel, "_check_parts", lambda *_: None)
@@ -449,7 +451,8 @@ class WithoutPipelineSum:
     """A mesh that does not sum over pp."""
 
     def __init__(self, mesh):
-        self._mesh, self.device = mesh, mesh.device
+        self._mesh = mesh
+        self.device = mesh.device
 
     def sum(self, values, over):
         return self._mesh.sum(values, over=tuple(axis for axis in over if axis != "pp"))
@@ -727,7 +730,8 @@ def test_a_fault_in_the_engine_is_detected_and_named(name, benches, monkeypatch)
     assert row.verdict in ("differs", "failed"), row
 
     answer = f"{row.first}; {row.cause}"
-    assert all(text in answer for text in planted.answer), answer
+    for text in planted.answer:
+        assert text in answer
 
 
 def test_the_recorded_claim_counts_these_faults():
@@ -766,4 +770,5 @@ def test_a_fault_in_the_engine_is_detected_in_a_model_that_amplifies_rounding(
     row = bench.run(planted.mesh, **planted.options)
     print(f"\n{name:50} {planted.mesh:26} {row.verdict:8} {row.first}; {row.cause}")
 
-    assert row.verdict in ("differs", "failed") and not row.cause.startswith(BLIND), row
+    assert row.verdict in ("differs", "failed"), row
+    assert not row.cause.startswith(BLIND), row

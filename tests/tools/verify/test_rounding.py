@@ -33,10 +33,8 @@ def kinds(errors: Errors) -> dict[str, float]:
 
 
 def test_the_tolerance_follows_the_rounding_of_one_process_up_to_a_thousandth() -> None:
-    no_error, small_error, infinite_error = (
-        Errors(size, size, size, size) for size in (0.0, 4e-6, math.inf)
-    )
-    quiet, amplified, chaotic = tolerances([no_error, small_error, infinite_error])
+    errors = [Errors(size, size, size, size) for size in (0.0, 4e-6, math.inf)]
+    quiet, amplified, chaotic = tolerances(errors)
     assert quiet == USUAL
     for kind, usual in kinds(USUAL).items():
         assert kinds(amplified)[kind] == max(usual, ROUNDING * 4e-6)
@@ -126,7 +124,8 @@ def test_a_small_difference_is_detected_without_an_arithmetic_cause(
     monkeypatch.setattr(grad_clip, "gradient_norm", noisy)
     row = bench.run(mesh)
 
-    assert row.verdict == "differs" and row.cause.startswith("no simple cause fits"), row
+    assert row.verdict == "differs", row
+    assert row.cause.startswith("no simple cause fits"), row
 
 
 def make(make_bench, rounds: int, meshes=MESHES, steps: int = 2):
@@ -160,7 +159,8 @@ def test_if_rounding_determines_all_results_verify_reports_it_and_training_warns
     make_bench, tmp_path
 ) -> None:
     row = make(make_bench, 20, ("tp=2",)).run("tp=2")
-    assert row.verdict == "differs" and row.cause.startswith(verify_report.BLIND), row
+    assert row.verdict == "differs", row
+    assert row.cause.startswith(verify_report.BLIND), row
     arguments = [
         "--model.name",
         str(AMPLIFYING),
@@ -172,6 +172,6 @@ def test_if_rounding_determines_all_results_verify_reports_it_and_training_warns
     run_config = config.load(None, [*arguments, "--parallelism.tensor_parallel_degree", "2"]).config
     verdict = before_training.judge(run_config)
 
-    assert (
-        not verdict.refused and not verdict.compared and verify_report.BLIND in verdict.left_out[0]
-    ), verdict
+    assert not verdict.refused, verdict
+    assert not verdict.compared, verdict
+    assert verify_report.BLIND in verdict.left_out[0], verdict

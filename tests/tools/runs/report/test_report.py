@@ -95,33 +95,36 @@ def test_samples_sources_and_planned_values_are_shown(tmp_path: Path) -> None:
         tmp_path / "run",
         more={"rows_of/web": 3, "rows_of/books": 1, "loss_of/web": 2.5, "targets_of/web": 64},
     )
-    lines = [
-        json.dumps({"step": step, "prompt": "def ", "text": f"f_{step}(<b>)"})
-        for step in range(1, 100)
-    ]
-    (folder / "samples.jsonl").write_text(
-        "\n".join([*lines, "{", '{"step": 1, "prompt": 2}', '{"step": 100'])
-    )
-    (folder / "planned.json").write_text(
-        '{"peak memory in GiB": [2.0, 3.0], "wrong": "x", "none": [0, 1]}'
-    )
+    samples = []
+    for step in range(1, 100):
+        samples.append(json.dumps({"step": step, "prompt": "def ", "text": f"f_{step}(<b>)"}))
+    invalid_samples = ["{", '{"step": 1, "prompt": 2}', '{"step": 100']
+    (folder / "samples.jsonl").write_text("\n".join([*samples, *invalid_samples]))
+    planned = '{"peak memory in GiB": [2.0, 3.0], "wrong": "x", "none": [0, 1]}'
+    (folder / "planned.json").write_text(planned)
     text = written(tmp_path, folder)
     page_text = Elements(text).text
 
+    # Samples: the first, the last, and a few between them, with escaped markup.
     assert "f_1(<b>)" in page_text
     assert "f_99(<b>)" in page_text
     assert 2 <= page_text.count("def f_") <= 8
+
+    # Planned values, with the difference to the measured ones.
     assert "peak memory in GiB" in page_text
     assert "+50%" in page_text
     assert "wrong" not in page_text
-    assert [line["name"] for line in charts(text)["Rows read of each source"]["lines"]] == [
-        "run books",
-        "run web",
-    ]
-    for name in ("rows_of/web", "loss_of/web", "targets_of/web"):
-        assert name not in charts(text)
-    for title in ("Loss of each source", "Target tokens of each source"):
-        assert [line["name"] for line in charts(text)[title]["lines"]] == ["run web"]
+
+    # Metrics of sources share one chart per metric.
+    charts_of_page = charts(text)
+    for title, names in (
+        ("Rows read of each source", ["run books", "run web"]),
+        ("Loss of each source", ["run web"]),
+        ("Target tokens of each source", ["run web"]),
+    ):
+        assert [line["name"] for line in charts_of_page[title]["lines"]] == names
+    for metric in ("rows_of/web", "loss_of/web", "targets_of/web"):
+        assert metric not in charts_of_page
 
 
 def test_compared_runs_show_only_the_options_that_differ(tmp_path: Path) -> None:
@@ -156,11 +159,10 @@ def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
     elements = Elements(text)
 
     assert {tag for tag, _ in elements.tags} == kinds
-    assert not any(
-        name.startswith("on") or name in ("src", "href")
-        for _, names in elements.tags
-        for name in names
-    )
+    for _, attributes in elements.tags:
+        for attribute in attributes:
+            assert not attribute.startswith("on")
+            assert attribute not in ("src", "href")
     assert sum(tag == "script" for tag, _ in elements.tags) == 2
     assert HOSTILE in elements.text  # shown unchanged
     assert charts(text)[HOSTILE[:90]]["lines"]

@@ -65,14 +65,9 @@ def test_a_run_records_its_certificate(tmp_path, capsys):
     assert "applies</td>" in (tmp_path / "report.html").read_text()
 
     # Another number of steps is no change, another learning rate is.
-    again = [
-        *(word if word != "2" else "3" for word in arguments),
-        "--optimizer.lr",
-        "0.1",
-        "--checkpoint.accept_changes",
-        "all",
-    ]
-    assert cli.main(["train", "defaults", "--nproc", "1", *again]) == 0, capsys.readouterr()
+    changed = ["3" if argument == "2" else argument for argument in arguments]
+    changed += ["--optimizer.lr", "0.1", "--checkpoint.accept_changes", "all"]
+    assert cli.main(["train", "defaults", "--nproc", "1", *changed]) == 0, capsys.readouterr()
 
     log = next(run.rglob("*.log")).read_text()
     assert "does not apply: optimizer.lr: 0.0008 -> 0.1" in log

@@ -98,9 +98,12 @@ def attention_probabilities_in_bfloat16(monkeypatch):
     """An eager attention without ``dtype=torch.float32`` in its softmax, as in models of transformers."""
 
     def forward(self, q_BTNH, k_BSKH, v_BSKH, *others, **named):
-        q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
+        q = q_BTNH.transpose(1, 2)
+        k = k_BSKH.transpose(1, 2)
+        v = v_BSKH.transpose(1, 2)
         groups = q.size(1) // k.size(1)
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        k = k.repeat_interleave(groups, 1)
+        v = v.repeat_interleave(groups, 1)
         scores = q @ k.transpose(-1, -2) * q.size(-1) ** -0.5
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         probabilities = scores.masked_fill(later, -torch.inf).softmax(-1)
@@ -433,4 +436,5 @@ def test_a_later_fault_is_detected(name, check, tmp_path: Path, monkeypatch):
     assert result.verdict == "differs", result
 
     answer = f"{result.first}; {result.cause}"
-    assert all(text in answer for text in planted.answer), answer
+    for text in planted.answer:
+        assert text in answer
