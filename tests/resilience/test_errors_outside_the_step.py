@@ -53,20 +53,14 @@ EVERYTHING = "all together"
 
 
 def config_of(folder: Path) -> Config:
+    """A small run that uses each operation of ``PLACES`` at least once."""
     data = folder.with_name("rows.txt")
     data.write_text("a token and another " * 2000)
     source = {"dataset": "text", "dataset_path": str(data)}
+    sizes = {"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 32}
     return shallow_config(
         job={"dump_folder": str(folder)},
-        model={
-            "overrides": {
-                "num_layers": 1,
-                "dim": 32,
-                "num_heads": 2,
-                "num_kv_heads": 2,
-                "ffn_dim": 32,
-            }
-        },
+        model={"overrides": sizes},
         training={
             "seq_len": 16,
             "local_batch_size": 1,
@@ -172,14 +166,17 @@ def test_error_outside_the_step_is_a_warning_and_training_continues(
     assert sorted(expected) == list(range(1, STEPS + 1))
     assert weights
 
+    # The same run, with operations that raise.
     config = config_of(tmp_path / "run")
     places = list(PLACES.values()) if failing == EVERYTHING else [PLACES[failing]]
     code, output = storage_faults.run(config, ranks, None, main=partial(broken, places))
 
     assert code == 0, output
     assert saved(tmp_path / "run") == weights
-    assert all(expected[step] == loss for step, loss in storage_faults.losses(config).items())
+    for step, loss in storage_faults.losses(config).items():
+        assert loss == expected[step], step
 
+    # Each operation is reported once.
     warnings = [line for line in output.splitlines() if "broken: " in line and "WARNING" in line]
     assert len(set(warnings)) == len(warnings) <= len(PLACES), output
     assert json.loads((tmp_path / "run/exit.json").read_text())["code"] == 0

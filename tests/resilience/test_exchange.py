@@ -26,7 +26,9 @@ class Counted:
     """A store that counts requests by rank and method."""
 
     def __init__(self, store: dist.Store, calls: Counter[tuple[int, str]], rank: int) -> None:
-        self._store, self._calls, self._rank = store, calls, rank
+        self._store = store
+        self._calls = calls
+        self._rank = rank
 
     def __getattr__(self, name: str) -> Any:
         self._calls[self._rank, name] += 1
@@ -37,7 +39,8 @@ class Nodes:
     """Two nodes with three ranks each, simulated in this process."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.store, self.calls = dist.HashStore(), Counter[tuple[int, str]]()
+        self.store = dist.HashStore()
+        self.calls = Counter[tuple[int, str]]()
         self.ranks = [
             HeartbeatExchange(Counted(self.store, self.calls, rank), rank, 6, BEAT)
             for rank in range(6)

@@ -86,9 +86,11 @@ def test_a_verdict_has_a_bounded_size_whatever_the_ranks_do(size):
 
     def signs(beat):
         places = {rank: f"train.py:{rank} in step" for rank in range(size)}
-        return {
-            rank: say(beat if rank % 2 else min(beat, 2), at=places[rank]) for rank in range(size)
-        }
+        signs_of_ranks = {}
+        for rank in range(size):
+            last_beat = beat if rank % 2 else min(beat, 2)
+            signs_of_ranks[rank] = say(last_beat, at=places[rank])
+        return signs_of_ranks
 
     verdict, _ = judge(signs, size=size)
 
@@ -104,17 +106,11 @@ def test_live_rank_outside_a_collective_is_blamed(culprit):
         return {rank: say(beat, **({} if rank == culprit else WAITING)) for rank in range(3)}
 
     verdict, _ = judge(signs, size=3)
-    others = (
-        ",".join(str(rank) for rank in range(3) if rank != culprit)
-        .replace("0,1", "0-1")
-        .replace("1,2", "1-2")
-    )
 
     assert verdict.rank == culprit
-    assert (
-        f"ranks {others}: phase step of step 12, waits in all_reduce (train.py:9 in _read)"
-        in verdict.table
-    )
+    others = {0: "1-2", 1: "0,2", 2: "0-1"}[culprit]
+    position = "phase step of step 12, waits in all_reduce (train.py:9 in _read)"
+    assert f"ranks {others}: {position}" in verdict.table
 
 
 def test_rank_that_never_sends_a_heartbeat_is_blamed():
@@ -189,12 +185,22 @@ def test_long_compilation_may_end_at_different_times():
     cold = {"is_cold": True, "limit_seconds": 300.0, "phase": "compile"}
 
     def signs(done: int, last_done: int):
-        arrives = lambda beat, at: say(beat, **cold, **(WAITING if beat >= at else {}))  # noqa: E731
-        return lambda beat: {
-            0: say(beat, entered=41) if beat >= last_done else arrives(beat, 10_000),
-            1: say(beat, entered=41) if beat >= last_done else arrives(beat, done),
-            2: say(beat, entered=41) if beat >= last_done else arrives(beat, last_done - 3),
-        }
+        """Heartbeats of ranks that compile until ``done``, almost ``last_done``, and without an end."""
+
+        def compile_until(beat: int, end: int):
+            waiting = WAITING if beat >= end else {}
+            return say(beat, **cold, **waiting)
+
+        def signs_at(beat: int):
+            if beat >= last_done:
+                return {rank: say(beat, entered=41) for rank in range(3)}
+            return {
+                0: compile_until(beat, 10_000),
+                1: compile_until(beat, done),
+                2: compile_until(beat, last_done - 3),
+            }
+
+        return signs_at
 
     # the slowest rank may need 200 s more after 1,000 s of compilation
     assert judge(signs(500, 600), 1200, size=3) is None
@@ -522,9 +528,9 @@ def slow_lines(folder) -> list[str]:
 def test_slow_rank_is_named_in_log_and_metrics(tmp_path):
     assert end(run(only_steps(tmp_path), "slow", (1,))) == 0
     lines = slow_lines(tmp_path)
-    assert (
-        len(lines) == 1 and "WARNING rank 1 on " in lines[0] and "mostly in phase step" in lines[0]
-    ), lines
+    assert len(lines) == 1, lines
+    assert "WARNING rank 1 on " in lines[0], lines
+    assert "mostly in phase step" in lines[0], lines
     assert '"stragglers": 1.0' in (tmp_path / "metrics.jsonl").read_text()
 
 

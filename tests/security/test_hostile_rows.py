@@ -73,7 +73,8 @@ def test_nan_in_a_column_is_a_bad_row_with_its_position_and_column(
     done = train(tmp_path, None, **more)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
 
-    assert done.returncode == 3 and len(errors) == 1, done.stderr
+    assert done.returncode == 3, done.stderr
+    assert len(errors) == 1, done.stderr
     assert str(path) in errors[0]
     assert "row 0" in errors[0]
     assert "column" in errors[0]
@@ -89,5 +90,7 @@ def test_environment_variable_with_newlines_is_refused_in_one_line(
     )
     errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
 
-    assert done.returncode == 2 and len(errors) == 1 and name in errors[0], done.stderr
+    assert done.returncode == 2, done.stderr
+    assert len(errors) == 1, done.stderr
+    assert name in errors[0], done.stderr
     assert ("\x1b" not in done.stderr and "\\n" in errors[0]) or "?" in errors[0]

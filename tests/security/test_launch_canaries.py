@@ -96,7 +96,8 @@ def test_dry_runs_and_batch_scripts_contain_no_secret(tmp_path: Path, config_fil
     with command_lines() as lines:
         for platform in ("local", "ssh", "slurm", "kubernetes", "runai"):
             done = run(tmp_path, "launch", platform, config_file, "--dry-run")
-            assert done.returncode == 0 and "shardtrain" in done.stdout, done.stderr
+            assert done.returncode == 0, done.stderr
+            assert "shardtrain" in done.stdout, done.stderr
         record = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path / "record")}
         done = run(tmp_path, "launch", "slurm", config_file, **record)
         assert (done.returncode, done.stdout) == (0, "slurm/7\n"), done.stderr
@@ -159,7 +160,8 @@ def test_ssh_run_that_fails_with_every_secret_masks_them(tmp_path: Path, config_
         done = run(tmp_path, "launch", "ssh", config_file, *arguments, *train_options)
 
         # the variables have arrived: the error of the dataset contains all of them, masked
-        assert done.returncode == 2 and done.stderr.count("***") >= len(CANARIES), done.stderr
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.count("***") >= len(CANARIES), done.stderr
 
         logs = run(tmp_path, "launch", "logs", done.stdout.splitlines()[0])
         assert "refused: ***" in logs.stdout

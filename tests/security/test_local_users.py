@@ -113,6 +113,7 @@ def as_nobody(function: Callable[[], object]) -> bool:
 def test_another_user_cannot_access_the_rendezvous_folder(
     attack: Callable[[Path], object], tmp_path: Path
 ) -> None:
+    # The attacker can reach the parent folder, but not the rendezvous folder.
     for parent in (tmp_path, *tmp_path.parents):
         if parent.stat().st_uid == os.geteuid() and parent != Path("/"):
             parent.chmod(parent.stat().st_mode | 0o055)
@@ -129,6 +130,8 @@ def test_another_user_cannot_access_the_rendezvous_folder(
         "the attacker cannot even reach the parent folder"
     )
     assert not as_nobody(lambda: attack(folder))
+
+    # The attack changed nothing.
     assert store.get("key") == b"value"
     assert signs.get("sign-0") == b"well"
     assert store.num_keys() == num_keys
@@ -152,19 +155,20 @@ def test_link_to_a_rendezvous_folder_is_refused(tmp_path: Path) -> None:
 
 def test_folder_store_counts_and_sets_values_atomically(tmp_path: Path) -> None:
     store = private_store.FolderStore(tmp_path / "signs")
-    threads = [
-        threading.Thread(target=lambda: [store.add("n", 1) for _ in range(20)]) for _ in range(4)
-    ]
+
+    def add_twenty() -> None:
+        for _ in range(20):
+            store.add("n", 1)
+
+    threads = [threading.Thread(target=add_twenty) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
     assert store.add("n", 0) == 80
-    assert (store.compare_set("v", "", "first"), store.compare_set("v", "", "second")) == (
-        b"first",
-        b"first",
-    )
+    assert store.compare_set("v", "", "first") == b"first"
+    assert store.compare_set("v", "", "second") == b"first"
 
 
 def test_process_forked_during_a_change_does_not_keep_the_lock(tmp_path: Path) -> None:
@@ -207,7 +211,9 @@ def test_variable_with_newlines_and_escapes_is_reported_in_one_line(tmp_path: Pa
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
 
-    assert done.returncode == 2 and len(errors) == 1 and "RANK" in errors[0], done.stderr
+    assert done.returncode == 2, done.stderr
+    assert len(errors) == 1, done.stderr
+    assert "RANK" in errors[0], done.stderr
     assert "\x1b" not in done.stderr
 
 

@@ -255,8 +255,8 @@ def test_files_of_a_run(name: str, tmp_path: Path) -> None:
     def read(text: str) -> None:
         (tmp_path / name).write_text(text + "\n")
         record = run_files.read(tmp_path)
-        values = [record.metrics, record.validation]
-        assert all(np.isfinite(one.values).all() for curves in values for one in curves.values())
+        for series in (*record.metrics.values(), *record.validation.values()):
+            assert np.isfinite(series.values).all()
         assert len(run_files.RunFolder(tmp_path).status().state) < 400
         for history in ("metrics.jsonl", "validation.jsonl"):
             for fields in JsonlFile(tmp_path / history, start_step=9).history:
@@ -317,7 +317,9 @@ def test_yaml_of_other_programs(value: str, tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError) as caught:
         migrate.load(tmp_path / "parameters.yml")
-    assert all("\n" not in str(line) and len(str(line)) < 1000 for line in caught.value.problems)
+    for line in caught.value.problems:
+        assert "\n" not in str(line)
+        assert len(str(line)) < 1000
 
 
 SHARES = [NUMBERS[number::12] for number in range(12)]
@@ -340,8 +342,9 @@ def test_options_in_toml(names: list[str], tmp_path: Path) -> None:
             except Exception as error:
                 violations.append(f"{case}: {type(error).__name__}: {str(error)[:100]}")
                 continue
-            if any("\n" in str(problem) or len(str(problem)) > 1000 for problem in problems):
-                violations.append(f"{case}: {str(problems[0])[:200]}")
+            for problem in problems:
+                if "\n" in str(problem) or len(str(problem)) > 1000:
+                    violations.append(f"{case}: {str(problem)[:200]}")
             if value == "nan" and not problems:
                 violations.append(f"{case}: is accepted")
 

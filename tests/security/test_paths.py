@@ -201,4 +201,6 @@ def test_temporary_names_are_unpredictable() -> None:
         if path.relative_to(package).as_posix() in allowed:
             continue
         text = path.read_text(encoding="utf-8")
-        assert "/tmp/" not in text and "gettempdir" not in text and "mktemp(" not in text, path
+        assert "/tmp/" not in text, path
+        assert "gettempdir" not in text, path
+        assert "mktemp(" not in text, path

@@ -74,30 +74,35 @@ def written(tree: ast.AST) -> Iterator[int]:
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call):
             continue
-        values = [*call.args, *(keyword.value for keyword in call.keywords)]
-        strings = [
-            value.value
-            for value in values
-            if isinstance(value, ast.Constant) and isinstance(value.value, str)
-        ]
-        modes = [string for string in strings if len(string) < 4 and set(string) & set("wax+")]
-        flags = {
-            part.attr
-            for argument in call.args
-            for part in ast.walk(argument)
-            if isinstance(part, ast.Attribute)
-        }
-        first = call.args[0] if call.args else None
-        is_open_already = isinstance(first, ast.Call) or (
-            isinstance(first, ast.Name) and first.id == "descriptor"
-        )
-        has_opener = any(
-            keyword.arg == "opener" and name_of(keyword.value) == "open_file"
-            for keyword in call.keywords
-        )
-        opens = name_of(call.func) == "open" and not is_open_already and not has_opener
-        if name_of(call.func) in WRITERS or (opens and (modes or flags & WRITE_FLAGS)):
+        is_writer = name_of(call.func) in WRITERS
+        opens = name_of(call.func) == "open" and opens_a_path(call)
+        if is_writer or (opens and opens_for_writing(call)):
             yield call.lineno
+
+
+def opens_a_path(call: ast.Call) -> bool:
+    """True if a call of ``open`` gets a path, and no opener that refuses links."""
+    for keyword in call.keywords:
+        if keyword.arg == "opener" and name_of(keyword.value) == "open_file":
+            return False
+    first = call.args[0] if call.args else None
+    is_descriptor = isinstance(first, ast.Name) and first.id == "descriptor"
+    return not is_descriptor and not isinstance(first, ast.Call)
+
+
+def opens_for_writing(call: ast.Call) -> bool:
+    """True if a call of ``open`` or ``os.open`` has a mode or flags for writing."""
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    for value in values:
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            is_mode = len(value.value) < 4
+            if is_mode and set(value.value) & set("wax+"):
+                return True
+    for argument in call.args:
+        for part in ast.walk(argument):
+            if isinstance(part, ast.Attribute) and part.attr in WRITE_FLAGS:
+                return True
+    return False
 
 
 def name_of(function: ast.expr) -> str:
@@ -172,14 +177,15 @@ def test_run_opens_its_files_relative_to_a_folder_descriptor(tmp_path: Path) -> 
         sys.addaudithook(look)
         storage_faults._launch(config, 2, None, False, tmp_path / "terminal", trainer.main, False)
 
+    # Audit hooks cannot be removed, so the run has its own process.
     process = multiprocessing.get_context("fork").Process(target=launch)
     process.start()
     process.join(patience.seconds(120))
-
     assert process.exitcode == 0, (tmp_path / "terminal").read_text()
 
     opened = (tmp_path / "report").read_text().splitlines()
     assert [line for line in opened if line.startswith("path")] == []
+    # The hook saw the files of a run, under names relative to a descriptor.
     names = {line.removeprefix("name ") for line in opened}
     assert {
         "metrics.jsonl",
@@ -217,19 +223,20 @@ def test_links_instead_of_files_of_a_run_never_redirect_a_write(
     first = config_of(tmp_path / "first")
     second = config_of(tmp_path / "second")
     code, output = storage_faults.run(first, 2, None)
-
     assert code == 0, output
 
-    names = [path.relative_to(tmp_path / "first") for path in files_below(tmp_path / "first")]
-    names = [name for name in names if not name.parts[1:2] or not name.parts[1].startswith("step-")]
-    assert {str(name) for name in names if len(name.parts) == 1} == {
-        *FILES_OF_A_RUN,
-        "config.toml",
-    } - {"samples.jsonl"}
-    assert {"logs/rank-1.out", "logs/rank-1.err", "exit.json", "metrics.jsonl"} <= {
-        str(name) for name in names
-    }
+    # Names of all files of a run, except those in checkpoints.
+    names = []
+    for path in files_below(tmp_path / "first"):
+        name = path.relative_to(tmp_path / "first")
+        if not any(part.startswith("step-") for part in name.parts[1:2]):
+            names.append(name)
+    top_level = {str(name) for name in names if len(name.parts) == 1}
+    assert top_level == {*FILES_OF_A_RUN, "config.toml"} - {"samples.jsonl"}
+    expected = {"logs/rank-1.out", "logs/rank-1.err", "exit.json", "metrics.jsonl"}
+    assert expected <= {str(name) for name in names}
 
+    # The same run, with a link in the place of each of these files.
     (tmp_path / "precious").mkdir()
     for number, name in enumerate([*names, Path(".exit.json.reserved")]):
         precious = tmp_path / f"precious/{number}"
@@ -237,8 +244,9 @@ def test_links_instead_of_files_of_a_run_never_redirect_a_write(
         (tmp_path / "second" / name).parent.mkdir(parents=True, exist_ok=True)
         plant(tmp_path / "second" / name, precious)
     code, output = storage_faults.run(second, 2, None)
-
     assert code == 0, output
+
+    # The targets of the links are unchanged, and the run has its metrics.
     assert {path.read_text() for path in (tmp_path / "precious").iterdir()} == {"kept"}
     assert len(list((tmp_path / "precious").iterdir())) == len(names) + 1
     assert len((tmp_path / "second/metrics.jsonl").read_text().splitlines()) >= STEPS
@@ -278,6 +286,7 @@ def test_linked_folder_is_refused_at_start_with_its_target(folder: str, tmp_path
     assert FOLDERS[folder] in {problem.option for problem in problems}
     assert all(f"{run / folder}, a link to {elsewhere}" in problem.rule for problem in problems)
 
+    # Both fixes work, and a run that writes no checkpoints may have the link.
     if folder == "checkpoint":
         assert problems[0].fix == f"remove the link, or set checkpoint.folder to {elsewhere}"
         target_folder = replace(
@@ -309,16 +318,13 @@ def test_target_of_a_link_is_offered_as_checkpoint_folder_only_if_it_works(
     (run_folder / "folder").mkdir(parents=True)
     (run_folder / "file").touch()
     (run_folder / "checkpoint").symlink_to(target)
-    (found,) = (
-        problem
-        for problem in machine_notes(Loaded(config_of(run_folder)))
-        if problem.option == "checkpoint.folder"
-    )
+    problems = machine_notes(Loaded(config_of(run_folder)))
     elsewhere = "use another folder"
     if is_offered:
         elsewhere = f"set checkpoint.folder to {run_folder / target}"
 
-    assert found.fix == f"remove the link, or {elsewhere}"
+    (problem,) = (problem for problem in problems if problem.option == "checkpoint.folder")
+    assert problem.fix == f"remove the link, or {elsewhere}"
 
 
 ENABLED_BY = {
@@ -335,29 +341,26 @@ def test_file_with_the_name_of_a_folder_is_refused_at_start(folder: str, tmp_pat
     """Only if the run writes to the folder. Otherwise a file named wandb does no harm."""
 
     def problems(config: Config) -> list[Problem]:
-        return [
-            problem for problem in machine_notes(Loaded(config)) if "not a folder" in problem.rule
-        ]
+        notes = machine_notes(Loaded(config))
+        return [problem for problem in notes if "not a folder" in problem.rule]
+
+    def with_option(config: Config, section: str, option: str, value: object) -> Config:
+        changed = replace(getattr(config, section), **{option: value})
+        return replace(config, **{section: changed})
 
     config = config_of(tmp_path / "run")
-    config = replace(
-        config, profiling=replace(config.profiling, save_traces_folder="profile_traces/deeper")
-    )
+    config = with_option(config, "profiling", "save_traces_folder", "profile_traces/deeper")
     path = tmp_path / "run" / folder
     path.parent.mkdir(parents=True)
     path.touch()
     if folder in ENABLED_BY:
         section, option = ENABLED_BY[folder]
-        assert not problems(
-            replace(config, **{section: replace(getattr(config, section), **{option: False})})
-        )
-        config = replace(config, **{section: replace(getattr(config, section), **{option: True})})
-    (found,) = problems(config)
+        assert not problems(with_option(config, section, option, False))
+        config = with_option(config, section, option, True)
 
-    assert (found.option, found.rule) == (
-        FOLDERS[folder],
-        f"leads through {path}, which is not a folder",
-    )
+    (problem,) = problems(config)
+    assert problem.option == FOLDERS[folder]
+    assert problem.rule == f"leads through {path}, which is not a folder"
 
 
 def test_folder_with_the_name_of_a_file_is_refused_at_start(tmp_path: Path) -> None:
@@ -383,7 +386,10 @@ def test_run_folder_with_dots_after_an_absent_folder_is_refused(
     (tmp_path / "here/file").touch()
     monkeypatch.chdir(tmp_path / "here")
     rules = [problem.rule for problem in machine_notes(Loaded(config_of(Path(path))))]
-    assert rules == ([f"leads through {absent}/.., but {absent} is not a folder"] if absent else [])
+    expected = []
+    if absent:
+        expected = [f"leads through {absent}/.., but {absent} is not a folder"]
+    assert rules == expected
 
 
 def test_folder_that_becomes_a_link_after_the_checks_is_refused(tmp_path: Path) -> None:
@@ -509,14 +515,16 @@ def test_two_nodes_write_nothing_through_planted_links(
         link.symlink_to(target)
     for home in homes:
         home.mkdir(exist_ok=True)
-    ends = train_on_two_nodes(
-        homes, f"--checkpoint.enable={str(name == 'checkpoint' or planted_on == 0).lower()}"
-    )
-    kept = [path for path in precious.rglob("*") if path.is_file()]
 
-    assert len(kept) == len(names)
-    assert {path.read_text() for path in kept} == {"kept"}
+    saves = name == "checkpoint" or planted_on == 0
+    ends = train_on_two_nodes(homes, f"--checkpoint.enable={'true' if saves else 'false'}")
 
+    # The targets of the links are unchanged.
+    targets = [path for path in precious.rglob("*") if path.is_file()]
+    assert len(targets) == len(names)
+    assert {path.read_text() for path in targets} == {"kept"}
+
+    # A link instead of a file is replaced. A link instead of a folder ends the run.
     if name == "files":
         assert [code for code, _ in ends] == [0, 0], ends
         return

@@ -127,17 +127,19 @@ def test_no_module_of_the_current_directory_is_imported(name: str, tmp_path: Pat
 )
 def test_no_verb_imports_a_module_of_the_current_directory(tmp_path: Path) -> None:
     plant(tmp_path)
-    for words in (f"train debug {TRAIN} --nproc 1 --checkpoint.enable true", *VERBS):
-        expect_none_imported(tmp_path, [*MODULE, *words.split()])
+    for command in (f"train debug {TRAIN} --nproc 1 --checkpoint.enable true", *VERBS):
+        expect_none_imported(tmp_path, [*MODULE, *command.split()])
 
 
 @pytest.mark.parametrize(
-    "words",
+    "command",
     cases(
         ["config check debug"], nightly=[f"train debug {TRAIN} {MODEL} {CUT}", "data check debug"]
     ),
 )
-def test_clone_without_installation_ignores_modules_next_to_it(words: str, tmp_path: Path) -> None:
+def test_clone_without_installation_ignores_modules_next_to_it(
+    command: str, tmp_path: Path
+) -> None:
     plant(tmp_path)
     for name in sys.stdlib_module_names | LIBRARIES:
         # the clone's folder comes last on the path, so these would be imported
@@ -148,7 +150,7 @@ def test_clone_without_installation_ignores_modules_next_to_it(words: str, tmp_p
     python = Path(sys.executable).resolve()
     module = [str(python), "-m", "shardtrain"]
     expect_none_imported(
-        tmp_path, [*module, *words.split()], PYTHONPATH=str(Path(libraries).parent)
+        tmp_path, [*module, *command.split()], PYTHONPATH=str(Path(libraries).parent)
     )
 
 
@@ -160,11 +162,9 @@ def test_installation_imports_no_module_of_the_current_directory(tmp_path: Path)
         "PYTHON": sys.executable,
         "PIP_NO_INDEX": "1",
     }
-    environment = {
-        name: os.environ[name]
-        for name in os.environ
-        if name not in ("VIRTUAL_ENV", "PYTHONSAFEPATH")
-    }
+    environment = dict(os.environ)
+    environment.pop("VIRTUAL_ENV", None)
+    environment.pop("PYTHONSAFEPATH", None)
     done = subprocess.run(
         [str(ROOT / "run_train.sh")],
         cwd=tmp_path,

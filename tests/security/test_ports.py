@@ -221,10 +221,10 @@ def test_each_mode_has_exactly_the_listeners_of_the_table(name, tmp_path, monkey
 
     assert actual <= set(expected), "SECURITY.md does not list a listener"
 
-    permanent = {
-        listener for listener, how_long in expected.items() if not how_long.startswith("an instant")
-    }
-    assert permanent <= actual
+    # A listener that exists for an instant may be missed.
+    for listener, how_long in expected.items():
+        if not how_long.startswith("an instant"):
+            assert listener in actual
 
 
 def test_each_row_of_the_table_has_a_mode_that_runs():

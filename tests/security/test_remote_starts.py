@@ -100,11 +100,11 @@ def test_every_interpreter_on_a_node_has_the_safe_path(platform: str) -> None:
             if "$on_node" in command:
                 # bash stores the next argument in $0, for messages
                 del command[command.index("$on_node") + 1]
-            for place, word in enumerate(command):
-                if word == NODE_PYTHON:
+            for index, argument in enumerate(command):
+                if argument == NODE_PYTHON:
                     count += 1
-                    assert command[place + 1] == "-P", command
-                    assert command[place + 2] in ("-m", "-c"), command
+                    assert command[index + 1] == "-P", command
+                    assert command[index + 2] in ("-m", "-c"), command
 
         assert count >= 1, f"{platform} starts no Python"
 
@@ -167,10 +167,10 @@ def test_nodes_of_slurm_import_no_planted_module(script: str, tmp_path: Path) ->
     text = ROOT / "multinode_trainer.slurm"
     arguments = options
     if script == "launch slurm":
-        words = [f"--launch.python={sys.executable}", "--launch.nproc_per_node=1", *options]
-        loaded = config.load("debug", words)
+        overrides = [f"--launch.python={sys.executable}", "--launch.nproc_per_node=1", *options]
+        loaded = config.load("debug", overrides)
         text = tmp_path / "script"
-        text.write_text(slurm.render(to_job(loaded, words), loaded.config.launch))
+        text.write_text(slurm.render(to_job(loaded, overrides), loaded.config.launch))
         arguments = []
     programs = {
         "scontrol": '[[ "$2" == job ]] || echo 127.0.0.1',
@@ -232,6 +232,7 @@ def test_host_with_an_older_python_is_named_in_one_line(tmp_path: Path) -> None:
         done = finished(command, ROOT, {"XDG_STATE_HOME": str(tmp_path)})
     lines = [line for line in done.stderr.splitlines() if line.startswith("error[")]
 
-    assert done.returncode == 2 and len(lines) == 1, done.stderr
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1, done.stderr
     assert "host-a" in lines[0]
     assert "its Python is older than 3.11" in lines[0]

@@ -94,7 +94,8 @@ def test_error_with_every_secret_is_masked(tmp_path: Path, verb: str) -> None:
         ]
     status, printed, lines = run(tmp_path, *arguments)
 
-    assert status != 0 and "refused: ***" in printed, printed
+    assert status != 0, printed
+    assert "refused: ***" in printed, printed
     assert_silent(tmp_path, lines)
 
 

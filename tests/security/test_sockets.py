@@ -157,15 +157,17 @@ def test_ranks_do_not_listen_in_the_shared_network(network: dict[str, str], tmp_
     with two_ranks(tmp_path, network) as pids:
         assert not of_ranks(pids), "processes of this network see listeners of ranks"
         this_network = os.readlink("/proc/self/ns/net")
-        threads = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
-        networks_of_threads = {os.readlink(task / "ns/net") for task in threads}
+        networks_of_ranks = set()
+        networks_of_threads = set()
+        for pid in pids:
+            networks_of_ranks.add(os.readlink(f"/proc/{pid}/ns/net"))
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                networks_of_threads.add(os.readlink(task / "ns/net"))
 
-        assert len(networks_of_threads - {this_network}) == 1, (
-            "the ranks do not share one private network"
-        )
-
-        networks_of_ranks = {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
+        # Only the threads of the process group are in the private network.
         assert networks_of_ranks == {this_network}
+        private_networks = networks_of_threads - {this_network}
+        assert len(private_networks) == 1, "the ranks do not share one private network"
 
 
 def test_error_in_the_private_network_propagates_unchanged(

@@ -82,9 +82,10 @@ def test_special_or_huge_file_is_refused(
     name: str, reader: Callable[[Path], object], kind: Callable[[Path], None], tmp_path: Path
 ) -> None:
     kind(tmp_path / name)
-    if kind is giant and reader in SAMPLED:
+    if kind is giant and reader in SAMPLED:  # reads only a part of the file
         reader(tmp_path)
         return
+
     try:
         result = str(reader(tmp_path))
     except (ShardtrainError, OSError) as error:
@@ -127,19 +128,23 @@ def test_pipe_instead_of_rows_is_refused(reader: Callable[[Path], object], tmp_p
     assert "regular file" in result or not result
 
 
-@pytest.mark.parametrize("words", [
+@pytest.mark.parametrize("command", [
     "config check", "config show", "config migrate", "train", "plan", "launch ssh --dry-run", "init new.toml",
     "data show", "verify", "test", "doctor",
 ])  # fmt: skip
 def test_pipe_instead_of_a_configuration_is_refused(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("run.toml", "run.yaml", "run.json"):
         pipe(tmp_path / name)
-        verb = words.split()
-        options = [option for option in verb if option.startswith("--")]
-        assert main([*(word for word in verb if word not in options), name, *options]) == 2
+        arguments = command.split()
+        options = [argument for argument in arguments if argument.startswith("--")]
+        verb = [argument for argument in arguments if argument not in options]
+        assert main([*verb, name, *options]) == 2
         assert "regular file" in capsys.readouterr().err
 
 

@@ -58,7 +58,8 @@ def test_no_verb_prints_the_secret_of_an_unknown_option(verb, capfd, monkeypatch
     for arguments in (["--password=hunter22"], ["--password", "hunter22"], ["--x", HEX]):
         assert main([*verb.split(), *arguments]) == 2
         printed = "".join(capfd.readouterr())
-        assert "hunter22" not in printed and HEX not in printed, printed
+        assert "hunter22" not in printed, printed
+        assert HEX not in printed, printed
 
 
 def reports(name: str, value: str, folder: Path) -> list[str]:
@@ -96,7 +97,8 @@ def test_secret_of_an_unknown_option_is_never_printed(name, capfd, monkeypatch, 
         main(["config", "migrate", file, "-o", f"{file}.toml"])
         printed = "".join(capfd.readouterr())
 
-        assert canary(value) not in printed and "***" in printed, printed
+        assert canary(value) not in printed, printed
+        assert "***" in printed, printed
 
 
 @pytest.mark.parametrize("name", NO_SECRETS)

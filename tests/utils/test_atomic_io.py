@@ -87,8 +87,9 @@ def test_planted_file_is_replaced(
 def test_device_is_kept(run: Path, kind: int, write: Callable[[Path], None]) -> None:
     """As root, ``-o /dev/null`` replaced the null device of the machine or of the container with a file."""
     path = run / "logs/device"
+    minor = 3 if kind == stat.S_IFCHR else 0  # /dev/null, or the first RAM disk
     try:
-        os.mknod(path, kind | 0o600, os.makedev(1, 3 if kind == stat.S_IFCHR else 0))
+        os.mknod(path, kind | 0o600, os.makedev(1, minor))
     except PermissionError:
         pytest.skip("this container forbids devices")
     device = path.lstat()

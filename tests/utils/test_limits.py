@@ -47,7 +47,7 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, cgroup: int = 0, **values: int) 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the needs are those of Linux")
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("limited", "message"),
     [
         ({"AS": 300 * MIB}, "ulimit -v=300.00 MiB must be at least 1.50 GiB"),
         ({"DATA": 346_000 * 1024}, "ulimit -d=337.89 MiB must be at least 560.00 MiB"),
@@ -57,14 +57,16 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, cgroup: int = 0, **values: int) 
     ],
 )
 def test_limit_that_is_too_small_is_named_with_the_required_value(
-    given: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
+    limited: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, **given)
+    set_limits(monkeypatch, **limited)
     with pytest.raises(OutOfMemoryError) as caught:
         limits.require(2)
 
     (line,) = caught.value.problems
     assert str(line).startswith(f"{message} for 2 ranks on this host"), line
+
+    # Without the limit, the run may start.
     set_limits(monkeypatch)
     limits.require(2)
 
@@ -101,7 +103,8 @@ def test_run_with_a_small_limit_exits_with_7_and_one_line(
     )  # fmt: skip
     (line,) = done.stderr.splitlines()
 
-    assert done.returncode == 7 and line.startswith(f"error[7]: {message}"), done.stderr
+    assert done.returncode == 7, done.stderr
+    assert line.startswith(f"error[7]: {message}"), done.stderr
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == 7
 
 
@@ -186,7 +189,8 @@ def test_user_with_few_processes_is_refused_in_one_line(most: int, tmp_path: Pat
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NPROC, (most, most)),
     )  # fmt: skip
 
-    assert "Traceback" not in done.stderr and "panicked" not in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "panicked" not in done.stderr, done.stderr
 
     if most == 60:
         assert done.returncode == 0, done.stderr
@@ -367,7 +371,8 @@ def test_threads_in_use_are_those_of_all_programs_of_the_user() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM_WITH_THREADS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
-        assert other.stdin is not None and other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout is not None
         other.stdout.readline()
         in_use = limits.threads_in_use(limits.OF_THREADS)
         other.stdin.close()
@@ -439,14 +444,12 @@ def test_cgroup_of_a_job_applies_without_a_namespace(
 def cgroup() -> Iterator[Path]:
     """A memory cgroup below that of this process, or below the root of version 2."""
     root = Path("/sys/fs/cgroup")
-    own = [
-        line.split(":", 2)[2]
-        for line in Path("/proc/self/cgroup").read_text().splitlines()
-        if ":memory:" in line
-    ]
-    folder = (
-        root / "memory" / own[0].lstrip("/") if own else root
-    ) / f"shardtrain-{secrets.token_hex(8)}"
+    parent = root
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if ":memory:" in line:  # version 1
+            parent = root / "memory" / line.split(":", 2)[2].lstrip("/")
+            break
+    folder = parent / f"shardtrain-{secrets.token_hex(8)}"
     try:
         folder.mkdir()
     except OSError as error:
@@ -475,7 +478,7 @@ def factor(step, total_steps, warmup_steps, min_lr_factor):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
 @pytest.mark.parametrize(
-    ("limit", "code", "told"),
+    ("limit", "code", "message"),
     cases(
         [(400 * MIB, 7, "memory of the cgroup=400.00 MiB must be at least 640.00 MiB for 2 ranks")],
         nightly=[(1200 * MIB, 6, "was killed by signal 9 (the kernel sends it when memory runs out), under memory of "
@@ -483,24 +486,26 @@ def factor(step, total_steps, warmup_steps, min_lr_factor):
     ),
 )  # fmt: skip
 def test_a_real_cgroup_is_read_and_named_when_the_kernel_kills(
-    cgroup: Path, limit: int, code: int, told: str, tmp_path: Path
+    cgroup: Path, limit: int, code: int, message: str, tmp_path: Path
 ) -> None:
     (limit_file,) = [cgroup / name for name in LIMIT_FILES if (cgroup / name).exists()]
     limit_file.write_text(str(limit))
     (tmp_path / "greedy.py").write_text(GREEDY)
-    words = [sys.executable, "-m", "shardtrain", "train", "debug", "--nproc=2", f"--job.dump_folder={tmp_path}/run",
-             f"--lr_scheduler.name={tmp_path}/greedy.py", "--training.steps=5"]  # fmt: skip
+    command = [sys.executable, "-m", "shardtrain", "train", "debug", "--nproc=2", f"--job.dump_folder={tmp_path}/run",
+               f"--lr_scheduler.name={tmp_path}/greedy.py", "--training.steps=5"]  # fmt: skip
     done = subprocess.run(
-        words, capture_output=True, text=True, timeout=patience.seconds(120),
+        command, capture_output=True, text=True, timeout=patience.seconds(120),
         preexec_fn=lambda: (cgroup / "cgroup.procs").write_text("0"),
     )  # fmt: skip
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error[")]
 
-    assert done.returncode == code and told in line, done.stderr
+    assert done.returncode == code, done.stderr
+    assert message in line, done.stderr
 
+    # Only the kernel's kill may be tried again.
     end = json.loads((tmp_path / "run" / "exit.json").read_text())
     assert (end["code"], end["retryable"]) == (code, code == 6)
-    assert told in end["message"]
+    assert message in end["message"]
 
 
 def test_reading_a_small_file_needs_little_memory(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from shardtrain.cli import main
 from shardtrain.utils import output_target
 
 
-@pytest.mark.parametrize("words", [
+@pytest.mark.parametrize("command", [
     "report run -o -", "report run --output=-", "plan debug --search --gpus 1 -o -", "plan debug --search --output -",
     "config migrate old.yaml -o -", "config migrate old.yaml --output=-", "generate run --prompt a --output -",
     "evaluate run --data a=b --output -", "data prepare debug --output -", "data tokenizer train x --output -",
@@ -23,14 +23,16 @@ from shardtrain.utils import output_target
     "checkpoint to-fmengine x -", "init -",
 ])  # fmt: skip
 def test_output_named_dash_is_refused_in_one_line(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == 2
+    assert main(command.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error[2]: ") and ("- is not an output" in line or "NEW.toml" in line), (
-        line
-    )
+    assert line.startswith("error[2]: ")
+    assert "- is not an output" in line or "NEW.toml" in line
     assert not list(tmp_path.iterdir())
 
 
@@ -92,29 +94,29 @@ TO_FOLDERS = [
 ]  # fmt: skip
 
 
-def refusal(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+def refusal(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Run a command whose input does not exist, and return the only line of its error."""
-    assert main(words.format("./target.toml").split()) == 2
+    assert main(command.format("./target.toml").split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error[2]: ")
     return line
 
 
 @pytest.mark.parametrize(
-    ("words", "kind"),
+    ("command", "kind"),
     [
         *itertools.product(TO_FILES, [*SPECIAL_KINDS, folder]),
         *itertools.product(TO_FOLDERS, [*SPECIAL_KINDS, file]),
     ],
 )
 def test_target_of_the_wrong_kind_is_refused_before_any_work(
-    words: str, kind: Callable[[Path], None], tmp_path: Path,
+    command: str, kind: Callable[[Path], None], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     kind(tmp_path / "target.toml")
     before = sorted(tmp_path.iterdir())
-    line = refusal(words, capsys)
+    line = refusal(command, capsys)
 
     assert "target.toml" in line
     assert SPECIAL_KINDS.get(kind, f"is a {kind.__name__}, not a ") in line
@@ -122,27 +124,33 @@ def test_target_of_the_wrong_kind_is_refused_before_any_work(
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("words", [*TO_FILES, *TO_FOLDERS])
+@pytest.mark.parametrize("command", [*TO_FILES, *TO_FOLDERS])
 def test_target_below_a_file_is_refused_before_any_work(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").write_text("kept")
     (tmp_path / "loop").symlink_to("loop")
     for parent in ("a", "a/b", "loop", "loop/b"):
-        line = refusal(words.replace("{}", f"{parent}/new.toml"), capsys)
+        line = refusal(command.replace("{}", f"{parent}/new.toml"), capsys)
         assert "which is not a folder" in line
         assert parent.partition("/")[0] in line
 
 
-@pytest.mark.parametrize("words", [*TO_FILES, *TO_FOLDERS])
+@pytest.mark.parametrize("command", [*TO_FILES, *TO_FOLDERS])
 def test_target_with_a_name_that_is_too_long_is_refused_before_any_work(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     name = "n" * 300 + ".toml"
     for path in (name, f"{name}/new.toml", f"new/{name}"):
-        line = refusal(words.replace("{}", path), capsys)
+        line = refusal(command.replace("{}", path), capsys)
         assert output_target.TOO_LONG in line
 
     assert not list(tmp_path.iterdir())

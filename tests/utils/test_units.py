@@ -39,7 +39,7 @@ def test_invalid_size_is_refused_with_an_example(text):
     ],
 )
 def test_durations_of_people_and_slurm_are_parsed(text, seconds):
-    assert units.parse_seconds(text) == pytest.approx(seconds, rel=1e-12)
+    assert units.parse_seconds(text) == pytest.approx(seconds, rel=1e-12)  # float64 rounding
 
 
 @pytest.mark.parametrize(

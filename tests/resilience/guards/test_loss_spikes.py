@@ -86,28 +86,34 @@ def poisoned(
 
 
 def one_rank(rank: int, root: Path) -> dict[str, Ended]:
+    """Results of all runs on one rank, which the tests compare with each other."""
+    # The policies for one spike.
+    one_step = {**BACK, "spike_skip_steps": 1}
+    farther_back = {**BACK, "spike_rewind_steps": 11}
     runs = {
         "log": poisoned(rank, config(root / "log", 8)),
         "off": poisoned(rank, config(root / "off", 8, spike_policy="off")),
         "skip": poisoned(rank, config(root / "skip", 8, spike_policy="skip")),
         "rewind": poisoned(rank, config(root / "rewind", 8, **BACK)),
-        "far": poisoned(rank, config(root / "far", 8, **{**BACK, "spike_rewind_steps": 11})),
-        "twice": poisoned(
-            rank, config(root / "twice", 8, **{**BACK, "spike_skip_steps": 1}), (11, 12)
-        ),
-        "thrice": poisoned(
-            rank, config(root / "thrice", 8, **{**BACK, "spike_skip_steps": 1}), (11, 12, 13)
-        ),
-        "killed": poisoned(rank, config(root / "killed", 8, **BACK), stop=(1, 10)),
+        "far": poisoned(rank, config(root / "far", 8, **farther_back)),
+        "twice": poisoned(rank, config(root / "twice", 8, **one_step), (11, 12)),
+        "thrice": poisoned(rank, config(root / "thrice", 8, **one_step), (11, 12, 13)),
     }
+
+    # Kills before and after the first save that follows a rewind.
+    runs["killed"] = poisoned(rank, config(root / "killed", 8, **BACK), stop=(1, 10))
     runs["resumed"] = poisoned(rank, config(root / "killed", 8, **BACK))
     runs["late kill"] = poisoned(rank, config(root / "late", 8, **BACK), stop=(1, 14))
     shutil.copytree(root / "late", root / "late-two")
     runs["late resumed"] = poisoned(rank, config(root / "late", 8, **BACK))
+
+    # Data that are read while training.
     streamed = {"data": Data(mode="stream", readers=3)}
     runs["stream"] = poisoned(rank, config(root / "stream", 8, streamed, **BACK))
     poisoned(rank, config(root / "stream-killed", 8, streamed, **BACK), stop=(1, 14))
     runs["stream resumed"] = poisoned(rank, config(root / "stream-killed", 8, streamed, **BACK))
+
+    # Data that end.
     short = root / "short.txt"
     short.write_text(Path(text_file()).read_text()[: EPOCH * 8 * 32 - 1])
     epoch = {**BACK, "dataset_path": str(short), "epochs": 1}
@@ -172,10 +178,13 @@ def test_skipped_spike_does_not_change_the_weights(root: Path, one: dict[str, En
     assert skipped.state["updates"] == STEPS - 1
     assert skipped.state["nonfinite_skips"] == 0
     assert skipped.lrs[POISONED] == skipped.lrs[POISONED - 1]
-    assert [record["skipped_updates"] for record in records(root / "skip")] == [0] * 10 + [1] * 6
+    skipped_updates = [record["skipped_updates"] for record in records(root / "skip")]
+    assert skipped_updates == [0] * 10 + [1] * 6
 
-    counts = [float(count) for name, count in skipped.optimizer.items() if name.endswith(".step")]
-    assert set(counts) == {STEPS - 1}
+    # The optimizer did not count the skipped step either.
+    for name, count in skipped.optimizer.items():
+        if name.endswith(".step"):
+            assert float(count) == STEPS - 1, name
     assert skipped.losses[:POISONED] == one["log"].losses[:POISONED]
 
 
@@ -238,10 +247,13 @@ def test_killed_run_with_a_rewind_resumes_bitwise(
         "skipped_updates",
     )
 
-    def columns(place: Path) -> list[list[Any]]:
-        return [[record[key] for key in keys] for record in records(place)]
-
-    assert columns(folder) == columns(root / "rewind")
+    # The logs are equal too, except for times.
+    actual = records(folder)
+    expected = records(root / "rewind")
+    assert len(actual) == len(expected)
+    for record, expected_record in zip(actual, expected, strict=True):
+        for key in keys:
+            assert record[key] == expected_record[key], key
 
 
 @pytest.mark.nightly(
@@ -251,11 +263,13 @@ def test_killed_run_with_a_rewind_resumes_bitwise(
 def test_two_ranks_rewind_like_one(
     root: Path, one: dict[str, Ended], two: list[dict[str, Ended]]
 ) -> None:
+    expected = one["rewind"]
     for rank in two:
-        assert rank["rewind"].state == rank["resumed"].state == one["rewind"].state
-        assert rank["pp"].state == one["rewind"].state
+        for name in ("rewind", "resumed", "pp"):
+            assert rank[name].state == expected.state
         for mesh in ("rewind", "pp"):
-            assert rank[mesh].losses == pytest.approx(one["rewind"].losses, abs=1e-4)
+            # float32 sums in a different order, amplified by 16 steps
+            assert rank[mesh].losses == pytest.approx(expected.losses, abs=1e-4)
     for name in ("rewind-two", "late-two", "rewind-pp"):
         assert guard_of(root / name, STEPS)["rewinds"] == [[11, 8, 72, 88]]
 

@@ -59,30 +59,25 @@ HALF = {
 
 
 def all_runs(rank: int, root: Path) -> dict[str, Ended]:
-    forever = dict.fromkeys(range(1, 100), NAN)
+    """Results of runs in which the gradients of some steps are not finite."""
+    in_every_step = dict.fromkeys(range(1, 100), NAN)
     skip = {"nonfinite_policy": "skip"}
+    bounded = config(root / "bounded", **skip, nonfinite_max_skips=2)
+    separate = config(root / "separate", **skip, nonfinite_max_skips=1)
+    share = config(root / "share", **skip, nonfinite_max_skip_fraction=0.001)
     half = config(root / "half", **HALF)
+    hopeless = config(root / "hopeless", 40, **{**HALF, "initial_loss_scale": 8.0})
     return {
         "good": train_with(rank, config(root / "good"), {}, stop_after=2),
         "stop": train_with(rank, config(root / "stop"), {3: NAN}),
         "skip": train_with(rank, config(root / "skip", **skip), {3: NAN}),
-        "bounded": train_with(
-            rank, config(root / "bounded", **skip, nonfinite_max_skips=2), forever
-        ),
-        "separate": train_with(
-            rank, config(root / "separate", **skip, nonfinite_max_skips=1), {2: INF, 4: NAN}
-        ),
-        "share": train_with(
-            rank,
-            config(root / "share", **skip, nonfinite_max_skip_fraction=0.001),
-            {2: INF, 4: -INF},
-        ),
+        "bounded": train_with(rank, bounded, in_every_step),
+        "separate": train_with(rank, separate, {2: INF, 4: NAN}),
+        "share": train_with(rank, share, {2: INF, 4: -INF}),
         "half straight": train_with(rank, config(root / "half-straight", **HALF), {2: INF}),
         "half killed": train_with(rank, half, {2: INF}, stop_after=4),
         "half resumed": train_with(rank, half, {}),
-        "half hopeless": train_with(
-            rank, config(root / "hopeless", 40, **{**HALF, "initial_loss_scale": 8.0}), forever
-        ),
+        "half hopeless": train_with(rank, hopeless, in_every_step),
     }
 
 

@@ -142,8 +142,9 @@ def all_places(rank: int, mesh: str) -> list[tuple[str, int, int, float, str]]:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_nonfinite_values_are_named_and_never_reach_the_weights(mesh: str) -> None:
     results = run_ranks(1 if mesh == "one" else 2, all_places, mesh)
+    num_places = {"one": 8, "pp": 11}.get(mesh, 15)
     for rank in results:
-        assert len(rank) == {"one": 8, "pp": 11}.get(mesh, 15)
+        assert len(rank) == num_places
         for place, culprit, _micro, _value, message in rank:
             assert "\n" not in message
             assert message.startswith("step 2: ")
@@ -155,14 +156,13 @@ def test_nonfinite_values_are_named_and_never_reach_the_weights(mesh: str) -> No
                 assert "the first non-finite gradient is that of embed.weight (rank" in message
             elif place == "loss":
                 assert message.startswith(f"step 2: the loss of rank {culprit} is not finite")
-                assert (
-                    f"the first non-finite output is that of the loss function (rank {culprit})"
-                    in message
-                )
+                first = "the first non-finite output is that of the loss function"
+                assert f"{first} (rank {culprit})" in message
             elif place == "activation":
                 assert f".ffn (rank {culprit})" in message
             elif place == "transient":
                 assert "a second forward pass of the same rows was finite" in message
 
+    # All ranks end with the same messages.
     messages = [[message for *_, message in rank] for rank in results]
     assert messages == messages[:1] * len(results)

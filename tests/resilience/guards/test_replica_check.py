@@ -47,12 +47,12 @@ def flip(tensor: Tensor, index: int, bit: int) -> None:
 
 
 def replicated(run: trainer.Run, replicas: Replicas) -> list[str]:
+    """Names of parameters of which several ranks have a copy."""
     assert replicas._held is not None
-    names = {
-        name.removeprefix("model.")
-        for name, tensor in replicas._held.items()
-        if any(part.holders > 1 for part in tensor.parts)
-    }
+    names = set()
+    for name, tensor in replicas._held.items():
+        if any(part.holders > 1 for part in tensor.parts):
+            names.add(name.removeprefix("model."))
     return [name for name in run.runner.parameters() if name in names]
 
 
@@ -218,17 +218,19 @@ def test_different_replicas_are_not_saved_and_the_run_resumes_bitwise(
     # first.
     first = "norm.weight" if flipped % 2 else "optimizer.norm.weight.exp_avg_sq: rank"
     hint = "no checkpoint is known to be without it"
+    saved = []
     if good:
         hint = f"the last checkpoint known to be without it is {folder / f'step-{good}'}"
+        saved = [f"step-{good}"]
 
     for result in run_ranks(size, losses, config, flipped):
         assert result["code"] == 4
         assert result["error"].startswith(f"step {refused}: {first}")
         assert hint in result["error"]
-    assert [path.name for path in folder.glob("step-*")] == ([f"step-{good}"] if good else [])
+    assert [path.name for path in folder.glob("step-*")] == saved
 
+    # From that checkpoint, the run continues bitwise.
     resumed = run_ranks(size, losses, config)[0]
-    # bitwise
     assert resumed == {step: loss for step, loss in undisturbed.items() if int(step) > good}
 
 

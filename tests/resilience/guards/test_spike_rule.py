@@ -106,9 +106,8 @@ def test_skips_within_a_thousand_steps_are_limited(fraction: float, allowed: int
     assert results == [True] * allowed + [False] * (RECENT_STEPS - allowed)
     if 0 < allowed < RECENT_STEPS:  # the first skip is now a thousand steps old
         assert guard.may_skip(RECENT_STEPS + 1, fraction)
-        assert not Guard(skipped_steps=list(range(2, 2 + allowed))).may_skip(
-            RECENT_STEPS + 1, fraction
-        )
+        all_recent = Guard(skipped_steps=list(range(2, 2 + allowed)))
+        assert not all_recent.may_skip(RECENT_STEPS + 1, fraction)
 
 
 def test_steps_that_contain_skipped_rows_are_left_out() -> None:
