@@ -62,10 +62,14 @@ def _receive(rank: int, receiver: Any) -> tuple[bool, Any]:
 
 def _results(answers: list[tuple[bool, Any]]) -> list[Any]:
     """Return the results, or raise the failure that is the cause: a rank that lost its peer is not."""
+
+    def lost_its_peer(failure: tuple[int, str]) -> bool:
+        _, text = failure
+        return "gloo/transport" in text or "PeerError" in text
+
     failures = [(rank, text) for rank, (ok, text) in enumerate(answers) if not ok]
     if failures:
-        lost = ("gloo/transport", "PeerError")
-        rank, text = min(failures, key=lambda failure: any(text in failure[1] for text in lost))
+        rank, text = min(failures, key=lost_its_peer)
         raise AssertionError(f"rank {rank} failed:\n{text}")
     return [value for _, value in answers]
 

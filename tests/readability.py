@@ -82,12 +82,14 @@ def prose(source: str) -> list[str]:
 
 def measure(source: str) -> Readability:
     """Count phrases and syntax nodes of a Python file."""
-    texts = prose(source)
+    num_words = 0
+    num_phrases = 0
+    for text in prose(source):
+        num_words += len(text.split())
+        num_phrases += sum(len(re.findall(phrase, text, re.MULTILINE)) for phrase in PHRASES)
     return Readability(
-        words=sum(len(text.split()) for text in texts),
-        phrases=sum(
-            len(re.findall(phrase, text, re.MULTILINE)) for text in texts for phrase in PHRASES
-        ),
+        words=num_words,
+        phrases=num_phrases,
         lines=source.count("\n"),
         syntax_nodes=sum(1 for _ in ast.walk(ast.parse(source))),
     )

@@ -301,6 +301,7 @@ def run_jobs(num_ranks: int, jobs: Sequence[Job]) -> Iterator[list[Numbers] | Fa
 
 
 def _run_until_failure(num_ranks: int, jobs: Sequence[Job]) -> Iterator[list[Numbers] | Failure]:
+    """Fork ranks for all jobs, and yield one answer per job. A failure is the last answer."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
@@ -444,36 +445,35 @@ def widened(usual: Tolerance, moved: Numbers, expected: Numbers, most: Tolerance
 
     It is 8 times the effect of one unit in the last place of the initial weights, which ``moved`` measures.
     """
-    moved_losses = [*moved.losses, *moved.validations]
-    expected_losses = [*expected.losses, *expected.validations]
-    floor = _global_norm(expected) / 20
 
     def clamped(kind: str, errors: Iterable[float]) -> float:
-        return max(getattr(usual, kind), min(8 * max(errors, default=0.0), getattr(most, kind)))
+        eight_times = 8 * max(errors, default=0.0)
+        return max(getattr(usual, kind), min(eight_times, getattr(most, kind)))
+
+    moved_losses = [*moved.losses, *moved.validations]
+    expected_losses = [*expected.losses, *expected.validations]
+    loss_errors = [abs(a - b) for a, b in zip(moved_losses, expected_losses, strict=True)]
+
+    norm_errors = []
+    for norm, expected_norm in zip(moved.norms, expected.norms, strict=True):
+        norm_errors.append(abs(norm - expected_norm) / max(expected_norm, 1e-30))
+
+    # The error of a small gradient is relative to a part of the global norm.
+    floor = _global_norm(expected) / 20
+    gradient_errors = []
+    for name, gradient in expected.gradients.items():
+        error = float((moved.gradients[name] - gradient).norm())
+        gradient_errors.append(error / max(float(gradient.norm()), floor, 1e-30))
+
+    weight_errors = []
+    for name, weight in expected.final.items():
+        weight_errors.append(float((moved.final[name] - weight).abs().max()))
 
     return Tolerance(
-        loss=clamped(
-            "loss", [abs(a - b) for a, b in zip(moved_losses, expected_losses, strict=True)]
-        ),
-        norm=clamped(
-            "norm",
-            [abs(a - b) / max(b, 1e-30) for a, b in zip(moved.norms, expected.norms, strict=True)],
-        ),
-        gradient=clamped(
-            "gradient",
-            [
-                float((moved.gradients[name] - gradient).norm())
-                / max(float(gradient.norm()), floor, 1e-30)
-                for name, gradient in expected.gradients.items()
-            ],
-        ),
-        weight=clamped(
-            "weight",
-            [
-                float((moved.final[name] - weight).abs().max())
-                for name, weight in expected.final.items()
-            ],
-        ),
+        loss=clamped("loss", loss_errors),
+        norm=clamped("norm", norm_errors),
+        gradient=clamped("gradient", gradient_errors),
+        weight=clamped("weight", weight_errors),
     )
 
 
@@ -494,20 +494,25 @@ def judge_refusal(case: Case, error: ConfigError | DataError) -> Verdict:
     """Return ``refused`` if the documented rules justify the refusal, else ``refused without need``."""
     if isinstance(error, DataError):
         # the lengths of documents are not known here
-        is_justified = (
-            "has no row with a target" in str(error) and case.value("data.long_documents") == "drop"
-        )
+        has_no_rows = "has no row with a target" in str(error)
+        is_justified = has_no_rows and case.value("data.long_documents") == "drop"
         return Verdict("refused" if is_justified else "refused without need", str(error))
+
     rules = list(broken(case))
     if case.then is not None:
         rules += broken(case.moved())
     if not rules:
         return Verdict("refused without need", str(error))
+
+    # The error must name an option of a rule that the case breaks.
     named_options = {problem.option for problem in error.problems if hasattr(problem, "option")}
-    expected = {option for rule in rules for option in rule.options}
-    if not named_options & expected:
-        wanted = "; ".join(rule.rule for rule in rules)
-        text = f"names {', '.join(sorted(named_options))}, but the case breaks: {wanted}\n{error}"
+    expected_options = set()
+    for rule in rules:
+        expected_options |= set(rule.options)
+    if not named_options & expected_options:
+        broken_rules = "; ".join(rule.rule for rule in rules)
+        names = ", ".join(sorted(named_options))
+        text = f"names {names}, but the case breaks: {broken_rules}\n{error}"
         return Verdict("refused without need", text)
     return Verdict("refused", str(error))
 
@@ -587,24 +592,26 @@ class Searcher:
             return Verdict(expected.kind, f"on one process: {expected.text}")
         if isinstance(numbers_of_ranks, Failure):
             return Verdict(numbers_of_ranks.kind, numbers_of_ranks.text)
+
+        # Measure the rounding errors of the model only if the usual tolerance is too small.
         allowed = TOLERANCES[tolerance(case)]
         note = ""
-        if case.is_exact and any(
-            differences(numbers, expected, allowed) for numbers in numbers_of_ranks
-        ):
+        differs = any(differences(numbers, expected, allowed) for numbers in numbers_of_ranks)
+        if case.is_exact and differs:
             wider = self._widened(case, expected, allowed)
             if wider != allowed:
                 note = f" within the model's own rounding errors: {wider}"
             allowed = wider
+
+        names = set()
         for rank, numbers in enumerate(numbers_of_ranks):
+            names |= numbers.final.keys()
             lines = differences(numbers, expected, allowed)
             if lines:
                 return Verdict("differs", f"rank {rank}: {'; '.join(lines[:6])}{note}")
-        names = {name for numbers in numbers_of_ranks for name in numbers.final}
         if names != set(expected.final):
-            return Verdict(
-                "differs", f"no rank holds {', '.join(sorted(set(expected.final) - names)[:6])}"
-            )
+            missing = sorted(set(expected.final) - names)
+            return Verdict("differs", f"no rank holds {', '.join(missing[:6])}")
         return Verdict("equal", note)
 
     def _widened(self, case: Case, expected: Numbers, usual: Tolerance) -> Tolerance:
@@ -750,7 +757,10 @@ def command(case: Case) -> str:
 
 
 def _flags(options: Mapping[str, str]) -> list[str]:
-    return [argument for name, value in options.items() for argument in (f"--{name}", value)]
+    flags = []
+    for name, value in options.items():
+        flags += [f"--{name}", value]
+    return flags
 
 
 def train_command(case: Case) -> str:

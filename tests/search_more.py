@@ -6,6 +6,7 @@ As in ``search_space``, the rules restate the documentation independently of the
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -374,11 +375,13 @@ def write_schedule(path: Path) -> None:
 
 def named_parts(rng: random.Random, draft: Draft, stages: int) -> None:
     """Modules of each stage by name, split at random. The first and last stages may have no layer."""
-    names = [f"layers.{n}" for n in range(draft.number(f"{M}num_layers", 2))]
-    ends = ("embed", "head") if rng.random() < 0.7 else ("tok_embeddings", "output")
-    names = [ends[0], *names, "norm", ends[1]]
+    layers = [f"layers.{n}" for n in range(draft.number(f"{M}num_layers", 2))]
+    # names of this package, or those of torchtitan
+    first, last = ("embed", "head") if rng.random() < 0.7 else ("tok_embeddings", "output")
+    names = [first, *layers, "norm", last]
     cuts = sorted(rng.sample(range(1, len(names)), stages - 1))
-    parts = [names[a:b] for a, b in zip([0, *cuts], [*cuts, len(names)], strict=True)]
+    bounds = itertools.pairwise([0, *cuts, len(names)])
+    parts = [names[start:stop] for start, stop in bounds]
     draft.drop(*LESS)
     draft.options[PARTS] = str(parts).replace("'", '"')
 
@@ -1053,12 +1056,15 @@ def _of_ranks(case: Case) -> Iterator[Broken]:
     aliases = {"embed": "tok_embeddings", "head": "output"}
     trained |= {aliases[name] for name in trained if name in aliases}
     for rank in range(degree):
-        is_v_shaped = schedule in V_SHAPED
-        stages_of_rank = (
-            [2 * degree - 1 - rank, rank] if is_v_shaped else range(rank, len(stages), degree)
-        )
-        names = {name for stage in stages_of_rank if stage < len(stages) for name in stages[stage]}
-        if not names & trained and not any(name.startswith("layers.") for name in names):
+        stages_of_rank: Sequence[int] = range(rank, len(stages), degree)
+        if schedule in V_SHAPED:
+            stages_of_rank = [2 * degree - 1 - rank, rank]
+        names: set[str] = set()
+        for stage in stages_of_rank:
+            if stage < len(stages):
+                names |= set(stages[stage])
+        has_layers = any(name.startswith("layers.") for name in names)
+        if not has_layers and not names & trained:
             yield Broken("each rank must have a trainable parameter", ("lora.target_modules",))
             return
 

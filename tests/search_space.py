@@ -160,6 +160,7 @@ def _with_adapters_in_every_layer(options: dict[str, str]) -> dict[str, str]:
 
 
 def _mesh(rng: random.Random, family: str, num_ranks: int) -> dict[str, str]:
+    """Draw the degrees of all axes, whose product is the number of ranks, and options of these axes."""
     degrees = dict.fromkeys((PP, DDP, FSDP, CP, TP), 1)
     undivided = num_ranks
     while undivided > 1:
@@ -196,6 +197,7 @@ def _mesh(rng: random.Random, family: str, num_ranks: int) -> dict[str, str]:
 
 
 def _model(rng: random.Random, family: str) -> dict[str, str]:
+    """Draw sizes and mechanisms of the model, each rarely enough to leave most models simple."""
     options: dict[str, str] = {}
     if family in ("qwen2", "qwen3", "llama3") and rng.random() < 0.3:
         options[f"{M}tied_embeddings"] = "true"
@@ -400,6 +402,7 @@ def broken(case: Case) -> Iterator[Broken]:
 
 
 def _of_tensors(case: Case) -> Iterator[Broken]:
+    """Rules of tensor and context parallelism: which sizes they must divide."""
     if case.value("model.name") == AS_IS:
         return
     tp = case.number(TP)
@@ -474,11 +477,10 @@ def _of_pipeline(case: Case) -> Iterator[Broken]:
         yield Broken(f"micro-batches of {size} must divide the local batch of {local}", (MICRO,))
         return
     batches = local * case.accumulation // size
+    num_rounds = max(1, batches // pp)
     if batches < stages:
         yield Broken(f"{batches} micro-batches must be enough for {stages} stages", (MICRO,))
-    elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and batches % max(
-        1, batches // pp
-    ):
+    elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and batches % num_rounds:
         yield Broken(f"{batches} micro-batches must be divisible into rounds of {pp}", (MICRO,))
     if schedule in SPLIT and search_more.has_compiled_layers(case):
         yield Broken("compiled layers do not support a split backward pass", (SCHEDULE,))
@@ -516,6 +518,7 @@ def _of_experts(case: Case) -> Iterator[Broken]:
 
 
 def _of_pairs(case: Case) -> Iterator[Broken]:
+    """Rules of two options, neither of which is invalid by itself."""
     is_on = search_more.is_on
     has_compiled_layers = search_more.has_compiled_layers
     lacks_replicas = case.number(DDP) == 1 or is_on(case, f"{T}enable_cpu_offload")
@@ -526,18 +529,15 @@ def _of_pairs(case: Case) -> Iterator[Broken]:
         )
     if case.number(PP) > 1 and case.value("lora.target_modules") == "head":
         yield Broken("every stage must have adapters", ("lora.target_modules",))
-    if is_on(case, f"{M}tied_embeddings") and "head" in case.value("lora.target_modules").split(
-        ","
-    ):
+    adapted_modules = case.value("lora.target_modules").split(",")
+    if is_on(case, f"{M}tied_embeddings") and "head" in adapted_modules:
         yield Broken(
             "an adapter of a tied head would change the embedding", ("lora.target_modules",)
         )
     if is_on(case, f"{A}cpu_offload") and case.value(f"{A}mode") == "none":
         yield Broken("offloading moves the inputs of recomputed layers", (f"{A}cpu_offload",))
-    if (
-        case.value("data.packing", "concat") == "concat"
-        and case.value("data.long_documents", "split") != "split"
-    ):
+    packing = case.value("data.packing", "concat")
+    if packing == "concat" and case.value("data.long_documents", "split") != "split":
         yield Broken("packing by concatenation splits long documents", ("data.long_documents",))
     task = case.value("task.name", "language_model")
     if task in ("language_model", "distillation"):

@@ -41,7 +41,8 @@ def server(folder: Path, hosts: dict[str, str]) -> Iterator[Path]:
                     socket.create_connection((address, port), timeout=1).close()
                     break
                 except OSError:
-                    assert time.monotonic() < end and process.poll() is None, "sshd does not listen"
+                    assert time.monotonic() < end, "sshd does not listen"
+                    assert process.poll() is None, "sshd does not listen"
                     time.sleep(0.05)
         yield config
 

@@ -99,10 +99,12 @@ class Shim:
 
     def __init__(self, folder: Path, fault: Fault | None, data: str | None = None) -> None:
         """Watch the run's folder, or ``data`` if given. Counts are stored next to the run's folder."""
-        self._folder, self._fault = str(folder), fault
+        self._folder = str(folder)
+        self._fault = fault
         self._paths: dict[int, str] = {}
         self._watches = f"{data or folder}/"
-        self._count, self._pid = 0, 0
+        self._count = 0
+        self._pid = 0
         self._until = multiprocessing.get_context("fork").Value("d", 0.0)
         for name in BY_PATH + BY_DESCRIPTOR:
             setattr(os, name, self._watched(name, getattr(os, name)))
@@ -149,7 +151,8 @@ class Shim:
     def _is_due(self) -> bool:
         """Count a call of this process. Return True if it must fail."""
         if self._pid != os.getpid():
-            self._pid, self._count = os.getpid(), 0
+            self._pid = os.getpid()
+            self._count = 0
         self._count += 1
         process = os.environ.get("RANK", "launcher")
         if self._fault is None:
@@ -221,8 +224,10 @@ class StoreShim(Shim):
     """Intercept the calls of ``Bucket``. A fault strikes before the request is executed, or after it if it is late."""
 
     def __init__(self, folder: Path, fault: Fault | None, counts: bool) -> None:
-        self._folder, self._fault = str(folder), fault
-        self._count, self._pid = 0, 0
+        self._folder = str(folder)
+        self._fault = fault
+        self._count = 0
+        self._pid = 0
         self._until = multiprocessing.get_context("fork").Value("d", 0.0)
         Bucket.parts = f"{folder}.parts"
         os.makedirs(Bucket.parts, exist_ok=True)

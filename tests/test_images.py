@@ -52,20 +52,22 @@ def pip_volumes(folder: Path) -> list[str]:
     """Return build options that mount pip's configuration of this machine, and the folders that it names."""
     listing = output_of([sys.executable, "-m", "pip", "config", "list"], 60)
     settings = re.findall(r"^global\.([\w-]+)='(.*)'$", listing, re.MULTILINE)
-    (folder / "pip.conf").write_text(
-        "[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings)
-    )
-    values = [value for _, text in settings for value in text.split()]
-    # an index in a file refers to files next to it
-    paths = [
-        Path(value[7:]).parent if value.startswith("file://") else Path(value) for value in values
-    ]
-    sources = sorted({str(path) for path in paths if path.is_absolute() and path.exists()})
-    volumes = [
-        f"{folder}/pip.conf:/etc/pip.conf:ro",
-        *(f"{source}:{source}:ro" for source in sources),
-    ]
-    return [argument for volume in volumes for argument in ("--volume", volume)]
+    lines = ["[global]"]
+    sources = set()
+    for name, text in settings:
+        lines.append(f"{name} = {text}")
+        for value in text.split():
+            path = Path(value)
+            if value.startswith("file://"):  # an index in a file refers to files next to it
+                path = Path(value.removeprefix("file://")).parent
+            if path.is_absolute() and path.exists():
+                sources.add(str(path))
+    (folder / "pip.conf").write_text("\n".join(lines) + "\n")
+
+    options = ["--volume", f"{folder}/pip.conf:/etc/pip.conf:ro"]
+    for source in sorted(sources):
+        options += ["--volume", f"{source}:{source}:ro"]
+    return options
 
 
 @pytest.fixture(scope="module")

@@ -117,11 +117,12 @@ def test_kills_neither_repeat_nor_lose_a_sample(kind: str, kills: int, tmp_path:
 
     final = {entry["step"]: entry for entry in killed}  # a repeated step replaces the lost one
     assert [final[step] for step in sorted(final)] == undisturbed
-    assert all(entry == final[entry["step"]] for entry in killed), (
-        "a repeated step read other samples"
-    )
+    for entry in killed:
+        assert entry == final[entry["step"]], "a repeated step read other samples"
 
-    counts = Counter(sample for entry in final.values() for sample in entry["ids"] if sample >= 0)
+    counts: Counter[int] = Counter()
+    for entry in final.values():
+        counts.update(sample for sample in entry["ids"] if sample >= 0)
     assert set(counts.values()) == {1}
     if kind == "memory":
         assert sorted(counts) == list(range(len(counts)))

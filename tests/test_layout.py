@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
+from collections.abc import Iterator
 
 import pytest
 
@@ -67,19 +68,18 @@ def test_star_stops_at_a_dot(path: str, pattern: str, fits: bool) -> None:
 
 def test_patterns_within_a_part_match_like_fnmatch() -> None:
     """Test all globs of up to four of these characters, including sets and ranges, on names of up to two letters."""
-    names = [
-        "".join(letters)
-        for count in range(3)
-        for letters in itertools.product("ab]!-", repeat=count)
-    ]
-    for count in range(1, 5):
-        for letters in itertools.product("[]!a-*", repeat=count):
-            pattern = "".join(letters)
-            for name in names:
-                assert matches(f"x.{name}", f"x.{pattern}") is fnmatch.fnmatchcase(name, pattern), (
-                    name,
-                    pattern,
-                )
+
+    def strings(letters: str, lengths: range) -> Iterator[str]:
+        """All strings of these letters and lengths."""
+        for length in lengths:
+            for chosen in itertools.product(letters, repeat=length):
+                yield "".join(chosen)
+
+    names = list(strings("ab]!-", range(3)))
+    for pattern in strings("[]!a-*", range(1, 5)):
+        for name in names:
+            is_match = matches(f"x.{name}", f"x.{pattern}")
+            assert is_match is fnmatch.fnmatchcase(name, pattern), (name, pattern)
 
 
 def test_style_of_a_path_is_that_of_the_matching_rule() -> None:
@@ -118,7 +118,8 @@ def test_generators_of_names_are_accepted() -> None:
 def test_each_broken_promise_is_reported_once(layout: Layout, parts: list[str]) -> None:
     problems = check(layout, MODULES, PARAMETERS)
     assert len(problems) == 1
-    assert all(part in problems[0] for part in parts), problems
+    for part in parts:
+        assert part in problems[0], problems
 
 
 def test_a_parameter_without_a_rule_is_reported() -> None:
@@ -153,9 +154,9 @@ def test_parameter_with_two_rules_is_reported() -> None:
     twice = changed(tensor={**GOOD.tensor, "layers.*.attn.w?": "colwise"})
     problems = check(twice, MODULES, PARAMETERS)
     assert len(problems) == 3  # wq, wk and wo
-    assert all(
-        "matches 2 rules" in problem and "'layers.*.attn.w?'" in problem for problem in problems
-    )
+    for problem in problems:
+        assert "matches 2 rules" in problem
+        assert "'layers.*.attn.w?'" in problem
 
 
 def test_gathering_module_with_a_parameter_is_reported() -> None:

@@ -31,7 +31,7 @@ def is_program(tree: ast.Module) -> bool:
 def test_each_module_run_by_python_does_something_or_fails(capsys):
     """Otherwise `python -m shardtrain.train.validation --from RUN` would define functions and exit with status 0."""
     modules = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES}
-    refused = 0
+    num_refused = 0
     for path, name in modules.items():
         if path.name == "__init__.py":
             name = name.removesuffix(".__init__")
@@ -50,9 +50,9 @@ def test_each_module_run_by_python_does_something_or_fails(capsys):
         assert message.count("\n") == 1
         assert name in message
 
-        refused += 1
+        num_refused += 1
 
-    assert refused > 200
+    assert num_refused > 200
 
 
 def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -103,12 +103,15 @@ def test_config_file_variable_applies_without_a_configuration_on_the_command_lin
         assert "stepz" in output
         assert "from CONFIG_FILE" in output
 
+        # A configuration on the command line replaces that of the variable.
         path = str(tmp_path / "of_command_line.toml")
         for arguments in ([path], ["--job.config_file", path], [f"--job.config-file={path}"]):
             assert cli.main([*verb, *arguments]) == 2
             output = "".join(capsys.readouterr())
             assert "stepy" in output
             assert "CONFIG_FILE" not in output
+
+    # The value of the variable is printed without escape sequences.
     monkeypatch.setenv("CONFIG_FILE", str(tmp_path / "gone\x1b[31m.toml"))
     assert cli.main(["train"]) == 2
 

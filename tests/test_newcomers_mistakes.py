@@ -222,10 +222,10 @@ def test_mistake_is_reported_in_one_line_with_a_fix(typed: str, folder: Path) ->
     done = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(60))
     lines = done.stderr.strip().splitlines()
 
-    assert done.returncode in (2, 3, 5) and len(lines) == 1, (done.returncode, done.stderr)
-    assert MISTAKES[typed] in lines[0] and lines[0].startswith(f"error[{done.returncode}]: "), (
-        lines[0]
-    )
+    assert done.returncode in (2, 3, 5), done.stderr
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith(f"error[{done.returncode}]: ")
+    assert MISTAKES[typed] in lines[0]
     assert "Traceback" not in done.stderr
 
     # A wrong configuration leaves no trace. After other refusals the run's folder has an exit.json for the launcher.

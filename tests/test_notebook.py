@@ -40,12 +40,11 @@ def text_of(cell: dict[str, Any]) -> str:
 def test_notebook_is_stored_with_its_output() -> None:
     cells = code_cells()
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
-    assert all({output.get("name") for output in cell["outputs"]} == {"stdout"} for cell in cells)
+    for cell in cells:
+        assert {output.get("name") for output in cell["outputs"]} == {"stdout"}
 
-    losses = [
-        float(loss)
-        for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", "".join(map(text_of, cells)))
-    ]
+    text = "".join(text_of(cell) for cell in cells)
+    losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", text)]
     assert len(losses) >= 5
     assert losses[-1] < losses[0] - 1
     assert str(ROOT) not in NOTEBOOK.read_text()
@@ -72,4 +71,5 @@ def test_running_the_notebook_reproduces_its_output() -> None:
         assert re.sub(rf"{number}|#+", "", new) == re.sub(rf"{number}|#+", "", stored)
 
         pairs = zip(re.findall(number, new), re.findall(number, stored), strict=True)
-        assert all(abs(float(a) - float(b)) <= LOSS_TOLERANCE for a, b in pairs), (new, stored)
+        for a, b in pairs:
+            assert abs(float(a) - float(b)) <= LOSS_TOLERANCE, (new, stored)

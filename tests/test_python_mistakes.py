@@ -409,6 +409,7 @@ def test_weights_open_without_a_tokenizer_which_only_text_requires(
         "tokenizer": lambda: model.tokenizer,
     }
 
+    # Errors of the Python API name parameters, not flags.
     for name, call in calls.items():
         with pytest.raises(ShardtrainError, match=message) as error:
             call()

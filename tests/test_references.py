@@ -82,11 +82,8 @@ def suspects(pattern_of: Callable[[str], str], is_known: Callable[[str], bool]) 
     """
     unknown_names = []
     for path in tracked():
-        if (
-            not path.startswith(CHECKED)
-            or path.startswith(OTHER_SYSTEMS)
-            or not path.endswith((".md", ".py"))
-        ):
+        is_checked = path.startswith(CHECKED) and not path.startswith(OTHER_SYSTEMS)
+        if not is_checked or not path.endswith((".md", ".py")):
             continue
         pattern = re.compile(pattern_of(path.rpartition(".")[2]))
 
@@ -95,11 +92,8 @@ def suspects(pattern_of: Callable[[str], str], is_known: Callable[[str], bool]) 
 
         text = (ROOT / path).read_text(encoding="utf-8")
         if any(unknown(line) for line in text.splitlines()):
-            unknown_names += [
-                f"{path}:{number}: {name}"
-                for number, line in prose(path, text)
-                for name in unknown(line)
-            ]
+            for number, line in prose(path, text):
+                unknown_names += [f"{path}:{number}: {name}" for name in unknown(line)]
     return unknown_names
 
 
@@ -155,10 +149,13 @@ def identifiers(path: str) -> set[str]:
 @functools.cache
 def known_names() -> frozenset[str]:
     """Return all names in the package's code, and of its options."""
-    names = FOREIGN_NAMES | {part for name in options() for part in name.split(".")}
+    names = set(FOREIGN_NAMES)
+    for option in options():
+        names |= set(option.split("."))
     for path in tracked():
         if path.startswith("shardtrain/") and path.endswith(".py"):
-            names |= identifiers(path) | set(path.removesuffix(".py").split("/"))
+            names |= identifiers(path)
+            names |= set(path.removesuffix(".py").split("/"))
     return frozenset(names)
 
 
@@ -188,7 +185,7 @@ def modules_by_name() -> dict[str, list[str]]:
 @functools.cache
 def dotted_code(path: str) -> frozenset[str]:
     """Return each dotted name in the code of a module, by each of its ends: ``a.b.c`` and ``b.c``."""
-    found = set()
+    dotted_names = set()
     for node in ast.walk(tree_of(path)):
         names: list[str] = []
         while isinstance(node, ast.Attribute):
@@ -197,8 +194,8 @@ def dotted_code(path: str) -> frozenset[str]:
         if names:
             if isinstance(node, ast.Name):
                 names.insert(0, node.id)
-            found |= {".".join(names[start:]) for start in range(len(names) - 1)}
-    return frozenset(found)
+            dotted_names |= {".".join(names[start:]) for start in range(len(names) - 1)}
+    return frozenset(dotted_names)
 
 
 def is_defined(dotted: str) -> bool:
@@ -270,28 +267,20 @@ def test_dotted_names_in_prose_exist() -> None:
 def test_programs_next_to_the_package_import_names_that_exist() -> None:
     """No test imports benchmarks, examples and the programs of docs, so they could keep the old name of a module."""
     missing = []
+    folders = ("benchmarks/", "examples/", "docs/", "scripts/", "cli/")
     for path in tracked():
-        if not path.endswith(".py") or not path.startswith(
-            ("benchmarks/", "examples/", "docs/", "scripts/", "cli/")
-        ):
+        if not path.endswith(".py") or not path.startswith(folders):
             continue
         for node in ast.walk(tree_of(path)):
-            if (
-                isinstance(node, ast.ImportFrom)
-                and (node.module or "").partition(".")[0] == "shardtrain"
-            ):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            imports = []
+            if isinstance(node, ast.ImportFrom):
+                imports = [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):
-                names = [
-                    alias.name
-                    for alias in node.names
-                    if alias.name.partition(".")[0] == "shardtrain"
-                ]
-            else:
-                continue
-            missing += [
-                f"{path}:{node.lineno}: {name}" for name in names if not leads_to_a_name(name)
-            ]
+                imports = [alias.name for alias in node.names]
+            for name in imports:
+                is_ours = name.partition(".")[0] == "shardtrain"
+                if is_ours and not leads_to_a_name(name):
+                    missing.append(f"{path}:{node.lineno}: {name}")
 
     assert missing == []
 

@@ -108,13 +108,20 @@ def test_tests_that_a_plain_run_skips_are_listed_with_their_last_pass() -> None:
     assert len(rows) > 20
 
     for row in rows:
-        last = row.split("|")[-2].strip()
-        assert re.match(r"never$|\d+ [A-Z][a-z]{2} \d{4}", last), row
-    sources = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
+        last_pass = row.split("|")[-2].strip()
+        assert re.match(r"never$|\d+ [A-Z][a-z]{2} \d{4}", last_pass), row
+
+    # Variables, programs and modules that tests read or require.
     read = r'environ(?:\.get\(|\[)\s*"(SHARDTRAIN_\w+)"|"(SHARDTRAIN_\w+)" not in os\.environ'
-    variables = {
-        first or second for source in sources for first, second in re.findall(read, source)
-    }
+    variables = set()
+    programs = {*slurm_cluster.PROGRAMS, "unshare", "nsenter", "ip", "kubectl", "openssl"}
+    modules = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        source = path.read_text()
+        variables |= {first or second for first, second in re.findall(read, source)}
+        programs |= set(re.findall(r'\bwhich\(\s*"([\w-]+)"', source))
+        modules |= set(re.findall(r'importorskip\(\s*"(\w+)', source))
+
     # variables of the package, and of the test runner
     variables -= {
         "SHARDTRAIN_AGENT",
@@ -126,26 +133,14 @@ def test_tests_that_a_plain_run_skips_are_listed_with_their_last_pass() -> None:
 
     assert variables == set(re.findall(r"`(SHARDTRAIN_\w+)`", text))
 
-    programs = {
-        name for source in sources for name in re.findall(r'\bwhich\(\s*"([\w-]+)"', source)
-    }
-    programs |= {*slurm_cluster.PROGRAMS, "unshare", "nsenter", "ip", "kubectl", "openssl"}
     assert not {name for name in programs if f"`{name}`" not in text}
 
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = [*extras["dependencies"], *extras["optional-dependencies"]["dev"]]
-    modules = {
-        name for source in sources for name in re.findall(r'importorskip\(\s*"(\w+)', source)
-    }
-    modules -= {*sys.stdlib_module_names}
-    packages = {name.replace("_", "-") for name in modules}
-    missing = {
-        name
-        for name in packages
-        if not any(requirement.startswith(name) for requirement in requirements)
-    }
-
-    assert not missing
+    # Each module is installed with the package or for its development.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    for module in modules - {*sys.stdlib_module_names}:
+        package = module.replace("_", "-")
+        assert any(requirement.startswith(package) for requirement in requirements), package
 
 
 def test_no_generated_file_is_tracked() -> None:

@@ -6,6 +6,7 @@ allow ten steps of such errors, but detect a wrong scale, a missing reduction or
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -166,9 +167,12 @@ def test_low_precision_agrees_with_float32(
 def test_numbers_and_weights_after_ten_steps_are_the_same(
     num_ranks: int, parallelism: dict[str, Any]
 ) -> None:
+    expected = reference(10)
     result = run_tiny(num_ranks, tiny_config(parallelism=parallelism), 10)[0]
-    assert_same_numbers(result, reference(10))
-    for name, weight in reference(10).final.items():
+
+    assert_same_numbers(result, expected)
+    for name, weight in expected.final.items():
+        # ten float32 updates from gradients that are summed in a different order
         torch.testing.assert_close(result.final[name], weight, atol=2e-6, rtol=0, msg=name)
 
 
@@ -180,18 +184,19 @@ def test_ranks_read_disjoint_samples_and_together_all_samples(
 ) -> None:
     expected = reference()
     results = run_tiny(num_ranks, tiny_config(parallelism=parallelism), steps=3)
+
     for step in range(3):
-        read = sorted(sample for result in results for sample in result.sample_ids[step])
-        assert read == sorted(expected.sample_ids[step] * copies)
+        samples_of_ranks = [result.sample_ids[step] for result in results]
+        all_samples = sorted(itertools.chain.from_iterable(samples_of_ranks))
+        assert all_samples == sorted(expected.sample_ids[step] * copies)
         if copies == 2:  # tensor-parallel peers, with consecutive ranks, read the same rows
-            assert (
-                results[0].sample_ids[step]
-                == results[1].sample_ids[step]
-                != results[2].sample_ids[step]
-            )
+            first, peer_of_first, second, _ = samples_of_ranks
+            assert first == peer_of_first
+            assert first != second
 
 
 def test_parameters_and_optimizer_state_are_sharded() -> None:
+    """Within 1 %, because small parameters are padded or replicated."""
     num_params = reference().facts["num_params"]
     fsdp = run_tiny(2, tiny_config(), steps=1)[0].facts
     assert fsdp["local_numel"] == pytest.approx(num_params / 2, rel=0.01)

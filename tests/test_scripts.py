@@ -135,7 +135,8 @@ def test_an_installation_reports_its_phase_and_seconds_every_five_seconds(reposi
     # at least one line for each call; a busy machine prints later, and the shell counts integer seconds
     phases = {phase.partition("==")[0] for phase, _ in lines}
 
-    assert code == 0 and phases == {"torch", "shardtrain and its other requirements"}, err
+    assert code == 0, err
+    assert phases == {"torch", "shardtrain and its other requirements"}, err
     assert all(int(seconds) >= 5 for _, seconds in lines), err
 
 
@@ -198,7 +199,8 @@ def landings(repository):
     def share():
         _, calls, err, _ = run(repository, ".ci/run")
         tests = [call for call in calls if call.startswith("./run_tests.sh")]
-        assert len(tests) == 2 and "--share" not in tests[0], err
+        assert len(tests) == 2, err
+        assert "--share" not in tests[0], err
         return re.search(r"--share (\d)/5 ", tests[1])[1]
 
     return commit, share

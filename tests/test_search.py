@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
@@ -243,10 +244,10 @@ def test_check_refuses_exactly_the_cases_that_break_a_rule() -> None:
 
 def test_cases_reach_every_kind_of_option() -> None:
     cases = [draw(4, number) for number in range(1500)]
-    seen: dict[str, Counter[str]] = {}
+    seen: dict[str, Counter[str]] = defaultdict(Counter)
     for case in cases:
         for name, value in case.resolved().items():
-            seen.setdefault(name, Counter())[value] += 1
+            seen[name][value] += 1
 
     assert seen["model.name"].keys() == set(FAMILIES) == SHAPES.keys() - set(NEWER)
     assert {draw(4, number, NEWER).value("model.name") for number in range(20)} == set(NEWER)
@@ -282,17 +283,20 @@ def schema_name(name: str) -> str:
 
 
 def test_every_option_is_drawn_or_has_a_reason_not_to_be() -> None:
-    every_option = {name for option in options().values() for name in names_of(option)}
+    every_option: set[str] = set()
+    for option in options().values():
+        every_option |= set(names_of(option))
+    not_drawn = list(itertools.chain.from_iterable(NOT_DRAWN.values()))
+
     # loss scales are rare without the extra cases of guards, because few cases use float16
     draws = (((), 450), (FEATURES, 600), (("guards",), 60))
-    drawn_cases = [
-        draw(4, number, features=features)
-        for features, num_cases in draws
-        for number in range(num_cases)
-    ]
-    drawn_cases += [case.moved() for case in drawn_cases if case.then is not None]
-    drawn = {schema_name(name) for case in drawn_cases for name in case.resolved()}
-    not_drawn = [name for names in NOT_DRAWN.values() for name in names]
+    drawn: set[str] = set()
+    for features, num_cases in draws:
+        for number in range(num_cases):
+            case = draw(4, number, features=features)
+            drawn |= {schema_name(name) for name in case.resolved()}
+            if case.then is not None:
+                drawn |= {schema_name(name) for name in case.moved().resolved()}
 
     def entries_of(option: str) -> list[str]:
         """Return the entries of NOT_DRAWN that cover an option: itself or its section."""
@@ -308,7 +312,9 @@ def test_every_option_is_drawn_or_has_a_reason_not_to_be() -> None:
         "draw these in tests/search_more.py, or add to NOT_DRAWN why they change no result"
     )
 
-    covering = {name for option in every_option for name in entries_of(option)}
+    covering: set[str] = set()
+    for option in every_option:
+        covering |= set(entries_of(option))
     assert set(not_drawn) == covering, "NOT_DRAWN has names that are not options"
 
 

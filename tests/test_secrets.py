@@ -43,13 +43,13 @@ def test_a_run_writes_no_secret_anywhere(tmp_path: Path) -> None:
         "lr_scheduler.warmup_steps": 1, "metrics.log_freq": 1, "profiling.profile_freq": 4,
     }  # fmt: skip
     flags = [
-        "job.print_config",
-        "metrics.enable_tensorboard",
-        "checkpoint.enable",
-        "profiling.enable_profiling",
+        "--job.print_config",
+        "--metrics.enable_tensorboard",
+        "--checkpoint.enable",
+        "--profiling.enable_profiling",
     ]
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    done = shardtrain("train", "--nproc", "2", *words, *(f"--{flag}" for flag in flags))
+    overrides = [f"--{name}={value}" for name, value in options.items()]
+    done = shardtrain("train", "--nproc", "2", *overrides, *flags)
 
     assert done.returncode == 0, done.stderr
 

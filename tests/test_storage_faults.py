@@ -142,8 +142,9 @@ def test_storage_fault_ends_with_correct_losses_or_a_lossless_retry(
         process = chosen.choice(sorted(calls))
         place = chosen.randrange(1, calls[process] + 1)
         fault = Fault(process, place, chosen.choice(ONLY or list(KINDS)), chosen.choice([1, 1, 3]))
-        if output := wrong(config_of(tmp_path / str(number), mode), ranks, fault, expected):
-            failures.append(f"{fault}: {output}")
+        config = config_of(tmp_path / str(number), mode)
+        if problem := wrong(config, ranks, fault, expected):
+            failures.append(f"{fault}: {problem}")
         shutil.rmtree(tmp_path / str(number), ignore_errors=True)
 
     assert not failures, "\n".join(failures)
@@ -190,16 +191,18 @@ def test_unwritable_file_is_named_with_cause_and_fix(file: str, name: str, tmp_p
     ranks = 2 if "without" in file else 1
     code, output = storage_faults.run(config, ranks, Fault("", 0, name, file=pattern))
 
-    assert code == status and "Traceback" not in output, output
+    assert code == status, output
+    assert "Traceback" not in output
 
+    # One line has the file, the cause and a fix.
     number = getattr(errno, name)
     cause = f"{os.strerror(number)} (errno {number})"
     (line,) = [line for line in output.splitlines() if cause in line or "ran out" in line]
-
-    assert re.search(pattern.strip("^"), line) and os.strerror(number) in line, line
-
+    assert re.search(pattern.strip("^"), line), line
+    assert os.strerror(number) in line
     fix = "memory ran out" if name == "ENOMEM" else storage_errors.CAUSES[number].fix
-    assert fix in line, line
+    assert fix in line
+
     record = json.loads((tmp_path / "run/exit.json").read_text())
     expected_step = {"lease": None, "manifest": 2, "weights": 2}.get(file, STEPS)
     assert (record["code"], record.get("last_step")) == (status, expected_step)
@@ -264,8 +267,9 @@ def test_fault_or_kill_at_any_call_of_an_object_store_loses_nothing(
         fault = Fault(process, place, kind, chosen.choice([1, 1, 3]), late=chosen.random() < 0.3)
         if kills:
             fault = Fault(process, place, "kill", late=fault.late)
-        if output := wrong_of_store(stored(tmp_path / str(number), mode), ranks, fault, expected):
-            failures.append(f"{fault}: {output}")
+        config = stored(tmp_path / str(number), mode)
+        if problem := wrong_of_store(config, ranks, fault, expected):
+            failures.append(f"{fault}: {problem}")
         shutil.rmtree(tmp_path / str(number), ignore_errors=True)
 
     assert not failures, "\n".join(failures)
@@ -292,10 +296,9 @@ def test_kill_at_any_call_of_any_process_loses_nothing(
     for number in range(KILLS):
         process = chosen.choice(sorted(calls))
         fault = Fault(process, chosen.randrange(1, calls[process] + 1), "kill")
-        if output := wrong(
-            config_of(tmp_path / str(number), mode, **sections), ranks, fault, expected
-        ):
-            failures.append(f"{fault}: {output}")
+        config = config_of(tmp_path / str(number), mode, **sections)
+        if problem := wrong(config, ranks, fault, expected):
+            failures.append(f"{fault}: {problem}")
         shutil.rmtree(tmp_path / str(number), ignore_errors=True)
 
     assert not failures, "\n".join(failures)
@@ -325,9 +328,8 @@ def test_temporary_storage_outage_costs_at_most_a_retry(
 ) -> None:
     """Here the lease is retried for 1 s instead of 20 s, so these outages correspond to 10 s and 40 s."""
     expected, calls = undisturbed(tmp_path_factory, ranks, mode)
-    place = random.Random(f"{SEED}{ranks} {mode} {kind} {seconds}").randrange(
-        calls["0"] // 4, calls["0"]
-    )
+    chosen = random.Random(f"{SEED}{ranks} {mode} {kind} {seconds}")
+    place = chosen.randrange(calls["0"] // 4, calls["0"])
     fault = Fault("0", place, kind, seconds=seconds)
 
     assert not wrong(config_of(tmp_path / "run", mode), ranks, fault, expected)
@@ -368,14 +370,15 @@ def data_of(places: pytest.TempPathFactory, kind: str) -> dict[str, Any]:
 def test_fault_of_data_storage_is_retryable_or_reported_as_a_missing_file(
     ranks: int, kind: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    # A run without faults counts the calls of each process.
     sections = data_of(tmp_path_factory, kind)
     counted = config_of(tmp_path / "counted", "async", **sections)
     code, output = storage_faults.run(counted, ranks, None, counts=True, of_data=True)
-
     assert code == 0, output
-
     expected = storage_faults.losses(counted)
     calls = storage_faults.calls(counted)
+
+    # One of these calls fails in each further run.
     chosen = random.Random(f"{SEED}data {ranks} {kind}")
     failures = []
     for number in range(FAULTS):
@@ -384,12 +387,11 @@ def test_fault_of_data_storage_is_retryable_or_reported_as_a_missing_file(
         fault = Fault(process, place, chosen.choice(ONLY or list(KINDS)), chosen.choice([1, 1, 3]))
         config = config_of(tmp_path / str(number), "async", **sections)
         code, output = storage_faults.run(config, ranks, fault, of_data=True)
-        reports_missing_file = (
-            fault.kind == "ENOENT"
-            and code in (2, 3)
-            and sections["training"]["dataset_path"] in output
-        )
-        if (code not in (0, 8) and not reports_missing_file) or "Traceback" in output:
+        reports_missing_file = False
+        if fault.kind == "ENOENT" and code in (2, 3):
+            reports_missing_file = sections["training"]["dataset_path"] in output
+        has_expected_end = code in (0, 8) or reports_missing_file
+        if not has_expected_end or "Traceback" in output:
             failures.append(f"{fault}: exit {code}: {output}")
         elif problem := _after(config, ranks, expected):
             failures.append(f"{fault}: {problem}")
@@ -489,9 +491,13 @@ def test_folder_that_becomes_read_only_is_named_and_its_last_checkpoint_resumes(
     code, output = storage_faults.run(config, ranks, None, main=becomes_read_only)
     record = json.loads((tmp_path / "run/exit.json").read_text())
 
-    assert code == record["code"] == 8 and record["retryable"] and record["rank"] == 0, output
+    assert code == record["code"] == 8, output
+    assert record["retryable"]
+    assert record["rank"] == 0
 
     (line,) = [line for line in output.splitlines() if line.startswith("error[8]")]
     assert "cannot write checkpoint" in line
     assert "Read-only file system" in line
+
+    # After the folder is writable again, the run resumes.
     assert not _after(config, ranks, expected)

@@ -40,14 +40,18 @@ class Item:
         self.name = f"{file}::{number}"
 
 
+def items_of(file: str, num_cases: int) -> list[Item]:
+    return [Item(file, case) for case in range(num_cases)]
+
+
 @pytest.mark.parametrize("num_workers", [1, 2, 6, 16])
 def test_each_worker_starts_with_one_of_the_longest_files(num_workers):
-    short = [
-        Item(f"test_short_{number}.py", case)
-        for number in range(90)
-        for case in range(1 + number % 9)
-    ]
-    longest = [Item(name, case) for name in LONGEST_FIRST for case in range(3)]
+    short = []
+    for number in range(90):
+        short += items_of(f"test_short_{number}.py", 1 + number % 9)
+    longest = []
+    for name in LONGEST_FIRST:
+        longest += items_of(name, 3)
     order = dealt([*short, *longest], num_workers)
 
     assert sorted(map(id, order)) == sorted(map(id, [*short, *longest]))
@@ -56,33 +60,35 @@ def test_each_worker_starts_with_one_of_the_longest_files(num_workers):
     started = []
     for number in range(num_workers):  # divide the list as xdist does
         size = len(undivided) // (num_workers - number)
-        slice_ = undivided[:size]
+        names = [item.path.name for item in undivided[:size]]
         undivided = undivided[size:]
-        names = [item.path.name for item in slice_]
-
         assert names[0] in LONGEST_FIRST
 
+        # The cases of a file stay together.
         long_files = [name for name in dict.fromkeys(names) if name in LONGEST_FIRST]
-        assert names[: 3 * len(long_files)] == [name for name in long_files for _ in range(3)]
+        cases_of_long_files = []
+        for name in long_files:
+            cases_of_long_files += [name] * 3
+        assert names[: len(cases_of_long_files)] == cases_of_long_files
         started += long_files
 
     assert sorted(started) == sorted(LONGEST_FIRST)
 
 
 def test_backwards_reverses_the_other_files():
-    items = [
-        Item(name, case)
-        for name in ("test_a.py", LONGEST_FIRST[0], "test_b.py", "test_c.py")
-        for case in (0, 1)
-    ]
+    items = []
+    for name in ("test_a.py", LONGEST_FIRST[0], "test_b.py", "test_c.py"):
+        items += items_of(name, 2)
     for backwards, files in (
         (False, ["test_a.py", "test_b.py", "test_c.py"]),
         (True, ["test_c.py", "test_b.py", "test_a.py"]),
     ):
         order = dealt(items, 1, backwards)
-        assert [item.name for item in order] == [
-            f"{file}::{case}" for file in (LONGEST_FIRST[0], *files) for case in (0, 1)
-        ]
+
+        expected = []
+        for file in (LONGEST_FIRST[0], *files):
+            expected += [f"{file}::0", f"{file}::1"]
+        assert [item.name for item in order] == expected
 
 
 @pytest.fixture

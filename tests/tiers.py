@@ -200,7 +200,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if config.option.share:
         parse_share(config.option.share)
     if config.option.laws:  # workers are not needed for a list
-        config.option.numprocesses, config.option.dist, config.option.tx = None, "no", []
+        config.option.numprocesses = None
+        config.option.dist = "no"
+        config.option.tx = []
     config.stash[NAMED] = any("::" in argument for argument in config.args)
 
 
