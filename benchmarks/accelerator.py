@@ -34,7 +34,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -320,9 +320,11 @@ def timed(loaded: Loaded, warmup: int, steps: int, kernels: Path | None = None) 
                 _write_kernels(run, kernels)
         name = accelerator.name(here.device)
         flops = run.flops_per_token * tokens / seconds / here.size
-        dense = peak_flops(
-            name, "bfloat16" if derived.compute_dtype(config) != "float32" else "float32"
-        )
+        dtype = "bfloat16" if derived.compute_dtype(config) != "float32" else "float32"
+        dense = peak_flops(name, dtype)
+        losses = []
+        for outcome in outcomes:
+            losses.append(round(float(outcome.loss_sum) / max(1, outcome.local_tokens), 4))
         return {
             "ranks": here.size,
             "seq_len": config.training.seq_len,
@@ -334,9 +336,7 @@ def timed(loaded: Loaded, warmup: int, steps: int, kernels: Path | None = None) 
             "peak_memory_gib": peak.peak_gib,
             "build_seconds": built - began,
             "warmup_seconds": started - built,
-            "losses": [
-                round(float(one.loss_sum) / max(1, one.local_tokens), 4) for one in outcomes
-            ],
+            "losses": losses,
         }
 
 
@@ -356,23 +356,22 @@ def _write_kernels(run: trainer.Run, file: Path) -> None:
 
 def capabilities(device: str, tiny: bool) -> Iterator[Row]:
     """Yield the device capabilities that the package queries, and the build of PyTorch."""
-    there = accelerator.of_rank(device, 0)
+    first_device = accelerator.of_rank(device, 0)
+    peak = peak_flops(accelerator.name(first_device), "bfloat16")
     row: Row = {
         "torch": torch.__version__,
         "runtime": torch.version.cuda or torch.version.hip or "",
         "collectives": accelerator.collectives(device),
         "pins_memory": accelerator.pins_memory(device),
-        "flash_attention": device_kernels.has_flash_attention(there),
-        "grouped_matmul_bfloat16": device_kernels.has_grouped_matmul(there, torch.bfloat16),
-        "memory_gib": accelerator.total_memory_bytes(there) / 2**30
-        if accelerator.is_accelerator(device)
-        else None,
-        "peak_bfloat16_tflops": (peak_flops(accelerator.name(there), "bfloat16") or 0) / 1e12
-        or None,
+        "flash_attention": device_kernels.has_flash_attention(first_device),
+        "grouped_matmul_bfloat16": device_kernels.has_grouped_matmul(first_device, torch.bfloat16),
+        "memory_gib": None,
+        "peak_bfloat16_tflops": peak / 1e12 if peak else None,
     }
     if accelerator.is_accelerator(device):
-        row["matmul_bfloat16_tflops"] = _matmul_tflops(there)
-        row["copy_bytes_per_second"] = _copy_bytes_per_second(there)
+        row["memory_gib"] = accelerator.total_memory_bytes(first_device) / 2**30
+        row["matmul_bfloat16_tflops"] = _matmul_tflops(first_device)
+        row["copy_bytes_per_second"] = _copy_bytes_per_second(first_device)
     yield row
 
 
@@ -502,7 +501,7 @@ def numbers(device: str, tiny: bool) -> Iterator[Row]:
 
 def losses(device: str, tiny: bool) -> Iterator[Row]:
     """Yield relative errors of the bfloat16 head with loss against float64: loss, gradients of input and weight."""
-    there = accelerator.of_rank(device, 0)
+    first_device = accelerator.of_rank(device, 0)
     generator = torch.Generator().manual_seed(0)
     tokens, dim, vocabulary = (300, 64, 512) if tiny else (3000, 512, 20_000)
     hidden = torch.randn(1, tokens, dim, generator=generator).bfloat16()
@@ -511,39 +510,36 @@ def losses(device: str, tiny: bool) -> Iterator[Row]:
     targets[0, :5] = IGNORE
 
     def computed(kind: str) -> list[torch.Tensor]:
-        exact = kind == "float64"
-        place = torch.device("cpu") if exact else there
-        x, w = (
-            one.clone().to(place, torch.float64 if exact else None).requires_grad_()
-            for one in (hidden, head)
-        )
+        is_exact = kind == "float64"
+        place = torch.device("cpu") if is_exact else first_device
+        dtype = torch.float64 if is_exact else None
+        x = hidden.clone().to(place, dtype).requires_grad_()
+        w = head.clone().to(place, dtype).requires_grad_()
         factor = torch.tensor(1 / tokens, device=place)
-        if exact:
+        if is_exact:
             logits_NV = (x @ w.t()).flatten(0, 1)
             targets_N = targets.flatten()
-            loss = (
-                torch.nn.functional.cross_entropy(
-                    logits_NV, targets_N, ignore_index=IGNORE, reduction="sum"
-                )
-                * factor
+            loss_sum = torch.nn.functional.cross_entropy(
+                logits_NV, targets_N, ignore_index=IGNORE, reduction="sum"
             )
+            loss = loss_sum * factor
         elif kind == "apart":
             loss = cross_entropy.cross_entropy_sum(x @ w.t(), targets.to(place), factor)
         else:
-            chunk = (
-                torch.compile(cross_entropy.chunk_loss_without_scatter)
-                if kind == "compiled"
-                else None
-            )
+            chunk = None
+            if kind == "compiled":
+                chunk = torch.compile(cross_entropy.chunk_loss_without_scatter)
             loss = linear_cross_entropy_sum(x, w, targets.to(place), factor, chunk)
         loss.backward()
-        return [one.detach().cpu().double() for one in (loss, x.grad, w.grad) if one is not None]
+        assert x.grad is not None
+        assert w.grad is not None
+        return [value.detach().cpu().double() for value in (loss, x.grad, w.grad)]
 
     expected = computed("float64")
     for kind in ("apart", "together", "compiled"):
-        errors = [
-            float((a - b).norm() / b.norm()) for a, b in zip(computed(kind), expected, strict=True)
-        ]
+        errors = []
+        for actual, exact in zip(computed(kind), expected, strict=True):
+            errors.append(float((actual - exact).norm() / exact.norm()))
         yield {
             "case": kind,
             "loss_error": errors[0],
@@ -556,11 +552,16 @@ def _differences(ours: Loaded, theirs: Loaded) -> Row:
     weights: dict[str, torch.Tensor] = {}
     reference = _three_steps(theirs, weights)
     measured = _three_steps(ours, weights)
-    worst = [
-        max(abs(a - b) / abs(b) for a, b in zip(*pair, strict=True))
-        for pair in zip(measured, reference, strict=True)
-    ]
-    return {"loss_difference": worst[0], "grad_norm_difference": worst[1]}
+
+    def largest(actual: Sequence[float], expected: Sequence[float]) -> float:
+        return max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True))
+
+    losses, grad_norms = measured
+    expected_losses, expected_grad_norms = reference
+    return {
+        "loss_difference": largest(losses, expected_losses),
+        "grad_norm_difference": largest(grad_norms, expected_grad_norms),
+    }
 
 
 def _three_steps(
@@ -650,9 +651,8 @@ def planned(file: Path) -> str:
         if row.get("part") not in TIMED or "tokens_per_second_per_device" not in row or row["tiny"]:
             continue
         kind = "h200" if "H200" in row["device"] else "h100"
-        plan = shardtrain.plan(
-            None, {**COMMON, **TIMED[row["part"]][row["case"]]}, gpus=row["ranks"], device=kind
-        )
+        options = {**COMMON, **TIMED[row["part"]][row["case"]]}
+        plan = shardtrain.plan(None, options, gpus=row["ranks"], device=kind)
         speed = row["tokens_per_second_per_device"]
         lines.append(
             f"| {row['case']} | {speed:,.0f} | {plan.tps:,.0f} ({plan.tps / speed - 1:+.1%}) | {row['mfu']:.1%} "
@@ -699,9 +699,9 @@ def routes(device: str, tiny: bool) -> Iterator[Row]:
 
 def generation(device: str, tiny: bool) -> Iterator[Row]:
     """Yield new tokens per second of 8B, without its tokenizer."""
-    there = accelerator.of_rank(device, 0)
     sizes = sizes_of(TINY_DENSE) if tiny else {}
-    yield from accelerator_runs.generation_rows(there, "8B", sizes)
+    first_device = accelerator.of_rank(device, 0)
+    yield from accelerator_runs.generation_rows(first_device, "8B", sizes)
 
 
 def sizes_of(options: Options) -> dict[str, Any]:
@@ -736,12 +736,15 @@ def chosen(names: Iterable[str], texts: str) -> list[str]:
     A text that is a name selects this name. Any other text selects the names that contain it.
     """
     names = list(names)
-    requested = texts.split(",")
-    return [
-        name
-        for name in names
-        if not texts or any(w == name or (w not in names and w in name) for w in requested)
-    ]
+    if not texts:
+        return names
+    selected = set()
+    for text in texts.split(","):
+        if text in names:
+            selected.add(text)
+        else:
+            selected |= {name for name in names if text in name}
+    return [name for name in names if name in selected]
 
 
 def processes(part: str, options: argparse.Namespace) -> list[list[str]]:
@@ -821,14 +824,18 @@ def main(arguments: list[str]) -> int:
         parser.error(f"--only {','.join(unknown)}: use {', '.join(PARTS)}")
     options.results.mkdir(parents=True, exist_ok=True)
     common = ["--device", device, "--steps", str(options.steps), "--cases", options.cases]
-    common += ["--tiny"] * options.tiny + (
-        ["--kernels", str(options.kernels)] if options.kernels else []
-    )
+    if options.tiny:
+        common += ["--tiny"]
+    if options.kernels:
+        common += ["--kernels", str(options.kernels)]
+    commands = []
+    for part in parts:
+        commands += [
+            [*arguments_of_part, *common] for arguments_of_part in processes(part, options)
+        ]
     failed = False
     with open(options.results / f"accelerator-{device}.jsonl", "a", encoding="utf-8") as file:
-        for line in rows_of(
-            [[*more, *common] for part in parts for more in processes(part, options)]
-        ):
+        for line in rows_of(commands):
             print(line, flush=True)
             file.write(line + "\n")
             file.flush()

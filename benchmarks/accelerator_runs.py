@@ -131,9 +131,9 @@ def generation_rows(device: torch.device, flavor: str, overrides: dict[str, Any]
     generator = Generator(model, module.LAYOUT)
     prompt_tokens, new_tokens = (16, 8) if overrides else (512, 128)
     for rows in (1, 8):
-        prompts = [
-            [(row + place) % 250 + 1 for place in range(prompt_tokens)] for row in range(rows)
-        ]
+        prompts = []
+        for row in range(rows):
+            prompts.append([(row + place) % 250 + 1 for place in range(prompt_tokens)])
         generator.generate(prompts, 4)
         accelerator.finish(device)
         started_at = time.perf_counter()

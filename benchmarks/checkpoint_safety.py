@@ -47,10 +47,8 @@ class Ours:
 
     def __init__(self, root: Path) -> None:
         options = Checkpoint(enable=True, keep_latest_k=2)
-        self.kept, self.root = (
-            Checkpoints(Config(job=Job(dump_folder=str(root)), checkpoint=options)),
-            root,
-        )
+        self.kept = Checkpoints(Config(job=Job(dump_folder=str(root)), checkpoint=options))
+        self.root = root
 
     def folder(self, step: int) -> Path:
         return self.root / f"checkpoint/step-{step}"

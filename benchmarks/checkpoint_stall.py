@@ -54,7 +54,9 @@ class PlainDcp:
     """``dcp.save`` and ``dcp.async_save``."""
 
     def __init__(self, root: Path, in_background: bool) -> None:
-        self.root, self.in_background, self.future = root, in_background, None
+        self.root = root
+        self.in_background = in_background
+        self.future = None
 
     def save(self, step: int, tensors: State) -> None:
         writer = dcp.FileSystemWriter(str(self.root / f"step-{step}"), thread_count=1)
@@ -110,22 +112,23 @@ def once(way: Any, step: int, tensors: State, a: torch.Tensor) -> dict[str, floa
 def measure(megabytes: int, rounds: int, root: Path) -> dict[str, dict[str, float]]:
     tensors = {f"model.{i}": torch.randn(megabytes * 2**20 // 4 // 16) for i in range(16)}
     a = torch.randn(700, 700)
-    ways = {
-        name: make(root / f"{name.replace(' ', '-')}-{megabytes}") for name, make in WAYS.items()
-    }
+    ways = {}
+    for name, make in WAYS.items():
+        folder = f"{name.replace(' ', '-')}-{megabytes}"
+        ways[name] = make(root / folder)
     times: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
             result = once(way, number + 1, tensors, a)
             if number:  # the first save allocates memory that later ones reuse
                 times[name].append(result)
-    return {
-        name: {
-            key: round(statistics.median(result[key] for result in results), 5)
-            for key in results[0]
-        }
-        for name, results in times.items()
-    }
+
+    medians: dict[str, dict[str, float]] = {}
+    for name, results in times.items():
+        medians[name] = {}
+        for key in results[0]:
+            medians[name][key] = round(statistics.median(result[key] for result in results), 5)
+    return medians
 
 
 def main() -> None:

@@ -75,8 +75,10 @@ def start(run_folder: Path, checkpoints: Path, steps: int) -> subprocess.Popen[b
         "checkpoint.keep_latest_k": 2,
         "checkpoint.async_mode": "async",
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command = ["-P", "-m", "shardtrain", "train", "debug", "--nproc", str(RANKS), *words]
+    arguments = []
+    for name, value in options.items():
+        arguments += [f"--{name}", str(value)]
+    command = ["-P", "-m", "shardtrain", "train", "debug", "--nproc", str(RANKS), *arguments]
     # The process keeps its copy of the file descriptor.
     with run_folder.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
@@ -176,11 +178,12 @@ def measure(minutes: float, mean_seconds: float, seed: int) -> dict[str, Any]:
         undisturbed = Path(name) / "undisturbed"
         start(undisturbed, undisturbed / "checkpoint", max(losses)).wait()
         expected = records(undisturbed)
+
     differing = [step for step in losses if losses[step] != expected.get(step)]
-    overhead = division.seconds["checkpoint"] + division.seconds["lost"] + division.recovery_seconds
-    per_failure = (division.seconds["lost"] + division.recovery_seconds) / max(
-        1, sum(failures.values())
-    )
+    seconds_of_failures = division.seconds["lost"] + division.recovery_seconds
+    overhead = division.seconds["checkpoint"] + seconds_of_failures
+    per_failure = seconds_of_failures / max(1, sum(failures.values()))
+    total_seconds = division.running_seconds + division.idle_seconds
     stall_share = division.seconds["checkpoint"] / max(division.running_seconds, 1e-9)
     mean_time_between = 3600 * HOURS_BETWEEN_FAILURES
     return {
@@ -192,9 +195,7 @@ def measure(minutes: float, mean_seconds: float, seed: int) -> dict[str, Any]:
         "steps_missing": max(losses) - len(losses),
         "seconds": {name: round(value, 1) for name, value in division.seconds.items()},
         "idle_seconds": round(division.idle_seconds, 1),
-        "trained_share": round(
-            division.seconds["productive"] / (division.running_seconds + division.idle_seconds), 4
-        ),
+        "trained_share": round(division.seconds["productive"] / total_seconds, 4),
         "ettr": round(1 - (overhead + division.idle_seconds) / wall_seconds, 4),
         "seconds_per_failure": round(per_failure, 2),
         "ettr_at_3_hours": round((1 - per_failure / mean_time_between) * (1 - stall_share), 4),

@@ -127,7 +127,8 @@ def build(family: str) -> tuple[Any, Any, Any]:
         del fields["head_dim"]
     torch.manual_seed(0)
     config = getattr(transformers, f"{prefix}Config")(**fields)
-    config.pad_token_id, config.eos_token_id = 0, None
+    config.pad_token_id = 0
+    config.eos_token_id = None
     reference = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in reference.parameters():  # distinct logits, so rounding decides no token
@@ -149,7 +150,7 @@ def compare(family: str, rows: int, rounds: int) -> dict[str, Any]:
 
     def hugging_face() -> list[list[int]]:
         # a tensor of tokens and its mask: the fast path of transformers, without strings or streaming
-        found = reference.generate(
+        generated = reference.generate(
             prompts_BT,
             attention_mask=mask_BT,
             max_new_tokens=NEW,
@@ -157,7 +158,7 @@ def compare(family: str, rows: int, rounds: int) -> dict[str, Any]:
             use_cache=True,
             pad_token_id=0,
         )
-        return found[:, PROMPT:].tolist()
+        return generated[:, PROMPT:].tolist()
 
     def shardtrain() -> list[list[int]]:
         return Generator(model, layout).generate(prompts, NEW)
@@ -168,9 +169,12 @@ def compare(family: str, rows: int, rounds: int) -> dict[str, Any]:
         turns = [("transformers", hugging_face), ("shardtrain", shardtrain)]
         for name, run in turns if number % 2 else reversed(turns):
             seconds[name].append(cpu_seconds(run))
-    speeds = {
-        name: round(rows * NEW / statistics.median(found), 1) for name, found in seconds.items()
-    }
+
+    speeds = {}
+    rounded_seconds = {}
+    for name, values in seconds.items():
+        speeds[name] = round(rows * NEW / statistics.median(values), 1)
+        rounded_seconds[name] = [round(value, 3) for value in values]
     ratios = [a / b for a, b in zip(seconds["transformers"], seconds["shardtrain"], strict=True)]
     return {
         "family": family,
@@ -178,7 +182,7 @@ def compare(family: str, rows: int, rounds: int) -> dict[str, Any]:
         "tokens_per_cpu_second": speeds,
         "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
-        "cpu_seconds": {name: [round(s, 3) for s in found] for name, found in seconds.items()},
+        "cpu_seconds": rounded_seconds,
     }
 
 
@@ -264,11 +268,11 @@ def measure_size(size: str, dtype_name: str, options: argparse.Namespace) -> lis
 
             def hugging_face(prompts_BT: torch.Tensor = prompts_BT) -> tuple[Any, list[float]]:
                 clock = Clock()
-                found = reference.generate(
+                generated = reference.generate(
                     prompts_BT, attention_mask=torch.ones_like(prompts_BT), max_new_tokens=options.new, do_sample=False,
                     use_cache=True, pad_token_id=0, stopping_criteria=transformers.StoppingCriteriaList([clock]),
                 )  # fmt: skip
-                return found[:, prompts_BT.size(1) :].tolist(), clock.seconds
+                return generated[:, prompts_BT.size(1) :].tolist(), clock.seconds
 
             def ours(model: Any, kernels: Any, prompts: Any = prompts) -> tuple[Any, list[float]]:
                 seconds: list[float] = []
@@ -286,21 +290,23 @@ def measure_size(size: str, dtype_name: str, options: argparse.Namespace) -> lis
                 "PyTorch's kernels": lambda: ours(plain, chosen_kernels.PYTORCH),
                 "chosen kernels": lambda: ours(chosen, kernels),
             }
-            found: dict[str, dict[str, list[float]]] = {
+            cpu_seconds: dict[str, dict[str, list[float]]] = {
                 name: {"first": [], "next": []} for name in turns
             }
             texts = {}
             for number in range(options.rounds):
+                # Each round reverses the order.
                 for name in list(turns)[:: 1 if number % 2 else -1]:
                     began = time.process_time()
                     texts[name], seconds = turns[name]()
-                    found[name]["first"].append(seconds[0] - began)
-                    found[name]["next"].append((seconds[-1] - seconds[0]) / (options.new - 1))
+                    seconds_per_step = (seconds[-1] - seconds[0]) / (options.new - 1)
+                    cpu_seconds[name]["first"].append(seconds[0] - began)
+                    cpu_seconds[name]["next"].append(seconds_per_step)
             if dtype_name == "float32":
                 assert len({str(text) for text in texts.values()}) == 1, "the tokens differ"
             result = {
                 "size": size, "dtype": dtype_name, "rows": rows, "prompt": tokens, "packed": is_packed,
-                "weight_bytes": weight_bytes, "cpu_seconds": found,
+                "weight_bytes": weight_bytes, "cpu_seconds": cpu_seconds,
             }  # fmt: skip
             print_result(result)
             results.append(result)
@@ -310,12 +316,11 @@ def measure_size(size: str, dtype_name: str, options: argparse.Namespace) -> lis
 def print_result(result: dict[str, Any]) -> None:
     """Print one line per method: medians of the prompt, of a step, and of a prompt with 128 new tokens."""
     rows = result["rows"]
-    for name, found in result["cpu_seconds"].items():
-        first = statistics.median(found["first"])
-        step = statistics.median(found["next"])
-        work = (
-            f"{result['size']:10s} {result['dtype']:8s} {rows} x {result['prompt']:4d}  {name:17s}"
-        )
+    case = f"{result['size']:10s} {result['dtype']:8s} {rows} x {result['prompt']:4d}"
+    for name, seconds in result["cpu_seconds"].items():
+        first = statistics.median(seconds["first"])
+        step = statistics.median(seconds["next"])
+        work = f"{case}  {name:17s}"
         prompt = f"prompt {first:8.3f} s {rows * result['prompt'] / first:8.1f} tokens/s"
         steps = f"step {1000 * step:7.1f} ms {rows / step:7.2f} tokens/s"
         weights = f"{result['weight_bytes'] / step / 1e9:5.1f} GB/s of weights"
@@ -361,12 +366,10 @@ def main() -> None:
         # `shardtrain generate` does so too; here it also applies to the other programs
         keep_freed_memory()
         print(f"one core reads {read_gigabytes_per_second():.1f} GB/s", flush=True)
-        results = [
-            row
-            for size in options.sizes
-            for dtype in options.dtypes
-            for row in measure_size(size, dtype, options)
-        ]
+        results = []
+        for size in options.sizes:
+            for dtype in options.dtypes:
+                results += measure_size(size, dtype, options)
         if options.out:
             facts = {"torch": torch.__version__, "transformers": transformers.__version__}
             options.out.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")

@@ -58,16 +58,17 @@ class Counted:
 
 
 def measure(ranks: int, per_node: int, beats: int) -> str:
+    """Simulate the heartbeats of all nodes and one judging rank. Return the load of the store and of the rank."""
     parent_end, child_end = multiprocessing.Pipe()
     server = multiprocessing.get_context("fork").Process(
         target=serve, args=(child_end,), daemon=True
     )
     server.start()
     port = parent_end.recv()
-    stores = [
-        Counted(dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60)))
-        for _ in range(CONNECTIONS)
-    ]
+    stores = []
+    for _ in range(CONNECTIONS):
+        store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60))
+        stores.append(Counted(store))
     nodes = math.ceil(ranks / per_node)
     assumed = beat_seconds(30, math.ceil(ranks / per_node))
     speakers = [
@@ -79,34 +80,32 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
     facts = "step 1234, 5046272 samples, order 9f8e7d6c5b4a3928"
 
     def sign(rank: int, beat: int) -> str:
-        marks = {
-            grain: Mark(100 * beat, facts, 1.5 * beat, 7, 4000 * beat + rank, 5000 * beat)
-            for grain in (100, 1)
-        }
+        mark = Mark(100 * beat, facts, 1.5 * beat, 7, 4000 * beat + rank, 5000 * beat)
+        marks = {100: mark, 1: mark}
         return rank_heartbeat.write(
             Heartbeat(beat, f"node{rank // per_node:04d}.cluster", 1234, "step", 40, 7, "all_reduce",
                       "train/trainer.py:123 in step", 30.0, marks=marks)
         )  # fmt: skip
 
-    spoken = judged = 0.0
-    Counted.requests = asked = 0
+    store_seconds = judge_seconds = 0.0
+    Counted.requests = num_requests = 0
     for beat in range(beats + 1):  # the first beat, in which all ranks appear, is not counted
-        texts = [
-            "{"
-            + ",".join(
-                f'"{rank}":{sign(rank, beat)}'
-                for rank in range(node * per_node, (node + 1) * per_node)
-            )
-            + "}"
-            for node in range(nodes)
-        ]
+        texts = []
+        for node in range(nodes):
+            ranks_of_node = range(node * per_node, (node + 1) * per_node)
+            signs_of_node = ",".join(f'"{rank}":{sign(rank, beat)}' for rank in ranks_of_node)
+            texts.append(f"{{{signs_of_node}}}")
+
+        # All nodes send.
         before = cpu_seconds(server.pid or 0)
         requests = Counted.requests
         for speaker, text in zip(speakers, texts, strict=True):
             speaker._post(text)
             speaker.verdict()
-        said = cpu_seconds(server.pid or 0) - before
-        said_requests = Counted.requests - requests
+        send_seconds = cpu_seconds(server.pid or 0) - before
+        send_requests = Counted.requests - requests
+
+        # One rank receives and judges. Several do in a real run.
         before = cpu_seconds(server.pid or 0)
         requests = Counted.requests
         begun = time.process_time()
@@ -114,15 +113,17 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
         judge.observe(time.monotonic(), signs)
         common(signs, ranks, 0)
         if beat:
-            judged += time.process_time() - begun
+            judge_seconds += time.process_time() - begun
             count = len(monitors(ranks))
-            spoken += said + count * (cpu_seconds(server.pid or 0) - before)
-            asked += said_requests + count * (Counted.requests - requests)
+            store_seconds += send_seconds + count * (cpu_seconds(server.pid or 0) - before)
+            num_requests += send_requests + count * (Counted.requests - requests)
     parent_end.send(None)
+
+    total_seconds = beats * assumed
     return (
-        f"{ranks} ranks, {nodes} nodes, a beat of {assumed:.1f} s: {asked / beats / assumed:.0f} requests/s, store "
-        f"{100 * spoken / beats / assumed:.1f} % of a core; the judging rank uses {judged / beats:.2f} CPU s per beat "
-        f"({100 * judged / beats / assumed:.0f} % of a core)"
+        f"{ranks} ranks, {nodes} nodes, a beat of {assumed:.1f} s: {num_requests / total_seconds:.0f} requests/s, "
+        f"store {100 * store_seconds / total_seconds:.1f} % of a core; the judging rank uses "
+        f"{judge_seconds / beats:.2f} CPU s per beat ({100 * judge_seconds / total_seconds:.0f} % of a core)"
     )
 
 

@@ -54,15 +54,14 @@ def write_model(folder: Path) -> tuple[int, int, int]:
             sizes.append(0)
         files[-1][name] = tensor
         sizes[-1] += tensor.nbytes
-    names = [
-        f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)
-    ]
-    for name, tensors in zip(names, files, strict=True):
+
+    weight_map = {}
+    for number, tensors in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})
-    index = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": index})
-    )
+        weight_map |= dict.fromkeys(tensors, name)
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": DIM,
         "num_hidden_layers": LAYERS, "num_attention_heads": 12, "num_key_value_heads": 12, "intermediate_size": FFN,
@@ -110,23 +109,22 @@ def main() -> None:
         )
         cli = ["-m", "shardtrain"]
         bound = ["--shard_gigabytes", str(SHARD_GIGABYTES), "--check", "weights"]
-        taken = measure([*cli, "import", str(root / "hf"), "--to", str(root / "checkpoint")])
-        given = measure(
-            [*cli, "export", str(root / "checkpoint"), "--to", str(root / "back"), *bound]
-        )
+        checkpoint = str(root / "checkpoint")
+        of_import = measure([*cli, "import", str(root / "hf"), "--to", checkpoint])
+        of_export = measure([*cli, "export", checkpoint, "--to", str(root / "back"), *bound])
     mib = {"model": total, "largest_file": largest_file, "largest_tensor": largest_tensor}
     result = {
         "torch": torch.__version__,
         "machine": platform.machine(),
         **{f"{key}_mib": round(value / 2**20) for key, value in mib.items()},
         "empty_anonymous_mib": empty["anonymous_mib"],
-        "import": taken,
-        "export": given,
+        "import": of_import,
+        "export": of_export,
     }
-    for word in ("import", "export"):
-        model_mib = result[word]["anonymous_mib"] - result["empty_anonymous_mib"]
-        result[word]["of_the_model_mib"] = model_mib
-        result[word]["in_files"] = round(model_mib / result["largest_file_mib"], 2)
+    for memory in (of_import, of_export):
+        model_mib = memory["anonymous_mib"] - result["empty_anonymous_mib"]
+        memory["of_the_model_mib"] = model_mib
+        memory["in_files"] = round(model_mib / result["largest_file_mib"], 2)
     text = json.dumps(result, indent=2)
     print(text)
     if out is not None:

@@ -137,37 +137,26 @@ def main() -> None:
         os.sync()
         cli = ["-m", "shardtrain"]
         bound = ["--shard_gigabytes", "0.5", "--check", "weights"]
+        hf = str(root / "hf")
+        checkpoint = str(root / "checkpoint")
         commands = {
-            "import": [
-                *cli,
-                "import",
-                str(root / "hf"),
-                "--to",
-                str(root / "checkpoint"),
-                "--check",
-                "weights",
-            ],
-            "load": ["-c", LOAD, str(root / "hf")],
-            "export": [
-                *cli,
-                "export",
-                str(root / "checkpoint"),
-                "--to",
-                str(root / "back"),
-                *bound,
-            ],
-            "load_save": ["-c", LOAD, str(root / "hf"), str(root / "saved")],
+            "import": [*cli, "import", hf, "--to", checkpoint, "--check", "weights"],
+            "load": ["-c", LOAD, hf],
+            "export": [*cli, "export", checkpoint, "--to", str(root / "back"), *bound],
+            "load_save": ["-c", LOAD, hf, str(root / "saved")],
         }
         for _ in range(options.rounds):
-            for word, command in commands.items():
+            for name, command in commands.items():
                 loads.append(round(os.getloadavg()[0], 2))
                 seconds, anonymous = measure(command)
-                kept = results.setdefault(word, {"seconds": [], "anonymous_mib": []})
-                kept["seconds"].append(round(seconds, 1))
-                kept["anonymous_mib"].append(anonymous)
-                print(word, round(seconds, 1), "s", anonymous, "MiB", "load", loads[-1], flush=True)
-            for made in ("checkpoint", "back", "saved"):
-                shutil.rmtree(root / made)
+                measured = results.setdefault(name, {"seconds": [], "anonymous_mib": []})
+                measured["seconds"].append(round(seconds, 1))
+                measured["anonymous_mib"].append(anonymous)
+                print(name, round(seconds, 1), "s", anonymous, "MiB", "load", loads[-1], flush=True)
+            for folder in ("checkpoint", "back", "saved"):
+                shutil.rmtree(root / folder)
+    for measured in results.values():
+        measured["median_seconds"] = statistics.median(measured["seconds"])
     result = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -176,10 +165,7 @@ def main() -> None:
         "load_averages": loads,
         "model_mib": round(total / 2**20),
         "largest_file_mib": round(largest / 2**20),
-        **{
-            word: {**kept, "median_seconds": statistics.median(kept["seconds"])}
-            for word, kept in results.items()
-        },
+        **results,
     }
     text = json.dumps(result, indent=2)
     print(text)

@@ -66,9 +66,9 @@ def by_torchrun(_: Path, folder: Path) -> Commands:
 
 def by_train(_: Path, folder: Path) -> Commands:
     meeting = f"{ADDRESS}:{free_port()}"
-    words = [sys.executable, "-m", "shardtrain", "train", *options(folder)]
-    more = ["--nproc=1", "--nnodes=2", f"--rdzv_endpoint={meeting}"]
-    return [[*words, *more, f"--node_rank={node}"] for node in range(2)]
+    command = [sys.executable, "-m", "shardtrain", "train", *options(folder)]
+    command += ["--nproc=1", "--nnodes=2", f"--rdzv_endpoint={meeting}"]
+    return [[*command, f"--node_rank={node}"] for node in range(2)]
 
 
 WAYS = {"launch ssh": by_ssh, "torchrun twice": by_torchrun, "train twice": by_train}
@@ -84,29 +84,28 @@ def seconds_to_first_step(way: str, config: Path) -> float:
         }  # fmt: skip
         with (Path(name) / "log").open("w+") as log:
             began = time.monotonic()
-            processes = [
-                subprocess.Popen(
-                    words, env={**os.environ, **names}, cwd=ROOT, stdout=log, stderr=log
+            environment = {**os.environ, **names}
+            processes = []
+            for command in WAYS[way](config, folder):
+                processes.append(
+                    subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log)
                 )
-                for words in WAYS[way](config, folder)
-            ]
             try:
                 while not _has_step(folder / "metrics.jsonl"):
-                    if time.monotonic() > began + TIMEOUT_SECONDS or all(
-                        one.poll() is not None for one in processes
-                    ):
-                        raise SystemExit(
-                            f"{way} made no step:\n{(Path(name) / 'log').read_text()[-2000:]}"
-                        )
+                    has_timed_out = time.monotonic() > began + TIMEOUT_SECONDS
+                    have_ended = all(process.poll() is not None for process in processes)
+                    if has_timed_out or have_ended:
+                        output = (Path(name) / "log").read_text()
+                        raise SystemExit(f"{way} made no step:\n{output[-2000:]}")
                     time.sleep(0.01)
                 seconds = time.monotonic() - began
-                for one in processes:
-                    one.wait(TIMEOUT_SECONDS)
+                for process in processes:
+                    process.wait(TIMEOUT_SECONDS)
             finally:
-                for one in processes:
-                    if one.poll() is None:
-                        one.send_signal(signal.SIGTERM)
-                        one.wait(TIMEOUT_SECONDS)
+                for process in processes:
+                    if process.poll() is None:
+                        process.send_signal(signal.SIGTERM)
+                        process.wait(TIMEOUT_SECONDS)
         return seconds
 
 
@@ -123,7 +122,7 @@ def _has_step(path: Path) -> bool:
 
 def measure(rounds: int, output: Path | None) -> None:
     """Measure in rounds, and update ``output`` after each."""
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    seconds_of_ways: dict[str, list[float]] = {way: [] for way in WAYS}
     loads = []
     hosts = {"host-a": ADDRESS, "host-b": "127.0.0.2"}
     with tempfile.TemporaryDirectory() as name, sshd.server(Path(name) / "sshd", hosts) as config:
@@ -132,25 +131,28 @@ def measure(rounds: int, output: Path | None) -> None:
             for way in ways:
                 seconds = seconds_to_first_step(way, config)
                 if number:  # the first round warms the file cache
-                    found[way].append(round(seconds, 3))
+                    seconds_of_ways[way].append(round(seconds, 3))
             if number:
                 loads.append(round(os.getloadavg()[0], 2))
-                text = json.dumps(summary(found, loads), indent=1)
+                text = json.dumps(summary(seconds_of_ways, loads), indent=1)
                 print(text, flush=True)
                 if output:
                     output.write_text(text + "\n")
 
 
-def summary(found: dict[str, list[float]], loads: list[float]) -> dict[str, object]:
-    ssh = found["launch ssh"]
+def summary(seconds_of_ways: dict[str, list[float]], loads: list[float]) -> dict[str, object]:
+    ssh = seconds_of_ways["launch ssh"]
+    median_ratios = {}
+    for way in list(WAYS)[1:]:
+        ratios = [a / b for a, b in zip(ssh, seconds_of_ways[way], strict=True)]
+        median_ratios[way] = round(statistics.median(ratios), 3)
     return {
         "rounds": len(ssh),
-        "median_seconds": {way: statistics.median(values) for way, values in found.items()},
-        "median_ratio_of_launch_ssh_to": {
-            way: round(statistics.median(a / b for a, b in zip(ssh, found[way], strict=True)), 3)
-            for way in list(WAYS)[1:]
+        "median_seconds": {
+            way: statistics.median(seconds) for way, seconds in seconds_of_ways.items()
         },
-        "seconds": found,
+        "median_ratio_of_launch_ssh_to": median_ratios,
+        "seconds": seconds_of_ways,
         "load_1min_after_each_round": loads,
         "cores": os.cpu_count(),
         "machine": platform.machine(),

@@ -54,31 +54,35 @@ def main() -> None:
         ("PP 2, GPipe", 2, law.piped("GPipe")),
     ):
         degrees = sections.get("parallelism", {})
-        apart = degrees.get("tensor_parallel_degree", 1) * degrees.get("context_parallel_degree", 1)
-        apart *= degrees.get("pipeline_parallel_degree", 1)
+        # Ranks that read the same rows. All meshes have eight rows per step.
+        ranks_per_batch = degrees.get("tensor_parallel_degree", 1)
+        ranks_per_batch *= degrees.get("context_parallel_degree", 1)
+        ranks_per_batch *= degrees.get("pipeline_parallel_degree", 1)
         training = {"seq_len": 512, "mixed_precision_param": "bfloat16", "global_batch_size": -1}
-        training |= {"local_batch_size": 8 * apart // size} | sections.get("training", {})
-        config = dataclasses.replace(
-            tiny_config(**{**sections, "training": training}), model=Model(**law.LLAMA)
-        )
+        training["local_batch_size"] = 8 * ranks_per_batch // size
+        training |= sections.get("training", {})
+        config = tiny_config(**{**sections, "training": training})
+        config = dataclasses.replace(config, model=Model(**law.LLAMA))
         measured = run_ranks(size, law.measured_bytes, config)
         planned = law.planned_bytes(config, size)
-        per_place = size // len(planned)
-        for place, of_plan in enumerate(planned):
-            found = max(measured[place * per_place : (place + 1) * per_place])
-            which = f", rank {place}" if len(planned) > 1 else ""
+        # A plan has one rank per pipeline stage, and the measurement has all ranks.
+        ranks_per_stage = size // len(planned)
+        for stage, planned_bytes in enumerate(planned):
+            first = stage * ranks_per_stage
+            measured_bytes = max(measured[first : first + ranks_per_stage])
+            suffix = f", rank {stage}" if len(planned) > 1 else ""
             rows.append(
                 {
-                    "name": name + which,
+                    "name": name + suffix,
                     "ranks": size,
-                    "measured_bytes": found,
-                    "planned_bytes": of_plan,
+                    "measured_bytes": measured_bytes,
+                    "planned_bytes": planned_bytes,
                 }
             )
             print(rows[-1], flush=True)
     if options.output:
-        found = {"torch": torch.__version__, "rows": rows}
-        options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        results = {"torch": torch.__version__, "rows": rows}
+        options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -116,14 +116,13 @@ def run(server: Counted) -> dict[str, Any]:
         }  # fmt: skip
         codes = []
         for steps in (10, 20):
-            words = [
-                f"--{name}={value}" for name, value in {**options, "training.steps": steps}.items()
-            ]
-            codes.append(subprocess.run([*command, *words], timeout=600, check=False).returncode)
-        resumed = [
-            json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()
-        ]
-    steps_trained = [line["step"] for line in resumed if "loss" in line]
+            options["training.steps"] = steps
+            arguments = [f"--{name}={value}" for name, value in options.items()]
+            process = subprocess.run([*command, *arguments], timeout=600, check=False)
+            codes.append(process.returncode)
+        lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    steps_trained = [record["step"] for record in records if "loss" in record]
     listed = sorted(path.name for path in place(f"s3://{BUCKET}/run").iterdir())
     return {
         "codes": codes,
@@ -137,17 +136,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found: dict[str, Any] = {"processor": processor_facts()}
+    results: dict[str, Any] = {"processor": processor_facts()}
     with s3_server() as server:
         import s3fs
 
         s3fs.S3FileSystem().mkdir(BUCKET)
-        found["markers"] = {str(count): markers(count, server) for count in RANKS}
-        print(found["markers"], flush=True)
-        found["run"] = run(server)
-        print(found["run"], flush=True)
+        results["markers"] = {str(count): markers(count, server) for count in RANKS}
+        print(results["markers"], flush=True)
+        results["run"] = run(server)
+        print(results["run"], flush=True)
     if options.out:
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
+        options.out.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

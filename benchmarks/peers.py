@@ -13,6 +13,7 @@ has the processor, and the GFLOP/s of one core at the model's shapes with MKL an
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -102,9 +103,12 @@ def ours(*flags: str) -> Callable[[str, int, int, Path], list[str]]:
             "training.local_batch_size": 8 // ranks, "training.steps": steps, "training.mixed_precision_param": dtype,
             "activation_checkpoint.mode": "none", "lr_scheduler.warmup_steps": 1, "checkpoint.enable": "false",
         }  # fmt: skip
-        given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        alone = ["--nproc", "1"] if ranks == 1 and "parallel_degree" not in " ".join(flags) else []
-        return ["-m", "shardtrain", "train", "debug", *alone, *given, *flags]
+        command = ["-m", "shardtrain", "train", "debug"]
+        if ranks == 1 and "parallel_degree" not in " ".join(flags):
+            command += ["--nproc", "1"]
+        for name, value in options.items():
+            command += [f"--{name}", str(value)]
+        return [*command, *flags]
 
     return words
 
@@ -144,11 +148,10 @@ def python_of(peer: Peer, environments: Path) -> str:
         (site,) = (folder / "lib").glob("python3*/site-packages")
         # all trainers share one PyTorch and nothing else, because they require different versions of other
         # packages. The constraint stops pip from replacing it
-        own = distribution("torch")
-        for name in {
-            file.parts[0] for file in own.files or () if file.parts[0] not in ("..", "__pycache__")
-        }:
-            (site / name).symlink_to(Path(str(own.locate_file(name))))
+        torch_package = distribution("torch")
+        names = {file.parts[0] for file in torch_package.files or ()}
+        for name in names - {"..", "__pycache__"}:
+            (site / name).symlink_to(Path(str(torch_package.locate_file(name))))
         pinned = folder / "constraints.txt"
         pinned.write_text(f"torch=={version('torch')}\n")
         subprocess.run(
@@ -213,19 +216,18 @@ def run(
             **row,
             "last_lines": re.sub(r"/[^\s\"':]*/", "", last),
         }
-    cpu = [
-        [
-            after[1] - before[1]
-            for before, after in zip(rank[LEFT_OUT - 1 :], rank[LEFT_OUT:], strict=False)
-        ]
-        for rank in ranks
-    ]
+    cpu_seconds_of_ranks = []
+    median_cpu_seconds = 0.0
+    for rank in ranks:
+        # each row of a rank has its CPU seconds since the start
+        totals = [cpu_seconds for _, cpu_seconds, _ in rank[LEFT_OUT - 1 :]]
+        per_step = [after - before for before, after in itertools.pairwise(totals)]
+        median_cpu_seconds += statistics.median(per_step)
+        cpu_seconds_of_ranks.append([round(value, 4) for value in per_step])
     return {
         **row,
-        "tokens_per_cpu_second": round(
-            TOKENS_PER_STEP / sum(statistics.median(rank) for rank in cpu)
-        ),
-        "cpu_seconds_per_step": [[round(value, 4) for value in rank] for rank in cpu],
+        "tokens_per_cpu_second": round(TOKENS_PER_STEP / median_cpu_seconds),
+        "cpu_seconds_per_step": cpu_seconds_of_ranks,
         "seconds_to_first_step": round(ranks[0][0][0] - started, 2),
         "cpu_seconds_to_first_step": round(ranks[0][0][1], 2),
         "peak_mib": [rank[-1][2] for rank in ranks],

@@ -157,16 +157,16 @@ def score(row: dict[str, Any]) -> Score:
     orders = schedule.orders(run.schedule, run.pp, len(run.stages), run.num_microbatches)
     time = timing.of_step(model, run, device, orders)
     # LitGPT's norms are separate float32 operations, like those of this package on a CPU
-    ranks = rank_memory.of_ranks(
-        model, run, orders, "cpu" if "LitGPT" in (row["software"] or "") else "cuda"
-    )
-    held, reserved = (max(getattr(one, name) for one in ranks) for name in ("peak", "reserved"))
+    kernels = "cpu" if "LitGPT" in (row["software"] or "") else "cuda"
+    ranks = rank_memory.of_ranks(model, run, orders, kernels)
+    peak = max(rank.peak for rank in ranks)
+    reserved = max(rank.reserved for rank in ranks)
     measured = row["derived"].get("step_s") or row["measured"].get("step_s")
     what = f"{row['model']['name']}, {row['hardware']['count']} x {device.name}, {row['seq_len']} tokens"
     gib = row["measured"].get("mem")
     if gib and not str(row["measured"].get("mem_unit", "GiB")).startswith("GiB"):
         gib *= 1e9 / 2**30
-    fits = held + planning.overhead(held, device) <= device.memory_bytes
+    fits = peak + planning.overhead(peak, device) <= device.memory_bytes
     ran = not row["measured"].get("oom", False)
     return Score(
         row["id"], row["series"], what, is_held_back(row["id"]), time.seconds, measured, reserved / 2**30, gib,
@@ -225,24 +225,37 @@ def model_of(row: dict[str, Any]) -> shapes.ModelShape:
 def frozen(model: shapes.ModelShape, precision: str) -> shapes.ModelShape:
     """Return a model with frozen weights, in 4 bits if the precision says so. Adapters are neglected."""
 
-    def still(parameters: tuple[shapes.ParameterShape, ...]) -> tuple[shapes.ParameterShape, ...]:
-        return tuple(replace(one, trained=False) for one in parameters)
+    def untrained(
+        parameters: tuple[shapes.ParameterShape, ...],
+    ) -> tuple[shapes.ParameterShape, ...]:
+        return tuple(replace(parameter, trained=False) for parameter in parameters)
 
     layer = model.layers[0]
-    low = "nf4" in precision
-    weights = [one for one in layer.parameters if len(one.shape) == 2]
-    held = sum(one.numel for one in weights)
+    linears = tuple(replace(linear, trained=False) for linear in layer.linears)
     layer = replace(
         layer,
-        parameters=still(tuple(one for one in layer.parameters if not low or one not in weights)),
-        linears=tuple(replace(one, trained=False) for one in layer.linears),
-        low_bits_bytes=int(held * (0.5 + (1 / 16 if "dq" not in precision else 1 / 60)))
-        if low
-        else 0,
-        restored_numel=max(one.numel for one in weights) if low else 0,
+        parameters=untrained(layer.parameters),
+        linears=linears,
+        low_bits_bytes=0,
+        restored_numel=0,
     )
+    if "nf4" in precision:
+        # Matrices have half a byte per number, and a scale per block, which double quantization packs.
+        matrices = [parameter for parameter in layer.parameters if len(parameter.shape) == 2]
+        others = tuple(parameter for parameter in layer.parameters if parameter not in matrices)
+        bytes_per_number = 0.5 + (1 / 60 if "dq" in precision else 1 / 16)
+        numel = sum(matrix.numel for matrix in matrices)
+        layer = replace(
+            layer,
+            parameters=others,
+            low_bits_bytes=int(numel * bytes_per_number),
+            restored_numel=max(matrix.numel for matrix in matrices),
+        )
     return replace(
-        model, layers=(layer,) * len(model.layers), first=still(model.first), last=still(model.last)
+        model,
+        layers=(layer,) * len(model.layers),
+        first=untrained(model.first),
+        last=untrained(model.last),
     )
 
 
@@ -264,27 +277,29 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob
         shards = p["fsdp_group"]
         replicas = h["count"] // p["fsdp_group"]
     fsdp = shards > 1 or "ZeRO-3" in sharding or bool(p.get("fsdp"))
+
+    # Pipeline stages.
     pp = p.get("pp") or 1
     per_rank = p.get("vpp") or 1
-    name = SCHEDULES.get(
-        str(p.get("schedule") or "").lower(), "Interleaved1F1B" if per_rank > 1 else "1F1B"
-    )
+    usual_schedule = "Interleaved1F1B" if per_rank > 1 else "1F1B"
+    name = SCHEDULES.get(str(p.get("schedule") or "").lower(), usual_schedule)
     if name in stages.V_SHAPED:
         per_rank = 2
-    pipeline = Parallelism(
-        pipeline_parallel_degree=pp,
-        pipeline_parallel_schedule=name,
-        pipeline_parallel_first_stage_less_layers=0,
-        pipeline_parallel_last_stage_less_layers=0,
-        pipeline_parallel_layers_per_stage=max(1, m["layers"] // (pp * per_rank))
-        if per_rank > 1
-        else None,
-    )
-    layers = (
-        job_sizes.layers_of_stages(pipeline, m["layers"])
-        if m["layers"] % (pp * per_rank) == 0
-        else uneven(m["layers"], pp * per_rank)
-    )
+    num_stages = pp * per_rank
+    layers_per_stage = max(1, m["layers"] // num_stages) if per_rank > 1 else None
+    if m["layers"] % num_stages:
+        layers = uneven(m["layers"], num_stages)
+    else:
+        pipeline = Parallelism(
+            pipeline_parallel_degree=pp,
+            pipeline_parallel_schedule=name,
+            pipeline_parallel_first_stage_less_layers=0,
+            pipeline_parallel_last_stage_less_layers=0,
+            pipeline_parallel_layers_per_stage=layers_per_stage,
+        )
+        layers = job_sizes.layers_of_stages(pipeline, m["layers"])
+
+    # Batch, precision and sharding.
     micro = row["micro_batch"]
     batch = row["global_batch"] or micro * replicas * shards
     count = round(batch / (micro * replicas * shards))
@@ -295,16 +310,16 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob
     mixed = not pure and not fsdp and "Lightning" not in software
     shards_states = bool(re.search(r"ZeRO-[12]|distributed optimizer", sharding)) and replicas > 1
     nvidia = "Megatron-Core" in software  # uses kernels of Transformer Engine and cuDNN
+
+    # Recomputation and loss.
     recompute = row["recompute"] or "none"
-    mode = (
-        "full"
-        if recompute.startswith("full")
-        else "op"
-        if recompute.startswith("selective")
-        else "none"
-    )
-    if mode == "op" and re.search("Megatron|NeMo|nanotron", software):
-        mode = "core"  # "selective" of Korthikanti et al.
+    mode = "none"
+    if recompute.startswith("full"):
+        mode = "full"
+    elif recompute.startswith("selective"):
+        # "selective" of Korthikanti et al. recomputes only the attention core
+        of_megatron = re.search("Megatron|NeMo|nanotron", software)
+        mode = "core" if of_megatron else "op"
     loss = "whole" if "LitGPT" in software else "chunked"
     if re.search("(?<!no )Liger|fused[^,]*CE", software):
         loss = "fused"
@@ -371,9 +386,11 @@ def score_planned(row: dict[str, Any]) -> Score:
     measured = plan.job.tokens_per_step / row["gpus"] / row["tps"] if row.get("tps") else None
     if row.get("mfu"):
         measured = plan.time.seconds * plan.mfu / row["mfu"]
-    allocated = row.get("allocated", False)  # otherwise reserved memory, which most systems report
-    most = max(one.peak if allocated else one.reserved for one in plan.ranks)
-    gib = most / 2**30 * (1 if allocated else 1 + planning.FRAGMENTS)
+    if row.get("allocated", False):
+        gib = max(rank.peak for rank in plan.ranks) / 2**30
+    else:  # reserved memory, which most systems report
+        reserved = max(rank.reserved for rank in plan.ranks)
+        gib = reserved / 2**30 * (1 + planning.FRAGMENTS)
     held_back = row.get("held_back", is_held_back(row["id"]) and not row.get("seen"))
     return Score(
         row["id"], row["series"], row["what"], held_back, plan.time.seconds,
@@ -407,16 +424,21 @@ def summary(scores: Sequence[Score]) -> list[tuple[str, int, float, float, int, 
     rows with memory, and the median of memory errors.
     """
     lines = []
-    for name in sorted({one.series for one in scores}):
+    for name in sorted({score.series for score in scores}):
         for held_back in (False, True):
-            own = [one for one in scores if one.series == name and one.held_back == held_back]
-            errors = [abs(one.error) for one in own if one.error is not None]
-            of_memory = [abs(one.memory_error) for one in own if one.memory_error is not None]
-            if errors or of_memory:
+            errors = []
+            memory_errors = []
+            for score in scores:
+                if score.series == name and score.held_back == held_back:
+                    if score.error is not None:
+                        errors.append(abs(score.error))
+                    if score.memory_error is not None:
+                        memory_errors.append(abs(score.memory_error))
+            if errors or memory_errors:
                 median, worst = spread(errors) if errors else (math.nan, math.nan)
-                found = statistics.median(of_memory) if of_memory else None
-                label = f"{name}{', held back' if held_back else ''}"
-                lines.append((label, len(errors), median, worst, len(of_memory), found))
+                of_memory = statistics.median(memory_errors) if memory_errors else None
+                label = f"{name}, held back" if held_back else name
+                lines.append((label, len(errors), median, worst, len(memory_errors), of_memory))
     return lines
 
 

@@ -75,7 +75,7 @@ def options(model: str, mesh: str) -> dict[str, Any]:
     """Return options of a run that override the debug preset. Every mesh has the same sequences per step."""
     sizes = MODELS[model]
     rows = sizes["training.local_batch_size"]
-    found: dict[str, Any] = {
+    return {
         "model.name": "llama3",
         "model.flavor": "debugmodel",
         "model.overrides": {
@@ -93,7 +93,6 @@ def options(model: str, mesh: str) -> dict[str, Any]:
         "checkpoint.enable": False,
         **MESHES[mesh],
     }
-    return found
 
 
 def rank(model: str, mesh: str, steps: int, folder: str) -> None:
@@ -102,14 +101,16 @@ def rank(model: str, mesh: str, steps: int, folder: str) -> None:
 
     os.sched_setaffinity(0, {int(os.environ["RANK"]) % (os.cpu_count() or 1)})
     loaded = shardtrain.load_config("debug", {**options(model, mesh), "job.dump_folder": folder})
-    found = []
+    seconds_of_steps = []
     with shardtrain.Trainer(loaded) as trainer:
         for _ in range(steps):
             wall = time.perf_counter()
             cpu = time.process_time()
             trainer.step()
-            found.append([time.perf_counter() - wall, time.process_time() - cpu])
-    print(json.dumps(found))
+            wall_seconds = time.perf_counter() - wall
+            cpu_seconds = time.process_time() - cpu
+            seconds_of_steps.append([wall_seconds, cpu_seconds])
+    print(json.dumps(seconds_of_steps))
 
 
 def measure(model: str, mesh: str, steps: int) -> dict[str, Any]:
@@ -120,33 +121,40 @@ def measure(model: str, mesh: str, steps: int) -> dict[str, Any]:
         port = free.getsockname()[1]
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        started = []
+        processes = []
         for place in range(size):
             environment = {
                 **os.environ, "RANK": str(place), "LOCAL_RANK": str(place), "WORLD_SIZE": str(size),
                 "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
             }  # fmt: skip
-            words = [sys.executable, __file__, "--rank", model, mesh, str(steps), folder]
-            started.append(
-                subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
+            command = [sys.executable, __file__, "--rank", model, mesh, str(steps), folder]
+            processes.append(
+                subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
             )
-        said = [one.communicate(timeout=1800)[0] for one in started]
-    if any(one.returncode for one in started):
-        raise SystemExit(f"{model} on {mesh} ended with {[one.returncode for one in started]}")
+        outputs = [process.communicate(timeout=1800)[0] for process in processes]
+    codes = [process.returncode for process in processes]
+    if any(codes):
+        raise SystemExit(f"{model} on {mesh} ended with {codes}")
     return {
         "model": model,
         "mesh": mesh,
         "load": load,
-        "ranks": [json.loads(one.splitlines()[-1]) for one in said],
+        "ranks": [json.loads(output.splitlines()[-1]) for output in outputs],
     }
 
 
 def seconds_of(row: dict[str, Any]) -> tuple[float, float]:
     """Return the minimum wall seconds, and the mean over ranks of the median CPU seconds, of a step."""
-    later = [rank[LEFT_OUT:] for rank in row["ranks"]]
-    wall = min(max(rank[place][0] for rank in later) for place in range(len(later[0])))
-    return wall, statistics.mean(statistics.median(cpu for _, cpu in rank) for rank in later)
+    steps_of_ranks = [rank[LEFT_OUT:] for rank in row["ranks"]]
+    # A step takes as long as its slowest rank.
+    wall_seconds = []
+    for step_of_ranks in zip(*steps_of_ranks, strict=True):
+        wall_seconds.append(max(wall for wall, _ in step_of_ranks))
+    cpu_seconds = []
+    for steps in steps_of_ranks:
+        cpu_seconds.append(statistics.median(cpu for _, cpu in steps))
+    return min(wall_seconds), statistics.mean(cpu_seconds)
 
 
 def score(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, float, float, float]]:
@@ -164,11 +172,11 @@ def score(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, float, floa
     planned = {}
     for model, mesh in measured:
         config = shardtrain.load_config("debug", options(model, mesh)).config
-        alone = mesh == "one process"
-        # each rank has one thread here; by default, a run in one process uses all cores
-        time = planning.make(
-            config, 1 if alone else 2, device.with_nodes_of(1) if alone else device
-        ).time
+        if mesh == "one process":
+            # each rank has one thread here; by default, a run in one process uses all cores
+            time = planning.make(config, 1, device.with_nodes_of(1)).time
+        else:
+            time = planning.make(config, 2, device).time
         waits = time.costs.get("pipeline bubble and sends", 0.0)
         planned[model, mesh] = time.seconds - waits, time.seconds
     least = {

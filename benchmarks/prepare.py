@@ -50,9 +50,9 @@ def make_text(path: Path, megabytes: int) -> None:
             sizes = np.clip(random.lognormal(5.5, 1.0, 256), 8, 20_000).astype(int)
             chosen = vocabulary[np.searchsorted(cumulative, random.random(int(sizes.sum())))]
             for part in np.split(chosen, np.cumsum(sizes)[:-1]):
-                sentences = (
-                    " ".join(part[i : i + 14]).capitalize() for i in range(0, len(part), 14)
-                )
+                sentences = []
+                for start in range(0, len(part), 14):
+                    sentences.append(" ".join(part[start : start + 14]).capitalize())
                 line = json.dumps({"text": ". ".join(sentences) + ".", "id": written}) + "\n"
                 file.write(line)
                 written += len(line)
@@ -110,7 +110,9 @@ class Memory(threading.Thread):
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
-        self.pid, self.peak, self.ended = pid, {"rss": 0.0, "pss": 0.0}, threading.Event()
+        self.pid = pid
+        self.peak = {"rss": 0.0, "pss": 0.0}
+        self.ended = threading.Event()
 
     def run(self) -> None:
         while not self.ended.wait(0.2):
@@ -200,37 +202,16 @@ def main() -> None:
         megabytes = text.stat().st_size / 1e6
         for number in range(options.rounds):
             target = folder / f"ours-{number}"
-            command = [
-                sys.executable,
-                "-m",
-                "shardtrain",
-                "data",
-                "prepare",
-                "--output",
-                str(target),
-            ]
-            command += ["--processes", str(options.processes), "--training.dataset", "jsonl"]
-            command += [
-                "--training.dataset_path",
-                str(text),
-                "--model.hf_assets_path",
-                str(tokenizer),
-            ]
+            command = [sys.executable, "-m", "shardtrain", "data", "prepare"]
+            command += [f"--output={target}", f"--processes={options.processes}"]
+            command += ["--training.dataset=jsonl", f"--training.dataset_path={text}"]
+            command += [f"--model.hf_assets_path={tokenizer}"]
             rows.append({"side": "shardtrain", **timed(command)})
             tokens = json.loads((target / "index.json").read_text())["num_tokens"]
             if not options.ours_only:
-                command = [
-                    sys.executable,
-                    __file__,
-                    "--processes",
-                    str(options.processes),
-                    "--peer",
-                ]
-                command += [
-                    str(text),
-                    str(tokenizer / "tokenizer.json"),
-                    str(folder / f"peer-{number}"),
-                ]
+                command = [sys.executable, __file__, "--processes", str(options.processes)]
+                command += ["--peer", str(text), str(tokenizer / "tokenizer.json")]
+                command += [str(folder / f"peer-{number}")]
                 rows.append({"side": "datasets", **timed(command)})
                 if int(rows[-1]["said"]) != tokens:
                     raise SystemExit(f"the sides disagree: {tokens} and {rows[-1]['said']} tokens")
@@ -241,14 +222,13 @@ def main() -> None:
                     end="",
                 )
                 print(f", peak {row['pss']:.0f} MiB (rss {row['rss']:.0f})", flush=True)
-    seconds = {
-        side: statistics.median(r["seconds"] for r in rows if r["side"] == side)
-        for side in {*_sides(rows)}
-    }
-    summary = {
-        side: {"mb_per_second": megabytes / s, "tokens_per_second": tokens / s}
-        for side, s in seconds.items()
-    }
+
+    seconds = {}
+    summary: dict[str, dict[str, float] | float] = {}
+    for side in {*_sides(rows)}:
+        median = statistics.median(row["seconds"] for row in rows if row["side"] == side)
+        seconds[side] = median
+        summary[side] = {"mb_per_second": megabytes / median, "tokens_per_second": tokens / median}
     if "datasets" in seconds:
         summary["ratio"] = seconds["datasets"] / seconds["shardtrain"]
         print(f"shardtrain is {summary['ratio']:.2f} times as fast, by the medians")

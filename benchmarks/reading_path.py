@@ -61,7 +61,8 @@ class Trace:
 
     def start(self) -> None:
         """Discard earlier records and start tracing."""
-        self._codes, self._main = set(), set()
+        self._codes = set()
+        self._main = set()
         # New in Python 3.12. The types are checked for 3.11, which lacks it.
         start = getattr(threading, "setprofile_all_threads", threading.setprofile)
         start(self._note)
@@ -149,12 +150,12 @@ def table(traces: dict[str, dict[str, Found]], size_of: Callable[[str], int]) ->
         ("step", "a steady step"),
         ("first_update", "from the command to the first update"),
     ):
-        found = traces[name]["all"]
+        all_threads = traces[name]["all"]
         main = traces[name]["main"]
-        compute = {file: names for file, names in found.items() if file.startswith(COMPUTE)}
-        checks = {file: names for file, names in found.items() if file.startswith(CHECKS)}
+        compute = {file: names for file, names in all_threads.items() if file.startswith(COMPUTE)}
+        checks = {file: names for file, names in all_threads.items() if file.startswith(CHECKS)}
         parts = (
-            (title, found),
+            (title, all_threads),
             ("  of which in the main thread", main),
             ("  of which compute", compute),
         )
@@ -163,11 +164,13 @@ def table(traces: dict[str, dict[str, Found]], size_of: Callable[[str], int]) ->
         for label, files in parts:
             total = sum(size_of(file) for file in files)
             functions = sum(map(len, files.values()))
-            # nested functions share lines with the outer one
-            entered = sum(
-                len({line for _, first, last in inside for line in range(first, last + 1)})
-                for inside in files.values()
-            )
+            entered = 0
+            for functions_of_file in files.values():
+                # nested functions share lines with the outer one
+                entered_lines: set[int] = set()
+                for _, first, last in functions_of_file:
+                    entered_lines |= set(range(first, last + 1))
+                entered += len(entered_lines)
             lines.append(f"{label:38}{len(files):>3}{functions:>11,}{total:>8,}{entered:>9,}")
     return lines
 
@@ -184,7 +187,9 @@ def plain_step(folder: Path) -> dict[str, int]:
         "metrics.sample_prompt": "",
         "metrics.enable_tensorboard": "false",
     }
-    arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
+    arguments = []
+    for name, value in options.items():
+        arguments += [f"--{name}", value]
     return {file: size_of(file) for file in sorted(trace(2, folder, arguments)["step"]["main"])}
 
 

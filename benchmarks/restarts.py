@@ -95,38 +95,17 @@ def start(folder: Path, launcher: str, kills: int) -> subprocess.Popen[str]:
         "model.overrides.num_layers": 1, "checkpoint.enable": "true", "checkpoint.interval": 2,
         "checkpoint.keep_latest_k": 2,
     }  # fmt: skip
-    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    train = ["-m", "shardtrain", "train"]
+    for name, value in options.items():
+        train += [f"--{name}", str(value)]
     if launcher == "torchrun":
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        elastic = [
-            "--nproc-per-node",
-            "2",
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            f"127.0.0.1:{port}",
-        ]
-        elastic += [
-            "--max-restarts",
-            str(kills),
-            "--monitor-interval",
-            "0.1",
-            "--local-addr",
-            "127.0.0.1",
-        ]
-        command = ["-m", "torch.distributed.run", *elastic, "-m", "shardtrain", "train", *arguments]
+        command = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--max-restarts={kills}"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+        command += ["--monitor-interval=0.1", "--local-addr=127.0.0.1", *train]
     else:
-        command = [
-            "-m",
-            "shardtrain",
-            "train",
-            *arguments,
-            "--nproc",
-            "2",
-            "--max_restarts",
-            str(kills),
-        ]
+        command = [*train, "--nproc", "2", "--max_restarts", str(kills)]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -212,24 +191,25 @@ def main() -> None:
     parser.add_argument("--launcher", choices=["shardtrain", "torchrun"], default="shardtrain")
     parser.add_argument("--at", choices=["step", "load", "rendezvous"], default="step")
     parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     import torch
 
-    found = measure(given.launcher, given.kills, given.at)
-    found |= {
+    result = measure(options.launcher, options.kills, options.at)
+    result |= {
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }
-    print(json.dumps(found, indent=2))
-    if given.output:
-        earlier = json.loads(given.output.read_text()) if given.output.exists() else []
-        kept = [
-            one
-            for one in earlier
-            if (one["launcher"], one["at"]) != (found["launcher"], found["at"])
-        ]
-        given.output.write_text(json.dumps([*kept, found], indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+    if options.output:
+        # Replace the earlier result of the same case.
+        results = [result]
+        if options.output.exists():
+            case = (result["launcher"], result["at"])
+            earlier = json.loads(options.output.read_text())
+            others = [row for row in earlier if (row["launcher"], row["at"]) != case]
+            results = [*others, result]
+        options.output.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

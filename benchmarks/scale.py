@@ -161,24 +161,17 @@ def many_files(count: int) -> dict[str, Any]:
             if number % 1000 == 0:
                 path.parent.mkdir(parents=True)
             path.write_bytes(b'{"text": "a document of several words"}\n')
-        words = [
-            "--training.dataset",
-            "jsonl",
-            "--training.dataset_path",
-            f"{folder}/data",
-            "--data.mode",
-            "stream",
-        ]
-        config = load("debug", words).config
+        options = ["--training.dataset=jsonl", f"--training.dataset_path={folder}/data"]
+        config = load("debug", [*options, "--data.mode=stream"]).config
         pipes = []
         processes = []
         for rank in range(2):
             receiver, sender = multiprocessing.Pipe(False)
-            options = (config, rank, f"{folder}/store", sender)
-            processes.append(
-                multiprocessing.get_context("fork").Process(target=open_many_files, args=options)
-            )
-            processes[-1].start()
+            arguments = (config, rank, f"{folder}/store", sender)
+            fork = multiprocessing.get_context("fork")
+            process = fork.Process(target=open_many_files, args=arguments)
+            process.start()
+            processes.append(process)
             pipes.append(receiver)
         first, other = (pipe.recv() for pipe in pipes)
         for process in processes:
@@ -201,7 +194,7 @@ def open_many_files(config: Config, rank: int, store: str, sender: Any) -> None:
     cpu = time.process_time() - cpu
     next(loader)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    found = {"seconds": seconds, "cpu_seconds": round(cpu, 2), "mib": round(grown, 1)}
+    result = {"seconds": seconds, "cpu_seconds": round(cpu, 2), "mib": round(grown, 1)}
     if rank == 0:
         hashed = {name: "0" * 64 for name in loader.sampled_files}
         facts = {
@@ -209,11 +202,11 @@ def open_many_files(config: Config, rank: int, store: str, sender: Any) -> None:
             "data_contents": hashed,
             "data_cursors": loader.cursors().tolist(),
         }
-        found["state_bytes"] = len(json.dumps(facts))
-        found["contents_seconds"], _ = timed(lambda: Contents(loader.files_to_hash).look())
+        result["state_bytes"] = len(json.dumps(facts))
+        result["contents_seconds"], _ = timed(lambda: Contents(loader.files_to_hash).look())
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-        found["contents_mib"] = round(grown, 1)
-    sender.send(found)
+        result["contents_mib"] = round(grown, 1)
+    sender.send(result)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -226,7 +219,8 @@ class Lengths:
     def __init__(self, count: int) -> None:
         lengths = np.random.default_rng(1).integers(2, 2000, count)
         self._starts = np.cumsum(lengths) - lengths
-        self.num_documents, self.num_tokens = count, int(lengths.sum())
+        self.num_documents = count
+        self.num_tokens = int(lengths.sum())
 
     def document_starts(self) -> Any:
         return self._starts
@@ -257,11 +251,9 @@ class PeriodicLengths:
 
     def __init__(self, count: int) -> None:
         lengths = np.random.default_rng(1).integers(2, 2000, BLOCK_DOCUMENTS)
-        self._starts, self._period, self.num_documents = (
-            np.cumsum(lengths) - lengths,
-            int(lengths.sum()),
-            count,
-        )
+        self._starts = np.cumsum(lengths) - lengths
+        self._period = int(lengths.sum())
+        self.num_documents = count
 
     def document_starts(self) -> Any:
         return self
