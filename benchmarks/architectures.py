@@ -150,7 +150,7 @@ def measure(
 
 
 def _with_split_sequences(cell: Cell, config: Config) -> Cell:
-    """Return the cell of sequence parallelism, which a run with tensor parallelism uses if the blocks allow it."""
+    """Return the table's cell for sequence parallelism, which tensor parallelism uses if the blocks allow it."""
     module, shape = models.configured(config.model)
     resolved = hf_plan.resolve(models.build(module, shape), config)
     if resolved.sequences is None:

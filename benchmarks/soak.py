@@ -96,7 +96,7 @@ def soak(steps: int, nproc: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def grown(samples: list[dict[str, Any]]) -> dict[str, float]:
-    """Compare the last ten samples with those after a tenth of the steps."""
+    """Return the growth of each resource: the last ten samples minus those after a tenth of the steps."""
     early = samples[10:20]
     late = samples[-10:]
 

@@ -1027,14 +1027,13 @@ def _of_float8(case: Case) -> Iterator[Broken]:
 
 
 def _of_recomputation(case: Case) -> Iterator[Broken]:
+    """PyTorch's check that recomputation repeats the same operations."""
     if not is_on(case, f"{A}debug"):
         return
-    has_split_backward = case.number(PP) > 1 and (
-        case.value(SCHEDULE) in SPLIT or bool(case.value(CSV))
-    )
-    is_per_op = (
-        case.value(f"{A}mode") == "selective" and case.value(f"{A}selective_ac_option", "2") == "op"
-    )
+    may_split_backward = case.value(SCHEDULE) in SPLIT or bool(case.value(CSV))
+    has_split_backward = case.number(PP) > 1 and may_split_backward
+    is_selective = case.value(f"{A}mode") == "selective"
+    is_per_op = is_selective and case.value(f"{A}selective_ac_option", "2") == "op"
     if has_split_backward or is_per_op:
         yield Broken(
             "PyTorch can only debug a single recomputation of entire layers", (f"{A}debug",)

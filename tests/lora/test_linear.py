@@ -114,7 +114,7 @@ def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six():
     with_adapters, after = count_model(model, llama3.LAYOUT, shape)
     added = with_adapters - total
 
-    # layers x rank x (inputs of four, outputs of q, k and v, o)
+    # layers times rank times (inputs of q, k, v and o, and outputs of q, of k and v, and of o)
     assert added == 4 * 4 * (4 * 64 + 64 + 2 * 32 + 64)
 
     used = total - 512 * 64

@@ -152,15 +152,14 @@ def test_prometheus_listens_on_loopback_by_default_and_a_port_in_use_does_not_st
     "option", [{"enable_mlflow": True}, {"enable_trackio": True}, {"prometheus_port": 9000}]
 )
 def test_a_missing_package_is_an_error(option, kit, monkeypatch, tmp_path) -> None:
-    for name in [
-        name for name in sys.modules if name.startswith(("mlflow", "trackio", "prometheus_client"))
-    ]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in list(sys.modules):
+        if name.startswith(("mlflow", "trackio", "prometheus_client")):
+            monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
-    with pytest.raises(
-        ConfigError, match=rf"metrics\.{next(iter(option))}=.* requires the package .*pip install"
-    ):
+    (name,) = option
+    message = rf"metrics\.{name}=.* requires the package .*pip install"
+    with pytest.raises(ConfigError, match=message):
         Metrics(kit.config(**option), tmp_path, kit.facts(), kit.OneRank())
 
 

@@ -37,7 +37,7 @@ def clock() -> Clock:
 def console_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], list[str]]]:
-    """Function that returns the console lines so far. The first call starts it, because pytest replaces stderr."""
+    """Function that returns the console lines. Its first call starts the recording, because pytest replaces stderr."""
     stream = io.StringIO()
 
     def lines() -> list[str]:

@@ -125,6 +125,7 @@ def test_attention_prefers_the_fastest_kernel_and_restores_the_order(
 
 
 def answers_of_fake_device():
+    """Return the properties of the fake device, and the waits of the host that operations cause."""
     answers = {}
     device = accelerator.of_rank(NAME, 0)
     answers["device"] = str(device)

@@ -185,7 +185,7 @@ def test_matrices_get_the_update_of_the_paper(name: str) -> None:
     ours = trained_here(name)
     for key in MATRICES:
         if len(SHAPES[key]) == 3:
-            # Each matrix of a stack is one matrix. Dion draws one Q per stack, which has another reference.
+            # Dion draws one Q per stack of matrices, which the reference does not.
             continue
         steps = [gradients(step)[key] for step in range(STEPS)]
         expected = REFERENCES[name](values(0)[key], steps)

@@ -290,7 +290,7 @@ def test_verdicts_and_heartbeats_round_trip_through_json_and_other_text_is_ignor
     assert rank_heartbeat.read(rank_heartbeat.write(say(3))) == say(3)
 
 
-def test_number_of_monitors_does_not_grow_with_the_world():
+def test_number_of_monitors_does_not_grow_with_the_number_of_ranks():
     assert monitors(1) == {0}
     assert monitors(2) == {0, 1}
     assert monitors(4096) == {0, 1, 2048, 4095}

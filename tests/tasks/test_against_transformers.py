@@ -23,7 +23,7 @@ def texts() -> list[dict[str, Any]]:
 
 
 def sequences(tmp_path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the sequences of the steps as read by shardtrain, with the target of the last token."""
+    """Return the sequences that shardtrain reads in each step. Each ends with the target of its last token."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     stream = data.open_dataloader(
         config_for(tmp_path), batch_rank=0, num_batch_ranks=1, accumulation=1

@@ -201,7 +201,8 @@ def test_skipped_chunks_of_the_loss_are_counted_as_if_traced(monkeypatch, tp):
     chunk_counts = []
 
     def chunks(num_tokens, rows):
-        chunk_counts.append(len(parts := original(num_tokens, rows)))
+        parts = original(num_tokens, rows)
+        chunk_counts.append(len(parts))
         return parts
 
     original = cross_entropy._chunks

@@ -230,22 +230,17 @@ def open_tokenizers(rank: int, folder: Path, paths: list[str]) -> list[Any]:
                 results.append((calls.total(), str(error)))
                 continue
         ids = [tokenizer.encode(text).tolist() for text in ("a cut mesh", "<s> and </s>", "日本")]
+        num_calls = calls.total()
         properties = (
             tokenizer.fingerprint,
             tokenizer.vocab_size,
             tokenizer.bos_id,
             tokenizer.special_tokens,
+            tokenizer.chat_template,
+            tokenizer.tool_template,
+            tokenizer.spec,
         )
-        results.append(
-            (
-                calls.total(),
-                *properties,
-                tokenizer.chat_template,
-                tokenizer.tool_template,
-                tokenizer.spec,
-                ids,
-            )
-        )
+        results.append((num_calls, *properties, ids))
     return results
 
 
@@ -421,6 +416,7 @@ def test_error_of_the_opening_rank_is_raised_on_all(nodes: Path) -> None:
 
 
 def look_slowly(rank: int) -> Any:
+    """Return the values that rank 0 reads slowly and shares, of each type that can be shared."""
     ranks = Together(timeout_seconds=300)
     ranks._keep_alive_seconds = 0.02
 

@@ -31,7 +31,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_a_name_with_one_address_of_this_machine_is_listened_on(case, monkeypatch):
+def test_a_host_name_with_one_local_address_is_accepted(case, monkeypatch):
     addresses, expected = NAMES[case]
     resolve(monkeypatch, *addresses)
     with listening.open_listener("node1", 0) as listener:

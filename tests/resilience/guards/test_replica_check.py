@@ -57,6 +57,7 @@ def replicated(run: trainer.Run, replicas: Replicas) -> list[str]:
 
 
 def flips(rank: int, parallelism: dict[str, Any]) -> list[tuple[str, int, str]]:
+    """Flip random bits on random ranks. Return the parameter and the rank of each, and the error of the check."""
     run = build(rank, parallelism)
     replicas = Replicas(run, Checkpoints(run.config))
     rng = random.Random(1)

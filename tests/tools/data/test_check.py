@@ -130,7 +130,9 @@ def test_every_kind_of_bad_row_is_reported_with_its_places(
         assert code == expected_code
 
 
-def test_no_usable_row_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_without_a_usable_row_exits_with_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, report = run(capsys, *arguments_for(jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 3)))
     assert code == 3
     assert "has 0 usable of 3 rows" in report["problems"][0]
@@ -217,7 +219,7 @@ def test_leakage_into_validation_is_reported(
     assert "b.jsonl:4" in warning
 
 
-def test_ids_beyond_the_model_are_status_2(
+def test_ids_beyond_the_vocabulary_exit_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = arguments_for(

@@ -146,17 +146,24 @@ def check(
     most: float,
     kernels: rank_memory.Kernels = "cpu",
 ) -> None:
+    """The planned bytes of each pipeline rank are within ``most`` of those of a real step."""
     training = {
-        "seq_len": 512, "mixed_precision_param": "bfloat16", "local_batch_size": 2, "global_batch_size": -1
-    } | sections.get("training", {})  # fmt: skip
+        "seq_len": 512,
+        "mixed_precision_param": "bfloat16",
+        "local_batch_size": 2,
+        "global_batch_size": -1,
+        **sections.get("training", {}),
+    }
     config = tiny_config(**{**sections, "training": training})
     config = dataclasses.replace(config, model=Model(**model))
     measured = run_ranks(size, measured_bytes, config, kernels)
     planned = planned_bytes(config, size, kernels)
-    per_place = size // len(planned)
-    for place, bytes_planned in enumerate(planned):
-        bytes_measured = max(measured[place * per_place : (place + 1) * per_place])
-        assert bytes_planned == pytest.approx(bytes_measured, rel=most), f"pipeline rank {place}"
+    # A plan has one entry per pipeline rank, and a measurement one per rank.
+    ranks_per_stage = size // len(planned)
+    for stage, planned_of_stage in enumerate(planned):
+        first = stage * ranks_per_stage
+        measured_of_stage = max(measured[first : first + ranks_per_stage])
+        assert planned_of_stage == pytest.approx(measured_of_stage, rel=most), f"stage {stage}"
 
 
 def mesh(**degrees: Any) -> dict[str, Any]:
