@@ -107,16 +107,9 @@ def measure(arguments: list[str]) -> tuple[float, int]:
             status = Path(f"/proc/{process.pid}/status").read_text()
         except OSError:
             break
-        peak = max(
-            [
-                peak,
-                *(
-                    int(line.split()[1])
-                    for line in status.splitlines()
-                    if line.startswith("RssAnon:")
-                ),
-            ]
-        )
+        for line in status.splitlines():
+            if line.startswith("RssAnon:"):
+                peak = max(peak, int(line.split()[1]))
         time.sleep(0.02)
     assert process.stderr is not None
     if process.wait(timeout=60):

@@ -710,13 +710,12 @@ def save_and_read(folder: str, rank: int, mebibytes: int, sender: Any) -> None:
     mesh = init_device_mesh("cpu", (2,))
     count = 96
     rows = mebibytes * 2**20 // 4 // 1024 // count // 3  # weights and two moments each
-    model = {
-        f"{section}.layers.{n}.w{end}": DTensor.from_local(
-            torch.randn(rows // 2, 1024), mesh, [Shard(0)]
-        )
-        for section, end in (("model", ""), ("optimizer", ".exp_avg"), ("optimizer", ".exp_avg_sq"))
-        for n in range(count)
-    }
+    model = {}
+    for section, end in (("model", ""), ("optimizer", ".exp_avg"), ("optimizer", ".exp_avg_sq")):
+        for n in range(count):
+            local = torch.randn(rows // 2, 1024)
+            name = f"{section}.layers.{n}.w{end}"
+            model[name] = DTensor.from_local(local, mesh, [Shard(0)])
     kept = Checkpoints(
         Config(job=Job(dump_folder=f"{folder}/run"), checkpoint=Checkpoint(enable=True))
     )

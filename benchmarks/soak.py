@@ -100,20 +100,21 @@ def grown(samples: list[dict[str, Any]]) -> dict[str, float]:
     early = samples[10:20]
     late = samples[-10:]
 
-    def mean(of: list[dict[str, Any]], name: str) -> float:
-        return float(sum(one[name] for one in of) / max(1, len(of)))
+    def mean(part: list[dict[str, Any]], name: str) -> float:
+        return float(sum(sample[name] for sample in part) / max(1, len(part)))
 
-    def pace(of: list[dict[str, Any]]) -> float:
-        return float(
-            (of[-1]["cpu_seconds"] - of[0]["cpu_seconds"]) / (of[-1]["step"] - of[0]["step"])
-        )
+    def pace(part: list[dict[str, Any]]) -> float:
+        cpu_seconds = part[-1]["cpu_seconds"] - part[0]["cpu_seconds"]
+        return float(cpu_seconds / (part[-1]["step"] - part[0]["step"]))
+
+    def growth(name: str) -> float:
+        return round(mean(late, name) - mean(early, name), 2)
 
     return {
         "steps": late[-1]["step"] - early[0]["step"],
-        **{
-            name: round(mean(late, name) - mean(early, name), 2)
-            for name in ("mib", "files", "threads")
-        },
+        "mib": growth("mib"),
+        "files": growth("files"),
+        "threads": growth("threads"),
         "cpu_seconds_per_step_ratio": round(pace(late) / pace(early), 3),
     }
 

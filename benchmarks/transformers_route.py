@@ -137,16 +137,17 @@ def measure(
             route: ROWS * TOKENS / statistics.median(seconds[name, route]) for route in ROUTES
         }
         pairs = zip(seconds[name, "native"], seconds[name, "transformers"], strict=True)
+        num_params = {}
+        for route in ROUTES:
+            parameters = runs[name, route].runner.parameters()
+            num_params[route] = sum(parameter.numel() for parameter in parameters.values())
         row = {
             "model": name,
             "dtype": dtype,
             "tokens_per_cpu_second": speeds,
             "ratio": speeds["transformers"] / speeds["native"],
             "ratios": [native / theirs for native, theirs in pairs],
-            "num_params": {
-                route: sum(p.numel() for p in runs[name, route].runner.parameters().values())
-                for route in ROUTES
-            },
+            "num_params": num_params,
         }
         print(f"{name:10s} {dtype:9s} {row['ratio']:.2f} {speeds}", flush=True)
         rows.append(row)

@@ -27,14 +27,10 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
-        processes = [
-            context.Process(
-                target=_rank,
-                args=(rank, num_ranks, folder, pipes[rank][1], function, arguments),
-                daemon=True,
-            )
-            for rank in range(num_ranks)
-        ]
+        processes = []
+        for rank, (_, sender) in enumerate(pipes):
+            rank_arguments = (rank, num_ranks, folder, sender, function, arguments)
+            processes.append(context.Process(target=_rank, args=rank_arguments, daemon=True))
         for process in processes:
             process.start()
         for _, sender in pipes:

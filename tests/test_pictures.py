@@ -211,7 +211,6 @@ def test_screenshots_of_a_report_in_two_widths_and_print(tmp_path: Path) -> None
     starts = {".png": b"\x89PNG", ".pdf": b"%PDF"}
 
     assert [path.name for path in taken] == ["report.png", "report_phone.png", "report_print.pdf"]
-    assert all(
-        path.read_bytes().startswith(starts[path.suffix]) and path.stat().st_size > 3000
-        for path in taken
-    )
+    for path in taken:
+        assert path.read_bytes().startswith(starts[path.suffix]), path
+        assert path.stat().st_size > 3000, path

@@ -40,11 +40,8 @@ def config_of(base: Path, output: Path, architecture: str = "", **lora: Any) -> 
         model["overrides"] = {"path": str(base), "architecture": architecture, "num_labels": 2}
     else:
         recognised = recognise(base)
-        sizes = {
-            key: value
-            for key, value in dataclasses.asdict(recognised.config).items()
-            if key != "norm_type"
-        }
+        sizes = dataclasses.asdict(recognised.config)
+        del sizes["norm_type"]
         model = {"name": recognised.name, "flavor": recognised.flavor, "overrides": sizes}
     return reviews_config(
         model=model,

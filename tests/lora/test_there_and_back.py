@@ -288,11 +288,11 @@ def changed_by_ten_steps(rank, config):
     before = {name: tensor.clone() for name, tensor in run.model_state_dict().items()}
     for _ in range(10):
         step(run)
-    return [
-        name
-        for name, tensor in run.model_state_dict().items()
-        if not torch.equal(tensor, before[name])
-    ], before
+    changed = []
+    for name, tensor in run.model_state_dict().items():
+        if not torch.equal(tensor, before[name]):
+            changed.append(name)
+    return changed, before
 
 
 def test_frozen_weights_and_router_biases_stay_unchanged(tmp_path):

@@ -72,18 +72,14 @@ def test_loss_is_the_mean_over_tokens_and_max_loss_the_worst_rank(tmp_path, kit)
     def play(rank):
         facts = kit.facts(rank=rank, world_size=3, is_writer=rank == 1, total_steps=3)
         metrics = Metrics(kit.config(log_freq=3), tmp_path, facts, ranks.of(rank))
-        logged[rank] = [
-            metrics.update(
-                step + 1,
-                torch.tensor(sums[rank][step]),
-                tokens[rank][step],
-                (2, 30, 15)[step],
-                1.0,
-                1e-3,
-                0.0,
+        logged[rank] = []
+        for step in range(3):
+            loss_sum = torch.tensor(sums[rank][step])
+            global_tokens = (2, 30, 15)[step]
+            record = metrics.update(
+                step + 1, loss_sum, tokens[rank][step], global_tokens, 1.0, 1e-3, 0.0
             )
-            for step in range(3)
-        ]
+            logged[rank].append(record)
         metrics.close()
 
     threads = [threading.Thread(target=play, args=(rank,)) for rank in range(3)]

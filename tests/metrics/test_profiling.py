@@ -70,12 +70,9 @@ def test_profiling_without_effect_is_an_error(tmp_path):
     ):
         pass
 
-    assert [
-        p.option
-        for p in profiling.profiling_problems(
-            config(enable_profiling=True, profiler_active=0), "cpu"
-        )
-    ] == ["profiling.profiler_active"]
+    options = config(enable_profiling=True, profiler_active=0)
+    (problem,) = profiling.profiling_problems(options, "cpu")
+    assert problem.option == "profiling.profiler_active"
     assert not profiling.profiling_problems(config(enable_memory_snapshot=True), "cuda")
     assert not profiling.profiling_problems(config(profile_freq=1), "cpu")
 

@@ -106,11 +106,13 @@ def scraped(port: int) -> dict[str, float]:
         f"http://127.0.0.1:{port}/metrics", timeout=patience.seconds(10)
     ) as answer:
         lines = answer.read().decode().splitlines()
-    return {
-        line.partition("{")[0]: float(line.rpartition(" ")[2])
-        for line in lines
-        if not line.startswith("#")
-    }
+    values = {}
+    for line in lines:
+        if not line.startswith("#"):
+            name, _, _ = line.partition("{")
+            _, _, value = line.rpartition(" ")
+            values[name] = float(value)
+    return values
 
 
 def test_prometheus_serves_the_last_logged_step_until_the_run_ends(tmp_path, kit) -> None:

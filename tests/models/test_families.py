@@ -276,14 +276,11 @@ def test_head_counts_follow_from_weight_shapes(family: str) -> None:
     for path, submodule in model.named_modules():
         if not isinstance(submodule, nn.Linear | HeadNumbers):
             continue
-        style = next(
-            (
-                w
-                for pattern, w in module.LAYOUT.tensor.items()
-                if shardtrain.layout.matches(path, pattern)
-            ),
-            "",
-        )
+        style = ""
+        for pattern, style_of_pattern in module.LAYOUT.tensor.items():
+            if shardtrain.layout.matches(path, pattern):
+                style = style_of_pattern
+                break
         if style in ("colwise", "rowwise", "per_head"):
             dim = 1 if style == "rowwise" else 0
             submodule.weight = nn.Parameter(submodule.weight.chunk(2, dim)[0])

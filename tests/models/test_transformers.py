@@ -297,11 +297,11 @@ def step_over_documents(rank: int, config: Config) -> tuple[float, dict[str, Ten
         targets += batch.num_targets
         if targets >= run_targets(config):
             break
-    return total, {
-        name: to_full(p.grad).clone()
-        for name, p in run.runner.parameters().items()
-        if p.grad is not None
-    }
+    gradients = {}
+    for name, parameter in run.runner.parameters().items():
+        if parameter.grad is not None:
+            gradients[name] = to_full(parameter.grad).clone()
+    return total, gradients
 
 
 def run_targets(config: Config) -> int:

@@ -289,10 +289,12 @@ def _trained(mesh_shape, placements, dtype):
     mesh = init_device_mesh("cpu", mesh_shape)
     params = {}
     for name, value in values(0).items():
-        dims = [
-            Replicate() if p.is_replicate() else Shard(min(p.dim % value.ndim, value.ndim - 1))
-            for p in placements
-        ]
+        dims = []
+        for placement in placements:
+            if placement.is_replicate():
+                dims.append(Replicate())
+            else:
+                dims.append(Shard(min(placement.dim % value.ndim, value.ndim - 1)))
         if value.ndim == 1:  # like FSDP, split the only dimension of a vector once
             dims = [Shard(0), *[Replicate()] * (len(placements) - 1)]
         params[name] = nn.Parameter(distribute_tensor(value, mesh, dims))

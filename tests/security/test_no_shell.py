@@ -15,12 +15,11 @@ PACKAGE = Path(shardtrain.__file__).parent
 @functools.cache
 def trees() -> dict[str, list[ast.AST]]:
     """Return the syntax nodes of each file of the package."""
-    return {
-        path.relative_to(PACKAGE).as_posix(): list(
-            ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        )
-        for path in sorted(PACKAGE.rglob("*.py"))
-    }
+    nodes_of_files = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        nodes_of_files[path.relative_to(PACKAGE).as_posix()] = list(ast.walk(tree))
+    return nodes_of_files
 
 
 SHELLS = (
@@ -103,11 +102,10 @@ def test_only_the_page_of_runs_writes_html() -> None:
     """Only one file writes HTML, and tests/tools/runs/report test that it escapes all inserted text."""
 
     def html(file: str) -> list[str]:
-        texts = [
-            n.value
-            for n in trees()[file]
-            if isinstance(n, ast.Constant) and isinstance(n.value, str)
-        ]
+        texts = []
+        for node in trees()[file]:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
         return [
             text
             for text in texts

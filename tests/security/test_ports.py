@@ -57,15 +57,11 @@ def train(*arguments: str) -> list[str]:
 
 
 def nodes(count: str) -> Callable[[int], Sequence[list[str]]]:
-    return lambda port: [
-        train(
-            f"--nnodes={count}",
-            f"--node_rank={number}",
-            "--nproc=1",
-            f"--rdzv_endpoint={RENDEZVOUS}:{port}",
-        )
-        for number in (0, 1)
-    ]
+    def commands(port: int) -> list[list[str]]:
+        options = [f"--nnodes={count}", "--nproc=1", f"--rdzv_endpoint={RENDEZVOUS}:{port}"]
+        return [train(*options, f"--node_rank={number}") for number in (0, 1)]
+
+    return commands
 
 
 def task_of_srun(number: int, port: int) -> dict[str, str]:

@@ -34,10 +34,8 @@ def sequences(tmp_path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]
         last_B1 = batch.targets_BT[:, -1:].clamp_min(0)
         tokens_BT = torch.cat((batch.tokens_BT, last_B1), dim=1)
         labels_BT = torch.cat((torch.full_like(last_B1, -100), batch.targets_BT), dim=1)
-        sequences_read += [
-            {"input_ids": t.tolist(), "labels": n.tolist()}
-            for t, n in zip(tokens_BT, labels_BT, strict=True)
-        ]
+        for tokens_T, labels_T in zip(tokens_BT, labels_BT, strict=True):
+            sequences_read.append({"input_ids": tokens_T.tolist(), "labels": labels_T.tolist()})
     return sequences_read
 
 

@@ -306,16 +306,17 @@ def continued(rank: int, first: Config, second: Config) -> tuple[Any, Any]:
 def test_run_resumes_at_the_row_where_it_stopped(tmp_path: Path) -> None:
     training = {"steps": 6, "local_batch_size": 4}
     checkpoint = {"enable": True, "interval": 3}
-    configs = [
-        config(
+
+    def config_in(name: str) -> Config:
+        return config(
             job={"dump_folder": str(tmp_path / name)},
             training=training,
             checkpoint=checkpoint,
             validation={"enable": False},
             model={"overrides": {**SHAPE, "dropout": 0.1}},
         )
-        for name in ("whole", "cut")
-    ]
+
+    configs = [config_in("uninterrupted"), config_in("resumed")]
 
     for uninterrupted, resumed in run_ranks(2, continued, *configs):
         assert resumed.sample_ids == uninterrupted.sample_ids[3:]

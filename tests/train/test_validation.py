@@ -234,12 +234,13 @@ def traces(rank: int, run_config: Config) -> tuple[bool, bool, bool, bool]:
     for _ in range(2):
         evaluate.evaluate(run.runner, stream, run.mesh)
     after = run.runner.parameters()
+    keeps_weights = True
+    for name, weight in weights.items():
+        unchanged = torch.equal(local_tensor(after[name].detach()), weight)
+        keeps_weights = keeps_weights and unchanged
     return (
-        all(
-            torch.equal(local_tensor(after[name].detach()), weight)
-            for name, weight in weights.items()
-        ),
-        all(p.grad is None for p in after.values()),
+        keeps_weights,
+        all(parameter.grad is None for parameter in after.values()),
         torch.equal(torch.get_rng_state(), random_state),
         run.dataloader.samples_consumed == consumed,
     )

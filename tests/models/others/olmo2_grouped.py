@@ -55,10 +55,9 @@ class Attention(nn.Module):
         self.core = AttentionCore()
 
     def forward(self, x, angles, documents_BT=None):
-        q, k, v = (
-            y.unflatten(-1, (-1, self.hd))
-            for y in (self.q_norm(self.wq(x)), self.k_norm(self.wk(x)), self.wv(x))
-        )
+        q = self.q_norm(self.wq(x)).unflatten(-1, (-1, self.hd))
+        k = self.k_norm(self.wk(x)).unflatten(-1, (-1, self.hd))
+        v = self.wv(x).unflatten(-1, (-1, self.hd))
         out = self.core(rotate(q, angles), rotate(k, angles), v, documents_BT)
         return self.wo(out.flatten(2))
 

@@ -115,13 +115,9 @@ def gradients(rank: int, config: Config) -> dict[str, Tensor]:
     update = run.runner.update
 
     def keep(optimizer: torch.optim.Optimizer) -> None:
-        saved.update(
-            {
-                n: to_full(p.grad).float()
-                for n, p in run.runner.parameters().items()
-                if p.grad is not None
-            }
-        )
+        for name, parameter in run.runner.parameters().items():
+            if parameter.grad is not None:
+                saved[name] = to_full(parameter.grad).float()
         update(optimizer)
 
     run.runner.update = keep  # type: ignore[method-assign]

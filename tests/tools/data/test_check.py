@@ -227,10 +227,8 @@ def test_ids_beyond_the_vocabulary_exit_with_2(
     )
     report = examine(load(None, arguments).config, 1)
     assert report.exit_code == 2
-    assert any(
-        "the tokenizer has 258 ids, but the model's vocabulary has 200" in line
-        for line in report.problems
-    )
+    message = "the tokenizer has 258 ids, but the model's vocabulary has 200"
+    assert any(message in line for line in report.problems)
     assert any("has the id 257" in line for line in report.problems)
 
 
@@ -266,13 +264,17 @@ def test_a_mixture_is_checked_source_by_source(
 ) -> None:
     config = tmp_path / "run.toml"
     jsonl(tmp_path / "web.jsonl", texts(40)), jsonl(tmp_path / "code.jsonl", texts(20))
-    config.write_text(
-        "[training]\nseq_len = 64\nlocal_batch_size = 1\n"
-        + "".join(
-            f'[data.sources.{name}]\ndataset_path = "{tmp_path}/{name}.jsonl"\nweight = {weight}\n'
-            for name, weight in (("web", 3.0), ("code", 1.0))
-        )
-    )
+    config.write_text(f"""
+[training]
+seq_len = 64
+local_batch_size = 1
+[data.sources.web]
+dataset_path = "{tmp_path}/web.jsonl"
+weight = 3.0
+[data.sources.code]
+dataset_path = "{tmp_path}/code.jsonl"
+weight = 1.0
+""")
     _, report = run(capsys, str(config))
     web = report["datasets"]["web"]
     code = report["datasets"]["code"]

@@ -40,11 +40,8 @@ def run(folder: Path, *arguments: str) -> int:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(folder)): file.read_bytes()
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
 def complete_files(folder: Path) -> dict[str, bytes]:

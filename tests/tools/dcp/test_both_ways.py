@@ -30,12 +30,12 @@ OURS = {
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     stored = manifest.read(folder)
-    return {
-        name: torch.frombuffer(
-            weights_file.whole_bytes(stored, folder, t), dtype=getattr(torch, t.dtype)
-        ).view(t.shape)
-        for name, t in stored.tensors.items()
-    }
+    tensors = {}
+    for name, entry in stored.tensors.items():
+        data = weights_file.whole_bytes(stored, folder, entry)
+        tensor = torch.frombuffer(data, dtype=getattr(torch, entry.dtype))
+        tensors[name] = tensor.view(entry.shape)
+    return tensors
 
 
 def our_name(theirs: str) -> str:
@@ -205,10 +205,9 @@ def test_reordered_queries_and_keys_reproduce_interleaved_rotary_scores() -> Non
     torch.testing.assert_close(
         scores(rotate, ours), scores(rotate_pairs, theirs), rtol=1e-5, atol=1e-5
     )
-    assert all(
-        torch.equal(names.to_theirs(f"layers.0.attn.{w}.weight", ours[w]), theirs[w])
-        for w in theirs
-    )
+    for name, expected in theirs.items():
+        converted = names.to_theirs(f"layers.0.attn.{name}.weight", ours[name])
+        assert torch.equal(converted, expected), name
 
 
 @pytest.mark.parametrize(

@@ -209,11 +209,8 @@ def test_a_missing_rank_is_waited_for_once_and_named(tmp_path):
 
     assert time.monotonic() - started < patience.seconds(60)
 
-    findings = [
-        row
-        for row in patients.judged(reports, "hosts", "clock", "storage", "network")
-        if row.verdict == "fail"
-    ]
+    rows = patients.judged(reports, "hosts", "clock", "storage", "network")
+    findings = [row for row in rows if row.verdict == "fail"]
 
     assert findings[0].area == "ranks"
     assert findings[0].ranks == (1,)

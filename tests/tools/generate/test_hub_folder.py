@@ -20,7 +20,7 @@ from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.distributed.process_group import World
 from shardtrain.tools.generate.engine import Generator
 from shardtrain.tools.generate.prompts import GenerationPrompts
-from shardtrain.tools.generate.trained_model import open_model
+from shardtrain.tools.generate.trained_model import OpenedModel, open_model
 from shardtrain.utils.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -262,10 +262,13 @@ def test_add_bos_overrides_the_tokenizer_of_a_folder(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     opened = open_model(folder)
-    plain, with_bos = (
-        GenerationPrompts(model.tokenizer, model.config.data, None).value("the cat", "--prompt")
-        for model in (opened, opened.with_data(add_bos=True))
-    )
+
+    def prompt_ids(model: OpenedModel) -> list[int]:
+        prompts = GenerationPrompts(model.tokenizer, model.config.data, None)
+        return prompts.value("the cat", "--prompt")
+
+    plain = prompt_ids(opened)
+    with_bos = prompt_ids(opened.with_data(add_bos=True))
 
     assert with_bos == [opened.tokenizer.bos_id, *plain]
 

@@ -29,19 +29,11 @@ from shardtrain.tools.runs.watch.screen import Terminal, frame
 
 
 def lines(first: int, last: int, **more: Any) -> str:
-    return "".join(
-        json.dumps(
-            {
-                "step": step,
-                "loss": 10 / step,
-                "tokens_per_second": 100.0,
-                "step_seconds": 0.5,
-                **more,
-            }
-        )
-        + "\n"
-        for step in range(first, last + 1)
-    )
+    records = []
+    for step in range(first, last + 1):
+        record = {"step": step, "loss": 10 / step, "tokens_per_second": 100.0, "step_seconds": 0.5}
+        records.append(json.dumps({**record, **more}) + "\n")
+    return "".join(records)
 
 
 def add(folder: Path, text: str, name: str = "metrics.jsonl") -> None:

@@ -78,12 +78,12 @@ def test_a_loss_divided_by_the_targets_of_each_micro_batch(check, monkeypatch):
     forward_backward = runner.PlainRunner.forward_backward
 
     def mean_of_means(self, batches, weight):
-        total = sum(batch.num_targets for batch in batches)
-        losses = [
-            forward_backward(self, [batch], weight * total / len(batches) / batch.num_targets)
-            for batch in batches
-        ]
-        return sum(losses)
+        mean_targets = sum(batch.num_targets for batch in batches) / len(batches)
+        loss = 0.0
+        for batch in batches:
+            weight_of_batch = weight * mean_targets / batch.num_targets
+            loss = loss + forward_backward(self, [batch], weight_of_batch)
+        return loss
 
     monkeypatch.setattr(runner.PlainRunner, "forward_backward", mean_of_means)
     result = check("accumulation")

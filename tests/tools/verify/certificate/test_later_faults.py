@@ -424,12 +424,10 @@ def test_a_later_fault_is_detected(name, check, tmp_path: Path, monkeypatch):
     planted.plant(monkeypatch)
     if planted.where in DIMENSIONS:
         meshes = (planted.mesh,) if planted.mesh else ()
-        (result, *_) = [
-            one
-            for one in check(planted.where, *planted.options, meshes=meshes).comparisons
-            if one.verdict != "same"
-        ] or [None]
-        assert result is not None, "not detected"
+        comparisons = check(planted.where, *planted.options, meshes=meshes).comparisons
+        different = [comparison for comparison in comparisons if comparison.verdict != "same"]
+        assert different, "not detected"
+        result = different[0]
     else:
         result = rows_of(tmp_path, planted.options, planted.mesh, steps=1)[planted.where]
 
