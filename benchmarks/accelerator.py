@@ -589,7 +589,7 @@ def _three_steps(
 
 
 def options(device: str, tiny: bool, names: str = "") -> Iterator[Row]:
-    """Compare three steps with every kind of option with the CPU, eager mode or emulation, in parallel."""
+    """For every kind of option, compare three steps with those of a CPU, of eager mode or of an emulation."""
     cases = option_cases()
     cases = {name: cases[name] for name in chosen(cases, names)}
     if tiny:

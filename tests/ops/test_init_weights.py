@@ -178,7 +178,7 @@ def _check_meshes(rank: int) -> None:
 
 
 def test_weights_are_bitwise_equal_on_every_mesh_also_with_uneven_sizes(monkeypatch) -> None:
-    # many blocks with shard boundaries within; ranks inherit it
+    # small blocks, so shard boundaries are within blocks; forked ranks inherit the value
     monkeypatch.setattr(init_weights, "BLOCK_NUMEL", 20)
     run_ranks(4, _check_meshes)
 

@@ -127,7 +127,7 @@ def of_kto() -> Both:
 
 
 def of_a_reward_model() -> Both:
-    """Both start with the new head of shardtrain. Rows have margins."""
+    """TRL and shardtrain start with the same new head, which shardtrain draws. Rows have margins."""
     rows = [{**row, "margin": number % 4 / 2} for number, row in enumerate(pairs())]
     task = {"name": "reward_model"}
     head = ours(rows, task=task, training={"steps": 1}, optimizer={"lr": 1e-30}).weights[

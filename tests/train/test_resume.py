@@ -46,7 +46,7 @@ def config(folder: Path, mesh: str | None, **training: Any) -> Config:
     return tiny_config(
         job={"dump_folder": str(folder)},
         parallelism=MESHES[mesh] if mesh else {},
-        # the global batch size is 8 with two ranks of a batch axis or one of another axis; one process keeps it
+        # All runs have a global batch of 8: two ranks with 4 rows each, or ranks that read the same 8 rows.
         training={
             "steps": STEPS,
             "local_batch_size": 8 if mesh in ("tp", "pp") else 4,
