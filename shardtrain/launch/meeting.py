@@ -54,6 +54,8 @@ _NO_NUMBER = 2**31
 _TIMEOUTS = ("join", "last_call", "close", "heartbeat")
 SILENT_SECONDS = 75.0
 """Time without a reply of the store after which nodes that meet give up. Longer than PyTorch's own timeout of 60 s."""
+_MOST_NAMED = 8
+"""Number of absent nodes that an error names."""
 LONGEST_LOOKS = 2
 """Number of heartbeat intervals without a look at the shared state after which this process was suspended."""
 RETURN_SECONDS = 10.0
@@ -102,6 +104,7 @@ def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
     # Otherwise PyTorch would serve another store for the ranks, on a random port of every address.
     meeting._bootstrap_store_info = RendezvousStoreInfo(host, int(port))
     meeting._shared_tcp_store_server = store
+    meeting.serves_store = listener is not None
     meeting.counts = counts
     meeting.first_decides = nodes.first_decides
     seal = Seal(secret, nodes.run_id)
@@ -117,18 +120,19 @@ def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
             event = "is asked to stop" if isinstance(error, Preempted) else "cannot run"
             text = f"another node {event}: waiting until all nodes know it"
             print(text, file=sys.stderr, flush=True)
-            _await_readers(store, nodes, STOP_SECONDS if isinstance(error, Preempted) else None)
+            seconds = STOP_SECONDS if isinstance(error, Preempted) else REFUSAL_SECONDS
+            _await_readers(store, nodes, nodes.most, seconds)
         raise error
 
     meeting._state_holder.raise_refusal = raise_refusal  # type: ignore[attr-defined]
     return meeting
 
 
-def _await_readers(store: dist.Store, nodes: Nodes, seconds: float | None) -> None:
-    """Wait until all nodes know the reason of the one that cannot run, at most ``seconds`` or ``REFUSAL_SECONDS``."""
-    end = time.monotonic() + (REFUSAL_SECONDS if seconds is None else seconds)
+def _await_readers(store: dist.Store, nodes: Nodes, readers: int, seconds: float) -> None:
+    """Wait until a number of nodes knows the reason of the one that cannot run, at most ``seconds``."""
+    end = time.monotonic() + seconds
     counter = readers_key(nodes.refusal_key)
-    while store.add(counter, 0) < nodes.most and time.monotonic() < end:
+    while store.add(counter, 0) < readers and time.monotonic() < end:
         time.sleep(LOOK_SECONDS)
 
 
@@ -161,9 +165,34 @@ def failed(error: Exception, nodes: Nodes, meeting: Meeting | None) -> PeerError
         rule = f"was disturbed: {error}; set the same {SECRET} on all nodes, or find out who else connects to the port"
     elif meeting is not None and isinstance(error, RendezvousTimeoutError):
         # The other nodes leave at their own timeouts, which may have been a moment earlier.
-        came = len({*meeting.state.participants, *meeting.state.wait_list, *meeting.joined_nodes()})
-        rule = f"of {nodes.least} nodes did not complete within {nodes.join_seconds} s: {came} joined; check the others"
+        joined = {*meeting.state.participants, *meeting.state.wait_list, *meeting.joined_nodes()}
+        others = "the others"
+        missing = sorted(set(range(nodes.least)) - {node.number for node in joined})
+        # Any node may be absent from an elastic run, and nodes may have no number.
+        if nodes.least == nodes.most == len(joined) + len(missing):
+            others = f"node {', '.join(map(str, missing[:_MOST_NAMED]))}"
+        rule = (
+            f"of {nodes.least} nodes did not complete within {nodes.join_seconds} s: "
+            f"{len(joined)} joined; check {others}"
+        )
+        failure = PeerError(f"the meeting at {nodes.endpoint} {rule}")
+        if meeting.serves_store:
+            _tell_joined(failure, nodes, meeting, len(joined) - 1)
+        return failure
     return PeerError(f"the meeting at {nodes.endpoint} {rule}")
+
+
+def _tell_joined(failure: PeerError, nodes: Nodes, meeting: Meeting, others: int) -> None:
+    """Tell the other nodes that have joined why this node, which serves the store, ends.
+
+    Otherwise they would report that the store is lost.
+    """
+    store: Any = meeting._shared_tcp_store_server
+    reason = f"{failure.exit_code} {failure}"
+    seal = Seal(os.environ.get(SECRET, ""), nodes.run_id)
+    with contextlib.suppress(DistError):
+        store.set(nodes.refusal_key, seal.close(reason.encode()))
+        _await_readers(store, nodes, others, STOP_SECONDS)
 
 
 class _NumberedNode(pytorch._NodeDesc):
@@ -272,6 +301,8 @@ class Meeting(pytorch.DynamicRendezvousHandler):
     """Node counts that can work, ascending."""
     first_decides = False
     """True if later node counts must divide the first node count, which determines the global batch size."""
+    serves_store = False
+    """True if the store of the rendezvous ends with this process."""
     number = _NO_NUMBER
     """The --node_rank of the next rendezvous that this process opens."""
 

@@ -203,6 +203,27 @@ def test_a_node_that_is_lost_before_all_have_joined_ends_the_others(tmp_path, vi
         assert (end["code"], end["rank"], end["retryable"]) == (6, None, True)
 
 
+@pytest.mark.nightly(
+    "waits for a timeout",
+    by="tests/launch/test_lost_ranks.py::test_nodes_that_fail_to_meet_write_exit_json",
+)
+@pytest.mark.parametrize("absent", [1, 2])
+def test_nodes_that_wait_in_vain_name_the_absent_one(tmp_path, absent):
+    """Node 0 serves the store, and ends first. The other node reports the same reason instead of a lost store."""
+    present = [rank for rank in range(3) if rank != absent]
+    with run_of(tmp_path, "3", RDZV_TIMEOUT="30") as run:
+        run.start(0)
+        run.wait_for_line(0, "waiting for other nodes: 1 of 3 have joined")
+        run.start(present[1])
+        assert [run.status(rank) for rank in present] == [6, 6]
+        lines = {run.last_line(rank) for rank in present}
+    assert len(lines) == 1
+    (line,) = lines
+    assert f"2 joined; check node {absent}" in line
+    end = record(tmp_path / "run")
+    assert (end["code"], end["rank"], end["retryable"]) == (6, None, True)
+
+
 # phase of the stopped node, its number, signal, all nodes of the run, nodes that start later
 STOPS = {
     "node 0 in its preflight": ("preflight", 0, "SIGTERM", "2", ()),
