@@ -53,7 +53,7 @@ TRUSTED = tuple(
         ],  # a virtual environment may use the packages of another one
     }
 )
-# the package caches tokens here if tokenizing takes long, so on a busy machine writing here is allowed
+# The package caches tokens here if tokenizing takes long, as on a busy machine. So writing here is allowed.
 TOKENS = os.path.join(os.path.realpath(user_cache.folder()), "tokens")
 # Code objects without a file: namedtuple and dataclass generate classes from their field names, Jinja compiles
 # templates into functions that only its sandbox calls, and frozen modules have names in angle brackets

@@ -200,7 +200,7 @@ def test_random_hangs_are_attributed_correctly(tmp_path):
         if not is_named or not no_orphans(folder):
             wrong.append((number, count, rank, place, report))
 
-    # One report in a hundred may be wrong: a slow machine can delay another rank past the limit.
+    # One report in a hundred may be wrong.
     seconds.sort()
     median = seconds[len(seconds) // 2]
     print(

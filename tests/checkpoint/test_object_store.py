@@ -420,7 +420,8 @@ def test_kill_at_any_call_keeps_the_newest_saved_checkpoint() -> None:
                 saved_step = step
         except Killed:
             pass
-        if store.calls < number:  # three saves need fewer calls: every call was tried
+        # Three saves end with fewer calls than ``number``, so each of their calls has failed once.
+        if store.calls < number:
             manager.close()
             break
         die(manager)

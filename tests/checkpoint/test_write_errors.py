@@ -1,4 +1,4 @@
-"""A failed write during a save is reported on every rank and keeps earlier checkpoints: each call, error and rank."""
+"""A failed write during a save is reported on every rank and keeps earlier checkpoints, whatever call or rank fails."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_the_fixes_of_every_problem_of_an_option_work(section: str) -> None:
 
 @pytest.mark.nightly("it counts the cases of the test above")
 def test_most_fixes_can_be_applied() -> None:
-    """Otherwise the test above would cover little."""
+    """The test above skips problems whose fix it cannot apply, so these must be few."""
     num_problems = 0
     num_with_fix = 0
     for name, option in options().items():

@@ -414,7 +414,7 @@ def test_forced_balance_loads_all_experts_equally() -> None:
     "one mesh", by="tests/test_search.py::test_faults_of_earlier_searches_stay_fixed"
 )
 def test_forced_balance_assigns_experts_along_the_sequence_on_any_mesh() -> None:
-    # a count per rank would restart at the first token of the rank, and depend on the rows of its batch
+    # The choice follows the place of a token in its sequence. A count of the tokens of a rank would depend on the mesh.
     def forced(parallelism: dict[str, int], **training: int) -> Config:
         return family_config(
             "qwen3_moe",

@@ -301,7 +301,7 @@ def is_count(value: object) -> bool:
 
 
 def test_plans_import_the_constants_of_kernels() -> None:
-    """A plan must not copy a size at which a kernel changes: the copy would stay when the kernel changes."""
+    """A plan that copied the size at which a kernel changes would be wrong as soon as the kernel is tuned."""
     kernels = {}
     for folder in ("ops", "optim"):
         for file, name, value in named_numbers(PACKAGE / folder):
@@ -311,7 +311,7 @@ def test_plans_import_the_constants_of_kernels() -> None:
     copied = []
     for path in sorted((PACKAGE / "tools" / "plan").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        # keyword arguments are sizes of caches
+        # A keyword argument such as maxsize=256 is the size of a cache, and no copy.
         arguments = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
         for node in ast.walk(tree):
             if not isinstance(node, ast.expr) or id(node) in arguments:

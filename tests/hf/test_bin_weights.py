@@ -256,7 +256,7 @@ def test_import_and_run_read_the_same_weights_as_from_safetensors(
         assert exported[name].dtype == tensor.dtype
         assert torch.equal(exported[name], tensor)
 
-    # So are the weights of a run, which are float32.
+    # A run reads the same weights, as float32.
     recognised = recognise(folder)
     module = models.find(recognised.name)
     model = models.build(module, recognised.config).to_empty(device="cpu")

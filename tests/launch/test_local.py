@@ -243,7 +243,7 @@ def listening(pid):
                 yield fields[1].partition(":")[0]
 
 
-def test_a_run_of_one_process_follows_the_same_contract(tmp_path):
+def test_a_run_of_one_process_has_the_exit_status_and_files_of_a_run_with_ranks(tmp_path):
     world_of_one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     code, _, err, record = run(tmp_path, "well", "alone", **world_of_one)
 

@@ -186,7 +186,7 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
     arguments = ["checkpoint", "to-fmengine", str(folder), str(tmp_path / "mp2")]
     assert cli.main([*arguments, "--mp_world_size", "2"]) == 0
 
-    # The run, on two pipeline stages
+    # Train the folder on two pipeline stages.
     flags = f"--init_ckpt {tmp_path}/mp2 --data_path {data} --max_seq_len {length} --train_steps {steps} "
     flags += f"--pipe_parallel_size 2 --deepspeed_config {file} --output_dir {tmp_path}/out"
     stages = run_ranks(2, steps_of_flags, flags.split(), steps)

@@ -222,7 +222,7 @@ def test_file_changed_during_the_run_is_named(tmp_path, ending, change):
     ):
         source.check_unchanged()
 
-    # also in a copy of the source in another process, which reopens the files
+    # A copy of the source in another process reopens the files, and notices the change too.
     if change in ("replace", "remove"):
         with pytest.raises(ConfigError, match=rf"a.{ending}\" {rule}"):
             list(every_row(pickle.loads(pickle.dumps(source))))

@@ -274,7 +274,7 @@ def test_files_without_a_split_in_their_name_are_train(tmp_path):
 
 
 SPLITS = [
-    # dataset, option, its split, the error (None if the rows are read)
+    # The dataset, the option, the split that it selects, and the error, or None if its rows are read.
     ("c4_mini", "data.split", "train", None),
     ("c4_mini", "validation.split", "validation", None),
     ("c4_mini", "task.test_split", "test", None),
