@@ -133,10 +133,7 @@ def _records(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int | None, bytes]]:
-    """Yield the step of each line of a file, or None for an invalid line, and the line with its checksum.
-
-    Skip empty lines.
-    """
+    """Yield the step of each line of a file, or None for an invalid line, and the line. Skip empty lines."""
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         while line := bounded_reads.line(file, MAX_LINE_BYTES):
             # A line with a correct checksum is as it was written. Parsing it would take ten times as long.
@@ -147,10 +144,9 @@ def _lines(path: Path) -> Iterator[tuple[int | None, bytes]]:
             if not line.strip():
                 continue
             record = _record(line)
-            if record is None:
-                yield None, b""
-            else:
-                yield record["step"], line_of(record)
+            step = None if record is None else record["step"]
+            # Keep the line of another program as it is. It may have NaN, which cannot be encoded again.
+            yield step, line.rstrip(b"\n") + b"\n"
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
