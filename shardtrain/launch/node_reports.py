@@ -228,6 +228,9 @@ class NodeReports:
                 return nodes
             if reading.done():
                 break
+        # The reader may have ended between the last wait and the check.
+        if reading.done() and reading.exception() is None:
+            return nodes
         rule = f"joined the rendezvous but did not report its host within {MEET_SECONDS:g} s"
         if self._missing():
             rule = "joined the rendezvous and was lost"

@@ -81,7 +81,7 @@ def write(
     return ended
 
 
-def check_cancelled(
+def resume_killed_runs(
     rank: int, root: Path, same: list[str], changes: list[tuple[str, str]]
 ) -> dict[str, Ended]:
     ended = {}
@@ -152,7 +152,7 @@ def make_runs(
 ) -> list[dict[str, Ended]]:
     written = run_ranks(2, write, root, same, changes)
     one = run_ranks(1, one_process, root)[0]
-    continued = run_ranks(2, check_cancelled, root, same, changes)
+    continued = run_ranks(2, resume_killed_runs, root, same, changes)
     return [{**first, **second, **one} for first, second in zip(written, continued, strict=True)]
 
 
