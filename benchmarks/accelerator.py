@@ -844,9 +844,10 @@ def main(arguments: list[str]) -> int:
 
 
 def rows_of(commands: list[list[str]]) -> Iterator[str]:
-    """Yield rows printed by processes, one after the other. A failure becomes a row with its reason.
+    """Run commands one after the other, and yield the JSON rows that they print.
 
-    The next process imports PyTorch meanwhile, and waits before it uses the device.
+    A command that fails, times out or prints nothing yields a row with the reason. While a command runs, the
+    next one already imports PyTorch. It waits for a line on stdin before it uses the device.
     """
     waiting = _start(commands[0])
     for place, command in enumerate(commands):

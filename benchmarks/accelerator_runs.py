@@ -44,7 +44,7 @@ def checkpoint_row(loaded: Loaded) -> Row:
         resume.save(run, checkpoints, last=False)
         call_seconds = time.perf_counter() - started_at
 
-        # The save ends between two steps, where a run polls it.
+        # A run polls an asynchronous save between steps. Time the steps until the save has finished.
         disturbed: list[float] = []
         while checkpoints.saving.writing is not None and len(disturbed) < MOST_STEPS_OF_A_SAVE:
             disturbed.append(step_seconds(run))

@@ -1,5 +1,6 @@
-"""Compare each architecture of ``transformers`` on each mesh with one process,
-and that process with ``transformers``.
+"""Compare the first step of each architecture of ``transformers`` on each mesh with that of one process.
+
+The step of one process is in turn compared with ``transformers``.
 
     nice -n 5 python benchmarks/architectures.py [--only llama,gpt2] [--meshes tp,ep] [--workers 2]
         [--out benchmarks/results/architectures_cpu.json]
@@ -8,9 +9,10 @@ The architectures are the tiny random folders of tests/hf_architectures.py, incl
 layers. A cell is ``same`` if the loss and each gradient of the first step agree to 1e-5 in float32, and the
 initial weights are bitwise equal. Otherwise it is ``refused``, with the error that comes before ranks start,
 or a fault: ``differs`` or ``fails``. The ranks are forks of a process that has imported PyTorch, with one thread each.
-The file is written after each architecture. With ``--only`` or ``--meshes``, its other cells stay. For each
-architecture it has the date and the versions of the last measurement. ``docs/figures.py`` writes the table
-of docs/models.md from the file.
+
+The output file is written after each architecture. ``--only`` and ``--meshes`` replace the selected cells of an
+existing file and keep the others. The file has the date and the versions of the last measurement of each
+architecture. ``docs/figures.py`` generates the table in docs/models.md from this file.
 """
 
 # ruff: noqa: E402
@@ -257,7 +259,7 @@ def both_steps(rank: int, config: Config, class_name: str) -> tuple[FirstStep, F
 
 
 def columns() -> list[str]:
-    """Return the columns of the table in their order."""
+    """Return the column names: one process, then the meshes. SEQUENCES follows "tp"."""
     names = ["one process", *MESHES]
     names.insert(names.index("tp") + 1, SEQUENCES)
     return names

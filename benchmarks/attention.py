@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    keep_freed_memory()  # like every run
+    keep_freed_memory()  # as at the start of every training run
     rows = []
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16):

@@ -203,7 +203,7 @@ def measure(minutes: float, mean_seconds: float, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the result, and store it."""
+    """Measure the ratio of effective training time. Print it as JSON, and write it to ``--out`` if set."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

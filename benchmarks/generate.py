@@ -235,7 +235,8 @@ def build_size(size: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
         if parameter.ndim > 1:
             parameter.mul_(3)
     models = []
-    for _ in range(2):  # both share tensors, until one is packed
+    # The two models share the reference's tensors until the weights of one model are packed.
+    for _ in range(2):
         with torch.device("meta"):
             model = module.Model(ours)
         source = reference.state_dict()

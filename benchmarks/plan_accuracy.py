@@ -375,7 +375,8 @@ def score_planned(row: dict[str, Any]) -> Score:
         row.get("preset"), row["options"], gpus=row["gpus"], device=row["device"]
     )
     model = shapes.read(shardtrain.load_config(row.get("preset"), row["options"]).config)
-    others = {"loss": "whole", **row.get("job", {})}  # torchtitan's loss has unsplit logits
+    # torchtitan computes the loss from the logits of all tokens at once.
+    others = {"loss": "whole", **row.get("job", {})}
     if "stages" in others:
         others["stages"] = tuple(range(*pair) for pair in others["stages"])
     changed = replace(plan.job, **others)

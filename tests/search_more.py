@@ -191,7 +191,8 @@ def chat(rng: random.Random, draft: Draft) -> None:
     """Conversations through a chat template, from message lists or from templates over columns."""
     draft.drop("data.separator", "data.add_")
     seq_len = int(draft.options.get(SEQ, "32"))
-    draft.options[SEQ] = str(math.ceil(48 / seq_len) * seq_len)  # room for a question and an answer
+    # A question and an answer need 48 tokens. Round up to a multiple of the drawn length.
+    draft.options[SEQ] = str(math.ceil(48 / seq_len) * seq_len)
     drawn = {
         "format": "chat",
         "chat_template": CHAT,

@@ -128,14 +128,15 @@ def test_few_files_of_the_core_need_what_it_lacks() -> None:
 def test_the_tests_of_the_core_pass_in_an_environment_without_tools(
     programs: Path, tmp_path: Path
 ) -> None:
-    """Run a tenth of the test files, in turn."""
+    """Run one of ``SHARES`` shares of the test files. ``.ci/turn`` selects a different share for each landing."""
     (package,) = programs.parent.glob("lib/python*/site-packages/shardtrain")
     clone = tmp_path / "clone"
     core_tests.copy_clone(clone, package)
-    turn = int((ROOT / ".ci/turn").read_text()) % SHARES + 1
+    share_number = int((ROOT / ".ci/turn").read_text()) % SHARES + 1
+    # ``patience`` extends the limit on a busy machine.
     minutes = min(MOST_MINUTES, patience.seconds(60 * MINUTES) / 60)
     arguments = ("-P", "-m", "pytest", "-p", "no:cacheprovider", f"--minutes={minutes:.0f}")
-    files = core_tests.share(turn, SHARES)
+    files = core_tests.share(share_number, SHARES)
     output = installed_wheel.run(
         programs / "python", *arguments, *files, cwd=clone, seconds=60 * (minutes + 5)
     )

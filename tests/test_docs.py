@@ -167,7 +167,7 @@ def shell(tmp_path_factory):
     note.chmod(0o755)
 
     def run_script(line):
-        """Run a script with the fake interpreter, and the recorded command in a fork."""
+        """Run a script, whose interpreter only records the command. Then run this command in a fork."""
         variables = {**names, "VIRTUAL_ENV": str(notes)}
         script = subprocess.run(
             ["bash", "-c", line], cwd=ROOT, env=variables, capture_output=True, text=True

@@ -33,7 +33,8 @@ def _bpe_json(special: tuple[str, ...]) -> str:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # like GPT-2 and Llama 3
+    # GPT-2 and Llama 3 have the same post-processor.
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     return tokenizer.to_str()
 
 

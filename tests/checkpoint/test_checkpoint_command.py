@@ -75,7 +75,7 @@ def test_ls_accepts_a_run_a_step_and_a_hugging_face_folder(
     assert "GPT2LMHeadModel  2 tensors  1 bfloat16, 1 float32" in line
     assert "missing" not in line
 
-    # One file of the index is missing, and the other is cut.
+    # The index lists a file that does not exist, and the existing file is truncated.
     (hub / "model.safetensors.index.json").write_text(
         '{"weight_map": {"c": "model-2.safetensors"}}'
     )

@@ -29,7 +29,7 @@ FACTS: dict[str, Any] = {"state": {"step": 3}, "data_fingerprint": "ab"}
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    """A world of one."""
+    """Process group with a single rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -151,17 +151,20 @@ def test_newest_complete_checkpoint_of_any_node_is_resumed(
     results = run_ranks(len(nodes), start, tmp_path / "disks", nodes, None, options)
     for ended, log in results:
         if isinstance(expected, str):
+            error = ended.error or AssertionError(f"continued with {len(ended.losses)} steps")
             with pytest.raises(CheckpointError, match=expected):
-                raise ended.error or AssertionError(f"continued with {len(ended.losses)} steps")
+                raise error
             assert ended.losses == []
             assert "\n" not in str(ended.error)
             continue
+
         assert ended.error is None and len(ended.losses) == STEPS - expected, log
-        if len(nodes) == 2:  # the same mesh: bitwise equal
+        if len(nodes) == 2:
+            # The mesh is the same, so the results are bitwise equal.
             assert ended.losses == undisturbed.losses[expected:]
             assert_bitwise(ended.weights, undisturbed.weights)
         else:
-            # Another mesh sums in another order: float32 rounding over a few steps.
+            # Other meshes sum in a different order, so float32 rounding differs.
             assert ended.losses == pytest.approx(undisturbed.losses[expected:], abs=1e-5)
 
     # The node of rank 0 saves.

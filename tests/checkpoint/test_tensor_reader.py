@@ -45,7 +45,8 @@ def write_tensors(
             starts = np.cumsum([0, *sizes[:-1]]).tolist()
             intervals.append([*zip(starts, sizes, strict=True)])
 
-        # A box has one interval, a start and a size, along each dimension. Append it to its file.
+        # A box is a shard of the tensor: an interval (start, size) along each dimension. Append the bytes of each
+        # box to the file that ``order`` selects.
         boxes = [*itertools.product(*intervals)]
         begins = []
         for box, file in zip(boxes, order.tolist(), strict=False):

@@ -1,4 +1,4 @@
-"""Verbs that also read a configuration: their options are extracted, and the other arguments stay unchanged."""
+"""Command lines that mix options of a verb with configuration overrides, which must stay unchanged."""
 
 from __future__ import annotations
 

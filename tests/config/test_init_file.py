@@ -82,7 +82,7 @@ def test_an_existing_schema_is_kept_if_equal_or_replaced_with_a_note(
     schema = Path("shardtrain.schema.json")
     assert cli.main(["init", "first.toml"]) == 0
 
-    # An equal schema is not written again: its modification time stays.
+    # An identical schema is not rewritten, so its modification time is unchanged.
     written = schema.read_text()
     stamp = schema.stat()
     assert "replaced" not in capsys.readouterr().err
@@ -171,7 +171,7 @@ def test_a_hugging_face_folder_replaces_the_model_of_the_preset(
 
     table = tomllib.loads(Path("tuned.toml").read_text())
     assert table["model"] == {"name": name, "flavor": "from_folder", "hf_assets_path": folder}
-    # Both describe the model of the preset.
+    # The prompt and the description of the preset do not fit another model, so init removes them.
     assert "sample_prompt" not in table["metrics"]
     assert "description" not in table["job"]
 

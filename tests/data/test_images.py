@@ -300,7 +300,7 @@ def test_hostile_images(name: str, decoder: ImageDecoder) -> None:
 
 
 def test_decoding_within_limits_of_memory_and_time() -> None:
-    """A large image needs more than the memory, and the child that dies is replaced."""
+    """A large image exceeds the memory limit of the child process. A new child decodes the next image."""
     sandbox.set_limits(sandbox.Limits(memory_bytes=2**26, seconds=5))
     decoder = ImageDecoder(10**10)
     try:

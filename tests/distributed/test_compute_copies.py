@@ -132,7 +132,7 @@ PEERS: dict[str, dict[str, Any]] = {
     },
     "whole logits": {"parallelism": {"disable_loss_parallel": True}},
     "experts of each rank": {**OPTIONS["experts"], "parallelism": {"expert_parallel_degree": 2}},
-    # without partial gradients: FSDP sums those of a single micro-batch in bfloat16
+    # With a single micro-batch, no gradients are accumulated, and FSDP reduces them in bfloat16.
     "one micro-batch": {"training": {"global_batch_size": 2}},
     "updates in backward": OPTIONS["updates in backward"],
     "updates of biases in backward": {

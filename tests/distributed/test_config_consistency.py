@@ -15,7 +15,7 @@ from shardtrain.utils.errors import ConfigError, PeerError
 
 
 class Store:
-    """Store with the facts of ranks. It counts the requests of rank 0."""
+    """Store to which ranks have published their facts, such as their configuration. It counts rank 0's requests."""
 
     def __init__(self, ranks: int, facts: dict[int, Any]) -> None:
         self.keys: dict[str, str] = {}

@@ -92,7 +92,7 @@ PACKED = {"format": "text", "packing": "first_fit"}
 
 
 def documents(folder: Path) -> str:
-    """Return the path of rows of different lengths."""
+    """Write rows of different lengths to a JSON lines file, and return its path."""
     path = folder / "rows.jsonl"
     text = Path(text_file()).read_text()
     lines = []

@@ -195,7 +195,7 @@ class Experts:
         return run
 
     def exchanged(self, _: torch.Tensor) -> list[Any]:
-        """Half of the rows stay, and half of the rows of the other expert-parallel rank arrive."""
+        """Return row counts with which two expert-parallel ranks exchange half of their rows."""
         return [[self._rows // 2] * 2] * 2
 
     def of_each(self, counts: torch.Tensor) -> list[Any]:

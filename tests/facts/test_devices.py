@@ -11,7 +11,8 @@ from shardtrain.facts.devices import peak_flops
 from shardtrain.tools.plan import hardware
 from shardtrain.train.preflight import machine
 
-# Names as drivers report them: the row, and its dense bfloat16 peak in TFLOP/s (float16 where there are no such units).
+# Name that the driver reports -> name in our table, and dense bfloat16 peak in TFLOP/s. The peak is that of float16 for
+# devices without bfloat16 units.
 DRIVERS = {
     "NVIDIA A100-SXM4-40GB": ("a100-40gb", 312),
     "NVIDIA A100-SXM4-80GB": ("a100-80gb", 312),

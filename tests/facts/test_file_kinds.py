@@ -30,7 +30,7 @@ def test_every_command_takes_the_same_files(name, dataset, tmp_path):
     assert file_kinds.dataset_of(name) == dataset
     assert evaluate_request.read(["--from", "run", "--data", f"held={file}"]).data == {"held": file}
 
-    # As a configuration, a .json file is one of another trainer.
+    # A .json file passed as a configuration is read as that of another trainer, not as data.
     if name.endswith(".json"):
         return
     problems = []

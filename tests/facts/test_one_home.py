@@ -163,7 +163,10 @@ def test_nothing_repeats_a_table_of_facts() -> None:
 
 
 def test_no_constant_is_written_twice() -> None:
-    """Compared are constants of the same name, and texts and numbers that are not round under any name."""
+    """Constants are repeated if their names and values are equal.
+
+    For strings and numbers that are not round, equal values are enough.
+    """
     places = defaultdict(set)
     for path in sorted(PACKAGE.rglob("*.py")):
         file = path.relative_to(PACKAGE).as_posix()
@@ -187,7 +190,7 @@ def test_no_constant_is_written_twice() -> None:
 
 
 def named_constants(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each constant of a module that is a number or a text, without leading underscores."""
+    """Yield the name, without leading underscores, and the value of each number or string constant of a module."""
     for statement in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             value = number_of(statement.value)
@@ -325,7 +328,7 @@ def test_plans_import_the_constants_of_kernels() -> None:
 
 
 def named_numbers(folder: Path) -> Iterator[tuple[str, str, float]]:
-    """Yield file, name and value of the numbers that modules of a folder name."""
+    """Yield the file, name and value of each numeric module-level constant in a folder."""
     for path in sorted(folder.rglob("*.py")):
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):

@@ -169,7 +169,6 @@ def test_a_truncated_file_another_model_and_converted_names_are_one_line(tmp_pat
 
 def test_a_new_head_is_initialized_for_another_architecture(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows = tmp_path / "rows.jsonl"
     lines = [json.dumps({"text": "one two", "label": number % 3}) for number in range(9)]
     rows.write_text("\n".join(lines) + "\n")
     config = config_for(

@@ -209,7 +209,7 @@ def modern(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def old(modern: Path, folder: Path, form: str, parts: int = 1) -> Path:
-    """Save the same weights in the format of older programs."""
+    """Save the weights of ``modern`` in ``parts`` pytorch_model.bin files of the given format."""
     tensors = load_file(modern / "model.safetensors")
     if parts == 1:
         write(folder, {"state_dict": tensors}, is_zip=FORMATS[form])
@@ -247,7 +247,7 @@ def test_import_and_run_read_the_same_weights_as_from_safetensors(
     assert files is not None
     assert files.read("generation_config.json") == b'{"temperature": 0.5}'
 
-    # The export of the import is bitwise equal with the dtypes of the file.
+    # After import and export, the weights are bitwise equal and have their original dtypes.
     assert main(["export", str(output), "--to", str(back), "--check", "weights"]) == 0
     expected = load_file(modern / "model.safetensors")
     exported = load_file(back / "model.safetensors")

@@ -177,7 +177,7 @@ def test_export_counts_prediction_layers_of_a_run_from_a_config_alone(
 
     assert main(["export", str(output), "--to", str(back), "--check", "weights"]) == 0
 
-    # and once more through an import
+    # Import the exported folder, and export it again.
     arguments = ["import", str(back), "--to", str(checkpoint), "--check", "weights"]
     assert main([*arguments, *["--keep_mtp"] * num_depths]) == 0
     assert main(["export", str(checkpoint), "--to", str(again), "--check", "weights"]) == 0

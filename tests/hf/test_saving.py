@@ -38,7 +38,7 @@ MESHES: dict[str, tuple[int, dict[str, int], str]] = {
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several files, to distribute the writing over ranks."""
+    """Reduce the file size limit, so that exports have several files that different ranks write."""
     monkeypatch.setattr(saving, "SHARD_BYTES", SHARD_BYTES)
 
 

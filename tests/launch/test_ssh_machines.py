@@ -236,7 +236,7 @@ def test_a_silent_port_is_reported_within_the_limit(network, tmp_path):
     )
     try:
         assert mute.stdout.readline()
-        limit = round(patience.seconds(4))  # more on a busy machine
+        limit = round(patience.seconds(4))  # 4 seconds, extended on a busy machine
         arguments = command(network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={limit}",
                         hosts=f"host-a,{machines.LAUNCHER}:2222")  # fmt: skip
         before = time.monotonic()

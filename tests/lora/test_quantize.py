@@ -69,30 +69,33 @@ def ten_steps(rank, config):
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_quantized_weights_are_small_unchanged_and_equal_on_every_mesh(kind, base, tmp_path):
-    losses, num_bytes, weights, same, adapters, count = run_ranks(
-        1, ten_steps, low_config(base, tmp_path / "one", kind, local_batch_size=8)
-    )[0]
-    # all linear modules of two layers
-    assert same
-    assert count == 2 * 7
+    config = low_config(base, tmp_path / "one", kind, local_batch_size=8)
+    ((losses, num_bytes, num_weights, unchanged, adapters, num_modules),) = run_ranks(
+        1, ten_steps, config
+    )
+    assert unchanged
+    # All seven linear modules of both layers are quantized.
+    assert num_modules == 2 * 7
 
     per_weight, per_module = BYTES[kind]
-    assert num_bytes <= per_weight * weights + per_module * count
-    unquantized = run_ranks(
-        1, ten_steps, low_config(base, tmp_path / "unquantized", "training", local_batch_size=8)
-    )[0]
-    assert unquantized[5] == 0
+    assert num_bytes <= per_weight * num_weights + per_module * num_modules
+
+    config = low_config(base, tmp_path / "unquantized", "training", local_batch_size=8)
+    ((unquantized_losses, _, _, _, _, num_quantized),) = run_ranks(1, ten_steps, config)
+    assert num_quantized == 0
     # Relative error of a weight: a tenth for 4 bits, less than a hundredth for 8 bits.
-    assert losses == pytest.approx(unquantized[0], rel=0.05 if kind == "nf4" else 0.005)
+    tolerance = 0.05 if kind == "nf4" else 0.005
+    assert losses == pytest.approx(unquantized_losses, rel=tolerance)
     assert losses[-1] < losses[0] - 0.2
-    assert losses != unquantized[0]
+    assert losses != unquantized_losses
 
     for name, parallelism in (("fsdp", {}), ("pp", {"pipeline_parallel_degree": 2})):
         config = low_config(base, tmp_path / name, kind, parallelism, local_batch_size=4)
-        for rank in run_ranks(2, ten_steps, config):
-            assert rank[0] == pytest.approx(losses, abs=1e-5)
-            assert rank[3]
-            for adapter, tensor in rank[4].items():
+        for result in run_ranks(2, ten_steps, config):
+            losses_on_mesh, _, _, unchanged, adapters_on_mesh, _ = result
+            assert losses_on_mesh == pytest.approx(losses, abs=1e-5)
+            assert unchanged
+            for adapter, tensor in adapters_on_mesh.items():
                 torch.testing.assert_close(tensor, adapters[adapter], atol=1e-5, rtol=0)
 
 

@@ -80,11 +80,12 @@ def test_failing_sink_is_one_warning_and_the_others_continue(
 ):
     monkeypatch.setenv("MY_TOKEN", "canary-0123456789")
     line = next(line for line in SINK.splitlines() if place in line)
-    broken = line[: len(line) - len(line.lstrip())] + "raise OSError('no room, canary-0123456789')"
-    options = {
-        "sinks": [written(tmp_path, SINK.replace(line, broken)), written(tmp_path, SINK, "good.py")]
-    }
-    kit.run(tmp_path, 12, options=options)
+    # Replace the line of ``place`` with an error at the same indentation.
+    indentation = line[: len(line) - len(line.lstrip())]
+    raising_line = indentation + "raise OSError('no room, canary-0123456789')"
+    failing_sink = written(tmp_path, SINK.replace(line, raising_line))
+    good_sink = written(tmp_path, SINK, "good.py")
+    kit.run(tmp_path, 12, options={"sinks": [failing_sink, good_sink]})
 
     assert caplog.text.count("my_sink.py failed: OSError: no room") == 1
     assert "canary" not in caplog.text

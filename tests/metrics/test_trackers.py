@@ -66,7 +66,7 @@ def test_mlflow_receives_metrics_and_options_and_a_resumed_run_continues(
 
 
 def test_trackio_stores_metrics_in_files_of_the_run(tmp_path, kit) -> None:
-    # importing it here would fix the location of its files
+    # trackio chooses the location of its files at import, so do not import it before the run does.
     if importlib.util.find_spec("trackio") is None:
         pytest.skip("trackio is not installed")
     run = tmp_path / "my_run"

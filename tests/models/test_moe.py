@@ -221,7 +221,8 @@ def test_every_row_has_a_place_and_sizes_are_few() -> None:
         assert bool((places.place_R >= starts[expert_R]).all())
         assert bool((places.place_R < stops[expert_R]).all())
 
-        # Rows move to their places and back. Each token has 4 experts, and padding is zero.
+        # Scatter tokens to the rows of their experts, and sum them back. Each token has 4 experts. Padding rows are
+        # zero.
         x_SD = torch.arange(1.0, len(expert_SK) + 1).unsqueeze(1)
         rows_PD = places.rows_of(x_SD)
         assert torch.equal(rows_PD[places.place_R], x_SD.repeat_interleave(4, 0))

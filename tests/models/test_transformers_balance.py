@@ -207,7 +207,8 @@ def test_padding_and_documents_count_as_in_transformers(
     }
     config = hf_tiny(path, tmp_path / "run", training=training, data={"packing": packing})
     answers = run_ranks(ranks, first_step, config)
-    if packing == "padded":  # otherwise the test would show nothing about padding
+    # The case "padded" must have padding, because the load statistics must ignore it.
+    if packing == "padded":
         has_padding = False
         for answer in answers:
             for row in answer.rows.values():

@@ -69,9 +69,11 @@ def count(path: Any) -> tuple[int, float]:
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
 def test_flops_equal_a_closed_form(name: str) -> None:
     used, attended = closed_form(name)
-    head_dim = 10 if name == "deepseek_v3" else 8  # of DeepSeek the mean of 12 and 8
+    # DeepSeek's queries and keys have 12 dimensions per head, and its values have 8. The mean is 10.
+    head_dim = 10 if name == "deepseek_v3" else 8
     total, flops = count(hf_folder(name))
-    assert total > used + HEAD  # the embedding and idle experts
+    # The total also counts the embedding and the inactive experts.
+    assert total > used + HEAD
     assert flops == 6 * used + 12 * 4 * head_dim * attended
 
 

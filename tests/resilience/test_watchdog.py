@@ -185,7 +185,11 @@ def test_long_compilation_may_end_at_different_times():
     cold = {"is_cold": True, "limit_seconds": 300.0, "phase": "compile"}
 
     def signs(done: int, last_done: int):
-        """Heartbeats of ranks that compile until ``done``, almost ``last_done``, and without an end."""
+        """Return a function that returns the heartbeats of three compiling ranks at a beat.
+
+        Rank 0 compiles until all ranks proceed at ``last_done``. Rank 1 waits from ``done`` on, and rank 2 from
+        three beats before ``last_done``.
+        """
 
         def compile_until(beat: int, end: int):
             waiting = WAITING if beat >= end else {}

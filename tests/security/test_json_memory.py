@@ -104,11 +104,12 @@ class Kind:
 
     Attributes:
         file: name of the file in its folder.
-        read: opens the folder.
-        max_file_bytes: its largest size.
-        memory_bytes: its largest memory, in addition to its bytes.
-        start: text before the JSON value, and ``end`` after it.
-        is_signed: True if the file begins with a checksum of the rest.
+        read: function that opens the folder and reads the file.
+        max_file_bytes: maximum size of the file.
+        memory_bytes: maximum memory for parsing, in addition to the bytes of the file.
+        start: bytes before the hostile JSON value.
+        end: bytes after the hostile JSON value.
+        prefix: function that returns the first bytes of the file, such as a checksum, from the other bytes.
     """
 
     file: str

@@ -135,7 +135,7 @@ def assert_same_gradients(step: FirstStep, gradients: dict[str, Tensor]) -> None
 
 
 def test_llama_4_equals_a_plain_loop(tmp_path: Path) -> None:
-    """Experts, and images in tiles. transformers has its image processor only for torchvision."""
+    """Llama 4 has experts and splits images into tiles. Its image processor requires torchvision."""
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("needs torchvision")
     expected: FirstStep = run_ranks(1, first_step, config_of("llama4", tmp_path))[0]

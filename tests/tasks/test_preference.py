@@ -170,16 +170,16 @@ def test_resumed_run_requires_its_original_reference(file: Path, tmp_path: Path)
 
     assert uninterrupted.losses[0] == LOSS_OF_EQUAL_MODELS, "the reference is the initial weights"
 
-    parted = config(file, tmp_path / "parted", checkpoint=checkpoint)
-    train(parted, stop_after=2)
-    resumed = train(parted)
+    interrupted = config(file, tmp_path / "interrupted", checkpoint=checkpoint)
+    train(interrupted, stop_after=2)
+    resumed = train(interrupted)
 
     assert resumed.losses == uninterrupted.losses[2:]
     assert_bitwise(resumed.weights, uninterrupted.weights)
 
     # A reference from another step is rejected.
     changed = {**checkpoint, "initial_load_path": str(start / "checkpoint/step-1"), "interval": 1}
-    longer = config(file, tmp_path / "parted", checkpoint=changed, training={"steps": 6})
+    longer = config(file, tmp_path / "interrupted", checkpoint=changed, training={"steps": 6})
     error = train(longer).error
     assert isinstance(error, ConfigError)
     assert "reference weights differ" in str(error)
@@ -349,7 +349,8 @@ def test_reference_of_an_adapted_run_is_its_initial_model(
         "initial_load_path": str(tmp_path / "start/checkpoint/step-2"),
     }
     lora = {"enable": True, "rank": 4, **ADAPTED[name]}
-    if "adapters" in name:  # of an earlier run
+    if "adapters" in name:
+        # Train the adapters of an earlier run, from which this run starts.
         first = config(file, tmp_path / "first", checkpoint=base, lora=lora, optimizer={"lr": 0.05})
         train(first)
         lora["initial_load_path"] = str(tmp_path / "first/checkpoint/step-4")

@@ -213,7 +213,7 @@ def test_skipped_chunks_of_the_loss_are_counted_as_if_traced(monkeypatch, tp):
 
     assert chunk_counts[0] == 2 < chunk_counts[1]
     assert few.gathered_bytes == all_of_them.gathered_bytes
-    # a scalar of the loss
+    # The two may differ by a scalar of the loss, a few bytes.
     assert few.activations_bytes == pytest.approx(all_of_them.activations_bytes, rel=1e-5)
 
 

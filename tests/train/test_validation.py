@@ -361,7 +361,6 @@ def test_validation_runs_every_freq_steps_and_after_the_last_and_logs_to_all_sin
         assert point.value == pytest.approx(line["loss"])
     assert [point.step for point in events.Scalars("validation_metrics/perplexity")] == [2, 4, 5]
 
-    # the log of rank 0
     log = (tmp_path / "logs" / "rank-0.log").read_text()
     assert log.count("validation step:") == 3
     assert "7 sequences of 16 tokens, every 2 steps and after the last" in log

@@ -84,7 +84,7 @@ def _text(node: ast.expr) -> str:
 
 @functools.cache
 def messages() -> list[tuple[str, str, str]]:
-    """Return the messages of the package that have a text."""
+    """Return all messages of the package, except those whose text cannot be read from the source."""
     return [message for message in _messages() if message[2]]
 
 

@@ -446,7 +446,7 @@ def cgroup() -> Iterator[Path]:
     root = Path("/sys/fs/cgroup")
     parent = root
     for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if ":memory:" in line:  # version 1
+        if ":memory:" in line:  # cgroup v1
             parent = root / "memory" / line.split(":", 2)[2].lstrip("/")
             break
     folder = parent / f"shardtrain-{secrets.token_hex(8)}"

@@ -202,7 +202,7 @@ def test_full_disk_costs_lines_of_the_log_and_is_reported_once(
 
     def full(descriptor: int, data: bytes) -> int:
         if b"INFO lost" in data:
-            return write(descriptor, data[:10])  # like a disk that is full within a line
+            return write(descriptor, data[:10])  # the disk becomes full within a line
         return write(descriptor, data)
 
     try:

@@ -172,7 +172,7 @@ def test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags(torchtrain
     by=TORCHTRAIN_RUNS,
 )
 def test_torchrun_runs_train_py_like_torchtrain_s_script(torchtrain):
-    """``torchrun ... train.py --job.config_file``: torchrun starts all ranks, with only the data reduced."""
+    """torchrun starts all ranks of train.py with the arguments of torchtrain's script, on smaller data."""
     line = [
         sys.executable,
         "-m",

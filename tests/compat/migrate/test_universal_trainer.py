@@ -774,7 +774,7 @@ def test_the_template_trains_a_custom_model(tmp_path: Path) -> None:
 
 
 def test_the_steps_of_the_shipped_file_are_counted(tmp_path: Path) -> None:
-    """67,349 rows, 2 x 256 per step: 132 steps per epoch, 396 in total, a constant in the original main.py."""
+    """67,349 rows in steps of 2 x 256 are 132 steps per epoch. The original main.py hardcodes the total, 396."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "sentiment-train").write_text("good\t1\n" * 67_348 + "bad\t0")
     file = folders.write_parameters(tmp_path, data_dir=tmp_path / "data", batch_size=256)

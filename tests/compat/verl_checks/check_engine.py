@@ -191,7 +191,7 @@ def test_a_checkpoint_continues_on_another_mesh_and_exports_to_transformers(
 
     for name, tensor in exported.state_dict().items():
         assert not torch.equal(tensor, before[name])
-        # the second step moves a weight by at most the rate
+        # The second step changes a weight by at most the learning rate.
         assert float((tensor - torch.as_tensor(weights[name])).abs().max()) < 0.02
 
 

@@ -892,7 +892,7 @@ ADVICE = "add one with data.turn_end, such as '</s>'"
 
 
 @pytest.mark.parametrize("form", ["chat", "prompt_completion"])
-# As at inference, an inserted end does not follow an earlier turn.
+# ``turn_end`` is inserted after the last turn only, because the context at inference does not have it either.
 @pytest.mark.parametrize(
     ("template", "end", "learned", "is_warned"),
     [

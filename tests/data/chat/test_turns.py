@@ -1,4 +1,7 @@
-"""Turns in published templates without marks: the learned text matches TRL's marked versions of the templates."""
+"""Learned text of published chat templates that have no ``{% generation %}`` blocks.
+
+The reference is TRL's versions of these templates, which have such blocks.
+"""
 
 from __future__ import annotations
 

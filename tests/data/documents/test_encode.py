@@ -200,7 +200,7 @@ def test_only_the_completion_of_a_messages_prompt_is_learned(tmp_path, template)
     assert BYTES.decode(document.tokens) == "<user>1.<assistant>one.<user>2.<assistant>two."
     assert BYTES.decode(document.tokens[document.learned]) == "two."
 
-    # A batch encodes the row as alone, also beside text rows and a bad row.
+    # In a batch with text rows and a bad row, the row has the same tokens.
     results = open_encoder(BYTES, Data(**options)).encode(
         [{"prompt": "a", "completion": "b"}, row, {"prompt": "c"}]
     )

@@ -228,7 +228,7 @@ def test_json_array_is_read_by_element_within_the_time_limit(
     path = tmp_path / "a.json"
     elements = ['{"text": "é"}', *["{}"] * 100, json.dumps({"text": "b" * 60})]
     path.write_text("[" + elements[0] + ",\n" + ",".join(elements[1:]) + "]")
-    # The file is read in pieces: in single characters, in some that cut elements, or at once.
+    # Advance the parsed window after each character, within elements, or never.
     for move in (1, 7, 50, 10**6):
         monkeypatch.setattr(_json_array, "_MOVE_CHARACTERS", move)
         monkeypatch.setattr(_json_array, "_ELEMENT_CHARACTERS", 80)

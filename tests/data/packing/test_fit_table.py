@@ -35,7 +35,7 @@ def line(tmp_path, monkeypatch):
     return ShardTokenBuffer(tmp_path / "shards")
 
 
-def written(line, packing):
+def write_table(line, packing):
     writer = FitTableWriter(
         line.folder, packing, line.fingerprint, fitted.BLOCK_DOCUMENTS, fitted.num_blocks(line)
     )
@@ -57,10 +57,10 @@ def rows_of(rows, packing):
 @pytest.mark.parametrize("packing", PACKINGS, ids=lambda p: f"{p.kind}-{p.long_documents}")
 def test_table_yields_the_same_rows_as_fitting_at_start(line, packing):
     at_start = pack(line, packing)
-    assert table_of(line, packing, "o") is None
+    assert table_of(line, packing, option="o") is None
 
-    written(line, packing)
-    by_table = pack(line, packing, table_of(line, packing, "o"))
+    write_table(line, packing)
+    by_table = pack(line, packing, table_of(line, packing, option="o"))
     for name in COUNTS:
         assert getattr(by_table, name) == getattr(at_start, name), name
 
@@ -72,7 +72,7 @@ def test_table_yields_the_same_rows_as_fitting_at_start(line, packing):
 
 def test_every_changed_byte_of_a_table_is_rejected(line):
     packing = PACKINGS[0]
-    path = written(line, packing)
+    path = write_table(line, packing)
     intact = path.read_bytes()
     for place in [*range(0, 4096, 13), *range(4096, len(intact))]:
         flipped_bit = bytes([intact[place] ^ 1])
@@ -89,7 +89,7 @@ def test_every_changed_byte_of_a_table_is_rejected(line):
 
 def test_table_of_different_tokens_is_not_used(line):
     packing = PACKINGS[0]
-    written(line, packing)
+    write_table(line, packing)
     line.fingerprint = "f" * 64
     assert table_of(line, packing, "o") is None
 
@@ -104,7 +104,7 @@ def test_too_many_documents_without_a_table_are_rejected_with_the_command_that_c
     ):
         table_of(line, PACKINGS[0], "o")
 
-    written(line, PACKINGS[0])
+    write_table(line, PACKINGS[0])
     assert table_of(line, PACKINGS[0], "o") is not None
 
     padded = next(packing for packing in PACKINGS if packing.kind == "padded")

@@ -54,7 +54,7 @@ def damaged_files(path: Path) -> tuple[list[bytes], list[bytes]]:
 
 
 def test_no_bit_of_a_footer_ends_the_process(tmp_path: Path) -> None:
-    """A flipped bit in a length of a histogram is enough for pyarrow 26."""
+    """One flipped bit in the length of a histogram can crash pyarrow 26 when it describes a column."""
     path = tmp_path / "a.parquet"
     sound, others = damaged_files(path)
     assert len(sound) > 10 * len(others) > 0

@@ -428,7 +428,8 @@ def test_hub_stream_has_the_shards_of_the_hub_at_one_pinned_revision(hub):
     assert result["texts"] == ["row 0", "row 50099"]
     assert result["files"] == {"allenai/c4/en/train": "0123456789abcdef0123456789abcdef01234567::2"}
     assert result["place"] == "allenai/c4/en/train: shard 1, row 99, both from 0"
-    assert f"Bearer {SECRET}" in hub["tokens"]  # from the environment
+    # The requests contain the token from the environment.
+    assert f"Bearer {SECRET}" in hub["tokens"]
 
 
 def test_subset_split_and_slice_are_downloaded(hub):

@@ -251,7 +251,7 @@ def test_forged_and_replayed_heartbeats_are_ignored(server: dist.TCPStore) -> No
     received = ranks[0].receive()
     assert {rank: sign.beat for rank, sign in received.items()} == {0: 1, 1: 2}
 
-    # A stranger without the secret announces that both ranks have left, and many places.
+    # A stranger without the secret claims that both ranks have left, and inflates the number of heartbeat keys.
     stranger.set("place-2", '{"1": {"beat": 9, "host": "mine", "has_left": true}}')
     stranger.set("place-3", '{"0": {"beat": 9, "host": "mine", "has_left": true}}')
     stranger.add("places", 10**9)

@@ -294,23 +294,28 @@ SECOND_STARTS = {
 @pytest.mark.parametrize("launcher", SECOND_STARTS)
 def test_the_time_between_two_commands_is_idle_with_every_launcher(tmp_path, monkeypatch, launcher):
     environment, parent_started, expected = SECOND_STARTS[launcher]
-    first = {**environment, "TORCHELASTIC_RESTART_COUNT": "0"}
+    first_environment = {**environment, "TORCHELASTIC_RESTART_COUNT": "0"}
     if "SHARDTRAIN_JOB" in environment:
-        first |= {"SHARDTRAIN_JOB": "a:90", "SHARDTRAIN_STARTED": "90"}
-    for names, parent, started, ended in (
-        (first, 90.0, 90.0, 110.0),
+        first_environment |= {"SHARDTRAIN_JOB": "a:90", "SHARDTRAIN_STARTED": "90"}
+
+    # Each attempt spends all of its time in a step.
+    attempts = (
+        (first_environment, 90.0, 90.0, 110.0),
         (environment, parent_started, 140.0, 150.0),
-    ):
+    )
+    for variables, launcher_start, rank_start, end in attempts:
+        start_times = {"self": rank_start, "parent": launcher_start}
 
-        def began(now, otherwise, pid="self", rank=started, agent=parent):
-            return rank if pid == "self" else agent
+        def process_started(now, otherwise, pid="self", start_times=start_times):
+            return start_times["self" if pid == "self" else "parent"]
 
-        monkeypatch.setattr(ledger, "process_started", began)
-        now = [started]
-        phases = Phases(lambda now=now: now[0])
-        with Ledger(tmp_path, phases, int(started), 1, names, lambda now=now: now[0]):
+        monkeypatch.setattr(ledger, "process_started", process_started)
+        clock = [rank_start]
+        phases = Phases(lambda clock=clock: clock[0])
+        with Ledger(tmp_path, phases, int(rank_start), 1, variables, lambda clock=clock: clock[0]):
             phases.begin("step")
-            now[0] = ended
+            clock[0] = end
+
     accounted = account(attempts_of(events.read(tmp_path)[0]))
     gaps = {}
     if accounted.idle_seconds:

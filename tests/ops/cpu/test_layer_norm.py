@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -136,24 +137,21 @@ def test_bfloat16_model_has_the_gradients_of_float32_on_one_process(how: str) ->
         "vocab_size": 320,
         "num_layers": 2,
     }
-    reduced = (
-        {"mixed_precision_param": "bfloat16"} if how == "mixed precision" else {"dtype": "bfloat16"}
-    )
+    option = "mixed_precision_param" if how == "mixed precision" else "dtype"
 
     def config(**training: str) -> Config:
         base = tiny_config(
             training={"seq_len": 2048, "local_batch_size": 2, "global_batch_size": -1, **training}
         )
-        return type(base)(
-            **{**vars(base), "model": Model(name="neox", flavor="debugmodel", overrides=overrides)}
-        )
+        model = Model(name="neox", flavor="debugmodel", overrides=overrides)
+        return dataclasses.replace(base, model=model)
 
     (exact,) = run_ranks(1, gradients, config(mixed_precision_param="float32"))
-    (gradients_of_run,) = run_ranks(1, gradients, config(**reduced))
-    norms = [name for name in exact if "norm" in name]
+    (in_bfloat16,) = run_ranks(1, gradients, config(**{option: "bfloat16"}))
+    names_of_norms = [name for name in exact if "norm" in name]
 
-    assert len(norms) == 10
-    for name in norms:  # activations are rounded to 8 bits
-        assert float((gradients_of_run[name] - exact[name]).norm()) < 0.03 * float(
-            exact[name].norm()
-        ), name
+    assert len(names_of_norms) == 10
+    for name in names_of_norms:
+        # bfloat16 rounds activations to 8 significant bits.
+        error = in_bfloat16[name] - exact[name]
+        assert float(error.norm()) < 0.03 * float(exact[name].norm()), name

@@ -54,10 +54,10 @@ def config(folder: Path, local: int, keys: dict[str, Any] | None = None, **train
 def poisoned(
     rank: int, config: Config, steps: tuple[int, ...] = (POISONED,), stop: tuple[int, int] = (-1, 0)
 ) -> Ended:
-    """Run a training in which the rows of ``steps`` are noise, also after a rewind and on any mesh.
+    """Train with random targets in the rows that an undisturbed run reads in ``steps``.
 
-    ``stop=(rewinds, step)`` ends the run before the step after ``step``, like a kill, if there were ``rewinds``
-    rewinds.
+    The same rows have the same random targets after a rewind and on any mesh. ``stop=(rewinds, step)`` raises an
+    error after ``step`` of a run that has rewound ``rewinds`` times, as a substitute for a kill.
     """
     pull = data.DataLoader.__next__
     step = trainer.step

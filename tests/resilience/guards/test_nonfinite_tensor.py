@@ -125,7 +125,7 @@ def all_places(rank: int, mesh: str) -> list[tuple[str, int, int, float, str]]:
         if place == "parameter" and micro:
             continue  # parameters are shared by all micro-batches
         if mesh == "pp" and culprit == 0 and place in ("loss", "gradient"):
-            continue  # only the last stage has a loss
+            continue  # only the last pipeline stage computes the loss and its gradient
         value = NAN if micro or place == "parameter" else float("-inf")
         state = run.state.to_dict()
         message = fail(run, place, rank == culprit, micro, value)

@@ -123,8 +123,8 @@ def compare_counters(rank: int) -> list[str]:
     if rank == 1:
         flip(next(iter(off.runner.parameters().values())), 0, 3)
         flip(next(iter(sharded.runner.parameters().values())), 0, 3)
-    idle.check(3)  # the interval 0 compares nothing
-    replicas.check(3)  # no part has a replica
+    idle.check(3)  # an interval of 0 disables the check
+    replicas.check(3)  # sharded parameters have no replicas to compare
     sharded.state.samples_consumed += rank
     with pytest.raises(NumericalError) as caught:
         replicas.check(6)

@@ -245,7 +245,8 @@ def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -
     arguments = arguments_for(jsonl(tmp_path / "a.jsonl", texts(30)))
     prepare.main(["--output", str(tmp_path / "sound"), "--processes", "1", *arguments])
 
-    # Links in place of all files: to a precious file or, for those that are read first, to an absent one.
+    # Replace every file with a link. prepare reads .json files before it writes, so their links point to a file that
+    # does not exist. The other links point to a precious file.
     precious = tmp_path / "precious"
     precious.write_text("kept")
     planted = tmp_path / "planted"
@@ -310,7 +311,7 @@ def bad_rows(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("processes", ["1", "2", "4"])
 def test_the_first_bad_row_of_the_source_stops_it(tmp_path: Path, processes: str) -> None:
-    """Also if another process reaches a later bad row earlier."""
+    """Report the first bad row even if another process has already found a later one."""
     arguments = [
         "--output",
         str(tmp_path / "o"),

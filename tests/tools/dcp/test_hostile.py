@@ -37,7 +37,8 @@ def metadata(change: Callable[[Any], Any]) -> Change:
     """Change the real metadata, and pickle them again."""
 
     def write(folder: Path, canary: Path) -> None:
-        meta = pickle.loads((folder / ".metadata").read_bytes())  # written by the fixture
+        # Unpickling is safe here, because the fixture wrote the file.
+        meta = pickle.loads((folder / ".metadata").read_bytes())
         (folder / ".metadata").write_bytes(pickle.dumps(change(meta) or meta))
 
     return write
@@ -48,7 +49,7 @@ def raw(data: Callable[[Path], bytes]) -> Change:
 
 
 def item(make: Callable[[bytes, Path], bytes]) -> Change:
-    """Replace the bytes of the embedding, at the end of the file, where no other item moves."""
+    """Replace the bytes of the embedding. Append them to the file, so that the other offsets stay valid."""
 
     def write(folder: Path, canary: Path) -> None:
         meta = pickle.loads((folder / ".metadata").read_bytes())
@@ -295,7 +296,7 @@ def test_plain_values_of_any_pickle_protocol_are_read() -> None:
 
 
 def test_integer_of_many_bytes_is_refused() -> None:
-    """A table with one such key a thousand times takes a thousand times as long as reading it."""
+    """A dict that repeats one such key would hash the integer, a million bytes, for each of a thousand entries."""
     number = b"\x8b" + (10**6).to_bytes(4, "little") + b"\x01" * 10**6 + b"q\x00" + b"0"
     table = b"}(" + b"h\x00N" * 1000 + b"u."
     with pytest.raises(

@@ -71,7 +71,10 @@ def channels(size: int) -> list[StoreChannel]:
 def exchange(
     size: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[StoreChannel], list[int]]:
-    """Let ranks exchange their hosts, eight on each, and look for the files of others. Return rank 1's hosts, too."""
+    """Run two checks of the doctor on ``size`` ranks with eight ranks per host: host names and shared storage.
+
+    Return the channels of all ranks, and the host number of each rank as rank 1 knows it.
+    """
     names = threading.local()
     monkeypatch.setattr("socket.gethostname", lambda: names.host)
     lines = channels(size)
@@ -101,7 +104,7 @@ def test_a_rank_sends_and_receives_the_same_whatever_the_number_of_ranks(tmp_pat
         folder.mkdir()
         lines, hosts = exchange(size, folder, monkeypatch)
         assert hosts == [rank // 8 for rank in range(size)]
-        # A rank that waits longer than a look sends more requests, so count those that do not depend on time.
+        # Ranks poll the store while they wait. Count only set and get, because the number of polls depends on time.
         steady = [line._store.requests["set"] + line._store.requests["get"] for line in lines[1:]]
         counts[size] = (max(steady), max(line._store.num_bytes for line in lines[1:]))
     requests = [requests for requests, _ in counts.values()]
@@ -109,7 +112,8 @@ def test_a_rank_sends_and_receives_the_same_whatever_the_number_of_ranks(tmp_pat
 
     # The last rank to arrive at a meeting announces it.
     assert max(requests) - min(requests) <= 3, counts
-    # One number of up to three digits for each host, up to MOST_SIGNERS hosts, and the digits of rank numbers.
+    # The bytes grow by one list item (a number of up to three digits) per host, up to MOST_SIGNERS hosts, and by a
+    # few bytes for longer rank numbers.
     assert max(num_bytes) - min(num_bytes) < 5 * (256 - 16) // 8 + 20, counts
 
 

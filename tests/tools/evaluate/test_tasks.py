@@ -72,7 +72,7 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with task files and a model for which their texts are long."""
+    """Folder with task files, and with a model whose context is shorter than their longest texts."""
     root = tmp_path_factory.mktemp("tasks")
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (root / "include").mkdir()

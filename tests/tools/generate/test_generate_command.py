@@ -291,7 +291,7 @@ def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(
     stop_tokens = {tokenizer.decode([i], keep_special=True) for i in answers._stop_ids}
     assert stop_tokens == {"</s>", "<|im_end|>", "<|im_start|>"}
 
-    # A row of a file has the same prompt, and must end with a turn of the user.
+    # A row of messages is rendered like --chat --prompt. Its last turn must be the user's.
     rows = tmp_path / "in.jsonl"
     rows.write_text(
         '{"m": [{"role": "user", "content": "Hello"}]}\n{"m": [{"role": "assistant", "content": "x"}]}\n'
@@ -308,7 +308,7 @@ def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(
     assert "data.chat_template is not set" in err
 
 
-# --- what is wrong ---
+# --- invalid arguments and inputs ---
 
 
 @pytest.mark.parametrize(

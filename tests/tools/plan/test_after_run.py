@@ -112,7 +112,7 @@ def test_a_run_out_of_memory_ends_with_7_and_suggestions(
 
 
 def finished(folder: Path, tps: float, memory_gib: float, steps: int = 10) -> Path:
-    """Write the files of an 8B run on 8 devices whose first half was slow."""
+    """Write the files of an 8B run on 8 devices. The first half of its steps is slow."""
     rows = [
         {
             "step": step,
@@ -143,7 +143,8 @@ def test_planned_and_measured_values_are_compared_and_large_differences_warn(
         f"warning: peak memory in GiB: planned {gib:.1f}, measured {0.5 * gib:.1f} (-50%): more than 15% off"
     )
 
-    comparison = json.loads((run / "planned.json").read_text())  # for shardtrain report
+    # ``shardtrain report`` reads this file.
+    comparison = json.loads((run / "planned.json").read_text())
     assert comparison["peak memory in GiB"] == pytest.approx([gib, 0.5 * gib])
 
 

@@ -180,7 +180,7 @@ def test_activations_of_a_transformers_network_agree_with_the_trace(name, ranks,
     plan = planned(config, 0, 4)
 
     assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
-    # Networks keep some more copies than the layers of this package, and OPT keeps fewer
+    # Layers of transformers save a few more activations than the native layers of the plan. OPT saves fewer.
     assert plan.total == pytest.approx(run.total_bytes, rel=0.15)
 
 
@@ -235,7 +235,7 @@ def test_parameters_of_the_presets_are_counted_without_a_process_group(preset, s
     ids=str,
 )
 def test_eight_billion_weights_fit_one_gpu_of_80_gb(options):
-    """The preset and its alternatives. With AdamW, as in torchtitan's file, they need 146 GiB."""
+    """The preset and its documented alternatives leave 4 GiB free. With AdamW, as in torchtitan, it needs 146 GiB."""
     arguments = [f"--{option}={value}" for option, value in options.items()]
     config = load("llama3_8b_one_gpu", arguments).config
     model = shapes.read(config)

@@ -597,7 +597,7 @@ def a_seed_of_the_mesh(monkeypatch):
     wrap(monkeypatch, init_weights, "draw_", shifted)
 
 
-# experts
+# experts: tokens, routing and their gradients
 
 
 @fault("dp_shard=2", "expert 3", "dropped", model="qwen3_moe")

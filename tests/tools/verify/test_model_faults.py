@@ -72,7 +72,7 @@ def before_ffn(*lines: str) -> list[tuple[str, str]]:
 
 
 FAULTS: dict[str, Fault] = {
-    # initial weights
+    # initial weights that depend on the rank or the number of ranks
     "initial weights by rank": Fault(
         [(DRAW, DRAW.replace("0.02", "0.02 * (1 + int(os.environ.get('RANK', 0)))"))],
         "dp_shard=2", "refused", ["starts from other weights on rank 1 of 2", "for *.weight"],

@@ -74,10 +74,10 @@ LIMITED: dict[str, dict[str, Any]] = {
         "window_size": 16,
     },
     "OpenAIGPTLMHeadModel": _GPT,
-    # fixed angles
+    # computed rotary or sinusoidal positions
     "GPTJForCausalLM": {**_GPT, "rotary_dim": 4},
     "CTRLLMHeadModel": {**_GPT, "dff": 64},
-    # fixed biases
+    # computed attention biases (ALiBi)
     "MptForCausalLM": {
         "vocab_size": 512,
         "d_model": 32,

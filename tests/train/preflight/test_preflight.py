@@ -188,7 +188,7 @@ FAULTY: dict[str, list[str]] = {
     ],
     "wrong mesh": ["--parallelism.data_parallel_shard_degree=3"],
     "batch": ["--training.global_batch_size=3"],
-    # found by experiments
+    # options of single features
     "mlm": ["--task.name=masked_language_model", "--model.name=encoder", "--model.flavor=debugmodel"],
     "mlm on llama": ["--task.name=masked_language_model"],
     "cls no labels": ["--task.name=classification"],

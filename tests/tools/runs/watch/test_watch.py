@@ -82,7 +82,8 @@ def test_rewound_and_restarted_runs_are_followed(tmp_path: Path) -> None:
 
     assert steps(run) == [1, 2, 3, 4]
 
-    add(tmp_path, lines(3, 6))  # rewound within a run
+    # The run rewinds without a restart: it logs steps 3 and 4 again.
+    add(tmp_path, lines(3, 6))
     run.look()
     assert steps(run) == [1, 2, 3, 4, 5, 6]
 
@@ -258,7 +259,8 @@ def test_the_terminal_is_restored(how: str, tmp_path: Path) -> None:
         stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"},
         # Ctrl-C must work even if the parent of pytest ignores SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        process_group=0,  # like a shell: a terminal cannot stop the process group of a separate session
+        # Like a shell, start a process group in this session. SIGTSTP has no effect in a separate session.
+        process_group=0,
     )  # fmt: skip
     try:
         heard(master, "> 1 a")

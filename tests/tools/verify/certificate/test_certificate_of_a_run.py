@@ -64,7 +64,7 @@ def test_a_run_records_its_certificate(tmp_path, capsys):
     assert cli.main(["report", str(run), "-o", str(tmp_path / "report.html")]) == 0
     assert "applies</td>" in (tmp_path / "report.html").read_text()
 
-    # Another number of steps is no change, another learning rate is.
+    # The certificate does not depend on the number of steps, but on the learning rate.
     changed = ["3" if argument == "2" else argument for argument in arguments]
     changed += ["--optimizer.lr", "0.1", "--checkpoint.accept_changes", "all"]
     assert cli.main(["train", "defaults", "--nproc", "1", *changed]) == 0, capsys.readouterr()

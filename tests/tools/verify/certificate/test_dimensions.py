@@ -192,7 +192,7 @@ METRICS = {
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_a_metric_of_one_rank(check, monkeypatch, metric):
-    """Gradients are correct, and the value that a user sees is that of a rank."""
+    """Gradients are correct, but the reported metric is that of one rank instead of all ranks."""
     owner, options = METRICS[metric]
     measures = owner.measures
 
@@ -230,7 +230,7 @@ PACKED = ("--data.packing", "first_fit")
 def test_separate_documents_have_the_loss_of_packed_ones(check):
     result = check("packing", *PACKED)
     assert result.verdict == "holds"
-    # float32 rounding of another order of sums
+    # float32 sums in a different order
     assert result.worst.error < 2e-6
 
 

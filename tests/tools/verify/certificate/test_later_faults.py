@@ -218,7 +218,7 @@ def kl_of_the_micro_batch(monkeypatch):
     wrap(monkeypatch, KTO, "forward", forward)
 
 
-# faults of a new user: low precision
+# faults chosen by a new user: low precision
 
 
 @fault(
@@ -309,7 +309,7 @@ def a_float8_scale_of_half_the_rows(monkeypatch):
     wrap(monkeypatch, float8, "to_float8", to_float8)
 
 
-# faults of a new user: everything else
+# faults chosen by a new user: masks, updates, adapters, resume and routers
 
 
 @fault(
