@@ -66,7 +66,7 @@ def run(
 ) -> tuple[str, int]:
     """Run training. Return its error and number of steps.
 
-    Step ``waits_after`` lets hashing begin and waits until it ends.
+    After step ``waits_after``, wait until the background hashing has ended.
     """
     # global state of this rank's process
     file_hashes.SMALL_BYTES = small_bytes
@@ -231,7 +231,7 @@ def test_file_is_hashed_once_and_again_after_a_change(
     os.utime(paths[0], ns=(before.st_atime_ns, before.st_mtime_ns))
     assert checked().expect(first.record()) == ["one"]
 
-    # Broken notes only cost time.
+    # If the notes file is damaged, the files are hashed again.
     (tmp_path / file_hashes.NOTES).write_text("[1, {")
     assert checked().expect(first.record()) == ["one"]
 

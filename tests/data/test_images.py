@@ -1,4 +1,4 @@
-"""Images of rows: formats that people have, and hostile files, which end in one line."""
+"""Images of rows: common formats are decoded, and hostile files end in a one-line error."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def test_requests_to_stop_do_not_end_the_decoder(decoder: ImageDecoder) -> None:
 
 
 def test_the_child_ends_with_its_decoder_but_not_with_a_fork_of_it() -> None:
-    """A program that opens datasets one after another must not collect children."""
+    """A program that opens datasets one after another must not accumulate child processes."""
     decoder = ImageDecoder(MAX_PIXELS)
     decoder.decode(png(0))
     child = decoder._child
@@ -396,7 +396,7 @@ def test_modes_of_pixels(mode: str, decoder: ImageDecoder) -> None:
 
 
 def test_the_orientation_in_exif_is_applied(decoder: ImageDecoder) -> None:
-    """Like datasets and transformers, which rotate an image before they use it."""
+    """``datasets`` and ``transformers`` also rotate an image by its EXIF orientation."""
     exif = PillowImage.Exif()
     exif[0x0112] = 6
     content = encoded("JPEG", exif=exif.tobytes())

@@ -147,7 +147,7 @@ def test_without_shuffle_rows_are_in_order(config):
 
 
 def test_epochs_are_logged_at_powers_of_two(config, caplog):
-    """Otherwise a small dataset would log a line every few steps."""
+    """A line per epoch of a small dataset would fill the log every few steps."""
     with caplog.at_level(logging.WARNING):
         stream = open_rank(config, accumulation=2)
         while stream.samples_consumed < 10 * NUM_SAMPLES:
@@ -304,7 +304,7 @@ def test_source_that_starts_over_is_named_although_another_ends(config, tmp_path
 
 
 def test_rows_of_each_source_are_counted_equally_on_all_ranks(config, tmp_path):
-    assert open_rank(config).rows_of_sources == {}  # not reported for a single source
+    assert open_rank(config).rows_of_sources == {}  # counts are only reported for mixtures
 
     mixed = mixture_of(config, tmp_path, weight=3.0)
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""Artifacts that exhaust memory or time are rejected in one line, by trying them in a child process with limits."""
+"""Artifacts that exhaust memory or time in a child process with limits are rejected with a one-line error."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_long_conversation_is_accepted() -> None:
     assert len(written) > 2 * 14_000_000
 
 
-# Templates that look at the entire conversation in each turn. They name no published model.
+# Templates that read the entire conversation in each turn. None is from a published model.
 PER_TURN = [
     "{% if m == messages[-1] %}last{% endif %}",
     "{% if messages == [] or messages != none %}{% endif %}",
@@ -310,7 +310,7 @@ def test_row_counts_its_memory_in_python(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     from shardtrain.data.sources._batches import rows_of_batch
 
-    # Rows that are small in Arrow and huge in Python: repetitions of a text, nulls, and overlapping views.
+    # Small in Arrow, huge as Python objects: a repeated text, nulls, and overlapping views.
     zeros = pa.array([0] * 2000, pa.int8())
     many_texts = pa.DictionaryArray.from_arrays(zeros, pa.array(["a" * 8_000_000]))
     all_texts = pa.array([0, 2000], pa.int32())
@@ -325,7 +325,7 @@ def test_row_counts_its_memory_in_python(tmp_path: Path) -> None:
             assert isinstance(row, sources.BadRow)
             assert "data.max_row_bytes" in str(row)
 
-    # Small rows of the same kinds are read.
+    # Small rows of the same types are read.
     table = pa.table(
         {
             "label": pa.array(["good", None, "bad"] * 50).dictionary_encode(),

@@ -1,4 +1,4 @@
-"""An artefact on which the child fails is not opened in this process, where no limits hold."""
+"""If the child fails on an artefact, this process, which has no limits, does not open it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def answer(failed: list[str], error_number: int = 0, refused: str = "") -> str:
 
 
 def fail(error_number: int = 0):
-    """Return a replacement of the child, which always fails."""
+    """Return a replacement for the child process that always fails."""
     return lambda request: answer(["the decoder is out of tables"], error_number)
 
 
@@ -82,7 +82,7 @@ ARTEFACTS = {
 def test_artefact_on_which_the_child_fails_is_refused(
     name: str, error_number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These artefacts are valid, so this process would open them."""
+    """The artefacts are valid, so only the failure of the child prevents opening them."""
     kind, write, expected = ARTEFACTS[name]
     endings = {"arrow file": "a.arrow", "saved folder": "saved"}
     path = write(tmp_path / endings.get(name, "a.parquet"))

@@ -124,7 +124,7 @@ def without_marks(template: str) -> str:
         "{%- endgeneration %}",
     ):
         template = template.replace(mark, "")
-    # trim_blocks removes the newline after a tag, so one of two remains
+    # trim_blocks would have removed the newline after the deleted tag, so delete that newline here
     return template.replace("<|im_end|>\n\n{% else %}", "<|im_end|>\n{% else %}")
 
 
@@ -637,7 +637,7 @@ DROPPED = {
 def test_conversation_with_text_that_the_template_drops_is_a_bad_row(
     tmp_path, template, messages, dropped, form
 ):
-    """Otherwise the model would learn only ends of turns, or answers to empty questions."""
+    """Training on such a row would teach only ends of turns, or answers to empty questions."""
     row = {"messages": messages}
     if form == "prompt_completion":
         row = {"prompt": messages[:-1], "completion": messages[-1:]}
@@ -651,7 +651,7 @@ def test_conversation_with_text_that_the_template_drops_is_a_bad_row(
     assert isinstance(result, Document), result
     assert "Blue." in tokenizer.decode(result.tokens[result.learned])
 
-    # The row contains the text of each message, except for its reasoning and its marks.
+    # The row contains the text of each message, but neither its reasoning nor "/no_think".
     decoded = tokenizer.decode(result.tokens)
     for message in messages:
         text = message["content"].split("</think>")[-1].removesuffix("/no_think")
@@ -784,13 +784,13 @@ def test_template_variables_of_a_row_work_as_in_transformers(tmp_path, kwargs):
     without_variables = reference.apply_chat_template([USER, ANSWER])["input_ids"]
     assert (expected == without_variables) == (not variables)
 
-    # Rows of conversations and of prompts and completions
+    # The variables apply to both row formats.
     for form in ("chat", "prompt_completion"):
         (document,) = open_encoder(tokenizer, Data(format=form)).encode([row])
         assert document.tokens.tolist() == expected
         assert tokenizer.decode(document.tokens[document.learned]) == "Blue."
 
-    # Prompts of generation and of tasks on rows
+    # Generation and tasks on rows render the same prompt.
     conversations = open_conversations(tokenizer, Data(format="chat"))
     prompts = GenerationPrompts(tokenizer, Data(), conversations)
     prompt = prompts.row(PromptRow("a:1", "", row), "prompt", "tools")
@@ -838,7 +838,7 @@ def test_keys_that_only_other_trainers_read_are_logged_once(tmp_path, form, capl
 
     assert caplog.messages == []
 
-    # A second row of the same keys, and rows of a later call, log nothing more.
+    # Each ignored key is logged once, although two rows and a later call contain the same keys.
     weighed = [{**ANSWER, "weight": 0}]
     row = {**plain, "images": ["a.png"], "messages": [USER, *weighed], "completion": weighed}
     encoder.encode([row, row])
@@ -923,7 +923,7 @@ def test_template_without_end_of_turn_is_logged_and_turn_end_inserts_one(
         without_option = open_encoder(tokenizer, Data(format=form))
         assert (encoder.fingerprint == without_option.fingerprint) == (end is None)
 
-    # Generation stops at the end of a turn too.
+    # Generation stops at the end token of a turn, not only at EOS.
     ends = end_tokens(tokenizer, Data(format=form, turn_end=end), has_conversations=True)
     end_of_turn = "<|im_end|>" if template == SEPARATED else end or "</s>"
     assert {tokenizer.decode([token], keep_special=True) for token in ends} == {"</s>", end_of_turn}

@@ -75,7 +75,7 @@ FIRST = ["deepseekv3", "gemma4", "gptoss", "nemotron_3_nano", "phi3", "phi3_5", 
     "name", cases(FIRST, nightly=[name for name in NAMES if name not in FIRST])
 )
 def test_turns_of_published_templates_match_the_marks_of_trl(name: str) -> None:
-    """Except for the generation prompt, which TRL learns for some templates, and spaces around a turn."""
+    """Ignore spaces around a turn, and the generation prompt, which TRL learns for some templates."""
     template = _template(FOLDER / f"{name}.jinja")
     marked_file = FOLDER / f"{name.split('_v')[0]}_training.jinja"
     header = _header(template)
@@ -88,16 +88,16 @@ def test_turns_of_published_templates_match_the_marks_of_trl(name: str) -> None:
             written = write(template, messages, variables)
         except Unusable as error:
             assert "told apart" not in error.reason, (chat_name, error.reason)
-            continue  # the template has no tools, no reasoning, or rejects the conversation
+            continue  # the template does not support tools or reasoning, or rejects the conversation
         if template.marks or not marked_file.is_file():
             continue
         marked_template = _template(marked_file, template.content_as_parts)
         text, spans = marked_template.render_marked(messages, variables)
         if text != written.text:
-            continue  # TRL changed more than the marks
+            continue  # TRL changed more than the {% generation %} blocks, so it is no reference here
 
         turns = [written.text[start:stop] for start, stop in written.spans]
-        learned = "".join(turns).replace("<|tool_response>", "")  # Gemma's end of a call
+        learned = "".join(turns).replace("<|tool_response>", "")  # Gemma's token after a tool call
         expected = "".join(text[start:stop] for start, stop in spans)
         for piece in header:
             expected = expected.replace(piece, "")
@@ -115,7 +115,7 @@ def _template(file: Path, as_parts: bool | None = None) -> ChatTemplate:
 
 
 def _header(template: ChatTemplate) -> list[str]:
-    """Return the generation prompt and its pieces, which only one side may learn."""
+    """Return the generation prompt and its tokens, which the comparison ignores."""
     without_prompt = template.render([ASK])
     with_prompt = template.render([ASK], {}, True)
     prompt = with_prompt[_common(with_prompt, without_prompt) :].strip()

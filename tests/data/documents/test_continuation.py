@@ -54,13 +54,15 @@ def test_tokens_decode_to_the_prompt_and_the_completion(kind: str, pair: tuple[s
     assert tokenizer.decode(ids) == tokenizer.decode(joined)
     assert shared is (joined[: len(prompt_ids)].tolist() != prompt_ids.tolist())
 
-    # Tokens that span the boundary are split there, so only pairs without one encode as joined.
+    # A token across the boundary is split there. Only pairs without such a token encode like the
+    # joined text.
     if not shared:
         assert ids.tolist() == joined.tolist()
 
 
 SEAMS = {
-    # normalizer or added token, and a pair whose joined text has different characters or tokens than its halves
+    # normalizer or added token: a pair whose joined text has other characters or tokens than its
+    # halves
     "a normalizer that composes characters": (True, ("gro", "\u0308\u00dfer")),
     "a token for the joined text only": (False, ("hello", "world")),
 }
@@ -142,7 +144,8 @@ def test_both_answers_of_a_preference_pair_continue_the_prompt(
 
 
 ENDS = {
-    # text of a row: the tokens it must contain once each, and the notes about it
+    # name: (text of a row, logged notes). BOS and EOS occur once each, even if the text spells
+    # them.
     "nothing spelled": ("two words", ()),
     "the end": ("two words</s>", (HAS_END,)),
     "the beginning": ("<s>two words", (HAS_BEGINNING,)),
@@ -181,6 +184,6 @@ def test_bos_and_eos_written_in_a_row_are_not_added_again(
 
 
 def test_fingerprint_is_unchanged_for_tokenizers_without_bos_and_eos_in_text() -> None:
-    """A run of an earlier version can resume if its tokens are unchanged."""
+    """A run of an earlier version must be able to resume, because its tokens are unchanged."""
     by_bytes = TextEncoder(ByteTokenizer(), "text", Data()).fingerprint
     assert by_bytes == "07f07c09622ce8c5a2f5978b9738fae4871bfd677d6a80594009a86141c3836c"

@@ -117,7 +117,7 @@ def test_no_token_spans_prompt_and_completion(tmp_path):
     assert tokenizer.decode(learned) == "he"
     assert learned[-1] == tokenizer.eos_id
     assert tokenizer.decode(document.tokens[~document.learned]) == "t"
-    assert len(tokenizer.encode("the")) == 1  # tokenized together it would be a single token
+    assert len(tokenizer.encode("the")) == 1  # the joined text would be a single token
 
 
 @settings(max_examples=50, derandomize=True)

@@ -102,7 +102,7 @@ def test_ordinary_text_has_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("has_mask", [False, True])
 @pytest.mark.parametrize("size", [10, 10_000])
 def test_buffer_is_never_in_memory_twice(size: int, has_mask: bool) -> None:
-    """The buffer takes the bytes counted by Growth plus an eighth, the step by which a bytearray grows."""
+    """Memory is at most the bytes counted by Growth plus an eighth, by which a bytearray over-allocates."""
     count = 2**19 // size
     counted_bytes = 0
 
@@ -166,7 +166,7 @@ def test_decompression_of_one_row_has_a_time_limit(
 def test_compressed_row_is_not_read_beyond_the_size_limit(
     ending: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The row has at least 8 MiB, and at most 1 MiB of it may be read. The bytes read are counted.
+    # The row has at least 8 MiB, of which the reader may read 1 MiB. Count the bytes it reads.
     monkeypatch.setattr(_records, "SKIPPED_BYTES", 2**20)
     bytes_read = 0
     read = _compressed._Stream.read
@@ -228,7 +228,7 @@ def test_json_array_is_read_by_element_within_the_time_limit(
     path = tmp_path / "a.json"
     elements = ['{"text": "é"}', *["{}"] * 100, json.dumps({"text": "b" * 60})]
     path.write_text("[" + elements[0] + ",\n" + ",".join(elements[1:]) + "]")
-    # Advance the parsed window after each character, within elements, or never.
+    # Advance the parsed window after each character, within elements, or never: the rows are equal.
     for move in (1, 7, 50, 10**6):
         monkeypatch.setattr(_json_array, "_MOVE_CHARACTERS", move)
         monkeypatch.setattr(_json_array, "_ELEMENT_CHARACTERS", 80)
@@ -239,7 +239,7 @@ def test_json_array_is_read_by_element_within_the_time_limit(
         assert rows[0] == {"text": "é"}
         assert rows[-1] == {"text": "b" * 60}
 
-    # An element that is too long
+    # An element longer than the limit of 80 characters is rejected.
     monkeypatch.setattr(_json_array, "_MOVE_CHARACTERS", 1)
     path.write_text('[{"text": "a"},\n[' + "[]," * 100 + "[]], {}]")
     with pytest.raises(
@@ -247,7 +247,7 @@ def test_json_array_is_read_by_element_within_the_time_limit(
     ):
         jsonl.open_source(Request(str(path), max_row_bytes=80))
 
-    # Elements that take too long together
+    # Parsing all elements takes longer than the time limit.
     path.write_text("[" + "{}," * 50 + "{}]")
     monkeypatch.setattr(_json_array, "_LOOK_EVERY", 1)
     tick_on_each_call(monkeypatch, _json_array, "thread_time")

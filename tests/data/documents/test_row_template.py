@@ -27,7 +27,7 @@ def encode(row: dict[str, Any], source: DataSource | None = None, **options: Any
 
 
 def halves(document: Any) -> tuple[str, str]:
-    """Return the text that is only read and the text that is learned."""
+    """Return the prompt text (not learned) and the learned text of a document."""
     assert not isinstance(document, BadRow), document
     learned = document.learned
     return BYTES.decode(document.tokens[~learned]), BYTES.decode(document.tokens[learned])
@@ -54,7 +54,7 @@ def test_any_table_becomes_a_text_a_pair_or_a_conversation_by_template(tmp_path:
     }
     options = {"format": "chat", "chat_template": str(chat_template), "template": turns}
 
-    # An empty turn of the system is dropped.
+    # An empty system message is dropped.
     assert halves(encode(QUESTION, **options)) == ("[user]2+2?[assistant]", "4")
     with_hint = {**QUESTION, "hint": "Add."}
     assert halves(encode(with_hint, **options)) == ("[system]Add.[user]2+2?[assistant]", "4")

@@ -21,10 +21,12 @@ HOUR_NS = 3600 * 10**9
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Use a temporary cache folder without a minimum size of entries."""
+    """Use a temporary cache folder, and cache even datasets that tokenize quickly."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(token_cache, "_MIN_SECONDS", 0.0)
-    monkeypatch.setattr(file_hashes, "SETTLED_SECONDS", -1.0)  # files count as settled immediately
+    monkeypatch.setattr(
+        file_hashes, "SETTLED_SECONDS", -1.0
+    )  # no waiting period after a file change
     return tmp_path / "cache/shardtrain/tokens"
 
 
@@ -60,7 +62,7 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> Count:
 
 
 def opened(file: Path, tokenizer: str = "bytes", **data: Any) -> MemoryTokenBuffer:
-    """Return the token buffer of a dataset with one file."""
+    """Open a dataset with one file and return its token buffer."""
     training = Training(dataset="jsonl", dataset_path=str(file), seq_len=16)
     config = Config(training=training, data=Data(**data), model=Model(hf_assets_path=tokenizer))
     (feed,) = build_dataset.open_data(config, training, shuffle=True, loop=None).feeds
@@ -263,7 +265,7 @@ def test_recently_changed_files_are_not_cached(
 
     def read(*arguments: Any) -> Any:
         documents = original(*arguments)
-        os.utime(file, ns=(0, file.stat().st_mtime_ns))  # changes its ctime
+        os.utime(file, ns=(0, file.stat().st_mtime_ns))  # changes its ctime during tokenization
         return documents
 
     monkeypatch.setattr(build_dataset, "_read", read)

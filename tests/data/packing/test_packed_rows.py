@@ -56,7 +56,8 @@ def test_masked_documents_restart_positions_and_have_no_target_in_another_docume
 
 def test_first_fit_places_unsplit_documents_in_the_first_row_with_room():
     _, out = rows_of(documents_of([4, 5, 3]), Packing(6, kind="first_fit", masked=True, pad_id=0))
-    # the 4 targets of the second document leave room for the 2 of the third; the first document gets its own row
+    # The second document has 4 targets, so the third with 2 fits next to it. The first gets its own
+    # row.
     assert out.tokens_BT.tolist() == [[1, 2, 3, 0, 0, 0], [5, 6, 7, 8, 10, 11]]
     assert out.targets_BT.tolist() == [[2, 3, 4] + [IGNORE] * 3, [6, 7, 8, 9, 11, 12]]
     assert out.documents_BT.tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]]
@@ -193,7 +194,7 @@ def test_best_fit_equals_its_definition(lengths, capacity):
 
 @pytest.mark.parametrize(("num_documents", "limit"), [(8192, 0.001), (128, 0.03)])
 def test_padding_of_log_normal_lengths_is_small(num_documents, limit):
-    """The blocks of data in memory have 8,192 documents, and those of a stream 128."""
+    """Documents are packed in blocks: 8,192 documents for data in memory, 128 for streams."""
     lengths = np.random.default_rng(0).lognormal(np.log(300), 1.0, num_documents)
     lengths = lengths.clip(1, 2048).astype(np.int64)
     padding = {}

@@ -175,7 +175,7 @@ def test_cut_row_is_skipped_only_if_it_has_no_learned_token(kind: str) -> None:
     for row in rng.permutation(packed.num_rows).tolist():
         packed.write(row, out, row)
 
-    # A cut document has SEQ_LEN + 1 tokens. Its first token is not a target.
+    # Documents are cut to SEQ_LEN + 1 tokens, of which the first is never a target.
     num_targets = 0
     num_long = 0
     num_without_target = 0
@@ -205,7 +205,7 @@ def test_limit_on_skipped_rows_suggests_a_value_that_works(
     assert check.main(arguments) == 3
     assert "data.long_rows_max_fraction=0.667" in capsys.readouterr().out
 
-    # The advised value is accepted by the run and by the check.
+    # Both the run and the check accept the value that the message suggests.
     arguments.append("--data.long_rows_max_fraction=0.667")
     with caplog.at_level(logging.WARNING):
         assert targets_of(load(None, arguments).config, 1) == [4]

@@ -158,7 +158,7 @@ def test_large_window_is_refused(ending: str, tmp_path: Path) -> None:
 
 
 def test_skippable_frames_of_zstandard(tmp_path: Path) -> None:
-    """They are skipped in bounded time, and one that is longer than the file is a truncated file."""
+    """Skippable frames cost bounded time. A frame that extends past the end of the file is an error."""
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes((SKIPPABLE + bytes(4)) * 100_000 + zstandard.compress(ROW))
     result = open_measured("jsonl", path)

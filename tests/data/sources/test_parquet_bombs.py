@@ -50,7 +50,7 @@ def one_list(num_values: int, definition: int = 3) -> bytes:
 
 
 def large_page(codec: str, size: int) -> Callable[[Path], Path]:
-    """A page whose size the footer does not have, in a file of more than 64 KiB."""
+    """A page larger than the footer's total uncompressed size, in a file of more than 64 KiB."""
 
     def write(path: Path) -> Path:
         pages = [Page(text(os.urandom(70_000)), 1), Page(text(b"a" * size), 1)]
@@ -74,7 +74,7 @@ def repeated_text(size: int, count: int, codec: str, is_honest: bool) -> Callabl
 
 
 def null_values(count: int, version: str) -> Callable[[Path], Path]:
-    """One row with a list of nulls, in a run."""
+    """One row with a run-length encoded list of nulls."""
 
     def write(path: Path) -> Path:
         levels = (rle(0, 1, 1) + rle(1, count - 1, 1), rle(2, count, 2))
@@ -119,38 +119,38 @@ def wide_nulls(path: Path) -> Path:
 
 
 def hidden_lengths(path: Path) -> Path:
-    """Ten texts, whose page has a hundred million lengths."""
+    """Ten texts, in a page that declares 2^27 text lengths."""
     page = Page(delta_binary(0, 2**27, block=2**27, minis=1), 10, DELTA_LENGTH)
     return one_column(path, [page], 10, codec="snappy")
 
 
 def claimed_size(path: Path) -> Path:
-    """A page that claims 2 GiB."""
+    """A page of a few bytes whose header claims 2 GiB."""
     return one_column(path, [Page(text(b"a"), 1, uncompressed=2**31 - 1)], 1, codec="snappy")
 
 
 def large_dictionary(path: Path) -> Path:
-    """A dictionary that claims two billion texts."""
+    """A dictionary with one text whose header claims two billion."""
     pages = [Page(text(b"a"), 2**31 - 1, kind="dictionary")]
     return one_column(path, [*pages, Page(bytes([1]) + rle(0, 10, 1), 10, DICTIONARY)], 10)
 
 
 def large_texts(path: Path) -> Path:
-    """Rows that choose a text of 20 MiB from a dictionary, which are read a few at a time."""
+    """Rows that all refer to a dictionary entry of 20 MiB, and so must be read a few at a time."""
     dictionary = Page(text(b"a" * 20 * MIB), 1, kind="dictionary")
     choices = Page(bytes([1]) + rle(0, 256, 1), 256, DICTIONARY)
     return one_column(path, [dictionary, choices], 256, codec="snappy", total_uncompressed=100)
 
 
 def rows_of_one_text(path: Path, count: int = 200_000, size: int = 8 * MIB) -> Path:
-    """Rows that choose the same text from a dictionary."""
+    """Rows that all refer to the same dictionary entry."""
     dictionary = Page(text(b"a" * size), 1, kind="dictionary")
     choices = Page(bytes([1]) + rle(0, count, 1), count, DICTIONARY)
     return one_column(path, [dictionary, choices], count, codec="zstd")
 
 
 def rows_of_one_number(path: Path) -> Path:
-    """Two billion rows with the same number, in a run."""
+    """Two billion rows with the same number, run-length encoded."""
     count = 2**31 - 1
     dictionary = Page(bytes(4), 1, kind="dictionary")
     choices = Page(bytes([1]) + rle(0, count, 1), count, DICTIONARY)
@@ -189,7 +189,8 @@ def test_hostile_pages_are_refused_within_the_limits(name: str, tmp_path: Path) 
 
     assert result.grown_bytes < MAX_GROWTH_BYTES, result
 
-    # A page is read, or each of its rows is refused, or the file is, by a limit that the message names.
+    # The rows are read, or each row is refused, or the file is refused by a limit that the message
+    # names.
     if expected == "read":
         assert not result.error
         assert result.rows == 256

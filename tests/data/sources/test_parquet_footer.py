@@ -1,4 +1,4 @@
-"""pyarrow ends the process with SIGABRT for some footers. They are found before it describes their columns."""
+"""Footers on which pyarrow aborts the process with SIGABRT are detected before pyarrow describes columns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ for path in sys.argv[1:]:
 
 
 def damaged_files(path: Path) -> tuple[list[bytes], list[bytes]]:
-    """Return the files with one flipped bit in the footer that pyarrow opens: sound ones, and the others."""
+    """Flip each bit of the footer. Of the files that pyarrow opens, return those found safe and the others."""
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
     table = pa.table({"text": ["a", "b", None], "number": [1, 2, 3], "tags": [["x"], [], ["y"]]})
@@ -62,7 +62,7 @@ def test_no_bit_of_a_footer_ends_the_process(tmp_path: Path) -> None:
     files.write_bytes(b"".join(sound))
     subprocess.run([sys.executable, "-P", "-c", DESCRIBE, files], check=True)
 
-    # The others are tried in a child process, which may end. A file of which it does not end can be read.
+    # The others are opened in a child process first. They are read only if the child survives.
     refused = []
     for number in (0, len(others) // 2, len(others) - 1):
         path.write_bytes(others[number])

@@ -23,7 +23,10 @@ LINES = {
     "two objects": (b'{"text": "a"} {"text": "b"}', "is not JSON: extra data (column 15)"),
     "trailing comma": (b'{"text": "a",}', "is not JSON"),
     "single quotes": (b"{'text': 'a'}", "is not JSON"),
-    "wrong type": (b'{"text": 7}', {"text": 7}),  # the format checks types, not the source
+    "wrong type": (
+        b'{"text": 7}',
+        {"text": 7},
+    ),  # types are checked by the row format, not by the source
     "missing field": (b'{"title": "a"}', {"title": "a"}),
     "null": (b'{"text": null}', {"text": None}),
     "nested": (b'{"text": {"body": ["a"]}}', {"text": {"body": ["a"]}}),
@@ -174,7 +177,8 @@ def test_last_line_is_read_once_with_or_without_a_line_end(write, end):
 
 @pytest.mark.parametrize("end", [b"", b"\n"])
 def test_row_may_have_at_most_max_row_bytes(write, end):
-    # The first row has exactly the limit. The other two are longer by a space, before a line end or at the end.
+    # The first row has exactly the maximum length. The others exceed it by a space, before a
+    # newline or at the end of the file.
     path = write(GOOD + b"\n" + GOOD + b" \n" + GOOD + b" " + end)
     reason = BadRow("is longer than data.max_row_bytes", detail=f"{len(GOOD) + 1} bytes")
     assert read(path, max_row_bytes=len(GOOD)) == [
@@ -205,5 +209,6 @@ def test_row_of_64_mb_is_skipped_without_loading_it(write):
     assert rows.strip() == str(
         [good, f"is longer than data.max_row_bytes ({64 * 2**20 + 12} bytes)", good]
     )
-    # two blocks of 16 MiB plus a mask and an index of one block; reading and parsing the row would take 128 MiB
+    # Two blocks of 16 MiB plus a mask and an index of one block. Reading and parsing the row would
+    # take 128 MiB.
     assert int(grown) / 1024 < 72

@@ -333,7 +333,7 @@ def test_subset_is_a_folder_of_the_local_copy(tmp_path):
     ):
         opened(tmp_path, "c4", subset="fr")
 
-    # The message names the table of the source if the subset is set there.
+    # If the subset is set in the TOML table of a source, the message names that table.
     of_source = DataSource("c4", str(tmp_path), subset="fr")
     named = NamedDataset(
         "web", of_source, "data.sources.web.dataset", "data.sources.web.dataset_path"

@@ -151,7 +151,7 @@ def test_table_and_shards_read_the_same_rows(tmp_path, content, block):
         rows = []
         for name, data in (("a.jsonl", content), ("a.jsonl.gz", gzip.compress(content, 1))):
             (tmp_path / name).write_bytes(data)
-            # a byte order mark of UTF-16 is rejected, as other tests check
+            # other tests check that a UTF-16 byte order mark is rejected
             if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
                 return
             rows.append(rows_and_lines(opened(tmp_path / name, max_row_bytes=40)))

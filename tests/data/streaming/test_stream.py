@@ -19,7 +19,7 @@ from shardtrain.utils.errors import ConfigError, DataError
 
 
 class Letters:
-    """Encoder for rows that list their tokens."""
+    """Encoder for rows that already contain a list of tokens."""
 
     fingerprint = "letters"
 
@@ -98,7 +98,7 @@ def feed_of(source, packing=None, readers=4, seed=7, passes=1):
 
 
 def take(feed, start, stop):
-    """Return rows ``start`` to ``stop - 1`` of a feed as tuples of sample id, tokens, targets and moved cursors."""
+    """Return rows ``start`` to ``stop - 1`` of a feed as (sample id, tokens, targets, moved cursor)."""
     result = []
     for k in range(start, stop):
         out = PackedSequences(1, feed.packing)
@@ -124,14 +124,15 @@ def take(feed, start, stop):
     ],
 )
 def test_cut_and_skipped_documents_are_counted(packing, fates, caplog):
-    """Each count is logged when it reaches a power of two. Concatenated documents need no second token."""
+    """Each count is logged at powers of two. With concatenation, a single token is a target, so it is no warning."""
     caplog.set_level("INFO")
     lengths = [1, 0, 4, 1, 12, 0, 1, 0, 5, 12, 0, 1, 12, 1]
     feed = feed_of(table(lengths), packing, readers=1)
     take(feed, 0, len(lengths))
     messages = [record.getMessage() for record in caplog.records]
 
-    # All documents are one block, whose counts are added together. Rows without a document are counted singly.
+    # Cut documents are counted once per block, and all documents are one block. Empty rows are
+    # counted one by one.
     expected = [f"dataset rows: {count} documents so far are skipped: empty" for count in (1, 2, 4)]
     expected += [f"dataset rows: 3 documents so far {fate}" for fate in fates]
     if packing.kind != "concat":
@@ -293,7 +294,8 @@ def test_rows_of_an_epoch_do_not_depend_on_a_following_epoch(lengths, count, sto
     rows_of_samples = [row for row in rows_of_one_pass if row[0] in sample_ids]
     assert without_cursors(rows_of_samples) == [expected[k] for k in sorted(sample_ids)]
 
-    # a finished run that is continued with more passes resumes from cursors written without a next epoch
+    # A finished run that is continued with more passes resumes from cursors written without a next
+    # epoch.
     cursors = np.zeros((2, 3), dtype=np.int64)
     for *_, moved in rows_of_one_pass[:stop]:
         cursors[moved.reader] = moved.cursor

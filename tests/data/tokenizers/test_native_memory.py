@@ -101,7 +101,8 @@ def test_without_a_ulimit_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(resource, "getrlimit", lambda kind: infinite)
     limits.require_memory(2**60, "tokenizing a text")
 
-    # The same request is refused under a ulimit, so the check above is not empty.
+    # Under a ulimit, the same request is refused. Without this check, the test would pass if
+    # nothing were ever refused.
     finite = (2**30, 2**30)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: finite)
 
@@ -120,7 +121,7 @@ def test_ulimit_below_the_limit_of_the_child_is_named(
     ):
         sandbox._verdict(b"", status)
 
-    # A refusal of the child itself is also due to the ulimit.
+    # The child's own refusal is attributed to the ulimit too.
     too_large = json.dumps(
         {
             "refused": "needs more than data.artefact_memory_bytes=5 to open",
@@ -132,7 +133,7 @@ def test_ulimit_below_the_limit_of_the_child_is_named(
     with pytest.raises(OutOfMemoryError, match="^memory ran out"):
         sandbox._verdict(too_large.encode(), 0)
 
-    # Without a ulimit, the limit of the child is the cause.
+    # Without a ulimit, it is attributed to the limit of the child.
     monkeypatch.setattr(limits, "read", list)
     assert "data.artefact_memory_bytes" in sandbox._verdict(b"", status)
 
@@ -157,5 +158,5 @@ def test_limit_of_cpu_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         sandbox._verdict(b"", -signal.SIGXCPU)
         == "takes more than data.artefact_seconds=30 of CPU time to open"
     )
-    # The clock allows many times the CPU time.
+    # The wall-clock limit is much longer than the limit of CPU time.
     assert sandbox.wall_seconds() >= 20 * sandbox.limits().seconds

@@ -178,7 +178,8 @@ def test_tiktoken_ids_match_the_library_and_long_runs_are_split_as_in_llama_3(pa
 
     for sign in (" ", "a"):
         long = f"the{sign * 60_000} cat"
-        # the library's regular expressions fail on a few 100,000 spaces
+        # long runs are encoded in pieces, because tiktoken's regular expressions fail on a few
+        # 100,000 spaces
         ids = tokenizer.encode(long)
         assert tokenizer.decode(ids) == long
     spaces = tokenizer.encode(" " * 60_000).tolist()
@@ -200,7 +201,7 @@ def test_special_tokens_of_the_folder_override_those_of_tiktoken(paths, tmp_path
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (ranks + 4, ranks + 9, ranks)
     assert tokenizer.fingerprint != open_tokenizer(paths["tiktoken"]).fingerprint
 
-    # A number below those of the special tokens belongs to the vocabulary.
+    # An id below the special tokens belongs to the vocabulary, so the file must not define it.
     config["added_tokens_decoder"] = {"7": {"content": "<|x|>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="names 7"):
@@ -261,7 +262,7 @@ def test_chat_templates_are_found_in_each_file(tmp_path):
     tokenizer = open_tokenizer(str(folder))
     assert (tokenizer.chat_template, tokenizer.tool_template) == ("a", None)
 
-    # A file of its own overrides the field in tokenizer_config.json.
+    # chat_template.jinja overrides the field in tokenizer_config.json.
     (folder / "chat_template.jinja").write_text("b")
     assert open_tokenizer(str(folder)).chat_template == "b"
 
