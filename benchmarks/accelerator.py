@@ -95,7 +95,7 @@ COMMON: Options = {
 
 
 def model(name: str, flavor: str, rows: int) -> Options:
-    """Options of a model with a local batch size of ``rows``."""
+    """Return the options that select a model, with a local batch size of ``rows``."""
     return {"model.name": name, "model.flavor": flavor, "training.local_batch_size": rows}
 
 
@@ -160,7 +160,7 @@ SMALL: Options = {
     "training.seq_len": 128,
     "training.local_batch_size": 2,
     "training.steps": 3,
-    "training.initial_loss_scale": 1024.0,  # for float16: no step is skipped
+    "training.initial_loss_scale": 1024.0,  # small enough that float16 skips no step
     "optimizer.lr": 1e-3,
     "optimizer.eps": 1e-3,  # with a smaller value, rounding decides the sign of small updates
     "lr_scheduler.warmup_steps": 1,
@@ -221,7 +221,10 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 def option_cases() -> dict[str, tuple[Options, Options]]:
-    """Return options on the device, and the changes of the run that they are compared with."""
+    """Map case names to options of the device run, and changes for the reference run.
+
+    The reference runs on a CPU, in eager mode or with emulation.
+    """
     host: Options = {"training.device": "cpu"}
     eager: Options = {"compile.enable": False}
     cases: dict[str, tuple[Options, Options]] = {}
@@ -234,7 +237,7 @@ def option_cases() -> dict[str, tuple[Options, Options]]:
                 **PACKING[(place + turn) % len(PACKING)],
                 **OPTIMIZERS[(place + 3 * turn) % len(OPTIMIZERS)],
             }
-            # a CPU takes minutes for float16 products
+            # a float16 case takes minutes on a CPU, so its reference uses PRECISION[0]
             reference = {**host, **PRECISION[0]} if precision == PRECISION[2] else host
             cases[f"{family}: {words(more)}"] = ({**of_family, **more}, reference)
         cases[f"{family}: compiled"] = ({**of_family, **COMPILED}, eager)
@@ -266,7 +269,7 @@ def option_cases() -> dict[str, tuple[Options, Options]]:
 
 
 def words(options: Options) -> str:
-    """Return the values of options as one line."""
+    """Join the values of options into a case name."""
     return " ".join(str(value) for value in options.values())
 
 
@@ -276,12 +279,16 @@ def timed_run(options: Options, device: str, tiny: bool, steps: int) -> Loaded:
     if tiny:
         options |= tiny_sizes(options["model.name"])
     if device == "cpu" and FLOAT8.items() <= options.items():
-        options["quantize.linear.float8.emulate"] = True  # CPUs have no float8 products
+        options["quantize.linear.float8.emulate"] = True  # CPUs have no float8 matmul
     return load_config(None, options)
 
 
 def tiny_sizes(model_name: str) -> Options:
-    """Return the options that make a model tiny. A folder of transformers has its sizes in config.json."""
+    """Return the options that make a model tiny.
+
+    A model with ``model.name="transformers"`` gets no ``model.*`` options, because its config.json
+    defines the sizes.
+    """
     if model_name == "transformers":
         return {name: value for name, value in TINY.items() if not name.startswith("model.")}
     return TINY_DENSE if model_name == "llama3" else TINY_EXPERTS
@@ -376,7 +383,7 @@ def capabilities(device: str, tiny: bool) -> Iterator[Row]:
 
 
 def _matmul_tflops(device: torch.device) -> dict[str, float]:
-    """Return TFLOP/s of matrix products with shapes of 8B and random data, by shape (M, K, N)."""
+    """Map (M, K, N) to the measured TFLOP/s of a matmul of random data, for shapes of the 8B model."""
     tflops = {}
     for m, k, n in (
         (8192, 8192, 8192),
@@ -605,7 +612,7 @@ def options(device: str, tiny: bool, names: str = "") -> Iterator[Row]:
 
 
 def compare(device: str, wanted: Options, other: Options) -> Row:
-    """Return the row of a pair of runs, or of the reason why it cannot run."""
+    """Compare a pair of runs. Return a row with the differences, or with the reason if one cannot run."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     base = {**SMALL, "training.device": device, **wanted}
@@ -629,7 +636,8 @@ def case_of(part: str, name: str, device: str, tiny: bool, steps: int, kernels: 
     file = kernels / f"{name.replace(' ', '_')}.txt" if kernels else None
     try:
         return {"case": name, **timed(loaded, warmup, steps, file)}
-    except Exception as error:  # out of memory, rejected, or not built
+    except Exception as error:
+        # For example out of memory, rejected options, or a model that cannot be built.
         where = [
             f"{Path(frame.filename).name}:{frame.lineno}"
             for frame in traceback.extract_tb(error.__traceback__)[-6:]
@@ -642,7 +650,7 @@ def case_of(part: str, name: str, device: str, tiny: bool, steps: int, kernels: 
 
 
 def planned(file: Path) -> str:
-    """Return a Markdown table of timed rows and the predictions of ``shardtrain plan`` for the same options."""
+    """Return a Markdown table of timed rows, next to what ``shardtrain plan`` predicts for them."""
     lines = [
         "| case | tokens/s | planned | MFU | s a step | peak, GiB reserved | planned |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -705,7 +713,7 @@ def generation(device: str, tiny: bool) -> Iterator[Row]:
 
 
 def sizes_of(options: Options) -> dict[str, Any]:
-    """Return the values of ``model.overrides``."""
+    """Return the ``model.overrides.*`` options, without that prefix."""
     prefix = "model.overrides."
     return {
         name.removeprefix(prefix): value
@@ -731,9 +739,9 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]] | None] = {
 
 
 def chosen(names: Iterable[str], texts: str) -> list[str]:
-    """Return the names that the comma-separated texts select. All names for "".
+    """Return the names selected by comma-separated texts, or all names if ``texts`` is empty.
 
-    A text that is a name selects this name. Any other text selects the names that contain it.
+    A text that equals a name selects only this name. Any other text selects all names that contain it.
     """
     names = list(names)
     if not texts:
@@ -812,10 +820,11 @@ def main(arguments: list[str]) -> int:
     if options.planned:
         print(planned(options.planned))
         return 0
-    set_allocator_default(os.environ)  # like ``train``, before the device is initialized
+    # As in ``train``: only takes effect before the device is initialized.
+    set_allocator_default(os.environ)
     device = pick_device_type(options.device)
     if options.part:
-        sys.stdin.readline()  # another process uses the device until then
+        sys.stdin.readline()  # wait until the previous process has released the device
         for row in run_here(options, device):
             print(json.dumps(row), flush=True)
         return 0

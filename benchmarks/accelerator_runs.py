@@ -1,4 +1,4 @@
-"""Parts of accelerator.py that look at a run's surroundings: checkpoints, the transformers route, and generation."""
+"""Parts of accelerator.py that do not time plain training: checkpoints, the transformers route, generation."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def checkpoint_row(loaded: Loaded) -> Row:
 
 
 def step_seconds(run: trainer.Run) -> float:
-    """Run a step. Return its seconds, until the device is idle."""
+    """Run a step. Return the seconds from its start until the device is idle again."""
     started_at = time.perf_counter()
     outcome = trainer.step(run)
     assert outcome is not None, "the data have ended"
@@ -76,7 +76,7 @@ def step_seconds(run: trainer.Run) -> float:
 
 
 def kernels(loaded: Loaded, here: World) -> Any:
-    """Return the context in which a run chooses its attention kernel."""
+    """Check the configuration, and return the context manager that selects the attention kernel."""
     trainer.configs.require(loaded, here.size, here.device.type, here.size)
     return device_kernels.prefer_attention(here.device, loaded.config.training.flash_attention)
 

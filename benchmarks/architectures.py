@@ -121,14 +121,14 @@ def config_of(path: Path, output: Path, mesh: str, loss_parallel: bool) -> Confi
 
 
 def first_steps(rank: int, configs: Sequence[Config]) -> list[FirstStep]:
-    """Return the first step of several configurations, one after another in the same process."""
+    """Run the first step of each configuration in this process. Return the results in order."""
     return [first_step(rank, config) for config in configs]
 
 
 def measure(
     name: str, meshes: Sequence[str], path: Path, output: Path, expected: FirstStep
 ) -> Iterator[Cell]:
-    """Compare the first step on some meshes with the one of one process."""
+    """Compare the first step on each mesh with ``expected``, the first step of one process."""
     accepted: dict[str, Config] = {}
     for mesh in meshes:
         config = config_of(path, output, mesh, loss_parallel=True)
@@ -152,7 +152,7 @@ def measure(
 
 
 def _with_split_sequences(cell: Cell, config: Config) -> Cell:
-    """Return the table's cell for sequence parallelism, which tensor parallelism uses if the blocks allow it."""
+    """Return the cell of SEQUENCES: the result of tp if its plan splits sequences, otherwise a refusal."""
     module, shape = models.configured(config.model)
     resolved = hf_plan.resolve(models.build(module, shape), config)
     if resolved.sequences is None:
@@ -164,7 +164,7 @@ def _with_split_sequences(cell: Cell, config: Config) -> Cell:
 
 
 def _compared(name: str, configs: dict[str, Config], expected: FirstStep) -> Iterator[Cell]:
-    """Run meshes of equally many ranks in one set of processes, which warms up once.
+    """Run all meshes with the same number of ranks in one set of processes, to warm up only once.
 
     If a mesh fails, run each mesh in separate processes.
     """
@@ -207,7 +207,7 @@ def _refused(name: str, mesh: str, error: Exception) -> Cell:
 
 
 def transformers_step(rank: int, config: Config, class_name: str) -> FirstStep:
-    """Return loss and gradients that the class of ``transformers`` has for the same weights and rows."""
+    """Return loss and gradients of the ``transformers`` class, for the same weights and rows."""
     run = make_run(rank, config)
     initial = whole(run)
     checkpoints = Checkpoints(config)
@@ -254,12 +254,12 @@ def _cells(name: str, meshes: Sequence[str], output: Path) -> Iterator[Cell]:
 
 
 def both_steps(rank: int, config: Config, class_name: str) -> tuple[FirstStep, FirstStep]:
-    """Return the first step of this package on one process, and the one of ``transformers``."""
+    """Return the first step of this package in one process, and that of ``transformers``."""
     return first_step(rank, config), transformers_step(rank, config, class_name)
 
 
 def columns() -> list[str]:
-    """Return the column names: one process, then the meshes. SEQUENCES follows "tp"."""
+    """Return the column names: "one process", then the meshes, with SEQUENCES inserted after "tp"."""
     names = ["one process", *MESHES]
     names.insert(names.index("tp") + 1, SEQUENCES)
     return names

@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    keep_freed_memory()  # as at the start of every training run
+    keep_freed_memory()  # every training run sets this allocator option at its start
     rows = []
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16):
@@ -81,7 +81,7 @@ def main() -> None:
                 ]
                 kernels = {"flash": flash(*inputs), "blocks": blocks(*inputs)}
                 best: dict[str, float] = {}
-                # the first is a warm-up, and is never the fastest
+                # one extra round as a warm-up: it is slower, so the minimum ignores it
                 for _ in range(options.rounds + 1):
                     for kernel, directions in kernels.items():
                         for direction, function in directions.items():

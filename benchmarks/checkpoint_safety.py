@@ -117,10 +117,15 @@ def alone() -> Any:
 
 
 def outcome(load: Callable[[], State]) -> str:
-    """Return "whole" if all elements are of one step, "silent" for wrong numbers, and "refused" for an error."""
+    """Load a checkpoint and classify the result.
+
+    Returns:
+        "whole" if all elements are of one step, "silent" if a load without an error returns
+        wrong numbers, and "refused" if it raises an error.
+    """
     try:
         loaded = load()
-    except (ShardtrainError, BaseException):  # DCP's errors are not of type Exception
+    except (ShardtrainError, BaseException):  # errors of DCP derive only from BaseException
         return "refused"
     values = torch.cat(list(loaded.values()))
     return "whole" if bool((values == values[0]).all()) and values[0] > 0 else "silent"
@@ -192,14 +197,18 @@ SMALL = 1_000
 
 
 def uneven(step: int) -> State:
-    """Return a large tensor and three small tensors. Of two writer threads, only one reaches the limit."""
+    """Return one large and three small tensors, filled with ``step``.
+
+    Only the large one exceeds the file size limit, so only one of two writer threads fails.
+    """
     return {f"model.{i}": torch.full((SMALL if i else LARGE,), float(step)) for i in range(4)}
 
 
 def limited_save(kind: Any, root: Path, sender: Any) -> None:
     torch.set_num_threads(1)
     quiet()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a thread of DCP prints its traceback
+    # Hide the traceback that a writer thread of DCP prints.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     with alone():
         way = kind(root)
         way.save(1, uneven(1))
@@ -214,7 +223,10 @@ def limited_save(kind: Any, root: Path, sender: Any) -> None:
 
 
 def write_errors(kind: Any, root: Path, number: int = 10) -> dict[str, int]:
-    """Limit file sizes to half of the large tensor. Count the reported errors, and outcomes of loading the newest."""
+    """Limit the file size to half of the large tensor, and save.
+
+    Count the saves that report an error, and what a load of the newest checkpoint returns.
+    """
     counts = {"said failed": 0, "said saved": 0, "newest whole": 0, "newest unusable": 0}
     for trial in range(number):
         receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)

@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoint_words.py [--mebibytes 36] [--ranks 2 4 8]
 
-Forks real ranks with gloo. Each prints the growth of its peak resident memory in MiB. In an earlier design,
-each rank gathered one text per rank.
+Forks real ranks with gloo. Each prints the growth of its peak resident memory in MiB. An earlier
+design grew with the number of ranks, because each rank gathered one text per rank.
 """
 
 from __future__ import annotations

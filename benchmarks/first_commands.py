@@ -107,7 +107,7 @@ def lengthen(run: Path, steps: int) -> None:
 
 
 def watched(run: Path) -> float:
-    """Return the share of a core used by ``watch`` at one frame per second, for a run that logs every second."""
+    """Return the fraction of a core that ``watch`` uses, for a run that logs once per second."""
     command = ["script", "-qfec", f"{sys.executable} -m shardtrain watch {run}", "/dev/null"]
     watch = subprocess.Popen(
         command,
@@ -116,7 +116,7 @@ def watched(run: Path) -> float:
         stdout=subprocess.DEVNULL,
     )
     try:
-        time.sleep(5)  # until it has started and read the existing metrics
+        time.sleep(5)  # let ``watch`` start and read the existing metrics
         begun = time.monotonic()
         before = of_tree(watch.pid)
         record = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -133,7 +133,7 @@ def watched(run: Path) -> float:
 
 
 def of_tree(pid: int) -> float:
-    """Return CPU seconds of a process and its live children."""
+    """Return CPU seconds of a process and all its live descendants."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

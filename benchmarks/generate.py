@@ -131,7 +131,7 @@ def build(family: str) -> tuple[Any, Any, Any]:
     config.eos_token_id = None
     reference = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter in reference.parameters():  # distinct logits, so rounding decides no token
+        for parameter in reference.parameters():  # spread the logits, so rounding decides no token
             if parameter.ndim > 1:
                 parameter.mul_(3)
     reference.generation_config.eos_token_id = None
@@ -142,14 +142,14 @@ def build(family: str) -> tuple[Any, Any, Any]:
 
 
 def compare(family: str, rows: int, rounds: int) -> dict[str, Any]:
-    """Return tokens per CPU-second of both, measured alternately."""
+    """Return tokens per CPU-second of transformers and shardtrain, measured alternately."""
     reference, model, layout = build(family)
     prompts_BT = torch.randint(1, VOCAB, (rows, PROMPT), generator=torch.Generator().manual_seed(1))
     prompts = prompts_BT.tolist()
     mask_BT = torch.ones_like(prompts_BT)
 
     def hugging_face() -> list[list[int]]:
-        # a tensor of tokens and its mask: the fast path of transformers, without strings or streaming
+        # transformers is fastest with tensors as input: no strings, no streaming
         generated = reference.generate(
             prompts_BT,
             attention_mask=mask_BT,
@@ -198,7 +198,12 @@ class Clock(transformers.StoppingCriteria):
 
 
 def build_size(size: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
-    """Return a Llama of ``transformers``, the native model with its tensors, the one of the command, and the layout."""
+    """Build the three compared models of one size, with the same weights.
+
+    Returns:
+        The ``transformers`` Llama, the native model, the native model as ``shardtrain generate``
+        computes it, and the native layout.
+    """
     module = find("llama3")
     flavor = module.FLAVORS[size]
     ours = module.Config(**flavor)
@@ -230,7 +235,7 @@ def build_size(size: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
         transformers.LlamaForCausalLM._from_config(config, dtype=dtype).eval().requires_grad_(False)
     )
     reference.generation_config.eos_token_id = None
-    # distinct logits, so float32 rounding decides no token
+    # spread the logits, so float32 rounding decides no token
     for parameter in reference.parameters():
         if parameter.ndim > 1:
             parameter.mul_(3)
@@ -364,7 +369,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     if options.sizes:
-        # `shardtrain generate` does so too; here it also applies to the other programs
+        # `shardtrain generate` sets this itself. Set it for all compared programs, to be fair
         keep_freed_memory()
         print(f"one core reads {read_gigabytes_per_second():.1f} GB/s", flush=True)
         results = []

@@ -2,10 +2,12 @@
 
     python benchmarks/gloo_groups.py [--ranks 8 32 64 128]
 
-Forks real ranks that rendezvous in a TCPStore: the world group and one per axis of a mesh of (N / 8) x 8,
-then a reduction, a broadcast, a barrier and an all-gather. Prints the total seconds, the maximum number of
-sockets of a rank, and CPU seconds of the store process: for all pairs connected at start, and for lazy
-connections (``TORCH_GLOO_LAZY_INIT``, which `shardtrain` sets above 128 ranks).
+Forks real ranks that rendezvous in a TCPStore. They create the world group and one group per axis of a
+mesh of (N / 8) x 8, then run a reduction, a broadcast, a barrier and an all-gather.
+
+Prints the total seconds, the maximum number of sockets of a rank, and CPU seconds of the store process.
+Compares connecting all pairs at start with lazy connections (``TORCH_GLOO_LAZY_INIT``, which
+`shardtrain` sets above 128 ranks).
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
 
     store_seconds = judge_seconds = 0.0
     Counted.requests = num_requests = 0
-    for beat in range(beats + 1):  # the first beat, in which all ranks appear, is not counted
+    for beat in range(beats + 1):  # skip the first beat, in which every rank registers
         texts = []
         for node in range(nodes):
             ranks_of_node = range(node * per_node, (node + 1) * per_node)

@@ -32,7 +32,10 @@ SHARD_GIGABYTES = 0.3
 
 
 def write_model(folder: Path) -> tuple[int, int, int]:
-    """Write a folder like published ones. Return the bytes of all tensors, the largest file and the largest tensor."""
+    """Write a model in the file layout of the Hugging Face Hub.
+
+    Return the bytes of all tensors, of the largest file and of the largest tensor.
+    """
     folder.mkdir()
     shapes = {"model.embed_tokens.weight": (VOCAB, DIM)}
     for layer in range(LAYERS):

@@ -5,8 +5,8 @@ and of ``from_pretrained`` and ``save_pretrained``.
 
 Four commands process a bfloat16 Llama of 2 GiB with random weights in files of 500 MB, in ``--rounds``
 interleaved rounds: import and export of shardtrain, and with transformers a process that opens the folder
-(``load``) and one that also saves it (``load_save``), to end with a folder on disk like shardtrain. Each is
-a separate process. ``seconds`` is the total time; ``anonymous_mib`` is the peak RssAnon, sampled 50 times
+(``load``) and one that also saves it (``load_save``), because shardtrain leaves a folder on disk, too. Each
+command is a separate process. ``seconds`` is the total time; ``anonymous_mib`` is the peak RssAnon, sampled 50 times
 per second. shardtrain hashes every byte, syncs files to disk and, in an export, reads back and compares
 each weight; transformers does none of these.
 """
@@ -46,7 +46,10 @@ if len(sys.argv) > 2:
 
 
 def write_model(folder: Path) -> tuple[int, int]:
-    """Write a folder like published ones. Return the bytes of all tensors and of the largest file."""
+    """Write a model in the file layout of the Hugging Face Hub.
+
+    Return the bytes of all tensors and of the largest file.
+    """
     folder.mkdir()
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, DIM)}
     for layer in range(LAYERS):

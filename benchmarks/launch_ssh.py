@@ -130,7 +130,7 @@ def measure(rounds: int, output: Path | None) -> None:
             ways = list(WAYS)[number % len(WAYS) :] + list(WAYS)[: number % len(WAYS)]
             for way in ways:
                 seconds = seconds_to_first_step(way, config)
-                if number:  # the first round warms the file cache
+                if number:  # skip the first round, which fills the file cache
                     seconds_of_ways[way].append(round(seconds, 3))
             if number:
                 loads.append(round(os.getloadavg()[0], 2))

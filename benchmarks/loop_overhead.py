@@ -114,7 +114,7 @@ def measure(dtype: str, rounds: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder, process_group.join(Comm(), "cpu") as here:
         config = make_config(dtype, folder)
         steps = {"bare": bare_step(config), "shardtrain": trainer_step(config, here)}
-        for step in steps.values():  # the first step allocates memory
+        for step in steps.values():  # warm-up: the first step allocates memory
             step()
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(rounds):

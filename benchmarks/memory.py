@@ -54,7 +54,7 @@ def main() -> None:
         ("PP 2, GPipe", 2, law.piped("GPipe")),
     ):
         degrees = sections.get("parallelism", {})
-        # Ranks that read the same rows. All meshes have eight rows per step.
+        # Number of ranks that read the same rows. Every mesh trains eight rows per step.
         ranks_per_batch = degrees.get("tensor_parallel_degree", 1)
         ranks_per_batch *= degrees.get("context_parallel_degree", 1)
         ranks_per_batch *= degrees.get("pipeline_parallel_degree", 1)
@@ -65,7 +65,7 @@ def main() -> None:
         config = dataclasses.replace(config, model=Model(**law.LLAMA))
         measured = run_ranks(size, law.measured_bytes, config)
         planned = law.planned_bytes(config, size)
-        # A plan has one rank per pipeline stage, and the measurement has all ranks.
+        # A plan has one entry per pipeline stage, a measurement one per rank.
         ranks_per_stage = size // len(planned)
         for stage, planned_bytes in enumerate(planned):
             first = stage * ranks_per_stage

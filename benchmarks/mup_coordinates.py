@@ -2,8 +2,8 @@
 
     python benchmarks/mup_coordinates.py
 
-It writes results/mup_coordinates.json, which docs/plots.py draws. With muP (examples/models/mup.py), the change of an
-activation does not depend on the width. The models have two layers, and get the same tokens in each step.
+Writes results/mup_coordinates.json, which docs/plots.py draws. With muP (examples/models/mup.py), the change of an
+activation does not depend on the width. The models have two layers, and train on the same tokens in each step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WATCHED = {"attention": "layers.1.attn", "feed-forward": "layers.1.ffn", "logits
 
 
 def sizes(width: int) -> dict[str, int]:
-    """Return the sizes of a model: the number of heads grows with the width."""
+    """Return the model sizes for a width. The head dimension is fixed; the number of heads grows."""
     heads = width // 16
     return {
         "vocab_size": 256,

@@ -61,7 +61,7 @@ class Counted:
 @contextlib.contextmanager
 def s3_server() -> Iterator[Counted]:
     """Serve S3 on a free port of the loopback address, and set the environment of its clients."""
-    # The server would print a line for each request.
+    # Silence the log line that the server prints for each request.
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     application = Counted(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, application, threaded=True)
@@ -97,7 +97,7 @@ def markers(count: int, server: Counted) -> dict[str, Any]:
 
 
 def run(server: Counted) -> dict[str, Any]:
-    """Train with two ranks, resume, and list the checkpoints that are left."""
+    """Train with two ranks, resume, and list the remaining checkpoints."""
     server.requests.clear()
     with tempfile.TemporaryDirectory() as folder:
         command = [

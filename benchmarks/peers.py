@@ -33,7 +33,7 @@ from processor import processor_facts
 HERE = Path(__file__).resolve().parent
 SCRIPTS = HERE / "peers"
 TOKENS_PER_STEP = 8 * 512
-sys.path.insert(0, str(SCRIPTS))  # sizes of the model
+sys.path.insert(0, str(SCRIPTS))  # for ``work.py``, which defines the model sizes
 LEFT_OUT = 2
 """Number of first steps that are not measured, because they allocate memory and may compile."""
 
@@ -45,7 +45,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Peer:
-    """A program, run by ``timed.py FOLDER``."""
+    """A compared training program, run by ``timed.py FOLDER``."""
 
     words: Callable[[str, int, int, Path], list[str]]
     """Arguments after ``timed.py FOLDER``, for a dtype, numbers of steps and ranks, and an output folder."""
@@ -86,7 +86,7 @@ def litgpt(dtype: str, steps: int, ranks: int, folder: Path) -> list[str]:
 
 
 def script(name: str, *flags: str) -> Callable[[str, int, int, Path], list[str]]:
-    """A script of this repository that trains with a peer, or with plain PyTorch."""
+    """Return the arguments of a script in ``benchmarks/peers``, which trains with a peer or plain PyTorch."""
 
     def words(dtype: str, steps: int, ranks: int, folder: Path) -> list[str]:
         return [str(SCRIPTS / name), "--dtype", dtype, "--steps", str(steps), *flags]
@@ -95,7 +95,7 @@ def script(name: str, *flags: str) -> Callable[[str, int, int, Path], list[str]]
 
 
 def ours(*flags: str) -> Callable[[str, int, int, Path], list[str]]:
-    """``shardtrain train`` as started by a user, without the final checkpoint."""
+    """Return the arguments of ``shardtrain train`` as a user runs it, but without the final checkpoint."""
 
     def words(dtype: str, steps: int, ranks: int, folder: Path) -> list[str]:
         options = {f"model.overrides.{name}": size for name, size in SIZES.items()} | {
@@ -146,8 +146,8 @@ def python_of(peer: Peer, environments: Path) -> str:
     if not (folder / "done").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         (site,) = (folder / "lib").glob("python3*/site-packages")
-        # all trainers share one PyTorch and nothing else, because they require different versions of other
-        # packages. The constraint stops pip from replacing it
+        # All trainers share this PyTorch, but no other package, because they require different versions.
+        # The constraint file stops pip from replacing PyTorch.
         torch_package = distribution("torch")
         names = {file.parts[0] for file in torch_package.files or ()}
         for name in names - {"..", "__pycache__"}:
@@ -219,7 +219,7 @@ def run(
     cpu_seconds_of_ranks = []
     median_cpu_seconds = 0.0
     for rank in ranks:
-        # each row of a rank has its CPU seconds since the start
+        # Each line has the CPU seconds since the start, so differences are seconds per step.
         totals = [cpu_seconds for _, cpu_seconds, _ in rank[LEFT_OUT - 1 :]]
         per_step = [after - before for before, after in itertools.pairwise(totals)]
         median_cpu_seconds += statistics.median(per_step)
@@ -237,7 +237,7 @@ def run(
 def _steps(path: Path) -> Iterator[tuple[float, float, float]]:
     """Yield wall seconds, CPU seconds and peak memory after each optimizer step.
 
-    A step that wrappers of the optimizer report several times is yielded once.
+    Wrappers of an optimizer report each step again. Only the lines of the first optimizer are yielded.
     """
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return ((wall, cpu, peak) for name, wall, cpu, peak in lines if name == lines[0][0])
@@ -274,7 +274,7 @@ def gemm_ceilings() -> dict[str, int]:
 
 
 def summary(rows: list[dict[str, object]]) -> Iterator[str]:
-    """Yield a line per dtype and peer: medians over rounds, and the ratio to the plain loop with equal ranks."""
+    """Yield a line per dtype and peer: medians over rounds, and the ratio to a plain loop on as many ranks."""
     for dtype in dict.fromkeys(str(row["dtype"]) for row in rows):
         of_type = [row for row in rows if row["dtype"] == dtype]
         for name in dict.fromkeys(str(row["peer"]) for row in of_type):

@@ -92,7 +92,10 @@ DEVICES = (
 
 @dataclass(frozen=True)
 class Score:
-    """Predicted and measured step seconds and GiB of a row. None if the row has no measurement."""
+    """Predicted and measured step time (seconds) and memory (GiB) of one row.
+
+    Measured values are None if the row does not contain them.
+    """
 
     id: str
     series: str
@@ -118,12 +121,18 @@ class Score:
 
 
 def is_held_back(row_id: str) -> bool:
-    """True for the third of rows, by the hash of their id, that were not used to choose constants."""
+    """True if the row was not used to choose constants.
+
+    The hash of the id selects about a third of the rows.
+    """
     return hashlib.sha256(row_id.encode()).digest()[0] % 3 == 0
 
 
 def read(path: Path, everything: bool = False) -> list[dict[str, Any]]:
-    """Return fully stated rows whose device is in devices.toml. With ``everything``, also partially stated ones."""
+    """Return the rows of a file whose device is in devices.toml.
+
+    Includes rows that do not specify all facts only if ``everything`` is set.
+    """
     rows = [
         json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
     ]
@@ -131,7 +140,7 @@ def read(path: Path, everything: bool = False) -> list[dict[str, Any]]:
 
 
 def device_of(row: dict[str, Any]) -> str | None:
-    """Return the name of the device in devices.toml, or None."""
+    """Return the name under which devices.toml lists the GPU of a row, or None."""
     return next(
         (name for pattern, name in DEVICES if re.search(pattern, row["hardware"]["gpu"])), None
     )
@@ -150,13 +159,13 @@ SCHEDULES = {
 
 
 def score(row: dict[str, Any]) -> Score:
-    """Predict one row. ``job_of`` defines defaults for unstated facts."""
+    """Predict time and memory of one row. ``job_of`` fills in the facts that the row does not specify."""
     device = device_with_links(row)
     model = model_of(row)
     run = job_of(row, device)
     orders = schedule.orders(run.schedule, run.pp, len(run.stages), run.num_microbatches)
     time = timing.of_step(model, run, device, orders)
-    # LitGPT's norms are separate float32 operations, like those of this package on a CPU
+    # LitGPT computes norms as separate float32 operations, like the CPU kernels of this package.
     kernels = "cpu" if "LitGPT" in (row["software"] or "") else "cuda"
     ranks = rank_memory.of_ranks(model, run, orders, kernels)
     peak = max(rank.peak for rank in ranks)
@@ -175,7 +184,7 @@ def score(row: dict[str, Any]) -> Score:
 
 
 def device_with_links(row: dict[str, Any]) -> hardware.Device:
-    """Return the device of a row, with its nodes and network if stated."""
+    """Return the device of a row, with devices per node and network bandwidth if the row specifies them."""
     h = row["hardware"]
     device = hardware.find(device_of(row) or "")
     gigabits = re.search(r"(\d+) ?(?:Gbps|Gb/s) per node", h["interconnect"] or "")
@@ -186,7 +195,7 @@ def device_with_links(row: dict[str, Any]) -> hardware.Device:
 
 
 def model_of(row: dict[str, Any]) -> shapes.ModelShape:
-    """Return the model shape of a row. All layers except the first ``dense_layers`` have experts."""
+    """Return the model shape of a row. In an MoE, only the first ``dense_layers`` layers have no experts."""
     m = row["model"]
     heads = m["heads"]
     kv_heads = m["kv_heads"] or m["heads"]
@@ -223,7 +232,10 @@ def model_of(row: dict[str, Any]) -> shapes.ModelShape:
 
 
 def frozen(model: shapes.ModelShape, precision: str) -> shapes.ModelShape:
-    """Return a model with frozen weights, in 4 bits if the precision says so. Adapters are neglected."""
+    """Return the model with frozen weights, for LoRA and QLoRA rows.
+
+    Weights are in 4 bits if ``precision`` contains "nf4". The memory of adapters is neglected.
+    """
 
     def untrained(
         parameters: tuple[shapes.ParameterShape, ...],
@@ -240,7 +252,7 @@ def frozen(model: shapes.ModelShape, precision: str) -> shapes.ModelShape:
         restored_numel=0,
     )
     if "nf4" in precision:
-        # Matrices have half a byte per number, and a scale per block, which double quantization packs.
+        # NF4 stores half a byte per element plus one scale per block. Double quantization compresses the scales.
         matrices = [parameter for parameter in layer.parameters if len(parameter.shape) == 2]
         others = tuple(parameter for parameter in layer.parameters if parameter not in matrices)
         bytes_per_number = 0.5 + (1 / 60 if "dq" in precision else 1 / 16)
@@ -260,10 +272,10 @@ def frozen(model: shapes.ModelShape, precision: str) -> shapes.ModelShape:
 
 
 def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob:
-    """Return the layout of a row as a planned job.
+    """Return the planned job that describes the parallel layout of a row.
 
-    Defaults for unstated facts: no recomputation, sharding by the parallel sizes, and replicated optimizer
-    state for systems known to replicate it.
+    Defaults for facts that the row does not specify: no recomputation, sharding by the parallel sizes, and
+    replicated optimizer state for systems known to replicate it.
     """
     m = row["model"]
     p = row["parallel"]
@@ -309,7 +321,7 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob
     # Megatron and DeepSpeed keep 16-bit weights in addition to float32 weights.
     mixed = not pure and not fsdp and "Lightning" not in software
     shards_states = bool(re.search(r"ZeRO-[12]|distributed optimizer", sharding)) and replicas > 1
-    nvidia = "Megatron-Core" in software  # uses kernels of Transformer Engine and cuDNN
+    nvidia = "Megatron-Core" in software  # has the fused kernels of Transformer Engine and cuDNN
 
     # Recomputation and loss.
     recompute = row["recompute"] or "none"
@@ -317,7 +329,7 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob
     if recompute.startswith("full"):
         mode = "full"
     elif recompute.startswith("selective"):
-        # "selective" of Korthikanti et al. recomputes only the attention core
+        # "selective" recomputes only the attention core in Megatron (Korthikanti et al.)
         of_megatron = re.search("Megatron|NeMo|nanotron", software)
         mode = "core" if of_megatron else "op"
     loss = "whole" if "LitGPT" in software else "chunked"
@@ -359,17 +371,17 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob
 
 
 def uneven(layers: int, count: int) -> tuple[range, ...]:
-    """Return layer ranges of stages. If layers are not divisible, the first stages have one more."""
+    """Split ``layers`` into ``count`` contiguous ranges. If they do not divide evenly, the first have one more."""
     sizes = [layers // count + (place < layers % count) for place in range(count)]
     return tuple(range(sum(sizes[:place]), sum(sizes[: place + 1])) for place in range(count))
 
 
 def score_planned(row: dict[str, Any]) -> Score:
-    """Predict one row of plan_torchtitan.jsonl, plan_others.jsonl or plan_bridge.jsonl: models of this
-    package, planned by their options.
+    """Predict one row of plan_torchtitan.jsonl, plan_others.jsonl or plan_bridge.jsonl.
 
-    ``job`` has fields that differ in the other system.
-    ``seen`` marks rows that set a constant and are not held back, and ``held_back`` those that never set one.
+    These rows contain options of this package, so ``shardtrain.plan`` reads them directly. ``job`` replaces
+    fields of the planned job that differ in the other system. ``seen`` marks rows that were used to choose a
+    constant and so are not held back. ``held_back`` overrides the choice by the hash of the id.
     """
     plan = shardtrain.plan(
         row.get("preset"), row["options"], gpus=row["gpus"], device=row["device"]
@@ -389,7 +401,7 @@ def score_planned(row: dict[str, Any]) -> Score:
         measured = plan.time.seconds * plan.mfu / row["mfu"]
     if row.get("allocated", False):
         gib = max(rank.peak for rank in plan.ranks) / 2**30
-    else:  # reserved memory, which most systems report
+    else:  # most systems report reserved instead of allocated memory
         reserved = max(rank.reserved for rank in plan.ranks)
         gib = reserved / 2**30 * (1 + planning.FRAGMENTS)
     held_back = row.get("held_back", is_held_back(row["id"]) and not row.get("seen"))
@@ -400,7 +412,12 @@ def score_planned(row: dict[str, Any]) -> Score:
 
 
 def order_right(scores: Sequence[Score]) -> tuple[int, int]:
-    """Return the number of correctly ordered pairs within a series, and of all pairs that differ by 3 %."""
+    """Count pairs of rows of one series whose predicted step times are in the measured order.
+
+    Returns:
+        Number of correctly ordered pairs, and number of all pairs. Pairs whose measured times differ
+        by less than 3 % are not counted.
+    """
     right = pairs = 0
     for a, b in combinations([one for one in scores if one.measured_seconds], 2):
         if a.series != b.series or abs(a.measured_seconds / b.measured_seconds - 1) < 0.03:

@@ -96,7 +96,7 @@ def options(model: str, mesh: str) -> dict[str, Any]:
 
 
 def rank(model: str, mesh: str, steps: int, folder: str) -> None:
-    """Train as one of the ranks, and print wall and CPU seconds of each step."""
+    """Train as one rank of a run. Print the wall and CPU seconds of each step."""
     import shardtrain
 
     os.sched_setaffinity(0, {int(os.environ["RANK"]) % (os.cpu_count() or 1)})
@@ -145,7 +145,10 @@ def measure(model: str, mesh: str, steps: int) -> dict[str, Any]:
 
 
 def seconds_of(row: dict[str, Any]) -> tuple[float, float]:
-    """Return the minimum wall seconds, and the mean over ranks of the median CPU seconds, of a step."""
+    """Return the wall and CPU seconds of a step.
+
+    Wall seconds are the minimum over steps. CPU seconds are the median over steps, averaged over ranks.
+    """
     steps_of_ranks = [rank[LEFT_OUT:] for rank in row["ranks"]]
     # A step takes as long as its slowest rank.
     wall_seconds = []
@@ -173,7 +176,7 @@ def score(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, float, floa
     for model, mesh in measured:
         config = shardtrain.load_config("debug", options(model, mesh)).config
         if mesh == "one process":
-            # each rank has one thread here; by default, a run in one process uses all cores
+            # Plan for one thread: by default, a plan lets a single process use all cores.
             time = planning.make(config, 1, device.with_nodes_of(1)).time
         else:
             time = planning.make(config, 2, device).time

@@ -80,7 +80,7 @@ def train_tokenizer(text: Path, folder: Path) -> None:
 
 
 def peer(text: str, tokenizer_file: str, folder: str, processes: int) -> None:
-    """Run the peer in this process, and print the number of tokens."""
+    """Tokenize with ``datasets.map`` in this process, and print the number of tokens."""
     import datasets
     import tokenizers
 

@@ -15,7 +15,7 @@ def measurement_facts(*libraries: str) -> dict[str, str]:
     >>> list(measurement_facts())
     ['torch', 'python', 'processor']
     """
-    # Import torch only here: some benchmarks measure commands that do not need it.
+    # Import torch lazily, because some benchmarks measure commands that do not import it.
     import torch
 
     facts = {"torch": str(torch.__version__)}

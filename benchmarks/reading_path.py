@@ -47,7 +47,7 @@ Found = dict[str, list[tuple[str, int, int]]]
 
 
 class Trace:
-    """The code objects that every thread of this process executes from ``start`` to ``stop``."""
+    """Record the code objects that all threads of this process execute between ``start`` and ``stop``."""
 
     def __init__(self) -> None:
         self._codes: set[CodeType] = set()
@@ -63,16 +63,16 @@ class Trace:
         """Discard earlier records and start tracing."""
         self._codes = set()
         self._main = set()
-        # New in Python 3.12. The types are checked for 3.11, which lacks it.
+        # setprofile_all_threads is new in Python 3.12. getattr satisfies the type checker, which assumes 3.11.
         start = getattr(threading, "setprofile_all_threads", threading.setprofile)
         start(self._note)
         sys.setprofile(self._note)
 
     def stop(self) -> dict[str, Found]:
-        """Stop tracing. Return executed functions by file, for all threads and for the main one."""
+        """Stop tracing. Return the executed functions by file, for all threads and for the main thread."""
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-        # before Python 3.12, running threads keep their profile function and continue to add
+        # Copy: before Python 3.12, running threads keep their profile function and continue to add codes.
         return {"all": _by_file(self._codes.copy()), "main": _by_file(self._main.copy())}
 
 
@@ -80,7 +80,7 @@ def _by_file(codes: set[CodeType]) -> Found:
     found: Found = {}
     for code in sorted(codes, key=lambda code: code.co_firstlineno):
         path = Path(code.co_filename)
-        # Skip the bodies of modules and classes.
+        # CO_OPTIMIZED is set for functions, but not for bodies of modules and classes.
         if path.is_relative_to(PACKAGE) and code.co_flags & inspect.CO_OPTIMIZED:
             last = max(line or 0 for _, _, line in code.co_lines())
             function = (code.co_name, code.co_firstlineno, last)
@@ -89,7 +89,7 @@ def _by_file(codes: set[CodeType]) -> Found:
 
 
 def trace(nproc: int, folder: Path, options: Sequence[str] = ()) -> dict[str, dict[str, Found]]:
-    """Train a few steps in a separate process and return both traces of rank 0."""
+    """Train a few steps in a separate process. Return both traces of rank 0: first update and steady step."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -144,7 +144,7 @@ def _train(nproc: int, folder: Path, options: Sequence[str]) -> int:
 
 
 def table(traces: dict[str, dict[str, Found]], size_of: Callable[[str], int]) -> list[str]:
-    """Return a table of files, functions, and lines of both, for each trace."""
+    """Return table lines with the numbers of files, functions, lines of files and lines of functions per trace."""
     lines = [f"{'':34}{'files':>7}{'functions':>11}{'lines':>8}{'entered':>9}"]
     for name, title in (
         ("step", "a steady step"),
@@ -166,7 +166,7 @@ def table(traces: dict[str, dict[str, Found]], size_of: Callable[[str], int]) ->
             functions = sum(map(len, files.values()))
             entered = 0
             for functions_of_file in files.values():
-                # nested functions share lines with the outer one
+                # Count each line once, because nested functions share lines with the outer function.
                 entered_lines: set[int] = set()
                 for _, first, last in functions_of_file:
                     entered_lines |= set(range(first, last + 1))
@@ -194,7 +194,7 @@ def plain_step(folder: Path) -> dict[str, int]:
 
 
 def growth(kept: Mapping[str, int], found: Mapping[str, int]) -> str:
-    """Describe the growth of a step that needs a reason; empty if there is none."""
+    """Return an error text if a step executes new files or too many new lines, otherwise an empty string."""
     new_files = sorted(found.keys() - kept.keys())
     new_lines = sum(found.values()) - sum(kept.values())
     problems = []
@@ -216,8 +216,8 @@ def growth(kept: Mapping[str, int], found: Mapping[str, int]) -> str:
 
 
 def compare(reason: str | None) -> int:
-    """Compare a fresh trace with the kept one, or replace the kept one if there is a ``reason``."""
-    # Each rank that ends would remove a TemporaryDirectory.
+    """Compare a new trace with the stored one. If ``reason`` is set, store the new trace instead."""
+    # No TemporaryDirectory: forked ranks inherit its finalizer, and the first one to exit would delete it.
     folder = Path(tempfile.mkdtemp())
     try:
         found = plain_step(folder)
@@ -265,7 +265,7 @@ def main() -> int:
     if options.compare or options.update:
         return compare(options.update)
 
-    # Each rank that ends would remove a TemporaryDirectory.
+    # No TemporaryDirectory: forked ranks inherit its finalizer, and the first one to exit would delete it.
     folder = Path(tempfile.mkdtemp())
     try:
         traces = trace(options.nproc, folder)

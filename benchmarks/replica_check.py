@@ -49,7 +49,7 @@ def measure(rows: int, rounds: int) -> dict[str, object]:
         seconds: dict[str, list[float]] = {"step": [], "comparison": []}
         # The first step allocates memory and creates the optimizer state, so it is not measured.
         trainer.step(run)
-        # A run finds the holders once, before its first comparison.
+        # Not measured: a run finds the holders of each tensor only once, before its first comparison.
         tensors = {**run.model_state_dict(), **run.optimizer_state_dict()}
         tensor_holders = holders.find_holders(tensors)
         for _ in range(rounds):

@@ -30,7 +30,7 @@ TIMEOUT_SECONDS = 120
 
 
 class Lines:
-    """Output lines of the launcher and rank 0, with the time of each."""
+    """Read the output of the launcher and rank 0 in a thread, and store each line with its arrival time."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.found: list[tuple[float, str]] = []
@@ -64,7 +64,7 @@ class Lines:
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
-    """Map ranks to process ids of the launcher's children."""
+    """Map each rank to its process ID, from the environments of the launcher's children."""
     processes = {}
     for task in Path(f"/proc/{launcher}/task").glob("*/children"):
         for pid in map(int, task.read_text().split()):
@@ -142,7 +142,7 @@ def measure(launcher: str, kills: int, at: str, seed: int = 0) -> dict[str, obje
                         after, _ = lines.wait(r"step: *\d+ .*loss", after)
                 elif at == "load":
                     after, _ = lines.wait("dataset text", after)
-                else:  # as soon as two processes exist again
+                else:  # kill during the rendezvous: wait only until both ranks have been started again
                     end = time.monotonic() + TIMEOUT_SECONDS
                     while (
                         len([p for p in ranks_of(process.pid).values() if not gone(p)]) < 2

@@ -154,7 +154,7 @@ def shards(count: int) -> dict[str, Any]:
 
 
 def many_files(count: int) -> dict[str, Any]:
-    """Open ``count`` files on two real ranks, of which the first lists them. Measure their state in a checkpoint."""
+    """Open ``count`` files on two real ranks. Rank 0 lists the files for both. Also measure the checkpoint state."""
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         for number in range(count):
             path = Path(folder, "data", f"{number // 1000:06d}", f"{number:08d}.jsonl")
@@ -180,7 +180,7 @@ def many_files(count: int) -> dict[str, Any]:
 
 
 def open_many_files(config: Config, rank: int, store: str, sender: Any) -> None:
-    """Send seconds, CPU seconds and MiB of a rank until its data is open and after it has read a batch."""
+    """Measure one rank, and send the result: seconds, CPU seconds and MiB to open its data and to read a batch."""
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     dist.barrier()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -212,7 +212,7 @@ def open_many_files(config: Config, rank: int, store: str, sender: Any) -> None:
 
 
 class Lengths:
-    """Token buffer that only has the lengths of documents."""
+    """Fake token buffer: it has document lengths, but no tokens."""
 
     has_mask = False
 
@@ -244,7 +244,7 @@ def whole_documents(count: int) -> dict[str, Any]:
 
 
 class PeriodicLengths:
-    """Token buffer with the same document lengths in each block, which need no memory."""
+    """Fake token buffer that repeats the lengths of one block, so its memory does not grow with documents."""
 
     has_mask = False
     num_tokens = 2**62
@@ -323,7 +323,7 @@ def llama3_405b() -> dict[str, tuple[int, ...]]:
 
 
 def experts_1t() -> dict[str, tuple[int, ...]]:
-    """Return shapes of an MoE with 384 experts and about 10^12 parameters, like Kimi-K2."""
+    """Return the parameter shapes of an MoE like Kimi-K2: 384 experts, about 10^12 parameters."""
     dim = 7168
     ffn = 2048
     latent = 512
@@ -353,7 +353,10 @@ def experts_1t() -> dict[str, tuple[int, ...]]:
 def tables(
     shapes: dict[str, tuple[int, ...]], mesh: dict[str, int]
 ) -> tuple[list[Table], list[int]]:
-    """Return the tables that ranks exchange. FSDP splits the shards of TP or EP, and stages have different layers."""
+    """Return the shard tables that ranks exchange in a save, and the table number of each rank.
+
+    FSDP splits the shards of TP or EP further. Pipeline stages have different layers.
+    """
     tp = mesh.get("tp", 1)
     ep = mesh.get("ep", 1)
     shard = mesh.get("fsdp", 1)
@@ -409,7 +412,7 @@ MESHES: dict[str, tuple[Callable[[], dict[str, tuple[int, ...]]], dict[str, int]
 
 
 def saving(mesh: str) -> dict[str, Any]:
-    """Measure the plan of a save and writing and reading its manifest, as on each rank."""
+    """Measure the planning of a save, as each rank does it, and the writing and reading of its manifest."""
     model, degrees = MESHES[mesh]
     said, table_of_rank = tables(model(), degrees)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -455,7 +458,7 @@ RESUMES = {
 
 
 def stored_by(mesh: str, columns: int | None = None) -> Manifest:
-    """Return the manifest of a save by all ranks of a mesh, with rows narrowed to ``columns`` numbers."""
+    """Return the manifest of a save on a mesh. Rows have only ``columns`` elements, if set."""
     model, degrees = MESHES[mesh]
     held = holders.held_by_all(*tables(narrowed(model(), columns), degrees))
     ranks = math.prod(degrees[axis] for axis in ("pp", "replicas", "fsdp", "tp") if axis in degrees)
@@ -476,7 +479,7 @@ def narrowed(shapes: dict[str, tuple[int, ...]], columns: int | None) -> dict[st
 
 
 def resuming(name: str) -> dict[str, Any]:
-    """Measure how a rank computes the bytes it needs of each file, and reads them."""
+    """Measure how long a resuming rank takes to compute which bytes of which file it needs, and to read them."""
     (saved, wanted), columns = RESUMES[name], 8
     data = stored_by(saved).to_bytes()
     narrow = stored_by(saved, columns)
@@ -513,7 +516,7 @@ def boxes(table: Table, rank: int) -> dict[str, Any]:
 
 
 def needed(manifest: Manifest, table: Table, rank: int) -> tuple[int, set[int], int, int]:
-    """Return pieces, files, bytes read and bytes needed of one rank, in the way of ``tensor_reader.read``."""
+    """Return pieces, files, bytes read and bytes needed of one rank, computed like in ``tensor_reader.read``."""
     pieces = 0
     files = set[int]()
     read_bytes = 0
@@ -523,7 +526,8 @@ def needed(manifest: Manifest, table: Table, rank: int) -> tuple[int, set[int], 
         for chunk, shared in stored.overlapping(own):
             pieces += 1
             files.add(chunk.file)
-            rows = shared[1][0] if stored.shape else 1  # rows are read entirely
+            # tensor_reader reads full rows, even if a rank needs only some columns.
+            rows = shared[1][0] if stored.shape else 1
             read_bytes += ITEM_BYTES[stored.dtype] * rows * math.prod(chunk.sizes[1:])
             needed_bytes += ITEM_BYTES[stored.dtype] * math.prod(shared[1])
     return pieces, files, read_bytes, needed_bytes
@@ -545,7 +549,10 @@ def read_by(data: bytes, narrow: Manifest, table: Table, folder: str, rank: int)
 
 
 def own_parts(count: int) -> dict[str, Any]:
-    """Measure a rank with a shard of each tensor: FSDP 64 over tensor parallelism 8, on a fake process group."""
+    """Measure the CPU seconds of one rank to compute its shards of ``count`` DTensors.
+
+    The mesh is FSDP 64 x TP 8, on a fake process group.
+    """
     dist.init_process_group("fake", rank=0, world_size=512, store=FakeStore())
     mesh = init_device_mesh("cpu", (64, 8))
     held = {
@@ -564,7 +571,10 @@ def own_parts(count: int) -> dict[str, Any]:
 
 
 def real_save(mebibytes: int) -> dict[str, Any]:
-    """Split each tensor in two by rows. Memory is the peak of a rank above its earlier level."""
+    """Save, check and read a sharded model on two real ranks.
+
+    Memory is the peak of a rank during the call, minus its resident memory before.
+    """
     with tempfile.TemporaryDirectory() as folder:
         pipes = []
         processes = []
@@ -583,7 +593,7 @@ def real_save(mebibytes: int) -> dict[str, Any]:
 
 
 def host_reduce(size: int) -> dict[str, Any]:
-    """Milliseconds of an all-reduce over real ranks, the median of ten, as the slowest rank sees it."""
+    """Measure a host all-reduce over ``size`` real ranks: median milliseconds of ten, on the slowest rank."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(False) for _ in range(size)]
@@ -604,7 +614,7 @@ def host_reduce(size: int) -> dict[str, Any]:
 
 
 def delayed_reductions(folder: str, rank: int, size: int, sender: Any) -> None:
-    """Send the median of the milliseconds of this rank's reductions."""
+    """Run reductions on one rank with delayed messages, and send their median milliseconds."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     torch.set_num_threads(1)
@@ -631,7 +641,7 @@ def delayed_reductions(folder: str, rank: int, size: int, sender: Any) -> None:
 
 
 def host_step(size: int) -> dict[str, Any]:
-    """Milliseconds of host work in a step of the debug preset with ``size`` real ranks, the median of four steps.
+    """Measure the host work in a step of the debug preset with ``size`` real ranks: median milliseconds of four.
 
     Host work is the processor time of rank 0's main thread, without forward, backward and update, and a delay of
     2 ms for each message of a host collective. Processor time excludes the wait for a core, because there are more
@@ -709,7 +719,8 @@ def save_and_read(folder: str, rank: int, mebibytes: int, sender: Any) -> None:
     )
     mesh = init_device_mesh("cpu", (2,))
     count = 96
-    rows = mebibytes * 2**20 // 4 // 1024 // count // 3  # weights and two moments each
+    # Divide by 3, because each weight has two moments of the same size.
+    rows = mebibytes * 2**20 // 4 // 1024 // count // 3
     model = {}
     for section, end in (("model", ""), ("optimizer", ".exp_avg"), ("optimizer", ".exp_avg_sq")):
         for n in range(count):
@@ -721,7 +732,7 @@ def save_and_read(folder: str, rank: int, mebibytes: int, sender: Any) -> None:
     )
 
     def above(action: Callable[[], Any]) -> float:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
+        Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM, the peak of resident memory
         before = peak("VmRSS")
         action()
         return round((peak("VmHWM") - before) / 1024, 1)
@@ -815,7 +826,7 @@ def rows_of_peer(folder: str, rank: int, count: int, sender: Any) -> None:
 
 
 def retained(count: int) -> dict[str, Any]:
-    """Measure retention with ``count`` older checkpoints that are multiples of ``keep_forever``."""
+    """Measure retention with ``count`` older checkpoints, which ``keep_forever`` excludes from deletion."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         whole = Manifest(
@@ -842,7 +853,7 @@ def retained(count: int) -> dict[str, Any]:
 
 
 def commit(count: int) -> dict[str, Any]:
-    """Measure rank 0's part of a save by ``count`` ranks: sizes, manifest, rename, and a completeness check."""
+    """Measure the commit by rank 0 after ``count`` ranks have written: sizes, manifest, rename, completeness check."""
     digest = hashlib.sha256().hexdigest()
     names = [f"rank-{rank:05d}.bin" for rank in range(count)]
     with tempfile.TemporaryDirectory() as folder:
@@ -878,7 +889,7 @@ print(len(opened), len(sys.modules), own)
 
 
 def imports(module: str) -> dict[str, Any]:
-    """Files that one process opens to import a module. Under torchrun and srun, every rank does so."""
+    """Count the files that a process opens to import a module, as every rank under torchrun or srun does."""
     command = [sys.executable, "-P", "-c", OPENS, module]
     printed = subprocess.run(
         command, check=True, capture_output=True, text=True, timeout=300
@@ -888,7 +899,7 @@ def imports(module: str) -> dict[str, Any]:
 
 
 def in_fresh_process(measure: Callable[[Any], dict[str, Any]], count: Any) -> dict[str, Any]:
-    """Run a measurement in a separate process, to start with fresh memory."""
+    """Run a measurement in a forked process, because peak memory of earlier measurements would remain."""
     receiver, sender = multiprocessing.Pipe(False)
     process = multiprocessing.get_context("fork").Process(
         target=lambda: sender.send(measure(count))

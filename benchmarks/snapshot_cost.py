@@ -47,22 +47,22 @@ def sharded(config: Config, rows: int) -> Config:
 
 
 def measure(rows: int, rounds: int) -> dict[str, float]:
-    """Return median CPU seconds of a step, and of the parts of a snapshot."""
+    """Return the median CPU seconds of a step, and of a snapshot: "held" and "total"."""
     with tempfile.TemporaryDirectory() as folder, process_group.join(Comm(), "cpu") as here:
         config = sharded(make_config("float32", folder), rows)
         run = trainer.build(config, here)
         checkpoints = Checkpoints(config)
-        # Each rank has its own folder in host memory, like ranks of different nodes.
+        # Separate folders in host memory make the two ranks behave like two nodes.
         with snapshot_folder.created(config, max_restarts=1) as variables:
             os.environ.update(variables)
             checkpoints.snapshots = Snapshots(config, lambda create: create())
             seconds: dict[str, list[float]] = {"step": [], "held": [], "total": []}
-            # Snapshots alternate between two generations, whose first uses allocate memory.
+            # Two warm-up rounds: snapshots alternate between two buffers, and the first use of each allocates memory.
             for number in range(rounds + 2):
                 step_start = time.process_time()
                 trainer.step(run)
                 step_end = time.process_time()
-                # Only this thread's time delays a step on a rank with a spare core.
+                # thread_time for "held": background threads do not delay a step if a core is free.
                 thread_start = time.thread_time()
                 take_snapshot(run, checkpoints)
                 thread_end = time.thread_time()

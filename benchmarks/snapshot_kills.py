@@ -45,7 +45,7 @@ Start = Callable[[list[str], dict[str, str]], Any]
 
 @dataclass
 class Nodes:
-    """Two agents of one run.
+    """The two agents of one run, each of which acts as a node.
 
     Attributes:
         processes: The agent of each node.
@@ -80,7 +80,7 @@ class Nodes:
 
 @contextlib.contextmanager
 def running(folder: Path, steps: int, start: Start) -> Iterator[Nodes]:
-    """Start two agents, and kill what is left of them at the end."""
+    """Start both agents. On exit, kill the processes that are still alive."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -104,7 +104,7 @@ def logged(folder: Path) -> list[tuple[int, float]]:
         return []
     found = []
     for line in path.read_text().splitlines():
-        # A kill may cut the last line.
+        # A kill may leave an incomplete line.
         with contextlib.suppress(ValueError):
             fields = json.loads(line)
             if "loss" in fields:
@@ -121,7 +121,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def run(folder: Path, steps: int, kills: int, start: Start, seed: int = 0) -> list[str]:
-    """Train, and kill ``kills`` times. Return the kind of each kill: "rank" or "node"."""
+    """Train with ``kills`` kills at random steps. Return the kind of each kill: "rank" or "node"."""
     dice = random.Random(seed)
     kinds: list[str] = []
     with running(folder, steps, start) as nodes:
@@ -150,7 +150,7 @@ def run(folder: Path, steps: int, kills: int, start: Start, seed: int = 0) -> li
 
 
 def starts(folder: Path) -> int:
-    """Return the number of attempts that have begun to train."""
+    """Return how often the run has started training, including restarts."""
     path = folder / "goodput.jsonl"
     if not path.exists():
         return 0
@@ -158,7 +158,7 @@ def starts(folder: Path) -> int:
 
 
 def lost_steps(folder: Path) -> list[int]:
-    """Return the number of completed steps of each restart that were trained again."""
+    """Return, for each restart, the number of completed steps that were trained again."""
     lost = []
     steps = [step for step, _ in logged(folder)]
     for before, after in itertools.pairwise(steps):

@@ -96,7 +96,7 @@ def soak(steps: int, nproc: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def grown(samples: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the growth of each resource: the last ten samples minus those after a tenth of the steps."""
+    """Return the growth of each resource: mean of the last ten samples minus mean of samples 10 to 19."""
     early = samples[10:20]
     late = samples[-10:]
 

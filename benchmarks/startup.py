@@ -67,7 +67,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 class Counted(SignedStore):
-    """Store that counts requests: one for each key."""
+    """Store that counts requests. A call with several keys counts as one request per key."""
 
     asked = 0
 
@@ -90,7 +90,7 @@ for _name in ("set", "get", "multi_get", "compare_set", "add", "check", "wait", 
 
 
 def loaded_for(size: int, folder: str) -> Any:
-    """Load and check the configuration of all ranks once. Its cost per rank does not depend on their number."""
+    """Load and check the configuration once for all ranks: its cost per rank does not depend on N."""
     arguments = [
         f"--job.dump_folder={folder}", "--training.device=cpu", "--model.hf_assets_path=bytes",
         f"--parallelism.tensor_parallel_degree={min(8, size)}", "--metrics.enable_tensorboard=false",
@@ -115,7 +115,8 @@ def rank_main(
     torch.set_num_threads(1)
     attempt_store.signed = lambda store, environment, attempt: Counted(store, b"benchmark")
     null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # on one machine, gloo logs full queues and retries
+    # With so many ranks on one machine, gloo logs warnings about full queues and retries.
+    for stream in (1, 2):
         os.dup2(null, stream)
     began = time.process_time()
 
@@ -127,7 +128,7 @@ def rank_main(
         run_folder.open_log(loaded, world, (), ())
         mesh = distributed.build(loaded.config, world)
         told = first_rank(lambda: {"kernels": "measured by the first rank"})
-        gather_distinct_json("0123456789abcdef")  # the fingerprint of the data
+        gather_distinct_json("0123456789abcdef")  # stands for the fingerprint of the data
         assert told
         assert mesh.size("dp_shard", "tp") == size
         sender.send((Counted.asked, sockets(), time.process_time() - began, private_bytes()))
@@ -155,7 +156,7 @@ def measure(size: int, per_node: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         loaded = loaded_for(size, folder)
         gc.collect()
-        gc.freeze()  # lets forked ranks share loaded memory
+        gc.freeze()  # keep the garbage collector from writing to, and so unsharing, inherited memory
         for rank in range(size):
             receiver, sender = context.Pipe(False)
             arguments = (rank, size, per_node, port, loaded, sender, release)
@@ -185,7 +186,10 @@ def measure(size: int, per_node: int) -> dict[str, Any]:
 
 
 def fitted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Fit each law through the smallest and largest N. The one with the smallest error in between comes first."""
+    """Fit each growth law through the smallest and largest N.
+
+    Return the laws, sorted by their error at the values of N in between.
+    """
     laws = {"N": lambda n: n, "N log N": lambda n: n * math.log2(n), "N^2": lambda n: n * n}
     first = rows[0]
     last = rows[-1]

@@ -72,9 +72,9 @@ def make_config(folder: str) -> Config:
 
 
 def rank_main(rank: int, meeting: Path | int, names: dict[str, str], requests: Connection) -> None:
-    """Run one rank: a block of steps for each request of the parent, answered with the seconds of the block."""
+    """Run one rank. For each request of the parent, train a block of steps and send its seconds."""
     os.environ.update({**environment.rank_environment(rank, RANKS, meeting, "benchmark"), **names})
-    # The plain pair meets at a port, with PyTorch's TCPStore.
+    # A port instead of a folder selects the plain pair, which uses PyTorch's TCPStore.
     if isinstance(meeting, int):
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         del os.environ["LOCAL_WORLD_SIZE"]
@@ -140,9 +140,9 @@ def main() -> None:
             for name in order:
                 for rank_connection in pairs[name]:
                     rank_connection.send(True)
-                # A step ends with its slowest rank.
+                # The slowest rank determines the time of a block.
                 slowest = max(rank_connection.recv() for rank_connection in pairs[name])
-                # The first block allocates memory.
+                # Skip the first block, which allocates memory.
                 if number:
                     seconds[name].append(slowest / STEPS)
         for pair in pairs.values():

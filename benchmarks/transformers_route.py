@@ -80,7 +80,7 @@ ROUTES = ("native", "transformers")
 
 
 def model_of(name: str, route: str, folder: Path) -> dict[str, Any]:
-    """Return the options of ``[model]``, and write the folder of the transformers route."""
+    """Return the options of ``[model]``. For the transformers route, also write its model folder."""
     if route == "native":
         family, flavor, sizes = NATIVE[name]
         return {"name": family, "flavor": flavor, "overrides": {**COMMON, **sizes}}
@@ -129,7 +129,7 @@ def measure(
         for key, run in runs.items():
             start = time.process_time()
             trainer.step(run)
-            if number:  # the first step allocates memory
+            if number:  # warm-up: the first step allocates memory
                 seconds[key].append(time.process_time() - start)
     rows = []
     for name in NATIVE:

@@ -39,7 +39,7 @@ def create_environment(folder: Path, python: str, torch_version: str) -> Path:
 
 
 def run_tests(interpreter: Path, workers: int, selection: list[str]) -> dict[str, Any]:
-    """Run the default tier. Return the row for the results, with the names of failed tests."""
+    """Run the default tier. Return the row for ``results/versions.jsonl``."""
     shown = subprocess.run(
         [str(interpreter), "-c", VERSIONS], check=True, capture_output=True, text=True, cwd="/"
     )

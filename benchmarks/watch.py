@@ -1,4 +1,7 @@
-"""Cost of an update of ``shardtrain watch`` for a run of N steps: watch.py [--steps 100000]."""
+"""CPU seconds that ``shardtrain watch`` needs for an update, for a run of N steps.
+
+python benchmarks/watch.py [--steps 100000]
+"""
 
 from __future__ import annotations
 

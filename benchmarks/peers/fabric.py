@@ -1,4 +1,4 @@
-"""Lightning Fabric around the plain model, on the same work."""
+"""Train the plain Llama of ``llama.py`` on the shared work, with Lightning Fabric."""
 
 from __future__ import annotations
 

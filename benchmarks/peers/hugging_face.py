@@ -1,4 +1,4 @@
-"""The Trainer of transformers on the same work."""
+"""Train on the shared work with ``transformers.Trainer``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ asked = parser.parse_args()
 
 
 class Rows(Dataset):
-    """Trainer shifts the labels itself."""
+    """Dataset of the shared rows. Labels equal the inputs, because the model shifts them itself."""
 
     def __len__(self) -> int:
         return asked.steps * ROWS

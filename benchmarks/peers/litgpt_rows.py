@@ -1,4 +1,4 @@
-"""The same rows as a data module of litgpt, whose own command trains on them."""
+"""Data module with the shared rows, for the ``pretrain`` command of LitGPT."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Rows(Dataset):
 
 
 class Rows(DataModule):
-    """Rows in order; litgpt takes inputs and targets out of each."""
+    """Yield the rows in order. LitGPT splits each into inputs and targets."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Llama 3 as a person would write it in plain PyTorch, for the plain loop."""
+"""Llama 3 in plain PyTorch without any trainer code, for the plain loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from work import DIM, EPS, FFN, HEAD_DIM, HEADS, KEY_HEADS, LAYERS, THETA, TOKEN
 
 
 class Layer(nn.Module):
-    """Attention and SwiGLU, each with a norm before it and a residual connection."""
+    """Pre-norm transformer block: attention and SwiGLU, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class Layer(nn.Module):
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions, halves paired."""
+    """Apply rotary embeddings. Element i of a head is paired with element i + H/2."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class Llama(nn.Module):
-    """5,770,496 parameters."""
+    """Llama with 5,770,496 parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""A plain PyTorch loop: what a person writes without a trainer. bfloat16 by autocast, or by FSDP2's own policy."""
+"""A plain PyTorch training loop, as written without a trainer.
+
+bfloat16 uses autocast on one rank, and the mixed precision policy of FSDP2 on several.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ if ranks > 1:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low else MixedPrecisionPolicy()
     options = {"mesh": init_device_mesh("cpu", (ranks,)), "mp_policy": policy}
     for layer in model.layers:
-        if asked.compile:  # layer by layer, as PyTorch's documentation of FSDP2 has it
+        if asked.compile:  # compile each layer separately, as PyTorch recommends with FSDP2
             layer.compile()
         fully_shard(layer, **options)
     fully_shard(model, **options)

@@ -1,4 +1,4 @@
-"""The work that every program does: sizes, rates, and rows of tokens that a model can learn."""
+"""The work shared by all programs: model sizes, optimizer settings, and learnable rows of tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_NORM = 1.0
 
 
 def row(index: int, length: int = TOKENS) -> Tensor:
-    """Row ``index`` of the data: an arithmetic progression of ids, its first id and its step drawn from the index."""
+    """Return row ``index``: an arithmetic progression of ids. The index seeds its first id and its step."""
     generator = torch.Generator().manual_seed(index)
     first, step = (
         int(torch.randint(low, high, (), generator=generator))
@@ -34,7 +34,7 @@ def row(index: int, length: int = TOKENS) -> Tensor:
 
 
 def rows(step: int, rank: int, count: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each (count, TOKENS), of one rank in one step."""
+    """Return the inputs and targets of one rank in one step, each of shape (count, TOKENS)."""
     start = step * ROWS + rank * count
     whole = torch.stack([row(index, TOKENS + 1) for index in range(start, start + count)])
     return whole[:, :-1], whole[:, 1:]
