@@ -156,7 +156,7 @@ def test_op_runs_every_second_matmul_again_and_no_attention(observed) -> None:
 def test_op_recomputes_named_matmuls(observed) -> None:
     forced = {**MODES["op"], "per_op_sac_force_recompute_mm_shapes_by_fqns": ["layers.*.ffn.w1"]}
     observed = {**observed, "forced": _watch(forced)}
-    # w1 and w3 have the same shape, so both; and every second of the other five
+    # w1 and w3 have the same shape, so both are recomputed, as is every second of the other five
     assert _recomputed(observed, "forced", "mm") == (2 + 2) * LAYERS
     assert torch.equal(
         observed["forced"].gradients["embed.weight"], observed["none"].gradients["embed.weight"]
@@ -187,7 +187,8 @@ def test_linear_with_bias_is_named_by_the_shape_of_its_weight() -> None:
             model(torch.ones(2, 3, requires_grad=True)).sum().backward()
         counts[pattern] = watch.operations["addmm"]
 
-    # three in forward. Recomputed: the second of three; or the named one, and the second of the two others
+    # Three run in forward. Backward repeats the second of three, or the named one and the second of
+    # the others.
     assert counts == {"layers.0.9": 3 + 1, "layers.0.0": 3 + 2, "2": 3 + 2}
 
 

@@ -94,14 +94,14 @@ def test_long_run_on_a_cpu_is_compiled_unless_disabled(monkeypatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert _decided() is True
     assert _decided(num_ranks=2) is True
-    # also with AMX
+    # bfloat16 with AMX is faster, so a long run needs more steps
     assert _decided(training={"mixed_precision_param": "bfloat16", "steps": 100_000}) is True
     assert _decided(compile={"enable": False}) is False
 
-    short = {"steps": 200}  # 400 seconds of the fastest core
+    short = {"steps": 200}  # 400 seconds on the fastest core
     assert _decided(training=short) is None
     assert _decided(training=short, compile={"enable": True}) is True
-    # equally long, in steps of 2 ms
+    # as long as LONG, but in steps of 2 ms
     assert _decided(flops=10**5, training={"steps": 10**7}) is None
     assert _decided(training={"epochs": 1}) is None
 

@@ -85,7 +85,7 @@ def _config(kind: str, setting: str) -> tuple[int, Config]:
         compile={"enable": True, "backend": "counted", "components": ["model"]},
     )
     if "model" in sections and sections["model"].get("name") == "mixtral":
-        del config.model.overrides["ffn_dim"]  # the experts define it
+        del config.model.overrides["ffn_dim"]  # Mixtral has only experts, with moe_ffn_dim
     linear = dataclasses.replace(config.quantize.linear.float8, emulate=True)
     quantize = dataclasses.replace(
         config.quantize, linear=dataclasses.replace(config.quantize.linear, float8=linear)

@@ -37,7 +37,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import compute_copies, partial_gradients
 from shardtrain.ops.dtensor import local_tensor
 
-NEOX = {"num_kv_heads": None, "ffn_dim": 128}  # NeoX has no grouped heads
+NEOX = {"num_kv_heads": None, "ffn_dim": 128}  # no grouped-query attention
 MIXED = {"mixed_precision_param": "bfloat16"}
 EXPERTS = {"num_experts": 4, "top_k": 2, "moe_ffn_dim": 48}
 
@@ -207,7 +207,7 @@ def test_fsdp_is_used_where_it_shards_or_reduces() -> None:
 
 
 def _within_and_after(rank: int, config: Config) -> dict[str, Any]:
-    """Return facts about modules during a step, and the copies that have memory after it."""
+    """Run a step. Return dtypes of its weights and gradients, and the bytes of copies that remain."""
     run = make_run(rank, config)
     model = run.runner.parts[0]
     parameters = dict(model.named_parameters())
@@ -285,7 +285,7 @@ def test_parameters_are_restored_and_copies_freed_after_a_step(ranks: int, name:
 
 
 def _continued(rank: int, folder: Path, config: Config) -> list[Ended]:
-    """Run without interruption, then with FSDP in the first part, then with FSDP in the second."""
+    """Run without interruption, then with FSDP only before the resume, then with FSDP only after it."""
 
     def run(name: str, with_fsdp: bool, stop_after: int | None = None) -> Ended:
         with pytest.MonkeyPatch.context() as patch:
@@ -330,7 +330,7 @@ class _Weighted(nn.Module):
 
 
 def test_two_forward_passes_before_one_backward_sum_their_gradients() -> None:
-    """As in losses of preference pairs, with recomputation and without."""
+    """Losses of preference pairs need this. The module here also recomputes its activations."""
     torch.manual_seed(0)
     model = _Weighted()
     compute_copies.use(model, torch.bfloat16)

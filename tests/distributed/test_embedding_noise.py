@@ -209,7 +209,7 @@ def test_noise_depends_on_seed_step_sample_and_column() -> None:
 
 
 def test_magnitude_is_that_of_the_document_as_an_unpacked_row() -> None:
-    """Two documents of 3 and 5 tokens, and 2 tokens of padding, that has its own number or not."""
+    """Documents of 3 and 5 tokens, then 2 of padding, with its own document id or that of the last document."""
     unpacked = noise_of(rows([7], 10))[0]
     for documents in ([0, 0, 0, 1, 1, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]):
         batch = rows([7], 10, documents_BT=torch.tensor([documents]), lengths_B=torch.tensor([8]))

@@ -102,7 +102,8 @@ def family_config(
         parallelism.get("tensor_parallel_degree", 1) * parallelism.get("context_parallel_degree", 1)
         > 1
     ):
-        # ranks that share rows would need four micro-batches, and two are sufficient
+        # TP and CP ranks share rows, so the default batch size would give four micro-batches; two
+        # suffice
         sections = {**sections, "training": {"local_batch_size": 4, **sections.get("training", {})}}
     config = tiny_config(**sections)
     model = dataclasses.replace(
@@ -144,7 +145,7 @@ def test_meshes_change_no_number(family: str, mesh: str) -> None:
 def test_fused_experts_match_step_by_step_experts(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two FSDP ranks, with many rows per expert, or treated as if there were many."""
+    """Compare on two FSDP ranks: experts never take the path for many rows, or always take it."""
     results = []
     for many_rows in (1 << 30, 0):
         monkeypatch.setattr(expert_mix, "_MANY_ROWS", many_rows)
@@ -306,7 +307,7 @@ def unpadded(family: str) -> Result:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_padded_rows_have_the_gradients_of_unpadded_rows(family: str) -> None:
-    """Otherwise padding (62 of 100 tokens here) would influence balance losses and router biases."""
+    """Padding (62 of 100 tokens here) must not influence balance losses and router biases."""
     expected = unpadded(family)
     assert expected.facts["filler"] == 0
 
@@ -414,7 +415,8 @@ def test_forced_balance_loads_all_experts_equally() -> None:
     "one mesh", by="tests/test_search.py::test_faults_of_earlier_searches_stay_fixed"
 )
 def test_forced_balance_assigns_experts_along_the_sequence_on_any_mesh() -> None:
-    # The choice follows the place of a token in its sequence. A count of the tokens of a rank would depend on the mesh.
+    # The choice depends on a token's position in its sequence. Counting the tokens of a rank would
+    # depend on the mesh.
     def forced(parallelism: dict[str, int], **training: int) -> Config:
         return family_config(
             "qwen3_moe",

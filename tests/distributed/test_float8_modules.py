@@ -127,7 +127,7 @@ def test_experts_in_float8_match_one_process_on_a_mesh(parallelism):
 
 
 class Gathered(TorchDispatchMode):
-    """Record dtype and size of FSDP's all-gathers, and count all-reduces of maxima."""
+    """Record the bytes of FSDP's all-gathers per dtype, and count all-reduces of maxima."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Gathered(TorchDispatchMode):
                 )
             before = self.all_reduces
             call(instance, output_tensor, input_tensor, **keywords)
-            self.all_reduces = before  # barriers are not reductions
+            self.all_reduces = before  # ignore all-reduces that serve as barriers
 
         return noting
 
@@ -244,7 +244,7 @@ def test_loss_curve_stays_close_to_bfloat16(recipe, steps):
     "line", ['[training]\nfp8_linear = "dynamic"', "[float8]\nenable_float8_linear = true"]
 )
 def test_float8_option_of_a_torchtrain_file_works(tmp_path, line):
-    """Files of April and July 2024, with emulation enabled on the command line."""
+    """Use files of torchtrain from April and July 2024, with emulation enabled on the command line."""
     (tmp_path / "run.toml").write_text(line)
     loaded = load(str(tmp_path / "run.toml"), ["--quantize.linear.float8.emulate=true"])
     sections = {
@@ -320,7 +320,7 @@ def test_small_layers_are_skipped_on_request():
     small = {"filter_fqns": [float8_modules.SMALL]}
     tensorwise = _converted(with_float8({**small, "recipe_name": "tensorwise"}, model=large))
 
-    # 512 features
+    # wk has only 512 output features (8 heads of 64)
     assert "layers.0.attn.wq" in tensorwise
     assert "layers.0.attn.wk" not in tensorwise
 

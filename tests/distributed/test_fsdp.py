@@ -23,7 +23,7 @@ from shardtrain.ops.dtensor import local_tensor, to_full
 
 REPLICATE = {"data_parallel_replicate_degree": 2}
 TENSOR = {"tensor_parallel_degree": 2}
-UNITS = 4 + 2  # layers; embedding; norm with head
+UNITS = 4 + 2  # four layers, the embedding, and the norm with the head
 
 
 def _run(rank: int, **sections: dict[str, Any]):
@@ -94,7 +94,7 @@ class Collectives(TorchDispatchMode):
 
 
 def _count(run, passes: int) -> dict[str, int]:
-    """Count collectives by kind, in some forward and backward passes followed by one update."""
+    """Count collectives by kind, in ``passes`` accumulated forward and backward passes."""
     batches = [next(run.dataloader) for _ in range(passes)]
     with Collectives() as collectives:
         run.runner.forward_backward(batches, torch.tensor(1e-3))
@@ -182,7 +182,7 @@ def test_compute_and_reduction_have_separate_dtypes_and_weights_stay_in_float32(
 
 
 def _one_process(rank: int) -> dict[str, Any]:
-    """Run one process: mixed precision applies there too, and nothing is wrapped without need."""
+    """Return dtypes of runs on one process, and True if a run without mixed precision uses FSDP."""
     plain = _run(rank)
     mixed = _run(rank, training={"mixed_precision_param": "bfloat16"})
     stored = _run(rank, training={"dtype": "bfloat16"})

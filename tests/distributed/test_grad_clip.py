@@ -108,7 +108,7 @@ def _disagree(rank: int, parallelism: dict, damage: str) -> tuple[str, bool]:
     def damaged(batches, weight):
         loss = reduce(batches, weight)
         if rank == 1:
-            # a weight that is only replicated; bit 30 makes a number below 2 huge, and NaN stays NaN
+            # damage the gradient of a replicated weight on one rank: NaN, or a large finite number
             gradient = local_tensor(run.runner.parameters()["norm.weight"].grad).view(-1)
             gradient[:1] = math.nan if damage == "nan" else gradient[:1].abs() * 1e3 + 1.0
         return loss
@@ -177,7 +177,8 @@ def _changes(rank: int, parallelism: dict) -> list[tuple[float, float]]:
 def test_larger_gradients_are_clipped_to_max_norm(num_ranks: int, parallelism: dict) -> None:
     for (norm_a, a), (norm_b, b), (norm_c, c) in run_ranks(num_ranks, _changes, parallelism):
         assert norm_a == norm_b == norm_c > 0.05  # the reported norm is the one before clipping
-        # weights near 1 represent a change of 1e-3 to a precision of 1e-7; the rule's eps is 1e-6
+        # rounding: weights near 1 have a precision of 1e-7, and the clipping rule has an eps of
+        # 1e-6
         assert a == pytest.approx(0.01, rel=1e-3)
         assert b == pytest.approx(0.05, rel=1e-3)
         assert c == pytest.approx(norm_c, rel=1e-3)  # unchanged, not scaled up

@@ -59,7 +59,8 @@ def test_stages_divide_the_model_and_keep_its_names(schedule: str) -> None:
     for rank in range(2):
         for part in pipeline_parallel.cut(full_model, module.LAYOUT, FakeMesh(2, rank), config):  # type: ignore[arg-type]
             names += [name for name, _ in part.named_parameters()]
-            # Each end that this stage lacks is an identity, or its parameters are in a stage so far.
+            # Each of embed, norm and head is an identity here, or has parameters in this or an
+            # earlier part.
             num_identities = sum(isinstance(getattr(part, name), nn.Identity) for name in ends)
             num_of_ends = sum(name.split(".")[0] in ends for name in names)
             assert num_identities + num_of_ends >= 3

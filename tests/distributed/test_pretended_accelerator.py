@@ -173,13 +173,13 @@ def config_of(case: Case) -> tuple[int, Config]:
 
 
 def stages_know_their_shapes(_: Any, stages: list[Any], *__: Any) -> None:
-    """Replace the exchange of shapes between pipeline stages before their first step."""
+    """Skip the exchange of shapes between pipeline stages, which the fake backend cannot perform."""
     for stage in stages:
         stage._inference_mode = schedules.InferenceMode.STATIC
 
 
 class Experts:
-    """Rows of the current block of experts, from which the numbers that the host would read are derived."""
+    """Track the rows of the current expert block, to compute the numbers that the host would read."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls = self._rows = 0
@@ -199,12 +199,12 @@ class Experts:
         return [[self._rows // 2] * 2] * 2
 
     def of_each(self, counts: torch.Tensor) -> list[Any]:
-        """An equal number of rows for each expert."""
+        """Return an equal number of rows for each expert."""
         return [self._rows // counts.numel()] * counts.numel()
 
 
 def waits_of_a_step(case: Case) -> tuple[dict[str, int], list[str], int]:
-    """Return how often a step waited for each number, its other waits, and how often a block of experts ran."""
+    """Return a step's waits per number that the host reads, its other waits, and its calls of expert blocks."""
     ranks, config = config_of(case)
     dist.init_process_group(f"cpu:fake,{NAME}:fake", store=FakeStore(), rank=0, world_size=ranks)
     with pytest.MonkeyPatch.context() as patch:

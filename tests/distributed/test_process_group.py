@@ -114,5 +114,5 @@ def _of_two_agents(rank: int) -> None:
 
 
 def test_ranks_of_agents_with_different_restart_counts_find_each_other() -> None:
-    """The agent of a node that rejoined counts from 0, while other agents have counted the restart."""
+    """The agent of a rejoined node starts at restart count 0, while other agents have a higher count."""
     run_ranks(2, _of_two_agents)

@@ -44,7 +44,7 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 def sources(folder: Path) -> dict[str, DataSource]:
-    """Two sources whose texts differ, and so their losses after a few steps. One has short documents."""
+    """Two sources with different texts, whose losses differ after a few steps. One has short documents."""
     letters = folder / "letters.jsonl"
     drawn = random.Random(1)
     rows = []

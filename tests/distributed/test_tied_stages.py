@@ -42,7 +42,7 @@ def test_tied_embeddings_in_two_stages_change_no_number(split: str) -> None:
         # both copies are counted once
         assert result.grad_norms == pytest.approx(one_process.grad_norms, rel=1e-6)
         assert "head.weight" not in result.initial
-        if "embed.weight" in result.gradients:  # only the gradients of its stages
+        if "embed.weight" in result.gradients:  # a rank has only the gradients of its stages
             torch.testing.assert_close(
                 result.gradients["embed.weight"],
                 one_process.gradients["embed.weight"],
@@ -55,7 +55,7 @@ def copies_of(rank: int, split: str) -> list[torch.Tensor]:
     run = make_run(rank, config_of(split, local_batch_size=8))
     for _ in range(3):
         trainer.step(run)
-    run.runner.evaluate(next(run.dataloader))  # updates the copy before a pass
+    run.runner.evaluate(next(run.dataloader))  # first updates the tied copy
     named = [(name, p) for part in run.runner.parts for name, p in part.named_parameters()]
     return [
         local_tensor(p.detach()).clone()

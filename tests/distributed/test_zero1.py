@@ -111,14 +111,14 @@ def test_split_states_update_like_the_full_parameter(num_ranks, replicas, shards
         covered = torch.zeros(shape)
         for facts in results:
             covered[facts["covered"][name]] += 1
-        # otherwise each number is updated by exactly one rank
+        # Each number is updated by one replica, or by all if its parameter cannot be split.
         expected = replicas if name in unsplit else 1
         assert torch.equal(covered, torch.full(shape, float(expected))), name
 
     assert "one" in unsplit  # a single number cannot be split
 
     if shards == 1:
-        # Each replica updates about half or a third of the numbers.
+        # With 2 or 3 replicas, each updates about half or a third of the numbers.
         assert "norm" not in unsplit
         largest_share = 0.6 if replicas == 2 else 0.45
         num_values = sum(torch.Size(shape).numel() for shape in SHAPES.values())
@@ -127,7 +127,7 @@ def test_split_states_update_like_the_full_parameter(num_ranks, replicas, shards
 
 @pytest.mark.xfail(strict=False, reason="fused AdamW assumes contiguous memory (torch 2.13)")
 def test_fused_adamw_supports_non_contiguous_memory() -> None:
-    """The reason why slices are copied. Once PyTorch passes this test, copies are no longer needed."""
+    """Slices are copied because this test fails. Once PyTorch passes it, the copies can be removed."""
     matrix = torch.arange(12.0).view(3, 4)
     gapped = nn.Parameter(matrix[:, :2])
     packed = nn.Parameter(matrix[:, :2].clone())

@@ -93,7 +93,7 @@ def test_every_training_device_has_a_driver_name() -> None:
 
 @pytest.mark.parametrize("name", devices.names())
 def test_plan_check_and_mfu_agree_on_a_device(name: str) -> None:
-    """All three use the same memory and peaks, or report that training does not support the device."""
+    """The same memory and peaks are used, or all report that training does not support the device."""
     device = hardware.find(name)
     assert device.name == name
 

@@ -39,7 +39,7 @@ def test_a_device_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_schedule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     def half(step: int, total_steps: int, warmup_steps: int) -> float:
-        """Half of the peak."""
+        """Keep the learning rate at half of its peak."""
         return 0.5
 
     monkeypatch.setitem(SCHEDULES, "half", half)

@@ -163,9 +163,9 @@ def test_nothing_repeats_a_table_of_facts() -> None:
 
 
 def test_no_constant_is_written_twice() -> None:
-    """Constants are repeated if their names and values are equal.
+    """A constant counts as repeated if another has the same name and value.
 
-    For strings and numbers that are not round, equal values are enough.
+    For strings and numbers that are not round, an equal value is enough.
     """
     places = defaultdict(set)
     for path in sorted(PACKAGE.rglob("*.py")):

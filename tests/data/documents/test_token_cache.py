@@ -24,9 +24,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Use a temporary cache folder, and cache even datasets that tokenize quickly."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(token_cache, "_MIN_SECONDS", 0.0)
-    monkeypatch.setattr(
-        file_hashes, "SETTLED_SECONDS", -1.0
-    )  # no waiting period after a file change
+    # Do not wait after a file change.
+    monkeypatch.setattr(file_hashes, "SETTLED_SECONDS", -1.0)
     return tmp_path / "cache/shardtrain/tokens"
 
 

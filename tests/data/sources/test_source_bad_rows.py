@@ -23,10 +23,8 @@ LINES = {
     "two objects": (b'{"text": "a"} {"text": "b"}', "is not JSON: extra data (column 15)"),
     "trailing comma": (b'{"text": "a",}', "is not JSON"),
     "single quotes": (b"{'text': 'a'}", "is not JSON"),
-    "wrong type": (
-        b'{"text": 7}',
-        {"text": 7},
-    ),  # types are checked by the row format, not by the source
+    # The row format checks types and fields, not the source.
+    "wrong type": (b'{"text": 7}', {"text": 7}),
     "missing field": (b'{"title": "a"}', {"title": "a"}),
     "null": (b'{"text": null}', {"text": None}),
     "nested": (b'{"text": {"body": ["a"]}}', {"text": {"body": ["a"]}}),

@@ -127,7 +127,7 @@ def test_largest_loss_of_a_rank_is_per_token_of_its_part() -> None:
     assert num_tokens == 8 * 64
     assert sum(tokens_of_part for tokens_of_part, _ in results) == num_tokens
     for tokens_of_part, loss_of_part in results:
-        # both halves are similar text
+        # both ranks read similar text, so their losses per token are close
         assert abs(loss_of_part / tokens_of_part - loss_sum / num_tokens) < 0.1
 
 

@@ -382,7 +382,7 @@ def test_ring_visits_every_earlier_key_once(balanced: bool, size: int) -> None:
     order = torch.arange(size * tokens)[None, :, None, None]
     places = [part(order, rank, size, balanced).flatten() for rank in range(size)]
     for rank in range(size):
-        # Count the visits of each key by each query of this rank.
+        # Count how often each query of this rank sees each key.
         visits = torch.zeros(tokens, size * tokens, dtype=torch.int64)
         for source in range(size):
             for rows, columns, causal in masks._causal_parts(tokens, source, rank, balanced):

@@ -180,7 +180,7 @@ def assert_same(step: Step, expected: Step, case: str) -> None:
 def assert_ways(
     name: str, num_ranks: int, ways: Sequence[str], documents: bool, path: Path, **fields: Any
 ) -> None:
-    """Compare steps on a mesh with ``transformers``. ``fields`` are sections, or changes of the folder."""
+    """Compare a mesh with ``transformers``. ``fields``: sections of the run, or ``changes`` of the folder."""
     changes = fields.pop("changes", {})
     parallelism = {"context_parallel_degree": num_ranks, **fields.pop("parallelism", {})}
     hf_folder(name, **changes)  # created once for all ranks
@@ -222,7 +222,7 @@ def test_packed_rows_match_transformers(name: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("name", cases([], nightly=SPLIT))
 def test_long_rows_on_four_ranks_match_transformers(name: str, tmp_path: Path) -> None:
-    """A window of 16 tokens has the length of a rank's part, and is longer than its chunks."""
+    """The window of 16 tokens is as long as a rank's part of a row, and longer than its chunks."""
     if name not in installed():
         pytest.skip("this version of transformers does not have it")
     assert_ways(name, 4, ["gather", "ring", "ring, in order"], False, tmp_path)

@@ -216,7 +216,7 @@ def _check_sequence(
 
 
 def _sequences(rank: int, ranks: int) -> None:
-    """Check tensors with rows that need several turns, and with several rows per turn."""
+    """Exchange rows that fill the shared buffer several times, and rows of which several fit."""
     shared_memory._HALF_BYTES = 16 * ranks * 4
     shared = SequenceExchange.between(dist.group.WORLD)
     assert shared is not None
@@ -226,7 +226,7 @@ def _sequences(rank: int, ranks: int) -> None:
 
 
 def _parts(rank: int, ranks: int) -> None:
-    """Check turns of several rows, of heads of one row, and of tokens of one head. Some parts are None."""
+    """Let the buffer hold several rows, some heads of a row, or some tokens of a head. Some parts are None."""
     for half_bytes in (64 * 3 * ranks, 64 * 11 * ranks, 1 << 20):
         shared_memory._HALF_BYTES = half_bytes
         shared = SequenceExchange.between(dist.group.WORLD)

@@ -29,7 +29,7 @@ def environment(store, rank):
 
 
 def attempt(store, number, size=3):
-    """Let each rank of an attempt write the number of the attempt, and return the numbers each rank reads from all."""
+    """Run the ranks of an attempt. Each writes ``number``. Return the numbers that each rank reads."""
     numbers_read = {}
     joined = threading.Barrier(size)
 

@@ -159,7 +159,7 @@ def launched(server: dist.TCPStore, rank: int, **more: str) -> dict[str, str]:
 
 def test_requests_and_answers_of_an_attacker_are_ignored(server: dist.TCPStore) -> None:
     stranger = connection(server)
-    # rank 0 continues
+    # forged request: rank 0 must ignore it and continue
     stranger.set(f"shardtrain/asked/{stranger.add('shardtrain/asked', 1)}", "a word")
     values: dict[int, bytes] = {}
     joined = threading.Barrier(2)
@@ -191,7 +191,7 @@ def test_forged_answer_stops_the_start_with_its_cause(
 def test_forged_address_stops_the_start_with_exit_code_6(
     server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gloo reads the other rank's address through C++, and the error is still the package's own."""
+    """gloo reads the other rank's address in C++. The error must still have the package's exit code."""
     address = launched(
         server,
         1,

@@ -264,7 +264,7 @@ def test_plan_is_derived_from_the_usual_projections(tmp_path: Path) -> None:
 
 
 def test_no_plan_is_derived_for_attention_with_other_weights(tmp_path: Path) -> None:
-    """The norms of StableLM 2 12B have a weight for each head, and a rank would use those of other heads."""
+    """StableLM 2 12B has norm weights per head, so a rank would apply the weights of other heads."""
     (problem,) = problems(config_folder("stablelm", tmp_path / "folder", qk_layernorm=True), 2)
     assert (
         "requires a tensor-parallel plan, and transformers has none for StableLmForCausalLM"
@@ -282,7 +282,7 @@ def test_unknown_style_is_refused_by_name_before_ranks_start(
 
 
 def resolved(folder: Path, without: str) -> hf_plan.Resolved:
-    """Resolve the plan of a folder without the rules that end in ``without``."""
+    """Resolve the plan of a folder after removing the rules whose pattern ends with ``without``."""
     module = models.find("transformers")
     model: Any = models.build(module, module.Config(str(folder)))
     plan = {

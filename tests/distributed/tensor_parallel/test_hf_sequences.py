@@ -26,7 +26,7 @@ def tensor_parallel(path: Path, output: Path, ranks: int, **training: Any) -> Co
 
 
 def step_and_norm_length(rank: int, config: Config) -> tuple[FirstStep, int]:
-    """Return the first step, and the number of tokens that a norm between split modules computes."""
+    """Return the first step, and the smallest sequence length that a norm received."""
     lengths = []
     call = torch.nn.Module.__call__
 

@@ -186,7 +186,7 @@ def test_split_linear_layers_multiply_plain_tensors_and_match_unsplit_ones(has_b
 
 
 class Uses(torch.nn.Module):
-    """All uses of a gathered sequence: by split layers, a replicated layer, and an operation."""
+    """Use a gathered sequence in every way: in split layers, a replicated layer, and an operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def _check_chain(rank: int, ranks: int, shared: bool) -> None:
         "head": "head",
     }  # fmt: skip
     layout = Layout(first=(), layers="", last=(), tensor=styles, context="", expert="")
-    for vocab in (12, 11):  # the second one is not divisible by 2 or 3 ranks
+    for vocab in (12, 11):  # 11 is not divisible by 2 or 3 ranks
         torch.manual_seed(vocab)
         unsplit = Chain(vocab).double()
         split = copy.deepcopy(unsplit)
@@ -287,7 +287,7 @@ def test_split_layers_have_the_gradients_of_unsplit_ones_for_any_use_of_a_gather
 
 
 class Mixer(torch.nn.Module):
-    """A state shared by all features, which every rank computes in full, followed by a linear layer."""
+    """Every rank computes softmax and cumsum on all features. Only the last linear layer is split."""
 
     def __init__(self) -> None:
         super().__init__()
