@@ -51,7 +51,7 @@ def drawn(model: Any, seed: int = 0) -> dict[str, Tensor]:
     "name", cases(DEFAULT, nightly=[name for name in ARCHITECTURES if name not in DEFAULT])
 )
 def test_initial_weights_follow_the_architecture(name: str, tmp_path: Path) -> None:
-    """Mean and standard deviation of each parameter equal those of a model of ``transformers``, within 6 errors."""
+    """Mean and standard deviation of each parameter equal those of ``transformers``, up to sampling error."""
     import transformers
 
     if name not in installed():
@@ -75,7 +75,7 @@ def test_initial_weights_follow_the_architecture(name: str, tmp_path: Path) -> N
         spread = float(expected.std())
         error = 6 * spread / math.sqrt(expected.numel())
 
-        # Formulas such as log(1), log(2), ... have no randomness. Others differ by the error of a sample.
+        # ``error`` is six standard errors of the mean, and both models are random samples.
         assert abs(float(weight.mean() - expected.mean())) <= 2 * error, path
         assert abs(float(weight.std()) - spread) <= 2 * error, path
 
@@ -110,7 +110,7 @@ def test_values_without_randomness_equal_those_of_transformers(tmp_path: Path) -
 
 
 class Network(nn.Module):
-    """A network with a scale that ``_init_weights`` sets, and a statistic that it does not."""
+    """A network with two buffers, of which ``_init_weights`` sets only the scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_buffer_with_other_values_is_refused(
 
 
 def losses_and_numbers(rank: int, config: Config) -> tuple[list[float], dict[str, float]]:
-    """Return the losses of two steps from a folder's weights, and the initial values of all scalar buffers."""
+    """Train two steps from the weights of a folder. Return losses and initial values of scalar buffers."""
     run = make_run(rank, config)
     numbers = {name: float(value) for name, value in run.runner.buffers().items() if not value.ndim}
     checkpoints = Checkpoints(config)
@@ -154,7 +154,7 @@ def losses_and_numbers(rank: int, config: Config) -> tuple[list[float], dict[str
 
 
 class Constructed(torch.nn.Module):
-    """Parameters that a constructor computes, or fills with random numbers or memory of any content."""
+    """Parameters that the constructor computes, draws at random, or leaves uninitialized."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_only_parameters_that_follow_from_numbers_keep_their_values() -> None:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_apertus_starts_from_random_weights(lora: bool, tmp_path: Path) -> None:
-    """The exponents of its activation function are parameters, which only its constructor sets."""
+    """The activation function has exponents as parameters, which only its constructor sets."""
     import transformers
 
     sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -199,7 +199,7 @@ def test_apertus_starts_from_random_weights(lora: bool, tmp_path: Path) -> None:
 
 
 def test_numbers_of_an_activation_function_keep_their_values(tmp_path: Path) -> None:
-    """The activation of Apertus registers two numbers as saved buffers, and ``_init_weights`` does not set them."""
+    """The activation of Apertus has two scalars as persistent buffers, which ``_init_weights`` does not set."""
     import transformers
 
     path = tmp_path / "apertus"

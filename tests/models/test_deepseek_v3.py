@@ -52,7 +52,7 @@ def test_every_flavor_has_its_published_size() -> None:
     [(16, 40.0, 1e-6), (0, 40.0, 1e-6), (16, 1.0, 1e-6), (16, 40.0, 0.3)],
 )
 def test_logits_match_hugging_face(q_lora_rank: int, factor: float, norm_eps: float) -> None:
-    """With and without compressed queries, with and without YaRN, and with a large epsilon."""
+    """Covers models with and without compressed queries or YaRN, and with a large epsilon."""
     transformers = pytest.importorskip("transformers")
     yarn: dict[str, Any] = {
         "rope_type": "yarn",
@@ -101,7 +101,7 @@ def test_both_pairings_of_rotary_features_have_the_same_scores() -> None:
     def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return torch.einsum("btnh,bsnh->bnts", q, k)
 
-    # Pairs of neighbors become pairs of features half a head apart.
+    # This permutation moves the two features of each adjacent pair half a head apart.
     halves = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
     scores_of_pairs = scores(rotate_pairs(q, angles), rotate_pairs(k, angles))
     scores_of_halves = scores(rotate(q[..., halves], angles), rotate(k[..., halves], angles))
@@ -111,13 +111,13 @@ def test_both_pairings_of_rotary_features_have_the_same_scores() -> None:
 def test_yarn_keeps_high_frequencies_and_scales_low_ones() -> None:
     plain = RotaryAngles(64, 10000.0).inverse_frequencies()
     yarn = YarnAngles(64, 10000.0, 40.0, 4096, 32.0, 1.0).inverse_frequencies()
-    turns = 4096 * plain / (2 * math.pi)  # within the original context
+    turns = 4096 * plain / (2 * math.pi)  # rotations of each pair within the original context
     is_high = turns > 40
     is_low = turns < 0.7
 
     assert torch.equal(yarn[is_high], plain[is_high])
     torch.testing.assert_close(yarn[is_low], plain[is_low] / 40.0)
-    # All others are between the two.
+    # All frequencies lie between the unscaled and the fully scaled ones.
     assert (yarn <= plain).all()
     assert (yarn >= plain / 40 * 0.999).all()
 

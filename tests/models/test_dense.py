@@ -1,4 +1,4 @@
-"""Llama, Mistral (a window), Qwen2.5 (biases), TinyLlama and GPT-NeoX: numbers match Hugging Face."""
+"""Llama, Mistral (a window), Qwen2.5 (biases), TinyLlama and GPT-NeoX: logits and gradients match Hugging Face."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_biases_exist_where_they_should_and_start_at_zero() -> None:
             expected_biases |= {f"layers.{layer}.{module}.bias" for module in modules}
         assert biases == expected_biases
 
-        # and they start at zero
+        # Biases start at zero.
         draws = init_weights.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
         assert {draws[name].distribution for name in biases} <= {"zeros"}
 
@@ -122,7 +122,7 @@ def test_published_models_have_their_windows_angles_and_tied_embeddings() -> Non
         module = find(family)
         return {flavor: shape_of(module, flavor, {}, "rmsnorm") for flavor in module.FLAVORS}
 
-    # Only the first Mistral has a window. Later ones have a larger base of the angles.
+    # Only Mistral 7B v0.1 has a window. Later versions have a larger rotary base.
     mistral = shapes_of("mistral")
     assert {name for name, shape in mistral.items() if shape.sliding_window} == {
         "debugmodel",

@@ -20,13 +20,14 @@ from shardtrain.models.layers import HeadNumbers
 from shardtrain.ops import init_weights
 
 FOLDER = Path(shardtrain.models.__file__).parent
-# defined by a folder, in its own terms
+# The module "transformers" gets its sizes from a Hugging Face folder.
 FAMILIES = [name for name in model_names() if name != "transformers"]
 CAUSAL = [name for name in FAMILIES if getattr(find(name), "CAUSAL", True)]
 
-# Llama 2's 7B, 13B, 70B, Llama 3.1's 8B, 70B, 405B and Llama 3.2's 1B, 3B are published. Others are computed:
-# V D (2 unless tied) + L (2 D N H + 2 D K H + 3 D F + 2 D) + D
-# plus L (N H + 2 K H) with biases. Totals of TinyLlama, Mistral, Qwen2.5, Pythia and NeoX are from their weights.
+# Published: Llama 2 (7B, 13B, 70B), Llama 3.1 (8B, 70B, 405B) and Llama 3.2 (1B, 3B).
+# Counted in the published weights: TinyLlama, Mistral, Qwen2.5, Pythia and NeoX.
+# All others are computed: V D (2 V D unless tied) + L (2 D N H + 2 D K H + 3 D F + 2 D) + D,
+# plus L (N H + 2 K H) with biases.
 PARAMETER_COUNTS = {
     ("llama2", "debugmodel"): 23_204_096,
     ("llama2", "271M"): 271_090_688,
@@ -180,7 +181,7 @@ def test_models_are_causal(family: str) -> None:
 
     # not bitwise: rounding of an expert's matmul may depend on its number of tokens
     torch.testing.assert_close(after[:, :8], before[:, :8], atol=1e-6, rtol=1e-5)
-    # the changed token and each later one differ
+    # the outputs of the changed token and of all later tokens differ
     largest_changes = (before[:, 8:] - after[:, 8:]).abs().amax(dim=(0, 2))
     assert largest_changes.min() > 1e-4
 
@@ -209,9 +210,9 @@ def test_only_distances_between_positions_matter(family: str) -> None:
     module, model = tiny(family)
     with torch.no_grad():
         for name, parameter in model.get_submodule(module.LAYOUT.layers).named_parameters():
-            parameter.mul_(10)  # sharper attention
+            parameter.mul_(10)  # sharpens attention, so positions have a clear effect
             if name.endswith(("q_norm.weight", "k_norm.weight")) and not parameter.any():
-                parameter.fill_(9.0)  # zero-centered: the factor is one plus the weight
+                parameter.fill_(9.0)  # zero-centered norms multiply by 1 + weight
     tokens, positions = inputs()
     logits = model(tokens, positions)
 
@@ -221,7 +222,7 @@ def test_only_distances_between_positions_matter(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_positions_apply_per_row(family: str) -> None:
-    """Positions of a row with two documents restart: they are an argument, and not counted by the model."""
+    """Positions are an argument. Restarting them in one row, as a second document does, changes only this row."""
     _, model = tiny(family)
     tokens, positions = inputs()
     changed = positions.clone()
@@ -244,7 +245,7 @@ def test_layers_are_in_a_dictionary_with_string_keys(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_forward_is_a_chain_that_can_be_split_between_layers(family: str, cut: int) -> None:
-    """In pipeline stages, missing ends become Identity, and layers of other stages are deleted."""
+    """Pipeline stages replace modules of other stages by Identity, and delete layers of other stages."""
     module, full_model = tiny(family)
     _, front = tiny(family)
     _, back = tiny(family)
@@ -263,7 +264,7 @@ def test_forward_is_a_chain_that_can_be_split_between_layers(family: str, cut: i
     assert hidden.shape == (2, 12, SHAPE["dim"])
     assert torch.equal(back(hidden, positions), full_model(tokens, positions))
 
-    # names never change
+    # parameters of a stage keep the names of the full model
     names_of_front = {name for name, _ in front.named_parameters()}
     names_of_back = {name for name, _ in back.named_parameters()}
     assert names_of_front | names_of_back == {name for name, _ in full_model.named_parameters()}
@@ -367,7 +368,7 @@ def test_rotary_options_reach_the_model() -> None:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_model_files_know_no_parallelism_configuration_or_environment(path: Path) -> None:
-    """So that a model file can be read, and used, without the rest of the package."""
+    """A model file must be readable and usable without the rest of the package."""
     imports = set()
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):

@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def native_model(folder: Path) -> nn.Module:
-    """Build the native model with the weights of a folder, like a run."""
+    """Build the native model and load the weights of a folder, as a run does."""
     description = recognise(folder)
     module = find(description.name)
     model: nn.Module = module.Model(description.config)
@@ -64,7 +64,7 @@ def test_every_flavor_has_its_published_size() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_logits_match_hugging_face(variant: str, tmp_path: Path) -> None:
-    """In float32, within 1e-5 for logits of about 1. A different formula would differ by at least 1e-2."""
+    """Float32 logits of about 1 agree within 1e-5. A wrong formula would change them by at least 1e-2."""
     pytest.importorskip("transformers")
     reference = build_theirs("gpt_oss", **VARIANTS[variant])
     ours = native_model(save(reference, tmp_path / "hf"))
@@ -179,7 +179,7 @@ def test_mxfp4_weights_match_transformers(tmp_path: Path) -> None:
         else:  # gate and up projections are interleaved
             assert torch.equal(experts.w1, ours_first[:, ::2])
             assert torch.equal(experts.w3, ours_first[:, 1::2])
-    with open_weights(folder, "mxfp4") as weights:  # boxes with boundaries within blocks
+    with open_weights(folder, "mxfp4") as weights:  # a box with boundaries inside MXFP4 blocks
         name, stack = next(iter(expected.items()))
         box = (slice(1, 3), slice(5, 41), slice(3, 11))
         assert torch.equal(weights.read(name, box), stack[box])

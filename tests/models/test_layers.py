@@ -31,7 +31,7 @@ LLAMA32 = {**LLAMA31, "factor": 32.0}
 def rotary_reference(
     head_dim: int, theta: float, scaling: str, factor: float = 8.0, original: int = 8192
 ) -> list[float]:
-    """Radians per position for each pair, in Python floats, by the definitions in the papers."""
+    """Reference for rotary frequencies: radians per position of each feature pair, in Python floats."""
     frequencies = []
     for pair in range(head_dim // 2):
         frequency = theta ** (-2 * pair / head_dim)

@@ -37,7 +37,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def native_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Build the native model with the weights of a folder, like a run."""
+    """Build the native model and load the weights of a folder, as a run does."""
     description = recognise(folder)
     module = find(description.name)
     model: nn.Module = module.Model(description.config).to(dtype)
@@ -68,7 +68,7 @@ def test_every_flavor_has_its_published_size() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_logits_match_hugging_face(variant: str, tmp_path: Path) -> None:
-    """In float32, within 1e-5 for logits of about 1. A different formula would differ by at least 1e-2."""
+    """Float32 logits of about 1 agree within 1e-5. A wrong formula would change them by at least 1e-2."""
     pytest.importorskip("transformers")
     family, changed = VARIANTS[variant]
     reference = build_theirs(family, **changed)
@@ -82,7 +82,7 @@ def test_logits_match_hugging_face(variant: str, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_each_mechanism_changes_logits(tmp_path: Path) -> None:
-    """Without each of the mechanisms, logits differ, so the comparison above covers them."""
+    """Disabling any of these mechanisms changes the logits, so the comparison above covers each of them."""
     folder = save(build_theirs("llama4"), tmp_path / "hf")
     model = native_model(folder)
     config = recognise(folder).config

@@ -173,7 +173,7 @@ def plain_mix(
 @pytest.mark.parametrize("roomy", [False, True])
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_fused_experts_match_a_loop(name: str, roomy: bool, top_k: int) -> None:
-    """In float64: sorted or not, with or without padding, and with unused experts."""
+    """Compare in float64, with experts sorted or not, with or without padding, and with unused experts."""
     counts, by_size = SEVERAL_WAYS[name]
     expert_SK = choice_of(counts, top_k)
 
@@ -325,7 +325,7 @@ def test_frozen_weight_has_no_gradient_and_others_are_unchanged(by_size: bool) -
 def test_cases_that_the_fused_function_does_not_support_run_step_by_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Few rows, biases, a different gate or product, score_before_experts, and dispatch to other ranks."""
+    """Covers few rows, biases, another gate or product, score_before_experts, and dispatch to other ranks."""
     calls: list[int] = []
     mix = expert_mix.mix
 
@@ -376,7 +376,7 @@ def test_tokens_are_independent() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_matmuls_match_a_loop_over_experts(dtype: torch.dtype) -> None:
-    """Includes experts without rows. bfloat16 differs by one rounding: 2^-8 for numbers of about 1."""
+    """Covers experts without rows. bfloat16 results differ by one rounding: 2^-8 for values of about 1."""
     if not hasattr(F, "grouped_mm"):
         pytest.skip("this PyTorch has no grouped matmul")
     generator = torch.Generator().manual_seed(3)
@@ -398,7 +398,7 @@ def test_grouped_matmuls_match_a_loop_over_experts(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 5])
 def test_experts_support_any_size(dtype: torch.dtype, rows: int) -> None:
-    """No rows, and feed-forward sizes of 12, which the grouped matmul does not support in bfloat16."""
+    """Covers zero rows, and feed-forward sizes of 12, which bfloat16 grouped matmuls do not support."""
     moe = block(ROUTINGS["softmax"], dtype=dtype)
     count_E = torch.tensor([rows] + [0] * (EXPERTS - 1))
     out = moe.experts(torch.ones(rows, DIM, dtype=dtype, requires_grad=True), count_E)
@@ -662,7 +662,7 @@ def test_only_16_bit_rows_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
                 parameter.fill_(0.01)
         assert experts(torch.ones(64, DIM, dtype=dtype), counts).shape == (64, DIM)
 
-    # Sizes are rounded up to an eighth of the mean of 16 rows, so to multiples of 2.
+    # Sizes are rounded up to multiples of 2, which is an eighth of the mean of 16 rows.
     assert sizes == [[30, 10, 20, 4], [30, 10, 20, 4]]
 
     experts(torch.ones(512, DIM, dtype=torch.bfloat16), torch.tensor([101, 200, 11, 200]))

@@ -46,7 +46,7 @@ def test_base_width_is_llama_with_adamw(benchmark: ModuleType) -> None:
 
 
 def test_activations_change_alike_at_every_width(benchmark: ModuleType) -> None:
-    """The coordinate check. Measured: at most 0.7 and 1.1 with muP, and at least 3 without it."""
+    """Coordinate check: activations change alike at widths 64 and 256 with muP, and twice as much without it."""
     base = benchmark.changes(mup(), str(FILE), 64)
     wide = benchmark.changes(mup(), str(FILE), 256)
     standard = benchmark.changes(llama, "AdamW", 256)

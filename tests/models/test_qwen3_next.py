@@ -106,7 +106,7 @@ def test_logits_and_gradients_equal_those_of_transformers(
     for module in ours.modules():
         if isinstance(module, Balance):
             module.loss_weight = torch.zeros(())
-    # more than one block of tokens, and not a multiple of it
+    # more than one block of tokens, with an incomplete last block
     tokens = torch.randint(
         0, config.vocab_size, (2, 101), generator=torch.Generator().manual_seed(1)
     )
@@ -114,7 +114,7 @@ def test_logits_and_gradients_equal_those_of_transformers(
         dtype
     )
     with InDouble() if dtype is torch.float64 else torch.enable_grad():
-        # theirs were computed in float32
+        # transformers computed its frequencies in float32
         theirs.model.rotary_emb.inv_freq = ours.rope.inverse_frequencies()
         expected = theirs(tokens).logits
         actual = ours(tokens, torch.arange(101).expand(2, -1))

@@ -1,4 +1,4 @@
-"""Architectures of ``transformers`` have the same loss and gradients as there, on one process and on any mesh."""
+"""Loss and gradients of ``transformers`` networks equal those of ``transformers``, on one process and any mesh."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def transformers_step(
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_loss_and_gradients_match_transformers(name: str, mesh: str, tmp_path: Path) -> None:
-    """Within 1e-5 of the largest gradient: the programs sum float32 numbers in a different order."""
+    """Gradients agree within 1e-5 of the largest one. The programs sum float32 in a different order."""
     import transformers
 
     plan = transformers.Qwen3Config.base_model_tp_plan
@@ -138,8 +138,8 @@ def test_random_weights_follow_the_architecture_and_are_equal_on_every_mesh(tmp_
     assert_bitwise(split, one_process)
 
     residual = one_process["hf.transformer.h.0.mlp.c_proj.weight"].std()
-    # GPT-2 divides residual projections by the root of twice its layers; 2,048 samples distinguish 3 %.
-    # transformers 5.0.0 does not
+    # GPT-2 divides residual projections by sqrt(2 * layers), except in transformers 5.0.0.
+    # 2,048 samples determine a standard deviation to about 3 %.
     is_scaled = not transformers.__version__.startswith("5.0.")
     expected_residual = 0.02 / math.sqrt(4) if is_scaled else 0.02
     assert abs(float(residual) - expected_residual) < 5e-4
@@ -208,7 +208,7 @@ def test_dropout_applies_only_if_configured_and_never_in_validation(tmp_path: Pa
     by="tests/distributed/test_compile.py::test_names_never_change_and_numbers_match_eager_mode",
 )
 def test_compiled_blocks_match_eager_ones(tmp_path: Path) -> None:
-    """On a data mesh. With tensor parallelism, compilation is rejected."""
+    """Run on a data-parallel mesh, because compilation is rejected with tensor parallelism."""
     plain = run_ranks(2, train_steps, config_for("llama", tmp_path, in_hf=False), 2)[0]
     options = {"enable": True, "components": ["model"], "backend": "aot_eager"}
     compiled = run_ranks(
@@ -305,7 +305,7 @@ def step_over_documents(rank: int, config: Config) -> tuple[float, dict[str, Ten
 
 
 def run_targets(config: Config) -> int:
-    """Number of targets of all documents: each token after the first, and the end."""
+    """Return the number of targets of all documents: one per character, and one for the end."""
     lines = Path(config.training.dataset_path or "").read_text().splitlines()
     return sum(len(json.loads(line)["text"]) + 1 for line in lines)
 

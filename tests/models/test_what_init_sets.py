@@ -1,7 +1,7 @@
 """Anything that ``__init__`` of a model file sets is kept in training, or the model is rejected.
 
-``REJECTED`` and ``KEPT`` are tables: a line added to ``__init__`` of the feed-forward module ("mlp") or of the model
-("model"), and the error, or the same model written without that line.
+Each entry of ``REJECTED`` and ``KEPT`` adds a line to ``__init__`` of the feed-forward module ("mlp") or of the model
+("model"). ``REJECTED`` has the expected error, and ``KEPT`` has an equivalent model without that line.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Double(torch.autograd.Function):
 
 class Mlp("""
 KEPT = {
-    # the line, and the changes that express its effect without it
+    # module, line added to its __init__, and changes of the file with the same effect
     "forward pre-hook": (
         "mlp",
         "self.up.register_forward_pre_hook(lambda m, x: 2 * x[0])",

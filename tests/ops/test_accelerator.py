@@ -65,7 +65,7 @@ def test_accelerator_found_by_pytorch_is_used(monkeypatch):
     ],  # the last case is rejected before ranks start
 )
 def test_rank_that_sees_a_single_device_uses_it(devices, counted, place, monkeypatch):
-    """For example with ``srun --gpus-per-task=1``, which does not set the number of ranks per host."""
+    """``srun --gpus-per-task=1``, for example, shows one device per rank and does not set LOCAL_WORLD_SIZE."""
     chosen = []
     device_module = SimpleNamespace(device_count=lambda: devices, set_device=chosen.append)
     monkeypatch.setattr(accelerator, "module", lambda _: device_module)
@@ -125,7 +125,7 @@ def test_attention_prefers_the_fastest_kernel_and_restores_the_order(
 
 
 def answers_of_fake_device():
-    """Return the properties of the fake device, and the waits of the host that operations cause."""
+    """Return the properties of the fake device, and the operations for which the host waits."""
     answers = {}
     device = accelerator.of_rank(NAME, 0)
     answers["device"] = str(device)
@@ -163,7 +163,7 @@ def test_queries_work_on_any_kind_of_device():
 
 
 def attention_of_grouped_heads():
-    """Run attention to a part of the keys and its backward. Fail if heads are repeated, and return the waits."""
+    """Run grouped-query attention forward and backward, and fail if key heads are repeated. Return host waits."""
 
     def refused(*_):
         raise AssertionError("key heads were repeated")
@@ -187,7 +187,7 @@ def test_split_attention_repeats_no_key_heads_on_an_accelerator():
 
 
 def test_host_copies_of_documents_are_found_for_row_slices(monkeypatch):
-    # documents of a step on a device, and the rows that a pipeline slices from them
+    # a pipeline slices the rows of each micro-batch from the document ids of a step
     host = torch.arange(12).reshape(4, 3)
     step_documents = torch.empty(4, 3, dtype=torch.int64, device="meta")
     document_mask.remember(step_documents, host)

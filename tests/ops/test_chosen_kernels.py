@@ -58,7 +58,7 @@ def test_measurement_under_memory_pressure_is_repeated_after_an_hour(
     monkeypatch.setattr(kernel_speed, "measure", lambda: fast)
     assert kernel_speed.remembered_or_measured() == slow
 
-    # After an hour, it is measured again, now without memory pressure.
+    # After an hour, the machine is measured again, now without memory pressure.
     (path,) = cache.iterdir()
     an_hour_ago = time.time() - 3700
     os.utime(path, (an_hour_ago, an_hour_ago))
@@ -102,7 +102,7 @@ def test_unwritable_home_is_not_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit changes the clock of Linux")
 def test_speed_is_measured_under_a_limit_of_cpu_time() -> None:
-    """The clock of a process with such a limit is too coarse for a kernel: it would measure no time at all."""
+    """RLIMIT_CPU makes Linux's clock of CPU time so coarse that a kernel would appear to take no time."""
 
     def measure() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (3600, 3600))

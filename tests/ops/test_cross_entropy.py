@@ -299,7 +299,7 @@ def test_split_loss_takes_one_collective_for_any_number_of_chunks() -> None:
 def _check_split(rank: int, num_ranks: int) -> None:
     config = tiny_config(parallelism={"tensor_parallel_degree": num_ranks})
     mesh = distributed.build(config, World(rank, num_ranks, rank, torch.device("cpu")))
-    for vocab in (12, 7, 17, 3, 4):  # with 4 on 3 ranks, the last rank has none
+    for vocab in (12, 7, 17, 3, 4):  # 4 columns on 3 ranks leave the last rank empty
         vocabulary = SplitVocabulary(mesh, vocab)
         columns = slice(vocabulary.offset, min(vocab, vocabulary.offset + -(-vocab // num_ranks)))
         # ranks with fewer columns process more tokens per chunk; exponentials are saved for backward, or recomputed

@@ -129,7 +129,7 @@ def test_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def split(rank: int) -> list[tuple[float, Tensor, Tensor]]:
-    """Compute each mix on this rank's columns: 25 columns on two ranks, so uneven."""
+    """Compute the loss of each mix from this rank's columns. Two ranks split 25 columns unevenly."""
     from shardtrain.config.schema import Config, Parallelism
     from shardtrain.distributed.process_group import World
 

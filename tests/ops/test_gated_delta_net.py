@@ -160,13 +160,13 @@ def test_the_convolution_equals_pytorchs_within_each_document(tokens: int) -> No
 
     torch.testing.assert_close(convolve(x, filters, no_tail, None), expected(x))
 
-    # documents of a row equal documents that are convolved separately
+    # packed documents have the same results as separate ones
     lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
     separately = torch.cat([expected(part) for part in x.split(lengths, dim=1)], dim=1)
     together = convolve(x, filters, no_tail, document_starts(documents))
     torch.testing.assert_close(together, separately)
 
-    # the tokens before a chunk count, unless a document begins
+    # the convolution reads the tokens before a chunk, unless a document begins
     tail = x.new_ones(1, 3, 6)
     continued = convolve(x, filters, tail, None)
     torch.testing.assert_close(continued, expected(torch.cat((tail, x), dim=1))[:, 3:])

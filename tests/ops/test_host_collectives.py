@@ -24,7 +24,7 @@ LARGEST = 16_384
 
 
 class Network:
-    """Ranks as threads. Each message carries the length of the longest chain of messages before it."""
+    """Simulate ranks with threads. Each message carries the longest chain of messages before it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -51,7 +51,7 @@ class Network:
             except BaseException as error:
                 errors.append(error)
 
-        # a mailbox must exist before two threads look for it
+        # create all mailboxes first, because two threads share each of them
         for source in range(self.size):
             for target in range(self.size):
                 self.mailboxes[source, target] = queue.Queue()

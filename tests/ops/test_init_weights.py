@@ -50,7 +50,7 @@ def test_seeds_names_and_blocks_have_different_numbers() -> None:
 
 
 def test_weights_of_a_seed_never_change() -> None:
-    """If a new version drew different numbers, runs could not be reproduced. CPU generator, float32."""
+    """If a new version drew different numbers, runs could not be reproduced."""
     digest = hashlib.sha256(
         drawn((70, 1000), name="layers.0.attn.wq.weight", seed=42).numpy().tobytes()
     ).hexdigest()
@@ -80,7 +80,7 @@ def test_ones_and_zeros() -> None:
 
 def test_normal_has_its_mean_and_standard_deviation() -> None:
     values = drawn((1000, 1000), Draw("normal", std=0.3)).double()
-    # for a million numbers, 5 sigma of the mean is 0.3 / 1000 * 5, and of the std half of it times sqrt(2)
+    # five standard errors for a million numbers: 5 * 0.3 / 1000 (mean), divided by sqrt(2) (std)
     assert abs(values.mean()) < 1.5e-3
     assert abs(values.std() - 0.3) < 1.1e-3
     assert values.abs().max() > 4 * 0.3  # not truncated

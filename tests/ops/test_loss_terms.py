@@ -95,7 +95,7 @@ def _check_split(rank: int, num_ranks: int) -> None:
         tiny_config(parallelism={"tensor_parallel_degree": num_ranks}),
         World(rank, num_ranks, rank, torch.device("cpu")),
     )
-    for vocab in (12, 17, 4):  # with 4 columns on 3 ranks, the last rank has none
+    for vocab in (12, 17, 4):  # 4 columns on 3 ranks leave the last rank empty
         vocabulary = SplitVocabulary(mesh, vocab)
         columns = slice(vocabulary.offset, min(vocab, vocabulary.offset + -(-vocab // num_ranks)))
         for chunk_numel, kept_numel in ((12, 0), (31, 1 << 24), (1 << 24, 0)):

@@ -170,7 +170,7 @@ def test_empty_tensors_are_supported(shape, emulate):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_parts_with_complete_blocks_round_like_the_full_tensor(rule):
-    """Tensor parallelism and FSDP rely on it."""
+    """Tensor parallelism and FSDP round shards of a tensor, so they depend on this property."""
     x = numbers(0, 64, 192).bfloat16()
     full = microscaling.rounded(x, rule)
     columns = [microscaling.rounded(part, rule) for part in x.split([96, 32, 64], dim=1)]
@@ -321,7 +321,7 @@ def test_recipes_match_those_of_torchao():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rounding_is_bitwise_equal_to_torchao(dtype, rule):
-    """For blocks from 2^-100 to 2^100. Below, torchao's scales are inexact, and it hides NaN and infinity."""
+    """Compare blocks from 2^-100 to 2^100. torchao has inexact scales below, and hides NaN and infinity."""
     mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     config = pytest.importorskip("torchao.prototype.mx_formats.config")
     mode = getattr(config.ScaleCalculationMode, rule.upper(), None)

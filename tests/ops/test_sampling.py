@@ -1,4 +1,4 @@
-"""Sampling of tokens: which can be drawn, how often, and as a function of one random number."""
+"""Sampling: the set of possible tokens, their frequencies, and the choice from one random number."""
 
 from __future__ import annotations
 

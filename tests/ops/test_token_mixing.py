@@ -112,7 +112,7 @@ FAMILIES = [
 def test_models_that_can_be_split_are_accepted(path: Path | str) -> None:
     model, layout = built(path)
     assert token_mixing.outside_of_gathered(model, layout) is None
-    # a distance bias, rejected because of an argument of its core
+    # t5_bias is rejected for another reason: its core has an additional argument
     if layout.context and "t5_bias" not in str(path):
         broken = token_mixing.outside_of_cores(model, layout)
         reason = NOT_POSSIBLE.get(Path(path).stem, {}).get("cp=2", "")

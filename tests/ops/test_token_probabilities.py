@@ -76,7 +76,7 @@ def test_a_loss_may_use_only_one_of_the_two_outputs():
 
 
 class Split:
-    """Columns in two uneven parts, or all of them on the first of two ranks."""
+    """Vocabulary columns split into two uneven parts, or all on the first of two ranks."""
 
     size = COLUMNS
 

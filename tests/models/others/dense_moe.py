@@ -75,7 +75,7 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """Compute all experts. Their features are interleaved in one matrix."""
+    """Mixture that computes every expert. One matrix interleaves the features of all experts."""
 
     def __init__(self, c, experts=4):
         super().__init__()

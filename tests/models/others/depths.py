@@ -1,4 +1,4 @@
-"""Mixture of depths (Raposo et al. 2024), as in sampling: a score per token decides if a layer applies to it."""
+"""Mixture of depths (Raposo et al. 2024) with its causal router: a score per token decides if a layer applies to it."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Differential attention (Ye et al. 2024): the difference of two maps, so layers call the core twice."""
+"""Differential attention (Ye et al. 2024): the difference of two attention maps, with two core calls per layer."""
 
 import math
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ LAYOUT = Layout(
 
 
 class Lambda(nn.Module):
-    """Factor of the second map: exp(q1 k1) - exp(q2 k2) + an initial value that grows with depth (Ye et al. 2024)."""
+    """Learned factor of the second map: exp(q1 k1) - exp(q2 k2) + a constant that grows with depth."""
 
     def __init__(self, hd, i):
         super().__init__()

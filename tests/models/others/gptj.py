@@ -1,4 +1,4 @@
-"""GPT-J (Wang and Komatsuzaki 2021): parallel parts after one norm, interleaved partial rotary angles, heads first."""
+"""GPT-J (Wang and Komatsuzaki 2021): parallel layers, interleaved partial rotary angles, (B, N, T, H) core."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Hyena (Poli et al. 2023): gates around a convolution over the entire row, whose filter is a network of the lag."""
+"""Hyena (Poli et al. 2023): gates around a convolution over the entire row. A network computes its filter."""
 
 from dataclasses import dataclass
 

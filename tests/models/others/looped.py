@@ -1,4 +1,4 @@
-"""ALBERT and the Universal Transformer: the layers run twice, and a small embedding is projected."""
+"""ALBERT and the Universal Transformer: the layers run twice, and a narrow embedding is projected to dim."""
 
 from dataclasses import dataclass
 

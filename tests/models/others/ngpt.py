@@ -80,7 +80,7 @@ class Scale(nn.Module):
 
 
 class Step(nn.Module):
-    """One step towards y on the sphere."""
+    """Move x towards y by a learned step per feature, and normalize the result to length 1."""
 
     def __init__(self, dim):
         super().__init__()

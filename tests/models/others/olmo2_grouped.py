@@ -1,4 +1,4 @@
-"""OLMo 2's norms over all heads as LayerNorm, with fewer key heads than query heads."""
+"""OLMo 2 with LayerNorm instead of RMSNorm over all heads, and fewer key heads than query heads."""
 
 from dataclasses import dataclass
 

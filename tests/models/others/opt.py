@@ -20,7 +20,7 @@ class Config:
     ffn_dim: int = 128
     num_layers: int = 4
     num_heads: int = 4
-    max_positions: int = 127  # with the offset, an odd number of rows
+    max_positions: int = 127  # 129 rows with the offset: odd, so ranks get uneven shards
 
 
 LAYOUT = Layout(
@@ -66,7 +66,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, documents: Tensor | None) -> Tensor:
         shape = (-1, self.head_dim)
-        # scaled before, like fairseq
+        # OPT scales queries instead of scores, like fairseq
         q = (self.q_proj(x) * self.head_dim**-0.5).unflatten(-1, shape)
         k = self.k_proj(x).unflatten(-1, shape)
         v = self.v_proj(x).unflatten(-1, shape)

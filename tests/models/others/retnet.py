@@ -51,7 +51,7 @@ class MLP(nn.Module):
 
 
 class Pace(nn.Module):
-    """Decay rate per head."""
+    """Multiply scores by a causal decay over distance, with a learned rate per head."""
 
     def __init__(self, heads):
         super().__init__()

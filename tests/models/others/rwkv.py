@@ -69,7 +69,7 @@ class TimeMix(nn.Module):
         r = self.receptance(x)
         k = self.key(x)
         v = self.value(x)
-        # logarithm of the remaining weight of a token at each later one
+        # log_weight[:, t, s]: logarithm of the weight that token s still has at token t
         decay = (-0.5 - F.softplus(w)).cumsum(1)
         log_weight = decay[:, :, None] - decay[:, None]
         hidden = torch.ones(x.size(1), x.size(1), dtype=torch.bool, device=x.device).triu(1)

@@ -1,4 +1,4 @@
-"""Value residual (Zhou et al. 2024): every layer adds values of the first one."""
+"""Value residual (Zhou et al. 2024): every layer adds the attention values of the first layer."""
 
 from dataclasses import dataclass
 

@@ -137,7 +137,7 @@ def test_number_of_rows_and_heads_per_block_changes_no_number(
     dtype: torch.dtype, scores_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    # A row has three groups of heads. Of these, 1, 2 or all fit into memory, and so do 2 or all rows.
+    # A row has three groups of heads. ``scores_bytes`` holds 1, 2 or all groups, or 2 or all rows.
     inputs = []
     for heads in (9, 3, 3, 9):
         inputs.append(torch.randn(5, 150, heads, 16, generator=generator).to(dtype))
@@ -172,7 +172,7 @@ def test_large_scores_in_float32_match_softmax(size: float) -> None:
     large_q = q * size
     results = attended(large_q, k, v, gradient)
     expected = exact([large_q, k, v, gradient], causal(2, 200), None)
-    # Scores of some thousands are rounded to 2^-12, and so are logarithms of weights.
+    # The rounding of a score is an absolute error of the logarithm of a weight.
     bound = 4 * size * 2.0**-23 * 4
 
     assert all(bool(x.isfinite().all()) for x in results)

@@ -18,7 +18,7 @@ PROGRAMS = ("tools/", "api.py")
 
 
 def imports_at_top(tree: ast.AST) -> Iterator[str]:
-    """Yield modules imported at import time: not inside functions, and not only for type checking."""
+    """Yield the modules that a file imports at import time, except imports for type checking."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)

@@ -82,7 +82,7 @@ def test_gradients_match_float64_except_for_the_last_rounding(
 
 
 def test_pytorch_layer_norm_loses_most_of_a_sum() -> None:
-    """If this fails, PyTorch sums in float32 too, and the class can be removed."""
+    """If this test fails, PyTorch sums in float32 too, and our LayerNorm class can be removed."""
     *_, exact_bias = computed(nn.LayerNorm, torch.float64, (16384, 16), True)
     *_, pytorch_bias = computed(nn.LayerNorm, torch.bfloat16, (16384, 16), True)
 

@@ -144,6 +144,6 @@ def test_packing_requires_enough_use(
     model = module.Model(module.Config(vocab_size=32, dim=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=24)).to(dtype)  # fmt: skip  # noqa: E501
     assert packed_linear.use_where_it_pays(model, passes, rows) is pays
 
-    # models of users may read the weight of a linear layer
+    # a model of a user may read the weight of a linear layer, so it is not packed
     users_model = nn.Sequential(nn.Linear(8, 8, dtype=dtype))
     assert not packed_linear.use_where_it_pays(users_model, passes, rows)
