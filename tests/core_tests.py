@@ -1,7 +1,7 @@
-"""Test files that run against the core only, and a copy of the clone whose package is an installed core.
+"""Find the test files that run against the core only, and prepare a clone with an installed core.
 
-A file is left out if it, or a helper that it imports, imports a part that the core lacks or runs a verb of one. No test
-has a marker for it.
+A file is excluded if it, or a helper that it imports, imports a part outside the core or runs a verb of such a part.
+Tests need no marker for this.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VERBS |= {"checkpoint", "launch", "test"}
 
 
 def files() -> dict[Path, str]:
-    """Map each test file of the core's rooms to what it needs and the core lacks. Empty for most files."""
+    """Map each test file of the core's rooms to the part it needs that the core lacks, or to ""."""
     return {
         path: missing_part(path)
         for room in ROOMS
@@ -68,14 +68,14 @@ def missing_part(path: Path) -> str:
 
 
 def first_words(path: Path) -> Iterator[str]:
-    """Yield the first element of each list of texts: a command line starts with its verb."""
+    """Yield the first element of each list literal that starts with a constant: it may be a verb."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.List) and node.elts and isinstance(node.elts[0], ast.Constant):
             yield str(node.elts[0].value)
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """Yield each module and name that a file imports, and each text that names a module, as in tests that patch it."""
+    """Yield imported modules and names, and strings that name a module, as in tests that patch it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -34,7 +34,7 @@ def linear_layers(**sizes: tuple[int, int]) -> nn.ModuleDict:
 
 
 class Block(nn.Module):
-    """A layer with torchtitan's module names. It uses all of them, but is not a real transformer layer."""
+    """Stand-in for a transformer layer, with torchtitan's module names. Its forward uses all weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def load(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Any], Any
 
 
 def words(**others: int) -> list[str]:
-    """Return the options of this package for the model, optionally with other sizes."""
+    """Return command-line options with the sizes of the model. ``others`` override sizes."""
     return [
         f"--model.overrides.{name}={json.dumps(value)}"
         for name, value in {**OVERRIDES, **others}.items()
@@ -148,7 +148,7 @@ def rows(name: str, tensor: Tensor) -> Tensor:
 
 
 def saved_one(folder: Path) -> Path:
-    """Save the checkpoint of a single process, in this process. Return its folder."""
+    """Save a checkpoint as the only rank, in this process. Return its folder."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         save(0, str(folder))

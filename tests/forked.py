@@ -37,7 +37,7 @@ import shardtrain.train.trainer  # noqa: F401
 from shardtrain.config.options import options
 from shardtrain.utils import heartbeat
 
-options()  # fill its cache before the forks
+options()  # fill the cache before forks, which inherit it
 SEED = torch.initial_seed()
 """PyTorch's seed in a new interpreter."""
 STACKS = signal.SIGRTMAX
@@ -63,7 +63,7 @@ class Popen(subprocess.Popen):
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
             return
         try:
-            # duplicate first, because an end of a pipe may have the number of a standard stream
+            # Duplicate all pipe ends first: a descriptor below 3 could be overwritten by dup2 before its use.
             ends = [end if end == -1 else os.dup(end) for end in (p2cread, c2pwrite, errwrite)]
             for number, end in enumerate(ends):
                 if end != -1:
@@ -112,7 +112,7 @@ def _reset_process(environment: dict[str, str]) -> None:
         ignored = number in (signal.SIGPIPE, signal.SIGXFSZ)
         if callable(signal.getsignal(number)) or ignored:
             signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
-    heartbeat.not_silent()  # the time before the fork does not count as silence of the command
+    heartbeat.not_silent()  # reset the timer, which started before the fork
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     faulthandler.disable()
@@ -141,11 +141,11 @@ def _reset_process(environment: dict[str, str]) -> None:
 
 
 def _stack(context: int = 1) -> list[inspect.FrameInfo]:
-    """Return the frames of ``inspect.stack`` without source lines, for which it visits every module for every frame.
+    """Replacement of ``inspect.stack`` that omits source lines, which are slow to find.
 
-    PyTorch's rendezvous inspects the stack for each of its messages. With the hundred frames and six thousand modules
-    of a test, that took seconds. On a busy machine it exceeded the 15 s after which a silent node counts as dead, so
-    the rendezvous of two nodes failed.
+    PyTorch's rendezvous inspects the stack for each of its messages. In a test with a hundred frames and six
+    thousand modules, each call took seconds. On a busy machine it exceeded the 15 s after which a silent node
+    counts as dead, so the rendezvous of two nodes failed.
     """
     frame = sys._getframe(1)
     frames = []

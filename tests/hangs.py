@@ -100,7 +100,7 @@ def patch(folder: Path, place: str) -> None:
         time.sleep(10 * TIMEOUT)
 
     def stop() -> None:
-        time.sleep(LIMIT / 2)  # a few heartbeats, so the last one is from this phase
+        time.sleep(LIMIT / 2)  # wait until a heartbeat has reported this phase
         (folder / "hangs").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -155,7 +155,7 @@ def patch(folder: Path, place: str) -> None:
         last = [0.1]
 
         def five_times(*arguments):
-            # five windows must show the difference even if the load slows down the peer
+            # at least 0.25 s, so this rank remains the slowest even if load slows down its peer
             time.sleep(max(0.25, 4 * last[0]))
             started = time.perf_counter()
             try:
@@ -197,7 +197,7 @@ def trainer(folder: Path, place: str, culprits: tuple[int, ...]):
 def _launch(run_config, place, culprits, count):
     environment.set_process_defaults(os.environ, count, 2, alone=True)
     folder = Path(run_config.job.dump_folder)
-    # line-buffered, because the process exits without a flush
+    # line-buffered, because os._exit does not flush
     sys.stderr = (folder / "terminal").open("w", buffering=1)
     os._exit(local.launch(Loaded(run_config), count, main=trainer(folder, place, culprits)))
 

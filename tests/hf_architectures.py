@@ -50,7 +50,7 @@ _GATED_DELTA_NET = {
 _SHARED_EXPERT = {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    # dense, attention in every layer
+    # dense models with attention in every layer
     "llama": ("LlamaForCausalLM", _GROUPED),
     "qwen3": ("Qwen3ForCausalLM", _HEAD_8),
     "gemma2": ("Gemma2ForCausalLM", {**_HEAD_8, "sliding_window": 16}),
@@ -162,7 +162,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "index_n_heads": 2,
         },
     ),
-    # recurrent layers next to attention
+    # hybrids of recurrent and attention layers
     "qwen3_next": ("Qwen3NextForCausalLM", {**_GATED_DELTA_NET, **_SHARED_EXPERT}),
     "qwen3_5": ("Qwen3_5ForCausalLM", _GATED_DELTA_NET),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", {**_GATED_DELTA_NET, **_SHARED_EXPERT}),

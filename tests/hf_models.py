@@ -83,11 +83,11 @@ def _find(name: str, source: dict[str, Tensor]) -> Tensor:
     if rest.startswith("moe.experts."):
         return _expert_weight(rest[-2:], f"{prefix}mlp.experts.", source)
 
-    # the norm of a head in Qwen3, and of the latent in DeepSeek
+    # q_norm is applied to each head in Qwen3, and to the latent of the queries in DeepSeek.
     if rest == "attn.q_norm.weight":
         latent = f"{prefix}self_attn.q_a_layernorm.weight"
         return source[latent] if latent in source else source[f"{prefix}self_attn.q_norm.weight"]
-    # DeepSeek without a latent of queries
+    # Small DeepSeek models project queries directly, without a latent.
     if rest == "attn.wq_b.weight" and f"{prefix}self_attn.q_proj.weight" in source:
         return source[f"{prefix}self_attn.q_proj.weight"]
 

@@ -40,7 +40,7 @@ SECONDS = 30
 BYTES = 2 * 2**30
 """Limits for one artefact: time, and growth of the memory of the process."""
 
-# folders of installed code: the interpreter, its packages, and this package
+# folders of installed code, which may be opened: the interpreter, its packages, and this package
 TRUSTED = tuple(
     os.path.realpath(path) + os.sep
     for path in {
@@ -268,9 +268,8 @@ def main(root: Path) -> None:
     import shardtrain.tools.data.show
     import shardtrain.train.trainer  # noqa: F401
 
-    lease.STALE_SECONDS = (
-        1.0  # three artefacts are leases of another host, which would be watched for half a minute
-    )
+    # Three artefacts are leases of another host, each of which would be watched for half a minute.
+    lease.STALE_SECONDS = 1.0
     artefacts = hostile_files.make(root)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     signal.signal(signal.SIGALRM, too_slow)

@@ -91,7 +91,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: FakeHub
 
     def log_message(self, *arguments: object) -> None:
-        """Log nothing."""
+        """Suppress the access log."""
 
     def do_GET(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
@@ -109,7 +109,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             facts["siblings"] = self.server.facts()
             return self.give(json.dumps(facts).encode())
 
-        # A file, or a redirection to its content
+        # Send the file. With a CDN, redirect to its content there.
         name = self.path.partition("?")[0].split("/resolve/", 1)[1].split("/", 1)[1]
         content = self.server.files[name]
         etag = hashlib.sha256(content).hexdigest() if is_large(name) else blob(content)
@@ -183,7 +183,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def give(
         self, content: bytes, claimed_size: int | None = None, status: int = 200, **headers: str
     ) -> bool:
-        """Send content, from the start of the requested range. ``claimed_size`` overrides the announced size."""
+        """Send content, beginning at the requested range. ``claimed_size`` overrides Content-Length."""
         start = int(self.headers.get("Range", "bytes=0-")[6:-1])
         self.send_response(206 if start else status)
         self.send_header("Content-Length", str((claimed_size or len(content)) - start))
@@ -217,6 +217,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]
     # shorten the library's pauses between retries
     pause = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: pause(min(seconds, 0.01)))
-    getattr(huggingface_hub, "close_session", lambda: None)()  # an open session keeps its proxies
+    # an open session would keep the proxies of the old environment
+    getattr(huggingface_hub, "close_session", lambda: None)()
     yield server
     server.close()

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 ANYTHING = {"x-kubernetes-preserve-unknown-fields": True}
-# published as classes with one of several types
+# wrapper classes in the published models: a value has one of several types
 _EITHER = ("ResourceQuantity", "IntOrString")
 # the fields of PyTorchJob, for tests without the wheel; test_real_kubernetes.py compares them with the wheel
 PYTORCHJOB = {
@@ -68,7 +68,7 @@ def _definition(group: str, version: str, kind: str, properties: dict) -> dict:
         "schema": {"openAPIV3Schema": schema},
     }
     names = {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"}
-    # the server requires this annotation for groups of Kubernetes
+    # API groups under k8s.io and kubernetes.io require this annotation.
     metadata = {
         "name": f"{plural}.{group}",
         "annotations": {"api-approved.kubernetes.io": "unapproved, a test"},

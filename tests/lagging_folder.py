@@ -64,7 +64,7 @@ class LaggingFolder:
             if not self._is_late(path):
                 return original(where, *arguments, **options)
 
-            # The file exists, but this host does not see it, or sees no contents.
+            # The file exists. Simulate that this host does not see it yet, or sees it empty.
             status = self._real_stat(path)
             if name == "stat" and self._kind == "empty" and stat.S_ISREG(status.st_mode):
                 return os.stat_result([*status[:6], 0, *status[7:10]])

@@ -51,7 +51,7 @@ def missing() -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """The namespaces of process ``pid``, which end with it."""
+    """A simulated machine: the namespaces of process ``pid``, which disappear when it ends."""
 
     pid: int
 
@@ -71,7 +71,7 @@ class Machine:
         """Return the ids of all processes in the network of this machine."""
         network = os.readlink(f"/proc/{self.pid}/ns/net")
         pids = set()
-        # glob would fail if a process ends meanwhile
+        # Path.glob would fail if a process ended during the listing.
         for name in filter(str.isdigit, os.listdir("/proc")):
             try:
                 if os.readlink(f"/proc/{name}/ns/net") == network:
@@ -93,7 +93,7 @@ class Machine:
 
     @contextmanager
     def shows(self, path: Path, instead: Path) -> Iterator[None]:
-        """Show the folder ``instead`` at ``path``, only on this machine."""
+        """Bind-mount the folder ``instead`` at ``path``, on this machine only, for the duration of the block."""
         self.do("mount", "--bind", str(instead), str(path))
         try:
             yield

@@ -45,7 +45,7 @@ def command_of(folder: Path, line: str, **names: str) -> tuple[list[str], dict[s
     (notes / "bin").mkdir(parents=True, exist_ok=True)
     (notes / "arguments").unlink(missing_ok=True)
 
-    # Programs that write down their arguments and environment. Without -m, python is the real one.
+    # Stubs that record their arguments and environment. Without -m, the stub runs the real Python.
     real = f'[ "$1" != -P ] || shift\n[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"'
     write = f"printf '%s\\n' \"$@\" > {notes}/arguments\nenv -0 > {notes}/environment\n"
     (notes / "bin/python").write_text(f"#!/bin/sh\n{real}\n{write}")

@@ -29,7 +29,8 @@ AMPLIFYING = ("mamba", "retnet", "xlstm", "deltanet")
 """Files that amplify rounding errors. verify widens its tolerance by the effect of one unit in the last place."""
 NO_ATTENTION = ("lfm", "rwkv", "mamba", "retnet", "xlstm", "hyena", "deltanet")
 
-# unsupported meshes of each file, with the reason; tests/models/test_others.py proves that the engine needs each one
+# For each file, unsupported meshes and a part of the reason that verify gives.
+# tests/models/test_others.py proves that each restriction is necessary.
 NOT_POSSIBLE = {
     **{name: {"pp=2": "forward is a chain"} for name in NO_CHAIN},
     **{name: {"cp=2": "names no attention core"} for name in NO_ATTENTION},

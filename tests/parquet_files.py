@@ -1,6 +1,6 @@
-"""Write Parquet files byte by byte, so that tests can contradict themselves in any field.
+"""Write Parquet files byte by byte, so tests can put inconsistent values into any field.
 
-The names of fields and their numbers are those of parquet.thrift; the encoding is Thrift's compact protocol.
+The names and numbers of fields are from parquet.thrift. The encoding is Thrift's compact protocol.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Fields = Sequence[tuple[int, int, Any]]
 
 
 def varint(number: int) -> bytes:
-    """Return an unsigned number in groups of 7 bits."""
+    """Encode an unsigned number as a varint: groups of 7 bits, the lowest first."""
     result = bytearray()
     while number > 127:
         result.append(number & 127 | 128)
@@ -47,7 +47,7 @@ def varint(number: int) -> bytes:
 
 
 def zigzag(number: int) -> bytes:
-    """Return a signed number as a varint."""
+    """Encode a signed number as a zigzag varint."""
     return varint(number << 1 if number >= 0 else (-number << 1) - 1)
 
 
@@ -87,7 +87,7 @@ def rle(value: int, count: int, width: int) -> bytes:
 
 
 def with_length(levels: bytes) -> bytes:
-    """Return levels as in a data page of version 1."""
+    """Prefix levels with their length in bytes, as a data page of version 1 requires."""
     return len(levels).to_bytes(4, "little") + levels
 
 
@@ -105,7 +105,7 @@ def delta_binary(first: int, count: int, block: int = 128, minis: int = 4) -> by
 
 @dataclass
 class Page:
-    """One page: the encoded content before compression, and overrides of what its header says."""
+    """A page to write: its encoded content before compression, and overrides of fields of its header."""
 
     content: bytes
     num_values: int
@@ -119,7 +119,7 @@ class Page:
     more: Fields = ()
 
     def write(self, codec: str) -> bytes:
-        """Return header and data."""
+        """Return the bytes of the page: its header, then its compressed content."""
         packed = self.packed
         if packed is None:
             plain = sum(self.levels)
@@ -127,7 +127,7 @@ class Page:
         size = len(self.content) if self.uncompressed is None else self.uncompressed
         disk = len(packed) if self.compressed is None else self.compressed
         inner: list[tuple[int, int, Any]] = [(1, I32, self.num_values)]
-        # Type of the page, and the number and the content of the field that describes it.
+        # Each kind of page has its own type number and its own header field.
         if self.kind == "v1":
             page_type = 0
             inner += [(2, I32, self.encoding), (3, I32, RLE), (4, I32, RLE)]

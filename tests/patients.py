@@ -30,7 +30,10 @@ def areas(*names):
 
 
 def examined(size, tmp_path, names, spoil=None, loaded_of=None, limit_seconds=20.0):
-    """Return the reports of forked ranks on some areas, after ``spoil(rank)`` in each."""
+    """Run the doctor on forked ranks, and return its reports on the areas ``names``.
+
+    Each rank calls ``spoil(rank)`` first, to create a problem.
+    """
     same = loaded(tmp_path)
     loaded_of = loaded_of or (lambda _: same)
     return run_ranks(
@@ -39,7 +42,7 @@ def examined(size, tmp_path, names, spoil=None, loaded_of=None, limit_seconds=20
 
 
 def _examine(rank, size, folder, chosen, spoil, loaded_of, limit_seconds):
-    dist.barrier()  # a peer may still be joining
+    dist.barrier()  # a peer may still be joining the group
     dist.destroy_process_group()  # the doctor creates its own group
     # Keep the measurements short: these tests are not about speed.
     storage_checks.MOST_BYTES = storage_checks.PIECE_BYTES
@@ -66,7 +69,7 @@ def judged(reports, *names):
 
 
 def rows(reports, *names):
-    """Findings by subject."""
+    """Return the doctor's findings about the reports, by subject."""
     return {finding.subject: finding for finding in judged(reports, *names)}
 
 

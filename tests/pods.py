@@ -55,10 +55,11 @@ def expanded(value: str, names: dict[str, str]) -> str:
 
 
 def of_operator(manifest: dict, number: int, endpoint: str) -> dict[str, str]:
-    """Return the variables that the operator sets in pod ``number``, with ``endpoint`` (HOST:PORT) for names of pods.
+    """Return the environment variables that the operator sets in pod ``number``.
 
+    ``endpoint`` (HOST:PORT) replaces the names of pods, which only resolve in a cluster. Sources:
     PyTorchJob: kubeflow/training-operator 1.9, pkg/controller.v1/pytorch/envvar.go and elastic.go. TrainJob:
-    kubeflow/trainer 2, the torch plugin. JobSet: the index that Kubernetes gives to pods of an indexed job.
+    kubeflow/trainer 2, the torch plugin. JobSet: the index that Kubernetes sets in pods of an indexed job.
     """
     host, _, port = endpoint.rpartition(":")
     spec = manifest["spec"]
@@ -96,7 +97,7 @@ def of_operator(manifest: dict, number: int, endpoint: str) -> dict[str, str]:
 
 @dataclass
 class Pod:
-    """A pod as a local process, with the file of its output."""
+    """A pod that runs as a local process. ``log`` is the file of its output."""
 
     process: subprocess.Popen
     log: Path
@@ -143,7 +144,7 @@ def start(
     container_env = {}
     for entry in container.get("env", []):
         container_env[entry["name"]] = expanded(entry["value"], {})
-    # the name of the first pod, which only resolves in a cluster
+    # The endpoint is the name of the first pod, which only resolves in a cluster.
     if "SHARDTRAIN_RDZV_ENDPOINT" in container_env:
         container_env["SHARDTRAIN_RDZV_ENDPOINT"] = endpoint
     names = {**of_operator(job, number, endpoint), **container_env, **more}

@@ -140,19 +140,19 @@ class Pretended(TorchDispatchMode):
         goes_to_device = device is not None and torch.device(device).type == NAME
         if not has_device_tensor and not goes_to_device:
             return self._on_host(func, tensors, args, kwargs)
-        # A composite operation, such as Tensor.to, is below autograd.
+        # Below autograd, composite operations such as Tensor.to must be decomposed here.
         if _is_composite(func):
             with self:
                 answer = func.decompose(*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
 
-        # run the implementation of the package's operation, not its fake version
+        # Run the real implementation of the package's operations, to trace what they do.
         if func.namespace == "shardtrain":
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
 
-        # The host waits for the result of these operations.
+        # These operations return Python values, so the host waits for the device.
         if func in (_aten._local_scalar_dense.default, _aten.item.default, _aten.equal.default):
             self.note(func._schema.name.removeprefix("aten::"))
             if func is _aten.equal.default:
@@ -173,7 +173,7 @@ class Pretended(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _copy(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """Copy between host and device. Return None if both tensors are on the device.
+        """Simulate a copy between host and device. Return None if both tensors are on the device.
 
         A copy to the host is a real tensor of zeros.
         """

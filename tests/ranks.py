@@ -57,7 +57,10 @@ def _receive(rank: int, receiver: Any) -> tuple[bool, Any]:
 
 
 def _results(answers: list[tuple[bool, Any]]) -> list[Any]:
-    """Return the results, or raise the failure that is the cause: a rank that lost its peer is not."""
+    """Return the results, or raise the failure that caused the others.
+
+    A rank that lost the connection to a peer is only a consequence.
+    """
 
     def lost_its_peer(failure: tuple[int, str]) -> bool:
         _, text = failure
@@ -95,4 +98,4 @@ def _rank(
         sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         sender.close()
-        os._exit(0)  # skip the exit handlers inherited from the parent
+        os._exit(0)  # skip exit handlers, which are inherited from the parent

@@ -131,7 +131,7 @@ MOST = Tolerance(loss=1e-3, norm=1e-3, gradient=1e-3, weight=1e-3)
 
 @dataclass
 class Numbers:
-    """Results of a run as one rank saw them."""
+    """Losses, norms and unsharded tensors of a run, as one rank saw them."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -175,7 +175,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run without results. ``kind`` is "crashes", "hangs" or "refused late"."""
+    """A run that failed. ``kind`` is "crashes", "hangs" or "refused late" (only after ranks started)."""
 
     kind: str
     text: str
@@ -183,7 +183,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``refused``, ``equal``, or a fault."""
+    """The judgement of a case. ``kind`` is "refused", "equal", or the kind of a fault."""
 
     kind: str
     text: str = ""
@@ -201,7 +201,7 @@ class _Stopped(Exception):
 def steps_of(rank: int, job: Job) -> Numbers:
     """Run a job as one rank, in an existing process group."""
     numbers = Numbers()
-    torch.compiler.reset()  # graphs and sequence lengths of an earlier job must not affect this one
+    torch.compiler.reset()  # drop compiled graphs of an earlier job
     world = World(rank, dist.get_world_size(), rank, torch.device("cpu"))
     original_step = trainer.step
     original_run = Validator.run
@@ -377,7 +377,7 @@ def _rank(rank: int, num_ranks: int, folder: str, sender: Any, jobs: Sequence[Jo
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
-    # errors are sent through the pipe, and PyTorch's warnings are not of interest
+    # Errors are sent through the pipe. Hide PyTorch's warnings.
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         store = dist.FileStore(f"{folder}/store", num_ranks)
@@ -480,7 +480,7 @@ def widened(usual: Tolerance, moved: Numbers, expected: Numbers, most: Tolerance
 def refusal(case: Case) -> Verdict:
     """Return the verdict of the configuration check, without running the case.
 
-    ``refused``, ``refused without need``, ``accepted``, or ``accepted though`` the case breaks a rule.
+    Its kind is ``refused``, ``refused without need``, ``accepted``, or ``accepted though`` with the broken rule.
     """
     try:
         load(case)
@@ -538,7 +538,7 @@ class Searcher:
                 verdicts[index] = judge_refusal(case, error)
         self._run_references([cases[index] for index in plans])
         results: dict[int, list[Numbers] | Failure] = {}
-        # the second half of a run that changes its mesh follows its first half
+        # A run that changes its mesh has two parts. Second parts run after all first parts.
         for part in range(2):
             jobs = {index: plan[part] for index, plan in plans.items() if part < len(plan)}
             for num_ranks in sorted({ranks for ranks, _ in jobs.values()}):
@@ -795,7 +795,13 @@ def _pairs(arguments: list[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SearchFault:
-    """A case with a fault: its number, the case after shrinking, and the verdict on the shrunk case."""
+    """A fault that the search found.
+
+    Attributes:
+        number: Number of the drawn case.
+        case: The case after shrinking.
+        verdict: Verdict on the shrunk case.
+    """
 
     number: int
     case: Case
@@ -831,7 +837,7 @@ def search(
             for number, case, verdict in zip(chunk, cases, searcher.judge(cases), strict=True):
                 is_reproducible = True
                 if verdict.is_fault:
-                    again = searcher.judge([case])[0]  # in new rank processes
+                    again = searcher.judge([case])[0]  # new rank processes must reproduce it
                     if again.kind != verdict.kind:
                         is_reproducible = False
                         kind = f"{verdict.kind}, but {again.kind} in new processes"
@@ -912,7 +918,8 @@ def main(arguments: list[str]) -> int:
         known = ", ".join((*FEATURES, ARCHITECTURES))
         parser.error(f"--features: {', '.join(sorted(unknown))} is not one of {known}")
     if ARCHITECTURES in features:
-        families = ("llama3",)  # the other options of a case; the architecture replaces the model
+        # Draw the other options as for llama3. The architecture then replaces the model.
+        families = ("llama3",)
     report = functools.partial(print, flush=True)
     counts, faults = search(
         options.seed, numbers, report, not options.no_shrink, families, features

@@ -198,7 +198,7 @@ class Case:
     def one_process(self) -> Case:
         """Return the reference run: the same model, data and optimizer, in one pass on one rank."""
         kept = self._options_of_numbers()
-        # it counts batches, so the global batch must have the same size
+        # validation.steps counts batches, so validation batches must have the same number of rows.
         if "validation.steps" in kept:
             rows = self.number("validation.local_batch_size", 8) * self.data_ranks
             has_pipeline = self.number(PP) > 1

@@ -250,7 +250,7 @@ def validation(rng: random.Random, draft: Draft) -> None:
         "dataset_path": FEW,
         "seq_len": draft.options.get(SEQ, "32"),
     }
-    # [data] names columns of these files
+    # With these files, [data] names their columns, so validation must use the same files.
     if draft.options.get(f"{T}dataset_path") in (
         TABLE,
         TALKS,
@@ -340,7 +340,7 @@ def write_schedule(path: Path) -> None:
     rng = random.Random(f"schedule {seed}")
     done = set[tuple[int, str, int]]()
     rows: list[list[str]] = [[] for _ in range(degree)]
-    # actions: F forward, B backward, or I backward of inputs and W backward of weights
+    # F is a forward pass and B a backward pass. A split backward has I for inputs and W for weights.
     has_split_backward = split == "split"
     backward = "I" if has_split_backward else "B"
     num_actions = stages * microbatches * (3 if has_split_backward else 2)
@@ -596,7 +596,7 @@ def rows(rng: random.Random, draft: Draft) -> None:
         draft.number(LOCAL) * draft.number(DDP) * draft.number(FSDP) * draft.accumulation
     )
     if draft.options.get(f"{T}last_batch") == "discard" and rows_per_step > FEW_ROWS:
-        # the run would have no step, which is refused only after reading the rows
+        # Without a full batch the run would have no step, which is only refused after rows are read.
         draft.drop(f"{T}last_batch")
     if TP in draft.options:
         draft.options[f"{P}disable_loss_parallel"] = "true"
@@ -638,8 +638,10 @@ NETWORKS = {
 
 
 def as_is(rng: random.Random, draft: Draft) -> None:
-    """A ``transformers`` network of any kind, by its config.json. Only Llama has a tensor-parallel plan, and can split
-    sequences."""
+    """A ``transformers`` network of any kind, built from its config.json.
+
+    Of these, only Llama has a tensor-parallel plan and supports context parallelism.
+    """
     folder, task = rng.choice(list(NETWORKS.items()))
     draft.drop_pipeline()
     draft.drop(M, "model.", "task.", "debug.moe", "lora.", "optimizer.no_weight_decay", PP, EP)
@@ -856,7 +858,7 @@ def add(rng: random.Random, draft: Draft, features: Sequence[str]) -> None:
         return
     chosen = rng.sample(features, min(len(features), rng.choice((1, 2, 2, 3))))
     first = [name for name in chosen if name in FIRST][:1]
-    if draft.family == "encoder":  # only these support bidirectional attention
+    if draft.family == "encoder":  # other features do not support bidirectional attention
         first = [name for name in first if name in ("given_weights", "as_is")]
     for name in first:
         FIRST[name](rng, draft)
@@ -871,7 +873,7 @@ def add(rng: random.Random, draft: Draft, features: Sequence[str]) -> None:
     for name, feature in OTHERS.items():
         if name in chosen and name not in excluded:
             feature(rng, draft)
-    # dropping long documents may leave fewer rows than the steps need
+    # Features may drop documents. Define what happens if too few rows remain for all steps.
     if not {f"{T}epochs", f"{T}on_data_end"} & draft.options.keys():
         draft.options[f"{T}on_data_end"] = rng.choice(("repeat", "repeat", "repeat", "stop"))
 
@@ -1028,7 +1030,7 @@ def _of_float8(case: Case) -> Iterator[Broken]:
 
 
 def _of_recomputation(case: Case) -> Iterator[Broken]:
-    """PyTorch's check that recomputation repeats the same operations."""
+    """Rules of PyTorch's debug mode, which checks that recomputation repeats the same operations."""
     if not is_on(case, f"{A}debug"):
         return
     may_split_backward = case.value(SCHEDULE) in SPLIT or bool(case.value(CSV))
@@ -1044,7 +1046,10 @@ def _of_recomputation(case: Case) -> Iterator[Broken]:
 
 
 def _of_ranks(case: Case) -> Iterator[Broken]:
-    """Each rank needs a trainable parameter, but a named stage may have no layer and adapters may be only on layers."""
+    """Each rank needs a trainable parameter.
+
+    A named stage without layers has none if adapters are only on layers.
+    """
     if case.number(PP) == 1 or case.value("lora.enable") != "true" or not case.value(PARTS):
         return
     stages = [list(part) for part in json.loads(case.value(PARTS))]
@@ -1070,7 +1075,10 @@ def _of_ranks(case: Case) -> Iterator[Broken]:
 
 
 def _of_networks(case: Case) -> Iterator[Broken]:
-    """A ``transformers`` network supports split sequences, and the sharding of its own tensor-parallel plan."""
+    """Rules of ``transformers`` networks: which axes they support.
+
+    They support context parallelism, and tensor parallelism by their own plan.
+    """
     if case.value("model.name") != AS_IS:
         return
     if search_architectures.name_of(case):
@@ -1096,7 +1104,7 @@ def _of_networks(case: Case) -> Iterator[Broken]:
 
 
 def _of_parts(case: Case) -> Iterator[Broken]:
-    """The parts of a sequence, and the 2 key-value heads of a network that Ulysses exchanges."""
+    """Rules of context parallelism: ranks must divide the sequence and, with Ulysses, the 2 KV heads."""
     tp = case.number(TP)
     cp = case.number(CP)
     seq_len = case.number(SEQ)

@@ -83,7 +83,10 @@ def draw(
 
 
 def _was_refused(case: Case) -> bool:
-    """True if the case was illegal when the first seeds were searched. Rejecting it keeps their cases unchanged."""
+    """True if the case was illegal when the first seeds were searched.
+
+    Such cases are still not drawn, so that the cases of these seeds never change.
+    """
     task = case.value("task.name")
     if task in NEW_HEAD and case.value("lora.enable") == "true":
         return True
@@ -152,7 +155,7 @@ def _draw(rng: random.Random, families: Sequence[str] = FAMILIES) -> Case:
 
 
 def _with_adapters_in_every_layer(options: dict[str, str]) -> dict[str, str]:
-    """Let adapters of attention be in layers with a recurrence too: a stage may have only these."""
+    """Extend adapters of attention to recurrent layers, because a stage may have only recurrent layers."""
     targets = options.get("lora.target_modules", "")
     if options.get("model.name") == "qwen3_next" and "layers.*.attn." in targets:
         return {**options, "lora.target_modules": targets.replace("layers.*.attn.", "layers.*.*.")}
@@ -284,7 +287,7 @@ def _training(rng: random.Random, family: str) -> dict[str, str]:
         )
         options["optimizer.name"] = rng.choice((*drawn, *others))
         if options["optimizer.name"] == "Muon":
-            # Muon normalizes its updates, so the update of a matrix with almost no gradient is amplified noise
+            # Muon normalizes updates: a matrix with almost no gradient gets amplified noise. Keep the step small.
             options["optimizer.lr"] = "1e-3"
     if rng.random() < 0.3:
         options["optimizer.implementation"] = rng.choice(("foreach", "for-loop"))
@@ -309,7 +312,7 @@ def _training(rng: random.Random, family: str) -> dict[str, str]:
     if rng.random() < 0.06:
         options["compile.enable"] = "true"
         options["compile.backend"] = (
-            "aot_eager"  # same graphs as inductor, without minutes of compilation
+            "aot_eager"  # the graphs of inductor, without its minutes of compilation
         )
         if rng.random() < 0.5:
             options["compile.components"] = rng.choice(("model", "loss"))
@@ -372,7 +375,7 @@ def _task(rng: random.Random, family: str, so_far: dict[str, str]) -> dict[str, 
         return {}
     for option in [option for option in so_far if option.startswith("data.")]:
         del so_far[option]
-    # room for an answer, or for a text with its begin and end tokens
+    # Shorter rows may have no room for an answer, or for a text with its BOS and EOS.
     options = {
         "task.name": name,
         SEQ: "32",

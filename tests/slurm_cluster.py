@@ -68,7 +68,7 @@ def _configuration(folder: Path, socket_of_munge: Path) -> str:
     """Return slurm.conf: two nodes, and the partitions debug, small, theirs (for another account) and closed."""
     controller, first = _free_ports()
     name = socket.gethostname().split(".")[0]
-    # the first node in alphabetical order hosts the rendezvous, so it has the name of this machine, which resolves
+    # The first node in alphabetical order hosts the rendezvous, so its name must resolve: use this machine's.
     nodes = (
         f"NodeName={name},z{name} NodeHostname={name} NodeAddr=127.0.0.1 Port=[{first}-{first + 1}]"
     )

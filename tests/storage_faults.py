@@ -116,7 +116,7 @@ class Shim:
             path = arguments[0] if arguments else None
             folder = options.get("dir_fd", options.get("src_dir_fd"))
             if folder is not None and not isinstance(path, int):
-                # relative to a folder that is open
+                # the path is relative to an open folder
                 path = os.path.join(self._paths.get(folder, ""), path)
             if name in BY_DESCRIPTOR:
                 path = self._paths.get(path)
@@ -137,11 +137,11 @@ class Shim:
         return re.search(self._fault.file, str(path)[len(self._watches) :]) is not None
 
     def _inject(self, name: str, path: Any) -> None:
-        """Raise the error of the fault, stall or kill this process, if the call is due to fail."""
+        """If this call must fail, raise the error of the fault, or stall or kill this process."""
         if self._fault is not None and self._fault.file:
             if name in self._fault.calls:
                 code = getattr(errno, self._fault.kind)
-                # the system does not report a file name for calls on descriptors
+                # errors of calls on descriptors have no file name
                 names = [] if name in BY_DESCRIPTOR else [str(path)]
                 raise OSError(code, os.strerror(code), *names)
         elif self._is_due() and self._fault is not None and not self._kill_or_stall(self._fault):

@@ -251,9 +251,9 @@ def test_loss_of_the_lease_is_never_tolerated(tmp_path: Path, group: None) -> No
 
 
 def tensors_of_rank(step: int) -> dict[str, torch.Tensor]:
-    """Return tensors of this rank: ranks 0 and 1 have a private one, and all hold two replicated ones.
+    """Return the tensors of this rank. All ranks hold two replicated tensors.
 
-    Rank 2 has nothing to write.
+    Ranks 0 and 1 also hold a private tensor each. Rank 2 has nothing to write.
     """
     rank = dist.get_rank()
     private = (

@@ -317,7 +317,10 @@ def test_run_without_improvement_saves_and_ends_on_all_ranks_also_after_a_resume
 
 
 def seeds(rank: int, root: Path) -> dict[str, Ended]:
-    """Return how runs end that write a seed checkpoint, start from it, or request one after they have trained."""
+    """Run with a seed checkpoint: write it, start from it, and request it after training steps.
+
+    Return the result of each run by name.
+    """
 
     def start(name: str, **checkpoint: Any) -> Ended:
         return train_whole(
@@ -356,7 +359,7 @@ def test_seed_checkpoint_is_the_state_before_the_first_step(tmp_path: Path) -> N
 def test_damaged_pointer_is_reported_before_another_step_is_opened(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The latest step is another model than the best."""
+    """With a damaged best.json, falling back to the latest step would silently use other weights."""
     for step in (1, 2):
         (tmp_path / f"step-{step}").mkdir()
         (tmp_path / f"step-{step}" / "manifest.json").touch()

@@ -115,7 +115,7 @@ def test_ls_prints_one_line_for_a_folder_with_missing_or_oversized_fields(
 def test_verify_reads_every_byte_and_names_each_bad_file(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A file that the manifest does not list is a remark, not damage.
+    # A file that is not in the manifest is reported, but the checkpoint still counts as undamaged.
     (folder / "step-6/notes.txt").touch()
     assert run("verify", folder / "step-2") == 0
     assert run("verify", folder) == 0
@@ -209,7 +209,7 @@ def test_weights_are_written_once_and_completely(
     assert sorted(opened) == ["a", "b"]
     assert opened["b"] == 4
     assert torch.equal(opened["a"], torch.arange(24.0) + 4)
-    # The same output again is refused, and the file keeps the weights of step 4.
+    # An existing output is never overwritten: the file keeps the weights of step 4.
     assert run("weights", folder / "step-2", output) == 2
     assert "exists" in capsys.readouterr().err
     assert load_file(output)["b"] == 4

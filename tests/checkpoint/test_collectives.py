@@ -24,7 +24,7 @@ def raised(action: Any) -> str:
 
 
 def gather_by_hash(value: str) -> Any:
-    """Gather distinct values by hash, as with more than ``_MOST_RUNS`` runs of equal neighbours."""
+    """Gather distinct values by hash, the path for more than ``_MOST_RUNS`` runs of equal values."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_MOST_RUNS", 2)
         return collectives.gather_distinct_json(value)
@@ -107,7 +107,7 @@ def test_error_on_one_rank_is_raised_on_all(answers: list[dict[str, Any]]) -> No
             else "PeerError: rank 2: ZeroDivisionError: of rank 2"
         )
         assert answer["a bug"] == bug
-        # the package's own error is preferred to a bug on another rank that may be its consequence
+        # A CheckpointError takes precedence, because the KeyError of rank 1 may only be its consequence.
         assert answer["two"] == (
             "KeyError: 'a bug'" if rank == 1 else "CheckpointError: it is damaged"
         )
@@ -125,7 +125,7 @@ def test_single_process_needs_no_process_group() -> None:
 
 
 def bytes_gathered(rank: int, size: int) -> list[int]:
-    """Return the bytes that a rank receives in each all-gather, if the value of one rank has ``size`` bytes."""
+    """Return the number of bytes received in each all-gather when one rank's value has ``size`` bytes."""
     received: list[int] = []
     original = collectives.host_collectives.all_gather
 
@@ -142,13 +142,13 @@ def bytes_gathered(rank: int, size: int) -> list[int]:
 
 
 def test_gathered_values_take_the_longest_size_of_each_rank_on_every_rank() -> None:
-    quotes = 2  # of a JSON string
+    quotes = 2  # bytes that JSON adds around a string
     for received in run_ranks(RANKS, bytes_gathered, 1000):
         assert received == [RANKS * (1000 + quotes)]
 
 
 def manifest_sent(rank: int, size: int) -> list[int]:
-    """Return the bytes of each collective while rank 0 broadcasts a text of ``size`` bytes."""
+    """Return the size in bytes of each collective while rank 0 broadcasts a text of ``size`` bytes."""
     sent: list[int] = []
     names = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor")
     originals = {name: getattr(dist, name) for name in names}

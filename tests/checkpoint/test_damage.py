@@ -58,7 +58,7 @@ def test_flipped_bits_are_rejected(folder: Path) -> None:
         assert_rejected(folder, 4, path.name)
         path.write_bytes(contents[path])
 
-    # The files are as before, so the rejections were due to the flipped bits.
+    # With its files restored, the checkpoint loads. So only the flipped bits caused the rejections.
     assert_is_of_its_step(folder / "checkpoint/step-4")
 
 

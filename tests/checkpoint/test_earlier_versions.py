@@ -38,7 +38,7 @@ def losses(run: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_run_of_an_earlier_version_is_resumed(folder: Path, ranks: int) -> None:
-    """On the mesh that wrote it and on another."""
+    """Resume on two ranks, the mesh that wrote the checkpoint, and on a single rank."""
     losses_text = (EARLIER / "losses.json").read_text()
     earlier = {int(step): loss for step, loss in json.loads(losses_text).items()}
     command = [sys.executable, "-m", "shardtrain", "train", "run.toml", "--nproc", str(ranks)]

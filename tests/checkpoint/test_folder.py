@@ -71,7 +71,7 @@ def folder(root: Path) -> list[str]:
 def refusal(
     root: Path, into: dict[str, Tensor] | None = None, other: dict[str, Tensor] | None = None
 ) -> str:
-    """Return the one-line message with which loading step 3 is rejected."""
+    """Check that loading step 3 raises a CheckpointError, and return its one-line message."""
     with pytest.raises(CheckpointError) as caught:
         checkpoints(root).load(
             root / "checkpoint/step-3", into or weights(), rest() if other is None else other
@@ -325,7 +325,7 @@ def test_stray_entry_is_logged_at_start_and_moved_aside_by_a_save_of_its_step(
     assert manager.to_continue() == tmp_path / "checkpoint/step-9"
     assert f"step-12 {description}: skipped, continuing from step-9" in caplog.text
 
-    # A save of the same step needs the name, so the stray entry gives way.
+    # A save of step 12 needs the name, so it renames the stray entry first.
     manager.save(12, weights(12), rest(12), FACTS, False)
     manager.close()
     assert checkpoints(tmp_path).to_continue() == path
@@ -372,7 +372,7 @@ def test_leftovers_of_an_interrupted_save_are_ignored_and_deleted_after_an_hour(
     ]
     assert folder(tmp_path) == ["step-3", "step-3.tmp-0123"], "another run may still be writing it"
 
-    # A restart within the hour does not delete it either.
+    # A restart within the hour does not delete the draft either.
     checkpoints(tmp_path).to_continue()
     assert folder(tmp_path) == ["step-3", "step-3.tmp-0123"]
 

@@ -24,9 +24,9 @@ from shardtrain.utils.errors import CheckpointError
 
 
 def expected_plan(boxes_of_ranks: list[dict[str, Any]]) -> tuple[dict[str, list[Chunk]], list[int]]:
-    """Assign each piece to the holder with the least to write: the definition of a save plan.
+    """Compute the save plan from its definition: the holder with the least to write writes a piece.
 
-    Pieces with one holder come first, and among them tensors with equal shards on all ranks.
+    Pieces with the fewest holders are assigned first. Among those, evenly sharded tensors come first.
     """
     # Find the ranks that hold each piece that is not empty.
     holders_of_piece: dict[tuple[str, Any], list[int]] = {}
@@ -53,7 +53,7 @@ def expected_plan(boxes_of_ranks: list[dict[str, Any]]) -> tuple[dict[str, list[
         (name, box), ranks = item
         return len(ranks), name not in even, (name, box)
 
-    # Assign the pieces in this order. A piece begins where the earlier pieces of its writer end.
+    # Assign the pieces in this order. Each piece is appended to the file of its writer.
     load = [0] * len(boxes_of_ranks)
     placed = []
     for (name, box), ranks in sorted(holders_of_piece.items(), key=order):
@@ -61,7 +61,7 @@ def expected_plan(boxes_of_ranks: list[dict[str, Any]]) -> tuple[dict[str, list[
         placed.append((name, box, writer, load[writer]))
         num_values = int(np.prod(box[1], dtype=np.int64))
         load[writer] += num_values * ITEM_BYTES[box[2]]
-    # Ranks without a piece write no file, so they do not count in the numbers of files.
+    # Ranks without a piece write no file, so file numbers skip them.
     has_file = [size > 0 for size in load]
     numbers = [sum(has_file[:rank]) for rank in range(len(load))]
     chunks: dict[str, list[Chunk]] = {}
@@ -149,7 +149,7 @@ def on_ranks(rank: int) -> dict[str, Any]:
     # Tensors with every layout, in shapes that split evenly, unevenly, or leave ranks without rows.
     layouts = itertools.product(PLACEMENTS, [(8, 4), (7, 5), (2, 2)])
     for number, (placements, shape) in enumerate(layouts):
-        # The layout of FSDP over tensor parallelism exists only for even shards.
+        # Build FSDP over tensor parallelism from local tensors. It requires even shards.
         if isinstance(placements[0], _StridedShard):
             if shape[0] % 6:
                 continue
@@ -160,7 +160,7 @@ def on_ranks(rank: int) -> dict[str, Any]:
         tensors[str(number)] = distribute_tensor(full, world, placements)
     for axis in ("fsdp", "tp"):
         tensors[axis] = distribute_tensor(torch.zeros(5, 4), world[axis], [Shard(0)])
-    # A tensor of one pipeline stage is also on only some ranks.
+    # Only some ranks hold this tensor, as with the tensors of a pipeline stage.
     if rank < 2:
         tensors["only two"] = torch.zeros(4)
 
@@ -204,7 +204,7 @@ def odd_mesh(rank: int) -> dict[str, Any]:
 
 def test_ranks_in_an_unusual_order_list_their_boxes() -> None:
     rules = [table["a"][2] for table in run_ranks(4, odd_mesh)]
-    # The compact rule happens to fit ranks 0 and 1. Ranks 2 and 3 list their boxes.
+    # In this rank order, the compact rule still describes ranks 0 and 1. Ranks 2 and 3 must list boxes.
     assert [isinstance(rule, dict) for rule in rules] == [False, False, True, True]
 
 
@@ -252,7 +252,7 @@ def test_folded_table_does_not_grow_with_layers() -> None:
                 table[f"model.layers.{layer}.{name}"] = ["float32", [8, 8], [[2, 1, 0]]]
         return len(json.dumps(holders.fold(table)))
 
-    # The table has three entries. The end of each range of layers has two more digits.
+    # 900 layers fold to the same three entries as 2 layers, with two more digits in each layer range.
     assert folded_length(900) <= folded_length(2) + 2 * 3
 
 
@@ -280,5 +280,8 @@ def grids_per_layer(ep: int, shards: int, layers: int) -> int:
 
 
 def test_mesh_with_uneven_splits_has_few_grids_per_tensor() -> None:
-    """The number is independent of ranks and layers. Ordering by one dimension would need grids per expert rank."""
+    """The number of grids per layer does not grow with ranks or layers.
+
+    Sorting boxes by only one dimension would create separate grids for each expert rank.
+    """
     assert grids_per_layer(96, 40, 12) <= grids_per_layer(6, 7, 2)

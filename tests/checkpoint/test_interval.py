@@ -67,12 +67,12 @@ def run(rank: int, root: Path, kind: str, ticks: Iterator[float]) -> list[int]:
 
 
 def saved_steps(rank: int, root: Path) -> list[int]:
-    # rank 0 reads its clock once per step and once per save; rank 1's clock runs 10,000 times as fast
+    # The fake clock advances at each reading: by 1 s on rank 0, and by 10,000 s on rank 1.
     return run(rank, root, "seconds", itertools.count(0.0, 1.0 if rank == 0 else 1e4))
 
 
 def test_ranks_with_different_clocks_save_at_the_same_steps(tmp_path: Path) -> None:
-    # rank 0 reads 0 at the start and 1 to 4 before steps 1 to 4: due after step 4, where it reads 5. Then 6 to 9, ...
+    # Rank 0 reads its clock at the start, once per step and once per save. So a save is due every 4 steps.
     assert run_ranks(2, saved_steps, tmp_path) == [[4, 8, 12]] * 2
 
 

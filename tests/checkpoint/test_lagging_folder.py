@@ -56,7 +56,7 @@ def test_saves_wait_for_files_that_appear_late(tmp_path: Path, mode: str, kind: 
     log = (tmp_path / "logs/rank-0.log").read_text()
     assert f"{os.uname().nodename}, the node of rank 0, saw files of other nodes" in log
 
-    if kind == "absent":  # at start, ranks wait for an empty probe file
+    if kind == "absent":  # at the start, ranks wait for an empty probe file
         assert f"checkpoint.folder: {os.uname().nodename} saw a file of rank 0" in log
 
 

@@ -137,7 +137,7 @@ def test_lease_of_another_host_is_taken_over_after_observed_silence(
     write(tmp_path)
     path = tmp_path / "lease.json"
 
-    # age by the clock of the filesystem, which agrees with ours
+    # The clock of the filesystem agrees with the clock of this host.
     def age_seconds(path: Path, own_path: Path) -> float:
         return seconds_old + watch.now - 1000
 
@@ -232,7 +232,7 @@ def test_deleted_lease_is_written_again_by_its_holder(
     (folder / "lease.json").unlink()
     if removed == "folder":
         folder.rmdir()
-    # A beat of the holder finds its lease missing.
+    # At its next heartbeat, the holder finds its lease missing and writes it again.
     own_lease.check()
 
     assert lease.read(folder / "lease.json")["nonce"] == own_lease.nonce
@@ -285,7 +285,7 @@ def test_unreadable_lease_is_retried_and_renewal_continues(
     with pytest.raises(OSError, match="Stale file handle"):
         own_lease.check()
 
-    # The thread that renews the lease has survived them.
+    # The thread that renews the lease is still alive after the failures.
     failures_left = 0
     os.utime(path, (0, 0))
     patience.wait_for(lambda: path.stat().st_mtime > 0, 10, "the next beat")

@@ -42,7 +42,7 @@ def signed(body: str | bytes) -> bytes:
 
 
 def rejection(data: bytes) -> str:
-    """Return the message of the error. Fails unless ``data`` is rejected with one short line that names the file."""
+    """Assert that ``data`` is rejected in one short line that names the file. Return the line."""
     with pytest.raises(CheckpointError) as caught:
         manifest.parse(data, PATH)
     text = str(caught.value)
@@ -164,7 +164,7 @@ def test_hostile_manifests_run_no_code_and_open_no_files() -> None:
     thread = threading.get_ident()
 
     def hook(event: str, _: object) -> None:
-        # only this thread: others (such as the server of an earlier test) may cause events too
+        # Ignore other threads, such as the server of an earlier test.
         if (
             watching[0]
             and threading.get_ident() == thread
@@ -173,7 +173,7 @@ def test_hostile_manifests_run_no_code_and_open_no_files() -> None:
             events.append(event)
 
     sys.addaudithook(hook)  # audit hooks cannot be removed
-    gc.disable()  # finalizers of objects from earlier tests would cause events too
+    gc.disable()  # finalizers of objects from earlier tests would cause events
     try:
         for body in HOSTILE.values():
             with contextlib.suppress(CheckpointError):
@@ -187,7 +187,7 @@ def test_hostile_manifests_run_no_code_and_open_no_files() -> None:
 
 
 def test_too_many_pieces_to_compare_are_rejected_quickly() -> None:
-    # all boxes begin at different offsets in both dimensions and overlap in the sweep: its worst case
+    # The worst case of the sweep: all boxes overlap in one dimension and begin at different offsets.
     boxes = [((i, i), (20_000 - i, 1)) for i in range(20_000)]
     assert check_tiling((20_000, 20_000), boxes)
 
@@ -261,7 +261,7 @@ def test_boxes_of_a_grid_tile_the_tensor_and_a_missing_or_extra_one_does_not(
     assert check_tiling(shape, boxes[1:]) != ""
     assert check_tiling(shape, [*boxes, boxes[0]]) != ""
 
-    # A box that replaces another box of its size overlaps with itself.
+    # With the first box replaced by a copy of the second, the total size is right but boxes overlap.
     if len(boxes) > 1 and boxes[0][1] == boxes[1][1]:
         assert check_tiling(shape, [boxes[1], *boxes[1:]]) == "overlap"
     for first, second in itertools.permutations(boxes, 2):
@@ -301,7 +301,7 @@ GRID: dict[str, Any] = {
     "version": 2,
     "files": [[f"rank-{rank:05d}.bin", 40, HASH] for rank in range(6)],
     "tensors": {
-        # 3 FSDP ranks of 2 tensor-parallel halves, and a tensor on every second rank
+        # model.a: 3 FSDP shards of 2 tensor-parallel halves. model.b: a shard on every second rank.
         "model.a": ["float32", [6, 4], [[[0, 0], [2, 2], 0, 0, [[2, 1, 1], [3, 0, 2]]]]],
         "model.b": ["int64", [3], [[[0], [1], 0, 16, [[3, 0, 2]]]]],
         "model.c": ["int64", [6], [[[0], [1], 5, 24, [[6, 0, -1]]]]],
@@ -377,7 +377,7 @@ def test_shared_bytes_are_detected_as_a_check_of_every_byte_does(data: st.DataOb
         begin = data.draw(st.integers(0, 5))
         grids.append((count, step, first_file, begin))
 
-    # The definition: each piece of two bytes uses its own bytes of an existing file of 6 bytes.
+    # By definition, grids are valid if no two pieces share a byte and all are within the 6-byte files.
     used: list[tuple[int, int]] = []
     for count, step, first_file, begin in grids:
         for number in range(count):
@@ -387,7 +387,7 @@ def test_shared_bytes_are_detected_as_a_check_of_every_byte_does(data: st.DataOb
     for file, byte in used:
         is_valid = is_valid and 0 <= file < num_files and byte < 6
 
-    # The same grids as a manifest.
+    # Let the implementation parse the same grids from a manifest.
     tensors = {}
     for number, (count, step, first_file, begin) in enumerate(grids):
         grid = [[0], [2], first_file, begin, [[count, 0, step]]]

@@ -38,7 +38,7 @@ def config(folder: Path, **checkpoint: Any) -> Config:
 def start(
     rank: int, disks: Path, nodes: str, stop_after: int | None, options: dict[str, Any]
 ) -> tuple[Ended, str]:
-    """Run as one node. Return the result and the log."""
+    """Train as the only rank of a node. Return the result and the log."""
     os.environ["LOCAL_RANK"] = "0"
     os.uname = lambda: SimpleNamespace(nodename=f"node-{nodes[rank]}")  # type: ignore[assignment,return-value]
     folder = disks / nodes[rank]
@@ -204,7 +204,10 @@ def test_rollback_deletes_undone_steps_on_all_nodes(
 
 
 def train_with_two_batch_sizes(rank: int, disks: Path) -> str:
-    """Train steps of 8 sequences with node "a" first, then continue with node "b" first and half the local batch."""
+    """Train with node "a" first, then continue with node "b" first and half the local batch.
+
+    Both parts have steps of 8 sequences. Return the log of the second part.
+    """
     os.environ["LOCAL_RANK"] = "0"
     for nodes, local_batch_size, steps in (("ab", 4, 2), ("ba", 2, 3)):
         training = {"steps": steps, "local_batch_size": local_batch_size, "global_batch_size": -1}

@@ -37,7 +37,10 @@ FOLDER = "memory://bucket/run"
 
 @pytest.fixture(autouse=True)
 def group(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Start with an empty store and, unless the test forks ranks, a process group of one. Release leases at the end."""
+    """Empty the store, and create a process group of one rank unless the test forks ranks.
+
+    After the test, stop the threads that renew leases.
+    """
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     with contextlib.nullcontext() if "ranks" in request.node.name else world_of_one():
@@ -77,7 +80,7 @@ def assert_step_is_intact(step: int) -> None:
 
 
 def test_commands_find_the_checkpoints_of_a_run_by_its_folder(tmp_path: Path) -> None:
-    """The run's folder has the configuration, which names the address of the checkpoints."""
+    """The configuration in the run's folder contains the address of the checkpoints."""
     save(stored(), 5)
     config = Config(checkpoint=Checkpoint(folder=FOLDER))
     chosen = locate_checkpoint.find_checkpoint(tmp_path, config)
@@ -127,7 +130,7 @@ def test_saving_a_step_again_replaces_its_objects() -> None:
 
 
 def test_steps_saved_again_count_for_retention() -> None:
-    """The new manifests have the size of the old ones and list different files."""
+    """A rewritten manifest may have the size of the old one, but lists other files."""
     manager = stored(keep_latest_k=2)
     for step in (11, 12, 13, 12, 13, 14):
         save(manager, step)
@@ -141,7 +144,7 @@ def test_deletion_takes_one_request_and_expands_no_wildcards(folder, requests, m
     other_addresses = [f"memory://bucket/run1/step-3/rank-{rank}.bin" for rank in range(3)]
     own_addresses = [f"memory://bucket/{folder}/step-3/rank-{rank}.bin" for rank in range(3)]
     store = MemoryFileSystem()
-    # An expansion of `run[1]` or `run*` would match the folder `run1` of the other run.
+    # If the store expanded `run[1]` or `run*` as globs, they would match the other run's folder `run1`.
     for address in (*other_addresses, *own_addresses):
         store.pipe_file(address, b"bytes")
     deleted_keys: list[Any] = []
@@ -251,7 +254,7 @@ def test_store_without_conditional_writes_is_logged(caplog: pytest.LogCaptureFix
 
     with caplog.at_level("INFO"):
         stored().to_continue()
-        # The first start writes a lease without replacing one.
+        # The in-memory store supports conditional writes, so its start logs nothing.
         assert "cannot refuse" not in caplog.text
         memory.rm(f"{FOLDER}/{lease.LEASE}")
         stored_through(Plain()).to_continue()
@@ -299,7 +302,7 @@ CALLS = ("ls", "info", "cat_file", "pipe_file", "rm_file", "open", "write", "clo
 
 
 class Killed(BaseException):
-    """The end of a process: later calls have no effect either."""
+    """Simulated kill of the process. All later calls of the store fail too."""
 
 
 class FaultyStore:
@@ -362,7 +365,7 @@ def failures() -> list[Callable[[], BaseException]]:
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(late: bool) -> None:
-    """``after``: the store executes the request, and its answer is lost."""
+    """Fail each call of a save once. In the case ``after``, the store executes it but the answer is lost."""
     step = 2
     failed_saves = 0
     with_deletes = stored(keep_latest_k=2)
@@ -569,7 +572,7 @@ def test_requests_for_the_markers_of_a_background_save_do_not_grow_with_ranks(ra
     assert markers == written[1:]
     assert store.requests <= 3
 
-    # The markers of this save are deleted, and that of an earlier one is not.
+    # Only the markers of this save are deleted. The marker of an earlier save remains.
     (remaining,) = [path.name for path in folder.list_below()]
     assert "_earlier_" in remaining
     assert remaining.endswith("-0af3-1.done")

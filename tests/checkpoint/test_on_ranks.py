@@ -85,7 +85,7 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
     runs_by_name["an older step"] = run(rank, same, {"load_step": 2})
     runs_by_name["finished"] = run(rank, same)
 
-    # A last checkpoint with only the weights
+    # The last checkpoint has only the weights, so the run cannot resume from it.
     model_only = {"last_save_model_only": True}
     bfloat16 = {**model_only, "export_dtype": "bfloat16"}
     runs_by_name["export"] = run(rank, root / "export", bfloat16)
@@ -254,5 +254,5 @@ def test_export_contains_the_weights_of_the_run(root: Path, runs: list[dict[str,
     assert sorted(opened) == sorted(weights)
     for name, weight in weights.items():
         assert torch.equal(opened[name], weight.to(torch.bfloat16)), name
-    # the other checkpoint of that run can still be continued
+    # The weights-only save left the full checkpoint of step 2, from which the run can resume.
     assert (root / "export/checkpoint/step-2/manifest.json").is_file()

@@ -27,9 +27,9 @@ class File:
     synced: bytes = b""
 
     def after_crash(self) -> list[bytes]:
-        """Possible contents: the synced bytes, followed by any of five parts of the later bytes.
+        """Return possible contents: the synced bytes, followed by any subset of five parts of the rest.
 
-        Missing parts are cut off, or zeros like blocks that were never written.
+        A missing part is truncated, or zero like a block that was never written.
         """
         unsynced = self.data[len(self.synced) :]
         size = max(1, -(-len(unsynced) // 5))
@@ -93,7 +93,7 @@ class Disk:
         return folder
 
     def at(self, path: Any) -> tuple[Any, str]:
-        """Return the parent folder of a path and its name there."""
+        """Return the node of a path's parent folder and the last component of the path."""
         node = self.top
         *parents, name = Path(path).relative_to(self.root).parts or ("",)
         for part in parents:
@@ -263,7 +263,7 @@ def test_every_state_after_a_power_loss_has_the_old_or_the_new_checkpoint(
         f"\n{total} changes of the disk, {len(disk.states)} states, {num_new} with the new checkpoint"
     )
 
-    # States of both kinds occur, so the power loss was before the rename and after it.
+    # Some states have only the old checkpoint and some have the new one: losses before and after the rename.
     assert 0 < num_new < len(disk.states)
 
 

@@ -37,13 +37,13 @@ def config(folder: Path, parallelism: dict[str, Any] | None = None, **checkpoint
 
 
 def runs(rank: int, root: Path) -> dict[str, Ended]:
-    """Train on two nodes with separate disks, of which only the first one stores checkpoints.
+    """Train on two nodes with separate disks. Only node 0 stores checkpoints.
 
-    Return how each run ends: undisturbed, refused, killed and resumed, on another mesh, damaged, on a full disk.
+    Return the result of each run by name.
     """
     os.environ["LOCAL_RANK"] = "0"  # each rank is on its own node
     files.SEEN_SECONDS = 0.3
-    files.PIECE_BYTES = 5000  # a tensor takes several pieces
+    files.PIECE_BYTES = 5000  # smaller than a tensor, which is then sent in several pieces
     node_folder = root / f"node-{rank}"
     first = {"storage": "first_node"}
     runs_by_name = {
@@ -51,7 +51,7 @@ def runs(rank: int, root: Path) -> dict[str, Ended]:
         "refused": train_whole(rank, config(node_folder / "refused")),
         "killed": train_whole(rank, config(node_folder / "run", **first), stop_after=3),
     }
-    # Node 1 gets a new disk, and needs nothing from the old one.
+    # Node 1 is replaced, with an empty disk. The run resumes from the disk of node 0.
     if rank:
         shutil.rmtree(node_folder)
     dist.barrier()

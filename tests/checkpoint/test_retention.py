@@ -74,7 +74,7 @@ def test_newest_k_complete_checkpoints_and_all_later_ones_are_kept(
         assert deleted == []
     assert not deleted or len(kept_complete) >= keep
 
-    # Deleting again deletes nothing more.
+    # Retention is idempotent: a second pass deletes nothing.
     remaining = [step for step in own_steps if step not in deleted]
     assert to_delete(remaining, keep, complete) == []
 
@@ -314,7 +314,7 @@ def test_a_save_does_not_wait_until_old_files_are_removed(
     for step in (1, 2, 3, 4):
         save(manager, step)
 
-    # All four saves have ended, although the removal of the first file still waits.
+    # All four saves have ended, although the removal of the first old file is still blocked.
     assert manager.steps() == [3, 4]
     assert not removed
 

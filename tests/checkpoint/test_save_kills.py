@@ -49,7 +49,7 @@ def save_until_killed(
     while True:
         step += 1
         save(manager, step, NUMEL)
-        sender.send_bytes(b"%d" % manager.saved_step)  # with background saves, the previous step
+        sender.send_bytes(b"%d" % manager.saved_step)  # background saves: still the previous step
 
 
 def start_ranks(
@@ -87,7 +87,7 @@ def kill_ranks(ranks: list[Any], receiver: Connection) -> int:
 
 
 def assert_nothing_is_lost(root: Path, reported: int) -> int:
-    with world_of_one():  # only while no process is forked: a child would lack its threads
+    with world_of_one():  # destroyed before the next fork: children would lack its threads
         reader = checkpoints(root, load_only=True)
         steps = reader.steps()
         for step in steps:
@@ -115,7 +115,7 @@ def test_random_kills_lose_nothing(
     for number in range(int(kills * share)):
         ranks, receiver = start_ranks(size, tmp_path, number, mode)
         assert receiver.poll(patience.seconds(60))
-        reported = int(receiver.recv_bytes())  # the step it resumed from
+        reported = int(receiver.recv_bytes())  # the step from which the ranks resumed
         assert reported == newest
 
         # Wait for some completed saves and then for part of another, measured in durations of saves. So kills hit all

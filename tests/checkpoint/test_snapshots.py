@@ -45,7 +45,7 @@ def config(folder: Path, **checkpoint: Any) -> Config:
 def start(
     rank: int, place: Path, nodes: str, stop_after: int | None, options: dict[str, Any]
 ) -> tuple[Ended, str]:
-    """Run with rank i on the node with the i-th letter. Return the result and the log."""
+    """Train with rank i on the node that ``nodes[i]`` names. Return the result and the log."""
     memory = place / "memory" / nodes[rank]
     if options.pop("memory", "on") == "short":
         snapshot_folder.free_bytes = lambda folder: 1000
@@ -108,7 +108,7 @@ def both_manifests_damaged(place: Path) -> None:
 
 
 def killed_while_taking(place: Path) -> None:
-    """A rank has overwritten its older generation, but its new copy is not complete anywhere."""
+    """Simulate a kill while rank 1 replaces its older snapshot: no node has its complete new file."""
     snapshot_folder.forget_file(generation_of(place, "b", NEWEST), "rank-00001.bin")
     snapshot_folder.forget_file(generation_of(place, "c", NEWEST), "rank-00001.bin")
 
@@ -124,7 +124,7 @@ def all_damaged(place: Path) -> None:
 
 
 def newest_on_disk(place: Path) -> None:
-    """The snapshots are older than the newest checkpoint."""
+    """Make the snapshots older than the newest checkpoint."""
     for generation in (place / "memory").glob("*/*"):
         for path in generation.glob(f"*{snapshot_folder._RECORD}"):
             token, step, *rest = json.loads(path.read_text())
@@ -180,7 +180,7 @@ def test_newest_complete_snapshot_is_restored(
     nodes, damage, expected, line = STARTS[name]
     if damage:
         damage(tmp_path)
-    # a lost node takes its memory along
+    # The memory of a lost node is lost too.
     for node in "abc":
         if node not in nodes:
             shutil.rmtree(tmp_path / "memory" / node)
@@ -201,7 +201,7 @@ def test_newest_complete_snapshot_is_restored(
     assert not [*(tmp_path / "memory").glob("*/loading-*")]
 
     newest = {record.step for _, record in snapshot_folder.records(tmp_path / "memory" / nodes[0])}
-    # step 6 is saved to disk, and the last step too
+    # Step 6 and the last step are saved to disk instead of as snapshots.
     assert newest <= {NEWEST - 1, NEWEST}
 
 
@@ -271,7 +271,10 @@ def test_each_rank_sends_to_the_next_node(node_of: list[int], targets: list[int 
 
 
 def fetch_some(rank: int) -> dict[tuple[int, int], bytes]:
-    """Each rank holds one file. Rank 1 needs more than one round; rank 2 needs nothing."""
+    """Fetch ranges of files when each rank holds one file.
+
+    Rank 1 requests more than fits into one round, and rank 2 requests nothing.
+    """
     contents = [bytes((7 * i + file) % 251 for i in range(3_000_000)) for file in range(3)]
     ranges_of_rank = {
         0: [Range(2, 2, 10, 5), Range(1, 1, 0, 3)],
@@ -365,7 +368,7 @@ def test_launcher_creates_and_removes_a_private_folder(
 
     assert not folder.exists()
 
-    # Without snapshots there is no folder, and without restarts nobody would read one.
+    # Without snapshots, no folder is created. Snapshots without restarts are refused: nothing reads them.
     with snapshot_folder.created(config(tmp_path, snapshot_interval=0), 0) as variables:
         assert variables == {}
     with (

@@ -99,7 +99,7 @@ def draw_target(data: st.DataObject, saved: torch.Tensor, sizes: list[int]) -> t
     dtype = data.draw(st.sampled_from(dtypes))
     if not data.draw(st.booleans()):
         return torch.zeros(sizes, dtype=dtype)
-    # Reverse the memory order. Then rows are not contiguous.
+    # Use column-major memory, in which rows are not contiguous.
     reversed_dims = tuple(reversed(range(len(sizes))))
     return torch.zeros(sizes[::-1], dtype=dtype).permute(reversed_dims)
 
@@ -107,7 +107,7 @@ def draw_target(data: st.DataObject, saved: torch.Tensor, sizes: list[int]) -> t
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_any_box_of_tensors_saved_by_any_mesh_is_read_exactly(data: st.DataObject) -> None:
-    """For any dtype, number of dimensions and memory layout, and with reads in small parts."""
+    """Cover all dtypes, numbers of dimensions and memory layouts, with reads in small parts."""
     tensors = {}
     boxes = {}
     for name in ("model.a", "model.b"):
@@ -128,7 +128,7 @@ def test_any_box_of_tensors_saved_by_any_mesh_is_read_exactly(data: st.DataObjec
             expected[name] = saved[slices]
             filled[name] = draw_target(data, saved, sizes)
             box_of_tensor[id(filled[name])] = tuple(low), tuple(sizes)
-        # The targets are plain tensors, so the test states which box each of them holds.
+        # Plain tensors do not know their box in the full tensor, so ``box_of`` must look it up.
         patch.setattr(tensor_reader, "box_of", lambda tensor: box_of_tensor[id(tensor)])
         patch.setattr(files, "PIECE_BYTES", most_bytes)
         patch.setattr(tensor_reader, "MOST_PIECES", most_pieces)
@@ -194,7 +194,7 @@ def test_at_most_one_piece_is_read_at_a_time(
             return super().read_into_all(views, position)
 
     monkeypatch.setattr(files, "FileReader", Counted)
-    # 60 bytes are two rows of 7 numbers, but less than a matrix of 5 x 7.
+    # With a limit of 60 bytes, a read has two rows of 7 float32 values: 2 + 2 + 1 rows per 5 x 7 matrix.
     monkeypatch.setattr(files, "PIECE_BYTES", 60)
     filled = {"model.experts": torch.zeros_like(saved, dtype=dtype)}
     tensor_reader.read(filled, manifest, tmp_path)

@@ -92,13 +92,13 @@ def test_adjacent_pieces_are_read_together(
     monkeypatch.setattr(files, "PIECE_BYTES", most_bytes)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         filled = {name: torch.full_like(tensor, -1, dtype=dtype) for name, tensor in saved.items()}
-        # Transpose the memory layout of one tensor.
+        # A transposed memory layout cannot be filled in place.
         filled["model.a"] = filled["model.a"].T.contiguous().T
         tensor_reader.read(filled, manifest, tmp_path)
         for name in saved:
             assert torch.equal(filled[name], saved[name].to(dtype))
 
-    # With 16 bytes, the reader reads one row at a time.
+    # With a limit of 16 bytes, the reader can only read one row at a time.
     buffers_of_a_dtype = [2] * FILES if most_bytes >= 40 else [1] * 3 * FILES
     assert buffers_per_read == 3 * buffers_of_a_dtype
 

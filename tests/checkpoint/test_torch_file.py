@@ -68,7 +68,7 @@ def test_weights_in_any_layout_of_torch_save_are_imported(
     options = ["--optimizer=false", *words()]
     assert cli.main([*import_command, str(good), from_folder, *options]) == 0
 
-    # The steps may differ, but no tensor does.
+    # The recorded steps may differ (exit status 1), but all tensors must be equal.
     capsys.readouterr()
     assert cli.main(["checkpoint", "diff", from_file, from_folder]) in (0, 1)
     output = capsys.readouterr().out
@@ -113,7 +113,7 @@ def test_names_in_nested_tables_and_lists_are_joined_by_dots(tmp_path: Path) -> 
 def test_training_from_a_torchtitan_checkpoint_names_the_import_command(
     good: Path, tmp_path: Path
 ) -> None:
-    """As initial weights (folder or file), and as a step in the run's own folder."""
+    """Test initial weights from the folder or the file, and a checkpoint in the run's own folder."""
     titan = tmp_path / "run" / "checkpoint" / "step-3"
     shutil.copytree(good, titan)
     small = [

@@ -25,7 +25,10 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.ESTALE, errn
 
 
 class Faults:
-    """Count the writing calls of ``os``, and let the n-th call of a name fail. ``close`` closes before it fails."""
+    """Count the writing calls of ``os``, and let one selected call fail.
+
+    A failing ``close`` still closes the file.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.counts: dict[str, int] = {}
@@ -110,9 +113,8 @@ def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(
             assert str(tmp_path) in message
             assert "\n" not in message
 
-    # Every fault fails the save, except faults of the three calls that sync the parent folder. With ``keep``, the
-    # save also deletes checkpoints after the commit. Faults of these calls do not fail the save, so the number of
-    # failed saves is not checked.
+    # Every fault fails the save, except in the three calls that sync the parent folder. With ``keep``,
+    # calls that delete checkpoints after the commit may fail too, without failing the save.
     if not keep:
         assert failed_saves == len(ERRORS) * (sum(calls.values()) - 3)
 
@@ -228,7 +230,7 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_files_are_synced_before_the_checkpoint_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Order that survives a power loss: fsync of shards, manifest and draft folder, rename, fsync of the parent."""
+    """To survive a power loss, fsync shards, manifest and draft folder, then rename, then fsync the parent."""
     order: list[str] = []
     name_of_descriptor: dict[int, str] = {}
     os_open = os.open

@@ -53,7 +53,7 @@ def test_a_model_survives_a_round_trip_through_layer_files(
     expected = set()
     for shard in range(shards):
         expected.add(f"mp_rank_{shard:02d}_model_states.pt")
-        # the embedding, the layers, the norm and the head
+        # files for the layers and for the embedding, the norm and the head
         for number in range(layers + 3):
             expected.add(f"layer_{number:02d}-model_{shard:02d}-model_states.pt")
 
@@ -125,8 +125,11 @@ def write_trained_step(folder: Path, number: int, hf: dict[str, torch.Tensor]) -
 
 
 def test_files_as_fmengine_writes_them_are_read(good_folder: Path, tmp_path: Path) -> None:
-    """Shards that are views of the full tensor, names without a leading zero, rotary tables, a training step with
-    DeepSpeed's state, and rows for added tokens."""
+    """Read files with the peculiarities of real FMEngine steps.
+
+    Shards are views of the full tensor, and file names lack leading zeros. There are rotary tables,
+    states of DeepSpeed, and embedding rows for added tokens.
+    """
     hf = tensors(good_folder.parent / "hf")
     folder = tmp_path / "trained"
     write_trained_step(folder / "global_step5", 5, hf)

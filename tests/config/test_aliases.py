@@ -500,7 +500,7 @@ def angles(loaded: Loaded) -> str:
         (LLAMA.format("debugmodel") + C4, "torchtitan v0.2 scales those of every Llama 3"),
         (LLAMA.format("8B") + OLD, "as in torchtitan since v0.2"),
         (LLAMA.format("8B") + C4, ""),
-        (LLAMA.format("debugmodel"), ""),  # a file of this package
+        (LLAMA.format("debugmodel"), ""),  # no torchtitan keys: a file of this package
         (OLD, ""),  # names no model
         (LLAMA.format("8B") + '[model.overrides]\nrope_scaling = "none"\n' + OLD, ""),
         (
@@ -518,7 +518,7 @@ def test_a_file_of_torchtitan_with_other_rotary_angles_is_reported_once(tmp_path
 
 
 def test_files_of_other_systems_have_no_note_about_torchtitan_s_angles(tmp_path):
-    """Its renamed keys do not indicate torchtitan, and its Llama 3.1 has the same scaling as here."""
+    """Keys that torchtune renames are no sign of torchtitan. torchtune scales Llama 3.1 like this package."""
     text = "\n".join(
         [
             "model:\n  _component_: torchtune.models.llama3_1.llama3_1_8b",
@@ -550,14 +550,17 @@ def test_a_notice_of_a_rename_is_not_a_warning(tmp_path):
         (warning,) = [notice for notice in loaded.notices if notice not in loaded.renames]
         assert "positions restart in each" in warning
 
-    # An old name beside its new one is more than a rename.
+    # If a file has both the old and the new name, the notice is a warning.
     loaded = read(tmp_path, "[training]\nbatch_size = 2\nlocal_batch_size = 2\n")
     (warning,) = [notice for notice in loaded.notices if notice not in loaded.renames]
     assert "too, as here" in warning
 
 
 def test_expert_tensor_parallelism_is_accepted_like_in_torchtitan(tmp_path):
-    """The degree may be 1 or the tensor-parallel degree. Experts are not split by it, which only takes more memory."""
+    """The degree may be 1 or the tensor-parallel degree.
+
+    It does not split experts here, which only takes more memory than in torchtitan.
+    """
     experts = '[model]\nname = "qwen3"\nflavor = "debugmodel_moe"\n[parallelism]\ntensor_parallel_degree = 2\n'
     option = "parallelism.expert_tensor_parallel_degree"
     for degree, errors, num_notes in ((1, 0, 0), (2, 0, 1), (4, 1, 1)):

@@ -17,7 +17,7 @@ VERBS = [name for name in cli.VERBS if not name.startswith("-")]
 
 
 def completed(*arguments: str, folder: Path = Path()) -> set[str]:
-    """Return what bash offers for the last argument in a folder. Arguments are split at "=", like in readline."""
+    """Return bash's completions of the last argument in a folder. Split arguments at "=" like readline."""
     parts = []
     for argument in arguments:
         parts += _split(argument) if "=" in argument else [argument]

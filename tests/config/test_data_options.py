@@ -476,7 +476,7 @@ def test_all_problems_of_a_mixture_are_reported_together(tmp_path: Path) -> None
         f"{TWO}[[data.stages]]\nuntil_tokens = 5\nweights.web = 1",
         "[data]\nreaders = 65536\nmax_row_bytes = 1024\npacking = 'padded'\nlong_documents = 'cut'",
         "[data]\nmode = 'stream'\n[training]\non_data_end = 'stop'",
-        "[data]\nformat = 'text'\nprompt_field = 'prompt'\nbad_rows_max_fraction = 0.001",  # default values are allowed
+        "[data]\nformat = 'text'\nprompt_field = 'prompt'\nbad_rows_max_fraction = 0.001",  # no effect, but defaults
         "[validation]\nenable = true\ndataset = 'text'\ndataset_path = 'held_out'\n"
         "[training.dataloader]\nnum_workers = 2",
     ],
@@ -521,7 +521,7 @@ def test_a_disabled_document_mask_is_not_noted_without_shared_sequences(tmp_path
         )
         == []
     )
-    # concatenated text, as in torchtitan
+    # Without document masks, texts are concatenated as in torchtitan. This is intended.
     assert notes(read(tmp_path, "[data]\ndocument_mask = 'off'\n")) == []
 
 

@@ -141,7 +141,7 @@ def test_most_fixes_can_be_applied() -> None:
     "preset", cases(["debug"], nightly=[name for name in presets.names() if name != "debug"])
 )
 def test_no_fix_removes_an_option_of_a_preset(preset: str) -> None:
-    """The option is in a file of the package, so an override that makes it ineffective must be allowed."""
+    """A user cannot remove an option from a preset's file, so a fix must not suggest it."""
     before = {str(problem) for problem in find(preset, {})}
     for name, option in options().items():
         for value in values_of(option.kind)[:2]:

@@ -24,13 +24,13 @@ def test_no_line_of_help_is_wider_than_the_terminal(
             )
             try:
                 code = cli.main(arguments)
-            except SystemExit as end:  # raised by argparse
+            except SystemExit as end:  # argparse exits after it prints help
                 code = int(end.code or 0)
             assert code == 0
             answers.append(capsys.readouterr().out)
         piped, wrapped = answers
-        assert wrapped.split() == piped.split(), verb  # the same text in the same order
-        # Text without spaces may be longer, such as a list of choices.
+        assert wrapped.split() == piped.split(), verb  # wrapping changes only white space
+        # A line without spaces, such as a list of choices, cannot be wrapped.
         assert not [
             line for line in wrapped.splitlines() if len(line) > columns and " " in line.strip()
         ], verb

@@ -67,7 +67,7 @@ def test_every_preset_has_a_name() -> None:
 def test_a_file_in_the_current_directory_never_replaces_a_preset(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A configuration may name a Python file as its model, so a planted one would run code."""
+    """A planted configuration could run code, because it may name a Python file as its model."""
     monkeypatch.chdir(tmp_path)
     planted = tmp_path / name
     planted.write_text("[training]\nsteps = 7\n")
@@ -80,11 +80,11 @@ def test_a_file_in_the_current_directory_never_replaces_a_preset(
     ):
         with pytest.raises(ConfigError, match=refused):
             read()
-    # The option for presets means the preset, and an absolute path means the file.
+    # ``preset=`` always selects the preset, and an absolute path always selects the file.
     assert load(None, preset=name).path == presets.file_of(name)
     assert load(planted).config.training.steps == 7
 
-    # A folder of that name cannot be meant.
+    # Only a file can be a configuration, so a folder with the name of a preset is not ambiguous.
     planted.unlink()
     planted.mkdir()
     assert load(name).path == presets.file_of(name)

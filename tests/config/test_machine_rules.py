@@ -137,7 +137,7 @@ def test_paths_that_do_not_exist_are_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_of_a_pretrained_model_requires_the_model(tmp_path: Path) -> None:
-    """A tokenizer cannot replace the weights."""
+    """If the missing folder also holds initial weights, downloading only a tokenizer is no fix."""
     folder = f'[model]\nhf_assets_path = "{tmp_path}/none"\n'
     assert_one(
         machine_notes(read(tmp_path, folder)),
@@ -187,7 +187,8 @@ def test_a_tokenizer_must_exist_be_readable_and_fit_the_model(tmp_path: Path) ->
 
     (tmp_path / "tokenizer.model").write_bytes(b"")
     old = f'[model]\ntokenizer_path = "{tmp_path / "tokenizer.model"}"\n'
-    assert machine_notes(read(tmp_path, old)) == []  # checking its content requires its library
+    # Its content is not checked, because that requires the tokenizer's library.
+    assert machine_notes(read(tmp_path, old)) == []
 
     (tmp_path / "vocab.txt").write_text("a")
     odd = f'[model]\ntokenizer_path = "{tmp_path / "vocab.txt"}"\n'
@@ -300,7 +301,7 @@ def test_too_many_nodes_for_the_hang_timeout_are_rejected_with_a_fix(
         assert watching_problem(loaded, ranks, local_ranks) is None
         assert nodes / beat_seconds(least, nodes) <= NODES_PER_SECOND
 
-    # Without a timeout nothing is watched.
+    # A timeout of 0 disables the watchdog.
     unwatched = load("debug", ["--comm.hang_timeout_seconds=0"])
     assert watching_problem(unwatched, ranks, local_ranks) is None
 
@@ -308,7 +309,7 @@ def test_too_many_nodes_for_the_hang_timeout_are_rejected_with_a_fix(
 def test_only_a_folder_that_was_never_written_is_refused_on_a_read_only_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that becomes read-only is a storage error, which is retried. The first write reports it."""
+    """If a used folder becomes read-only, its first write reports a storage error, which is retried."""
     used = tmp_path / "used"
     empty = tmp_path / "empty"
     for folder in (used, empty):

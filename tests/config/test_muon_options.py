@@ -1,4 +1,4 @@
-"""Wrong values of Muon's options, and Muon options with another optimizer, are one problem each with a fix."""
+"""Invalid Muon options, and Muon options of another optimizer, are one problem each, with a fix."""
 
 from __future__ import annotations
 

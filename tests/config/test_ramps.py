@@ -41,7 +41,7 @@ def test_each_step_has_its_size_in_the_ramp(batch_ramp, sequence_ramp):
 
 @given(ramps(), st.integers(0, 60), st.integers(0, 80))
 def test_steps_from_any_position_use_consecutive_rows(batch_ramp, start, count):
-    """A run may resume at a position inside of a step of the ramp, if its earlier steps had other sizes."""
+    """A run may resume in the middle of a step of the ramp if its earlier steps had other batch sizes."""
     sizes = step_sizes(Training(batch_ramp=batch_ramp), global_batch_size=3)
     starts = [start]
     while starts[-1] <= start + count:

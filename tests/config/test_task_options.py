@@ -105,7 +105,7 @@ def test_a_file_that_builds_on_a_task_has_its_metrics_and_is_never_run(tmp_path:
 
     assert task_file.read_task_file(str(file)) == task_file.read_task_file("classification")
 
-    # Tables that are not literals would need the file to run, so they are refused below.
+    # Literal tables can be read without running the file. Other expressions are refused below.
     file.write_text("METRICS = {'f': 'max'}\nDEGREES = ()\n")
     assert task_file.read_task_file(str(file)) == task_file.TaskFacts(
         {"loss": "min", "f": "max"}, ()

@@ -48,7 +48,7 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
     if args:
         return st.one_of([st.none() if arg is type(None) else strategy(arg) for arg in args])
     return {
-        int: st.integers(-(2**63), 2**63 - 1),  # the range of TOML
+        int: st.integers(-(2**63), 2**63 - 1),  # range of integers in TOML
         float: st.floats(allow_nan=False),
         bool: st.booleans(),
         str: TEXT,
@@ -57,7 +57,7 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
 
 def configs() -> st.SearchStrategy[Config]:
     """Return a strategy for configs in which a few options have arbitrary values of their type."""
-    # must be a file
+    # Exclude the option that must name an existing file.
     drawn = [option for option in options().values() if option.name != "job.custom_config_module"]
     pairs = st.one_of([st.tuples(st.just(option.name), strategy(option.kind)) for option in drawn])
     return st.lists(pairs, max_size=12).map(lambda chosen: build("", dict(chosen)))
@@ -79,7 +79,8 @@ def build(section: str, values: dict[str, Any]) -> Any:
 def test_a_resolved_config_reloads_to_an_identical_one(
     config: Config, tmp_path_factory: Any
 ) -> None:
-    assume(config.checkpoint.folder)  # empty is an old name for no checkpoints, which a run rejects
+    # loading changes an empty folder, the old way to disable checkpoints
+    assume(config.checkpoint.folder)
     file = tmp_path_factory.getbasetemp() / "resolved.toml"
     file.write_bytes(resolved_toml(config).encode())
     assert load(file).config == config

@@ -146,7 +146,7 @@ def test_booleans_are_values_or_bare_flags_and_launchers_add_flags(
 
 
 def test_ranks_beyond_the_stages_are_replicas(tmp_path: Path) -> None:
-    """ZeRO 0: each copy holds its full stage, and the batch is divided among the copies."""
+    """Without ZeRO, each replica holds its full stages, and the replicas divide the batch."""
     file = ds_json(tmp_path / "llama.json", 2, 8)
     flags = f"--deepspeed_config {file} --init_ckpt nowhere --pipe_parallel_size 2 --data_path d.jsonl".split()
     for count, copies in ((2, 1), (4, 2), (8, 4)):
@@ -164,9 +164,11 @@ def test_ranks_beyond_the_stages_are_replicas(tmp_path: Path) -> None:
 
 
 def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
-    """FMEngine's rules in a plain loop: the mean over micro-batches of mean losses, clipping, Adam without decay, log
-    warmup. Without its faults: copies that read the same rows, bfloat16 regardless of the JSON, eos that is no target.
-    In float32, so only the summation order differs."""
+    """Compare with a plain loop: mean over micro-batches, clipping, Adam without decay, logarithmic warmup.
+
+    The loop does not imitate FMEngine's faults: replicas that read the same rows, bfloat16 regardless of
+    the JSON, and EOS that is not a target. Both train in float32, so only the summation order differs.
+    """
     warmup = 10
     least = 1e-4
     most = 5e-3
@@ -197,7 +199,7 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
     import transformers
     from tokenizers import Tokenizer
 
-    # Rows are windows of all texts, joined by line breaks.
+    # Each row is a window of all texts, which are joined by line breaks.
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokens_of_all_texts = []
     for line in data.read_text().splitlines():
@@ -398,7 +400,7 @@ def test_shell_commands_and_a_slurm_script_run_unchanged(tmp_path: Path) -> None
     flags = flags.replace("--model_parallel_size 1", "--model_parallel_size 2")
     shell(f"{ours}\n{SCRIPT.replace('PORT', str(free_port())).replace('FLAGS', flags)}")
     by_script = [step["loss"] for step in values(folder / "third")]
-    # bfloat16 sums in another order
+    # Tensor parallelism sums bfloat16 values in another order.
     assert by_script == pytest.approx(by_deepspeed, rel=2e-3)
 
     record = [line.split() for line in (folder / "record").read_text().splitlines()]
@@ -583,7 +585,7 @@ def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
 
 
 def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) -> None:
-    """Translation of the launcher's options. Other tests cover the launch itself."""
+    """Check only how the launcher's options are translated. Other tests cover the launch itself."""
     from shardtrain.compat.fmengine import launching
     from shardtrain.launch import launch_command
 
@@ -615,7 +617,7 @@ def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) ->
         assert arguments[workdir + 1] == str(folder)
         assert "NCCL_DEBUG" in arguments[arguments.index("--launch.forward_env") :]
 
-    # A single host trains here, without a launch.
+    # With a single host, training runs in this process instead of through ssh.
     monkeypatch.setattr(launching, "train", record_call)
     assert launching.deepspeed(f"--hostfile hostfile --include node2 {flags}".split()) == 0
     assert calls.pop() == ["--nproc", "4", *flags.split()[1:]]

@@ -88,7 +88,7 @@ def test_every_documented_variable_is_in_the_source(name):
 
 
 def test_commands_for_run_ai_use_published_flags():
-    """Without a cluster, the command lines are parsed with the documented flags of ``runai``."""
+    """There is no cluster in the tests, so the command lines are checked against the flags of ``runai``."""
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGES["runai"], flags=re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
     assert len(lines) == 6
@@ -100,7 +100,7 @@ def test_commands_for_run_ai_use_published_flags():
         flags, names = VERBS[verb]
         rest = arguments[len(verb) : arguments.index("--") if "--" in arguments else None]
 
-        # Count the names, and skip each flag with its value.
+        # Count positional names. Skip flags together with their values.
         while rest:
             flag, equals, _ = rest.pop(0).partition("=")
             if not flag.startswith("-"):

@@ -91,7 +91,7 @@ FOLDER = ("model.flavor", "model.hf_assets_path", "lora.enable")
 
 @pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("axolotl")])
 def test_a_migrated_configuration_passes_the_check(tmp_path, name):
-    """Except for the model folder, which does not exist here."""
+    """Ignore problems with the model folder, which does not exist in the tests."""
     file = write(tmp_path, name)
     loaded = config.load_settings(migrate([file]).settings, path=file, follow=False)
     assert [str(p) for p in config.check(loaded) if p.option not in FOLDER] == []
@@ -198,7 +198,7 @@ def test_presets_of_fmengine_keep_their_meaning(tmp_path, name):
     assert (c.optimizer.name, c.optimizer.weight_decay, c.training.max_norm) == ("AdamW", 0.0, 1.0)
     assert c.activation_checkpoint.mode == "full"
     assert c.activation_checkpoint.cpu_offload == (name == "7b")
-    assert not c.training.enable_cpu_offload  # DeepSpeed ignores it at the top level
+    assert not c.training.enable_cpu_offload  # DeepSpeed ignores cpu_offload at the top level
     if c.training.mixed_precision_param == "float16":
         assert c.training.initial_loss_scale == 4096.0
         assert c.training.loss_scale_growth_interval == 1000
@@ -303,7 +303,7 @@ def test_a_table_may_be_empty_but_must_be_a_table(tmp_path, key):
         assert any(
             entry.key == key or entry.key.startswith(f"{key}.") for entry in migration.entries
         )
-    if key != "activation_checkpointing":  # its mere presence has a meaning
+    if key != "activation_checkpointing":  # enables recomputation, whatever its value
         with pytest.raises(ConfigError, match=rf"{key}=3 must be a table; write {key} as a table"):
             migration_of(tmp_path, "ds.json", {**LLAMA, key: 3})
 
@@ -374,7 +374,7 @@ def test_flags_of_fmengine_are_combined_with_its_json(tmp_path):
     (entry, *_) = [entry for entry in with_json.entries if entry.key == "max_seq_len"]
     assert entry.where == "run.sh:8"
 
-    # The script names the JSON file, and its flags may be given directly.
+    # The script alone, or the JSON file with the script's flags, give the same values.
     def values_of(migration):
         return {setting.option: setting.value for setting in migration.settings}
 
@@ -706,7 +706,7 @@ def test_a_hostile_file_runs_nothing_and_ends_soon(tmp_path, name):
     "name", ["torchtitan.toml", "ds_config.json", "accelerate.yaml", "training_args.json"]
 )
 def test_migrate_prints_every_note_of_check(tmp_path, capsys, name):
-    """Two notes may concern one line of the file. Only the note that repeats the answer to its key is omitted."""
+    """``migrate`` omits a note only if it repeats what is printed for the same key."""
     example = ROOT / "examples/migrate" / name
     cli.main(["config", "check", str(example), "--for-machine", "none"])
     notes = re.findall(r"^note: (.*)", capsys.readouterr().out, re.MULTILINE)

@@ -133,17 +133,16 @@ def test_an_unedited_preset_builds_at_its_number_of_ranks(
     assert "nothing was trained" in out
     assert parameters is None or f", {parameters} parameters\n" in out
 
-    # The mesh of these sizes has the requested number of ranks.
+    # The product of the mesh sizes is the requested number of ranks.
     sizes = re.findall(r"^  (?:pp|dp_replicate|dp_shard|cp|tp) +(\d+)", out, re.MULTILINE)
     assert len(sizes) == 5
     assert math.prod(map(int, sizes)) == ranks
 
-    # The output contains the memory of a rank.
     assert re.search(r"^  sum +[\d.]+ [GM]iB", out, re.MULTILINE)
 
 
 def test_missing_requirements_are_reported_and_stop_training(monkeypatch, capsys):
-    """A build continues without a tokenizer or a device for float8 products. Training does not."""
+    """A build without training only reports a missing tokenizer or float8 device. Training is refused."""
     monkeypatch.delenv("CONFIG_FILE", raising=False)
     file = str(PRESETS / "torchtitan_2025_02" / "llama3_405b.toml")
     loaded = config.load(file)
@@ -152,7 +151,7 @@ def test_missing_requirements_are_reported_and_stop_training(monkeypatch, capsys
 
     assert len(missing) == 1
     assert "model.tokenizer_path" in missing[0]
-    # The command refuses with the same lines that the build only notes.
+    # As errors of ``train``, the lines are the same as the notes of the build.
     assert cli.main(["train", file, "--nproc", "8"]) == 2
 
     err = capsys.readouterr().err

@@ -119,7 +119,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 def assert_same(
     actual: dict[int, tuple[float, str]], expected: dict[int, tuple[float, str]], tolerance: float
 ) -> None:
-    """Check for the same rows in the same order at each step, and losses within a tolerance."""
+    """Assert that each step read the same rows in the same order, with losses within a tolerance."""
     assert actual.keys() == expected.keys()
     for step, (loss, order) in actual.items():
         expected_loss, expected_order = expected[step]
@@ -131,7 +131,7 @@ def test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags(torchtrain
     line = (
         f"{ROOT}/run_llama_train.sh --training.dataset_path ./alpaca {SMALL} --metrics.log_freq 5"
     )
-    line += " --model.overrides.vocab_size 512"  # instead of 32000, which would dominate the time
+    line += " --model.overrides.vocab_size 512"  # 32000, the default, would take most of the time
     result = noted.run(
         torchtrain, line, NGPU="2", LOG_RANK="0,1", CONFIG_FILE="./train_configs/debug_model.toml"
     )
@@ -208,7 +208,7 @@ def test_torchrun_runs_train_py_like_torchtrain_s_script(torchtrain):
 def as_torchrun(
     arguments: list[str], rank: int, size: int, port: int, names: dict[str, str]
 ) -> tuple[list[str], dict]:
-    """Return what torchrun starts for one rank: the arguments from -m on, and the environment."""
+    """Return the command that torchrun starts for one rank: arguments from ``-m`` on, and environment."""
     place = arguments.index("-m")
     rendezvous = {
         "MASTER_ADDR": "127.0.0.1",
@@ -306,7 +306,7 @@ FEATURES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 def test_each_feature_is_one_line_of_toml_and_changes_no_loss(torchtitan, feature):
-    """In float32, compared with one process: losses of 3 steps within 1e-4, to allow for the compiler's kernels."""
+    """Compare 3 float32 steps with one process. The tolerance of 1e-4 allows for compiled kernels."""
     preset = next(torchtitan.rglob("debug_model.toml"))
     option, _, value = FEATURES[feature].partition("=")
     base = "--training.seq_len 32 --training.steps 3 --training.global_batch_size 4 --training.device cpu "
@@ -316,7 +316,7 @@ def test_each_feature_is_one_line_of_toml_and_changes_no_loss(torchtitan, featur
     for name, ranks, more in (("one", 1, []), ("with", 2, [f"--{option}={value}"])):
         arguments = ["-m", "shardtrain.train", "--job.config_file", str(preset)]
         arguments += ["--nproc", str(ranks), *base.split(), f"--job.dump_folder={name}", *more]
-        # Ranks that split the rows have two of the four rows of a step each.
+        # The global batch has four rows. If the ranks split rows, each of them has two.
         if not (more and "batch" in option):
             local_batch_size = 2 if splits_rows and more else 4
             arguments.append(f"--training.local_batch_size={local_batch_size}")
@@ -334,7 +334,7 @@ def test_each_feature_is_one_line_of_toml_and_changes_no_loss(torchtitan, featur
     by="tests/tools/dcp/test_both_ways.py::test_an_exported_checkpoint_loads_in_pytorch_bitwise",
 )
 def test_bfloat16_weights_load_with_torch_load(torchtitan):
-    """Three commands: train, ``to-dcp`` and PyTorch's converter. ``torch.load`` then reads the file without pickles."""
+    """Run three commands: train, ``to-dcp`` and PyTorch's converter. Load the file with weights_only=True."""
     import torch
 
     preset = next(torchtitan.rglob("debug_model.toml"))
@@ -376,7 +376,7 @@ def test_bfloat16_weights_load_with_torch_load(torchtitan):
     by="tests/compat/migrate/test_torchtitan_runs.py::test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags",
 )
 def test_a_seed_checkpoint_of_one_process_starts_any_mesh(torchtitan):
-    """``NGPU=1 ... --checkpoint.create_seed_checkpoint``, then the run: torchtitan's recipe for equal weights."""
+    """Follow torchtitan's recipe for equal initial weights: one process writes a seed checkpoint."""
     small = "--training.seq_len 32 --training.steps 1 --training.device cpu --metrics.log_freq 1 --checkpoint.enable "
     small += "--training.mixed_precision_param float32 --training.global_batch_size 2 --training.local_batch_size 2"
     preset = next(torchtitan.rglob("debug_model.toml"))
@@ -421,7 +421,7 @@ TRAIN = (
     by="tests/compat/migrate/test_torchtitan_runs.py::test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags",
 )
 def test_a_pod_of_runai_submit_trains_without_job_variables(runai):
-    """Step C9 of the tutorial, where the original failed on an empty PET_NNODES."""
+    """Run step C9 of the tutorial. The original trainer failed there because PET_NNODES is empty."""
     names = {
         **POD,
         "CONFIG_FILE": "./train_configs/debug_model.toml",
@@ -465,7 +465,7 @@ def test_two_pods_of_the_tutorial_save_when_one_is_evicted_and_resume(runai):
         pods = [pod(runai, number, port, steps) for number in (1, 0)]
         try:
             if until == "SIGTERM":
-                # One pod is evicted, and both end: neither can train without the other.
+                # Evict one pod. Both end, because neither can train without the other.
                 wait_for(lambda: (claim / "metrics.jsonl").exists() and len(losses(claim)) > 1)
                 pods[0].send_signal(signal.SIGTERM)
             results = []

@@ -44,7 +44,7 @@ STEPS = 20
 
 
 def write_folder(folder: Path, **values: Any) -> Path:
-    """Write a folder with absolute paths, because the ranks of a test run elsewhere."""
+    """Write a folder with absolute paths, because the test's ranks have another working directory."""
     places = {
         "data_dir": folder / "data",
         "pretrained_model_dir": folder / "bart",
@@ -204,7 +204,7 @@ def assert_weights(original: Original, weights: dict[str, torch.Tensor], toleran
     assert {name.removeprefix("hf.") for name in weights} == set(expected)
     for name, tensor in weights.items():
         if name.endswith("k_proj.bias"):
-            continue  # softmax ignores it: its gradient is rounding noise, which Adam with eps 1e-8 turns into steps
+            continue  # softmax ignores this bias; Adam with eps 1e-8 turns its rounding noise into steps
         torch.testing.assert_close(
             tensor, expected[name.removeprefix("hf.")].detach(), atol=tolerance, rtol=0
         )
@@ -272,7 +272,7 @@ def test_sharding_flags_change_no_loss(tmp_path: Path, name: str) -> None:
 )
 def test_a_global_batch_is_split_over_as_many_devices_as_divide_it(tmp_path: Path) -> None:
     file = write_folder(tmp_path / "folder", is_distributed=False, batch_size=9)
-    # The number of devices of the machine, and how many of them the run uses.
+    # A batch of 9 rows only divides among 1, 3 or 9 devices. Other devices stay unused.
     for devices, used in ((1, 1), (2, 1), (3, 3), (4, 3), (8, 3), (9, 9)):
         loaded, launch = migrate.open_file(file, machine=ThisMachine(devices=devices))
         assert launch == {"nproc": used}
@@ -283,7 +283,7 @@ def test_a_global_batch_is_split_over_as_many_devices_as_divide_it(tmp_path: Pat
         notices = [notice for notice in loaded.notices if any(text in notice for text in texts)]
         assert len(notices) == (devices > 1)
 
-    # float32 rounding of sums in another order
+    # Three ranks sum in another order, which changes float32 rounding.
     (single, *_) = run_ranks(1, body, configured(file, 1), 4)
     (shared, *_) = run_ranks(3, body, configured(file, 3), 4)
     assert shared["losses"] == pytest.approx(single["losses"], abs=1e-6)
@@ -486,7 +486,8 @@ def test_a_tilde_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.M
     )
     (tmp_path / "parameters.yml").write_text(text)
     migration = migrate.migrate([tmp_path / "parameters.yml"])
-    c = configs.load_settings(migration.settings, follow=False).config  # the folder does not exist
+    # the model folder does not exist
+    c = configs.load_settings(migration.settings, follow=False).config
     base = str(tmp_path / "a folder" / "x")
 
     assert (c.job.dump_folder, c.model.hf_assets_path) == (base, base)
@@ -550,7 +551,7 @@ def test_an_original_folder_trains_and_tests_unchanged(tmp_path: Path, epochs: i
     best = max(accuracies, key=lambda step: accuracies[step])
     assert json.loads((models / "checkpoint" / "best.json").read_text())["step"] == best
 
-    # The run is complete, so the same command trains no more, and appends to the log.
+    # The run is complete, so repeating the command takes no steps. It appends to the log.
     log_before = logs[0].read_text()
     second_result = command(folder, "--params=parameters.yml")
     assert second_result.returncode == 0
@@ -624,7 +625,7 @@ def test_an_original_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.nightly("each node starts its ranks as new interpreters, which takes half a minute")
 def test_two_nodes_meet_with_current_node(tmp_path: Path) -> None:
-    """The same command on both nodes, five seconds apart, and with fairscale's flags, which change no loss."""
+    """Start the same command on both nodes, five seconds apart. fairscale's flags change no loss."""
     folder = tmp_path / "folder"
     values = {
         "train": 104,

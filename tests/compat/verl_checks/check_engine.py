@@ -101,7 +101,7 @@ def gradients_of(engine: Any) -> dict[str, Any]:
         return {name: full(p.grad).numpy() for name, p in engine.module.named_parameters()}
     translation = translation_of(engine.built.module, engine.built.shape, "")
     ours = engine.runner.parameters()
-    # a pipeline rank has the gradients of its stages
+    # A pipeline rank only has the gradients of its own stages.
     named = [(name, full(ours[name].grad)) for name in translation.sources if name in ours]
     return {name: tensor.numpy() for name, tensor in in_hub_format(named, translation)}
 
@@ -132,7 +132,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 def test_a_policy_update_equals_that_of_verls_engine_on_any_mesh(
     folder, reference, num_ranks, mesh
 ):
-    """Log-probabilities, entropies, the PPO loss, its gradients and the updated weights."""
+    """Compare log-probabilities, entropies, the PPO loss, its gradients and the updated weights."""
     ours = joined(run_ranks(num_ranks, train_step, folder, mesh))
     for name in ("log_probs", "entropy"):
         for actual, expected in zip(ours["rows"][name], reference["rows"][name], strict=True):
@@ -148,7 +148,7 @@ def test_a_policy_update_equals_that_of_verls_engine_on_any_mesh(
 def save_and_load(
     rank: int, folder: Any, output: str, old: dict[str, int], new: dict[str, int]
 ) -> Any:
-    """Train, save on one mesh, load on another, and train again. Return the weights of both."""
+    """Train and save on one mesh, then load and train on another. Return the weights after each."""
     data = CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"])
     results = []
     for mesh in (old, new):
@@ -213,7 +213,7 @@ HEAD = torch.linspace(-1, 1, 32)[None]
 
 
 def values_of(rank: int, folder: Any, mesh: dict[str, int]) -> Any:
-    """Return a critic's values, verl's loss of them and the gradient norm."""
+    """Return the values of a critic, their loss as computed by verl, and the gradient norm."""
     engine = shardtrain_engine(folder, "value_model", **mesh)
     head = engine.runner.parameters()["head.weight"]
     local_tensor(head).data.copy_(HEAD[local_slices(head)])
@@ -231,7 +231,10 @@ def critic_loss() -> Any:
 
 @pytest.fixture(scope="module")
 def reference_values(folder):
-    """The same with transformers: verl's engine fsdp2 requires flash attention for critics, and so a GPU."""
+    """Results of ``values_of``, computed with transformers.
+
+    verl's engine fsdp2 cannot compute them without a GPU: it requires flash attention for critics.
+    """
     model = AutoModelForTokenClassification.from_pretrained(
         folder, num_labels=1, attn_implementation="eager", dtype=torch.float32
     ).eval()

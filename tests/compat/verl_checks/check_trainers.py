@@ -158,7 +158,7 @@ def test_verls_sft_trainer_gives_the_metrics_of_its_own_engine(
 
 
 def test_verls_sft_trainer_resumes_on_another_mesh(folder, tmp_path):
-    """Weights, optimizer states and the rate, which is still in its warmup."""
+    """The resumed run restores weights, optimizer state and the learning rate, in the middle of its warmup."""
     schedule = (
         *SHARDTRAIN,
         "optim.lr_scheduler_type=constant",

@@ -57,7 +57,7 @@ def model_config(folder: Path, model_type="language_model", **changes) -> HFMode
 
 
 def optimizer_config(**changes) -> FSDPOptimizerConfig:
-    # a large eps, because AdamW amplifies rounding of small gradients
+    # With a small eps, AdamW would amplify the rounding errors of small gradients.
     options = {"lr": 1e-2, "total_training_steps": 10, "override_optimizer_config": {"eps": 1e-3}}
     return FSDPOptimizerConfig(**{**options, **changes})
 

@@ -103,7 +103,7 @@ def test_an_impossible_option_is_one_problem(
     assert len(lines) == 1, lines
     assert option in lines[0]
     assert rule in lines[0]
-    assert ";" in lines[0]  # the fix
+    assert ";" in lines[0]  # a fix follows the semicolon
 
 
 def test_ranks_that_follow_from_the_world_are_checked_too(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_ranks_that_follow_from_the_world_are_checked_too(tmp_path: Path) -> Non
         f"{DEEPSEEK}[model.overrides]\nnum_dense_layers = 0\nnum_shared_experts = 0",
         f"{DEEPSEEK}[parallelism]\nexpert_parallel_degree = 2\n[debug]\nmoe_force_load_balance = true",
         '[model]\nname = "deepseek_v3"\nflavor = "671B"\n[parallelism]\nexpert_parallel_degree = 64',
-        # only experts: no layer uses the inherited dense feed-forward
+        # All layers have experts, so no layer uses ffn_dim, which tp=2 does not divide.
         '[model]\nname = "qwen3_moe"\nflavor = "debugmodel_moe"\n[model.overrides]\nffn_dim = 33\n'
         "[parallelism]\ntensor_parallel_degree = 2",
     ],

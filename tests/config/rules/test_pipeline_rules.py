@@ -131,7 +131,7 @@ def test_every_schedule_has_a_config_that_checks(tmp_path: Path, schedule: str) 
 def test_only_schedules_that_pytorch_cannot_run_reject_fewer_micro_batches_than_stages(
     tmp_path: Path, schedule: str
 ) -> None:
-    """PyTorch's single-stage schedules and DualPipeV raise. The others run with idle ranks."""
+    """In PyTorch, single-stage schedules and DualPipeV raise an error. Other schedules leave ranks idle."""
     file = tmp_path / "run.toml"
     file.write_text(
         TINY + f'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "{schedule}"\n'
@@ -173,7 +173,7 @@ def test_stages_hold_every_layer_once_in_order(layers: int, degree: int) -> None
         ranges = stages.layers_per_stage(parallelism, layers)
         sizes = [len(part) for part in ranges]
         if not all(sizes):
-            continue  # more stages than layers, which a rule refuses
+            continue  # a rule refuses more stages than layers
         assert [layer for part in ranges for layer in part] == list(range(layers))
 
         # The embedding and the head count as ``ends`` layers of their stages.

@@ -28,13 +28,13 @@ def test_an_idle_option_is_a_note_in_a_preset_and_an_error_in_a_file(
     notes_on_option = [note for note in config.notes(loaded) if note.startswith(f"{option}=")]
     assert any("of the preset" in note for note in notes_on_option)
 
-    # The same text in a file of the user
+    # In a user's copy of the preset, the option is an error.
     copied = tmp_path / "copy.toml"
     shutil.copyfile(presets.FOLDER / "debug.toml", copied)
     problems = config.check(config.load(copied, arguments))
     assert option in [problem.option for problem in problems]
 
-    # The same value on the command line
+    # The option is also an error if the user repeats its value on the command line.
     written = config.load("debug", [*arguments, f"--{option}", str(loaded.value(option))])
     assert option in [problem.option for problem in config.check(written)]
 
@@ -53,7 +53,7 @@ def test_a_run_accepts_the_overrides_in_the_file_that_it_wrote(tmp_path: Path, o
 
 @pytest.mark.parametrize("name", presets.names())
 def test_a_run_accepts_the_preset_in_the_file_that_it_wrote(tmp_path: Path, name: str) -> None:
-    """Every option of this file counts as set, also options whose value is the default."""
+    """A run writes all options to its file, so options with default values count as set there."""
     loaded = config.load(name)
     expected = [problem.option for problem in config.check(loaded)]
     assert problems_after_writing(loaded, tmp_path) == expected
