@@ -112,7 +112,8 @@ def test_logits_are_equal_and_the_folder_survives_a_round_trip(
     recognised = recognise(source)
 
     assert recognised.name == "transformers"
-    # Both commands compare logits in float32, and fail above 1e-4 of the largest.
+    # Both commands compare logits in float32. They fail if a difference exceeds 1e-4 of the largest
+    # logit.
     checkpoint = str(tmp_path / "imported")
     assert main(["import", str(source), "--to", checkpoint, "--check", "logits"]) == 0
     assert main(["export", checkpoint, "--to", str(back), "--check", "logits"]) == 0
@@ -177,7 +178,7 @@ def test_logits_with_scaled_rotary_positions_equal_those_of_transformers(
 
 
 def test_a_model_that_transformers_cannot_compute_is_one_line(tmp_path: Path, capsys: Any) -> None:
-    """StableLM rotates a quarter of 12 features, an odd number, which raises an exception in transformers' forward."""
+    """StableLM rotates a quarter of 12 features. transformers' forward fails for this odd number."""
     sizes = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes, **heads)).save_pretrained(

@@ -107,7 +107,8 @@ def test_a_peft_folder_cannot_hold_the_changed_value_and_export_prints_it(
     capsys.readouterr()
     assert export_main([str(tmp_path / "run"), "--adapter", "--to", str(tmp_path / "peft")]) == 0
 
-    # one line for the checkpoint and one for the folder, and a line with the value if it is changed
+    # The output names the checkpoint and the folder in a line each, and a changed value in another
+    # line.
     printed = capsys.readouterr().out
     line = "set them in config.json of the base model: rope_theta=1000000.0\n"
     assert printed.count(line) == len(overrides), printed
@@ -130,7 +131,7 @@ def test_another_field_is_rejected_in_one_line_whose_fix_works(
     assert "\n" not in message
     assert "\\n" not in message
     assert 'set model.flavor = "from_folder"; model.overrides may only change rope_*' in message
-    # With the sizes of the folder, as from_folder sets them, the run starts.
+    # Without overrides, from_folder takes all sizes from the folder, and the run starts.
     assert run(config_of(way, "llama3", tmp_path / "right", {})).error is None
 
 

@@ -184,7 +184,7 @@ def test_adapters_of_a_classifier_export_and_merge(family: str, task: str, tmp_p
 
 
 def test_a_classifier_folder_loads_completely_and_trains_further(tmp_path: Path) -> None:
-    """With ``model.name = "transformers"``. Only a new head is reported as new.
+    """Use ``model.name = "transformers"``. The log must report a head as new only if the folder has none.
 
     The folder has the tokenizer's padding token, which transformers needs to find the last token of each row.
     """
@@ -228,7 +228,7 @@ def test_a_classifier_folder_loads_completely_and_trains_further(tmp_path: Path)
         log = (Path(job.dump_folder) / "logs" / "rank-0.log").read_text()
         assert "does not contain the head" not in log
 
-    # The first run began with a folder without a head, so the line is there.
+    # The first run started from a folder without a head, so its log reports the new head.
     first_log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
     assert "does not contain the head" in first_log
 

@@ -1,4 +1,4 @@
-"""An exported folder stops generation where the trained model stops. Its files change in nothing else."""
+"""An exported folder stops generation where the trained model stops. Nothing else in its files changes."""
 
 from __future__ import annotations
 

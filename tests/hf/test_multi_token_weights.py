@@ -126,7 +126,7 @@ def test_export_can_drop_prediction_layers_for_transformers(tmp_path: Path) -> N
 
     assert main(["export", str(output), "--to", str(full), "--check", "weights"]) == 0
 
-    # the logits of transformers are compared with ours
+    # --check logits compares our logits with those of transformers
     arguments = ["export", str(output), "--to", str(small), "--drop_mtp", "--check", "logits"]
     assert main(arguments) == 0
 
@@ -211,7 +211,8 @@ def test_generate_ignores_prediction_layers(tmp_path: Path, capsys: Any) -> None
 
     assert main(arguments) == 0
 
-    # The checkpoint has the layers of multi-token prediction, and the exported folder has not.
+    # Generation ignores multi-token prediction: the checkpoint has its layers, the exported folder
+    # does not.
     capsys.readouterr()
     texts = []
     for path in (output, small):

@@ -208,7 +208,7 @@ def test_files_of_a_model_are_kept_through_two_runs(tmp_path: Path) -> None:
 
     run_on(folder, tmp_path / "two", first / "step-1", in_hf=False)
     assert_same_folder(folder, tmp_path / "two/checkpoint/step-1-hf", OF_BYTES, weights=False)
-    # Also with the command, from the run folder.
+    # The export command restores the folder from the run folder, too.
     assert (
         main(
             ["export", str(tmp_path / "two"), "--to", str(tmp_path / "back"), "--check", "weights"]

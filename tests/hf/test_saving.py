@@ -1,4 +1,4 @@
-"""A training writes Hugging Face folders next to its checkpoints. Their bytes equal those of an export, on any mesh."""
+"""Runs save Hugging Face folders next to their checkpoints, with the bytes of an export, on any mesh."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_saved_folder_equals_an_export(mesh: str, async_mode: str, tmp_path:
         module, config.model.flavor, config.model.overrides, config.model.norm_type
     )
     tokens = trained_tokens(tokenizer_of(config), config)
-    # An export of each checkpoint writes the same bytes as the run wrote beside it.
+    # Exporting a checkpoint writes the same bytes as the folder that the run saved next to it.
     for step in (1, 2):
         back = tmp_path / f"exported-{step}"
         export = Export(folder / f"step-{step}", back, module, shape, max_tokens=64, tokens=tokens)
@@ -214,7 +214,7 @@ def test_a_model_without_a_transformers_class_is_rejected_before_the_first_step(
     assert "norm_type" in str(ended.error)
     assert not ended.losses
 
-    # The class may exist for language models only, and not for a task with a classification head.
+    # Llama 4 has a transformers class for language models, but none with a classification head.
     labels = reviews.config(
         checkpoint={"enable": True, "last_save_in_hf": True}, job={"dump_folder": str(tmp_path)}
     )

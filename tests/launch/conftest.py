@@ -12,7 +12,7 @@ import slurm_cluster
 
 @pytest.fixture(scope="session")
 def cluster_of_session(tmp_path_factory):
-    """Variables with which Slurm's commands find the cluster; its second node does not see the folder ``UNSEEN``."""
+    """Environment that points Slurm's commands to the cluster. Its second node cannot see ``UNSEEN``."""
     if slurm_cluster.missing():
         pytest.skip(slurm_cluster.missing())
     folder = tmp_path_factory.mktemp("slurm")

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_agent_polls_at_the_interval_used_to_count_stopped_ranks(tmp_path):
-    """With PyTorch's default, twice this interval, a stopped rank would be killed after twice the documented time."""
+    """PyTorch's default interval is twice as long, and would double the time until a stopped rank is killed."""
     node = nodes.Nodes(2, 2, "127.0.0.1:1", 0, "run", "127.0.0.1", 0, 1, "--nnodes=2")
     rendezvous = SimpleNamespace(get_backend=lambda: "c10d", get_run_id=lambda: "run")
     node_agent = agent._agent(node, rendezvous, 1, ["doctor"], 0, str(tmp_path), None)
@@ -54,7 +54,7 @@ TELLING = "telling the other nodes that this one cannot run, at most 120 s\n"
 @pytest.mark.skipif(sys.platform != "linux", reason="the limits are those of Linux")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_that_cannot_run_says_so_before_it_tells_the_others(tmp_path, rank):
-    """Nobody else may start for minutes. A request to stop in this time keeps the reason and the exit status."""
+    """Other nodes may start minutes later. A signal in this time must keep the reason and the exit status."""
     options = ["--nnodes=2", f"--node_rank={rank}", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
     command = [
         sys.executable,
@@ -75,7 +75,7 @@ def test_a_node_that_cannot_run_says_so_before_it_tells_the_others(tmp_path, ran
         try:
             line = process.stderr.readline()
             assert line.startswith("error[7]: ulimit -n=60 must be at least ")
-            # The line comes when the handler is set.
+            # The node prints this line after it has installed its signal handler.
             process.send_signal(signal.SIGTERM)
             assert process.wait(patience.seconds(30)) == 7
             assert process.stderr.read() in ("", TELLING)
@@ -113,7 +113,7 @@ sys.exit(__main__.main())
 
 @pytest.mark.parametrize("end", ["return 75", "sys.exit(75)"])
 def test_threads_in_a_store_do_not_abort_the_end_of_a_node(end):
-    """PyTorch's rendezvous sends heartbeats from a thread. A run that had ended with 0 could exit with 134."""
+    """PyTorch's heartbeat thread may still be in a store call at exit. This aborted finished runs with 134."""
     command = [sys.executable, "-c", ENDS.replace("END", end)]
     ended = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=patience.seconds(60)
@@ -149,7 +149,7 @@ def test_a_node_that_is_stopped_while_it_waits_leaves_no_temporary_folder(tmp_pa
 
 @pytest.mark.parametrize("lacking", cases([{1}], nightly=[{0}, {0, 1}]))
 def test_a_node_without_its_data_ends_all_nodes_with_the_reason(tmp_path, lacking):
-    """The others would wait ten minutes for it. If all nodes lack the data, all end immediately."""
+    """Other nodes must not wait ten minutes for the node. If all nodes lack the data, all end immediately."""
     endpoint = f"127.0.0.1:{free_port()}"
     nodes_of_run = []
     for rank in (0, 1):

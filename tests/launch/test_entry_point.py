@@ -139,7 +139,7 @@ def test_a_signal_to_the_script_reaches_the_ranks_which_save(tmp_path):
     assert record(tmp_path / "run")["code"] == 75
 
 
-# kind of start -> options and variables. The node is the only one of its run.
+# kind of start -> options and variables, for a run on a single node
 STARTS: dict[str, tuple[list[str], dict[str, str]]] = {
     "forked ranks": (["--nproc", "2"], {}),
     "one process": (["--nproc", "1"], {}),
@@ -264,7 +264,7 @@ def test_two_nodes_with_two_configurations_do_not_train(tmp_path):
 
 
 def test_refused_ranks_replace_the_exit_file_of_an_earlier_attempt(tmp_path):
-    """exit.json of a run that saved because a node joins says retryable. With more nodes, the command is refused."""
+    """exit.json says retryable after the save for a joining node. If the larger run is refused, it must not."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/exit.json").write_text('{"code": 75, "retryable": true}')
     names = {

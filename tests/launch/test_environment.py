@@ -116,7 +116,7 @@ LEFT = {"TORCHELASTIC_RUN_ID": "x"}
         (
             {**SRUN, "RANK": "0"},
             "RANK=.*SLURM_PROCID=5",
-        ),  # the same value in every task would make all wait for the others
+        ),  # with the same RANK in every task, all would wait for the others
         ({**SRUN, "WORLD_SIZE": "16"}, "WORLD_SIZE=.*SLURM_STEP_NUM_TASKS=8"),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS"),
         ({**SRUN, "SLURM_PROCID": "x"}, "RANK"),
@@ -212,5 +212,6 @@ def test_an_imported_torch_gets_its_number_of_threads(monkeypatch, omp_threads, 
 
     assert calls == expected
 
-    environment.set_process_defaults({}, 2, 8, alone=False)  # variables for another process
+    # The variables of another process do not change this process.
+    environment.set_process_defaults({}, 2, 8, alone=False)
     assert calls == expected

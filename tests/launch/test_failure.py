@@ -32,7 +32,7 @@ GLOO = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection clos
 
 
 class OutOfMemoryError(RuntimeError):
-    """Has the name of torch's class."""
+    """Same class name as torch.OutOfMemoryError, by which the failure is classified."""
 
 
 def caught(error, rank=1):
@@ -112,7 +112,7 @@ def test_errors_that_a_user_can_fix_show_no_class_and_no_source_line(kind):
         line
         == f"error[{status}]: rank 3 (host {report.host}): the data end; use more; see out/rank-3.log"
     )
-    # in exit.json and in the log
+    # exit.json gets the kind, and the log gets the trace.
     assert report.kind == kind.__name__
     assert "Traceback" in report.trace
 
@@ -254,14 +254,14 @@ def test_a_storage_error_at_the_start_leaves_an_exit_file(
     record = json.loads((tmp_path / "new/exit.json").read_text())
     assert (record["code"], record["class"], record["retryable"]) == (8, "StorageError", True)
 
-    # It does not write to the folder of a run that may be alive.
+    # A refused run does not write to the folder of a run that may be alive.
     used = tmp_path / "held/checkpoint"
     used.mkdir(parents=True)
     (used / "lease.json").write_text(json.dumps({**lease.own_fields("aa"), "host": "another.host"}))
     start(tmp_path / "held")
     assert os.listdir(tmp_path / "held") == ["checkpoint"]
 
-    # If the folder has no room either, it writes to a temporary file and names it.
+    # If the run folder is full too, exit.json goes to a temporary file, which the message names.
     monkeypatch.setattr(atomic_io, "write", full)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     start(tmp_path / "full")

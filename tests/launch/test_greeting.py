@@ -109,7 +109,7 @@ def test_a_node_that_cannot_run_ends_in_time_if_nobody_listens(monkeypatch):
     monkeypatch.setattr(greeting, "REFUSAL_SECONDS", 0.3)
     greeting.send_refusal(f"127.0.0.1:{free_port()}", "a key", b"reason")
     greeting.serve_refusal(f"127.0.0.1:{free_port()}", "reason", 1)
-    for host in ("a" * 64, "a..b"):  # not host names
+    for host in ("a" * 64, "a..b"):  # invalid host names
         greeting.serve_refusal(f"{host}:{free_port()}", "reason", 1)
         greeting.send_refusal(f"{host}:{free_port()}", "a key", b"reason")
 
@@ -233,7 +233,7 @@ def test_a_client_that_resets_its_connection_does_not_keep_a_node_from_serving(m
         return listener
 
     monkeypatch.setattr(greeting, "rendezvous_listener", listen_to_a_client)
-    # a single attempt
+    # Poll only once instead of waiting.
     monkeypatch.setattr(greeting, "_await", lambda endpoint, seconds, look, problem, fix: look())
     port = free_port()
     with greeting.claim(f"127.0.0.1:{port}", 600) as served:

@@ -69,7 +69,7 @@ def test_names_of_variables_and_secrets_contain_only_allowed_characters(form):
 
 
 def test_the_command_rejects_the_same_values(monkeypatch, capsys):
-    """The first texts through the configuration check: accepted, or rejected with one line that names the option."""
+    """The configuration check accepts each text, or rejects it with one line that names the option."""
     for option in sorted(set(FORMS) - set(QUOTED)):
         for piece in texts(3, f"command {option}"):
             many = option.rpartition(".")[2] in (
@@ -98,7 +98,7 @@ def folder_names() -> list[str]:
 
 
 def test_slurm_and_ssh_enter_folders_of_any_name(folders):
-    """Each folder by its absolute and by its relative path, with a misleading CDPATH."""
+    """Enter each folder by its absolute and its relative path, with a misleading CDPATH."""
     record, at = folders
     shims = 'srun() { while [[ "$1" == --* ]]; do shift; done; "$@"; }\n'
     names = [*folder_names(), "-", "-x", "--"]
@@ -120,7 +120,7 @@ def test_slurm_and_ssh_enter_folders_of_any_name(folders):
             expected.append([str(at / name), *job.command[1:]])
         expected_folders = [folder for folder, *_ in expected]
 
-        # Slurm starts a check of the interpreter and the command in each folder.
+        # In each folder, Slurm first runs a check of the interpreter, then the command.
         record.run(["bash"], f"{shims}cd {at}\nexport CDPATH=/:/usr\n" + "\n".join(scripts), **STEP)
         calls = each(record)
         same(
@@ -225,7 +225,8 @@ def test_every_variable_of_bash_arrives_or_is_rejected(tmp_path):
             assert name in slurm.TAKEN
             assert f"launch.env.{name}" in str(error)
             continue
-        # These affect the shells in between, as intended. bash as root ignores PS4 from the environment.
+        # Do not run with variables that change the shells in between. bash as root also ignores
+        # PS4.
         if name not in ("PATH", "BASH_ENV", "ENV", "LD_LIBRARY_PATH", "PS4"):
             record.run(["bash"], text, **STEP)
             record.arrived(job)

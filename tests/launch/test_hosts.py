@@ -159,7 +159,7 @@ def test_slots_are_the_ranks_and_chosen_devices_are_the_visible_ones():
 def test_a_single_host_gets_no_node_variables():
     (plan,) = ssh.render(JOB, Launch(), [Host("a", "me", 22)], "a", "id")
 
-    # The launcher reports the status of the run.
+    # SHARDTRAIN_SUPERVISED: the launcher reports the status of the run, so the host does not.
     variables = [name for name in plan.environment if name.startswith("SHARDTRAIN_")]
     assert variables == ["SHARDTRAIN_SUPERVISED"]
     agent = "exec python3 -P -m shardtrain.launch.remote_agent"
@@ -207,13 +207,14 @@ def test_a_reused_process_id_is_not_a_launch(tmp_path, monkeypatch, capsys):
     own_process = f"ssh/{os.getpid()}"
     folder = job_status.open_folder(os.getpid())
 
-    # The time zone does not matter.
+    # The start time that identifies a process must not depend on the time zone.
     job_status.status(own_process)
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     job_status.status(own_process)
     assert capsys.readouterr().out.splitlines() == ["running", "running"]
 
-    # The same process id after a reboot, and of a process that started later
+    # The process id was reused, after a reboot or by a later process. That process must not be
+    # stopped.
     boot, ticks = (folder / "started").read_text().split()
     for started in (f"{boot[::-1]} {ticks}", f"{boot} {int(ticks) + 1}"):
         (folder / "started").write_text(started)

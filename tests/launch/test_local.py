@@ -84,7 +84,7 @@ def test_the_failing_rank_is_named_once_with_its_cause_and_place(tmp_path, how):
     ("mode", "status", "message"),
     cases(
         [
-            # while rank 0 still waits in the rendezvous
+            # rank 1 fails while rank 0 still waits in the rendezvous
             ("early", 1, "rank 1 (host"),
             ("data", 3, "): the data ends at sample 7; see "),
             # neither success nor the fault of the other rank
@@ -130,7 +130,7 @@ def test_a_rank_killed_by_a_signal_is_named_with_the_signal(tmp_path):
     ),
 )
 def test_a_rank_killed_during_a_request_to_stop_is_named(tmp_path, first, victim, number):
-    """The launcher has sent the rank a signal, too, but not the one that killed it."""
+    """The launcher has signalled the rank as well, but another signal killed it, which must be named."""
     process = start(tmp_path, "stubborn")
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     requests = [(process.pid, signal.SIGTERM), (pids(tmp_path)[victim], number)]
@@ -175,7 +175,7 @@ def test_a_second_interrupt_kills_unresponsive_ranks(tmp_path):
     process = start(tmp_path, "stubborn")
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     process.send_signal(signal.SIGINT)
-    time.sleep(1.5)  # within ONE_REQUEST_SECONDS both would count as one request
+    time.sleep(1.5)  # two signals within ONE_REQUEST_SECONDS count as one request
 
     assert process.poll() is None
 
@@ -325,7 +325,7 @@ def test_a_run_is_alive_if_its_lease_is_held(tmp_path, monkeypatch, is_alive):
 
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_a_refused_rank_does_not_change_the_folder_of_a_live_run(tmp_path, monkeypatch, is_alive):
-    """The agent of its node writes exit.json unless the rank's report forbids it."""
+    """The node's agent writes exit.json unless the report of the refused rank forbids it."""
     from shardtrain.config import load
     from shardtrain.launch import failure, local
     from shardtrain.utils.errors import OutOfMemoryError

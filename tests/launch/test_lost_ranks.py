@@ -193,14 +193,14 @@ def test_each_fault_on_each_host_is_explained_on_both(tmp_path, how, fault, rank
     ("victim", "storage"), cases([(0, "shared")], nightly=[(1, "shared"), (0, "first_node")])
 )
 def test_a_node_whose_agent_is_killed_is_named_by_the_other_one(tmp_path, victim, storage):
-    """Its ranks die with it. They do not treat this as a request to stop, which would end the run as saved."""
+    """Ranks die with their agent. They must not save as for a request to stop, or the run would count as saved."""
     (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=victim, fault="pass"))
     with started("train --nnodes 2", tmp_path, f"--checkpoint.storage={storage}") as hosts:
         wait_for_a_rank(tmp_path, hosts)
         hosts[victim].kill()
         stderr = hosts[1 - victim].communicate(timeout=patience.seconds(90))[1]
 
-        # Its rank ends by itself. A zombie has ended too: nobody has read its status yet.
+        # The rank of the killed agent ends by itself. A zombie counts as ended.
         process = Path(f"/proc/{(tmp_path / 'pid').read_text()}")
         wait_for(lambda: not process.exists() or "(zombie)" in (process / "status").read_text())
 

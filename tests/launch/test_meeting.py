@@ -218,7 +218,7 @@ def test_a_node_is_lost_when_its_heartbeat_has_not_changed_for_fifteen_seconds(m
 
 
 def test_a_node_that_was_removed_before_all_have_joined_may_return_for_some_seconds(monkeypatch):
-    """A node whose heartbeats were late joins again. One that does not is lost, and the others need not wait for it."""
+    """A node removed for late heartbeats may rejoin within 10 s. After that, it is reported as lost."""
     passed = [0.0]
     monkeypatch.setattr(meeting.time, "monotonic", lambda: 1000.0 + passed[0])
     backend = C10dRendezvousBackend(dist.HashStore(), "run")
@@ -232,7 +232,8 @@ def test_a_node_that_was_removed_before_all_have_joined_may_return_for_some_seco
         holder.state.participants = {other: 0} if present else {}
         holder._raise_lost()
 
-    # It may be absent for 10 seconds since it was last present: 9 and 9 seconds here, and 11 at last.
+    # Absences of 9 seconds are tolerated, and each return restarts the clock. 11 seconds are too
+    # long.
     for present, at in ((True, 0), (False, 9), (True, 12), (False, 21)):
         see(present, at)
     with pytest.raises(PeerError, match=r"^node 1 \(node-b, process 7\) joined .* and left it"):
@@ -368,7 +369,7 @@ def join_and_follow(rank: int, port: int) -> list[int]:
         (2, 2, [1, 2, 4], 2),
         (1, 1, [1, 2, 4], 1),
         (2, 1, [2, 3], 1),
-        (1, 2, [2, 4], 2),  # a member has left to join again
+        (1, 2, [2, 4], 2),  # one of two members has left to join again
         (4, 1, [1, 2, 4], 0),
         (2, 0, [1, 2, 4], 0),
     ],
@@ -401,7 +402,7 @@ def test_a_surplus_node_waits_until_more_nodes_join():
 def test_without_a_global_batch_the_nodes_that_meet_first_decide_which_numbers_can_work(
     monkeypatch,
 ):
-    """Later worlds keep the batch size of the first one, and their ranks must divide it. Other nodes wait."""
+    """Later worlds keep the first one's batch size, which their ranks must divide. Surplus nodes wait."""
     shared = dist.HashStore()
     monkeypatch.setattr(Meeting, "_compare_clocks", lambda *_: None)
     for num_nodes, rank, size in [(4, 0, 4), (3, 1, 2), (2, 0, 2), (4, 3, 4)]:

@@ -115,7 +115,7 @@ def test_two_nodes_name_the_same_cause(tmp_path, end):
 def _explain_by_clock(
     number: int, folder: Path, port: int, ahead: list[float]
 ) -> tuple[int | None, bool]:
-    """Return the rank that one of two nodes names as the cause, and whether its time is by this node's clock.
+    """Return the rank that a node names as the cause, and True if its time is by this node's clock.
 
     The rank of node ``number`` fails ``number`` + 1 seconds from now.
     """
@@ -124,7 +124,7 @@ def _explain_by_clock(
     reports = NodeReports(store, "run", number, 2, first_rank=number)
     time.sleep(number + 1)
     failed_at = time.time()
-    # The nodes report at the same time.
+    # Wait, so that both nodes report 2 seconds after the start.
     time.sleep(2 - number)
     cause = reports.explain([failure.killed(number, 9, failed_at)], False, folder)
     store.add("done", 1)
@@ -139,7 +139,7 @@ def _explain_by_clock(
 )
 def test_the_first_failure_is_the_cause_although_clocks_of_nodes_differ(tmp_path, ahead):
     (tmp_path / "logs").mkdir()
-    # Each node returns the time of the failure by its own clock.
+    # Both name rank 0, which failed first, with a time by their own clock.
     assert run_ranks(2, _explain_by_clock, tmp_path, free_port(), ahead) == [(0, True), (0, True)]
 
 

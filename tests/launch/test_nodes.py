@@ -114,7 +114,8 @@ def find(names, *flags):
             (4, 4, 3, "job-node-0-0.job:29500", "1234"),
         ),  # PET_ variables take precedence over SLURM_
         (SLURM, [], (2, 2, 1, "gpu07:21234", "1234")),
-        ({**SLURM, "SLURM_GPUS_ON_NODE": "1"}, [], None),  # one task per GPU: a rank, not a node
+        # with one task per GPU, this process is a rank and not a node
+        ({**SLURM, "SLURM_GPUS_ON_NODE": "1"}, [], None),
         ({**SLURM, **OURS}, [], (3, 3, 2, "h:1", "x")),
         (SKYPILOT, [], (2, 2, 1, "10.0.0.1:29500", "shardtrain")),
         (INDEXED, [], (2, 2, 1, "s-node-0-0.s:29500", "shardtrain")),

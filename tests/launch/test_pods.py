@@ -60,7 +60,7 @@ def fail_with_output(pods: list[subprocess.Popen], why: str) -> NoReturn:
             process.send_signal(forked.STACKS)
     time.sleep(1)
     for process in pods:
-        process.kill()  # kill all before reading: each would wait for the others
+        process.kill()  # kill all before reading the output: a living pod would wait for the others
     outputs = [process.communicate()[1] for process in pods]
     pytest.fail(f"{why}, ended with {codes}:\n" + "\n".join(outputs))
 
@@ -118,7 +118,7 @@ def test_two_pods_train_one_is_terminated_and_the_same_command_resumes(tmp_path)
 
 @pytest.mark.slow
 def test_the_same_image_runs_on_one_node_without_the_variables(tmp_path):
-    """Pods of ``runai submit`` have only a command. The original failed here on an empty PET_NNODES."""
+    """Pods of ``runai submit`` have no rendezvous variables, and PET_NNODES is empty."""
     bare = {
         "PATH": os.environ["PATH"],
         "HOME": str(tmp_path),

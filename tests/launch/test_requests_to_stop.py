@@ -172,7 +172,7 @@ def test_a_stop_request_in_any_phase_saves_and_loses_no_step(tmp_path, straight,
 
 @pytest.mark.parametrize("whom", cases(["all"], nightly=["launcher"]))
 def test_a_hanging_data_worker_does_not_block_its_rank(tmp_path, whom):
-    """Slurm, for example, may send the signal to every process."""
+    """The signal may reach the hanging worker too, because Slurm can signal every process."""
     data_options = DataLoaderOptions(num_workers=1, prefetch_factor=1)
     process = run(config(tmp_path, dataloader=data_options), "worker", 0)
     wait_for((tmp_path / "pid-worker").exists)
@@ -315,7 +315,7 @@ def test_a_request_after_the_last_step_is_not_a_failure(tmp_path, saves):
     cases([(True, True), (False, False)], nightly=[(True, False), (False, True)]),
 )
 def test_a_second_run_does_not_change_the_folder_of_the_first(tmp_path, first_saves, second_saves):
-    """Without checkpoints, too: otherwise both runs would write to one metrics.jsonl."""
+    """The second run is refused even without checkpoints, because both would write to metrics.jsonl."""
     process = run(config(tmp_path, enable=first_saves), "step", 0)
     wait_for((tmp_path / "ready").exists)
     log_files = {path: path.read_bytes() for path in (tmp_path / "logs").iterdir()}
@@ -323,13 +323,13 @@ def test_a_second_run_does_not_change_the_folder_of_the_first(tmp_path, first_sa
     second_config = config(tmp_path, enable=second_saves)
     second = run(second_config)
 
-    # The second run neither ends the first one's folder with exit.json nor writes to its logs.
+    # The second run neither writes exit.json to the folder nor errors to the logs of the first.
     assert end(second) == 2
     assert not (tmp_path / "exit.json").exists()
     for path, before in log_files.items():
         assert b"error" not in path.read_bytes()[len(before) :]
 
-    # A check of the configuration predicts the refusal.
+    # ``config check`` predicts the refusal.
     loaded = Loaded(second_config)
     lines = judge(loaded, machine.this_machine(loaded, 2)).lines
     assert any(f"is being written by process {holder} on" in line for line in lines), lines
@@ -375,7 +375,8 @@ def test_two_interrupts_immediately_end_ranks_of_another_launcher(tmp_path):
 
 @pytest.mark.parametrize("phase", cases(["data"], nightly=["slow steps"]))
 def test_a_run_saves_itself_before_its_slurm_job_ends(tmp_path, monkeypatch, phase):
-    # Enough time to start, train and save on a machine as busy as this one. The test waits for all of it.
+    # The job must last long enough to start, train and save on a busy machine. The test takes this
+    # long.
     finish = time.time() + min(90.0, patience.seconds(6))
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(finish)))
     run_config = config(tmp_path, steps=100_000, on_data_end="repeat")

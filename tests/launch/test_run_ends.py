@@ -191,7 +191,7 @@ def send(pid: int, name: str) -> None:
         try:
             os.kill(pid, signal.Signals[number])
         except ProcessLookupError:
-            assert name == TWICE  # the first signal was enough
+            assert name == TWICE  # the first signal ended the process
         time.sleep(0.2)
 
 
@@ -224,7 +224,7 @@ def test_each_cell_of_the_table(tmp_path, capfd, name, phase, ranks):
         assert record(run_folder)["code"] == expected.code
         assert record(run_folder)["retryable"] == (expected.code in failure.RETRYABLE)
 
-    # The test compares the line up to the step, which depends on the speed of the machine.
+    # Compare the line only up to the step number, which depends on the speed of the machine.
     if expected.line:
         reason = "a second SIGINT" if expected == run_ends.AT_ONCE else name.partition(" ")[0]
         line = expected.line.partition(" after step")[0].partition("{kept}")[0]
@@ -336,7 +336,7 @@ IMPORTS = {
     ),
 )  # fmt: skip
 def test_a_signal_during_imports_ends_according_to_the_table(tmp_path, name, module):
-    """A new interpreter. The other tests of this file fork a process that has imported everything."""
+    """Start a new interpreter, because forks of this process have already imported everything."""
     (tmp_path / "run.toml").write_text(RUN)
     customize = tmp_path / "customize"
     customize.mkdir()
@@ -392,7 +392,7 @@ def test_a_waiting_node_ends_according_to_the_table(tmp_path, name, phase):
 )
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_node_with_starting_ranks_ends_according_to_the_table(tmp_path, name, monkeypatch):
-    """Its ranks are still importing PyTorch when they receive the signal."""
+    """The ranks are still importing PyTorch when they receive the signal."""
     monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=1")
     (tmp_path / "run.toml").write_text(RUN)
     arguments = [
@@ -421,7 +421,7 @@ def test_a_node_with_starting_ranks_ends_according_to_the_table(tmp_path, name, 
 def test_a_node_that_is_starting_the_processes_of_ranks_ends_as_the_table_says(
     tmp_path, monkeypatch
 ):
-    """PyTorch's agent has its signal handlers by then, and does not know its processes yet."""
+    """PyTorch's agent has installed its signal handlers, but does not know the rank processes yet."""
     monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=1")
     (tmp_path / "run.toml").write_text(RUN)
     arguments = [
@@ -467,7 +467,7 @@ def factor(step, total_steps, warmup_steps, min_lr_factor):
     [(["SIGTERM"] * 4, 75), (["SIGINT", "SIGTERM", "SIGTERM"], 75), ([TWICE], 76)],
 )
 def test_a_node_waits_for_its_ranks_however_often_it_is_asked(tmp_path, names, code, monkeypatch):
-    """Each request interrupts the main thread of PyTorch's agent."""
+    """Each signal interrupts the agent's main thread, which must continue to wait for its ranks."""
     monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=1")
     (tmp_path / "run.toml").write_text(RUN)
     (tmp_path / "slow.py").write_text(SLOW_STEP)
@@ -503,7 +503,7 @@ def test_a_signal_after_the_end_stops_the_sample_but_keeps_the_status(tmp_path, 
 def test_a_check_that_is_killed_or_stopped_is_named_and_tried_again(
     tmp_path, number, cause, restarts
 ):
-    """The hook holds only the first check. The second one passes."""
+    """The hook blocks only the first preflight check, so the second one passes."""
     arguments = [
         "--nproc",
         "2",
@@ -578,7 +578,7 @@ def _refused(folder: Path, name: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_refusal_of_the_preflight_is_in_exit_json(tmp_path, name, way):
-    """A wrong configuration does not change the folder, except under torchrun, whose status is always 1."""
+    """An invalid configuration creates no run folder, except under torchrun, whose status is always 1."""
     (tmp_path / "run.toml").write_text(RUN)
     code = REFUSALS[name][1]
     assert end(fork(_refused, tmp_path, name, way)) == code

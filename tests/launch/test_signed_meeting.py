@@ -45,7 +45,7 @@ def test_nodes_with_one_secret_exchange_states() -> None:
     assert replaced
     assert (replaced[0], replaced[2]) == (b"two", True)
 
-    # A node that writes with an old token loses to the one that was faster, and receives its state.
+    # A write with an outdated token is rejected, and returns the current state.
     late = first.set_state(b"three", written[1])
     assert late
     assert (late[0], late[2]) == (b"two", False)

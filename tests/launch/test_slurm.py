@@ -35,7 +35,7 @@ def script(*arguments: str) -> str:
 
 
 def last_step(text: str) -> str:
-    """Return the training step. The step before it checks all nodes."""
+    """Return the srun command that trains. The one before it checks all nodes."""
     return [line for line in text.splitlines() if line.startswith("srun ")][-1]
 
 
@@ -94,7 +94,7 @@ def test_other_directives_are_passed_on(directive):
 
 
 def test_the_notice_is_longer_than_the_trainers_grace():
-    """Slurm must send its signal early enough for the save."""
+    """Slurm signals 10 s earlier than the grace period requires, for the time until the save begins."""
     assert directives(script("--checkpoint.grace_seconds=100"))["signal"] == "USR1@110"
 
 
@@ -265,7 +265,7 @@ def queued_again(tmp_path: Path) -> bool:
 
 @pytest.mark.parametrize("code", [75, 6])
 def test_only_the_task_of_a_sweep_that_ended_is_requeued(tmp_path, code):
-    """The job id of an array's last task is that of the array, which would requeue every task."""
+    """The last task of an array has the array's own job id. Requeueing that id would requeue every task."""
     # A stand-in for Python that ends with the code of the run.
     python = tmp_path / "python"
     python.write_text(f'#!/bin/bash\n[[ "$2" == -c ]] || exit {code}\n')
@@ -339,7 +339,7 @@ def test_requeued_codes_are_those_documented_as_retryable():
 @pytest.mark.parametrize("stop_exit_code", [75, 0, 3])
 @pytest.mark.parametrize("which", ["rendered", "the script at the root"])
 def test_a_stopped_job_is_requeued_for_every_configured_status(tmp_path, stop_exit_code, which):
-    """Inside the job, a saved stop has status 75. The script translates it at its end."""
+    """Inside the job, a saved run always exits with 75. The script translates this status at its end."""
     python = tmp_path / "python"
     python.write_text(
         f'#!/bin/bash\n[[ "$2" == -c ]] && exit; exit $((SHARDTRAIN_SUPERVISED ? 75 : {stop_exit_code}))\n'

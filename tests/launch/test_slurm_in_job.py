@@ -110,7 +110,7 @@ def test_a_deleted_configuration_is_reported_by_each_node(cluster, tmp_path):
     path.write_text("[training]\nsteps = 1\n")
     arguments = ["slurm", str(path), "--name=gone", "--nodes=2", *ON_LOOPBACK, "--dry-run"]
     script = launch(cluster, *arguments).stdout
-    # The script was rendered before the file was deleted.
+    # Delete the file after rendering, before the job starts.
     path.unlink()
     command = ["sbatch", "--parsable", f"--chdir={tmp_path}"]
     job = subprocess.run(

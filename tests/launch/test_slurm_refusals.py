@@ -91,7 +91,7 @@ def test_a_job_that_must_wait_is_queued_with_a_note_and_its_status_explains_it(c
         f"{name}: PENDING, PartitionDown: the partition is closed; the job starts when it opens, log /"
     )
 
-    # A job that has not started has no log, and can be stopped.
+    # A job that has not started has no log, but can be stopped.
     early = launch(cluster, "logs", name)
     assert early.returncode == 2
     assert "has no log yet" in early.stderr
@@ -165,7 +165,7 @@ def test_a_forgotten_job_is_looked_up_in_the_accounting(cluster, tmp_path):
 
 
 def test_a_missing_image_or_folder_is_noted_before_submission(cluster):
-    """A note instead of an error, because they may exist only on the nodes."""
+    """The launcher only notes a missing path, because it may exist only on the nodes."""
     result = launch(
         cluster, "slurm", "--launch.slurm.partition=closed", "--launch.slurm.container=apptainer",
         "--launch.image=/nowhere/run.sif",

@@ -51,7 +51,8 @@ def test_kill_costs_at_most_one_completed_step(tmp_path: Path) -> None:
     assert killed == dict(benchmark.logged(tmp_path / "undisturbed"))
     assert len(killed) == STEPS
 
-    # The agents have removed their folders. That of a killed agent is removed by the next start.
+    # Agents remove their snapshot folders when they end. The next start removes the folder of a
+    # killed agent.
     remaining = {*temporary.SHARED_MEMORY.glob("shardtrain-snapshots-*")} - before
     with temporary.temporary_folder():
         assert not [folder for folder in remaining if folder.exists()]

@@ -110,7 +110,8 @@ def test_all_hosts_that_cannot_start_are_named_with_their_reasons(tmp_path, monk
 SAVED = "stopped[75]: saved"
 NOT_SAVED = "stopped[76]: not saved"
 FAILED = "error[6]: rank 1 failed"
-# what two hosts do after a request to stop: a line about the end of the run and an exit status -> that of the launcher
+# name: (last line and exit status of each of two hosts after a request to stop, exit status of the
+# launcher)
 STOPS = {
     "all ranks have saved": ((SAVED, 75), (SAVED, 75), 75),
     "a host is killed once it has reported": ((SAVED, 137), (SAVED, 75), 75),

@@ -61,7 +61,8 @@ def test_all_processes_are_gone_within_ten_seconds_of_a_kill(tmp_path, victim, m
         # A killed launcher leaves its temporary folder. The next start removes it.
         leftovers = [path for path in places.iterdir() if path.name.startswith(temporary.PREFIX)]
         assert len(leftovers) == (victim == "launcher")
-        # The lock ends with the last fork of the launcher, which on a busy machine may be after the ranks.
+        # Every fork of the launcher holds the lock, and on a busy machine the last may outlive the
+        # ranks.
         wait_for(lambda: next_start_removes_others(places), LIMIT_SECONDS)
         if victim == "rank":
             assert (status, record(folder)["rank"], record(folder)["code"]) == (6, number % 2, 6)

@@ -196,7 +196,7 @@ def test_a_run_that_gains_a_node_continues_with_both_and_sees_the_same_data(tmp_
     begins = tmp_path / "begins"
     agents = [elastic(port, folder, steps, is_host=False, begins=begins)]
     try:
-        # The first agent begins only when the second one has trained some steps alone.
+        # The first agent joins only after the second one has trained some steps alone.
         wait_for(begins.with_suffix(".ready").exists, WAIT_SECONDS)
         agents.append(elastic(port, folder, steps, is_host=True))
         wait_for(lambda: num_steps(folder) > 8, WAIT_SECONDS)

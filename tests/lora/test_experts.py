@@ -41,7 +41,7 @@ def reference_logits(model: Any) -> torch.Tensor:
 def test_peft_opens_adapters_of_experts_and_merges_equally(
     family: str, lora: dict[str, Any], tmp_path
 ) -> None:
-    """Logits of about 1 within 1e-4, because the two programs sum experts in a different order."""
+    """Logits of about 1 may differ by 1e-4, because PEFT sums experts in a different order."""
     base = save(build(family), tmp_path / "base")
     ended = train(1, adapter_config(base, tmp_path / "run", lora=lora))[0]
     assert ended.error is None

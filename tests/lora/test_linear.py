@@ -114,7 +114,7 @@ def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six():
     with_adapters, after = count_model(model, llama3.LAYOUT, shape)
     added = with_adapters - total
 
-    # layers times rank times (inputs of q, k, v and o, and outputs of q, of k and v, and of o)
+    # 4 layers x rank 4 x (inputs of q, k, v and o + outputs of q, of k and v, and of o)
     assert added == 4 * 4 * (4 * 64 + 64 + 2 * 32 + 64)
 
     used = total - 512 * 64
@@ -293,8 +293,8 @@ def test_inactive_experts_with_adapters_cost_no_flops() -> None:
     spec.adapt(model, mixtral, shape, options)
     _, after = count_model(model, mixtral.LAYOUT, shape)
 
-    # Factors of rank 4 of 4 experts, of which half are active.
+    # Adapters have rank 4 in each of 4 experts, of which half are active.
     added = 4 * 4 * (64 + 2 * 32) // 2
-    # FLOPs without attention, which are 6 per weight.
+    # Active weights: the FLOPs without attention, at 6 per weight.
     used = (before(64) - 12 * 1 * 4 * 16 * 64) // 6
     assert after(64) == before(64) - 2 * used + 6 * added

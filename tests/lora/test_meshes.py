@@ -108,7 +108,7 @@ def test_the_reference_learns_and_freezes() -> None:
         if name.endswith("lora_b"):
             assert not weight.any(), name
 
-    # Adam's state: two float32 numbers per trained weight, and step counts.
+    # Only trained weights have Adam states: two float32 numbers each, and step counts.
     trained = sum(weight.numel() for name, weight in expected.initial.items() if is_adapter(name))
     step_counts_bytes = 4 * 2 * len(expected.initial)
     assert expected.facts["optimizer_bytes"] < 2 * 4 * trained + step_counts_bytes

@@ -99,7 +99,7 @@ def test_peft_opens_saved_modules_and_new_rows(family: str, rows: int, tmp_path:
 
 
 def test_new_rows_are_initialized_like_in_transformers(tmp_path: Path) -> None:
-    """The mean of the other rows, plus noise with 1e-9 of their variance: 6e-6 here, so the tolerance is 1e-4."""
+    """New rows are the mean of the others plus noise of 1e-9 of their variance: 6e-6 here, tolerance 1e-4."""
     base = save(build("llama3"), tmp_path / "base")
     off = {"optimizer": {"lr": 0.0}, "training": {"steps": 1}}
     ended = train(2, config_of(base, tmp_path / "run", ROWS, **off))[0]

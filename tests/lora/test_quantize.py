@@ -39,7 +39,7 @@ def low_config(base, folder, kind, parallelism=None, **training):
 
 
 def ten_steps(rank, config):
-    """Return losses, stored bytes, number of weights, whether they are unchanged, adapters, and number of modules."""
+    """Train. Return losses, stored bytes, number of weights, True if unchanged, adapters, and number of modules."""
     run = make_run(rank, config)
     resume.resume(run, Checkpoints(config))
     modules = []

@@ -269,7 +269,7 @@ def test_a_damaged_folder_of_peft_is_refused(run, tmp_path):
     assert "a pickle, which is never opened" in message(rename_to_pickle)
     assert "no weights" in message(delete)
 
-    # Files that can be read, with tensors that do not belong to this model.
+    # The files are valid, but their tensors do not belong to this model.
     def remove_first(path) -> None:
         tensors = load_file(path)
         tensors.pop(sorted(tensors)[0])

@@ -55,7 +55,7 @@ def test_a_checkpoint_contains_only_adapters_and_their_optimizer(run):
     adapters = sum(
         4 * torch.Size(t.shape).numel() for n, t in stored.tensors.items() if n.startswith("model.")
     )
-    # Two moments of the same size, and a step count for each.
+    # Each adapter has two moments of its size, and a step count.
     assert stored.total_bytes == 3 * adapters + 4 * len(names)
 
     num_model_weights = sum(weight.numel() for weight in run[1].weights.values())
@@ -211,7 +211,7 @@ def test_a_run_starts_from_peft_adapters_and_they_can_be_merged(base, tmp_path):
         open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260
     )
     torch.testing.assert_close(merged, expected, atol=1e-4, rtol=0)
-    # Also with a checkpoint of the full model, for generation.
+    # Generation can also use the adapters with a shardtrain checkpoint of the base model.
     assert cli.main(["import", str(base), "--to", str(tmp_path / "imported")]) == 0
 
     opened = open_model(
@@ -222,7 +222,7 @@ def test_a_run_starts_from_peft_adapters_and_they_can_be_merged(base, tmp_path):
 
 @pytest.mark.parametrize("base_dtype", cases(["training"], nightly=["int8"]))
 def test_dora_matches_peft_and_merges_equally(base, base_dtype, tmp_path):
-    """Also on 8-bit weights. PEFT has another 8-bit format, so there only the merge is compared."""
+    """With 8-bit weights, only the merge is compared, because PEFT has another 8-bit format."""
     lora = {
         "use_dora": True,
         "target_modules": ["q_proj", "o_proj", "w2"],
@@ -259,7 +259,7 @@ def test_dora_matches_peft_and_merges_equally(base, base_dtype, tmp_path):
 def test_every_family_trains_adapters_and_merges_them(family, tmp_path):
     folder = save(build(family), tmp_path / "base")
     config = adapter_config(folder, tmp_path / "run")
-    if family == "qwen2":  # also with a shardtrain checkpoint
+    if family == "qwen2":  # start this family from a shardtrain checkpoint
         imported = str(tmp_path / "imported")
         assert cli.main(["import", str(folder), "--to", imported]) == 0
         checkpoint = dataclasses.replace(

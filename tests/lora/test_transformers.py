@@ -79,7 +79,7 @@ CASES = [
     ("gpt2", {"use_dora": True, "target_modules": ["c_attn", "h.*.mlp.c_proj"]}),
     ("qwen3", {"target_modules": ["q_proj", "v_proj"], "rank_stabilized": True}),
     ("gpt_oss", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
-    ("phi", {"use_dora": True}),  # biases, and a head with one
+    ("phi", {"use_dora": True}),  # linear layers and head with biases
 ]
 
 
@@ -251,6 +251,6 @@ def test_adapters_written_by_peft_survive_a_round_trip(tmp_path: Path) -> None:
     ]
     keys = ("r", "lora_alpha", "use_dora", "fan_in_fan_out", "task_type", "use_rslora", "bias")
 
-    # PEFT accepts the end of a path, or the full path
+    # PEFT accepts the last part of a module path or the full path. Exports write the full path.
     assert configs[1]["modules_to_save"] == ["transformer.wpe"]
     assert [configs[0][key] for key in keys] == [configs[1][key] for key in keys]

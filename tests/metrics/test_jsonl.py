@@ -143,7 +143,7 @@ TORN = ["", '{"step": 9', "[1]\n", "\x00\x00", '{"step": 3}\n', '{"step": 100000
 def test_only_the_end_of_a_large_file_is_read_with_the_same_result(
     tmp_path, monkeypatch, gaps, start, tail, tail_bytes
 ):
-    """Reading the entire file is the reference. The file has valid records, followed by torn lines of a crash."""
+    """The result must equal that of reading the entire file. Valid records precede torn lines of a crash."""
     steps_written = []
     step = 0
     for gap in gaps:
@@ -168,7 +168,7 @@ def test_only_the_end_of_a_large_file_is_read_with_the_same_result(
         if line:
             assert json.loads(line)
 
-    # The history of a large file is a part of the records, and has the last one.
+    # The history of a large file is a sample of the records, which includes the last one.
     expected = steps(small)
     assert history == sorted(set(history))
     assert set(history) <= set(expected)
@@ -226,7 +226,7 @@ def test_resuming_far_back_in_a_large_file_reads_little_of_it(tmp_path, monkeypa
 
 
 def test_lines_with_a_correct_checksum_are_not_parsed(tmp_path, monkeypatch):
-    """A history whose steps are not in order is read completely. Parsing 10^6 lines would take a minute."""
+    """With steps out of order, the entire file is read. Parsing 10^6 lines would take a minute."""
     path = tmp_path / "metrics.jsonl"
     lines = [line_of({"step": step, "loss": 2.0}) for step in (1, 2, 3, 2, 3, 4)]
     torn = lines[3][:20] + b"\n"
@@ -238,7 +238,7 @@ def test_lines_with_a_correct_checksum_are_not_parsed(tmp_path, monkeypatch):
     parse = metrics_jsonl._record
     monkeypatch.setattr(metrics_jsonl, "_record", lambda line: parsed.append(line) or parse(line))
     metrics_jsonl._straighten(path, start_step=4)
-    # The file is read twice before the result is read.
+    # In both passes over the file, only lines without a correct checksum are parsed.
     assert parsed[:6] == [torn, changed, foreign] * 2
     monkeypatch.undo()
     steps = [record["step"] for record in metrics_jsonl.read_records(path)]

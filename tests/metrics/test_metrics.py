@@ -102,7 +102,7 @@ def test_loss_is_the_mean_over_tokens_and_max_loss_the_worst_rank(tmp_path, kit)
 
 
 def test_steps_between_log_steps_do_not_wait_for_the_device(kit):
-    # A meta tensor has no value: reading it raises, as waiting for it would.
+    # Reading a meta tensor raises, so this test detects any wait for the device.
     window = MeterWindow(kit.Clock())
     for _ in range(3):
         window.add(torch.zeros((), device="meta"), 1, 1, 0.0)

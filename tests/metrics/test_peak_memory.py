@@ -20,7 +20,7 @@ def test_host_peak_is_in_gib_and_never_decreases():
 def test_the_host_peak_agrees_with_the_kernel():
     with open("/proc/self/status") as status:
         peak_kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    # The kernel counts pages per thread and adds them up late: within a few MiB.
+    # The kernel adds up page counts of threads late, so the values may differ by a few MiB.
     assert peak_memory.max_rss_bytes() == pytest.approx(peak_kib * 1024, abs=16 * 2**20)
 
 

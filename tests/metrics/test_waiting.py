@@ -161,7 +161,7 @@ def test_run_prints_progress_lines(
     tmp_path: Path, kit, console_lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert console_lines() == []
-    monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.05")  # 5 seconds for a user
+    monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.05")  # default: 5 seconds
     with Metrics(
         kit.config(), tmp_path, kit.facts(total_steps=50), kit.OneRank(), phase=lambda: "checkpoint"
     ):

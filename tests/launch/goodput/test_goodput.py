@@ -178,7 +178,7 @@ def a_ledger(life: Life, phases: Phases, step: int = 0) -> Ledger:
 
 
 def train(life: Life, ledger: Ledger, first: int, last: int) -> None:
-    """Steps ``first`` to ``last`` of 2 s each."""
+    """Run steps ``first`` to ``last`` of 2 s each."""
     for step in range(first, last + 1):
         life.spend(2.0)
         ledger.step = step
@@ -186,7 +186,7 @@ def train(life: Life, ledger: Ledger, first: int, last: int) -> None:
 
 
 def test_a_save_reported_late_counts_exactly_the_saved_steps(tmp_path):
-    """Asynchronous save: the checkpoint of step 4 is complete at step 7."""
+    """An asynchronous save of step 4 completes at step 7. After a failure, steps 5 to 10 are lost."""
     life = Life(tmp_path)
     life.new_command()
     phases = Phases(lambda: life.now)
@@ -333,10 +333,10 @@ def test_a_process_replaced_by_exec_starts_at_the_exec(monkeypatch):
     started_at = ledger.process_started(now, now)
     monkeypatch.setenv(ledger.HANDED_OVER, str(int(now - 1)))
 
-    # excludes the time of the script before
+    # The time before the exec, in which a script ran, is excluded.
     assert ledger.process_started(now, now) == max(started_at, int(now - 1))
 
-    # of an earlier process, or not a time
+    # A time of an earlier process, or a text that is no time, is ignored.
     for text in (
         str(int(started_at - 100)),
         "yesterday",
@@ -474,7 +474,7 @@ def test_the_predicted_ettr_equals_the_measured_one_under_the_model_s_assumption
 
 
 def test_a_rewind_past_an_empty_attempt_is_accounted(tmp_path):
-    """A repeated finished run ends immediately; then ``checkpoint.load_step`` goes back further."""
+    """Repeating a finished run adds an empty attempt. Then ``checkpoint.load_step`` rewinds past it."""
     life = Life(tmp_path)
     life.new_command()
     life.attempt(6, 2, 4.0, dies=False)
@@ -490,5 +490,5 @@ def test_a_rewind_past_an_empty_attempt_is_accounted(tmp_path):
     accounted = ledger.account()
 
     assert accounted.seconds["productive"] == pytest.approx(2 * 4.0 + 2 * 2.0)
-    # steps 3 to 6 of the first, with their data
+    # Steps 3 to 6 of the first attempt are lost, including the time of their data.
     assert accounted.seconds["lost"] == pytest.approx(4 * 4.5)
