@@ -153,7 +153,7 @@ def test_early_state_has_the_dtypes_of_a_first_update(implementation):
 
 @pytest.fixture
 def two_meshes():
-    """Two device meshes of only this process."""
+    """Return two device meshes, each with this process as the only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield (
         DeviceMesh("cpu", [0], mesh_dim_names=("fsdp",)),

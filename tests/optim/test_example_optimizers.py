@@ -119,7 +119,7 @@ def test_lion_equals_the_published_implementation() -> None:
 
 
 def test_schedule_free_equals_the_published_implementation() -> None:
-    """Both the weights of training and those of evaluation are equal."""
+    """The training weights and the evaluation weights are both equal."""
     schedulefree = pytest.importorskip("schedulefree")
     parameters = {key: nn.Parameter(value) for key, value in values(0).items()}
     reference = schedulefree.AdamWScheduleFree(
@@ -238,7 +238,7 @@ def placed(rank: int, name: str) -> dict[str, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_placements_change_no_number(name: str) -> None:
-    """Also with dimensions that cannot be divided evenly."""
+    """Covers dimensions that ranks cannot divide evenly."""
     expected = trained_here(name)
     for results in run_ranks(4, placed, name):
         for case, result in results.items():
@@ -335,21 +335,21 @@ def test_run_resumes_on_any_mesh(tmp_path: Path, name: str, mesh: str) -> None:
 
 
 def evaluated(rank: int, config: Config) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
-    """Return the averages after a run of 4 steps, their validation loss, and the weights of training."""
+    """Return the averages after a run of 4 steps, their validation loss, and the training weights."""
     run = make_run(rank, config)
     for _ in range(config.training.steps):
         trainer.step(run)
     parameters = run.runner.parameters()
     before = {name: to_full(p.detach()).clone() for name, p in parameters.items()}
     if config.parallelism.shard_optimizer_states:
-        # slices of ZeRO-1 cannot be compared with parameters
+        # ZeRO-1 shards z differently than the parameters, so let the run compute the averages
         with run.evaluation_weights():
             averages = {name: to_full(p.detach()).clone() for name, p in parameters.items()}
     else:
         averages = {}
         for name, p in parameters.items():
             z = run.optimizer.state[p]["z"]
-            # y = 0.1 z + 0.9 x
+            # y = 0.1 z + 0.9 x, with training weights y and averages x
             averages[name] = ((to_full(p.detach()) - 0.1 * to_full(z)) / 0.9).clone()
     with torch.no_grad():
         for name, p in parameters.items():
@@ -386,7 +386,7 @@ def test_validation_and_checkpoints_use_the_evaluation_weights(tmp_path: Path, m
 
     for ended in run_ranks(num_ranks, train_whole, config):
         assert ended.error is None
-        # a complete run may choose other kernels
+        # a complete run may choose CPU kernels that round differently
         for name, weight in training_weights.items():
             torch.testing.assert_close(ended.weights[name], weight, rtol=0, atol=1e-6, msg=name)
 

@@ -14,7 +14,7 @@ from shardtrain.optim.gather_matrices import matrix_axes, plan
 
 
 def function_of_full_matrix(matrix):
-    """Return a function value that depends on every element and its position."""
+    """Return a result that shows whether all elements are present and in place."""
     return matrix.flip(0, 1) + matrix[0, 0] + matrix[-1, -1]
 
 
@@ -24,7 +24,7 @@ def matrices(num):
 
 
 def _map(rank, mesh_shape, placements, tensors, local_elements):
-    """Map all matrices. Return the numbers of calls of the function, of collectives and of buckets."""
+    """Apply the function to all matrices. Return the numbers of its calls, of collectives and of buckets."""
     mesh = init_device_mesh("cpu", mesh_shape)
     placed = [distribute_tensor(tensor, mesh, placements) for tensor in tensors]
     calls = []

@@ -71,7 +71,7 @@ def test_code_has_256_numbers_and_is_unbiased(signed):
     assert (code == 0).any()
 
     every = torch.arange(stochastic_rounding.LEVELS)
-    # The mean over all random values differs by at most one level of a step between two numbers.
+    # The mean over all random values may differ by 1 / LEVELS of the distance between two codes.
     step = (code[1:] - code[:-1]).max() / stochastic_rounding.LEVELS
     values = [0.3, 1.0, 7e-4, 2e-7]
     if signed:

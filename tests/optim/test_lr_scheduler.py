@@ -105,7 +105,7 @@ def test_deepspeed_warmup_matches_its_closed_form_at_every_step(warmup, least, m
         least + (most - least) * math.log(step + 1) / math.log(warmup) for step in range(warmup)
     ]
 
-    # both sides have a few roundings
+    # both computations have a few rounding errors
     assert got == pytest.approx([*logs, *[most] * 20], rel=EXACT, abs=1e-18)
 
 
@@ -217,13 +217,13 @@ PLAIN = {"warmup_steps": 4, "warmup_proportion": 0.2}
 
 
 def half(step: int, total_steps: int, min_lr_factor: float) -> float:
-    """Half of the steps at the peak rate, then at a share of it."""
+    """Custom schedule: peak rate for half of the steps, then ``min_lr_factor`` times the peak."""
     return 1.0 if 2 * step < total_steps else min_lr_factor
 
 
 @pytest.fixture(params=[*SCHEDULES, "half"])
 def schedule(request, monkeypatch):
-    """Each schedule of the package, and one that is added as docs/architecture.md describes."""
+    """Each schedule of the package, and a custom one added as docs/architecture.md describes."""
     monkeypatch.setitem(SCHEDULES, "half", half)
     return request.param
 

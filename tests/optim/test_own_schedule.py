@@ -42,7 +42,7 @@ def written(folder: Path, text: str = LINEAR_LINEAR) -> str:
 
 
 def built_in_and_own(rank: int, root: Path, path: str, mesh: str) -> tuple[Ended, Ended]:
-    """Run with ``linear_linear``, and run with the file, with a kill and a resume."""
+    """Train with ``linear_linear`` without interruption, and with the file, killed and resumed."""
 
     def config(folder: str, schedule: str):
         return tiny_config(

@@ -52,7 +52,7 @@ def say(beat: int, **fields) -> Heartbeat:
 
 
 def judge(signs_at, seconds: float = 100.0, size: int = 2, **limits):
-    """Return the first verdict and its time. ``signs_at(beat)`` are the heartbeats of ranks, every two seconds."""
+    """Return the first verdict and its time. ``signs_at(beat)`` returns the heartbeats of ranks at a beat."""
     detector = HangDetector(size, BEAT, **{"cold_limit": 300.0, "warm_limit": 100.0, **limits})
     for beat in range(int(seconds / BEAT)):
         if verdict := detector.observe(100 + beat * BEAT, signs_at(beat)):
@@ -82,7 +82,7 @@ def test_rank_without_heartbeats_is_blamed_first():
 
 @pytest.mark.parametrize("size", [64, 16_384])
 def test_a_verdict_has_a_bounded_size_whatever_the_ranks_do(size):
-    """Every node receives it. Here each rank is in a different place, and every second one is silent."""
+    """Every node receives the verdict. Each rank is in a different place, and every second rank is silent."""
 
     def signs(beat):
         places = {rank: f"train.py:{rank} in step" for rank in range(size)}

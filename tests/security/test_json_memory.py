@@ -65,7 +65,7 @@ def one_object(value: bytes) -> Callable[[int], Iterator[bytes]]:
 
 
 def one_text(start: bytes, part: bytes) -> Callable[[int], Iterator[bytes]]:
-    """Return a text that repeats a part."""
+    """Return a JSON string with ``start`` and many repetitions of ``part``."""
 
     def parts(size: int) -> Iterator[bytes]:
         yield b'"' + start
@@ -237,7 +237,7 @@ def test_memory_of_a_hostile_file_is_bounded(kind: str, shape: str, tmp_path: Pa
     assert len(message.splitlines()) <= 1
 
 
-# Counts of the largest published models, with room for the next ones.
+# The counts below exceed those of the largest published models, to leave room for new ones.
 def tokenizer(num_tokens: int, num_merges: int) -> Any:
     """A BPE tokenizer like that of Gemma 3, whose file has 33 MB."""
     vocab = {f"\u2581tok\U0001f600{number}": number for number in range(num_tokens)}
@@ -318,6 +318,6 @@ def test_message_names_the_memory_and_the_limit() -> None:
 
 @pytest.mark.parametrize("data", ["\ufeff{}".encode("utf-16"), '"\u2234[[["'.encode("utf-16-le")])
 def test_text_that_is_not_utf8_is_refused(data: bytes) -> None:
-    """Quotes could not be found in its bytes."""
+    """The estimate of memory searches the bytes for quotes, which requires UTF-8."""
     with pytest.raises(ValueError):
         checked_json.parse(data)

@@ -98,7 +98,7 @@ def name_of(path: Path) -> str:
 
 
 def folders(files: list[Path]) -> list[Path]:
-    """Return the folders of files. A case per file would be slow, because starting a test takes longer than it runs."""
+    """Return the folders of files. One test case per file would be slow, because each case has a startup cost."""
     return list(dict.fromkeys(path.parent for path in files))
 
 

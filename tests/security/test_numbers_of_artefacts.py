@@ -40,7 +40,7 @@ NOT_FINITE = {"NaN", "Infinity", "-Infinity", "1e999"}
 VALUES = [
     *sorted(NOT_FINITE),
     *("-0.0", "-1", "0.5", "1e30", str(10**30), str(2**63), "true", '"123"', "9" * 5000),
-    "9" * 400,  # Python can convert it from text, but not to a float
+    "9" * 400,  # a valid int in Python, but too large for a float
 ]
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -218,7 +218,7 @@ def test_header_of_safetensors(tmp_path: Path) -> None:
 def test_state_of_a_checkpoint() -> None:
     def read(text: str) -> None:
         try:
-            facts = checked_json.parse(text)  # like a manifest
+            facts = checked_json.parse(text)  # as the reader of manifests does
         except ValueError as error:
             raise CheckpointError(str(error)[:100]) from None
         TrainState().load(facts["state"])

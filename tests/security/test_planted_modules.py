@@ -142,7 +142,7 @@ def test_clone_without_installation_ignores_modules_next_to_it(
 ) -> None:
     plant(tmp_path)
     for name in sys.stdlib_module_names | LIBRARIES:
-        # the clone's folder comes last on the path, so these would be imported
+        # the clone's folder is last on the path, so only modules that exist nowhere else would be imported
         if importlib.util.find_spec(name) is None:
             (tmp_path / f"{name}.py").unlink()
     (tmp_path / "shardtrain").symlink_to(ROOT / "shardtrain")
@@ -197,7 +197,7 @@ def test_editable_installation_imports_no_module_of_the_current_directory(tmp_pa
 
     assert entry == str(sources)
 
-    # what Python adds to the path at its start, in a folder that has each relative entry as a folder
+    # plant modules where the relative entry that setuptools adds to the path would lead
     folder = tmp_path / "folder"
     planted = folder / f"{listing.stem}.finder.__path_hook__"
     planted.mkdir(parents=True)
@@ -236,6 +236,6 @@ def test_only_python_child_starts_python() -> None:
             r"[\[(]sys\.executable, (\"|SAFE)|entrypoint=sys\.executable", path.read_text()
         )
     }
-    pdsh = "shardtrain/launch/platforms/pdsh.py"  # it starts a single file in isolated mode (-I)
+    pdsh = "shardtrain/launch/platforms/pdsh.py"  # starts a single file in isolated mode (-I)
 
     assert started == {"shardtrain/utils/python_child.py", pdsh}

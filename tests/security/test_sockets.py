@@ -141,7 +141,7 @@ def test_foreign_connections_do_not_affect_an_established_group(
             connection.setblocking(False)
             connection.connect_ex(("127.0.0.1", ports[number % len(ports)]))
             assert not is_connected(connection)
-            with contextlib.suppress(OSError):  # it is not connected
+            with contextlib.suppress(OSError):  # sending fails, because the socket is not connected
                 attack(connection, number)
 
 

@@ -82,7 +82,7 @@ def test_special_or_huge_file_is_refused(
     name: str, reader: Callable[[Path], object], kind: Callable[[Path], None], tmp_path: Path
 ) -> None:
     kind(tmp_path / name)
-    if kind is giant and reader in SAMPLED:  # reads only a part of the file
+    if kind is giant and reader in SAMPLED:  # these readers read only a part of a huge file
         reader(tmp_path)
         return
 
@@ -213,7 +213,7 @@ NOT_A_RECORD = [*SPECIAL, empty, long_line]
 def test_history_starts_anew_if_the_file_is_not_one(
     kind: Callable[[Path], None], start_step: int, tmp_path: Path
 ) -> None:
-    """Records are written in each case. A file that is not a history of lines is renamed, not read to its end."""
+    """New records are written in each case. A file that is no history is renamed instead of read to its end."""
     path = tmp_path / "metrics.jsonl"
     kind(path)
     history = metrics_jsonl.JsonlFile(path, start_step)
@@ -229,7 +229,7 @@ def test_history_starts_anew_if_the_file_is_not_one(
 def test_long_line_between_records_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resume samples a large file at even distances, and many of them are in the long line."""
+    """A resume samples a large file at evenly spaced offsets, many of which lie in the long line."""
     path = tmp_path / "metrics.jsonl"
     records = [{"step": step, "loss": 1.0} for step in range(1, 5)]
     lines = [metrics_jsonl.line_of(record) for record in records]
@@ -265,7 +265,7 @@ def test_reports_ignore_a_history_that_is_not_one(
 def test_special_file_beside_a_tokenizer_is_refused(
     kind: Callable[[Path], None], name: str, tmp_path: Path
 ) -> None:
-    """Without the file, the special tokens or the template would silently differ."""
+    """Ignoring the file would silently change the special tokens or the chat template."""
     kind(tmp_path / name)
     with pytest.raises(ShardtrainError, match=name):
         tokenizer_config.read_beside(tmp_path, "model.tokenizer_path")
@@ -277,7 +277,7 @@ def test_special_file_beside_a_tokenizer_is_refused(
 def test_broken_link_to_a_configuration_is_named(
     kind: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The link's own name is the nearest name in its folder, so it would be suggested instead of itself."""
+    """The most similar name in the folder is that of the link itself, which is no useful suggestion."""
     kind(tmp_path / "run.toml")
     assert main(["config", "check", str(tmp_path / "run.toml")]) == 2
     error = capsys.readouterr().err
@@ -361,7 +361,7 @@ def test_unreadable_optional_file_is_not_taken_for_a_missing_one(
 
 
 def test_resolved_configuration_of_zero_bytes_is_refused(tmp_path: Path) -> None:
-    """A power failure may leave it. All options would have their defaults, also the tokenizer."""
+    """A power failure may leave an empty file. Its options, even the tokenizer, would silently be defaults."""
     (tmp_path / "config.resolved.toml").touch()
     with pytest.raises(ShardtrainError, match="has no options"):
         locate_checkpoint.load_config(tmp_path)

@@ -102,7 +102,7 @@ def test_padding_batch_adds_nothing_to_the_load_of_experts(task: str, tmp_path: 
 
 
 def test_padding_entry_of_a_group_adds_nothing_to_the_load_of_experts(tmp_path: Path) -> None:
-    """With groups of 3 and 2 rows, the second group has a padding entry if they share a batch, and none otherwise."""
+    """If groups of 3 and 2 rows share a batch, the smaller group has a padding entry. Otherwise it has none."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in pairs()[:5]))
 
@@ -125,7 +125,7 @@ def test_groups_contain_every_row_once_and_at_least_two() -> None:
 
 @pytest.mark.parametrize("task", ["kto", "reward_model"])
 def test_validation_is_equal_on_any_number_of_ranks(task: str, file: Path, tmp_path: Path) -> None:
-    """Each row counts once, in groups of which the last is smaller."""
+    """Each row counts once, although the last group is smaller."""
     results = []
     for ranks in (1, 2):
         validation = {

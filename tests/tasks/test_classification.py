@@ -88,7 +88,7 @@ def test_tensor_parallelism_supports_any_number_of_labels(
 
 
 def reference_loss(rank: int, run_config: Config) -> float:
-    """Return the loss of the first step's rows, one at a time and unpadded, using only the task's reading of files."""
+    """Return the mean loss of the rows of the first step, which are computed one at a time without padding."""
     run = make_run(rank, run_config)
     model = run.runner.parts[0]
     all_rows = rows(200)
@@ -96,7 +96,7 @@ def reference_loss(rank: int, run_config: Config) -> float:
     for sample_id in next(run.dataloader).sample_ids_B.tolist():
         text, label = all_rows[sample_id]
         tokens = torch.tensor([[256, *text.encode(), 257]])[:, :LENGTH]
-        tokens[0, -1] = 257  # also the end of a text that was cut
+        tokens[0, -1] = 257  # a truncated text ends with EOS too
         positions = torch.arange(tokens.size(1))[None]
         scores = model(tokens, positions)[0, -1]
         losses.append(F.cross_entropy(scores.double(), torch.tensor(label)).item())

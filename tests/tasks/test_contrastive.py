@@ -98,7 +98,7 @@ def needs_sentence_transformers() -> Any:
 
 
 def write_modules(path: Path, pooling: str) -> None:
-    """Run the command at the end of the file."""
+    """Run the example's script, which adds the modules of sentence-transformers to a folder."""
     command = [sys.executable, str(FILE), str(path), "--pooling", pooling]
     forked.run(command, check=True, timeout=patience.seconds(100))
 

@@ -126,7 +126,7 @@ def test_resumed_run_requires_its_original_teacher(tmp_path: Path) -> None:
     same = dataclasses.replace(
         parted, task=dataclasses.replace(parted.task, teacher_path=str(moved))
     )
-    resumed = train(same)  # the same bytes in a different folder
+    resumed = train(same)  # the same teacher in a different folder
 
     assert resumed.error is None, resumed.error
     assert resumed.losses == uninterrupted.losses[2:]
@@ -145,7 +145,7 @@ def test_resumed_run_requires_its_original_teacher(tmp_path: Path) -> None:
 
 
 def test_bfloat16_teacher_has_the_numbers_of_a_float32_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If computation is in bfloat16: casting once is equal to casting in each pass."""
+    """With computation in bfloat16, casting the teacher once equals casting its weights in each pass."""
     run_config = config(training={"mixed_precision_param": "bfloat16"})
     half = run_tiny(1, run_config, 2)[0]
     whole_config = Distillation.teacher
@@ -191,7 +191,7 @@ def test_validation_measures_only_the_student_and_steps_log_both_losses(tmp_path
 
 
 def test_student_learns_from_its_teacher(tmp_path: Path) -> None:
-    """With only the teacher's signal, on unrelated rows: the divergence decreases, which cross-entropy need not."""
+    """Train only on the teacher's distribution over unrelated rows. The divergence must decrease."""
     run_config = config(tmp_path, {"kd_ratio": 1.0, "temperature": 1.0}, training={"steps": 12})
     assert train(run_config).error is None
     divergences = [

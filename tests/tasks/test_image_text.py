@@ -124,12 +124,12 @@ def test_loss_and_gradients_equal_a_plain_loop(name: str, tmp_path: Path) -> Non
 
 
 def assert_same_gradients(step: FirstStep, gradients: dict[str, Tensor]) -> None:
-    """Each gradient differs by at most 1e-5 of its norm, or of a hundredth of the largest norm."""
+    """Compare gradients to 1e-5 of their norm. Tiny gradients are compared to 1e-7 of the largest norm."""
     largest = max(float(gradient.norm()) for gradient in gradients.values())
     for key, gradient in gradients.items():
         size = max(float(gradient.norm()), 1e-2 * largest)
         assert float((step.gradients[key] - gradient).norm()) <= 1e-5 * size, key
-    # Others are parameters that the network does not use, or gradients of zero.
+    # All other gradients must be zero, because the network does not use these parameters.
     for key in step.gradients.keys() - gradients.keys():
         assert not step.gradients[key].any()
 
@@ -191,7 +191,7 @@ def packed_config(name: str, tmp_path: Path, **sections: Any) -> Config:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gemma3"])
 def test_packed_rows_equal_a_plain_loop(name: str, tmp_path: Path) -> None:
-    """Rows of one sequence neither attend to each other, nor share positions."""
+    """Rows that are packed into a sequence neither attend to each other nor share positions."""
     config = packed_config(name, tmp_path)
     task = tasks.open_task(config)
     batch = task.collate(list(task.read_rows("train")))
@@ -215,7 +215,7 @@ def test_gemma_3_refuses_packing(tmp_path: Path) -> None:
 
 
 def test_packing_on_a_mesh_changes_no_number(tmp_path: Path) -> None:
-    """Micro-batches of two rows, some without images, on tensor-parallel and FSDP ranks."""
+    """Train micro-batches of two rows, some without images, on tensor-parallel and FSDP ranks."""
     expected: FirstStep = run_ranks(1, first_step, config_of("qwen3_vl", tmp_path))[0]
     ranks, parallelism, _ = MESHES["fsdp x tp"]
     sizes = {"local_batch_size": 2}
@@ -226,7 +226,7 @@ def test_packing_on_a_mesh_changes_no_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", cases(["qwen2_5_vl"], nightly=list(NAMES)))
 @pytest.mark.parametrize("counts", [(1, 0) * 4, (0,) * 8], ids=["some rows", "no row"])
 def test_ranks_without_images(name: str, counts: tuple[int, ...], tmp_path: Path) -> None:
-    """A rank may have only text in a micro-batch, or all ranks. The gradients equal those of a plain loop."""
+    """Gradients equal those of a plain loop if one rank or all ranks have only text in a micro-batch."""
     rows = rows_with_images(tmp_path / "data", counts)
     loss, gradients, _ = plain_step(name, rows)
     mesh = {"data_parallel_shard_degree": 2}
@@ -332,7 +332,7 @@ def test_a_frozen_vision_tower_on_a_mesh(tmp_path: Path) -> None:
 
 
 def test_adapters_by_pattern(tmp_path: Path) -> None:
-    """Adapters of the vision tower, and of the text model."""
+    """The patterns add adapters to the vision tower and to the text model."""
     lora = {
         "enable": True,
         "rank": 2,
@@ -525,7 +525,7 @@ def test_a_damaged_image_is_found_by_data_check_and_stops_a_run(tmp_path: Path) 
 
 
 def test_rows_that_exceed_seq_len(tmp_path: Path) -> None:
-    """A row is truncated after its images. It is skipped if an image or no target fits."""
+    """Truncation cuts only text after the images. A row is skipped if its images or all its targets do not fit."""
     path = rows_with_images(tmp_path / "data", counts=(1, 2, 0))
 
     def lengths(seq_len: int) -> list[int]:
@@ -544,7 +544,7 @@ def test_rows_that_exceed_seq_len(tmp_path: Path) -> None:
 
     assert len(complete) == 3
 
-    # Images of 16 tokens: the second row has two of them.
+    # Each image has 16 tokens, and the second row has two images.
     first, second, third = complete
     assert lengths(second - 3) == [first, second - 3, third]
     assert len(lengths(32)) == 1
@@ -637,7 +637,7 @@ def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
 
 
 def test_a_chat_template_in_a_file_of_the_processor(tmp_path: Path) -> None:
-    """Older folders have it in chat_template.json, and not in the tokenizer."""
+    """Older folders have the template in chat_template.json instead of the tokenizer's files."""
     folder = tmp_path / "folder"
     shutil.copytree(vision_folder("llava"), folder)
     file = folder / "tokenizer_config.json"

@@ -103,7 +103,7 @@ def test_run_resumes_from_any_step_of_any_epoch(last: str) -> None:
         later.seek(4 * done)
         assert steps([later]) == all_steps[done:]
 
-    # a position means a different row there
+    # with another batch size, a position of the data means a different row
     assert stream(29, 4, 3, last).fingerprint != stream(29, 2, 3, last).fingerprint
 
 

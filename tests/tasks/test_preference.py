@@ -340,7 +340,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
 def test_reference_of_an_adapted_run_is_its_initial_model(
     name: str, task: str, file: Path, tmp_path: Path
 ) -> None:
-    """Quantized base weights and loaded adapters are part of it, so the first loss is that of equal models."""
+    """The reference has the quantized weights and the loaded adapters, so the first loss is that of equal models."""
     seed = config(file, tmp_path / "start", checkpoint={"enable": True}, training={"steps": 2})
     train(seed)
     base = {
@@ -357,7 +357,7 @@ def test_reference_of_an_adapted_run_is_its_initial_model(
         base["initial_load_model_only"] = True
 
     data = file
-    if task == "kto":  # reads labeled completions instead of pairs
+    if task == "kto":  # KTO reads labeled completions instead of pairs
         data = tmp_path / "kto.jsonl"
         lines = []
         for number, row in enumerate(rows()):

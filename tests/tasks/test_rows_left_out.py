@@ -76,11 +76,11 @@ def test_empty_answer_learns_its_end_and_long_prompt_is_skipped(
         caplog.clear()
         with caplog.at_level(logging.INFO):
             rows_read = list(tasks.open_task(run_config).read_rows(split))
-        if task == "kto":  # reads groups of answers
+        if task == "kto":  # KTO reads groups of answers
             rows_read = [(answer,) for group in rows_read for answer in group]
         learned_tokens = [learned(task, row) for row in rows_read]
 
-        # the end of an answer is a token, or that of a chat template
+        # an answer ends with EOS, or with the end of a turn in the chat template
         end = [ord(";")] if chat else [EOS]
         assert sorted(learned_tokens) == sorted([end, [*b"yes", *end]])
 

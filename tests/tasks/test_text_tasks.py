@@ -35,7 +35,7 @@ TASKS = {
 
 @functools.cache
 def rows_file() -> str:
-    """24 rows of different lengths with a text, a target text and a label."""
+    """Write 24 rows of different lengths, with a text, a target text and a label. Return the path."""
     vocabulary = Path(text_file()).read_text().split()
     path = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "rows.jsonl"
     rows = [
@@ -77,7 +77,7 @@ FIRST = ("bert", "t5")
     "name", cases(FIRST, nightly=[name for name in TASKS if name not in FIRST])
 )
 def test_meshes_change_no_number(name: str, tmp_path: Path) -> None:
-    """Across the end of an epoch, with different padding and accumulation."""
+    """Covers the end of an epoch, different padding, and gradient accumulation."""
     one_batch = config_of(name, tmp_path / "a", training={"local_batch_size": 8})
     expected = run_tiny(1, one_batch, 4)[0]
 

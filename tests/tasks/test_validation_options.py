@@ -53,7 +53,7 @@ def config(file: Path, task: str, **validation: Any) -> Config:
 
 
 def test_every_option_of_validation_is_changed() -> None:
-    # use_ema requires training.ema_decay, which tests/train/test_moving_average.py sets
+    # use_ema requires training.ema_decay, which tests/train/test_averages_of_weights.py sets
     unchanged = {"enable", "use_ema"}
     assert set(CHANGED) == {field.name for field in dataclasses.fields(Validation)} - unchanged
 
@@ -72,7 +72,7 @@ def test_options_of_validation_change_no_number_of_training(
 
 
 def test_kto_exchanges_full_completions_before_truncation(file: Path) -> None:
-    """As in TRL: with a shorter prompt, more of the completion fits."""
+    """As in TRL, a completion is truncated after the exchange: after a shorter prompt, more of it fits."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     by_text = {(row["prompt"] + row["completion"]): row for row in rows}
     task = KTO(config(file, "kto"))

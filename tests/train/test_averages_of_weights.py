@@ -58,7 +58,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 def mesh_config(mesh: str, folder: Path, steps: int = STEPS, **training: Any) -> Config:
     parallelism = MESHES[mesh][1]
-    # one batch axis shares the rows of a step, the other axes repeat them
+    # data-parallel axes split the rows of a step, and other axes read the same rows
     shares = math.prod(
         parallelism.get(f"data_parallel_{kind}_degree", 1) for kind in ("shard", "replicate")
     )
@@ -66,7 +66,7 @@ def mesh_config(mesh: str, folder: Path, steps: int = STEPS, **training: Any) ->
         job={"dump_folder": str(folder)},
         model=EXPERTS if mesh == "ep" else {},
         parallelism=parallelism,
-        # a small rate: rounding of gradients reaches the weights in proportion to it
+        # a small rate limits the effect of gradient rounding on the weights
         optimizer={"lr": 1e-3, "eps": 1e-3},
         training={
             "steps": steps,
@@ -199,7 +199,7 @@ def test_averages_that_are_switched_off_are_dropped(tmp_path: Path) -> None:
 def one_skipped_step(
     rank: int, config: Config, on_device: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the averages after three steps, of which the second is skipped, and the same averages by hand."""
+    """Skip the second of three steps. Return the averages of the run, and the same averages by hand."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "decides_on_device", on_device)
         run = make_run(rank, config)

@@ -82,7 +82,7 @@ def request_stop_in(patch: pytest.MonkeyPatch, phase: str, step: int, is_asked: 
     def run(self: Validator, step: int) -> Evaluation | None:
         current[0] = step
         done = originals["run"](self, step)
-        ask("sample")  # the next phase
+        ask("sample")  # samples follow the validation
         return done and dataclasses.replace(done, loss=LOSSES[step - 1])
 
     def batches(*arguments: Any) -> Any:

@@ -124,7 +124,7 @@ def test_every_way_to_split_a_sequence_is_traced(method):
 
 
 def test_micro_batch_has_no_memory_and_is_not_counted_as_activation(monkeypatch):
-    """A real batch would be counted when its first view is saved."""
+    """A batch with memory would be counted as an activation when autograd saves its first view."""
     batches = []
     trace = fake_backend.trace
 
@@ -144,7 +144,7 @@ def test_micro_batch_has_no_memory_and_is_not_counted_as_activation(monkeypatch)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_skipped_layers_are_counted_as_if_traced(monkeypatch, mode, tp):
-    """Within 0.1 %, because loss scalars are created at different times. Within 1 % with FSDP, which pads buffers."""
+    """Results agree to 0.1 %, because loss scalars have other lifetimes, and to 1 % with FSDP, which pads buffers."""
     shape = {"num_layers": 10}
     config = deep_config(
         model={"overrides": shape},

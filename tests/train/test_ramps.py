@@ -112,7 +112,7 @@ def pieces_of(row: data.Batch, length: int) -> list[tuple[torch.Tensor, torch.Te
 
 
 def plain_losses(config: Config, results: list[Result]) -> list[float]:
-    """Return the losses of a plain loop from the same weights with the same learning rates.
+    """Return the losses of a plain loop with the same initial weights and learning rates.
 
     ``results`` are those of all ranks, because a pipeline rank has only the weights of its stages.
     """
@@ -243,7 +243,7 @@ def test_metrics_count_the_tokens_and_flops_of_each_step(tmp_path: Path) -> None
     per_token = 12 * 2 * 4 * 16
     expected_growth = [per_token * (after - before) for before, after in pairwise(LENGTHS)]
 
-    # the file has numbers of four digits or more
+    # metrics.jsonl rounds numbers to four or more digits
     assert growth == pytest.approx(expected_growth, rel=1e-2, abs=per_token)
 
 

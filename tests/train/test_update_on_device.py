@@ -1,7 +1,8 @@
 """Updates that the device itself skips, tested with the CPU as the device.
 
 On an accelerator, a step launches its update before the host has read loss and norm (``Run.decides_on_device``).
-PyTorch's fused kernels read the same flag on a CPU, so such a step can be compared bitwise with one of the host.
+PyTorch's fused kernels read the same flag on a CPU, so such a step can be compared bitwise with a step that the host
+decides.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def run_on_device_and_host(ranks, config, spoil):
 )
 def test_nonfinite_step_changes_nothing_and_others_are_bitwise_equal_to_the_host(ranks, sections):
     config = tiny_config(**sections)
-    if sections.get("model") is BIASED_EXPERTS:  # a family without this size
+    if sections.get("model") is BIASED_EXPERTS:  # this model has no ffn_dim
         overrides = dict(config.model.overrides)
         overrides.pop("ffn_dim", None)
         model = dataclasses.replace(config.model, overrides=overrides)

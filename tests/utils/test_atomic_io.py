@@ -85,7 +85,7 @@ def test_planted_file_is_replaced(
 @pytest.mark.parametrize("kind", [stat.S_IFCHR, stat.S_IFBLK])
 @pytest.mark.parametrize("write", [append, fresh, replace, library])
 def test_device_is_kept(run: Path, kind: int, write: Callable[[Path], None]) -> None:
-    """As root, ``-o /dev/null`` replaced the null device of the machine or of the container with a file."""
+    """As root, ``-o /dev/null`` must not replace the null device of the machine or container with a file."""
     path = run / "logs/device"
     minor = 3 if kind == stat.S_IFCHR else 0  # /dev/null, or the first RAM disk
     try:

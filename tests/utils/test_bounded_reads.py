@@ -34,7 +34,7 @@ def test_kind_of_a_path(tmp_path: Path) -> None:
 def test_failing_storage_is_not_reported_as_a_missing_folder(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the first access fails, because later ones would be about a file."""
+    """Only the first access to the folder fails, because later accesses concern a file in it."""
     (tmp_path / "rows.txt").write_text("a text\n")
     stat = os.stat
     failed = []

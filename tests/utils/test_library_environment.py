@@ -101,7 +101,7 @@ UNUSABLE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_unusable_folder_of_the_users_variable_is_refused(name: str, tmp_path: Path) -> None:
-    """PyTorch's import creates the folder, so each verb ended with a traceback."""
+    """PyTorch's import creates the folder, so every verb would otherwise end with a traceback."""
     if "read-only" in name and os.geteuid() == 0:
         pytest.skip("root writes everywhere")
     path = tmp_path / "parent/cache" if "below" in name or "folder" in name else tmp_path / "cache"

@@ -111,7 +111,7 @@ def test_run_with_a_small_limit_exits_with_7_and_one_line(
 @pytest.mark.skipif(sys.platform != "linux", reason="the needs are those of Linux")
 @pytest.mark.parametrize(("library", "num_bytes"), [("numpy", 30_000_000), ("torch", 100_000_000)])
 def test_import_that_would_end_the_process_is_refused(library: str, num_bytes: int) -> None:
-    """PyTorch's and OpenBLAS's C++ code would call ``abort`` and ``exit``."""
+    """Without enough memory, PyTorch would call ``abort``, and OpenBLAS ``exit``."""
     program = (
         "import resource, sys; from shardtrain.utils import limits;"
         f"resource.setrlimit(resource.RLIMIT_DATA, ({num_bytes}, {num_bytes}));"
@@ -320,7 +320,7 @@ REFUSALS = [
     MemoryError(),
     MemoryError("Unable to allocate 2.54 KiB for an array with shape (651,) and data type int32"),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
-    BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),  # a fork
+    BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),  # from os.fork
     RuntimeError(ALLOCATOR),
     RuntimeError("can't start new thread"),
     RuntimeError("could not create a primitive"),
@@ -355,7 +355,7 @@ def test_every_out_of_memory_error_has_the_same_code_and_names_the_limit(
 
     assert message.message.endswith(end), message.message
 
-    # without a limit it is the machine's memory
+    # without a limit, the message describes the machine's memory
     monkeypatch.setattr(limits, "read", list)
     monkeypatch.setattr(limits, "host_memory", lambda: {"total": 2**30, "available": 2**20})
     assert failure.describe(error, 0).message.endswith(
@@ -442,7 +442,7 @@ def test_cgroup_of_a_job_applies_without_a_namespace(
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """A memory cgroup below that of this process, or below the root of version 2."""
+    """Create a memory cgroup below that of this process (version 1), or below the root (version 2)."""
     root = Path("/sys/fs/cgroup")
     parent = root
     for line in Path("/proc/self/cgroup").read_text().splitlines():

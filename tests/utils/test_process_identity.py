@@ -18,7 +18,7 @@ def test_a_process_is_identified_until_it_has_ended() -> None:
     assert not this_process.has_ended
 
     with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL) as child:
-        # it stays a zombie until it is waited for
+        # WNOWAIT keeps the child a zombie
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         zombie = process_identity.read_stat(child.pid)
         assert zombie is not None

@@ -59,7 +59,7 @@ def fix_of(name: str) -> str:
 
 def test_each_errno_has_its_own_fix() -> None:
     assert {getattr(errno, name) for name in NAMED} <= CAUSES.keys()
-    # same as ENXIO
+    # ENODEV has the same cause and fix as ENXIO
     texts = [
         (cause.meaning, cause.fix) for number, cause in CAUSES.items() if number != errno.ENODEV
     ]
@@ -191,7 +191,7 @@ def test_an_error_anywhere_in_a_run_has_the_fix_of_its_errno(name: str, tmp_path
     assert isinstance(inside, ShardtrainError)
     assert fix_of(name) in str(inside)
 
-    # a socket is not a file of the run
+    # an error without a file name may come from a socket instead of a file of the run
     unnamed = local.of_storage(OSError(number, os.strerror(number)), tmp_path)
     is_told = CAUSES[number].may_pass and not CAUSES[number].is_of_sockets
     assert isinstance(unnamed, ShardtrainError) is is_told

@@ -40,7 +40,7 @@ LAUNCHERS = sorted(
 
 
 def test_no_module_converts_a_variable_to_a_number_itself() -> None:
-    """Except the account of a run's time, which stops with a warning if its own variables are invalid."""
+    """ledger.py is an exception: it stops accounting with a warning if its variables are invalid."""
     converting = []
     for path, text in SOURCES.items():
         if re.search(r"(int|float)\((os\.)?environ", text):

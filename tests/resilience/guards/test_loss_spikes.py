@@ -1,7 +1,7 @@
 """A loss far above the previous ones causes the same decision on all ranks, for any number of ranks.
 
-The rows of some steps are poisoned: whenever they are read, their targets are noise. These runs log such a spike, skip
-its update, or go back to an older checkpoint and continue without the rows ("rewind").
+The rows of some steps are poisoned: their targets are noise whenever they are read. Depending on its policy, a run logs
+the spike, skips its update, or returns to an older checkpoint and continues without the rows ("rewind").
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def poisoned(
 
 def one_rank(rank: int, root: Path) -> dict[str, Ended]:
     """Results of all runs on one rank, which the tests compare with each other."""
-    # The policies for one spike.
+    # Each policy, and rewinds after one, two and three poisoned steps.
     one_step = {**BACK, "spike_skip_steps": 1}
     farther_back = {**BACK, "spike_rewind_steps": 11}
     runs = {
@@ -107,13 +107,13 @@ def one_rank(rank: int, root: Path) -> dict[str, Ended]:
     shutil.copytree(root / "late", root / "late-two")
     runs["late resumed"] = poisoned(rank, config(root / "late", 8, **BACK))
 
-    # Data that are read while training.
+    # Streamed data.
     streamed = {"data": Data(mode="stream", readers=3)}
     runs["stream"] = poisoned(rank, config(root / "stream", 8, streamed, **BACK))
     poisoned(rank, config(root / "stream-killed", 8, streamed, **BACK), stop=(1, 14))
     runs["stream resumed"] = poisoned(rank, config(root / "stream-killed", 8, streamed, **BACK))
 
-    # Data that end.
+    # Data that end after one epoch.
     short = root / "short.txt"
     short.write_text(Path(text_file()).read_text()[: EPOCH * 8 * 32 - 1])
     epoch = {**BACK, "dataset_path": str(short), "epochs": 1}

@@ -31,7 +31,7 @@ def config(folder: Path, steps: int = 5, **training: Any) -> Config:
 def train_with(
     rank: int, config: Config, bad: dict[int, float], stop_after: int | None = None
 ) -> Ended:
-    """Train to the end. Forward pass n (from 1) of one rank has its loss multiplied by ``bad[n]``."""
+    """Train to the end. On ``BAD_RANK``, multiply the loss of forward pass n (from 1) by ``bad[n]``."""
     original = cross_entropy._CrossEntropySum
     calls = []
 

@@ -75,7 +75,7 @@ def flips(rank: int, parallelism: dict[str, Any]) -> list[tuple[str, int, str]]:
         if rank == culprit and parameter is not None:
             index = int(place * local_tensor(parameter).numel())
             flip(parameter, index, bit)
-        # steps between two intervals compare nothing
+        # steps 4 and 5 are between two checks, so nothing is compared
         for step in (4, 5):
             replicas.check(step)
         with pytest.raises(NumericalError) as caught:
@@ -183,7 +183,9 @@ def losses(rank: int, config: Config, flipped: int = 0, name: str = "exp_avg_sq"
             flip(run.optimizer_state_dict()[f"optimizer.norm.weight.{name}"], 0, 20)
         return outcome
 
-    trainer.step = noting_losses  # each rank is a process, which ends after this function
+    trainer.step = (
+        noting_losses  # not restored, because each rank is a process that ends after this function
+    )
     try:
         trainer.train(
             Loaded(config), World(rank, torch.distributed.get_world_size(), 0, torch.device("cpu"))
@@ -215,8 +217,8 @@ def test_different_replicas_are_not_saved_and_the_run_resumes_bitwise(
     folder = tmp_path / "run" / "checkpoint"
     refused = flipped + flipped % 2
     good = refused - 2
-    # The save right after the flip finds it in the state. One step later, the weight that was updated with it comes
-    # first.
+    # A save right after the flip finds it in the optimizer state. One step later, the weight updated with this
+    # state differs too, and weights are compared first.
     first = "norm.weight" if flipped % 2 else "optimizer.norm.weight.exp_avg_sq: rank"
     hint = "no checkpoint is known to be without it"
     saved = []
@@ -230,7 +232,7 @@ def test_different_replicas_are_not_saved_and_the_run_resumes_bitwise(
         assert hint in result["error"]
     assert [path.name for path in folder.glob("step-*")] == saved
 
-    # From that checkpoint, the run continues bitwise.
+    # From the last good checkpoint, the run continues bitwise.
     resumed = run_ranks(size, losses, config)[0]
     assert resumed == {step: loss for step, loss in undisturbed.items() if int(step) > good}
 

@@ -335,7 +335,7 @@ def test_check_reports_the_errors_of_train_in_the_same_lines(
 
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_a_problem_of_two_datasets_is_one_line_of_the_error(repeats: int) -> None:
-    """The settings of a tokenizer, for example, are read for training and for validation."""
+    """Both datasets read the tokenizer, for example, so both report the same problem."""
     result = PreflightResult(errors=(ConfigError(["the tokenizer is damaged"] * repeats),))
     with pytest.raises(ConfigError) as caught:
         result.raise_errors()
@@ -537,7 +537,7 @@ def test_first_of_many_ranks_checks_files_for_all(
     status = cli.main(arguments)
     errors = capsys.readouterr().err
 
-    # The rank that checks the files refuses to begin, and the others begin.
+    # Only the rank that checks the files stops. The other ranks begin.
     assert (begun == [rank]) == begins, errors
     if not begins:
         assert status == 3
@@ -599,7 +599,7 @@ def test_model_accepted_without_importing_torch_fits() -> None:
 
 
 def test_more_ranks_than_accelerators_are_rejected_in_one_line() -> None:
-    """Before ranks start, which would fail with a CUDA traceback."""
+    """The check precedes the start of ranks, which would fail with a CUDA traceback."""
     loaded = config.load("debug")
     for device, ranks, devices, refused in (
         ("cuda", 2, 1, True),

@@ -1,4 +1,4 @@
-"""Refusals of ``transformers`` networks name a module and a rule of the user's world, before ranks start."""
+"""Errors about unsupported ``transformers`` networks name a module and a rule that users understand."""
 
 from __future__ import annotations
 
