@@ -273,9 +273,8 @@ def test_parameters_are_restored_and_copies_freed_after_a_step(ranks: int, name:
         assert facts == {
             "wrapped": False,
             "bytes of copies": 0,
-            "last layer during backward of the first": {
-                torch.float32
-            },  # gradients exist, so its copies are already freed
+            # The last layer has its gradients by then, so its bfloat16 copies are freed.
+            "last layer during backward of the first": {torch.float32},
             "gradients": {torch.float32},
             "whole": True,  # no gradient is partial
             "same": True,

@@ -309,13 +309,14 @@ def test_stale_variables_of_another_launcher_are_ignored(tmp_path):
     "names",
     [
         {"TORCHELASTIC_RUN_ID": "x"},
+        # Alibaba PAI
         {
             "WORLD_SIZE": "2",
             "RANK": "0",
             "MASTER_ADDR": "a",
             "MASTER_PORT": "1",
             "NPROC_PER_NODE": "8",
-        },  # Alibaba PAI
+        },
         {"PET_NNODES": "2"},
         {"PET_NODE_RANK": "1"},
         {"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},

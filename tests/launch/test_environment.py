@@ -37,15 +37,11 @@ def config(replicate=1, shard=-1, tensor=1, batch=-1, local=1):
         ({}, False),
         ({"TORCHELASTIC_RUN_ID": "x"}, True),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, True),
-        (
-            {"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2"},
-            False,
-        ),  # a PyTorchJob pod: RANK numbers nodes
+        # in a PyTorchJob pod, RANK is the number of a node
+        ({"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2"}, False),
         (SRUN, True),
-        (
-            {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},
-            False,
-        ),  # srun with one task: the process starts its own ranks
+        # with a single srun task, the process starts its own ranks
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, False),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, False),  # the body of an sbatch script
     ],
 )
@@ -113,10 +109,8 @@ LEFT = {"TORCHELASTIC_RUN_ID": "x"}
         ({**RANK, "MASTER_ADDR": ""}, "MASTER_ADDR"),
         ({**RANK, "MASTER_PORT": ""}, "MASTER_PORT"),
         ({**RANK, "MASTER_PORT": "99999"}, "MASTER_PORT.*not a port"),
-        (
-            {**SRUN, "RANK": "0"},
-            "RANK=.*SLURM_PROCID=5",
-        ),  # with the same RANK in every task, all would wait for the others
+        # with the same RANK in every task, all would wait for the others
+        ({**SRUN, "RANK": "0"}, "RANK=.*SLURM_PROCID=5"),
         ({**SRUN, "WORLD_SIZE": "16"}, "WORLD_SIZE=.*SLURM_STEP_NUM_TASKS=8"),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS"),
         ({**SRUN, "SLURM_PROCID": "x"}, "RANK"),

@@ -64,11 +64,8 @@ def find(names, *flags):
         ({}, [], None),  # `runai submit`: one pod without any of these variables
         ({"RUNAI_JOB_NAME": "job", "RUNAI_NUM_OF_GPUS": "8"}, [], None),
         ({"PET_NNODES": "1", "MASTER_ADDR": "localhost", "RANK": "0", "WORLD_SIZE": "1"}, [], None),
-        (
-            {"PET_NNODES": ""},
-            [],
-            None,
-        ),  # torchrun fails on an empty value
+        # an empty value counts as unset, although torchrun fails on it
+        ({"PET_NNODES": ""}, [], None),
         (
             {
                 "PET_NNODES": "",
@@ -95,24 +92,15 @@ def find(names, *flags):
         ),
         ({**RUNAI, "OVERRIDE_PET_NNODES": "4"}, [], (4, 4, 1, "job-master-0:23456", "u-1")),
         ({**RUNAI, **OURS}, [], (3, 3, 2, "h:1", "x")),  # SHARDTRAIN_ variables take precedence
-        (
-            {**RUNAI, **OURS},
-            ["--nnodes", "5", "--node_rank=4"],
-            (5, 5, 4, "h:1", "x"),
-        ),  # flags take precedence over variables
+        # flags take precedence over variables
+        ({**RUNAI, **OURS}, ["--nnodes", "5", "--node_rank=4"], (5, 5, 4, "h:1", "x")),
         (RUNAI, ["--rdzv_endpoint", "other"], (2, 2, 1, "other:29500", "u-1")),
         ({**RUNAI, **OURS}, ["--nnodes", "1"], None),
-        (
-            ELASTIC,
-            [],
-            (1, 4, None, "job-worker-0:23456", "job"),
-        ),  # pods are renumbered when some join or leave
+        # an elastic job has no node rank, because pods are renumbered when some join or leave
+        (ELASTIC, [], (1, 4, None, "job-worker-0:23456", "job")),
         (TRAINJOB, [], (4, 4, 3, "job-node-0-0.job:29500", "shardtrain")),
-        (
-            {**TRAINJOB, **SLURM},
-            [],
-            (4, 4, 3, "job-node-0-0.job:29500", "1234"),
-        ),  # PET_ variables take precedence over SLURM_
+        # PET_ variables take precedence over SLURM_ variables
+        ({**TRAINJOB, **SLURM}, [], (4, 4, 3, "job-node-0-0.job:29500", "1234")),
         (SLURM, [], (2, 2, 1, "gpu07:21234", "1234")),
         # with one task per GPU, this process is a rank and not a node
         ({**SLURM, "SLURM_GPUS_ON_NODE": "1"}, [], None),
@@ -157,10 +145,8 @@ def test_only_the_processes_started_by_an_agent_are_ranks(names):
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "RANK": "x"}, "must be an integer"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MAX_RESTARTS": "-1"}, "must be an integer"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "RDZV_TIMEOUT": "0"}, "must be an integer"),
-        (
-            {"MASTER_ADDR": "a", "RANK": "0", "WORLD_SIZE": "2"},
-            "SHARDTRAIN_NNODES",
-        ),  # ambiguous: nodes or ranks
+        # ambiguous: RANK and WORLD_SIZE may count nodes or ranks
+        ({"MASTER_ADDR": "a", "RANK": "0", "WORLD_SIZE": "2"}, "SHARDTRAIN_NNODES"),
         ({"MASTER_ADDR": "a", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "without RANK,"),
         ({"WORLD_SIZE": "two", "RANK": "0"}, "without LOCAL_RANK,"),
         ({"WORLD_SIZE": " 2 "}, "without RANK and LOCAL_RANK,"),

@@ -52,9 +52,8 @@ def start(*command: str) -> subprocess.Popen:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    names["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
-        "1"  # otherwise the agent of a joining node waits until its timeout
-    )
+    # With a shared store, the agent of a joining node would wait until its timeout.
+    names["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     log = subprocess.DEVNULL
     return subprocess.Popen(
         [sys.executable, *command], env=names, stdout=log, stderr=log, start_new_session=True
