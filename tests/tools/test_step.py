@@ -58,7 +58,7 @@ def train_with_losses(rank: int, config: Config) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of a full run and of a LoRA run, both with best step 2 of 3."""
+    """Return the folders of a full run and a LoRA run of three steps each. The best step is 2."""
     root = tmp_path_factory.mktemp("step")
     paths = {"RUN": root / "run", "ADAPTERS": root / "adapters", "FILE": root / "words.txt"}
     paths["FILE"].write_text(

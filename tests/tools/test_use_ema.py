@@ -1,4 +1,4 @@
-"""``--use_ema`` selects the averages of ``training.ema_decay`` in every command that reads weights, and in Python."""
+"""``--use_ema`` selects the EMA weights in every command that reads weights, and in the Python API."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_generate_and_evaluate_name_the_averages(
 
     result = json.loads(capsys.readouterr().out)
     assert "averaged weights" in result["model"]
-    # the run validated its averages
+    # the run validates with the averaged weights
     line = (run / "validation.jsonl").read_text().splitlines()[-1]
     validated = json.loads(line)["loss"]
     assert result["sets"]["validation"]["loss"] == pytest.approx(validated, abs=1e-6)
@@ -130,7 +130,7 @@ def test_merge_adds_the_averaged_adapters(tmp_path: Path) -> None:
         opened = shardtrain.load_model(path, dtype="float32", config=file, use_ema=use_ema)
         logits[name] = opened.model(tokens_BT, tokens_BT)
 
-    # The merged weights are rounded once more to float32.
+    # A tolerance is needed, because merging rounds the weights to float32 once more.
     torch.testing.assert_close(logits["averaged"], logits["adapted"], atol=1e-5, rtol=0)
     assert (logits["plain"] - logits["adapted"]).abs().max() > 1e-5
 

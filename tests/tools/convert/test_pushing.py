@@ -1,4 +1,4 @@
-"""``export --push``: one commit or none, a card with the known facts, and a token that is never shown."""
+"""``export --push`` commits all files at once or none, writes a model card, and never prints the token."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def push(*arguments: str) -> int:
 
 
 def error_of(message: str) -> str:
-    """Return the error line from stderr, which also contains the progress of the library."""
+    """Return the error line of stderr, which also contains progress bars. Assert that it hides the token."""
     (line,) = [line for line in re.split(r"[\r\n]+", message) if "error[" in line]
     assert TOKEN not in message
     return line
 
 
 def sent(hub) -> list[str]:
-    """Return the requests that change something."""
+    """Return the requests that write to the hub."""
     return [f"{method} {path}" for method, path, _ in hub.requests if method not in ("GET", "HEAD")]
 
 
@@ -99,7 +99,7 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
     assert f"loss {losses[-1]['loss']:.4g}" in text
     assert "Validation" in text
 
-    # A run can be started from the configuration in the card.
+    # The TOML in the card is a valid configuration, equal to that of the run.
     from shardtrain import config
 
     (tmp_path / "card.toml").write_text(re.search(r"```toml\n(.*?)```", text, re.DOTALL)[1])
@@ -113,7 +113,7 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
     assert card.is_own(text)
     assert not card.is_own(text.replace("Steps", "steps"))
 
-    # The same command again uploads nothing.
+    # Running the same command again uploads nothing.
     num_requests = len(sent(hub))
     assert push(*arguments) == 0
     assert "already contains this checkpoint" in capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_an_interrupted_upload_reports_its_progress_and_continues(hub, folder, m
     assert "secretsignature" not in message
     assert hub.files == before
 
-    # The same command continues with the files that are missing.
+    # Running the same command again uploads only the missing files.
     num_stored = len(hub.stored)
     assert num_stored >= 1
     hub.fault = lambda handler, path: False
@@ -187,7 +187,7 @@ def test_a_user_written_card_is_kept_unless_overwrite_is_set(
     assert (hub.files["README.md"] != before) == overwrite
     assert ("was not written by shardtrain, so it is kept" in capsys.readouterr().out) != overwrite
 
-    if overwrite:  # the card is ours now, and is replaced without a flag
+    if overwrite:  # shardtrain wrote this card, so it may be replaced without --overwrite
         (folder / "README.md").write_text(
             dataclasses.replace(card.of_folder(folder), name="new").text("0" * 64)
         )

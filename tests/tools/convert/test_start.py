@@ -1,4 +1,4 @@
-"""``import`` and ``export`` skip imports that would double their start time of one second."""
+"""``import`` and ``export`` do not import slow modules, which would double their startup time of one second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``data check`` reports statistics of the data and all their problems in one run."""
+"""``data check`` reports statistics of the data, and all of its problems in one run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[
 
 
 def steps_of(config: Config, ranks: int) -> int | None:
-    """Return the number of steps after which training reaches the end of the data."""
+    """Return the number of steps until training reaches the end of the data."""
     stream = open_dataloader(
         config,
         batch_rank=0,
@@ -123,7 +123,7 @@ def test_every_kind_of_bad_row_is_reported_with_its_places(
         assert f"a.jsonl:{line}" in reasons
     assert any("6 bad of 22 rows" in problem for problem in report["problems"])
 
-    # 6 of 22 rows are 27 %.
+    # 6 of 22 rows are 27 %: below a limit of 0.5, above a limit of 0.2.
     for fraction, expected_code in (("0.5", 0), ("0.2", 3)):
         options = ["--data.bad_rows", "skip", "--data.bad_rows_max_fraction", fraction]
         code, _ = run(capsys, *arguments_for(path, *options))
@@ -140,7 +140,7 @@ def test_file_without_a_usable_row_exits_with_3(
 
 
 def pairs_of_lines(table: dict[str, Any]) -> list[list[str]]:
-    """Line numbers of duplicates, which a report lists as ``FILE:LINE = FILE:LINE``."""
+    """Return the pairs of line numbers in a report, which lists duplicates as ``FILE:LINE = FILE:LINE``."""
     pairs = []
     for duplicates in table["first duplicates"]:
         places = duplicates.split(" = ")
@@ -240,7 +240,7 @@ def test_prepared_shards_are_verified(tmp_path: Path, capsys: pytest.CaptureFixt
     arguments = ["--training.dataset=tokens", f"--training.dataset_path={folder}"]
     arguments += ["--training.seq_len=64"]
 
-    # The report on shards is that on the rows, except for the places of duplicates.
+    # Prepared shards have the same report as their rows, except for the positions of duplicates.
     code, report = run(capsys, *arguments)
     assert code == 0
     table = report["datasets"]["tokens"]
@@ -279,7 +279,7 @@ weight = 1.0
     web = report["datasets"]["web"]
     code = report["datasets"]["code"]
     for name, table in (("web", web), ("code", code)):
-        # training ends after the last row of this source
+        # let training end after one epoch of this source
         ends = [f"--data.sources.{name}.epochs=1"]
         for ranks in (1, 3):
             _, other = run(capsys, str(config), "--world_size", str(ranks))

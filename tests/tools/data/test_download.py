@@ -1,4 +1,4 @@
-"""Downloads: files arrive complete and checked, the token stays secret, and every failure has a fix."""
+"""Downloads are complete and verified, never print the token, and name a fix for every failure."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_the_token_is_sent_to_the_hub_but_not_to_redirect_targets(
     assert len(cdn.requests) == 1
     assert "authorization" not in cdn.requests[0][2]
 
-    # the hash of the hub counts, not that of the storage server
+    # Verify the hash from the hub, because the storage server may send other content.
     cdn.files["model.safetensors"] = WEIGHTS[:-1] + b"x"
     (tmp_path / "name" / "model.safetensors").unlink()
     assert "has the hash" in fails(DataError, tmp_path, "--assets", "safetensors")
@@ -135,7 +135,7 @@ def test_the_token_is_sent_to_the_hub_but_not_to_redirect_targets(
 
     cdn.close()
     assert "cannot be reached" in fails(StorageError, tmp_path, "--assets", "safetensors")
-    # the library logs the address
+    # The library logs the URL without its signature.
     assert f"Error while downloading from {cdn.url}" in log.getvalue()
 
     printed = capsys.readouterr()
@@ -206,7 +206,7 @@ REFUSALS = {
 }
 
 
-# The file list of a gated repository is public, so the first refusal may be that of a file.
+# Test both requests: the file list of a gated repository is public, so only a file request may be refused.
 @pytest.mark.parametrize("where", ["/api/", "/resolve/"])
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals_of_the_hub_name_a_fix(hub, tmp_path, monkeypatch, name, where):
@@ -254,7 +254,7 @@ def test_offline_mode_is_respected(hub, tmp_path, monkeypatch):
 
 
 def drip(handler: Handler, head: bytes) -> bool:
-    """Send single bytes until the test ends."""
+    """Send the header, then one byte every 20 ms until the test ends."""
     handler.wfile.write(head)
     try:
         while not handler.server.closing:
@@ -282,7 +282,7 @@ IN_THE_CONTENT = b"HTTP/1.0 200 OK\r\nContent-Length: 9999999\r\n\r\n"
 def test_a_hub_that_never_ends_its_answer_times_out(
     hub, tmp_path, monkeypatch, method, where, head
 ):
-    """Each byte resets the library's timeout, which applies to a single read."""
+    """The library limits the time of a single read, so a slow server never reaches its timeout. Ours must apply."""
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
     monkeypatch.setattr(hub_client, "STALLED_SECONDS", 0.4)
     hub.fault = lambda handler, path: (
@@ -311,7 +311,7 @@ def test_a_download_with_progress_does_not_time_out(tmp_path):
 
 
 class _LateFuture(Future):
-    """Completes at the moment at which a wait for it times out."""
+    """Future that completes at the moment when ``result`` times out."""
 
     def result(self, timeout: float | None = None):
         if timeout is None:
@@ -329,7 +329,7 @@ def test_a_call_that_ends_at_its_time_limit_returns_its_result(monkeypatch):
 
 
 def test_log_messages_after_the_time_limit_are_not_printed(hub, capsys, monkeypatch):
-    """The library keeps retrying for a while. Its warnings would follow our error line."""
+    """The library still retries after our time limit. Its warnings must not follow our error line."""
     huggingface_hub.utils.logging.get_logger("huggingface_hub.file_download")
     handler = logging.StreamHandler(stream := io.StringIO())
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
@@ -392,9 +392,8 @@ def test_a_hub_without_hashes_is_trusted_with_a_note(hub, tmp_path, capsys):
     assert "no hash known" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "name", ["tokenizer.json", "model.safetensors"]
-)  # hashed like git blobs, and like LFS files
+# tokenizer.json has the hash of a git blob, model.safetensors that of an LFS file.
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
 def test_corrupt_content_is_fetched_once_more_and_never_kept(hub, tmp_path, name):
     assets = ["--assets", "safetensors" if name in LARGE else "tokenizer"]
     correct = FILES[name]
@@ -411,7 +410,7 @@ def test_corrupt_content_is_fetched_once_more_and_never_kept(hub, tmp_path, name
     assert hub.fetched().count(name) == 2
 
     (tmp_path / "name" / name).unlink()
-    answers[:] = [correct[:-1] + b"y"] * 2  # wrong every time
+    answers[:] = [correct[:-1] + b"y"] * 2  # the second download is corrupt, too
     assert f"{name} has the hash" in fails(DataError, tmp_path, *assets)
 
     for content in (correct[:-1], correct + b"x"):

@@ -1,4 +1,4 @@
-"""``data prepare`` writes the documents in source order, with the same bytes for any number of processes."""
+"""``data prepare`` keeps the order of the source, and writes the same bytes with any number of processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardtrain.utils.errors import ConfigError, DataError, StorageError
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units of 2 KB, to split small files, and flushes and blocks of some hundred values."""
+    """Make work units so small (2 KB) that small test files are split, flushed and read in several blocks."""
     monkeypatch.setattr(work_units, "UNIT_BYTES", 2000)
     monkeypatch.setattr(work_units, "_FLUSH_TOKENS", 700)
     monkeypatch.setattr(work_units, "_BLOCK_BYTES", 512)
@@ -57,7 +57,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def in_memory(arguments: list[str]) -> MemoryTokenBuffer:
-    """Return the documents of the same options, tokenized on the fly."""
+    """Return the documents that the same options yield when tokenized on the fly, for comparison."""
     config = load(None, arguments).config
     named = build_dataset.named_sources(config, config.training)[0]
     tokenizer = build_dataset.tokenizer_of(config)
@@ -241,12 +241,12 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -> None:
-    """An attacker may have prepared a folder that looks like that of an interrupted command."""
+    """An attacker may have created a folder that looks like the output of an interrupted command."""
     arguments = arguments_for(jsonl(tmp_path / "a.jsonl", texts(30)))
     prepare.main(["--output", str(tmp_path / "sound"), "--processes", "1", *arguments])
 
-    # Replace every file with a link. prepare reads .json files before it writes, so their links point to a file that
-    # does not exist. The other links point to a precious file.
+    # Replace every file with a link to a precious file, which must not be overwritten. Links of .json files
+    # point to a nonexistent file instead, because prepare reads these files before it writes.
     precious = tmp_path / "precious"
     precious.write_text("kept")
     planted = tmp_path / "planted"
@@ -261,7 +261,7 @@ def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -
     assert contents(planted) == contents(tmp_path / "sound")
     assert not any(path.is_symlink() for path in planted.rglob("*"))
 
-    # A link in place of the folder of unfinished work.
+    # Replace the folder of unfinished work with a link.
     elsewhere = tmp_path / "elsewhere"
     linked = tmp_path / "linked"
     elsewhere.mkdir()
@@ -342,7 +342,7 @@ def test_too_many_bad_rows_stop_it_with_the_same_count(tmp_path: Path, processes
         DataError, match=r"has 3 bad of 300 rows, more than .*a\.jsonl:58, .*a\.jsonl:124, .*251"
     ):
         prepare.main([*arguments, "0.005"])
-    assert prepare.main([*arguments, "0.01"]) == 0  # finished units are kept
+    assert prepare.main([*arguments, "0.01"]) == 0  # continues with the finished units
     assert ShardTokenBuffer(tmp_path / "o").num_documents == 297
 
 

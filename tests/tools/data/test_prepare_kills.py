@@ -1,4 +1,4 @@
-"""``data prepare`` stopped at any moment and restarted writes the same bytes as an uninterrupted run."""
+"""``data prepare`` writes the same bytes as an uninterrupted run if it is killed and restarted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardtrain.utils.errors import ConfigError, PeerError, ShardtrainError
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units of 2 KB, and a progress record after each."""
+    """Make work units small (2 KB), and write a progress record after each unit."""
     monkeypatch.setattr(work_units, "UNIT_BYTES", 2000)
     monkeypatch.setattr(work_units, "_FLUSH_TOKENS", 700)
     monkeypatch.setattr(prepare, "SAVE_SECONDS", 0.0)
@@ -56,7 +56,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def in_child(arguments: list[str], before: Callable[[], object] = lambda: None) -> int:
-    """Run the verb in a forked process. Return its exit code, negative for a signal."""
+    """Run ``data prepare`` in a forked process. Return its exit code, or minus the signal number."""
 
     def child() -> None:
         before()
@@ -103,7 +103,7 @@ def kill_at(operation: int) -> Callable[[], None]:
 
 
 def test_twenty_kills_change_no_byte(tmp_path: Path, arguments: list[str]) -> None:
-    """Each run is killed a little later than the previous one, in different phases."""
+    """Kill each run a few disk changes later than the previous one, to reach every phase."""
     expected = tmp_path / "uninterrupted"
     folder = tmp_path / "killed"
     prepare.main(["--output", str(expected), "--processes", "1", *arguments])
@@ -148,7 +148,8 @@ def test_a_torn_unit_is_written_again(
     folder = tmp_path / "torn"
     prepare.main(["--output", str(expected), "--processes", "1", *arguments])
     with monkeypatch.context() as patch:
-        patch.setattr(prepare._Work, "_merge", lambda self: None)  # do not merge the units
+        # Stop before the units are merged.
+        patch.setattr(prepare._Work, "_merge", lambda self: None)
         patch.setattr(prepare._Work, "finish", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare.main(["--output", str(folder), "--processes", "1", *arguments])
@@ -202,7 +203,7 @@ def test_an_error_of_the_program_shows_where(
 def test_a_full_disk_is_a_storage_error_from_which_it_continues(
     tmp_path: Path, arguments: list[str], limit_bytes: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The worker processes exceed the limit of 600 bytes, and the shards that of 4,000 bytes."""
+    """At 600 bytes, the files of worker processes exceed the limit. At 4,000 bytes, only the shards do."""
     expected = tmp_path / "uninterrupted"
     folder = tmp_path / "full"
     prepare.main(["--output", str(expected), "--processes", "1", *arguments])
@@ -245,7 +246,7 @@ def test_two_commands_do_not_write_one_folder(tmp_path: Path, arguments: list[st
     folder = tmp_path / "o"
     (folder / UNFINISHED).mkdir(parents=True)
     with prepare._locked(folder):
-        # Locks belong to a process, so the second command needs another process.
+        # A lock does not block the process that holds it, so run the second command in a child process.
         assert (
             in_child(["--output", str(folder), "--processes", "1", *arguments])
             == ConfigError.exit_code

@@ -1,4 +1,4 @@
-"""Progress of long work: percentage, speed and remaining time; without a terminal, occasional lines."""
+"""Progress shows percentage, speed and remaining time. Without a terminal, it prints occasional lines."""
 
 from __future__ import annotations
 

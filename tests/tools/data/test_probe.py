@@ -61,7 +61,7 @@ def model_of(family: str) -> nn.Module:
 
 
 def packed() -> Batch:
-    """A row of several documents, each of which ends without a target."""
+    """Return a row of several documents. The last token of each document has no target."""
     tokens = torch.randint(0, V, (1, T), generator=torch.Generator().manual_seed(2))
     targets = torch.full_like(tokens, IGNORE)
     positions = torch.empty_like(tokens)
@@ -81,7 +81,7 @@ def with_targets(change: dict[int, int]) -> Batch:
 
 
 class Deaf(nn.Module):
-    """A model that ignores document boundaries."""
+    """Faulty model that treats all documents of a row as one."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -92,14 +92,14 @@ class Deaf(nn.Module):
 
 
 class Joining(Deaf):
-    """A model that merges documents 1 and 2."""
+    """Faulty model that treats documents 1 and 2 as one."""
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
         return self.inner(tokens_BT, positions_BT, documents_BT.masked_fill(documents_BT == 2, 1))
 
 
 class Blind(Deaf):
-    """A model that ignores its tokens."""
+    """Faulty model whose output does not depend on the tokens."""
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
         return self.inner(torch.zeros_like(tokens_BT), positions_BT, documents_BT)

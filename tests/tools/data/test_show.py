@@ -1,4 +1,4 @@
-"""``data show`` prints exactly the input of the model."""
+"""``data show`` prints the tokens exactly as the model receives them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_split_documents_continue_in_the_next_sequence(pairs, capsys):
             for piece in part["pieces"]:
                 if piece["learned"]:
                     num_learned += len(piece["tokens"])
-    # both completions, each with an end
+    # both completions, each with its end token
     assert num_targets == num_learned == len("4") + 1 + len("Paris") + 1
 
 

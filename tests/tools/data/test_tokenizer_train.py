@@ -1,4 +1,4 @@
-"""``shardtrain data tokenizer train``: lossless, reproducible, and nothing is overwritten without --force."""
+"""``data tokenizer train`` is lossless and reproducible, and overwrites nothing without --force."""
 
 from __future__ import annotations
 
@@ -263,5 +263,5 @@ def test_a_table_without_a_header_has_numbered_columns(tmp_path):
     file.write_text("".join(f"{line}\t{i % 2}\n" for i, line in enumerate(lines())))
     folder = tmp_path / "tokenizer"
     assert run(file, folder, "--dataset", "tsv", "--text_field", "0") == 0
-    # the labels would contain no pairs to merge
+    # more than 256 ids prove that column 0 was used: the labels have no pairs to merge
     assert open_tokenizer(str(folder)).vocab_size == 300

@@ -115,13 +115,13 @@ def test_a_schedule_file_named_by_a_run_is_not_executed(tmp_path: Path, capsys: 
     }
     assert run_ranks(1, train_whole, tiny_config(**options))[0].error is None
 
-    # The schedule now leaves a file when it is executed.
+    # Make the schedule file create a file when it is executed.
     schedule.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{schedule.read_text()}")
     command = ["checkpoint", "to-dcp", str(tmp_path / "run"), str(tmp_path / "dcp")]
     assert cli.main(command) == 2
     assert not (tmp_path / "ran").exists()
 
-    # The error names the fix: the user passes the configuration, and so trusts its files.
+    # The error names the fix: pass the configuration explicitly, which means to trust its files.
     message = capsys.readouterr().err
     assert "my_schedule.py" in message
     assert "--config" in message
@@ -134,7 +134,7 @@ def test_a_round_trip_changes_only_what_a_folder_cannot_store(tmp_path: Path) ->
     main = ["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]
     assert cli.main(main) == 0
 
-    # The configuration of the run as a file: the same options without their dashes.
+    # Write the options of the run as a TOML file: the same lines without dashes.
     config = tmp_path / "run.toml"
     config.write_text("".join(f"{option[2:].replace('=', ' = ')}\n" for option in words()))
     back = ["checkpoint", "to-dcp", str(tmp_path / "ours"), str(tmp_path / "b")]
@@ -146,7 +146,7 @@ def test_a_round_trip_changes_only_what_a_folder_cannot_store(tmp_path: Path) ->
     tensors_after = {name: after.tensor(name) for name in after.tensors}
     assert_equal(tensors_before, tensors_after)
 
-    # Of the other entries, only the state of the training is kept.
+    # The export keeps only the training state of the entries that are not tensors.
     train_state = {}
     for name in after.objects:
         if name.startswith("train_state"):
@@ -171,7 +171,7 @@ def test_weights_without_optimizer_survive_a_round_trip_with_either_naming(
         )
         == 0
     )
-    # the name of the step differs
+    # 1 is allowed, because the step name differs
     assert cli.main(["checkpoint", "diff", ours, str(tmp_path / "back")]) in (
         0,
         1,
@@ -201,7 +201,7 @@ def test_reordered_queries_and_keys_reproduce_interleaved_rotary_scores() -> Non
 
     ours = {w: names.to_ours(f"layers.0.attn.{w}.weight", tensor) for w, tensor in theirs.items()}
 
-    # Rotations are computed in float32.
+    # A tolerance is needed, because rotations are computed in float32.
     torch.testing.assert_close(
         scores(rotate, ours), scores(rotate_pairs, theirs), rtol=1e-5, atol=1e-5
     )
@@ -241,7 +241,7 @@ def test_a_folder_of_another_model_is_rejected_without_writing(
 def saved(
     folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **more: Any
 ) -> Path:
-    """Save a DCP folder of a model and its optimizer state from one process, with further entries."""
+    """Save the DCP folder of a model and its optimizer state, plus the entries ``more``, from one process."""
     import torch.distributed.checkpoint as dcp
     from dcp_folders import TitanLlama
 
@@ -307,7 +307,7 @@ def test_a_llama_2_of_the_first_torchtitan_imports_and_exports(tmp_path: Path, c
     assert cli.main(command) == 0
     assert "rotary angles" not in capsys.readouterr().out
 
-    # The imported weights are those of the folder.
+    # Importing does not change the weights.
     before = DcpFolder(folder)
     expected = {}
     for name in before.tensors:
@@ -317,7 +317,7 @@ def test_a_llama_2_of_the_first_torchtitan_imports_and_exports(tmp_path: Path, c
     weights = {name: tensor for name, tensor in imported.items() if name.startswith("model.")}
     assert_equal(weights, expected)
 
-    # The exported tensors are those of the folder.
+    # Exporting restores the tensors of the original folder.
     assert cli.main(["checkpoint", "to-dcp", str(ours), str(tmp_path / "b"), "--model-only"]) == 0
     after = DcpFolder(tmp_path / "b")
     original = {name: before.tensor(name) for name in after.tensors}
@@ -448,7 +448,8 @@ def test_an_exported_folder_has_all_keys_of_pytorch_s_schedule_and_optimizer(
         group + key for key in optimizer.param_groups[0] if key != "params"
     } <= exported.objects.keys()
 
-    decoupled = group + "decoupled_weight_decay"  # Adam, not AdamW
+    # The run used Adam instead of AdamW, so its weight decay is not decoupled.
+    decoupled = group + "decoupled_weight_decay"
     assert decoupled not in exported.objects or exported.value(decoupled) is False
 
 
@@ -458,7 +459,7 @@ def test_a_folder_without_optimizer_state_imports_weights_with_a_note(
     import torch.distributed.checkpoint as dcp
     from dcp_folders import TitanLlama
 
-    # the format of v0.1
+    # torchtitan v0.1 saved such a folder
     dcp.save({"model": TitanLlama().state_dict()}, checkpoint_id=tmp_path / "old", no_dist=True)
     main = ["checkpoint", "from-dcp", str(tmp_path / "old")]
     assert cli.main([*main, str(tmp_path / "a"), *words(), "--optimizer", "true"]) == 5

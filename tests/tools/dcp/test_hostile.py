@@ -1,4 +1,4 @@
-"""Hostile folders: none runs code, each is one error line, and changed bytes are reported."""
+"""Hostile DCP folders run no code and end in one error line. Changed bytes are reported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def good_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def metadata(change: Callable[[Any], Any]) -> Change:
-    """Change the real metadata, and pickle them again."""
+    """Return a function that changes the metadata of a valid folder, and pickles it again."""
 
     def write(folder: Path, canary: Path) -> None:
         # Unpickling is safe here, because the fixture wrote the file.
@@ -59,7 +59,7 @@ def item(make: Callable[[bytes, Path], bytes]) -> Change:
         data = path.read_bytes()
         original = data[info.offset : info.offset + info.length]
         changed = make(original, canary)
-        # Append the changed tensor, and let the metadata point to it.
+        # Append the changed tensor, because other offsets must stay valid, and point the metadata to it.
         path.write_bytes(data + changed)
         info.offset = len(data)
         info.length = len(changed)
@@ -95,7 +95,7 @@ def with_state(name: str, value: Any) -> Callable[[Any], None]:
 
 
 class Getter:
-    """Calls getattr when unpickled."""
+    """Object that calls ``getattr`` when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return operator.attrgetter, ("system",)
@@ -111,7 +111,10 @@ def shape_of(meta: Any, *sizes: int) -> None:
 
 
 def shared(kind: bytes, count: int) -> bytes:
-    """Nested lists or tuples, each with two references to the previous one. The last one is on the stack."""
+    """Return a pickle of nested lists or tuples, each with two references to the previous one.
+
+    The outermost one is left on the stack.
+    """
     pair = b"](h%ch%ce\x94" if kind == b"]" else b"h%ch%c\x86\x94"
     return kind + b"\x94" + b"".join(pair % (n, n) for n in range(count))
 
@@ -120,7 +123,7 @@ REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 
 
 def described(pickled: bytes) -> Change:
-    """Replace the embedding with a pickle of protocol 4."""
+    """Return a change that replaces the pickle of the embedding with ``pickled``, in protocol 4."""
     return item(lambda data, canary: rezipped(data, "data.pkl", b"\x80\x04" + pickled))
 
 
@@ -253,7 +256,7 @@ def test_there_are_thirty_hostile_metadata_files() -> None:
 
 
 def test_every_changed_byte_of_a_tensor_is_reported(good_folder: Path, tmp_path: Path) -> None:
-    """PyTorch's load accepts all of them, because it ignores the checksums of its files."""
+    """PyTorch accepts all of these changes, because ``torch.load`` ignores the checksums of its zip files."""
     folder = tmp_path / "step-3"
     shutil.copytree(good_folder, folder)
     place = DcpFolder(folder).tensors["output.weight"].chunks[0].place
@@ -296,7 +299,7 @@ def test_plain_values_of_any_pickle_protocol_are_read() -> None:
 
 
 def test_integer_of_many_bytes_is_refused() -> None:
-    """A dict that repeats one such key would hash the integer, a million bytes, for each of a thousand entries."""
+    """A dict with 1,000 entries of this key would hash the integer of a million bytes 1,000 times."""
     number = b"\x8b" + (10**6).to_bytes(4, "little") + b"\x01" * 10**6 + b"q\x00" + b"0"
     table = b"}(" + b"h\x00N" * 1000 + b"u."
     with pytest.raises(

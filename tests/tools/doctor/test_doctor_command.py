@@ -1,4 +1,4 @@
-"""``shardtrain doctor`` with real processes: output, exit status, and no leftovers."""
+"""``shardtrain doctor`` with real processes: output, exit status, and removal of temporary files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def leftovers(folder):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch, capfd):
-    """Function that runs the verb in this process, to share its imports, and returns status, stdout and stderr."""
+    """Return a function that runs ``doctor`` and returns status, stdout and stderr.
+
+    It runs in this process, to avoid repeated imports.
+    """
     for name in UNWANTED:
         monkeypatch.delenv(name, raising=False)
     # The verb sets these variables if unset. Set them here, so monkeypatch restores them.
@@ -122,7 +125,7 @@ def test_one_process_needs_no_network_and_the_table_names_the_fix(tmp_path, here
 def test_ranks_of_torchrun_make_one_report(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardtrain")
     code, out, err = run(tmp_path, CONFIG, launcher=launcher)
-    # torchrun exits with 1 for every failure, such as a low limit of this machine
+    # doctor fails if this machine has a low limit, and torchrun reports every failure as 1.
     assert code in (0, 1), err
     assert out.count("2 ranks on 1 host") == 1
     assert "all_gather dp_shard (all ranks)" in out
@@ -140,14 +143,14 @@ def test_ctrl_c_ends_all_ranks_immediately_and_leaves_no_files(tmp_path):
         interrupted_at = time.monotonic()
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=patience.seconds(60))
-        # On a fast machine, it may have finished just before.
+        # On a fast machine, doctor may finish before the signal arrives.
         assert process.returncode != 0 or "2 ranks on 1 host" in out
         assert time.monotonic() - interrupted_at < patience.seconds(30)
         # A signal while the folder is created leaves an empty marked folder, which the next start removes.
         assert [
             path for path in leftovers(tmp_path) if path.is_file() and path.name != temporary.MARK
         ] == []
-        # Ranks are separate sessions. None may still use the folder.
+        # Ranks run in separate sessions, so check that no rank is alive by its use of the folder.
         assert not any(
             str(tmp_path) in _folder_of(pid) for pid in os.listdir("/proc") if pid.isdecimal()
         )

@@ -1,4 +1,4 @@
-"""Groups of ranks: each axis partitions all ranks like the mesh, and pairs connect all neighbours."""
+"""Groups of ranks partition all ranks along each axis as the mesh does. Pairs cover all neighbours."""
 
 from __future__ import annotations
 

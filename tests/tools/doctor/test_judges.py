@@ -1,4 +1,4 @@
-"""Judges of the doctor: a healthy cluster passes, and each problem has exactly one row, which names its ranks."""
+"""A healthy cluster passes all checks of the doctor. Each problem yields one row that names its ranks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def variable(**values):
 
 
 TROUBLES = [
-    # change to rank 2, the first of host-1; area, subject and verdict of the row; part of its measurement
+    # Change of rank 2 (the first of host-1); area, subject and verdict of the row; part of its text.
     (change("versions", torch="2.12.0"), "versions", "torch", "fail", "2.12.0 on rank 2 (host-1)"),
     (change("versions", options="def"), "versions", "options", "fail", "def on"),
     (
@@ -185,7 +185,7 @@ def test_each_problem_of_one_rank_is_named_with_the_rank_and_a_fix(
     assert 2 in row.ranks
 
     others = set(rows) - {(area, subject)}
-    # A variable that only one rank has also differs between ranks.
+    # Only an environment variable may yield a second row: if only one rank has it, ranks also differ.
     for other in others:
         assert other[0] == area == "environment", others
 
@@ -227,7 +227,7 @@ def test_groups_that_cross_the_same_cards_share_them():
 
 def test_groups_are_counted_at_the_hosts_that_they_cross():
     reports = patients.healthy(4, 2)
-    # Two pipelines of two hosts each: two of the four groups cross each host.
+    # Two pipelines of two hosts each. Each host is a member of two of the four groups.
     divided = [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert network._crossing(reports, divided) == {f"host-{number}": 2 for number in range(4)}
     assert network._crossing(reports, [[0, 1], [2, 3]]) == {}

@@ -1,4 +1,4 @@
-"""Outliers: deviating and slow ranks are always named, no others are, and the order of ranks does not matter."""
+"""Exactly the deviating and slow ranks are named, for any order of the ranks."""
 
 from __future__ import annotations
 

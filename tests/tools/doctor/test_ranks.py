@@ -1,4 +1,4 @@
-"""Examination of real ranks: a problem of one rank is detected, named, and reported within the time limit."""
+"""On real ranks, a problem of one rank is detected, named, and reported within the time limit."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_rank_that_multiplies_slowly_is_named(tmp_path):
 
 
 def _lame(rank):
-    # 20 products instead of one, to be the slowest even on a busy machine
+    # Compute 20 products instead of one, to make rank 2 the slowest even on a busy machine.
     device_checks.CPU_SIZE = 256
     device_checks.REPEATS = 3
     if rank == 2:
@@ -123,8 +123,8 @@ def test_a_fast_clock_is_named(tmp_path):
     assert row.ranks == (1,)
 
     measured = re.match(r"\+(\d+\.\d) s on rank 1", row.measured)
-    # a busy machine replies late
     assert measured
+    # Allow an error of two seconds, because a busy machine replies late.
     assert abs(float(measured[1]) - 90) < 2
 
 
@@ -163,7 +163,8 @@ def test_a_folder_that_one_rank_cannot_write_is_reported(tmp_path):
 
 
 def _read_only(rank):
-    if rank == 1:  # root can write to every folder
+    # Raise the error directly, because root can write to read-only folders.
+    if rank == 1:
 
         def refuse(folder):
             raise PermissionError(13, "Permission denied")
@@ -362,7 +363,7 @@ def _adds_in_float32(rank):
     numbers.NUMBERS = {"cpu": 2**21}
     numbers.TOKENS = {"cpu": 4}
     if rank == 2:
-        # PyTorch's norm on a CPU sums float32 squares sequentially in each lane.
+        # An inaccurate norm: PyTorch on a CPU sums float32 squares sequentially in each vector lane.
         dtensor.squared_norm = lambda tensors: torch.linalg.vector_norm(
             tensors[0], dtype=torch.float32
         ).square()

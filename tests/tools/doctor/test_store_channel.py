@@ -71,7 +71,7 @@ def channels(size: int) -> list[StoreChannel]:
 def exchange(
     size: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[StoreChannel], list[int]]:
-    """Run two checks of the doctor on ``size`` ranks with eight ranks per host: host names and shared storage.
+    """Run the checks of host names and of shared storage on ``size`` ranks, eight per host.
 
     Return the channels of all ranks, and the host number of each rank as rank 1 knows it.
     """
@@ -110,7 +110,7 @@ def test_a_rank_sends_and_receives_the_same_whatever_the_number_of_ranks(tmp_pat
     requests = [requests for requests, _ in counts.values()]
     num_bytes = [num_bytes for _, num_bytes in counts.values()]
 
-    # The last rank to arrive at a meeting announces it.
+    # The last rank to arrive at a barrier sends an additional request.
     assert max(requests) - min(requests) <= 3, counts
     # The bytes grow by one list item (a number of up to three digits) per host, up to MOST_SIGNERS hosts, and by a
     # few bytes for longer rank numbers.
@@ -133,7 +133,7 @@ def test_the_facts_of_a_rank_do_not_contain_the_members_of_its_groups(tmp_path):
 
 @pytest.mark.parametrize("size", [2, 100, 1_000, 16_384])
 def test_ranks_that_wait_send_few_requests(size, monkeypatch):
-    """All ranks together send at most ``LOOKS_PER_SECOND``, or four each if they are few."""
+    """All ranks together poll at most ``LOOKS_PER_SECOND`` times a second, or four times each if they are few."""
     (line,) = channels(1)
     line.size = size
     waits: list[float] = []

@@ -60,7 +60,7 @@ def jsonl(path: Path, rows: list[Any]) -> Path:
 
 
 def loss_of(model: torch.nn.Module, tokens: list[int], first: int = 1) -> tuple[float, int]:
-    """Return the sum and number of the losses of tokens[first:] in float64, in windows of SEQ_LEN targets."""
+    """Return the float64 sum and the number of losses of ``tokens[first:]``, in windows of SEQ_LEN targets."""
     total = 0.0
     count = 0
     for start in range(0, len(tokens) - 1, SEQ_LEN):
@@ -84,7 +84,7 @@ def test_the_loss_of_each_row_is_independent_of_others_and_of_their_order(
         result = api.evaluate(
             opened, jsonl(tmp_path / f"{number}.jsonl", order), seq_len=SEQ_LEN, batch_size=3
         )
-        # float32 compared with float64
+        # the evaluation computes in float32, the expected value in float64
         assert result["loss"] == pytest.approx(expected, rel=1e-6)
         assert result["tokens"] == sum(count for _, count in sums)
         assert result["bytes"] == sum(len(text.encode()) for text in TEXTS)
@@ -122,7 +122,7 @@ def test_packing_is_an_option_and_depends_on_the_order(opened: OpenedModel, tmp_
         for text in texts:
             tokens += [BOS, *text.encode(), EOS]
         total, count = loss_of(reference_model, tokens)
-        # float32 against float64
+        # the evaluation computes in float32, the expected value in float64
         assert result["loss"] == pytest.approx(total / count, rel=1e-6)
         assert result["tokens"] == count
         losses.append(result["loss"])
@@ -148,7 +148,7 @@ def test_the_format_of_rows_is_detected_by_their_columns(
     result = json.loads(capfd.readouterr().out)["sets"]["set"]
     total, count = loss_of(build("llama3").double(), expected_tokens, FIRST_TARGET[form])
 
-    # float32 against float64
+    # the evaluation computes in float32, the expected value in float64
     assert result["loss"] == pytest.approx(total / count, rel=1e-6)
     assert result["tokens"] == 2 * count
     assert result["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)

@@ -85,7 +85,7 @@ def test_loss_and_bits_equal_those_of_transformers_in_float64(rows: Path, tmp_pa
 
 @pytest.fixture(scope="module")
 def held_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A file of each kind: one text, rows of text, rows of prompts and completions."""
+    """Write one file of each kind: plain text, rows of text, and rows of prompts and completions."""
     folder = tmp_path_factory.mktemp("held_out")
     text = Path(text_file()).read_text()[:3000]
     tokens = text.split()
@@ -128,7 +128,7 @@ def measured(rank: int, folder: Path, size: int) -> Any:
     return sets.measure(opened, sets.section_of_run(opened))
 
 
-# number of ranks of the run, data set, options, and number of validation sequences
+# Name: ranks of the run, data set, options, and number of validation sequences.
 RUNS: dict[str, tuple[int, str, dict[str, Any], int]] = {
     "the entire set": (1, "text", {}, 47),
     "steps": (1, "text", {"validation": {"steps": 3, "local_batch_size": 5}}, 15),
@@ -186,7 +186,7 @@ def test_the_loss_of_a_run_is_the_same_on_any_number_of_ranks(
     run_of(tmp_path, "text", held_out["text"], 1, validation={"steps": 3, "local_batch_size": 5})
     single = run_ranks(1, measured, tmp_path, 1)[0]
     for result in run_ranks(2, measured, tmp_path, 2):
-        # different summation order
+        # ranks sum in a different order
         assert result["loss"] == pytest.approx(single["loss"], rel=1e-6)
         assert {**result, "loss": 0, "perplexity": 0, "bits_per_byte": 0} == {
             **single, "loss": 0, "perplexity": 0, "bits_per_byte": 0,

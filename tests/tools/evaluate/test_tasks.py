@@ -1,4 +1,4 @@
-"""lm-eval tasks have the same results with our engine as with lm-eval's engine on the same weights."""
+"""lm-eval tasks have the same results with our engine and with lm-eval's own engine, on the same weights."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_texts_equal_those_of_lm_eval_s_engine(place: Path) -> None:
 def test_metric_in_the_current_directory_does_not_replace_one_of_the_library(
     name: str, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tasks such as humaneval load their metric by name, and the library runs a local file of that name."""
+    """Tasks such as humaneval load a metric by name. ``evaluate`` would run a local file with that name."""
     from evaluate import loading
 
     loaded: list[str] = []

@@ -1,4 +1,4 @@
-"""The generation engine: neither the cache nor the batch nor other rows change a token."""
+"""Generated tokens do not depend on the KV cache, the batch size or the other rows."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_neither_the_cache_nor_the_batch_changes_a_token(family, sampling):
 
 @pytest.mark.parametrize("lengths", [(5,), (5, 5), (5, 9)])
 def test_the_head_receives_a_contiguous_tensor(lengths):
-    # For a view with other strides, PyTorch computes a batched product, which copies the head's weight for each row.
+    # For a non-contiguous input, PyTorch uses a batched matmul, which copies the weight of the head per row.
     model, layout = tiny("llama3")
     inputs_of_head = []
     model.head.register_forward_pre_hook(lambda _, inputs: inputs_of_head.append(inputs[0]))
@@ -143,7 +143,7 @@ def test_a_cache_that_grows_changes_no_token():
     num_new = BLOCK + 40
     _, generated = Generator(model, layout).generate(inputs, num_new)
 
-    # Without a cache: the most likely token at each position of the full row.
+    # Compute the most likely token at each position in one forward pass of the full row, without a cache.
     row = torch.tensor([[*inputs[1], *generated]])
     positions = torch.arange(row.size(1))[None]
     with torch.no_grad():
@@ -152,17 +152,16 @@ def test_a_cache_that_grows_changes_no_token():
     assert len(generated) == num_new
 
 
-@pytest.mark.parametrize(
-    "family", ["llama3", "gpt_oss", "llama4", "deepseek_v3"]
-)  # windows, sinks, chunks, latents
+# These families include windows, attention sinks, chunks and latent attention.
+@pytest.mark.parametrize("family", ["llama3", "gpt_oss", "llama4", "deepseek_v3"])
 def test_attention_with_matmuls_changes_no_token(family, monkeypatch):
-    # In float32, where rounding changes no token. The command uses this path in bfloat16.
+    # The command uses this path in bfloat16. Test it in float32, because rounding then changes no token.
     model, layout = tiny(family)
     inputs = prompts(3, 40, 8, 1)
     stops = frozenset(range(0, VOCAB, 40))
     expected = Generator(model, layout, width=2).generate(inputs, 2 * BLOCK, DRAWN, stop_ids=stops)
 
-    assert max(map(len, expected)) > BLOCK  # the cache has grown, and rows have ended
+    assert max(map(len, expected)) > BLOCK  # the rows are long enough to grow the cache
 
     monkeypatch.setattr(cache, "_has_fast_matmuls", lambda *_: True)
     for width in (1, 2):
@@ -183,7 +182,7 @@ def test_attention_with_matmuls_matches_float64(dtype, tokens):
     mask = causal[None, None, 90 - tokens :].repeat(2, 1, 1, 1)
     mask[1, :, :, :20] = False  # padding before the first token of a row
 
-    # The cache has unused space after the tokens.
+    # The cache is longer than the tokens. Its unused end must not be read.
     cached_k = torch.full((2, 4, 128, 16), 7.0, dtype=dtype)
     cached_v = torch.full((2, 4, 128, 16), 7.0, dtype=dtype)
     cached_k[:, :, :90] = k
@@ -197,7 +196,7 @@ def test_attention_with_matmuls_matches_float64(dtype, tokens):
     exact = F.scaled_dot_product_attention(exact_q, exact_k, exact_v, attn_mask=mask)
     exact = exact.transpose(1, 2)
     error = (output.double() - exact).norm() / exact.norm()
-    # Scores and probabilities are rounded to 8 bits, like in block-wise attention.
+    # In bfloat16, scores and probabilities have 8 significant bits, as in block-wise attention.
     assert error < (1e-6 if dtype == torch.float32 else 8e-3)
 
 
@@ -235,7 +234,7 @@ def test_generation_does_not_change_the_model():
     assert {name: type(module) for name, module in model.named_modules()} == before
 
     tokens = torch.zeros(2, 3, dtype=torch.int64)
-    # the head computes all tokens again
+    # the head returns logits of all positions again
     assert model(tokens, torch.arange(3).expand(2, -1)).shape == (
         2,
         3,
@@ -310,9 +309,8 @@ def test_a_core_with_other_math_is_rejected_and_works_without_a_cache():
 OTHERS = Path(__file__).parents[2] / "models" / "others"
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma2", "bloom", "mpt", "gptj", "mup"]
-)  # soft cap, slopes, heads first, scale
+# These models include a soft cap, ALiBi slopes, a head-first layout and a custom scale.
+@pytest.mark.parametrize("name", ["gemma2", "bloom", "mpt", "gptj", "mup"])
 def test_score_options_of_a_core_are_followed_exactly(name):
     module = find(str(OTHERS / f"{name}.py"))
     shape = shape_of(module, "tiny", {"num_layers": 2}, "rmsnorm")

@@ -91,7 +91,7 @@ def environment(monkeypatch):
             name, os.environ.get(name, {"OMP_NUM_THREADS": "1"}.get(name, "")) or "lo"
         )
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # the command changes it for its process
+    # the command sets this global, so let monkeypatch restore it
     monkeypatch.setattr(chosen_kernels, "_chosen", chosen_kernels.PYTORCH)
 
 
@@ -194,7 +194,7 @@ def test_two_processes_write_the_same_file_as_one(trained, tmp_path, capfd):
         assert code == 0, err
 
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    assert not list(trained.glob("logs/rank-1*"))  # the run folder is unchanged
+    assert not list(trained.glob("logs/rank-1*"))  # generation writes no logs to the run folder
 
 
 # --- every family, split over ranks ---
@@ -257,7 +257,7 @@ def test_tensor_parallel_ranks_generate_the_tokens_of_one_rank(tmp_path, name, o
     assert first == second == expected
     assert len({tuple(row) for row in expected}) == 3
 
-    # A rank has only a part of the weights, but all embeddings.
+    # Each rank has a shard of the layers, but the full embedding.
     num_weights = sum(p.numel() for p in opened.model.parameters())
     assert num_local_weights < 0.9 * num_weights
 
@@ -456,7 +456,7 @@ def test_a_recurrence_without_a_state_in_the_layout_requires_no_cache(tmp_path, 
     assert "add --no_cache" in err
     assert "mixes tokens outside of the attention core" in err
 
-    # The fix works.
+    # The suggested option fixes the error.
     code, out, _ = answer(capfd, *arguments, "--no_cache", "--max_new_tokens", "2")
     assert code == 0
     assert out

@@ -66,7 +66,7 @@ def test_tokens_from_a_folder_equal_those_of_transformers(family: str, tmp_path:
 def test_tokens_of_architectures_without_a_native_model_equal_those_of_transformers(
     name: str,
 ) -> None:
-    """Includes tied embeddings, whose head is not a separate module."""
+    """The architectures include one with tied embeddings, in which the head is not a separate module."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         foreign.folder(name), dtype=torch.float32
     ).eval()
@@ -121,7 +121,7 @@ def test_rows_equal_those_of_transformers_with_and_without_bos(tmp_path: Path) -
         with_post_processor(
             bpe_folder(place, eos_token="</s>", bos_token="<s>", chat_template=CHAT), style
         )
-        # A model without unused vocabulary rows: we never choose their ids, but transformers does.
+        # Build no unused vocabulary rows, because transformers may generate their ids, but we never do.
         save(build(family, vocab_size=open_tokenizer(str(place)).vocab_size), place)
         (tmp_path / "in.jsonl").write_text(
             "".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS)
@@ -170,7 +170,7 @@ END = "</s>"
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A folder whose continuation of PROMPT has the tokenizer's end token late, and the ids before it."""
+    """Return a model folder whose continuation of the prompt has an end token late, and the ids before it."""
     folder = bpe_folder(tmp_path_factory.mktemp("ends") / "hf", eos_token=END, bos_token="<s>")
     tokenizer = open_tokenizer(str(folder))
     prompt = torch.tensor([tokenizer.encode("the cat").tolist()])
@@ -199,7 +199,7 @@ def test_a_text_ends_where_transformers_ends_it(
 ) -> None:
     source, ids = chatty
     folder = shutil.copytree(source, tmp_path / "hf")
-    # Distinct ids of the text. config.json names an earlier one than generation_config.json.
+    # Use ids of the generated text as end tokens. That of config.json occurs before that of generation_config.json.
     first, second, third = list(dict.fromkeys(ids))[1:4]
     for name, kind, named in (
         ("config.json", in_config, {"one": second, "several": [first, 3]}),
@@ -305,5 +305,5 @@ def test_missing_and_ineffective_options_are_reported(
         assert message in error
         assert error.count("\n") == 1, error
 
-    # The fix of the first error works.
+    # The option suggested by the first error fixes it.
     assert main([*generate, str(bare), "--tokenizer", "bytes", "--max_new_tokens", "2"]) == 0

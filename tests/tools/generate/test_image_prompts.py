@@ -1,4 +1,4 @@
-"""Generation with images equals ``transformers.generate``, and wrong images are one line."""
+"""Generation with images equals ``transformers.generate``. An invalid image ends in one error line."""
 
 from __future__ import annotations
 

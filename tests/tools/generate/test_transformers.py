@@ -92,7 +92,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     expected = reference.generate(tokens, attention_mask=mask, max_new_tokens=new, do_sample=False)[
         :, longest:
     ]
-    if packed:  # weights in oneDNN's layout, as in the command
+    if packed:  # pack even small weights in oneDNN's layout, as the command does with large ones
         monkeypatch.setattr(packed_linear, "_SMALLEST_NUMEL", {torch.float32: 0})
         monkeypatch.setattr(
             chosen_kernels, "_chosen", chosen_kernels.Kernels(packed_linear_float32=2.0)

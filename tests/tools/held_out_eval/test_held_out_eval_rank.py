@@ -1,4 +1,4 @@
-"""``shardtrain test`` uses the best checkpoint and writes all files of the original format, or none."""
+"""``shardtrain test`` evaluates the best checkpoint. It writes all files of the original format or none."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def shardtrain(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_two_processes_write_the_files_of_the_best_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.001")  # default: 5 seconds
+    # Lower the interval from 5 seconds, to print the progress of short work, too.
+    monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.001")
     options = ["--task.test_dataset_path", file_of(7, 2), "--output", str(tmp_path), "--nproc", "2"]
     result = shardtrain("test", str(trained() / "config.resolved.toml"), *options)
 

@@ -1,4 +1,4 @@
-"""Comparison of an ended run with its plan: changes that need less memory, and the error of the plan."""
+"""A finished run is compared with its plan. A run out of memory prints changes that need less memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardtrain.utils import limits
 
 
 def shares(lines: list[str]) -> list[float]:
-    """Return the planned memory of each change relative to that of the configuration."""
+    """Return the planned memory of each suggested change, divided by that of the configuration."""
     units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
     shares_of_lines = []
     for line in lines:
@@ -74,7 +74,7 @@ def test_a_run_out_of_memory_ends_with_7_and_suggestions(
         raise MemoryError("can't allocate memory")
 
     monkeypatch.setattr(trainer, "_steps", no_memory)
-    # The plan needs 38 MiB per rank on two ranks, and 51 MiB on a single one.
+    # Just above the planned memory: 2 x 38 MiB on two ranks, 51 MiB on one.
     memory = (
         {"total": 90 * 2**20, "available": 2**20}
         if ranks == 2
@@ -149,7 +149,7 @@ def test_planned_and_measured_values_are_compared_and_large_differences_warn(
 
 
 def test_a_difference_in_a_small_run_is_no_warning(tmp_path: Path) -> None:
-    """Host time dominates its steps, and kernel workspaces its memory. A plan contains neither."""
+    """In small runs, host time and kernel workspaces dominate. A plan contains neither, so no warning is due."""
     run = finished(tmp_path, 4e4, 0.2)
     (run / "config.resolved.toml").write_text(
         '[model]\nflavor = "2.6M"\n[training]\nlocal_batch_size = 4\nseq_len = 256\n'

@@ -114,7 +114,7 @@ def test_a_slower_device_of_the_report_makes_a_slower_plan(report):
         step_seconds.append(plan.time.seconds)
 
     assert step_seconds == sorted(step_seconds)
-    # Half the rate does not double the time, because communication takes as long as before.
+    # A device of half the speed does not double the step time, because communication is as fast as before.
     assert step_seconds[2] > 1.5 * step_seconds[0]
 
 
@@ -143,7 +143,7 @@ def test_the_doctor_of_this_machine_calibrates_a_plan_of_it(tmp_path):
     reports = patients.examined(2, tmp_path, ("devices", "network"))
     path.write_text(doctor_report.to_json(doctor_report.document(reports, [], 1.0)))
     device = calibrate.learn_report(path, hardware.find("cpu")).device
-    # with one thread, like all tests
+    # doctor measures with one thread here, because all tests do
     measured = min(facts["rate"] for facts in reports.of("devices").values())
 
     assert device.flops["float32"] * device.matmul_efficiency == pytest.approx(measured)

@@ -1,4 +1,4 @@
-"""The planned time of experts: rows of balanced routers, and exchanges behind computation."""
+"""The planned time of experts depends on the router balance, and on exchanges overlapped with computation."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_balanced_routers_exchange_no_more_than_the_rows_of_each_token() -> None
     job = replace(JOB, balanced=True)
     forward = layer_timing.layer_pass(MODEL.layers[0], job, DEVICE, DIM).forward
 
-    # Each rank sends all rows except its own eighth to the others, before and after the experts.
+    # Each rank keeps 1/EP of its rows and sends the rest to other ranks, before and after the experts.
     row_bytes = DIM * 2
     sent_bytes = SEQ_LEN * TOP_K * row_bytes * (EP - 1) / EP
     link_rate = DEVICE.link.bytes_per_second * DEVICE.link.efficiency
     without_latency = 2 * sent_bytes / link_rate
-    latency = 2 * DEVICE.link.latency_seconds * (1 + 3 / 2)  # a tree over 8 ranks is 3 deep
+    latency = 2 * DEVICE.link.latency_seconds * (1 + 3 / 2)  # log2(8 ranks) = 3
 
     assert forward["expert exchange"] == pytest.approx(without_latency + latency)
 

@@ -108,7 +108,7 @@ def test_without_a_switch_two_devices_use_only_part_of_the_link(tmp_path):
     path.write_text(path.read_text().replace("peers = 3", "peers = 0"))
     switched = hardware.find(str(path))
 
-    # With three peers, two devices use a third of the links of each.
+    # With direct links to three peers, two devices can only use a third of their links for each other.
     config = configs.load("llama3_8b", ["--parallelism.tensor_parallel_degree", "2"]).config
     direct_seconds = planning.make(config, 4, direct).time.costs["tensor parallel"]
     switched_seconds = planning.make(config, 4, switched).time.costs["tensor parallel"]

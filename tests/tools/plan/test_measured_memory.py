@@ -117,7 +117,7 @@ def measured_bytes(rank: int, config: Any, kernels: rank_memory.Kernels = "cpu")
         low_bits_bytes += sum(module.low_bits.bytes for module in quantized_linears(part))
     counted = Counted(parameters)
     with counted:
-        trainer.step(run)  # creates the optimizer states, which persist
+        trainer.step(run)  # warm-up: creates the optimizer states
     counted.most = 0
     with counted:
         trainer.step(run)
@@ -211,10 +211,8 @@ def piped(name: str, **degrees: Any) -> dict[str, Any]:
             ),
             (4, mesh(data_parallel_replicate_degree=2)),
             (2, mesh(tensor_parallel_degree=2)),
-            (
-                2,
-                {**mesh(tensor_parallel_degree=2), "training": {"local_batch_size": 16}},
-            ),  # the loss in chunks
+            # This batch is large enough that the loss is computed in chunks.
+            (2, {**mesh(tensor_parallel_degree=2), "training": {"local_batch_size": 16}}),
             (2, {**mesh(tensor_parallel_degree=2), **FULL}),
             (2, {**mesh(tensor_parallel_degree=2), **PER_OPERATION}),
             (4, mesh(tensor_parallel_degree=2)),
@@ -351,7 +349,7 @@ def test_a_real_step_with_multi_token_prediction_holds_the_planned_bytes(
     ("size", "sections"), cases([(1, {})], nightly=[(2, {}), (1, FULL)]), ids=str
 )
 def test_a_real_step_of_experts_in_a_list_holds_the_planned_bytes(size, sections):
-    """Each token passes two of eight experts, so their hidden features count twice and not eight times."""
+    """The plan counts hidden features of two experts per token, not of all eight experts in the list."""
     model = {"name": str(Path(__file__).with_name("listed_experts.py")), "flavor": "tiny"}
     check(size, sections, model, 0.05)
 
@@ -366,7 +364,7 @@ def test_experts_in_a_list_are_recognized():
     assert experts.listed
     assert (experts.count, experts.top_k, experts.ffn, experts.gated) == (8, 2, 256, True)
     assert not any("experts" in linear.path for linear in layer.linears)
-    # FSDP shards them with the rest of the layer, and expert parallelism does not split them
+    # has_experts is False for experts in a list: EP does not split them, and FSDP shards them like other weights.
     assert not model.has_experts
 
 
@@ -378,7 +376,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     },
     "glm4": {"intermediate_size": 384},
     "olmo2": {"intermediate_size": 384},
-    # each layer with a window saves a copy of its mask
+    # each layer with a sliding window saves its own copy of the mask
     "olmo3": {
         "intermediate_size": 384,
         "sliding_window": 64,

@@ -80,7 +80,11 @@ def test_json_is_one_object_with_bytes_and_seconds(capsys):
 
 
 def test_snapshots_count_as_host_memory(capsys):
-    """Float32 weights and two moments of all 8 B parameters: twice on one node, four times its share on several."""
+    """A snapshot has float32 weights and two moments of 8 B parameters.
+
+    One node stores two generations of the full state. Each of two nodes stores two generations of its
+    own half and of the other node's half, so the bytes per node are equal.
+    """
     options = ["llama3_8b", "--checkpoint.enable", "--checkpoint.snapshot_interval", "1"]
     bytes_per_node = {}
     for nodes in (1, 2):
@@ -179,7 +183,7 @@ def test_sums_on_the_host_grow_with_the_logarithm_of_the_ranks():
     for gpus in (1, 1024, 16_384):
         plan = shardtrain.plan("llama3_8b", gpus=gpus)
         costs[gpus] = plan.time.costs.get("sums on the host", 0.0)
-    # 10 and 14 messages of 30 microseconds
+    # 10 and 14 sequential messages (log2 of the ranks), 30 microseconds each
     assert list(costs.values()) == pytest.approx([0.0, 300e-6, 420e-6])
 
 
@@ -287,7 +291,7 @@ def test_the_largest_fits_and_a_little_more_does_not(name, world_size):
     largest = planning.largest(loaded.config, world_size, device)
     now = planning.make(loaded.config, world_size, device)
 
-    if not now.fits:  # even one row does not fit, and larger values cannot help
+    if not now.fits:  # even one row does not fit, so no batch size fits
         assert largest["training.local_batch_size"] == 0
 
     for option, number in largest.items():
@@ -338,7 +342,7 @@ def test_failures_cost_half_an_interval_and_a_restart_each(capsys):
     lost = rarely["seconds_between_saves"] / 2 + 600
     gained = rarely["days_with_failures"] - rarely["days"]
     assert rarely["failures"] * lost / 86400 == pytest.approx(gained, rel=1e-9)
-    # 50,677 device hours between two failures of a device
+    # One failure in 50,677 device hours is the assumed failure rate.
     assert rarely["failures"] == pytest.approx(
         1024 * rarely["days_with_failures"] * 24 / 50677, rel=1e-3
     )
@@ -412,7 +416,7 @@ def test_mx_counts_as_float8_if_supported_and_emulation_is_noted(capsys):
         converter = "quantize.linear.mx" if name == "emulated" else name
         options = [f"--model.converters={converter}"] if converter else []
         options += ["--quantize.linear.mx.recipe_name=mxfp8_emulated"] if name == "emulated" else []
-        # The same layers: this preset keeps none in bfloat16.
+        # Convert the same layers as float8: clear the filter, because the preset keeps no layer in bfloat16.
         options += ["--quantize.linear.mx.filter_fqns="] if converter.endswith("mx") else []
         assert cli.main([*arguments, *options]) == 0
         plans[name] = json.loads(capsys.readouterr().out)

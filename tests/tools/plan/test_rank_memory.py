@@ -1,4 +1,4 @@
-"""The memory of a plan, computed without tracing, agrees with the traced dry run."""
+"""The memory that a plan computes from formulas agrees with the traced dry run."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_weights_of_a_transformers_network_are_counted_from_its_modules(parallel
     ids=str,
 )
 def test_activations_of_experts_of_a_transformers_network_are_traced(parallelism, name, tmp_path):
-    """With an even load. A plan counts the rows that experts send and receive, as the dry run does."""
+    """Plan and dry run agree for evenly loaded experts, including the rows that they send and receive."""
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_local_experts": 8}
     training = {"local_batch_size": 2, "global_batch_size": 8, "seq_len": 256}
@@ -216,7 +216,7 @@ def test_parameters_of_the_presets_are_counted_without_a_process_group(preset, s
     memory = rank_memory.of_rank(model, sizes, 0, (), "cuda")
     ranks = derived.shard_degree(config, size) * config.parallelism.tensor_parallel_degree
 
-    # norms are replicated on tensor-parallel ranks
+    # the small difference are norms, which tensor-parallel ranks replicate
     assert memory.parameters == pytest.approx(4 * model.num_params / ranks, rel=0.001)
     assert memory.optimizer == pytest.approx(2 * memory.parameters, rel=1e-4)
 
@@ -235,7 +235,10 @@ def test_parameters_of_the_presets_are_counted_without_a_process_group(preset, s
     ids=str,
 )
 def test_eight_billion_weights_fit_one_gpu_of_80_gb(options):
-    """The preset and its documented alternatives leave 4 GiB free. With AdamW, as in torchtitan, it needs 146 GiB."""
+    """The preset and its documented alternatives leave at least 4 GiB free.
+
+    With AdamW, as in torchtitan, the same model would need 146 GiB.
+    """
     arguments = [f"--{option}={value}" for option, value in options.items()]
     config = load("llama3_8b_one_gpu", arguments).config
     model = shapes.read(config)

@@ -8,7 +8,7 @@ from shardtrain.tools.plan import schedule
 
 
 def seconds_of_stages(num_stages, **seconds_of_kinds):
-    """Return the time of each kind of computation of each stage, which are equal for all stages."""
+    """Return the seconds of each kind of computation (F, B, I, W) per stage, equal for all stages."""
     seconds = {}
     for stage in range(num_stages):
         for kind, time in seconds_of_kinds.items():
@@ -39,7 +39,7 @@ def test_every_schedule_of_pytorch_runs_to_its_end_and_computes_each_part_once(n
 
     assert line.busy_seconds == pytest.approx([3.0 * 2 * count] * degree)
 
-    # GPipe has half the stages, each twice as long.
+    # GPipe splits the same model into half as many stages, so each takes twice as long.
     orders_of_gpipe = schedule.orders("GPipe", degree, degree, count)
     seconds_of_gpipe = seconds_of_stages(degree, F=2.0, B=4.0, I=2.0, W=2.0)
     gpipe = schedule.simulate(orders_of_gpipe, seconds_of_gpipe, 0.0)
@@ -49,5 +49,5 @@ def test_every_schedule_of_pytorch_runs_to_its_end_and_computes_each_part_once(n
 def test_sends_take_time_once_per_direction():
     seconds = seconds_of_stages(2, F=1.0, B=1.0)
     orders = schedule.orders("1F1B", 2, 2, 1)
-    # two forward and two backward passes, and a send in each direction
+    # 2 forward passes (1 s), 2 backward passes (1 s), and a send in each direction (0.5 s)
     assert schedule.simulate(orders, seconds, 0.5).seconds == pytest.approx(5.0)

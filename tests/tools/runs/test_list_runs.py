@@ -1,4 +1,4 @@
-"""``runs`` lists the state of each run below a folder, regardless of other files."""
+"""``runs`` lists the state of each run below a folder, and ignores all other files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replayed step is bitwise equal to the original one, or the first difference is named."""
+"""``replay`` repeats a step bitwise, or names the first difference from the original step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def runs(rank: int, root: Path) -> None:
     find = Guard.find_spike
 
     def planted(guard: Guard, *arguments: Any) -> str:
-        """Report a spike in step 7, and after the rollback in step 9."""
+        """Report a spike in step 7, and another one in step 9 after the rollback."""
         return "planted" if (len(guard.losses), len(guard.rewinds)) in ((6, 0), (8, 1)) else ""
 
     Guard.find_spike = planted  # type: ignore[method-assign]
@@ -112,7 +112,8 @@ def test_without_an_earlier_checkpoint_a_replay_begins_at_the_start(root: Path) 
 def test_a_run_without_checkpoints_replays_from_its_start_with_progress(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.001")  # default: 5 seconds
+    # Lower the interval from 5 seconds, to print the progress of short work, too.
+    monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.001")
     status, output = replay(
         root, "2", str(root / "run"), "--checkpoint.enable=false", "--nproc", "1"
     )
@@ -205,12 +206,12 @@ def test_a_replay_does_not_start_from_damaged_checkpoints(root: Path) -> None:
 def test_opening_a_folder_runs_no_code_named_by_its_configuration(
     tmp_path: Path, verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One error line per code file, and none is loaded."""
+    """Each option that names a Python file yields one error line, and no file is executed."""
     folder = tmp_path / "run"
     code = tmp_path / "code.py"
     folder.mkdir()
     code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    # A configuration in which every option that may name a Python file names this one.
+    # Let every option that accepts a Python file name this file.
     keys_of_sections = {
         "model": ["name", "tokenizer_path"],
         "task": ["name"],

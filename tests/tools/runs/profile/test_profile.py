@@ -1,4 +1,4 @@
-"""``profile`` on traces with known sums, and on a real trace."""
+"""``profile`` summarizes traces with known sums, and a real trace."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ def memory(ts: float, total: int, device: int) -> dict[str, Any]:
 ON_CPU = [
     event("ProfilerStep#7", 0, 1000, "user_annotation"),
     event("aten::linear", 100, 300),
-    event("aten::addmm", 150, 200),  # inside the linear, whose self time is 100
+    event("aten::addmm", 150, 200),  # nested in the linear, which leaves it a self time of 100
     event("aten::linear", 500, 100, tid=2),
-    event(
-        "gloo:all_reduce", 300, 400, "user_annotation", tid=3
-    ),  # overlapped from 300 to 400 and from 500 to 600
+    # Overlaps with the operators from 300 to 400 and from 500 to 600.
+    event("gloo:all_reduce", 300, 400, "user_annotation", tid=3),
     memory(10, 1000, 0),
     memory(20, 5000, 0),
     memory(30, 2000, 0),
@@ -140,7 +139,7 @@ def test_a_file_without_a_trace_is_one_line_or_an_empty_summary(text: str, tmp_p
 def test_events_with_any_value_are_summed_or_skipped(key: str, value: str, tmp_path: Path) -> None:
     """All numbers of the summary must be finite."""
     for valid in (event("aten::mm", 1, 5), memory(1, 5, 0)):
-        # Values such as NaN and 1e999 cannot be written by json.dumps, so they replace a marker.
+        # json.dumps cannot write values such as 1e999, so replace a marker in its output.
         events = [event("aten::add", 1, 5), {**valid, key: "@"}]
         text = json.dumps({"traceEvents": events}).replace('"@"', value)
         path = tmp_path / "trace.json"
@@ -163,7 +162,7 @@ def test_a_trace_that_is_too_large_names_another_viewer(
 def test_a_trace_of_too_many_events_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two-byte objects would take a hundred times the size of the file in memory."""
+    """A file of two-byte events (``{}``) would need a hundred times its size in memory."""
     monkeypatch.setattr(trace, "MOST_EVENTS", 1000)
     (tmp_path / "x.json").write_text('{"traceEvents":[' + "{}," * 100_000)
     with pytest.raises(DataError, match="more than 1000 events"):

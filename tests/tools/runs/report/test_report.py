@@ -1,4 +1,4 @@
-"""Reports show the content of run folders, escape all text, keep every spike, and use no network."""
+"""Reports show the content of run folders, escape all text, keep every spike, and load nothing remote."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ def test_samples_sources_and_planned_values_are_shown(tmp_path: Path) -> None:
     text = written(tmp_path, folder)
     page_text = Elements(text).text
 
-    # Samples: the first, the last, and a few between them, with escaped markup.
+    # The page shows the first, the last and a few other samples, with escaped markup.
     assert "f_1(<b>)" in page_text
     assert "f_99(<b>)" in page_text
     assert 2 <= page_text.count("def f_") <= 8
 
-    # Planned values, with the difference to the measured ones.
+    # The page shows planned values, and their difference from the measured ones.
     assert "peak memory in GiB" in page_text
     assert "+50%" in page_text
     assert "wrong" not in page_text
@@ -133,7 +133,7 @@ def test_compared_runs_show_only_the_options_that_differ(tmp_path: Path) -> None
     text = written(tmp_path, first, second)
     lines = charts(text)["Loss"]["lines"]
 
-    # both folders are named "run"
+    # full paths are shown, because both folders are named "run"
     assert [line["name"] for line in lines] == [
         str(first),
         str(second),
@@ -164,7 +164,7 @@ def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
             assert not attribute.startswith("on")
             assert attribute not in ("src", "href")
     assert sum(tag == "script" for tag, _ in elements.tags) == 2
-    assert HOSTILE in elements.text  # shown unchanged
+    assert HOSTILE in elements.text  # the markup is shown as text
     assert charts(text)[HOSTILE[:90]]["lines"]
 
 
@@ -175,7 +175,7 @@ def test_no_control_character_of_a_run_is_in_the_page(tmp_path: Path) -> None:
             [*range(1, 9), *range(11, 32), *range(127, 160), 0x61C, 0x200E, 0x202E, 0x2066, 0x2028],
         )
     )
-    # Every name and text of a run may contain control characters, but file names contain no newline.
+    # Put the control characters into every name and text of a run. (obeyed has no newline, for file names.)
     folder = run_folder(
         tmp_path / f"a{obeyed}", more={f"b{obeyed}": 1.0, "text": obeyed}, note=f"c{obeyed}"
     )
@@ -195,7 +195,7 @@ def test_the_page_makes_no_network_requests(tmp_path: Path) -> None:
     (rules,) = [names["content"] for tag, names in Elements(text).tags if names.get("http-equiv")]
     assert rules is not None
     assert rules.startswith("default-src 'none'; script-src 'sha256-")
-    # the SVG namespace
+    # the SVG namespace is an identifier, and is never loaded
     assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
 
 

@@ -76,7 +76,7 @@ def test_rewound_and_restarted_runs_are_followed(tmp_path: Path) -> None:
     run = FollowedRun(tmp_path)
     add(tmp_path, lines(1, 9))
     run.look()
-    # resumed from a checkpoint: later lines are removed
+    # a resumed run removes the lines after its checkpoint
     (tmp_path / "metrics.jsonl").write_text(lines(1, 4))
     run.look()
 
@@ -92,7 +92,7 @@ def test_rewound_and_restarted_runs_are_followed(tmp_path: Path) -> None:
     assert steps(run) == []
     assert run.last == {}
 
-    add(tmp_path, lines(1, 50))  # a longer file with the same name
+    add(tmp_path, lines(1, 50))  # the file is replaced by a longer one with the same name
     run.look()
     assert steps(run) == list(range(1, 51))
 
@@ -180,7 +180,10 @@ def test_a_frame_shows_all_facts(tmp_path: Path) -> None:
 def test_every_command_shows_the_same_goodput(
     exit_code: int | None, goodput: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A save and the shutdown follow the last logged step, so goodput.jsonl decides for a run that has ended."""
+    """An ended run shows the goodput of goodput.jsonl, a running one that of its last logged step.
+
+    The last logged step does not include the final save and the shutdown.
+    """
     run = tmp_path / "run"
     add(run, lines(1, 3, goodput=0.93, goodput_productive_seconds=93.0, goodput_start_seconds=7.0))
     start = Start("a", "job", 1e9, 1e9, 0, 2, 0)
@@ -247,7 +250,7 @@ def heard(terminal: int, wanted: str, so_far: str = "") -> str:
     return so_far
 
 
-# "stopped" is nightly: run among all other tests, the process was not detected as stopped. On its own, it always is.
+# "stopped" is nightly: it passes alone, but is flaky together with all other tests.
 @pytest.mark.parametrize("how", cases(["q", "SIGTERM", "SIGINT"], nightly=["stopped"]))
 def test_the_terminal_is_restored(how: str, tmp_path: Path) -> None:
     full(tmp_path / "a")
