@@ -187,7 +187,7 @@ def test_a_user_written_card_is_kept_unless_overwrite_is_set(
     assert (hub.files["README.md"] != before) == overwrite
     assert ("was not written by shardtrain, so it is kept" in capsys.readouterr().out) != overwrite
 
-    if overwrite:  # shardtrain wrote this card, so it may be replaced without --overwrite
+    if overwrite:  # shardtrain wrote this card, so it may be replaced without --overwrite_card
         (folder / "README.md").write_text(
             dataclasses.replace(card.of_folder(folder), name="new").text("0" * 64)
         )

@@ -34,7 +34,7 @@ class Bench:
         verify.reference(self.task, trainer, folder)
 
     def shake(self) -> None:
-        """Record the perturbed runs that differing meshes are also compared with, before a fault is planted."""
+        """Record perturbed reference runs, before a fault is planted. Differing meshes are also compared with them."""
         verify.shaken(self.task, trainer, self.folder)
 
     def run(self, mesh: str, recompute: str = "none", **parallelism: Any) -> MeshResult:

@@ -271,7 +271,7 @@ def test_a_correct_file_is_compared_and_not_refused(name: str, tmp_path: Path) -
 )
 @pytest.mark.parametrize("name", FILES)
 def test_no_correct_file_of_another_style_is_refused(name: str) -> None:
-    """On the meshes that other_styles.py lists as possible for it."""
+    """Each file is compared on exactly the meshes that are possible for it, and never refused."""
     for mesh in ("tp=2", "pp=2", "cp=2"):
         config = run_of(FOLDER / f"{name}.py", mesh, "tiny")
         verdict = before_training.judge(config)
@@ -279,7 +279,7 @@ def test_no_correct_file_of_another_style_is_refused(name: str) -> None:
 
 
 def test_a_file_with_fixed_sizes_is_reported_as_not_compared(tmp_path: Path) -> None:
-    """Not refused, because nothing is known about it, but reported."""
+    """The file cannot be compared at a small size, so it is reported instead of refused."""
     verdict = verdict_of(
         tmp_path, changed([(EMBEDDED, EMBEDDED + "        x = x.view(-1, 2048, 32)\n")]), "tp=2"
     )

@@ -763,7 +763,7 @@ EVERYWHERE = [
 def test_a_fault_in_the_engine_is_detected_in_a_model_that_amplifies_rounding(
     name, benches, monkeypatch
 ):
-    """Its tolerance is the effect of a last-place perturbation on one process. All faults are larger."""
+    """The tolerance is the effect of a last-bit perturbation on one process. All faults have larger effects."""
     planted = FAULTS[name]
     bench = benches("amplifying")
     planted.plant(monkeypatch)

@@ -26,7 +26,7 @@ LATER = [*NEWER, *NO_CHAIN]
     ),
 )
 def test_a_correct_file_causes_no_alarm(names, tmp_path):
-    """One test for all files, because one launch checks them all."""
+    """Check all files in one launch, because starting processes takes most of the time."""
     results = ask(tmp_path, {name: (FOLDER / f"{name}.py").read_text() for name in names})
     for name in names:
         assert results[name]["broken"] == [], name

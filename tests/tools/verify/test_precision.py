@@ -51,7 +51,7 @@ OWN_FILE = (f"--model.name={PRECISE}", "--model.flavor=small")
 def rows_of(
     folder: Path, options: tuple[str, ...], *meshes: str, steps: int = 2
 ) -> dict[str, MeshResult]:
-    """Verify in the own precision of a configuration. Return the rows by mesh."""
+    """Run ``verify --precision own``, in the precision of the configuration. Return the results by mesh."""
     loaded = config.load(None, ["--activation_checkpoint.mode", "none", *options])
     request = verify_request.VerifyOptions(meshes=meshes, steps=steps, precision="own")
     task = verify.plan(loaded, request)

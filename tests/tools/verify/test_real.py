@@ -250,7 +250,7 @@ def test_a_step_of_one_layer_matches_float64(model, mesh, sizes):
     "name", cases(["deepseek_v3"], nightly=["qwen3", "granitemoe", "gpt_oss", "lfm2"])
 )
 def test_a_step_of_each_kind_of_layer_of_a_transformers_network_matches_float64(name, tmp_path):
-    """Dense layers before experts, or attention after convolutions: the first of each is kept."""
+    """The first layer of each kind is kept, for example one dense layer and one with experts."""
     pytest.importorskip("transformers")
     hf_config(name, **layered(name, 4)).save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
@@ -340,7 +340,7 @@ def test_experts_are_halved_only_until_the_network_fits(tmp_path):
 
 
 def test_the_weights_of_a_network_may_be_quantized(tmp_path):
-    """No weights are read, so the network is built as if they were not."""
+    """No weights are read, so the network is built without its quantization."""
     changes = {"quantization_config": {"quant_method": "mxfp4"}}
     pieces = network_pieces("gpt_oss", tmp_path, 1 << 40, changes)
     assert "quantization_config" not in fields_of(pieces["layers"])

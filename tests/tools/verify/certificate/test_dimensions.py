@@ -158,7 +158,7 @@ IMPOSSIBLE = {
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_an_accepted_impossible_mesh_is_a_success(name, tmp_path, capsys):
-    """As without a certificate. But a certificate without a comparison proves nothing, and does not apply."""
+    """The exit status is 0, as without a certificate. But --check rejects a certificate without a comparison."""
     meshes, dimensions = IMPOSSIBLE[name]
     path = tmp_path / "certificate.json"
     command = ["verify", *meshes, "--dimension", *dimensions, "--quick", *SMALL]
@@ -267,7 +267,7 @@ STREAMED = ("--data.mode", "stream")
 
 
 def later_borders(monkeypatch):
-    """Let each document after the first start one column late in its row."""
+    """Make each document after the first start one column late in its row."""
     number = PackedSequences.number_documents
 
     def late(self, slot, columns):

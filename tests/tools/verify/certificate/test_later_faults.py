@@ -119,7 +119,7 @@ def attention_probabilities_in_bfloat16(monkeypatch):
     mesh="dp_shard=2",
 )
 def a_z_loss_of_rounded_logits(monkeypatch):
-    """The z-loss of the logits in the compute dtype."""
+    """Compute the z-loss from logits in the compute dtype instead of float32."""
 
     def chunk_loss(original, self, logits, targets, weight):
         loss, gradient = original(self, logits, targets, weight)
@@ -133,7 +133,7 @@ def a_z_loss_of_rounded_logits(monkeypatch):
 
 @fault("pp=2", "the forward pass first differs on rank 1", options=FLOAT32, mesh="pp=2")
 def activations_between_stages_in_bfloat16(monkeypatch):
-    """Megatron's ``pipeline_dtype`` shorter than the residual stream."""
+    """Megatron's ``pipeline_dtype`` has a lower precision than the residual stream."""
 
     def forward(original, self, *arguments, **named):
         output = original(self, *arguments, **named)
@@ -202,7 +202,7 @@ def noise_that_depends_on_the_micro_batch(monkeypatch):
 
 @fault("resume", "average", options=EMA)
 def averages_that_start_again_when_a_run_resumes(monkeypatch):
-    """A callback that keeps averages outside of the checkpoint."""
+    """A callback keeps the averages, so checkpoints do not contain them."""
     monkeypatch.setattr(Run, "averages_state_dict", lambda self: {})
 
 
@@ -242,7 +242,7 @@ def a_residual_stream_rounded_to_bfloat16(monkeypatch):
 
 @fault("precision", "each number of the gradient is a bfloat16", options=UNDER_CP)
 def gradients_reduced_in_bfloat16_under_cp(monkeypatch):
-    """The dtype of the reduction is that of the computation, if sequences are split."""
+    """With context parallelism, gradients are reduced in the compute dtype."""
 
     def policy(original, config):
         dtypes = original(config)
@@ -296,7 +296,7 @@ def earlier_micro_batches_rounded_to_bfloat16(monkeypatch):
 
 @fault(ONE_PROCESS, "layers.1.attn.wo", "8-bit operands", options=FLOAT8, mesh="dp_shard=2")
 def a_float8_scale_of_half_the_rows(monkeypatch):
-    """The largest element of the first half of the rows scales all rows, and the others are cut off."""
+    """The scale is computed from the first half of the rows only, so larger elements of other rows are clipped."""
 
     def to_float8(original, x, dim, name, amax=None):
         if dim is not None or x.ndim != 2 or x.size(0) < 2:
@@ -370,7 +370,7 @@ def adapters_without_their_scale_in_evaluation(monkeypatch):
 
 @fault("resume", "does not continue at its position in the data")
 def a_resume_that_forgets_the_epoch(monkeypatch):
-    """The position is restored within the epoch, and the epoch is not."""
+    """A resume restores the position within the epoch, but starts again at epoch 0."""
 
     def seek(original, self, samples_consumed, cursors=None):
         original(self, samples_consumed % self.num_samples, cursors)

@@ -180,7 +180,7 @@ def test_an_option_that_is_changed_has_a_line(arguments, tmp_path):
 
 
 def options_of_numbers() -> Iterator[str]:
-    """Yield the options of training, task and optimizer of which another value changes results."""
+    """Yield the names of training, task and optimizer options that change results."""
     for name in options(Config):
         if class_of(name) == "error" and name.startswith(("training.", "task.", "optimizer.")):
             yield name
@@ -205,7 +205,7 @@ def test_notes_are_about_options_that_exist():
 
 @pytest.mark.parametrize("name", sorted(options_of_numbers()))
 def test_the_small_run_keeps_an_option_or_names_it(name, tmp_path, monkeypatch):
-    """Rules are off, because many options require others. The test is about the values only."""
+    """Configuration rules are off, because many options require others, and the test is only about values."""
     monkeypatch.setattr(small_run.SmallRun, "checked", lambda self, _, loaded: loaded)
     loaded = config.load(None, [*DOCUMENTS])
     section, _, option = name.partition(".")
@@ -219,7 +219,7 @@ def test_the_small_run_keeps_an_option_or_names_it(name, tmp_path, monkeypatch):
 
 
 def other_value(value: Any) -> Any:
-    """Return another value than that of an option, of its type."""
+    """Return a value of the same type that differs from ``value``."""
     if value is None:
         return 0.25
     if isinstance(value, bool):

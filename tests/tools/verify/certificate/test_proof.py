@@ -16,7 +16,7 @@ from shardtrain.tools.verify.verify_request import VerifyOptions
 
 
 def row_of(tolerance: float) -> MeshResult:
-    """Return a row of a mesh with one gradient that is half as far from the reference as its tolerance."""
+    """Return the result of a mesh with one gradient, whose error is half of its tolerance."""
     keys = ("loss/0", "norm/0", "weights/0/a")
     errors = {**dict.fromkeys(keys, 0.0), "gradient/0/a": tolerance / 2}
     allowed = {**dict.fromkeys(keys, 1e-3), "gradient/0/a": tolerance}
@@ -30,7 +30,7 @@ def row_of(tolerance: float) -> MeshResult:
 def test_a_gradient_that_rounding_may_replace_proves_nothing(
     tolerance: float, verdict: str
 ) -> None:
-    """A missing gradient has an error of 1. With a larger tolerance it would be accepted."""
+    """A missing gradient has a relative error of 1, so a tolerance of that size would not detect it."""
     row = row_of(tolerance)
     request = VerifyOptions(meshes=("dp_shard=2",), precision="own")
     assert exit_code([row], request) == (0 if verdict == "holds" else 4)

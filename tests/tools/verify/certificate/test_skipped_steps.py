@@ -49,7 +49,7 @@ def test_a_run_that_stops_has_no_skipped_steps(check):
 
 
 def after_a_skip(monkeypatch: pytest.MonkeyPatch, change: Callable[[trainer.Run], None]) -> None:
-    """Call a function after a decision to skip the update of a step."""
+    """Call ``change`` each time the trainer decides to skip an update."""
 
     def judge(original, self, run, *arguments):
         verdict = original(self, run, *arguments)

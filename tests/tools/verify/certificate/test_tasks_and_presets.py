@@ -236,7 +236,7 @@ NOT_PROVEN = {"llama3_8b_float8": ["precision"]}
 
 
 def has_proven_part(dimensions: list[dict[str, Any]]) -> bool:
-    """True if the precision without converters holds wherever the precision with them is not proven."""
+    """True if each dimension that is not proven with converters has equal results without them."""
     for dimension in dimensions:
         if dimension["verdict"] == "not proven":
             plain = [
