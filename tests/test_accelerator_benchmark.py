@@ -46,7 +46,7 @@ def test_each_part_prints_rows(part):
         for name, value in row.items():
             assert not isinstance(value, float) or math.isfinite(value), (name, row)
         if part == "numbers":
-            # compares a CPU with itself
+            # On this machine, both sides of the comparison are the CPU.
             assert row["loss_difference"] == row["grad_norm_difference"] == 0.0
 
 
@@ -77,7 +77,7 @@ def test_rows_are_stored_and_an_unknown_part_is_reported(tmp_path):
     rows = [json.loads(line) for line in lines]
     assert [row["part"] for row in rows] == ["capabilities"]
 
-    # A part that does not exist: the message lists those that do.
+    # The error about an unknown part lists the known parts.
     wrong = forked.run(
         [*command, "--only", "sped"], capture_output=True, text=True, timeout=patience.seconds(60)
     )

@@ -68,7 +68,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def process_state() -> tuple[Any, ...]:
-    """Return the state of the process that a trainer must restore."""
+    """Return the process-wide state that a trainer changes while it runs and must restore."""
     logger = logging.getLogger("shardtrain")
     cudnn = torch.backends.cudnn
     switches = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
@@ -119,7 +119,7 @@ def test_run_resumes_bitwise_in_the_same_process(tmp_path: Path) -> None:
 
     expected = losses(tmp_path / "straight")
     assert [result.loss for result in first_steps if result] == [expected[1], expected[2]]
-    # the second trainer starts the log anew
+    # The second trainer replaces metrics.jsonl, so it only has the later steps.
     assert losses(tmp_path / "parts") == {3: expected[3], 4: expected[4]}
     assert json.loads((tmp_path / "parts" / "exit.json").read_text())["code"] == 0
 
@@ -131,7 +131,6 @@ def test_generate_and_evaluate_equal_the_verbs(tmp_path: Path, capsys) -> None:
 
     texts = shardtrain.generate(model, ["mesh ", "loss"], max_new_tokens=5)
     capsys.readouterr()
-    # The verb prints the same texts as the function returns.
     generate = ["generate", "--from", str(tmp_path / "run"), "--max_new_tokens", "5"]
     for prompt, text in zip(["mesh ", "loss"], texts, strict=True):
         assert cli.main([*generate, "--prompt", prompt]) == 0

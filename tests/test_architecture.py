@@ -17,11 +17,11 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 def test_every_path_in_the_text_exists() -> None:
     paths = []
     for path in re.findall(r"`([a-z_0-9/]+/(?:[a-z_0-9]+\.py)?)`", PAGE):
-        if "my_" not in path:  # a file that the reader would write
+        if "my_" not in path:  # such files do not exist: the reader writes them
             paths.append(path)
     assert len(paths) > 30
 
-    # The page writes paths of the package without its name.
+    # The page omits the leading "shardtrain/" of paths in the package.
     missing = []
     for path in paths:
         if not (ROOT / "shardtrain" / path).exists() and not (ROOT / path).exists():
@@ -46,7 +46,7 @@ def test_table_of_changes_names_existing_files_and_tests() -> None:
 
 
 def texts(nodes: Iterable[ast.AST]) -> list[str]:
-    """Return the values of those nodes that are string literals."""
+    """Return the values of all string literals among the nodes."""
     return [
         node.value
         for node in nodes

@@ -87,7 +87,7 @@ def newest(config: Config) -> str:
 
 
 def judge(config: Config, path: Path, original: dict[str, Any]) -> str:
-    """Return an undetected effect of a flipped bit in a file, or an empty string."""
+    """Describe the effect of a flipped bit that was not detected. Empty if there is no effect."""
     folder = Path(config.job.dump_folder)
     checkpoint = newest(config)
     if path.parent.name.startswith("step-"):
@@ -106,7 +106,7 @@ def judge(config: Config, path: Path, original: dict[str, Any]) -> str:
 
 
 def judge_records(path: Path, written_records: list[dict[str, Any]]) -> str:
-    """Return a wrong record in a file that a resumed run has opened, or an empty string."""
+    """Describe a wrong record that a resumed run kept in a file. Empty if all records are right."""
     JsonlFile(path, STEPS).close()
     records = read_records(path)
     written = {record["step"]: record for record in written_records}
@@ -115,7 +115,7 @@ def judge_records(path: Path, written_records: list[dict[str, Any]]) -> str:
         if written_record is None or not written_record.items() <= record.items():
             return f"records {records}"
 
-    # A flipped bit loses its record, or two if it removes the end of a line.
+    # A flipped bit may lose one record, or two records if it changes a line break.
     steps = [record["step"] for record in records]
     if steps != sorted(set(steps)) or len(steps) < len(written) - 2:
         return f"rows {steps}"
@@ -156,7 +156,7 @@ def test_no_flipped_bit_is_used(ranks: int, mode: str, in_store: bool, tmp_path:
             "best": read_pointer(checkpoint),
             "contents": contents.record(),
         }
-        # The undamaged run has each of these, so a missing one below is an effect of a flipped bit.
+        # Check that the undamaged run has all results. A missing result below is then due to a flipped bit.
         assert original["newest"] == f"{store or checkpoint}/step-{STEPS}"
         assert original["best"]
         assert original["contents"]

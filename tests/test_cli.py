@@ -77,7 +77,7 @@ def test_help_lists_the_verbs(capsys, arguments):
 def test_help_of_each_verb_has_an_example(capsys, verb):
     try:
         code = cli.main([verb, "--help"])
-    except SystemExit as end:  # raised by argparse
+    except SystemExit as end:  # argparse exits after it prints help
         code = end.code
     out, err = capsys.readouterr()
 
@@ -315,7 +315,7 @@ def test_the_default_run_trains_with_two_processes(tmp_path):
 
 def test_one_process_needs_no_launcher(tmp_path):
     arguments = ["train", *ONE_STEP, *TINY, "--nproc", "1", "--job.dump_folder", str(tmp_path)]
-    # as set by run_train.sh
+    # run_train.sh sets this variable. It names the command that activates the environment.
     done = shell(*arguments, SHARDTRAIN_ACTIVATE="source here/bin/activate")
 
     assert done.returncode == 0, done.stderr
@@ -408,7 +408,7 @@ def test_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
             if "step: 20" in line:
                 break
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        # The second child is rank 1.
+        # Kill rank 1, the second child of the launcher.
         os.kill(int(children[1]), signal.SIGKILL)
         _, rest = process.communicate(timeout=patience.seconds(60))
     finally:
@@ -486,7 +486,7 @@ def test_ranks_share_the_cores_before_torch_counts_them(monkeypatch, tmp_path, n
 def test_signal_during_the_closing_sample_only_ends_the_sample(
     monkeypatch, capsys, tmp_path, number
 ):
-    """The run has ended and is saved, so its exit status must stay 0."""
+    """The run is complete and saved before the sample, so its exit status must remain 0."""
     monkeypatch.setattr(
         "shardtrain.tools.generate.generate_command.main",
         lambda arguments: signal.raise_signal(number),
@@ -499,7 +499,7 @@ def test_signal_during_the_closing_sample_only_ends_the_sample(
 
 
 def test_suggested_downloads_name_existing_kinds_of_files():
-    """Without --all or --assets, `data download` fetches only the tokenizer."""
+    """Each suggested download must say what is needed: the default fetches only the tokenizer."""
     lines = []
     for path in (ROOT / "shardtrain").rglob("*.py"):
         for line in path.read_text().splitlines():

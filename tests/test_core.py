@@ -107,7 +107,7 @@ def test_the_core_trains_and_names_what_is_missing(programs: Path, tmp_path: Pat
 
 
 def test_few_files_of_the_core_need_what_it_lacks() -> None:
-    """A file that needs a tool is skipped, with its import or verb as the reason. All others are in some share."""
+    """Test files that need a part outside the core are skipped. All others are in one of the shares."""
     left_out = [
         f"{path.relative_to(ROOT)}: {missing}"
         for path, missing in core_tests.files().items()

@@ -95,7 +95,7 @@ def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
 def test_all_ranks_stop_at_the_same_step_and_the_last_state_is_saved(
     kind: str, root: Path, runs: list[dict[str, Ended]]
 ) -> None:
-    # the policy "error" refuses data in memory before the first step, so only a stream reaches the end
+    # With the policy "error", data in memory are refused before the first step, so only test streams.
     for policy in ("error", "stop") if kind == "stream" else ("stop",):
         ended = [rank[f"{kind} {policy}"] for rank in runs]
         step = ended[0].state["step"]
@@ -142,14 +142,15 @@ def test_every_row_is_read_once_before_the_end(kind: str, runs: list[dict[str, E
 
     assert set(counts.values()) == {1}
 
-    # 30 documents of 60 bytes with BOS and EOS; the first token of each stream (two readers) is not a target
+    # 30 documents have 60 bytes, BOS and EOS. The first token of each of the
+    # concatenated texts is not a target: one text in memory, and two as streams.
     tokens = runs[0][f"{kind} stop"].state["tokens_seen"]
     assert tokens == 30 * 62 - (1 if kind == "memory" else 2)
 
 
 def test_ended_run_resumes_with_repeat(runs: list[dict[str, Ended]]) -> None:
     def sample_ids(name: str) -> list[int]:
-        """Ids in the order of the steps, then of the ranks."""
+        """Return the sample ids, ordered by step and then by rank."""
         result = []
         for step in zip(*(rank[name].sample_ids for rank in runs), strict=True):
             for ids in step:
@@ -164,7 +165,7 @@ def test_ended_run_resumes_with_repeat(runs: list[dict[str, Ended]]) -> None:
     assert straight.error is None
     assert len(continued.losses) == STEPS - ended.state["step"]
 
-    # the last step before the end is not full; the resumed run starts with the first unread row
+    # The last step before the end is not full. The resumed run starts with the first unread row.
     ids = [i for i in sample_ids("memory stop") if i >= 0] + sample_ids("memory continues")
     expected = sample_ids("memory straight")
     assert ids[: len(expected)] == expected[: len(ids)]
@@ -239,7 +240,7 @@ def test_run_without_target_tokens_fails(tmp_path: Path) -> None:
 
 
 def with_other_batches(rank: int, root: Path) -> list[Ended]:
-    """Train two epochs, first with 4 sequences per step and then with 8."""
+    """Train two epochs: 6 steps of 4 sequences, then steps of 8. Resume the complete run once more."""
     ended = []
     for batch, stop_after in ((4, 6), (8, None), (8, None)):
         config = config_of(

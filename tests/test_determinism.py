@@ -120,9 +120,9 @@ def test_different_seeds_have_different_weights_and_order(seeds) -> None:
 def test_steps_data_ranks_and_tensor_peers_draw_different_numbers(seeds) -> None:
     _, first, second = seeds
     assert len({*first["draws"], *second["draws"]}) == 6
-    # they have different heads and features
+    # Tensor-parallel peers hold different heads and features, so they need different numbers.
     assert not set(first["tensor draws"]) & set(second["tensor draws"])
-    # numbers depend on the coordinates of a rank, not on the size of the mesh
+    # Numbers depend on a rank's coordinates in the mesh, not on the size of the mesh.
     assert seeds[0]["draws"] == first["draws"]
 
 

@@ -30,7 +30,7 @@ CHATS = (
     "--training.dataset jsonl --training.dataset_path outputs/chats.jsonl --data.format chat "
     "--data.chat_template outputs/template.jinja --training.on_data_end repeat"
 )
-# commands of the documentation, with the options that tests add to make them short
+# For each command of the documentation, options that make it short enough for a test.
 SMALLER = {
     "./run_train.sh": f"--training.steps 2 {TRAIN}",
     "shardtrain train debug": f"--training.steps 2 {TRAIN}",
@@ -94,7 +94,7 @@ SMALLER = {
         "--model.overrides.num_layers 2 --training.seq_len 32"
     ),
 }
-# later commands of a page use their ./outputs
+# Run these first, because later commands of a page read their ./outputs.
 FIRST_RUN = (
     "./run_train.sh",
     "shardtrain train debug",
@@ -156,7 +156,7 @@ def shell(tmp_path_factory):
         "OMP_NUM_THREADS": "1",
     }
 
-    # a fake interpreter that records the command of a script, to run it in a fork instead
+    # A stub of Python records the command that a script starts. The test then runs it in a fork.
     (folder / "notes/bin").mkdir(parents=True)
     notes = folder / "notes"
     note = folder / "notes/bin/python"
@@ -229,7 +229,7 @@ def run_commands(shell, lines, folder):
         assert done.returncode == 0, f"`{line}`\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-# pages of recipes need models of the hub: tests/test_recipes.py runs them with tiny models
+# Recipes need models from the hub. tests/test_recipes.py runs their pages with tiny models.
 WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text() and page not in RECIPES]
 FIRST = [page for page in WITH_COMMANDS if page.name in ("CONTRIBUTING.md", "verify.md")]
 
@@ -279,7 +279,7 @@ def names_a_file_of_the_clone(argument):
 
 
 def test_commands_outside_of_examples_work_without_a_clone():
-    """A wheel has the presets by name, but no files of ``configs/``. Examples and scripts are only in a clone."""
+    """Commands must name presets, not files: a wheel has no ``configs/``. Examples may need a clone."""
     for page, line in commands():
         program, *arguments = shlex.split(line)
         if program != "shardtrain" or page.startswith("configs/recipes/") or line in NOT_RUN:
@@ -345,7 +345,7 @@ def test_relative_links_lead_to_files_and_headings(page):
     "page", sorted((ROOT / "docs/migrate").glob("*.md")), ids=lambda page: page.name
 )
 def test_migration_pages_name_existing_options_and_verbs(page):
-    """Check the last column of each table, which is about this package. File names are not options."""
+    """Check names in the last column of each table, which describes this package. Skip file names."""
     known = options()
     file_endings = (".jsonl", ".toml", ".yaml", ".json", ".md", ".py", ".log", ".sh")
     sections = {name.split(".")[0] for name in known}

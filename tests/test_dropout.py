@@ -183,7 +183,7 @@ def test_run_with_dropout_resumes_bitwise(
         resumed = rank[f"{mesh}{where}"]
         assert straight.error is None
         assert resumed.error is None
-        assert len(straight.sample_ids[0]) == 4  # two micro-batches of two rows
+        assert len(straight.sample_ids[0]) == 4  # two micro-batches of two rows each: accumulation
         assert resumed.losses == straight.losses[3:]
         assert resumed.grad_norms == straight.grad_norms[3:]
         assert resumed.sample_ids == straight.sample_ids[3:]
@@ -193,7 +193,7 @@ def test_run_with_dropout_resumes_bitwise(
 
 
 def test_run_is_interrupted_at_the_end_of_an_epoch(ended: list[dict[str, Ended]]) -> None:
-    """Otherwise the test above would not cover the end of an epoch."""
+    """Three steps read all rows, so a run stopped after step 3 resumes at the end of an epoch."""
     for steps in ((0, 1, 2), (3, 4, 5)):
         sample_ids = [
             i for rank in ended for step in steps for i in rank["fsdp straight"].sample_ids[step]
@@ -242,14 +242,14 @@ def test_ranks_with_different_tokens_draw_different_masks(mesh: str, tmp_path: P
     file = tmp_path / "dropping.py"
     encoder = tmp_path / "causal_encoder.py"
     file.write_text(MODEL_FILE)
-    # pretend that the encoder is causal, because the task requires it; the result does not matter here
+    # The task only accepts causal models. Pretend that the encoder is one: only its masks are compared.
     text = (Path(shardtrain.models.__path__[0]) / "encoder.py").read_text()
     text = text.replace("CAUSAL = False", "CAUSAL = True")
     text = text.replace('"debugmodel": {', '"small": {', 1)
     encoder.write_text(text)
     # context parallelism does not support bidirectional attention
     models = [str(file)] if "cp" in mesh else [str(file), str(encoder)]
-    # pipelines refuse dropout between modules, because each stage would apply it to its input
+    # Pipelines refuse the dropout between modules of this model: each stage would apply it to its input.
     if "pp" in mesh:
         models = [str(encoder)]
     num_ranks = 4 if " x " in mesh else 2
@@ -285,7 +285,7 @@ def refusal_of(rank: int, model: str) -> str:
 
 def test_dropout_of_replicated_activations_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "dropping.py"
-    # the gathered input of attention, before the projections to queries, keys and values
+    # Add dropout to the gathered input of attention, before the query, key and value projections.
     inside = "class DroppingAttention(Attention):\n    def __init__(self, *sizes, rate):\n"
     inside += "        super().__init__(*sizes)\n"
     inside += "        self.early = nn.Dropout(rate)\n\n    def forward(self, x, angles):\n"

@@ -52,10 +52,9 @@ def full_config(folder: Path) -> Config:
 
 
 def full_run(rank: int, folder: Path) -> tuple[Ended, list[int], list[tuple[int, int]]]:
-    """Run as one rank.
+    """Train as one rank, and record garbage collections and changes of the collective timeout.
 
-    Returns the run, the generations that were garbage-collected, and for each change of the timeout the number of
-    checkpoints at that time and the new timeout.
+    Return the run, the collected generations, and (number of checkpoints, new timeout) for each change.
     """
     collected: list[int] = []
     limits: list[tuple[int, int]] = []
@@ -139,7 +138,7 @@ def test_metrics_are_written_at_step_1_every_log_freq_and_the_last(
     start = 0
     for record in records:
         stop = record["step"]
-        # the mean over the steps since the previous record
+        # The record has the mean loss since the previous record.
         mean_loss = sum(losses[start:stop]) / (stop - start)
         assert record["loss"] == pytest.approx(mean_loss, abs=1e-9)
         assert record["max_loss"] >= record["loss"]
@@ -228,7 +227,7 @@ def test_garbage_collection_runs_at_the_same_steps_on_every_rank(runs: list[Any]
 
 
 def test_timeout_of_collectives_shrinks_once_after_the_first_step(runs: list[Any]) -> None:
-    # one checkpoint exists at that time: that of step 1
+    # The timeout is reduced once, when only the checkpoint of step 1 exists.
     assert [limits for _, _, limits in runs] == [[(1, 55)]] * 2
 
 
@@ -358,7 +357,7 @@ def test_late_rank_ends_the_others_in_bounded_time(tmp_path: Path) -> None:
     assert "\n" not in text
     assert seconds >= limit  # the limit of later steps, not the 300 s of the first step
 
-    # the peer of the late rank has exited
+    # The late rank finds that its peer has exited.
     kind, code, text, _ = late_rank
     assert (kind, code) == ("PeerError", 6) and text.startswith(
         "step 3: all_reduce did not complete: "

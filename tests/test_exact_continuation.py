@@ -44,7 +44,7 @@ PP = {"pipeline_parallel_degree": 2}
 
 SAME: dict[str, dict[str, Any]] = {
     "fsdp": {},
-    # accumulates over four passes
+    # a local batch of 1, so each step accumulates over four passes
     "ddp": {"parallelism": DDP, "training": {"local_batch_size": 1}},
     "ep": {"parallelism": {"expert_parallel_degree": 2}},
     "float16": {"training": {"mixed_precision_param": "float16", "loss_scale_growth_interval": 3}},
@@ -106,7 +106,10 @@ def generators() -> str:
 
 
 def run(rank: int, config: Config) -> tuple[Ended, list[str], dict[str, torch.Tensor]]:
-    """Run as one rank. Return the run, the generator states after each step, and all tensors after a resume."""
+    """Train as one rank.
+
+    Return the run, digests of the random generators after each step, and the tensors loaded on resume.
+    """
     states = []
     tensors = {}
     step = trainer.step
@@ -147,7 +150,7 @@ def continue_half(rank: int, root: Path, names: set[str]) -> dict[str, Any]:
     """Run the second half, in new processes, of the runs that resume on this number of ranks."""
     size = dist.get_world_size()
     results = {}
-    # a daemon process cannot start data workers
+    # Daemon processes such as this rank cannot start data workers.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     halves = {kind: (kind, 2, sections) for kind, sections in SAME.items()}
     for name, (kind, ranks, sections) in {**halves, **OTHER}.items():
@@ -159,7 +162,7 @@ def continue_half(rank: int, root: Path, names: set[str]) -> dict[str, Any]:
             shutil.rmtree(folder / f"checkpoint/step-{STEPS}")
         dist.barrier()
         spoil_generators(rank)
-        if name == "fsdp":  # batches of a data worker must be the same
+        if name == "fsdp":  # A data worker must yield the same batches.
             dataloader = dataclasses.replace(Config().training.dataloader, num_workers=1)
             sections = {"training": {"dataloader": dataloader}}
         results[name] = run(rank, config(folder, kind, sections, ranks))
@@ -224,7 +227,7 @@ def test_two_halves_equal_one_run(straight: Any, resumed: Any, kind: str) -> Non
     by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
 def test_random_state_does_not_outlive_a_step(straight: Any, resumed: Any, kind: str) -> None:
-    """Generators have the same state after each step, although the second half started with another state."""
+    """The second half starts with other generator states, but has the same states after each step."""
     for (_, states, _), (_, later_states, _) in zip(straight[kind], resumed[kind], strict=True):
         assert len(states) == STEPS
         assert later_states == states[SAVED:]

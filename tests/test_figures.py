@@ -42,7 +42,7 @@ def test_no_figure_is_typed_by_hand(figures) -> None:
     """Figures of five or more digits are recognizable; shorter ones could be any number."""
     distinct = {name: value() for name, value in figures.FIGURES.items() if "table" not in name}
     distinct = {name: text for name, text in distinct.items() if len(re.sub(r"\D", "", text)) >= 5}
-    history = ("CHANGELOG.md", "LOG.md")  # entries that keep the figures of their day
+    history = ("CHANGELOG.md", "LOG.md")  # their entries keep the figures of their time
     for page in figures.pages():
         if page.name in history:
             continue

@@ -44,7 +44,8 @@ def test_fork_behaves_like_a_new_interpreter(
     program = tmp_path / "program.py"
     program.write_text(f"{PROGRAM}\n{ENDS[end]}\n")
     (tmp_path / "temporary").mkdir()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in background jobs of a shell
+    # background jobs of a shell ignore SIGINT
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setenv("UNWANTED", "of the tests")
     environment = {
@@ -59,7 +60,7 @@ def test_fork_behaves_like_a_new_interpreter(
             input="the input", env=environment, cwd=tmp_path, capture_output=True, text=True,
             start_new_session=True, timeout=patience.seconds(60),
         )  # fmt: skip
-        # only the last line of a traceback is equal, because a fork has additional frames
+        # Compare only the last line of a traceback, because a fork has additional frames.
         answers.append((done.returncode, done.stdout, done.stderr.splitlines()[-1:]))
 
     assert answers[0] == answers[1]
@@ -96,7 +97,7 @@ def test_fork_of_a_process_that_has_compiled_can_compile(tmp_path: Path) -> None
     """The child has no copy of the parent's compiling thread, and must not wait for it."""
     from torch._inductor.async_compile import AsyncCompile
 
-    AsyncCompile.pool().submit(abs, -1).result()  # the pool now has an idle thread
+    AsyncCompile.pool().submit(abs, -1).result()  # after the result, the pool has an idle thread
     program = tmp_path / "program.py"
     program.write_text(
         "from torch._inductor.async_compile import AsyncCompile\n"

@@ -38,16 +38,16 @@ LATENT = {
 # them. Seeds and sizes are chosen such that no token has two experts with equal scores up to rounding.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("debugmodel", {**GROUPED, "ffn_dim": 128}),
-    # the window is not aligned with the parts of a sequence that ranks hold
+    # The window of 21 tokens crosses the boundaries of context-parallel parts.
     "mistral": ("debugmodel", {**GROUPED, "ffn_dim": 128, "sliding_window": 21}),
     "qwen2": ("debugmodel", {**GROUPED, "ffn_dim": 128, "tied_embeddings": True}),
     "neox": ("debugmodel", {**COMMON, "head_dim": 16, "ffn_dim": 128}),
     "qwen3": ("debugmodel", {**GROUPED, "ffn_dim": 128, "tied_embeddings": True}),
     "qwen3_moe": ("debugmodel_moe", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 8, "top_k": 2}),
-    # the first of two layers has a recurrence; its blocks of tokens are not aligned with the parts that ranks hold
+    # The first of two layers is recurrent. Its blocks of tokens cross the boundaries of context-parallel parts.
     "qwen3_next": ("debugmodel", {**GROUPED, **QWEN3_NEXT}),
     "mixtral": ("debugmodel", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 4}),
-    # the second layer has experts but no positions; chunks are not aligned with the parts of a sequence
+    # The second layer has experts and no RoPE. Attention chunks cross the boundaries of context-parallel parts.
     "llama4": (
         "debugmodel",
         {
@@ -247,7 +247,7 @@ IN_BFLOAT16 = [
 def test_gradient_norm_of_bfloat16_weights_equals_one_process(
     family: str, num_ranks: int, parallelism: dict[str, Any]
 ) -> None:
-    """Values have 8-bit mantissas, but rounding errors of many gradients cancel in their norm.
+    """bfloat16 rounds each gradient to 8 bits, but these errors mostly cancel in the norm.
 
     Measured differences are below 3e-4. A gradient counted twice, or a missing sum over ranks, is at least 1e-2.
     """
@@ -274,7 +274,7 @@ def one_process(family: str, num_layers: int) -> Result:
 def run_pairs(
     rank: int, num_ranks: int, pairs: list[tuple[str, str]]
 ) -> dict[tuple[str, str], Result]:
-    """Train each pair of mesh and family as one rank."""
+    """Train all pairs of mesh and family, one after another, as one rank."""
     results = {}
     for mesh, family in pairs:
         results[mesh, family] = train_steps(
@@ -304,7 +304,7 @@ def differences(result: Result, expected: Result) -> list[str]:
     for name, gradient in result.gradients.items():
         gradient_norm = expected.gradients[name].norm()
         error = (gradient - expected.gradients[name]).norm()
-        # 1e-10 is for gradients that are zero except for rounding
+        # The 1e-10 allows for gradients that are zero except for rounding.
         if not error <= 1e-5 * gradient_norm + 1e-10:
             lines.append(f"gradient of {name}: off by {error / gradient_norm:.1e} of its norm")
     for name, weight in result.final.items():

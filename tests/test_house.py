@@ -87,7 +87,7 @@ def test_opening_data_never_runs_code() -> None:
         lines = [
             ast.unparse(call) for called, call in calls(trees()[name]) if runs_code(called, call)
         ]
-        # readers of other systems' configurations contain it as a key that they refuse
+        # Readers of other systems' configurations name this option, because they refuse it.
         is_migration = name.startswith("compat/migrate/")
         if "trust_remote_code" in TEXTS[name] and not is_migration:
             lines.append("trust_remote_code")
@@ -166,7 +166,7 @@ def test_public_methods_without_base_are_documented() -> None:
         decorators = " ".join(map(ast.unparse, node.decorator_list))
         if "setter" in decorators or "overload" in decorators:
             return False
-        # with a base class from a library, the method may override one of the library
+        # With a base class from a library, the method may be an override of the library's method.
         return all(ast.unparse(base) in classes for base in owner.bases)
 
     def undocumented(name: str) -> list[str]:
@@ -197,7 +197,7 @@ def imports(with_types: bool = False) -> dict[str, set[str]]:
             if isinstance(node, ast.ImportFrom):
                 names |= {f"{node.module}.{alias.name}" for alias in node.names}
         imported_names[path.replace("/", ".")] = names
-    # it imports names of shardtrain.api lazily, on first access
+    # The package itself imports names from shardtrain.api lazily, on first access, so it makes no cycle.
     imported_names["shardtrain"] = set()
 
     def module_of(name: str) -> str:
@@ -267,12 +267,12 @@ def test_rooms_that_import_each_other_are_detected() -> None:
 
 
 def test_no_docstring_only_points_elsewhere() -> None:
-    """An override either has no docstring, or one that describes its differences."""
+    """Reject docstrings such as "See Base.method": an override needs none, or one about its differences."""
     assert offenders(lambda name: re.findall(r'^ +"""See .*$', TEXTS[name], re.M)) == {}
 
 
 def test_no_variable_is_called_here() -> None:
-    """The name describes no value: a rank is a ``world`` or has a ``context``, a part of a tensor is ``rows``."""
+    """Reject ``here`` as a variable name. Use a name of the value, such as ``world`` or ``rows``."""
 
     def uses(name: str) -> list[str]:
         nodes = ast.walk(trees()[name])

@@ -40,7 +40,7 @@ RUNS = {
 
 
 def train(preset: str, overrides: str, folder: Path) -> list[dict[str, float]]:
-    """Run a preset to its end. Return the records of metrics.jsonl."""
+    """Train with a preset and overrides, to the last step. Return the records of metrics.jsonl."""
     command = [sys.executable, "-m", "shardtrain", "train", f"configs/{preset}.toml"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for name in ("NGPU", "RANK", "WORLD_SIZE", "LOG_RANK"):

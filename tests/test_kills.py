@@ -91,7 +91,7 @@ def run_with_kills(folder: Path, kind: str, kills: int) -> list[dict[str, Any]]:
         )
         process.start()
         if life < kills:
-            # kill during one of the next steps or their checkpoints
+            # Kill the run at a random moment of one of its next five steps or their saves.
             wanted = len(steps_taken(folder)) + dice.randrange(1, 6)
             deadline = time.monotonic() + patience.seconds(120)
             while (

@@ -67,10 +67,10 @@ def test_star_stops_at_a_dot(path: str, pattern: str, fits: bool) -> None:
 
 
 def test_patterns_within_a_part_match_like_fnmatch() -> None:
-    """Test all globs of up to four of these characters, including sets and ranges, on names of up to two letters."""
+    """Compare all globs of up to four characters, including sets and ranges, on names of up to two letters."""
 
     def strings(letters: str, lengths: range) -> Iterator[str]:
-        """All strings of these letters and lengths."""
+        """Yield all strings of these letters with these lengths."""
         for length in lengths:
             for chosen in itertools.product(letters, repeat=length):
                 yield "".join(chosen)
@@ -145,7 +145,7 @@ def test_a_parameter_of_the_model_itself_needs_a_rule_too() -> None:
 def test_advice_for_a_parameter_without_a_rule_depends_on_its_module(
     parameter: str, advice: str
 ) -> None:
-    """A style for a block would apply to all modules in it, so a parameter of a block must move into a child."""
+    """A parameter directly in a block cannot get a rule, because a block's style applies to all its modules."""
     (problem,) = check(GOOD, [*MODULES, "layers.0.extra"], [*PARAMETERS, parameter])
     assert advice in problem
 
@@ -153,7 +153,7 @@ def test_advice_for_a_parameter_without_a_rule_depends_on_its_module(
 def test_parameter_with_two_rules_is_reported() -> None:
     twice = changed(tensor={**GOOD.tensor, "layers.*.attn.w?": "colwise"})
     problems = check(twice, MODULES, PARAMETERS)
-    assert len(problems) == 3  # wq, wk and wo
+    assert len(problems) == 3  # for wq, wk and wo
     for problem in problems:
         assert "matches 2 rules" in problem
         assert "'layers.*.attn.w?'" in problem

@@ -29,7 +29,7 @@ def is_program(tree: ast.Module) -> bool:
 
 
 def test_each_module_run_by_python_does_something_or_fails(capsys):
-    """Otherwise `python -m shardtrain.train.validation --from RUN` would define functions and exit with status 0."""
+    """Modules that are not programs must fail: `python -m shardtrain.train.validation` did nothing, with status 0."""
     modules = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES}
     num_refused = 0
     for path, name in modules.items():
@@ -121,7 +121,7 @@ def test_config_file_variable_applies_without_a_configuration_on_the_command_lin
 
 
 def unread() -> list[str]:
-    """Return the options whose names occur in no file outside ``config``, neither as an attribute nor as a string."""
+    """Return the options that no file outside ``config`` names, as an attribute or in a string."""
     names: set[str] = set()
     for path in FILES:
         if path.parent.name != "config":

@@ -28,7 +28,7 @@ def test_a_public_class_name_finds_one_class() -> None:
 
 
 def test_a_file_name_finds_one_module() -> None:
-    """``__init__`` and ``__main__`` are Python's own names."""
+    """Only ``__init__.py`` and ``__main__.py``, whose names Python requires, may occur more than once."""
     folders = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.name not in ("__init__.py", "__main__.py"):

@@ -228,7 +228,7 @@ def test_mistake_is_reported_in_one_line_with_a_fix(typed: str, folder: Path) ->
     assert MISTAKES[typed] in lines[0]
     assert "Traceback" not in done.stderr
 
-    # A wrong configuration leaves no trace. After other refusals the run's folder has an exit.json for the launcher.
+    # A wrong configuration (exit status 2) creates no file. Other refusals write only exit.json, for the launcher.
     allowed = set() if done.returncode == 2 else {"exit.json"}
     assert {path.name for path in (folder / "outputs").rglob("*")} <= allowed
 

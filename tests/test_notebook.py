@@ -62,7 +62,7 @@ def test_running_the_notebook_reproduces_its_output() -> None:
     for cell in code_cells():
         stored = text_of(cell)
         new = again[cell["id"]]
-        # generated text depends on the last bit of the weights
+        # Generated text may change with the last bit of a weight, so only check that there is text.
         if "sample" in cell["metadata"].get("tags", []):
             assert new.strip()
             continue

@@ -24,9 +24,9 @@ def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    # dataclasses look up their module
+    # dataclasses look up their module in sys.modules
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(ROOT / "docs"))  # they share docs/svg.py
+    sys.path.insert(0, str(ROOT / "docs"))  # the scripts import docs/svg.py
     try:
         spec.loader.exec_module(module)
     finally:
@@ -71,7 +71,8 @@ def test_command_is_recorded_replayed_and_drawn(tmp_path: Path) -> None:
     )
     drawn = output.read_text()
 
-    assert rows(drawn) == ["$program", "a <b> & c", "greenTrue"]  # spans have separate positions
+    # without spaces: each colored span has its own position
+    assert rows(drawn) == ["$program", "a <b> & c", "greenTrue"]
     assert f'fill="{cast.COLORS[32]}">green<' in drawn
 
     head, *events = map(json.loads, recording.read_text().splitlines())

@@ -290,7 +290,7 @@ def _hub(folder: Path) -> Path:
 
 
 def _stepped(folder: Path) -> Path:
-    """Return the folder of a run that called ``step`` instead of ``train``."""
+    """Return the folder of a trainer that only took one ``step``, so it has no final checkpoint."""
     with shardtrain.Trainer(
         "debug", {**TINY, "job.dump_folder": str(folder / "stepped")}
     ) as trainer:

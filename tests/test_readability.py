@@ -36,7 +36,7 @@ def test_dense_code_is_reported():
 
 
 class Reporter:
-    """Collects what a run prints in its summary."""
+    """Stand-in for pytest's terminal reporter that collects the printed lines."""
 
     def __init__(self):
         self.lines = []

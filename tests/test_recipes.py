@@ -29,7 +29,7 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs/recipes").glob("*.toml"))
-# keys and values have 64 features, the rank of the adapters
+# With this size, keys and values have 64 features, as many as the rank of the adapters.
 WIDE = {
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -142,16 +142,16 @@ def run(folder: Path, line: str) -> None:
 
 
 def run_page(folder: Path, recipe: str) -> None:
-    """Run the commands of a page, with additional options that make training runs small."""
+    """Run the commands of a recipe's page. Options make its training runs small."""
     content = prepare(folder, recipe)
     length = LENGTHS.get(recipe, 64)
     small = f"{SMALL} --training.seq_len {length}"
     if "validation" in content:
         small += f" --validation.seq_len {length}"
     for line in lines_of(recipe):
-        if line.startswith("shardtrain data download"):  # prepare has created the model
+        if line.startswith("shardtrain data download"):  # ``prepare`` has already created the model
             assert any(f"/{Path(path).name} " in line for path in models_of(content))
-        elif line.startswith("pip install"):  # tests do not change their environment
+        elif line.startswith("pip install"):  # tests must not install packages
             continue
         else:
             run(folder, f"{line} {small}" if line.startswith("shardtrain train") else line)

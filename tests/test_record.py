@@ -57,7 +57,7 @@ class Network(nn.Module):
 
 
 def batch(step: int) -> list[Tensor]:
-    """Return the samples of a step, with a length of each."""
+    """Return the samples of a step. They have different lengths."""
     generator = torch.Generator().manual_seed(step)
     return [torch.randint(VOCABULARY, (length + 1,), generator=generator) for length in LENGTHS]
 
@@ -70,7 +70,10 @@ def train(
     fault: str = "",
     precision: str = "float32",
 ) -> None:
-    """Train ``Network`` on the same samples as one process, DDP, FSDP2 or tensor parallelism, and record it."""
+    """Train and record ``Network`` in one process or with DDP, FSDP2 or tensor parallelism.
+
+    All kinds use the same samples. ``fault`` plants a fault by name.
+    """
     torch.manual_seed(rank if fault == "a seed for each rank" else 0)
     network = Network()
     data_ranks = 1 if kind == "tp" else size
@@ -81,7 +84,7 @@ def train(
         fully_shard(network.up)
         fully_shard(network)
         if fault != "no divide factor":
-            # These methods do not apply to the modules inside.
+            # FSDP's setters do not apply to nested FSDP modules, so call them on each.
             for module in (network.up, network):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
@@ -206,7 +209,7 @@ def test_parts_add_up_to_the_projections_of_the_full_tensor(
     dim = data.draw(st.integers(0, len(shape) - 1))
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     _, squared, projections = summary("layer.weight", tensor, 0)
-    # A part is what a rank of a 1D mesh holds. The last parts may be empty.
+    # Split like a 1D mesh: each rank holds one chunk, and the last chunks may be empty.
     parts = []
     for part in range(ranks):
         chunk = -(-shape[dim] // ranks)
@@ -353,7 +356,7 @@ def test_recordings_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
 
 
 def test_steps_that_only_one_recording_has_are_named(tmp_path: Path) -> None:
-    """A killed run has fewer steps, and its last line may be incomplete."""
+    """Steps that one recording lacks are reported: a killed run has fewer, and may truncate its last line."""
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
     for name in "ab":
@@ -374,7 +377,7 @@ def test_steps_that_only_one_recording_has_are_named(tmp_path: Path) -> None:
 
 
 def test_a_third_recording_sets_the_tolerance(tmp_path: Path) -> None:
-    """Without it, a difference of 1e-3 in bfloat16 is rounding."""
+    """A difference of 1e-3 passes as bfloat16 rounding, unless a third recording shows that rounding is smaller."""
     model = nn.Linear(20, 20)
     for name, change in (("a", 0.0), ("b", 1e-3), ("c", 1e-5)):
         recorder = Recorder(tmp_path / name, model, "bfloat16")
@@ -392,7 +395,7 @@ def test_a_third_recording_sets_the_tolerance(tmp_path: Path) -> None:
 def record(
     folder: Path, gradients: Sequence[dict[str, Tensor | None]], steps: Sequence[int] = (0,)
 ) -> Any:
-    """Record the same two weights with other gradients in each step, and read the recording."""
+    """Record two weights whose gradients are given for each step, and read the recording."""
     model = nn.Module()
     model.large = nn.Parameter(torch.ones(40))
     model.small = nn.Parameter(torch.ones(40))
@@ -425,14 +428,17 @@ def first_of(
 
 
 def test_the_update_of_a_gradient_of_rounding_errors_is_not_compared(tmp_path: Path) -> None:
-    """The exact gradient of the bias of attention's keys is 0. Adam then updates it with random signs."""
+    """Adam turns rounding errors into updates with random signs.
+
+    The bias of attention's keys is an example: its exact gradient is 0.
+    """
     one = {"large": GRADIENT, "small": NOISE}
     assert (
         first_of(tmp_path / "noise", [one] * 3, [{**one, "small": NOISE.flip(0)}] * 3, range(3))
         is None
     )
 
-    # The weights of a larger gradient are compared.
+    # Weights with a larger gradient are still compared.
     first = first_of(tmp_path / "larger", [one] * 3, [{**one, "large": -GRADIENT}] * 3, range(3))
     assert first is not None
     assert first.names == ("large",)
@@ -561,7 +567,10 @@ def record_sharded(rank: int, folder: Path) -> None:
 def train_with_transformers(
     rank: int, folder: Path, size: int, averages_tokens: bool, port: int
 ) -> None:
-    """Train with the Trainer of transformers, whose loss is the mean over all ranks only if it averages tokens."""
+    """Train and record with the Trainer of transformers.
+
+    Its loss is the mean over all ranks only with ``averages_tokens``.
+    """
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

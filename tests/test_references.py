@@ -21,7 +21,7 @@ OTHER_SYSTEMS = ("docs/migrate/", "docs/migrate.md", "docs/CHANGELOG.md", "docs/
 """Pages that name files of other systems or files as they were."""
 INVENTED = {
     "my_model.py", "my_task.py", "my_tokenizer.py", "my_sink.py", "my_metric.py", "program.py", "file.py", "notes.md",
-    # files of attackers, and of PyTorch, FMEngine and NCCL's documentation
+    # examples of attacks, and files of PyTorch, FMEngine and NCCL
     "json.py", "torch.py", "scripts/conversions/llama/from_hf.py", "doc/PERFORMANCE.md",
 }  # fmt: skip
 """Files of examples and of other systems."""
@@ -37,13 +37,13 @@ LIBRARIES = {
 """First parts of dotted names from other libraries, as prose and code import or abbreviate them."""
 FILE_ENDINGS = (".txt", ".json", ".jsonl", ".bin", ".pkl", ".safetensors", ".gz")
 EXAMPLES = {
-    "patience.seconds", "patience.wait_for",  # of the tests
-    "chat_template.jinja", "Module.__setattr__", "critic.shardtrain",  # of the hub, PyTorch and verl
-    "elasticPolicy.rdzvConf", "tokenizer.model", "model.resize_token_embeddings",  # of other systems
-    "model.tokenizer", "model.model", "facts.guard.rewinds", "facts.replicas_compared",  # of objects and of a JSON file
+    "patience.seconds", "patience.wait_for",  # helpers of the tests
+    "chat_template.jinja", "Module.__setattr__", "critic.shardtrain",  # from the hub, PyTorch and verl
+    "elasticPolicy.rdzvConf", "tokenizer.model", "model.resize_token_embeddings",  # from other systems
+    "model.tokenizer", "model.model", "facts.guard.rewinds", "facts.replicas_compared",  # attributes, JSON keys
     "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "attn.wq", "attention.wq", "X.weight", "X.weight_scale_inv",
     "optimizer.state.NAME.exp_avg", "optimizer.param_groups.NAME.lr", "lr_scheduler.last_epoch",  # names in checkpoints
-    "weight.data.fill_", "q.new_zeros", "x.no_y", "x.y", "LAYOUT.tensor", "LAYOUT.recurrence",  # code of a user
+    "weight.data.fill_", "q.new_zeros", "x.no_y", "x.y", "LAYOUT.tensor", "LAYOUT.recurrence",  # code of users
 }  # fmt: skip
 """Dotted names that are only examples in prose."""
 
@@ -62,7 +62,7 @@ def tracked() -> tuple[str, ...]:
 
 @functools.cache
 def endings() -> frozenset[str]:
-    """Each tracked path and folder, by each of its ends: ``a/b/c.py``, ``b/c.py``, ``c.py``, ``a``, ``a/b``, ``b``."""
+    """Every suffix of the tracked files and folders: ``a/b/c.py``, ``b/c.py``, ``c.py``, ``a/b``, ``a``, ``b``."""
     all_endings = set()
     for path in tracked():
         parts = path.split("/")
@@ -184,7 +184,7 @@ def modules_by_name() -> dict[str, list[str]]:
 
 @functools.cache
 def dotted_code(path: str) -> frozenset[str]:
-    """Return each dotted name in the code of a module, by each of its ends: ``a.b.c`` and ``b.c``."""
+    """Return each dotted name in the code of a module, with its dotted suffixes: ``a.b.c`` and ``b.c``."""
     dotted_names = set()
     for node in ast.walk(tree_of(path)):
         names: list[str] = []
@@ -199,7 +199,7 @@ def dotted_code(path: str) -> frozenset[str]:
 
 
 def is_defined(dotted: str) -> bool:
-    """True if ``a.b`` is an option, a name in a module or class ``a``, or written so in the code."""
+    """True if ``a.b`` is an option, a name in a module or class ``a``, or a dotted name in the code."""
     if any(f".{dotted}." in f".{name}." or dotted.startswith(f"{name}.") for name in options()):
         return True
     first, *others = dotted.split(".")
@@ -265,7 +265,7 @@ def test_dotted_names_in_prose_exist() -> None:
 
 
 def test_programs_next_to_the_package_import_names_that_exist() -> None:
-    """No test imports benchmarks, examples and the programs of docs, so they could keep the old name of a module."""
+    """No test imports these programs, so an import of a renamed module would go unnoticed."""
     missing = []
     folders = ("benchmarks/", "examples/", "docs/", "scripts/", "cli/")
     for path in tracked():

@@ -122,7 +122,7 @@ def test_tests_that_a_plain_run_skips_are_listed_with_their_last_pass() -> None:
         programs |= set(re.findall(r'\bwhich\(\s*"([\w-]+)"', source))
         modules |= set(re.findall(r'importorskip\(\s*"(\w+)', source))
 
-    # variables of the package, and of the test runner
+    # set by the package or the test runner, not a switch for contributors
     variables -= {
         "SHARDTRAIN_AGENT",
         "SHARDTRAIN_PARENT",

@@ -55,7 +55,7 @@ MESHES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
-# also covered by test_grid.py with this family, or products of other meshes here
+# nightly: test_grid.py also covers these meshes, or they combine other meshes of this file
 MORE_MESHES = [
     "fsdp 4",
     "tp 2",
@@ -189,14 +189,14 @@ def test_ranks_read_disjoint_samples_and_together_all_samples(
         samples_of_ranks = [result.sample_ids[step] for result in results]
         all_samples = sorted(itertools.chain.from_iterable(samples_of_ranks))
         assert all_samples == sorted(expected.sample_ids[step] * copies)
-        if copies == 2:  # tensor-parallel peers, with consecutive ranks, read the same rows
+        if copies == 2:  # pairs of ranks are tensor-parallel peers, which read the same rows
             first, peer_of_first, second, _ = samples_of_ranks
             assert first == peer_of_first
             assert first != second
 
 
 def test_parameters_and_optimizer_state_are_sharded() -> None:
-    """Within 1 %, because small parameters are padded or replicated."""
+    """The tolerance of 1 % allows for small parameters, which are padded or replicated."""
     num_params = reference().facts["num_params"]
     fsdp = run_tiny(2, tiny_config(), steps=1)[0].facts
     assert fsdp["local_numel"] == pytest.approx(num_params / 2, rel=0.01)

@@ -30,7 +30,7 @@ NODES = (1, 8, 64, 512, 2048)
 )
 def test_messages_and_manifest_of_a_save_stay_small(mesh):
     sizes = scale.saving(mesh)
-    # for one rank of each pipeline stage; other ranks send only a number
+    # Only one rank of each pipeline stage sends a full message. The other ranks send a number.
     assert max(sizes["said_bytes"]) <= 4096
     assert sum(sizes["said_bytes"]) <= 16 * 4096
     # beyond 16,384 ranks, checksums of the files of ranks dominate the manifest

@@ -183,7 +183,7 @@ def test_tests_run_in_parallel_and_arguments_of_the_caller_come_last(repository)
 
 @pytest.fixture
 def landings(repository):
-    """Two functions: one creates commits, the other returns the share that .ci/run then selects."""
+    """Return two functions: create commits, and return the share of tests that .ci/run selects."""
     names = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1"}
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
     for name in (".ci/components.sh", "run_tests.sh", ".ci/environment.sh"):

@@ -118,7 +118,7 @@ FEATURED = {
 
 @pytest.fixture(autouse=True)
 def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(search.ROOT)  # cases name data files relative to it
+    monkeypatch.chdir(search.ROOT)  # cases name data files relative to the root
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_random_configurations_are_refused_or_equal_to_one_process(
 
     assert not faults, "\n".join(lines)
     assert sum(counts.values()) == len(numbers)
-    assert counts["equal"] > counts["refused"]  # a search with mostly refusals would prove little
+    assert counts["equal"] > counts["refused"]  # most cases must train: refusals prove little
 
 
 @pytest.mark.timeout(600)
@@ -349,7 +349,7 @@ def test_tolerance_widens_by_the_rounding_errors_of_one_process() -> None:
     usual = TOLERANCES["float32"]
     expected = numbers(1.0, 1.0)
 
-    assert widened(usual, expected, expected, MOST) == usual  # no amplification
+    assert widened(usual, expected, expected, MOST) == usual  # rounding moved nothing
 
     wider = widened(usual, numbers(1 + 1e-5, 1 + 4e-6), expected, MOST)
     assert wider.loss == pytest.approx(8e-5, rel=1e-3)

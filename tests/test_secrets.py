@@ -61,7 +61,7 @@ def test_a_run_writes_no_secret_anywhere(tmp_path: Path) -> None:
 
 
 def test_an_error_that_quotes_a_secret_masks_it(tmp_path: Path) -> None:
-    # a user may paste a token instead of a path
+    # Simulate a user who pastes a token instead of a path.
     secret = CANARIES["HF_TOKEN"]
     folder = tmp_path / "outputs"
     done = shardtrain(

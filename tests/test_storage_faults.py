@@ -73,7 +73,7 @@ def undisturbed(
 
 
 def wrong(config: Config, ranks: int, fault: Fault, expected: dict[int, float]) -> str:
-    """Run with a fault, then resume. Return the violated promise, or an empty string."""
+    """Run with a fault, then resume. Describe the first wrong result. Empty if there is none."""
     folder = Path(config.job.dump_folder)
     code, output = storage_faults.run(config, ranks, fault)
     if "Traceback" in output or "Logging error" in output:
@@ -93,7 +93,7 @@ def wrong(config: Config, ranks: int, fault: Fault, expected: dict[int, float]) 
 
 
 def _after(config: Config, ranks: int, expected: dict[int, float]) -> str:
-    """Check the recorded losses, and those of a run that resumes. Return the violated promise, or an empty string."""
+    """Check the recorded losses, resume, and check again. Describe the first wrong result, or return ""."""
     folder = Path(config.job.dump_folder)
     try:
         recorded = storage_faults.losses(config)
@@ -102,7 +102,7 @@ def _after(config: Config, ranks: int, expected: dict[int, float]) -> str:
     if any(expected[step] != loss for step, loss in recorded.items()):
         return f"losses {recorded}"
     again, output = storage_faults.run(config, ranks, None)
-    for _ in range(20):  # ranks without a launcher may exit late, and hold the lease until then
+    for _ in range(20):  # ranks of a killed launcher may still hold the lease
         if again != 2 or "is being written by" not in output:
             break
         time.sleep(0.2)
@@ -217,7 +217,7 @@ def stored(folder: Path, mode: str) -> Config:
 
 
 def wrong_of_store(config: Config, ranks: int, fault: Fault, expected: dict[int, float]) -> str:
-    """Run with a fault of the object store, then resume. Return the violated promise, or an empty string."""
+    """Like ``wrong``, but with a fault of the object store."""
     code, output = storage_faults.run(config, ranks, fault)
     if (
         "Traceback" in output

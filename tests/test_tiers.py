@@ -58,13 +58,13 @@ def test_each_worker_starts_with_one_of_the_longest_files(num_workers):
 
     undivided = list(order)
     started = []
-    for number in range(num_workers):  # divide the list as xdist does
+    for number in range(num_workers):  # divide the list among workers like xdist
         size = len(undivided) // (num_workers - number)
         names = [item.path.name for item in undivided[:size]]
         undivided = undivided[size:]
         assert names[0] in LONGEST_FIRST
 
-        # The cases of a file stay together.
+        # All cases of a long file are next to each other.
         long_files = [name for name in dict.fromkeys(names) if name in LONGEST_FIRST]
         cases_of_long_files = []
         for name in long_files:
@@ -224,7 +224,7 @@ def test_nightly_only_law_may_name_a_law_of_the_default_tier(folder):
         "only nightly: test_more.py::test_on_pods: on pods: test_sample.py::test_single" in output
     )
 
-    # not there, or not in the default tier
+    # The law that ``by`` names must exist and have a case in the default tier.
     for name in (
         "test_sample.py::test_gone",
         "test_more.py::test_on_pods",

@@ -1,4 +1,4 @@
-"""The wheel: built from this repository, installed into a new environment, used in an empty folder."""
+"""The wheel builds from this repository, installs into a new environment, and works in an empty folder."""
 
 from __future__ import annotations
 

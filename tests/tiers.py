@@ -30,9 +30,9 @@ import workers
 from _pytest.doctest import DoctestModule
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks would compete for cores
-# no heartbeat lines: tests compare the entire output of commands, also on a machine so busy that they take seconds
+# Disable heartbeat lines, which slow commands print: tests compare the entire output of commands.
 os.environ.setdefault("SHARDTRAIN_HEARTBEAT_SECONDS", "0")
-# a folder cannot be created there, so runs of tests are not added to the user's list of launched runs
+# No folder can be created below os.devnull, so tests add nothing to the user's list of launched runs.
 os.environ["XDG_STATE_HOME"] = os.devnull
 # Without this, each garbage collection in a forked rank visits all objects that the tests imported and copies their
 # pages: 28 % of the cost of a rank that runs two steps
@@ -69,7 +69,7 @@ LONGEST_FIRST = (
     "test_expert_parallel.py",
     "test_hangs.py",
     "test_ssh.py",
-    # files with an expensive shared fixture, which every worker that takes some of their tests would create again
+    # Files with an expensive shared fixture. Each worker that runs some of their tests creates it again.
     "test_resume.py",
     "test_hostile_artefacts.py",
     "test_exact_continuation.py",
@@ -199,7 +199,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_cmdline_main(config: pytest.Config) -> None:
     if config.option.share:
         parse_share(config.option.share)
-    if config.option.laws:  # workers are not needed for a list
+    if config.option.laws:  # a list needs no workers
         config.option.numprocesses = None
         config.option.dist = "no"
         config.option.tx = []
@@ -362,7 +362,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def unstated(config: pytest.Config, laws: dict[str, Law]) -> list[str]:
-    """Return the laws without a case in the default tier, a reason, or another law there that covers them."""
+    """Return laws that are nightly without justification: neither a reason nor a law that covers them."""
     if config.stash[NAMED]:
         return []
     files = {law.file for law in laws.values()}

@@ -130,7 +130,7 @@ def shallow_config(**sections: dict[str, Any]) -> Config:
 
 @dataclass(frozen=True)
 class Result:
-    """Results of some steps, as one rank saw them.
+    """Results of a few training steps on one rank.
 
     Attributes:
         losses: Global mean loss of each step.
@@ -184,7 +184,8 @@ def train_steps(rank: int, config: Config, steps: int) -> Result:
 
         def __next__(self) -> Any:
             batch = pull()
-            if getattr(batch, "lengths_B", None) is not None:  # batches of tasks have other fields
+            # batches of row tasks have no lengths_B
+            if getattr(batch, "lengths_B", None) is not None:
                 padding.append(int((batch.tokens_BT.size(1) - batch.lengths_B).sum()))
             ids[-1].extend(batch.sample_ids_B.tolist())
             return batch
@@ -293,7 +294,7 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
             raise _Killed
         ids.append([])
         outcome = originals["step"](run)
-        if outcome is None:  # end of the data
+        if outcome is None:  # the data ended, so there was no step
             ids.pop()
             return None
         loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item() / max(
@@ -306,7 +307,7 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
 
     def pull(stream: data.DataLoader) -> data.Batch:
         batch = originals["pull"](stream)
-        if ids:  # otherwise the run repeats a validation before its first step
+        if ids:  # ids is empty while a resumed run repeats a validation
             ids[-1].extend(batch.sample_ids_B.tolist())
         return batch
 
@@ -327,7 +328,7 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
     finally:
         trainer.build, trainer.step, data.DataLoader.__next__ = originals.values()  # type: ignore[method-assign]
         log.reset()
-    if not runs or isinstance(error, PeerError):  # gathering needs the other ranks
+    if not runs or isinstance(error, PeerError):  # unsharding the weights needs all ranks
         return Ended(losses, norms, lrs, ids, {}, {}, {}, {}, error)
     run = runs[0]
     states = optim.state_tensors(run.optimizer, run.runner.optimizer_parameters().items())

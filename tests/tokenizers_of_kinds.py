@@ -88,6 +88,6 @@ def write(kind: str, folder: Path, with_bos: bool = False) -> Path:
 
 @functools.cache
 def open_kind(kind: str, with_bos: bool = False) -> OpenedTokenizer:
-    """Return an open tokenizer of a kind."""
+    """Write a tokenizer of a kind to a temporary folder, and open it."""
     folder = tempfile.mkdtemp(prefix="shardtrain-tests-tokenizer-")
     return open_tokenizer(str(write(kind, Path(folder) / kind, with_bos)))

@@ -234,7 +234,7 @@ def _gemma3() -> Any:
 
 
 def _llama4() -> Any:
-    """Experts in every second layer. Its processor needs torchvision."""
+    """Return a tiny Llama 4 with experts in every second layer. Its processor needs torchvision."""
     import transformers
 
     text = {**_TEXT, "intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 8}

@@ -60,7 +60,7 @@ class Server:
         """Stop the process and the remaining workers."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        import patience  # not available when this file runs as a command
+        import patience  # not importable when this file runs as a command
 
         try:
             self._process.wait(patience.seconds(20))
@@ -83,9 +83,7 @@ def serve(listener_fd: int, arguments: list[str]) -> None:
     with socket.socket(fileno=listener_fd) as listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         selector.register(0, selectors.EVENT_READ)
-        callers: dict[
-            int, tuple[int, socket.socket]
-        ] = {}  # by pidfd: the process id and the waiting caller
+        callers: dict[int, tuple[int, socket.socket]] = {}  # key: pidfd of the worker
         while True:
             for key, _ in selector.select():
                 if key.fileobj is listener:
@@ -145,9 +143,10 @@ def _collect(arguments: list[str]) -> None:
 
 
 class _Forgetful:
-    """Drop the collected items, because each worker collects again, and modules whose import failed.
+    """Plugin that drops the collected items and the modules whose import failed.
 
-    A failed import leaves an empty module. With it, workers would find neither a test in the file nor the error.
+    Each worker collects again. A failed import leaves an empty module in sys.modules, in which workers
+    would find neither tests nor the error.
     """
 
     @staticmethod
@@ -163,7 +162,7 @@ class _Forgetful:
         session.items.clear()
         session.config.pluginmanager.getplugin(
             "terminalreporter"
-        ).stats.clear()  # it holds deselected items
+        ).stats.clear()  # stats hold deselected items
 
 
 def _rewrite_from_the_end() -> int:
