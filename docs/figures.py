@@ -154,7 +154,8 @@ def peers_table() -> str:
                 "1" if peer == base else f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
             )
             cells += [f"{statistics.median(_tokens_by_round(dtype, peer).values()):,.0f}", spread]
-        cells.append(str(len(_tokens_by_round("float32", peer))))
+        rounds = [len(_tokens_by_round(dtype, peer)) for dtype in ("float32", "bfloat16")]
+        cells.append(" and ".join(str(number) for number in dict.fromkeys(rounds)))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
