@@ -32,7 +32,10 @@ FORMS: dict[str, tuple[str, str]] = {
     "launch.device_resource": (_LABEL, 'a resource of Kubernetes, as "nvidia.com/gpu"'),
     "launch.forward_env": (VARIABLE, "names of variables"),
     "launch.mounts": (r"[A-Za-z0-9./_][^:,]*:/[^:,]*(:ro)?", 'like "SOURCE:/PATH", without commas'),
-    "launch.ssh.hosts": (HOST, 'like "node1" or "user@node1:2222"'),
+    "launch.ssh.hosts": (
+        HOST,
+        'like "node1" or "user@node1:2222", and give an IPv6 address a name in ~/.ssh/config',
+    ),
     "launch.ssh.rendezvous_host": (
         r"[A-Za-z0-9][A-Za-z0-9._-]*|\[?[0-9A-Fa-f:.]+\]?",
         "a name or an address",
@@ -77,7 +80,7 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
                 items.extend(pair)
         texts = [item for item in items if isinstance(item, str)]
         odd = [text for text in texts if not text.isprintable()]
-        form, words = FORMS.get(name, (".*", ""))
+        pattern, form = FORMS.get(name, (".*", ""))
         if odd:
             shown = "".join(c if c.isprintable() else "?" for c in odd[0])
             yield Problem(
@@ -95,8 +98,10 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
                 fix="remove it, and name a secret in launch.kubernetes.image_pull_secret, or log in on the nodes",
                 where=loaded.where(name),
             )
-        elif not all(re.fullmatch(form, text) for text in texts):
-            yield problem(loaded, name, "is not allowed there", f"write {words}")
+        elif not all(re.fullmatch(pattern, text) for text in texts):
+            yield problem(
+                loaded, name, "has a form that this option does not allow", f"write {form}"
+            )
 
     launch = loaded.config.launch
     if launch.min_nodes is not None and launch.min_nodes > launch.nodes:
