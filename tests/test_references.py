@@ -32,7 +32,7 @@ FOREIGN_NAMES = {
 """Names of other libraries, which the package does not use."""
 LIBRARIES = {
     "torch", "transformers", "datasets", "safetensors", "torchao", "numpy", "yaml", "sys", "pathlib", "str", "net",
-    "dcp", "F", "nn", "Tensor", "DTensor",
+    "dcp", "pyarrow", "F", "nn", "Tensor", "DTensor",
 }  # fmt: skip
 """First parts of dotted names from other libraries, as prose and code import or abbreviate them."""
 FILE_ENDINGS = (".txt", ".json", ".jsonl", ".bin", ".pkl", ".safetensors", ".gz")

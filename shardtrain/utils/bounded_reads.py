@@ -75,8 +75,8 @@ def kind(path: str | os.PathLike[str]) -> Literal["folder", "file", "other", ""]
 def is_present(path: str | os.PathLike[str]) -> bool:
     """True if the folder of a path has an entry of this name, of any kind: also a pipe or a broken link.
 
-    Use it for files that an artefact may omit. ``Path.is_file`` is False for a broken link, so the artefact would
-    be read as if it did not have the file. Reading the file then names what is wrong with it.
+    Use it for files that an artefact may omit. ``pathlib.Path.is_file`` is False for a broken link, so the artefact
+    would be read as if it did not have the file. Reading the file then names what is wrong with it.
     """
     try:
         os.lstat(path)

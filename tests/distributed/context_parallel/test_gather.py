@@ -312,8 +312,8 @@ def errors_by_blocks(rank: int) -> dict[str, list[float]]:
     blocked_attention.attend_in_pieces = counted
     errors: dict[str, list[float]] = {"cuts": [], "windows": [], "scaled": []}
     # Blocks that end within chunks, and limited memory that holds parts of chunks
-    for queries, half_bytes in ((128, 1 << 20), (5, 128 * (dist.get_world_size() - 1) * 7)):
-        blocked_attention._QUERIES = {2: queries, 4: queries}
+    for queries, half_bytes in ((64, 1 << 20), (5, 128 * (dist.get_world_size() - 1) * 7)):
+        blocked_attention._QUERIES = queries
         shared_memory._HALF_BYTES = half_bytes
         exchange.cache_clear()
         calls_before = num_calls
