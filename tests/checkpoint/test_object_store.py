@@ -255,7 +255,7 @@ def test_store_without_conditional_writes_is_logged(caplog: pytest.LogCaptureFix
     with caplog.at_level("INFO"):
         stored().to_continue()
         # The in-memory store supports conditional writes, so its start logs nothing.
-        assert "cannot refuse" not in caplog.text
+        assert "cannot reject" not in caplog.text
         memory.rm(f"{FOLDER}/{lease.LEASE}")
         stored_through(Plain()).to_continue()
 
