@@ -48,7 +48,8 @@ def test_a_schedule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = config.problems_of(loaded, 1)
     assert not [problem for problem in problems if problem.option == "lr_scheduler.name"]
     assert lr_scheduler.learning_rate(Optimizer(lr=1.0), loaded.config.lr_scheduler, 10, 3) == 0.5
-    assert "| `half` | `warmup_steps` | Keep the learning rate at half of its peak. |" in options_page()
+    row = "| `half` | `warmup_steps` | Keep the learning rate at half of its peak. |"
+    assert row in options_page()
     assert "half" in {drawn_rates(seed).get("lr_scheduler.name") for seed in range(200)}
 
 
