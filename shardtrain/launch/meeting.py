@@ -129,7 +129,7 @@ def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
 
 
 def _await_readers(store: dist.Store, nodes: Nodes, readers: int, seconds: float) -> None:
-    """Wait until a number of nodes knows the reason of the one that cannot run, at most ``seconds``."""
+    """Wait until ``readers`` nodes have read why a node cannot run, at most ``seconds``."""
     end = time.monotonic() + seconds
     counter = readers_key(nodes.refusal_key)
     while store.add(counter, 0) < readers and time.monotonic() < end:
@@ -183,7 +183,7 @@ def failed(error: Exception, nodes: Nodes, meeting: Meeting | None) -> PeerError
 
 
 def _tell_joined(failure: PeerError, nodes: Nodes, meeting: Meeting, others: int) -> None:
-    """Tell the other nodes that have joined why this node, which serves the store, ends.
+    """Report to the nodes that have joined why this node ends, which serves the store.
 
     Otherwise they would report that the store is lost.
     """

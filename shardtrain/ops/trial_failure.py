@@ -20,7 +20,7 @@ _NEEDS_VALUES = (
 def failure_of(
     error: Exception, model: nn.Module, copies: Mapping[str, nn.Module] | None = None
 ) -> str:
-    """Return the module of a model that failed, and the reason in the words of a user.
+    """Return the module in which a test pass failed, and the reason, as a phrase for an error message.
 
     The phrase follows the name of the network. ``copies`` are modules that run instead of those of the model, by
     their paths in the model.

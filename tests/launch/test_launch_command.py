@@ -412,6 +412,7 @@ def test_a_password_in_the_image_is_refused_and_not_printed(platform):
     "image", ["a", "reg:5000/a/b_c:1.2-x", "Reg.example/a@sha256:" + "0" * 64, "localhost/a--b"]
 )
 def test_image_references_are_accepted(image):
+    # It raises for an image that a container runtime does not accept.
     require_image(image, "kubernetes")
 
 

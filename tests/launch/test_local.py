@@ -202,6 +202,7 @@ def test_unresponsive_ranks_end_after_the_grace_period(tmp_path):
 @pytest.mark.skipif(not LINUX, reason="only Linux terminates child processes with their parent")
 @pytest.mark.parametrize("how", HOW)
 def test_ranks_die_with_a_parent_that_is_killed(tmp_path, how):
+    """``wait_for`` fails the test if a rank still runs after the time."""
     process = start(tmp_path, "stubborn", how)
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     process.kill()

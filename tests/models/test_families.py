@@ -74,7 +74,7 @@ PARAMETER_COUNTS = {
 
 @pytest.fixture(autouse=True)
 def without_gradients():
-    """Disable gradients: balance losses of experts apply only to training."""
+    """Disable gradients, with which experts would add balance losses as in training."""
     with torch.no_grad():
         yield
 

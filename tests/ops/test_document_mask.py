@@ -100,7 +100,7 @@ def test_chunks_are_separate_documents(cuts, chunk, window) -> None:
     q, k, v, _ = inputs()
     cut_BT = document_mask.chunked(documents_BT, chunk, (B, T), q.device)
 
-    # Tokens share a chunk if they are in the same document, and in the same chunk of it.
+    # Tokens share a chunk if they have the same document and the same chunk number in this document.
     place_T = torch.arange(T)
     for row, places in enumerate(cuts):
         starts = []

@@ -191,7 +191,7 @@ def test_products_of_a_device_match_emulated_products(recipe):
 
 
 def _grouped_by_contract(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum):
-    """Reference for PyTorch's grouped float8 product in float64, by its documentation of layouts and scales."""
+    """Float64 reference for PyTorch's grouped float8 product, with its documented layouts and scales."""
     a = a.double()
     b = b.double()
     scale_a = scale_a.double()
@@ -204,7 +204,7 @@ def _grouped_by_contract(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum
             rows = a[start:stop] * scale_a[start:stop, None]
             products.append(rows @ (b_e * s_e))
         return torch.cat(products).to(out_dtype)
-    # The gradient of the weights: groups divide the summed dimension, and each group has its own scales.
+    # The gradient of the weights sums over tokens, so each group of tokens has separate scales.
     scales_a = scale_a.view(-1, a.size(0))
     scales_b = scale_b.view(-1, b.size(1))
     products = []
@@ -217,7 +217,7 @@ def _grouped_by_contract(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum
 
 
 def test_experts_on_a_device_get_valid_operands(monkeypatch):
-    """The kernel runs only on GPUs. A stand-in multiplies its operands and checks their layout."""
+    """The kernel runs only on GPUs. A substitute checks the layout of its operands and multiplies them."""
     laid_out = []
 
     def grouped_mm(*operands, **options):

@@ -263,7 +263,7 @@ def test_scales_have_the_layout_documented_by_cublas():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("sizes", [(64, 96, 32), (200, 48, 160)], ids=str)
 def test_product_on_a_device_gets_valid_operands(monkeypatch, rule, sizes):
-    """A stand-in for the GPU kernel undoes the layout, multiplies in float64, and rounds once.
+    """A substitute for the GPU kernel undoes the layout, multiplies in float64, and rounds once.
 
     Its operands also pass PyTorch's checks of dtypes, strides and sizes.
     """

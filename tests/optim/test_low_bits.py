@@ -123,7 +123,7 @@ def test_small_updates_are_not_lost():
 def test_weight_decay_of_bfloat16_weights_without_gradients_is_not_lost(
     name: str, state_dtype: str
 ) -> None:
-    """A decay of 1e-6 per step is 1/4000 of the spacing of bfloat16.
+    """Stochastic rounding keeps a decay of 1e-6 per step, which is 1/4000 of the spacing of bfloat16.
 
     AdamW shrinks weights by rate times decay. Adam adds the decay to the gradient, so its first steps are as large as
     the rate.

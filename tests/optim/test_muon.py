@@ -307,7 +307,7 @@ def _trained(mesh_shape, placements, dtype):
 
 @pytest.mark.parametrize("dtype", cases(["float32"], nightly=["bfloat16"]))
 def test_equal_gradients_are_bitwise_equal_on_every_placement(dtype):
-    # also with indivisible dimensions of 1, 3, 5, 7 and 9, where some ranks are empty
+    # dimensions of 1, 3, 5, 7 and 9 are uneven on 4 ranks, and some ranks are empty
     params = parameters()
     train(params, build(params.items(), muon(muon_dtype=dtype)), range(3))
     for rank, results in enumerate(run_ranks(4, _placed, dtype)):

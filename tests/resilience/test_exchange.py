@@ -98,7 +98,7 @@ def test_stopped_rank_does_not_silence_others(nodes: Nodes) -> None:
     assert received[4] >= 12
     assert received[5] >= 12
 
-    nodes.beat(3)  # rank 3 continues, and sends heartbeats again
+    nodes.beat(3)  # rank 3 continues, and takes over the sending for its node again
     nodes.beat(4, 5)
     nodes.beat(3)
 

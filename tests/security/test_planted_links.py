@@ -219,7 +219,7 @@ def pipe(path: Path, _: Path) -> None:
 def test_links_instead_of_files_of_a_run_never_redirect_a_write(
     plant: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
-    """The names are those of an undisturbed run, so the test covers new files of runs automatically."""
+    """A first run yields the names of all files, so the test covers new kinds of files automatically."""
     first = config_of(tmp_path / "first")
     second = config_of(tmp_path / "second")
     code, output = storage_faults.run(first, 2, None)

@@ -90,7 +90,7 @@ def of_simpo() -> Both:
 
 
 def of_orpo() -> Both:
-    """trl takes the mean over the tokens of a micro-batch, which weighs longer pairs more."""
+    """trl averages over the tokens of a micro-batch, so micro-batches of one pair give pairs equal weight."""
     rows = pairs()
     ended = ours(rows, task={"name": "orpo", "beta": BETA})
     data = in_order(rows, ended, ("prompt", "chosen", "rejected"))
@@ -153,7 +153,7 @@ def of_completions(style: str) -> Both:
 
 
 def of_packed_rows() -> Both:
-    """Every step has all rows, so packing only affects attention."""
+    """Every step reads all rows, so packing affects only attention and not the rows of a step."""
     rows = pairs()
     packing = {"format": "prompt_completion", "packing": "first_fit"}
     # A first run counts the packed rows of an epoch.
@@ -190,7 +190,7 @@ def of_conversations() -> Both:
 
 
 def of_chatml(name: str) -> Both:
-    """With a template that ends turns with a newline, which trl learns."""
+    """Use a chat template that ends turns with a newline. TRL computes a loss for this newline too."""
     file = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "chatml.jinja"
     file.write_text(CHATML)
     roles = {"prompt": "user", **dict.fromkeys(("completion", "chosen", "rejected"), "assistant")}
@@ -219,7 +219,7 @@ def of_chatml(name: str) -> Both:
 
 @functools.cache
 def teacher() -> Path:
-    """A different Llama with the tokenizer of the student."""
+    """Write a Llama with other weights and sizes, and the tokenizer of the student. Return its folder."""
     place = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "teacher"
     shutil.copytree(folder(), place, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     rows = json.loads((folder() / "config.json").read_text())["vocab_size"]

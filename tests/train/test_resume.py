@@ -222,7 +222,7 @@ def test_run_resumes_on_another_mesh(runs: list[dict[str, Ended]], change: str) 
 def test_every_sample_is_read_once_in_the_same_order_on_any_mesh(
     runs: list[dict[str, Ended]], change: str
 ) -> None:
-    # tensor and pipeline parallel ranks read the same rows, and one process reads all
+    # ranks of tensor or pipeline parallelism read the same rows, and a single process reads all rows
     ranks_read_the_same = change.endswith(("tp", "pp", "one"))
     for step in range(STEPS):
         expected = runs[0]["one straight"].sample_ids[step]
@@ -264,7 +264,8 @@ def test_new_run_starts_from_only_the_weights_of_a_checkpoint(
     assert anew.state["samples_consumed"] == 8
     assert anew.lrs == straight.lrs[:1]
     assert anew.sample_ids == straight.sample_ids[:1]
-    assert anew.losses[0] < straight.losses[0] - 0.1  # weights after three steps of training
+    # The loaded weights were trained for three steps, so the first loss is lower.
+    assert anew.losses[0] < straight.losses[0] - 0.1
     assert all(
         float(count) == 1 for name, count in anew.optimizer.items() if name.endswith(".step")
     )

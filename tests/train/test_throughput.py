@@ -65,7 +65,7 @@ SPECIAL = 2
 LENGTHS = {
     "classification": [len(SHORT) + SPECIAL, len(LONG) + SPECIAL],
     "masked_language_model": [len(SHORT) + SPECIAL, len(LONG) + SPECIAL],
-    # the last token of an answer is a target only, unless a model scores it
+    # The last token of an answer is only a target. A reward model reads it as input too.
     "preference": [len(answer) + 1 + 1 for answer in (SHORT, LONG) for _ in range(2)],
     "orpo": [len(answer) + 1 + 1 for answer in (SHORT, LONG) for _ in range(2)],
     "reward_model": [len(answer) + 1 + SPECIAL for answer in (SHORT, LONG) for _ in range(2)],

@@ -134,9 +134,9 @@ _OPTION_OF_DIRECTIVE = {
     "requeue": "launch.slurm.requeue",
     "no-requeue": "launch.slurm.requeue",
 }
-"""Options instead of which a directive would silently take effect."""
+"""Directive -> the option that it would silently override."""
 _ALWAYS_SET = frozenset(("ntasks", "array", "requeue", "no-requeue"))
-"""Directives that change how many ranks or jobs run, also if the script does not contain them."""
+"""Directives that change how many ranks or jobs run, even if the script does not set them."""
 _CODES = " || ".join(f"code == {code}" for code in sorted(RETRYABLE - {PREEMPTED}))
 
 

@@ -173,7 +173,7 @@ def _is_value(value: Any) -> bool:
 _OWN_LINE = re.compile(
     rb'(\{"step": (\d{1,18}), "[^{}\[\]]*), "%s": "([0-9a-f]{8})"\}\n' % FIELD.encode()
 )
-"""A line of ``line_of`` without nested values: the text before its checksum, the step, and the checksum."""
+"""A line that ``line_of`` wrote, without nested values. Groups: the text before the checksum, step and checksum."""
 _NOT_A_HISTORY = {errno.EFBIG, errno.EINVAL}
 """Errors of a file with an endless line, and of a pipe, a device or a socket."""
 

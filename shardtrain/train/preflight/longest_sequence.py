@@ -99,7 +99,7 @@ def _fits(model: Any, num_tokens: int) -> bool:
 
 
 class _PositionValues(TorchFunctionMode):
-    """Let small tensors have values on the CPU, and all results of meta tensors be on the meta device."""
+    """Keep small tensors, such as positions, on the CPU with their values. Results of meta tensors stay on meta."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -364,7 +364,7 @@ def test_check_counts_ranks_of_other_nodes(capsys: pytest.CaptureFixture[str]) -
         "--rdzv_endpoint=here:29500",
         "--parallelism.data_parallel_shard_degree=2",
     ]
-    # two ranks in total
+    # --nproc counts ranks per node, so two nodes have the two ranks of the mesh
     assert cli.main(["config", "check", "run.toml", "--nproc=1", *arguments]) == 0
 
 

@@ -166,7 +166,10 @@ def _mesh_changes(request: VariantRequest) -> list[tuple[str, str]]:
 
 
 def skipped_reason(run: SmallRun) -> str:
-    """Only float16 and a policy let a run skip an update. Other runs stop."""
+    """Return why the dimension does not apply, or "" if it does.
+
+    A run skips an update in float16, or if ``training.nonfinite_policy`` is "skip". Other runs stop.
+    """
     user = run.user.config
     if derived.compute_dtype(user) == "float16" or user.training.nonfinite_policy == "skip":
         return ""
@@ -174,7 +177,7 @@ def skipped_reason(run: SmallRun) -> str:
 
 
 def skipped_variants(request: VariantRequest) -> Iterator[Variant]:
-    """A run whose gradients overflow in one step, compared with a run that never computes this step."""
+    """Compare runs whose gradients overflow in one step with a run that never computes this step."""
     run = request.run
     scales_loss = derived.compute_dtype(run.user.config) == "float16"
     sections: dict[str, dict[str, Any]] = {}
